@@ -115,16 +115,15 @@ kernels: ## the table of all kernels, compiled here without a card: registers, s
 	$(or $(wildcard $(BIN)/python),python3) -m model.split.kernels.build $(ARGS)
 
 profile: $(VENV)/.installed ## where each microsecond of a request goes, as Markdown
-	@.ci/debian wrk haproxy redis-server
 	$(BIN)/python -m loadtest profile $(ARGS)
 
 URL ?= http://$(HOST):$(PORT)
 LOCUST = $(BIN)/python -m locust -f loadtest/locustfile.py --host $(URL) --users $(or $(USERS),24) --spawn-rate $(or $(SPAWN),4)
 RESULTS := loadtest/results
 
-load: $(VENV)/.installed ## locust's page on port 8089, or HEADLESS=1, on a running server: USERS=24 SHAPE=ramp|spike|soak SECONDS=60
+load: $(VENV)/.installed ## locust's page on port 8089, or HEADLESS=1, on a running server: USERS=24 SHAPE=ramp|spike|soak PAYLOAD=production SECONDS=60
 	@mkdir -p $(RESULTS)/locust
-	$(LOCUST) --shape $(or $(SHAPE),steady) $(if $(HEADLESS),--headless --only-summary --run-time $(or $(SECONDS),60)s \
+	$(LOCUST) --shape $(or $(SHAPE),steady) --payload $(or $(PAYLOAD),mix) $(if $(HEADLESS),--headless --only-summary --run-time $(or $(SECONDS),60)s \
 	  --csv $(RESULTS)/locust/run --html $(RESULTS)/locust/report.html,$(if $(SECONDS),--run-time $(SECONDS)s)) $(ARGS)
 
 .cache/peers/.installed: loadtest/peers/requirements.txt pyproject.toml $(LOCKS) | $(BIN)/python

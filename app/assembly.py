@@ -41,7 +41,13 @@ def build_service(settings: Settings, metrics: Metrics, *, clock: Clock = time.m
             source = open_feed(wanted.feed.get_secret_value())
         except ImportError as error:
             raise SettingsProblem(f"RANKER_RETRIEVAL__FEED needs the `redis` or the `kafka` extra: {error}") from error
-        service.retrieval.feed = FeedReader(source, read_change, metrics, wanted.feed_lag_seconds)
+        feed = FeedReader(
+            source,
+            lambda body: read_change(body, service.retrieval.served.corpus.ids),
+            metrics,
+            wanted.feed_lag_seconds,
+        )
+        service.retrieval.feed = feed
     return service
 
 

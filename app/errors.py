@@ -111,6 +111,12 @@ class NotAcceptable(ServiceError, status=406, code="not_acceptable"):
     default_detail = "The reply to this request is of a media type that its Accept header rules out."
 
 
+class ContextUnknown(ServiceError, status=412, code="context_unknown"):
+    """No context of this caller has this handle here. Handles name what is in a cache, so the request is to be sent whole."""
+
+    default_detail = "No context has this handle here, or none any more: send the user and the history."
+
+
 class TooLarge(ServiceError, status=413, code="too_large"):
     """More bytes, candidates or requests than the limits allow."""
 

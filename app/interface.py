@@ -41,12 +41,17 @@ class Second:
 
 
 class Ranked(msgspec.Struct, frozen=True, eq=False):
-    """One request's result. `queue_seconds` until its first forward, `forward_seconds` summed over its chunks."""
+    """One request's result. `queue_seconds` until its first forward, `forward_seconds` summed over its chunks. `handle`: of its context,
+    for later requests of the same API key; empty where the cache does not keep it. `history_used`: events that the model has seen, and
+    `history_dropped` older ones that it has not."""
 
     scores: Scores
     cache: CacheResult
     queue_seconds: float
     forward_seconds: float
+    handle: str = ""
+    history_used: int = 0
+    history_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -62,12 +67,15 @@ class ServedRetrieval:
 
 
 class Found(msgspec.Struct, frozen=True, eq=False):
-    """One request's posts, and the seconds that it waited and that its batch took to encode users and to search."""
+    """One request's posts, and the seconds that it waited and that its batch took to encode users and to search. The history as in
+    `Ranked`."""
 
     posts: Retrieved
     queue_seconds: float
     encode_seconds: float
     search_seconds: float
+    history_used: int = 0
+    history_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +114,8 @@ class Retrieval(Protocol):
         """Find the best posts, from what `served` was for the request of this API key. `done` is called once, later, unless the ticket
         is released before.
 
-        Raises Overloaded, DeadlineExceeded, CorpusBehind, or CorpusNotLoaded where `served` is gone.
+        Raises Overloaded, DeadlineExceeded, CorpusBehind, CorpusNotLoaded where `served` is gone, or ContextUnknown, also where what is
+        kept of the context is less than the user tower reads.
         """
 
     async def change(self, change: PostChange) -> Changed:
@@ -134,7 +143,7 @@ class Health:
 
 
 Done = Callable[[Ranked | ServiceError], None]
-"""Told once how a request ended: its scores, or DeadlineExceeded, NonFiniteScores or EngineDown."""
+"""Told once how a request ended: its scores, or DeadlineExceeded, NonFiniteScores, EngineDown or, of an engine process, a refusal."""
 
 
 class Service(Protocol):
@@ -177,8 +186,12 @@ class Service(Protocol):
     def shrink(self, ticket: Ticket, candidates: int) -> None:
         """There are fewer candidates than the ticket was asked for; before `rank`."""
 
-    def rank(self, ticket: Ticket, context: Context, candidates: Candidates, done: Done) -> None:
-        """Score the candidates, in their order. `done` is called once, later, unless the ticket is released before."""
+    def rank(self, ticket: Ticket, context: Context | str, candidates: Candidates, done: Done) -> None:
+        """Score the candidates, in their order: for a context, or one that is known by its handle. Without candidates the context alone is
+        computed. `done` is called once, later, unless the ticket is released before. Raises ContextUnknown."""
+
+    async def context(self, model: ServedModel, handle: str, key: str | None) -> Context:
+        """What has this handle. Raises NotReady where `model` is gone, ContextUnknown, or EngineDown."""
 
     async def attention(
         self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
@@ -210,7 +223,7 @@ class Service(Protocol):
         """Whether native code still runs that an orderly end of the process would wait for."""
 
 
-async def ranked(service: Service, ticket: Ticket, context: Context, candidates: Candidates) -> Ranked:
+async def ranked(service: Service, ticket: Ticket, context: Context | str, candidates: Candidates) -> Ranked:
     """`Service.rank` for a task. Raises the error that it ended with; cancelling it drops the work."""
     ended: asyncio.Future[Ranked | ServiceError] = asyncio.get_running_loop().create_future()
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -114,29 +115,39 @@ def _picked(pool: Candidates, places: np.ndarray[Any, np.dtype[np.int64]]) -> Ca
     return Candidates(pool.post_ids[places], pool.author_ids[places], pool.surfaces[places], pool.age_buckets[places])
 
 
-def check(compositions: int, seed: int, preset: str, **options: Any) -> Iterator[dict[str, Any]]:
-    """The long form: what was found for a trunk, or `all` of them, in each dtype; they share the count. `options`: the engine's.
+def measure(
+    compositions: int = 100_000,
+    seed: int = 0,
+    backend: Literal["native", "torch", "auto"] = "native",
+    vectors: Literal["auto", "avx2", "neon"] = "auto",
+    device: Literal["cpu", "cuda"] = "cpu",
+    preset: str = "grok",
+) -> None:
+    """Random batches against the same candidates scored alone: how many bits differ. Exit code 1 where one does.
 
-    Raises ValueError for a trunk that is not there.
+    `compositions` are shared by all dtypes and trunks; `preset`: a trunk by name, or all.
     """
     if preset not in ("all", *PRESETS):
         raise ValueError(f"no trunk is named {preset!r}; there are all, {', '.join(PRESETS)}")
-    presets = tuple(PRESETS) if preset == "all" else (preset,)
+    presets, failed = tuple(PRESETS) if preset == "all" else (preset,), False
     for name, dtype in itertools.product(presets, DTYPES):
         ranker, start = random_ranker(with_preset(small_config(), name)), time.perf_counter()
+        options = EngineOptions(device, dtype, backend=backend, vectors=vectors)
         backends = set[str]()
 
         def make(
-            cache_bytes: int, ranker: Ranker = ranker, dtype: Dtype = dtype, backends: set[str] = backends
+            cache_bytes: int, ranker: Ranker = ranker, options: EngineOptions = options, backends: set[str] = backends
         ) -> Engine:
-            engine = create_engine(ranker, EngineOptions(dtype=dtype, cache_bytes=cache_bytes, **options))
+            engine = create_engine(ranker, replace(options, cache_bytes=cache_bytes))
             engine.warm_up()
             backends.add(engine.info.backend)
             return engine
 
         tally = run(make, compositions // (2 * len(presets)), seed, progress=_say if sys.stderr.isatty() else None)
-        facts = {"preset": name, "backend": ", ".join(backends), "vectors": options.get("vectors"), "dtype": dtype}
-        yield {**facts, **asdict(tally), "seconds": round(time.perf_counter() - start, 1)}
+        facts = {"preset": name, "backend": ", ".join(backends), "vectors": vectors, "dtype": dtype}
+        print(json.dumps({**facts, **asdict(tally), "seconds": round(time.perf_counter() - start, 1)}), flush=True)
+        failed |= tally.different > 0
+    sys.exit(failed)
 
 
 def _say(done: int) -> None:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 class Session:
     """The streams of traffic that the users of one locust process share: none sends the same page twice."""
 
-    def start(self, host: str, seed: int) -> None:
+    def start(self, host: str, seed: int, payload: str) -> None:
         """Fit the traffic to the server that is loaded; a server without `/info` gets the usual."""
         try:
             info = httpx.get(f"{host}/info", timeout=5).json()
@@ -40,7 +40,8 @@ class Session:
             log.warning("%s/info cannot be read: using the usual history window and limits", host)
             info = {}
         mixed = TrafficSettings(seed=seed + 500_000, candidates=MIXED_SIZES, max_candidates=1024)
-        self.traffic = Traffic(fit_traffic(TrafficSettings(seed=seed), info))
+        usual = TrafficSettings.production(seed) if payload == "production" else TrafficSettings(seed=seed)
+        self.traffic = Traffic(fit_traffic(usual, info))
         self.mixed = Traffic(fit_traffic(mixed, info))
         self.has_corpus = bool(info.get("retrieval"))
 
@@ -196,7 +197,10 @@ class Shape(LoadTestShape):
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: Any) -> None:
-    """`--shape` and `--slo-ms`, also on the start page."""
+    """Also on the start page."""
+    parser.add_argument(
+        "--payload", choices=("mix", "production"), default="mix", help="production: 1 022 events, 2 800 candidates"
+    )
     parser.add_argument(
         "--shape", choices=SHAPES, default="steady", help="How the number of users changes over the run time"
     )
@@ -208,7 +212,8 @@ def add_options(parser: Any) -> None:
 def begin(environment: Any, **_: Any) -> None:
     """A new stream of traffic for each test; each worker has its own."""
     worker = getattr(environment.runner, "worker_index", 0)
-    shared.start(environment.host, (environment.parsed_options.traffic_seed or fresh_seed()) + 1000 * max(worker, 0))
+    options = environment.parsed_options
+    shared.start(environment.host, (options.traffic_seed or fresh_seed()) + 1000 * max(worker, 0), options.payload)
 
 
 @events.quitting.add_listener

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+DEMO, RESULTS = ROOT / "weights" / "demo", ROOT / "loadtest" / "results"
 
 
 def machine() -> dict[str, Any]:

@@ -1,17 +1,19 @@
-"""`Row`: a figure with its limit, of the reliability matrix or of a benchmark; as JSON, as Markdown, and in the history of figures."""
+"""`Row`: a figure with its limit, of the reliability matrix or of a benchmark; as JSON, in the history of figures, and every table."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.machine import machine
+from loadtest.machine import RESULTS, machine
 from loadtest.timing import Figure
 
+HISTORY = RESULTS / "history.csv"
 HISTORY_COLUMNS = (
     "at", "commit", "cpu", "torch", "dtype", "name", "ours_ms", "reference_ms", "figure", "low", "high", "target", "met",
 )  # fmt: skip
@@ -21,7 +23,8 @@ HISTORY_COLUMNS = (
 class Row:
     """`tried` attempts of which `failed` broke the promise; `figure` is what was measured, in `unit`, and `limit` what may be.
 
-    A figure must not exceed its limit, or must reach it where `at_least`. `spread`: the 10th and 90th percentile of several
+    A figure must not exceed its limit, or must reach it where `at_least`; where the limit is infinite there is none.
+    `spread`: the 10th and 90th percentile of several
     readings; `sides`: what was divided, where the figure is a ratio, each in milliseconds.
     """
 
@@ -38,7 +41,14 @@ class Row:
 
     @classmethod
     def of(
-        cls, what: str, figure: Figure, unit: str, limit: float, *, at_least: bool = False, sides: Sequence[Figure] = ()
+        cls,
+        what: str,
+        figure: Figure,
+        unit: str,
+        limit: float = math.inf,
+        *,
+        at_least: bool = False,
+        sides: Sequence[Figure] = (),
     ) -> Row:
         """A benchmark's: a median with its spread. `sides` are seconds."""
         pair = (1e3 * sides[0].median, 1e3 * sides[1].median) if sides else None
@@ -48,47 +58,49 @@ class Row:
     def ok(self) -> bool:
         """Whether the promise held."""
         within = self.figure >= self.limit if self.at_least else self.figure <= self.limit
-        return self.tried > 0 and not self.failed and within
+        return self.tried > 0 and not self.failed and (within or math.isinf(self.limit))
 
     @property
     def target(self) -> str:
         """The limit with its side."""
+        if math.isinf(self.limit):
+            return ""
         return f"{'≥' if self.at_least else '≤'} {self.limit:g} {self.unit}".strip()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        known = {name: value for name, value in asdict(self).items() if value is not None}
+        known = {name: value for name, value in asdict(self).items() if value not in (None, math.inf)}
         return {**known, "figure": round(self.figure, 4), "ok": self.ok}
 
     def to_json(self) -> str:
         """One line."""
         return json.dumps(self.to_dict(), ensure_ascii=False)
 
+    @property
+    def cells(self) -> list[str]:
+        """The end of a line of a table: the figure, its limit, and whether it held."""
+        return [f"{self.figure:.4g} {self.unit}".strip(), self.target, "ok" if self.ok else "**missed**"]
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[object]], words: int = 1) -> str:
+    """A table; the first `words` columns hold words, the others numbers."""
+    kinds = ["---"] * words + ["--:"] * (len(head) - words)
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (head, kinds, *rows))
+
 
 def table(rows: Sequence[Row]) -> str:
     """The rows of the matrix as Markdown."""
-    lines = ["| row | what | tried | failed | figure | limit | |", "|---|---|---|---|---|---|---|"]
-    for row in rows:
-        figure = f"{row.figure:.4g} {row.unit}"
-        lines.append(
-            f"| {row.row} | {row.what} | {row.tried} | {row.failed} | {figure} | {row.target} | {_verdict(row)} |"
-        )
-    return "\n".join(lines)
+    head = ("row", "what", "tried", "failed", "figure", "limit", "")
+    return markdown(head, ([row.row, row.what, row.tried, row.failed, *row.cells] for row in rows), len(head))
 
 
 def targets(rows: Sequence[Row]) -> str:
-    """The rows of a benchmark as Markdown."""
-    lines = ["| what | figure | 10 % … 90 % | target | | ours, reference, ms |", "|---|--:|--:|--:|---|--:|"]
+    """The rows of a benchmark as Markdown, with their spread and sides."""
+    found = []
     for row in rows:
         spread = " … ".join(f"{edge:.3g}" for edge in row.spread or ())
-        sides = ", ".join(f"{side:.3g}" for side in row.sides or ())
-        figure = f"{row.figure:.4g} {row.unit}".strip()
-        lines.append(f"| {row.what} | {figure} | {spread} | {row.target} | {_verdict(row)} | {sides} |")
-    return "\n".join(lines)
-
-
-def _verdict(row: Row) -> str:
-    return "ok" if row.ok else "**missed**"
+        found.append([row.what, *row.cells, spread, ", ".join(f"{side:.3g}" for side in row.sides or ())])
+    return markdown(("what", "figure", "target", "", "10 % … 90 %", "ours, reference, ms"), found)
 
 
 def publish(rows: Sequence[Row], run: Mapping[str, Any], *, history: Path | None = None, **further: Any) -> None:

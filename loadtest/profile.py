@@ -8,21 +8,22 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
-import orjson
 import torch
 
 from loadtest.bench.engines import CACHE_BYTES, item_of
-from loadtest.bench.service import all_answered, first_visits, mini_checkpoint, ranking_bodies
+from loadtest.bench.production import checkpoint_of
+from loadtest.bench.service import all_answered, ranking_bodies
 from loadtest.generate.samples import STAGES
 from loadtest.geometries import GEOMETRIES
-from loadtest.loop_profile import RANK, RECOMMEND, loop_columns
-from loadtest.machine import ROOT, machine
+from loadtest.machine import machine
+from loadtest.matrix import markdown
 from loadtest.servers.launch import ranking_server
 from model.native.engine import NativeEngine
 from model.native.kernel import Kernel, load_kernel
 from model.synthetic import random_ranker
 
-DEMO = ROOT / "weights" / "demo"
+Table = tuple[str, dict[str, dict[str, float]]]
+"""A title, and microseconds by column and stage."""
 
 # In the order of the kernel's own list, model/native/stages.h.
 KERNEL_STAGES = (
@@ -32,7 +33,7 @@ KERNEL_STAGES = (
 )  # fmt: skip
 
 
-def kernel_tables(rounds: int) -> Iterator[str]:
+def kernel_tables(rounds: int) -> Iterator[Table]:
     """One table a geometry: microseconds of one thread by stage, cold and cached, C = 64 and 512, bf16."""
     kernel = load_kernel(None, "RANKER_STAGES")
     for name in ("mini", "nano"):
@@ -44,7 +45,7 @@ def kernel_tables(rounds: int) -> Iterator[str]:
                 engine = NativeEngine(ranker, torch.bfloat16, cache_bytes=cache_bytes, threads=1, kernel=kernel)
                 item = item_of(config, candidates)
                 columns[f"C={candidates} {side}"] = _stages(engine, kernel, [item], rounds)
-        yield _table(f"{name}, one thread, µs (median of {rounds})", columns)
+        yield f"{name}, one thread, µs (median of {rounds})", columns
 
 
 def _stages(engine: NativeEngine, kernel: Kernel, items: list, rounds: int) -> dict[str, float]:  # type: ignore[type-arg]
@@ -63,47 +64,29 @@ def _stages(engine: NativeEngine, kernel: Kernel, items: list, rounds: int) -> d
     return dict(zip((*KERNEL_STAGES, "Python: keys, hashes, jobs"), medians, strict=True))
 
 
-def loop_tables(seconds: float = 4.0) -> Iterator[str]:
-    """The event loop's processor time of one request, loaded by wrk: the demo's example, and 64 candidates with full histories; then
-    the demo's posts for the user of its example, 200 retrieved, 20 returned."""
-    example = orjson.loads((DEMO / "example.json").read_bytes())
-    with ranking_server(checkpoint=DEMO) as server:
-        many = first_visits(server.target, 64, 2000, as_objects=True)
-    loads = {"7 candidates": [orjson.dumps(example)], "64": many}
-    columns = loop_columns(DEMO, "/rank", RANK, loads, seconds)
-    yield _table("POST /rank, demo, the event loop's thread, µs a request", columns)
-    del example["candidates"]
-    retrieval = {"checkpoint": DEMO.parent / "demo-towers", "corpus": DEMO.parent / "demo-posts"}
-    loads = {"200 posts": [orjson.dumps(example | {"k": 200, "top_k": 20})]}
-    columns = loop_columns(DEMO, "/recommend", RECOMMEND, loads, seconds, retrieval=retrieval)
-    yield _table("POST /recommend, demo, the event loop's thread, µs a request", columns)
-
-
-def service_table(requests: int) -> str:
+def service_table(requests: int) -> Table:
     """One request through HTTP, one client, mini, contexts of the traffic model."""
     columns = {}
-    with mini_checkpoint() as checkpoint, ranking_server(checkpoint=checkpoint) as server:
+    with checkpoint_of("mini") as checkpoint, ranking_server(checkpoint=checkpoint) as server:
         for candidates in (64, 512):
             samples = all_answered(server.target, ranking_bodies(server.target, candidates, requests), clients=1)
             stages = dict(zip(STAGES, (1e3 * np.median(samples.stages_ms, axis=0)).tolist(), strict=True))
             total = 1e6 * float(np.median(samples.service_seconds))
             columns[f"C={candidates}"] = {**stages, "socket, HTTP, routing, client": total - sum(stages.values())}
-    return _table(f"POST /rank, mini, one client, two threads, µs (median of {requests})", columns)
+    return f"POST /rank, mini, one client, two threads, µs (median of {requests})", columns
 
 
-def _table(title: str, columns: dict[str, dict[str, float]]) -> str:
-    """What takes half a microsecond somewhere, and the sums."""
-    shown = [row for row in next(iter(columns.values())) if any(column[row] >= 0.5 for column in columns.values())]
-    lines = [f"### {title}", "", f"| stage | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
-    lines += [f"| {row} | {' | '.join(f'{column[row]:,.0f}' for column in columns.values())} |" for row in shown]
-    lines.append(f"| **all** | {' | '.join(f'{sum(column.values()):,.0f}' for column in columns.values())} |")
-    return "\n".join([*lines, ""])
+def measure(rounds: int = 30, requests: int = 400) -> None:
+    """Where each microsecond of a request goes, as Markdown. Builds a kernel with timers.
 
-
-def tables(rounds: int, requests: int) -> Iterator[str]:
-    """Everything, with the machine first."""
+    `rounds`: forwards of each table. `requests`: of one client through HTTP.
+    """
     run = machine()
-    yield f"{run['cpu']}, commit {run['commit']}, torch {torch.__version__}, load {run['load_average_1m']}, {run['at']}\n"
-    yield from kernel_tables(rounds)
-    yield from loop_tables()
-    yield service_table(requests)
+    print(
+        f"{run['cpu']}, commit {run['commit']}, torch {torch.__version__}, load {run['load_average_1m']}, {run['at']}"
+    )
+    for title, columns in [*kernel_tables(rounds), service_table(requests)]:
+        shown = [row for row in next(iter(columns.values())) if any(column[row] >= 0.5 for column in columns.values())]
+        rows = [[row, *(f"{column[row]:,.0f}" for column in columns.values())] for row in shown]
+        total = ["**all**", *(f"{sum(column.values()):,.0f}" for column in columns.values())]
+        print(f"\n### {title}\n\n{markdown(['stage', *columns], [*rows, total])}", flush=True)

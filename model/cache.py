@@ -1,12 +1,19 @@
-"""Context states by the exact user and history that made them, least recently used out first. Not thread-safe but for `stats`."""
+"""Context states by the exact user and history that made them, least recently used out first, and the handles by which callers name them.
+
+Belongs to one thread but for `stats` and `context_of`.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import struct
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from model.config import ModelConfig
-from model.engine import CacheStats
+from model.engine import CacheStats, Item
 from model.inputs import Context
 
 State = TypeVar("State")
@@ -14,6 +21,8 @@ State = TypeVar("State")
 # What an entry takes beside its numbers: key, dictionary places, the state's own objects. Measured on small entries, less
 # their numbers: 630 to 1130 bytes of the native engine; the torch engine on a CPU takes about 300 more.
 ENTRY_BYTES = 1536
+HANDLE_BYTES = 768  # what a handle takes: its text, whom it is for, places in two dictionaries
+DIGEST_BYTES = 16
 
 
 class ContextKey(NamedTuple):
@@ -36,56 +45,101 @@ class ContextKey(NamedTuple):
         return all(new.startswith(old) for new, old in zip(self.events, older.events, strict=True))
 
 
+@dataclass(slots=True, eq=False)
+class Entry(Generic[State]):
+    """A kept state. `handles`: by whom they are for, and how many older items of the history were dropped. `digest`: of the key, made with
+    the first handle. `is_kept`: until it is evicted."""
+
+    key: ContextKey
+    state: State
+    size_bytes: int
+    handles: dict[tuple[str, int], str] = field(default_factory=dict)
+    digest: bytes = b""
+    is_kept: bool = True
+
+
 class ContextCache(Generic[State]):
     """At most `byte_budget` bytes of entries, all that they take included.
 
     `prefixes` allows a longer history to find the state of its own beginning, which is exact only where a context row never
     sees a later one and positions do not shift: causal and left-anchored.
+
+    A handle is a keyed digest of the key's bytes and of whom it is for. The secret is this cache's own, so that another process, and the
+    next load of the same checkpoint, has other handles, and nobody can tell a history, or another caller's handle, from one.
     """
 
     def __init__(self, byte_budget: int, *, prefixes: bool) -> None:
         self.byte_budget = byte_budget
         self._prefixes = prefixes
-        self._entries: OrderedDict[ContextKey, tuple[State, int]] = OrderedDict()
+        self._entries: OrderedDict[ContextKey, Entry[State]] = OrderedDict()
         self._latest: dict[int, ContextKey] = {}  # the user's most recent key, where a prefix is looked for
+        self._handles: dict[
+            str, tuple[ContextKey, str, int]
+        ] = {}  # the entry's key, the caller, and how many items were dropped
+        self._secret = os.urandom(hashlib.blake2b.MAX_KEY_SIZE)
         self._bytes = self._hits = self._extended = self._misses = self._evictions = 0
 
-    def find(self, key: ContextKey) -> State | None:
-        """The state of exactly this context; counts a hit. A miss is counted by `find_prefix`."""
+    def find(self, key: ContextKey) -> Entry[State] | None:
+        """The entry of exactly this context; counts a hit. A miss is counted by `find_prefix`."""
         entry = self._entries.get(key)
         if entry is None:
             return None
         self._hits += 1
         self._entries.move_to_end(key)
-        self._latest[key.user_id] = key
-        return entry[0]
+        self._latest[key.user_id] = entry.key  # equal, but its bytes are counted
+        return entry
 
     def find_prefix(self, key: ContextKey) -> State | None:
         """The state of the beginning of this context; counts a prefix or a miss."""
         older = self._latest.get(key.user_id) if self._prefixes else None
         if older is not None and key.grew_from(older):
             self._extended += 1
-            return self._entries[older][0]
+            return self._entries[older].state
         self._misses += 1
         return None
 
-    def insert(self, key: ContextKey, state: State, size_bytes: int) -> None:
-        """Keep a state of `size_bytes` numbers, unless it alone exceeds the budget, and evict what no longer fits."""
+    def insert(self, key: ContextKey, state: State, size_bytes: int) -> Entry[State] | None:
+        """Keep a state of `size_bytes` numbers, unless it alone exceeds the budget, and evict what no longer fits. What is kept."""
         size_bytes += sum(map(len, key.events)) + ENTRY_BYTES
         if size_bytes > self.byte_budget:
-            return
+            return None
         self._remove(key)
-        self._entries[key] = (state, size_bytes)
+        entry = self._entries[key] = Entry(key, state, size_bytes)
         self._latest[key.user_id] = key
         self._bytes += size_bytes
-        while self._bytes > self.byte_budget:
-            self._remove(next(iter(self._entries)))
-            self._evictions += 1
+        self._evict()
+        return entry
+
+    def handle(self, entry: Entry[State], item: Item) -> str:
+        """The entry's handle for the caller of this item; empty where none is wanted or the entry is not kept."""
+        if item.caller is None or not item.context.is_kept:
+            return ""
+        found = entry.handles.get(whose := (item.caller, item.context.dropped))
+        return self._make_handle(entry, whose) if found is None else found
+
+    def name(self, item: Item, config: ModelConfig) -> str:
+        """The handle of an item's context, kept without a state; as `handle`."""
+        if item.caller is None:
+            return ""
+        key = ContextKey.of(item.context, config)
+        entry = self.find(key) or self.insert(key, None, 0)  # type: ignore[arg-type]  # nobody asks for it
+        return "" if entry is None else self.handle(entry, item)
+
+    def context_of(self, handle: str, caller: str, config: ModelConfig) -> Context | None:
+        """The context with this handle of this caller, None where it is not kept. Safe to call from any thread, without a lock: it is one
+        look into a dictionary of strings, which the interpreter makes whole, and what is found there never changes. Where the entry is
+        evicted a moment later, the context is computed again from these columns.
+        """
+        key, owner, dropped = self._handles.get(handle, (None, "", 0))
+        if key is None or owner != caller:
+            return None
+        return Context.of_events(key.user_id, key.events, config, dropped)
 
     def clear(self) -> None:
         """Drop every state; the totals stay."""
         self._entries.clear()
         self._latest.clear()
+        self._handles.clear()
         self._bytes = 0
 
     def stats(self) -> CacheStats:
@@ -99,10 +153,37 @@ class ContextCache(Generic[State]):
             evictions=self._evictions,
         )
 
+    def _make_handle(self, entry: Entry[State], whose: tuple[str, int]) -> str:
+        if not entry.is_kept or entry.size_bytes + HANDLE_BYTES > self.byte_budget:
+            return ""
+        key = entry.key
+        if not entry.digest:
+            digest = hashlib.blake2b(struct.pack("<2Q", key.user_id, len(key.events[0])), key=self._secret)
+            for column in key.events:
+                digest.update(column)
+            entry.digest = digest.digest()
+        caller, dropped = whose
+        owner = b"%d %b" % (dropped, caller.encode())
+        handle = hashlib.blake2b(owner, key=entry.digest, digest_size=DIGEST_BYTES).hexdigest()
+        entry.handles[whose] = handle
+        self._handles[handle] = key, caller, dropped
+        entry.size_bytes += HANDLE_BYTES
+        self._bytes += HANDLE_BYTES
+        self._evict()
+        return handle
+
+    def _evict(self) -> None:
+        while self._bytes > self.byte_budget:
+            self._remove(next(iter(self._entries)))
+            self._evictions += 1
+
     def _remove(self, key: ContextKey) -> None:
         entry = self._entries.pop(key, None)
         if entry is None:
             return
-        self._bytes -= entry[1]
+        entry.is_kept = False
+        self._bytes -= entry.size_bytes
+        for handle in entry.handles.values():
+            del self._handles[handle]
         if self._latest.get(key.user_id) == key:
             del self._latest[key.user_id]

@@ -61,7 +61,8 @@ def create_engine(ranker: Ranker, options: EngineOptions) -> Engine:
             return engine
     if options.backend == "dense":
         dtype = _dtype(options.dtype, device)
-        return DenseEngine(ranker.to(device), dtype, options.candidate_positions)
+        cache_bytes = cache_budget(options.cache_bytes, device)
+        return DenseEngine(ranker.to(device), dtype, options.candidate_positions, cache_bytes)
     return _split(ranker, options, device) if options.backend == "torch" else _ladder(ranker, options, device)
 
 

@@ -17,23 +17,27 @@ CacheResult = Literal["hit", "prefix", "miss"]
 
 @dataclass(slots=True)
 class Item:
-    """Some or all candidates of one request. `state` is what an earlier forward of the same request returned, else None."""
+    """Some or all candidates of one request, or none where only its context is to be computed. `state` is what an earlier forward of the
+    same request returned, else None. `caller`: who may ask for the context by its handle, None where no handle is wanted."""
 
     context: Context
     candidates: Candidates
     state: Any = None
+    caller: str | None = None
 
 
 @dataclass(slots=True)
 class Outcome:
     """Scores of an item, in its order. With `state` the next item of the same request needs no context; the caller only keeps it.
 
-    `cache` says whether the context came whole (`hit`) or with its beginning (`prefix`) from the cache.
+    `cache` says whether the context came whole (`hit`) or with its beginning (`prefix`) from the cache. `handle`: by which
+    `Engine.context_of` finds it as long as the cache keeps it; empty where none is wanted, or it is not kept.
     """
 
     scores: Scores
     state: Any
     cache: CacheResult
+    handle: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,10 @@ class Engine(Protocol):
         """Outcomes in the order of the items. A candidate's bits do not depend on the other items."""
         ...
 
+    def context_of(self, handle: str, caller: str) -> Context | None:
+        """The context for which an outcome for this caller had this handle, None where it is not kept. Safe to call from any thread."""
+        ...
+
     def cache_stats(self) -> CacheStats:
         """Safe to call from any thread."""
         ...
@@ -89,7 +97,7 @@ class Engine(Protocol):
 class OverlappingEngine(Engine, Protocol):
     """An engine that can also compute in native threads while its caller goes on: one forward at a time, begun, then finished.
 
-    After `open`, all but `cache_stats` and `close` belong to one thread, and `forward` waits for nothing that was begun.
+    After `open`, all but `context_of`, `cache_stats` and `close` belong to one thread, and `forward` waits for nothing that was begun.
     """
 
     def open(self) -> int | None:

@@ -22,7 +22,8 @@ class Context:
     `post_ids, author_ids`: uint64 `[h]`. `actions`: float32 `[h, A]`, the action values, 1 where set.
     `surfaces`: int64 `[h]`. `dwell_seconds`: float32 `[h]`, 0 where unknown.
     A user id or post id of 0 is padding: that token influences nothing, yet its place in the sequence stays taken.
-    `is_kept`: whether the context cache may keep it; not where nobody will ask for it again.
+    `is_kept`: whether the context cache may keep it; not where nobody will ask for it again. `dropped`: how many older items there were
+    that did not fit.
     """
 
     user_id: int
@@ -32,6 +33,7 @@ class Context:
     surfaces: NDArray[np.int64]
     dwell_seconds: NDArray[np.float32]
     is_kept: bool = True
+    dropped: int = 0
 
     def __len__(self) -> int:
         return len(self.post_ids)
@@ -49,19 +51,28 @@ class Context:
             raise ValueError("a context with columns of different lengths")
         if events > config.history_length or not _are_rows(self.surfaces, config.product_surfaces):
             raise ValueError("a context beyond the model's history or surfaces")
-        if not 0 <= self.user_id < 2**64:
-            raise ValueError("a user id beyond 64 bits")
+        if not 0 <= self.user_id < 2**64 or not 0 <= self.dropped < 2**63:
+            raise ValueError("a user id beyond 64 bits, or no number of items")
 
     def first(self, length: int) -> Context:
         """The same user with the oldest `length` items alone, as views."""
-        cut = slice(length)
+        return self.rows(slice(length))
+
+    def last(self, length: int) -> Context:
+        """The same user with the newest `length` items alone, or all where there are no more, as views; the others are dropped."""
+        older = max(0, len(self) - length)
+        return self.rows(slice(older, None), self.dropped + older)
+
+    def rows(self, rows: slice | NDArray[np.int64], dropped: int = 0) -> Context:
+        """The same user with these items, in this order."""
         return Context(
             self.user_id,
-            self.post_ids[cut],
-            self.author_ids[cut],
-            self.actions[cut],
-            self.surfaces[cut],
-            self.dwell_seconds[cut],
+            self.post_ids[rows],
+            self.author_ids[rows],
+            self.actions[rows],
+            self.surfaces[rows],
+            self.dwell_seconds[rows],
+            dropped=dropped,
         )
 
     def events(self, config: ModelConfig) -> tuple[bytes, ...]:
@@ -69,6 +80,21 @@ class Context:
         posts, authors, actions = self.post_ids.tobytes(), self.author_ids.tobytes(), self.actions.tobytes()
         dwell = (self.dwell_seconds.tobytes(),) if config.has_dwell else ()
         return posts, authors, actions, self.surfaces.tobytes(), *dwell
+
+    @classmethod
+    def of_events(cls, user_id: int, events: tuple[bytes, ...], config: ModelConfig, dropped: int = 0) -> Context:
+        """The context whose `events` these are, as views of them; what the checkpoint does not see is 0."""
+        posts, authors, actions, surfaces, *dwell = events
+        length = len(posts) // 8
+        return cls(
+            user_id,
+            np.frombuffer(posts, np.uint64),
+            np.frombuffer(authors, np.uint64),
+            np.frombuffer(actions, np.float32).reshape(length, config.actions),
+            np.frombuffer(surfaces, np.int64),
+            np.frombuffer(dwell[0], np.float32) if dwell else np.zeros(length, np.float32),
+            dropped=dropped,
+        )
 
 
 @dataclass(slots=True, eq=False)

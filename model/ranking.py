@@ -18,6 +18,21 @@ def combine(probabilities: NDArray[np.float32], weights: NDArray[np.float64]) ->
     return combined
 
 
+def magnitudes(weights: NDArray[np.float64]) -> tuple[float, float]:
+    """Of the negative weights and of all of them, added in their order."""
+    sizes = [abs(weight) for weight in weights.tolist()]
+    return float(sum(size for size, weight in zip(sizes, weights.tolist(), strict=True) if weight < 0)), float(
+        sum(sizes)
+    )
+
+
+def offset(scores: NDArray[np.float64], negative: float, every: float) -> NDArray[np.float64]:
+    """The published offset, which lifts scores above 0 and keeps their order: s + 0.001 where s ≥ 0, else (s + N) / T · 0.001 with the
+    `magnitudes` N and T."""
+    with np.errstate(invalid="ignore", divide="ignore"):  # T is 0 where no score is negative
+        return np.where(scores >= 0, scores + 0.001, (scores + negative) / every * 0.001)
+
+
 def order_of(scores: NDArray[np.float64]) -> NDArray[np.intp]:
     """Indices best first; equal scores keep their order."""
     return np.argsort(-scores, kind="stable")

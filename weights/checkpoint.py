@@ -21,6 +21,7 @@ from weights.format.layout import model_for
 from weights.format.manifest import ContinuousOutput, Manifest
 from weights.format.reader import MappedFiles, Progress, opened, read_manifest, read_tensors
 from weights.format.writer import Labels, TableDtype, write_checkpoint
+from weights.text_ids import IdKind
 
 __all__ = [
     "Checkpoint",
@@ -108,6 +109,7 @@ def save_checkpoint(
     continuous: Sequence[ContinuousOutput] = (),
     score_weights: Mapping[str, float] | None = None,
     version: str = "",
+    ids: IdKind = "uint64",
     table_dtype: TableDtype = "float32",
     extras: Mapping[str, bytes] | None = None,
     replace: bool = False,
@@ -123,5 +125,5 @@ def save_checkpoint(
     def chunks(tensor: str) -> Iterable[Tensor]:
         return iter(torch.split(state[tensor], ROWS_PER_CHUNK))
 
-    labels = Labels(name, tuple(action_names), tuple(continuous), dict(score_weights or {}), version)
+    labels = Labels(name, tuple(action_names), tuple(continuous), dict(score_weights or {}), version, ids)
     return write_checkpoint(path, model.config, chunks, labels, table_dtype=table_dtype, extras=extras, replace=replace)

@@ -138,6 +138,12 @@ class Admission:
         job.candidates, job.chunks = candidates, chunk_count(candidates, self.batching)
         self._count(job, +1)
 
+    def has_context(self, job: Job, context_tokens: int) -> None:
+        """The job's context, which it named by a handle, is so long."""
+        self._count(job, -1)
+        job.context_tokens = context_tokens
+        self._count(job, +1)
+
     def wait(self, job: Job) -> Wait:
         """What this job would have before it."""
         now = self._running()
@@ -235,5 +241,5 @@ class Admission:
         self.context_tokens += context_tokens
         held.candidates += candidates
         held.context_tokens += context_tokens
-        if not held.candidates:
+        if not (held.candidates or held.context_tokens):
             del self._held[job.key]

@@ -112,13 +112,14 @@ class RankJob(QueuedJob):
     items: Candidates | None = None
     scores: list[Scores] = field(default_factory=list)
     cache: CacheResult = "miss"
+    handle: str = ""
 
     def part(self, start: int, stop: int) -> Item:
         """As `QueuedJob.part`."""
         assert self.context is not None
         assert self.items is not None
         whole = stop - start == self.candidates
-        return Item(self.context, self.items if whole else self.items.chunk(start, stop), self.state)
+        return Item(self.context, self.items if whole else self.items.chunk(start, stop), self.state, self.key or "")
 
     def take(self, outcome: Outcome) -> ServiceError | None:
         """As `QueuedJob.take`."""
@@ -126,14 +127,16 @@ class RankJob(QueuedJob):
             return NonFiniteScores()
         self.scores.append(outcome.scores)
         if not self.served:
-            self.cache = outcome.cache
+            self.cache, self.handle = outcome.cache, outcome.handle
         self.state = outcome.state
         return None
 
     def result(self) -> Ranked:
         """As `QueuedJob.result`."""
         scores = self.scores[0] if len(self.scores) == 1 else Scores.concatenate(self.scores)
-        return Ranked(scores, self.cache, self.queue_seconds, self.forward_seconds)
+        assert self.context is not None
+        used, dropped = len(self.context.post_ids), self.context.dropped
+        return Ranked(scores, self.cache, self.queue_seconds, self.forward_seconds, self.handle, used, dropped)
 
 
 @dataclass(slots=True, eq=False, kw_only=True, repr=False)
@@ -156,4 +159,5 @@ class SearchJob(QueuedJob):
         """As `QueuedJob.result`."""
         assert self.found is not None
         answers, place = self.found
-        return Found(answers.retrieved[place], self.queue_seconds, answers.encode_seconds, answers.search_seconds)
+        context, seconds = self.query.context, (self.queue_seconds, answers.encode_seconds, answers.search_seconds)
+        return Found(answers.retrieved[place], *seconds, len(context), context.dropped)

@@ -162,13 +162,14 @@ class LoadedRetrieval:
         """
         mark = self.log.mark
         for one in changes:
-            mark = mark_after(mark, one.delete, one.upsert)
+            mark = mark_after(mark, one)
         merged = changes[0] if len(changes) == 1 else PostChange.merged(changes)
         upsert, posts = merged.upsert, no_posts(self.served.corpus.width)
         if len(upsert.post_ids):
             vectors = encode(self.encoder, upsert.post_ids, upsert.author_ids).numpy()
-            posts = NewPosts(upsert.post_ids, upsert.author_ids, upsert.created_at, upsert.topics, vectors)
-        recorded = Change(merged.delete, posts, mark._replace(position=position))
+            columns = upsert.post_ids, upsert.author_ids, upsert.created_at, upsert.topics
+            posts = NewPosts(*columns, vectors, upsert.texts)
+        recorded = Change(merged.delete, posts, mark._replace(position=position), merged.delete_texts)
         self._check_files()
         self.log.append(recorded)
         return recorded

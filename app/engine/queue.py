@@ -48,7 +48,7 @@ class Queue(Generic[J]):
         if job.done is not None:
             job.done = None
             self.metrics.cancelled.labels("queue" if job.started is None else "forward").inc()
-        if job.served < job.candidates:
+        if job.started is None or job.served < job.candidates:  # a context alone has no candidates
             job.worker.cancel(job)
         job.worker.leave()
         if not self.admission.requests:

@@ -18,7 +18,7 @@ from app.fronts.link import Link
 from app.interface import Reloads, Retrieval, ServedModel, ServedRetrieval, Service, Ticket
 from app.service.reload import Reloader
 from app.service.service import RankingService
-from app.telemetry.metrics import Scrapes
+from app.telemetry.exposition import Scrapes
 
 log = structlog.get_logger("app.fronts.answers")
 
@@ -94,29 +94,31 @@ class Answers:
     def _rank(self, method: wire.Method, front: Front, asked: Any) -> None:
         """Admit and rank, or say why not."""
         model, service = self._served(front, asked, asked.model, ServedModel), self._service
-        if not len(asked.candidates):
-            raise ValueError("a request of no candidates")
+        context, candidates = asked.context, asked.candidates
+        if isinstance(context, str) and not len(candidates):
+            raise ValueError("a request of nothing")
         try:
             if not asked.waits:
                 service.check_open(asked.key)
             ticket = service.admit(
                 model,
-                candidates=len(asked.candidates),
-                history=len(asked.context),
+                candidates=len(candidates),
+                history=0 if isinstance(context, str) else len(context),
                 deadline=asked.deadline,
                 key=asked.key,
                 again=asked.again,
                 waits=asked.waits,
             )
+            front.tickets[asked.id] = ticket
+            candidates.check(model.manifest.config)
+            if not isinstance(context, str):
+                context.check(model.manifest.config)
+            service.rank(ticket, context, candidates, functools.partial(self._answer, front, method, asked.id))
         except ServiceError as error:
+            front.release(asked.id)
             front.fail(asked.id, error)
             if isinstance(error, Overloaded):
                 self._look()
-            return
-        front.tickets[asked.id] = ticket
-        asked.context.check(model.manifest.config)
-        asked.candidates.check(model.manifest.config)
-        service.rank(ticket, asked.context, asked.candidates, functools.partial(self._answer, front, method, asked.id))
 
     def _ask(self, method: wire.Method, front: Front, question: Any) -> None:
         """Call a method of the interface with the arguments of a question, and answer with what it calls back or returns."""

@@ -37,7 +37,7 @@ from weights.corpus.manifest import CorpusManifest
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 from weights.format.manifest import Manifest
 
-VERSION = 2
+VERSION = 3
 MAX_BYTES = 64 * 2**20  # of one message
 LENGTH = struct.Struct("<I")  # before each message
 FAILURES = {

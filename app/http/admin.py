@@ -23,13 +23,12 @@ from app.errors import (
 from app.http.application import Application, create_pages
 from app.http.call import Answer, Call, Endpoint, Fields, Reply, TaskCall
 from app.http.headers import BATCH, Headers, check_length, is_compressed, wire_of
-from app.http.observe import Recorder
+from app.http.observe import Recorder, RequestLog
 from app.http.rank_batch import JSON_HEADER
 from app.interface import Changed, CheckpointNotFound, ReloadInProgress, Reloads, Service, served_identity
 from app.request import strict_json
 from app.request.posts import read_change
 from app.settings import LOOPBACK, Admin
-from app.telemetry.logs import RequestLog
 from model.engine import EngineError
 from weights.corpus.manifest import CorpusManifest
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
@@ -142,7 +141,7 @@ def create_admin_app(settings: Admin, reloads: Reloads, service: Service) -> App
             raise ReloadRefused("The checkpoint that serves lies no longer below the configured root.") from None
 
     async def posts(body: bytes) -> bytes:
-        wanted = read_change(body)
+        wanted = read_change(body, service.retrieval.served.corpus.ids)
         changed = await service.retrieval.change(wanted)
         return _changed(changed, upserted=len(wanted.upsert.post_ids), deleted=changed.deleted)
 

@@ -67,17 +67,21 @@ class ExplainEndpoint(Endpoint):
             wait = "As many explanations as may run at once are running."
             raise Overloaded(wait, retry_after_seconds=1.0, may_wait=True)
 
-    def ask(self, raw: bytes | bytearray, terms: Terms, exchange: Exchange) -> Asked:
-        """Decode and check. Nothing is awaited here, so that a swap cannot come between."""
+    async def ask(self, raw: bytes | bytearray, terms: Terms, exchange: Exchange) -> Asked:
+        """Decode and check, all on the model that serves now."""
         ranking, started = self.ranking, time.perf_counter()
         limits, most = ranking.limits, MAX_EXPLAINED
-        body = ranking.decode(lambda _: decode(raw, limits, explain=most), exchange, terms.wanted).typed
-        model = ranking.arms.model(body.user_id, terms.wanted)
+        parsed = ranking.decode(lambda _: decode(raw, limits, explain=most), exchange, terms.wanted)
+        body = parsed.typed
+        model = ranking.arms.model(parsed.vocabulary.user_of(body.user_id), terms.wanted)
         vocabulary, form = ranking.words_of(model.manifest)
         request, explained = check_explain(body, vocabulary)
         if request.request_id is not None and not exchange.is_named_by_caller:
             exchange.request_id = request.request_id
         config = model.manifest.config
+        if request.handle is not None:
+            known = await self.service.context(model, request.handle, exchange.key)
+            request = explanation.with_context(request, known, model.manifest)
         if request.history_length > config.history_length:
             ranking.metrics.history_truncated.inc()
         until = self.service.clock() + self.default_seconds
@@ -106,7 +110,7 @@ class ExplainEndpoint(Endpoint):
         started = time.perf_counter()
         attention = await self._attention(asked, context, explained)
         exchange.stages["attention"] = time.perf_counter() - started
-        started = time.perf_counter()
+        started, question.request.handle = time.perf_counter(), own.handle or None
         pieces = explanation.render(
             question,
             own.scores,
@@ -180,7 +184,7 @@ class ExplainCall(TaskCall):
         endpoint.check_room()
         endpoint.running.take(1)
         try:
-            asked = endpoint.ask(endpoint.ranking.plain(body, terms), terms, exchange)
+            asked = await endpoint.ask(endpoint.ranking.plain(body, terms), terms, exchange)
             written, result = await endpoint.answer(asked, exchange)
         finally:
             endpoint.running.give(1)

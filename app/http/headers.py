@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from app.errors import InvalidRequest, NotAcceptable, TooLarge, Unauthorized, UnsupportedMediaType
 from app.request.coding import check_coding
+from app.request.context import CONTEXTS
 from app.request.schema import is_request_id
 from app.request.wires import BINARY, JSON, OBJECTS, TENSORS, Wire
 from app.settings import Auth
@@ -19,6 +20,7 @@ Wires = Mapping[bytes, Wire]
 SCHEME = b"bearer "
 JSON_TYPES = (JSON, JSON + b";charset=utf-8")
 BATCH: Wires = dict.fromkeys(JSON_TYPES, OBJECTS)
+CONTEXT: Wires = dict.fromkeys(JSON_TYPES, CONTEXTS)
 RANK: Wires = {**BATCH, BINARY: TENSORS}
 INFER: Wires = dict.fromkeys((b"", BINARY, *JSON_TYPES), TENSORS)  # clients of that protocol name no type
 

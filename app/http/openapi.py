@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from msgspec import Struct
-from msgspec.json import schema_components
 
 from app.errors import CorpusNotLoaded, NotFound, ServiceError, general
 from app.http.open_inference import MODEL, VERSION, path_parameters
@@ -16,6 +15,7 @@ from app.http.problems import MEDIA_TYPE
 from app.request.replies import (
     SCHEMAS,
     BatchReply,
+    ContextReply,
     ExplainReply,
     Failed,
     Health,
@@ -26,21 +26,25 @@ from app.request.replies import (
     RecommendReply,
     RetrieveReply,
 )
-from app.request.schema import ExplainRequest, InferRequest, RankBatch, RankRequest, RecommendRequest, RetrieveRequest
+from app.request.schema import (
+    ContextRequest,
+    ExplainRequest,
+    InferRequest,
+    RankBatch,
+    RankRequest,
+    RecommendRequest,
+    RetrieveRequest,
+    published,
+)
+from weights.text_ids import IdKind
 
 REF = f"{SCHEMAS}/{{name}}"
 Refs = Mapping[type[Struct], dict[str, Any]]
 DESCRIBED: dict[str, type[Struct]] = {"/livez": Health, "/readyz": Health, "/startupz": Health, "/info": Info}
 PREFERRED = ("favorite", "dwell", "reply", "repost")
+ID_FIELDS = ("user_id", "post_id", "author_id", "exclude", "explain")
 RANK_MODEL = "/rank/{name}"
 TIMEOUT = "X-Request-Timeout-Ms"
-NAMED = {
-    "name": "X-Model-Version",
-    "in": "header",
-    "required": False,
-    "schema": {"type": "string"},
-    "description": "Version of the checkpoint that shall answer, of those that the process holds; 404 for any other.",
-}
 HEADERS_IN = {
     "X-Request-ID": "A name for this call, echoed; made when it is missing or may not go into a header.",
     TIMEOUT: "How long the caller waits, in whole milliseconds; then 504. `x-envoy-expected-rq-timeout-ms` is read too.",
@@ -49,24 +53,41 @@ HEADERS_IN = {
 HEADERS_OUT = {
     "X-Request-ID": "The call's name.",
     "X-Model-Version": "Version of the checkpoint.",
+    "X-Context": "The handle of the context in the cache, where one was ranked for.",
     "X-Context-Cache": "`hit` when the user's context came whole from the cache, else `miss`.",
     "Server-Timing": "Milliseconds of parse, queue, forward and serialize.",
 }
 
 
-def describe_app(app: FastAPI, action_names: Sequence[str], *, explores: bool) -> dict[str, Any]:
-    """The whole document. The examples use these action names; `explores`: /explain is there."""
+def _header(name: str, text: str) -> dict[str, Any]:
+    schema = {"type": "string"} | ({"pattern": "^[1-9][0-9]{0,11}$"} if name == TIMEOUT else {})
+    return {"name": name, "in": "header", "required": False, "schema": schema, "description": text}
+
+
+NAMED = _header(
+    "X-Model-Version",
+    "Version of the checkpoint that shall answer, of those that the process holds; 404 for any other.",
+)
+
+
+def describe_app(
+    app: FastAPI, action_names: Sequence[str], *, explores: bool, ids: IdKind = "uint64"
+) -> dict[str, Any]:
+    """The whole document. The examples use these action names and ids of this kind; `explores`: /explain is there."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     models: list[type[Struct]] = [
         RankRequest, RankBatch, RankReply, BatchReply, InferRequest, InferReply, RetrieveRequest, RetrieveReply,
-        RecommendRequest, RecommendReply, Problem, Failed, *DESCRIBED.values(), *((ExplainRequest, ExplainReply) if explores else ()),
+        RecommendRequest, RecommendReply, ContextRequest, ContextReply, Problem, Failed, *DESCRIBED.values(),
+        *((ExplainRequest, ExplainReply) if explores else ()),
     ]  # fmt: skip
-    refs, definitions = schema_components(models, ref_template=REF)
+    refs, definitions = published(models, REF)
     document.setdefault("components", {}).setdefault("schemas", {}).update(definitions)
     ref = dict(zip(models, refs, strict=True))
     examples = example_requests(action_names)
     paths = _rankings(ref, examples, definitions["BatchReply"]["properties"]["results"]["items"])
     paths |= _tensors(ref) | _posts(ref, action_names) | (_explanations(ref, examples) if explores else {})
+    if ids == "text":
+        paths = _spelled(paths)
     document["paths"] = {path: {"post": operation} for path, operation in paths.items()} | document["paths"]
     for path in DESCRIBED.keys() & document["paths"].keys():
         answer = document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]
@@ -79,6 +100,10 @@ def _rankings(ref: Refs, examples: dict[str, dict[str, Any]], result: dict[str, 
     """`result`: one of those of a batch."""
     batch = {"requests": [example["value"] for example in examples.values()]}
     body = _body(ref[RankRequest], examples)
+    contexts = {
+        name: {**example, "value": {key: example["value"][key] for key in ("user_id", "history")}}
+        for name, example in examples.items()
+    }
     return {
         "/rank": _operation(
             "Rank one user's candidates",
@@ -86,8 +111,6 @@ def _rankings(ref: Refs, examples: dict[str, dict[str, Any]], result: dict[str, 
             "The tensors of the Open Inference Protocol are taken as well, as `application/octet-stream`; any body may be gzip.",
             body,
             ref[RankReply],
-            [NotFound],
-            [NAMED],
         ),
         RANK_MODEL: _operation(
             "Rank one user's candidates with one model",
@@ -95,7 +118,6 @@ def _rankings(ref: Refs, examples: dict[str, dict[str, Any]], result: dict[str, 
             "for as `batch@version`.",
             body,
             ref[RankReply],
-            [NotFound],
             path_parameters(RANK_MODEL),
         ),
         "/rank/batch": _operation(
@@ -107,8 +129,14 @@ def _rankings(ref: Refs, examples: dict[str, dict[str, Any]], result: dict[str, 
                 {"two requests": {"value": batch}},
             ),
             {"anyOf": [ref[BatchReply], {"type": "array", "items": result}]},
-            [NotFound],
-            [NAMED],
+        ),
+        "/context": _operation(
+            "Compute a user's context ahead",
+            "What a ranking computes of user and history, kept in the cache that rankings use. The reply's `context` is a handle: requests "
+            "of the same API key may send it in place of `user_id` and `history`. It names what is in a cache: where that is gone, they "
+            "get 412 `context_unknown`, and are to be sent whole.",
+            _body(ref[ContextRequest], contexts),
+            ref[ContextReply],
         ),
     }
 
@@ -121,7 +149,6 @@ def _tensors(ref: Refs) -> dict[str, Any]:
             "that say so. The same tensors are taken by `/rank` as `application/octet-stream`, and over gRPC.",
             _body(ref[InferRequest], {"tensors": {"value": example_tensors()}}),
             ref[InferReply],
-            [NotFound],
             path_parameters(path),
         )
         for path in (f"{MODEL}/infer", f"{VERSION}/infer")
@@ -136,15 +163,15 @@ def _posts(ref: Refs, action_names: Sequence[str]) -> dict[str, Any]:
             "The best posts of the corpus by the cosine of two vectors, exactly: filters come first, equal scores go by row.",
             _body(ref[RetrieveRequest], posts),
             ref[RetrieveReply],
-            [CorpusNotLoaded, NotFound],
+            (),
+            [CorpusNotLoaded],
         ),
         "/recommend": _operation(
             "Retrieve posts and rank them",
             "What /rank says of what /retrieve returns, within one deadline.",
             _body(ref[RecommendRequest], scores),
             ref[RecommendReply],
-            [CorpusNotLoaded, NotFound],
-            [NAMED],
+            more_failures=[CorpusNotLoaded],
         ),
     }
 
@@ -154,16 +181,14 @@ def _explanations(ref: Refs, examples: dict[str, dict[str, Any]]) -> dict[str, A
         name: {"summary": example["summary"], "value": example["value"] | {"explain": [90]}}
         for name, example in examples.items()
     }
-    operation = _operation(
+    explained = _operation(
         "Explain why candidates stand where they stand",
         "What each event, the user and all of it together change in the scores, as /rank says it of the request without them; and what "
         "the model attends to, in float32 by the plain definition. Attention is not an explanation, so both stand side by side.",
         _body(ref[ExplainRequest], asked),
         ref[ExplainReply],
-        [NotFound],
-        [NAMED],
     )
-    return {"/explain": operation}
+    return {"/explain": explained}
 
 
 def example_requests(action_names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -202,6 +227,20 @@ def example_requests(action_names: Sequence[str]) -> dict[str, dict[str, Any]]:
     }
 
 
+def _spelled(value: Any, *, is_id: bool = False) -> Any:
+    """The same with texts for the ids in examples, and for the tensors that hold them."""
+    if isinstance(value, dict):
+        has_ids = value.get("datatype") == "UINT64"
+        told = {
+            name: _spelled(inner, is_id=name in ID_FIELDS or (has_ids and name == "data"))
+            for name, inner in value.items()
+        }
+        return told | ({"datatype": "BYTES"} if has_ids else {})
+    if isinstance(value, list):
+        return [_spelled(each, is_id=is_id) for each in value]
+    return f"id-{value}" if is_id and isinstance(value, int | str) else value
+
+
 def example_tensors() -> dict[str, Any]:
     """A small request as tensors, which any checkpoint takes."""
     ids = {"user_id": [7], "candidates.post_id": [90, 91], "candidates.author_id": [7, 5]}
@@ -233,24 +272,15 @@ def _operation(
     description: str,
     body: dict[str, Any],
     reply: dict[str, Any],
+    more_parameters: Sequence[dict[str, Any]] = (NAMED,),
     more_failures: Sequence[type[ServiceError]] = (),
-    more_parameters: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    inward = [
-        {
-            "name": name,
-            "in": "header",
-            "required": False,
-            "schema": {"type": "string"} | ({"pattern": "^[1-9][0-9]{0,11}$"} if name == TIMEOUT else {}),
-            "description": text,
-        }
-        for name, text in HEADERS_IN.items()
-    ]
+    inward = [_header(name, text) for name, text in HEADERS_IN.items()]
     outward = {name: {"schema": {"type": "string"}, "description": text} for name, text in HEADERS_OUT.items()}
     answers: dict[str, Any] = {
         "200": {"description": "The ranking.", "content": {"application/json": {"schema": reply}}, "headers": outward}
     }
-    failures = (*general(), *more_failures)
+    failures: list[type[ServiceError]] = [*general(), NotFound, *more_failures]
     for status in sorted({failure.status for failure in failures}):
         kinds = [failure for failure in failures if failure.status == status]
         text = " ".join(f"`{kind.code}`: {(kind.__doc__ or '').splitlines()[0]}" for kind in kinds)

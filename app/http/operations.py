@@ -15,7 +15,7 @@ from app.budgets import most_bytes
 from app.errors import CorpusNotLoaded, Draining, EngineDown, NotReady, ServiceError
 from app.interface import Changed, Service
 from app.settings import Settings
-from app.telemetry.metrics import CONTENT_TYPE, Scrapes
+from app.telemetry.exposition import CONTENT_TYPE, Scrapes
 
 PROBE_RETRY_SECONDS = 2.0
 PRIVATE = (
@@ -104,6 +104,7 @@ def describe(service: Service, settings: Settings, corpus: Changed | None) -> di
         "model": {"name": manifest.name, "version": manifest.version},
         "checkpoint": {"digest": manifest.digest},
         "architecture": manifest.config.to_dict(),
+        "ids": manifest.ids,
         "actions": list(manifest.action_names),
         "continuous": [{"name": output.name, "unit": output.unit} for output in manifest.continuous],
         "weights": manifest.score_weights,

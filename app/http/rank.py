@@ -66,12 +66,12 @@ class Parsed(NamedTuple, Generic[T]):
 
 @dataclass(slots=True)
 class Prepared:
-    """A valid request with its place in the queue of one model version, whatever version serves later ones."""
+    """A valid request with its place in the queue of one model version, whatever version serves later ones. `context`: or its handle."""
 
     model: ServedModel
     ticket: Ticket
     request: Request
-    context: Context
+    context: Context | str
     candidates: Candidates
     form: ReplyFormat
     check_seconds: float
@@ -175,7 +175,7 @@ class Ranking:
         `wanted` as in `Terms`; `again` and `waits` as of `Service.admit`.
         """
         started, typed = time.perf_counter(), parsed.typed
-        model = self.model_of(typed.user_id, wanted)
+        model = self.model_of(parsed.vocabulary.user_of(typed.user_id) if self.arms.differ else 0, wanted)
         if typed.timeout_seconds is not None:
             deadline = min(filter(None, (deadline, self.deadline(typed.timeout_seconds))))
         ticket = self.service.admit(
@@ -187,6 +187,7 @@ class Ranking:
             again=again,
             waits=waits,
         )
+        context: Context | str
         try:
             vocabulary, form = parsed.vocabulary, parsed.form
             if model is not parsed.model:
@@ -201,7 +202,9 @@ class Ranking:
         except BaseException:
             ticket.release()
             raise
-        if len(context.post_ids) < request.history_length:
+        if request.handle is not None:
+            context = request.handle
+        elif len(context.post_ids) < request.history_length:
             self.metrics.history_truncated.inc()
             if len(request.history.post_ids):
                 request = request.without_history()
@@ -224,8 +227,9 @@ class Ranking:
             exchange.stages[stage] = max(exchange.stages.get(stage, 0.0), stages[stage])
         exchange.scored.append((job.form.action_names, ranked.scores.probabilities))
         started = time.perf_counter()
-        used = len(job.context.post_ids)
-        for piece in write(job.request, ranked.scores, job.form, history_used=used, timings_ms=timings_ms(stages)):
+        request, used = job.request, ranked.history_used
+        request.handle, request.history_length = ranked.handle or None, used + ranked.history_dropped
+        for piece in write(request, ranked.scores, job.form, history_used=used, timings_ms=timings_ms(stages)):
             exchange.stages["serialize"] = exchange.stages.get("serialize", 0.0) + time.perf_counter() - started
             yield piece
             started = time.perf_counter()
@@ -233,17 +237,20 @@ class Ranking:
     def headers(self, model: ServedModel, results: Sequence[Ranked], exchange: Exchange) -> list[tuple[bytes, bytes]]:
         """Headers of a reply with scores; a context counts as a hit when all of it came from the cache."""
         cache = "hit" if results and all(ranked.cache == "hit" for ranked in results) else "miss"
-        return self.told(model.manifest.version, cache, exchange)
+        return self.told(model.manifest.version, cache, exchange, results[0].handle if len(results) == 1 else "")
 
-    def told(self, version: str, cache: str, exchange: Exchange) -> list[tuple[bytes, bytes]]:
+    def told(self, version: str, cache: str, exchange: Exchange, handle: str = "") -> list[tuple[bytes, bytes]]:
         """Headers that say which version answered, from what, and where the time went."""
         exchange.version, exchange.cache = version, cache
         timing = ", ".join([f"{stage};dur={seconds * 1000:.3f}" for stage, seconds in exchange.stages.items()])
-        return [
+        fields = [
             (b"x-model-version", version.encode()),
             (b"x-context-cache", cache.encode()),
             (b"server-timing", timing.encode()),
         ]
+        if handle:
+            fields.append((b"x-context", handle.encode()))
+        return fields
 
     def words_of(self, manifest: Manifest) -> tuple[Vocabulary, ReplyFormat]:
         """The vocabulary and the reply format of a ranking model."""
@@ -331,7 +338,8 @@ class RankCall(Call):
 
 
 def _speak_alike(one: Manifest, other: Manifest) -> bool:
-    return (one.config, one.action_names, one.continuous, one.score_weights) == (
+    return (one.ids, one.config, one.action_names, one.continuous, one.score_weights) == (
+        other.ids,
         other.config,
         other.action_names,
         other.continuous,

@@ -86,9 +86,11 @@ class PostsCall(Call):
                 exchange.request_id = request.request_id
             if len(request.query.context.post_ids) < request.history_length:
                 ranking.metrics.history_truncated.inc()
-            request.query.at_least = self._at_least
+            query = request.query
+            query.at_least, query.handle = self._at_least, request.handle or ""
+            query.excludes_history = request.excludes_history
             exchange.stages["parse"] = time.perf_counter() - started
-            search = retrieval.retrieve(served, request.query, self._deadline, exchange.key, self._searched)
+            search = retrieval.retrieve(served, query, self._deadline, exchange.key, self._searched)
             self._tickets += (search,)
         except Exception as error:
             self.fail(error)
@@ -97,7 +99,10 @@ class PostsCall(Call):
         """Decode, admit, check."""
         exchange, models = self.exchange, self._models()
         typed = read_posts(body, self.ranking.limits, models)
-        if self.ranking.arms.differ and (own := self._ranker(typed.user_id)) is not self._model:
+        if (
+            self.ranking.arms.differ
+            and (own := self._ranker(models[-1].vocabulary.user_of(typed.user_id))) is not self._model
+        ):
             self._model = own
             models = self._models()
             typed = read_posts(body, self.ranking.limits, models)
@@ -132,6 +137,7 @@ class PostsCall(Call):
             "search": result.search_seconds,
         }
         self._found = result
+        self._request.history_length = result.history_used + result.history_dropped
         try:
             self._go_on()
         except Exception as error:
@@ -141,10 +147,10 @@ class PostsCall(Call):
     def _go_on(self) -> None:
         """The posts are found."""
 
-    def _send(self, body: bytes, began: float, version: str, cached: bool) -> None:
+    def _send(self, body: bytes, began: float, version: str, cached: bool, handle: str = "") -> None:
         """Reply with what was written since `began`."""
         self.exchange.stages["serialize"] = time.perf_counter() - began
-        fields = self.ranking.told(version, "hit" if cached else "miss", self.exchange)
+        fields = self.ranking.told(version, "hit" if cached else "miss", self.exchange, handle)
         mark, corpus = self._found.posts.mark, self._served.corpus
         label = f"{corpus.label(mark)}.{mark.digest[:8]}" if mark.sequence else corpus.version
         self.answer(200, [JSON_HEADER, (b"x-corpus-version", label.encode()), *fields], body, at_once=True)
@@ -157,7 +163,7 @@ class RetrieveCall(PostsCall):
 
     def _go_on(self) -> None:
         began, posts, request = time.perf_counter(), self._found.posts, self._request
-        used = len(request.query.context)
+        used = self._found.history_used
         body = render(
             posts,
             request,
@@ -194,8 +200,9 @@ class RecommendCall(PostsCall):
         if count := len(posts.post_ids):
             if count < request.query.k:
                 service.shrink(self._tickets[0], count)
-            assert request.context is not None
-            service.rank(self._tickets[0], request.context, request.candidates(posts, config), self._ranked)
+            context = request.handle or request.context
+            assert context is not None
+            service.rank(self._tickets[0], context, request.candidates(posts, config), self._ranked)
             asyncio.get_running_loop().call_soon(self._prepare)  # while the forward runs
         else:
             widths = config.actions, config.actions, config.continuous_actions
@@ -221,23 +228,22 @@ class RecommendCall(PostsCall):
         stages["forward"] = result.forward_seconds
         try:
             self.exchange.scored.append((self._model.manifest.action_names, result.scores.probabilities))
-            self._write(result.scores, cached=result.cache == "hit")
+            self._write(result.scores, cached=result.cache == "hit", handle=result.handle)
         except Exception as error:
             self.fail(error)
 
-    def _write(self, scores: Scores, *, cached: bool) -> None:
+    def _write(self, scores: Scores, *, cached: bool, handle: str = "") -> None:
         began, manifest = time.perf_counter(), self._model.manifest
         self.exchange.stages.setdefault("forward", 0.0)
-        context = self._request.context
         self._prepare()  # a short forward is over before it was done
-        assert context is not None
         assert self._joined is not None
+        self._to_rank.handle = handle or None
         pieces = reply.render(
             self._to_rank,
             scores,
             self.ranking.words_of(manifest)[1],
-            history_used=len(context.post_ids),
+            history_used=min(self._request.history_length, manifest.config.history_length),
             timings_ms=timings_ms(self.exchange.stages),
             joined=self._joined,
         )
-        self._send(b"".join(pieces), began, manifest.version, cached)
+        self._send(b"".join(pieces), began, manifest.version, cached, handle)

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct
 
 from app.errors import InvalidRequest, MalformedJson, TooLarge
+from app.request.ids import read_ids
 from app.request.rules import Problems, Rule, column_of, count_of, field, rule, rules_of, struct_rule, then
 from app.request.schema import DEFAULT_K, ExplainRequest, RankRequest, RecommendRequest, RetrieveRequest, UserRequest
 from app.request.strict_json import parse
@@ -31,7 +32,11 @@ class Typed(Protocol):
 
     @property
     def user_id(self) -> int | str:
-        """As it was sent: it may still be none."""
+        """As it was sent: it may still be none; 0 where it was not sent."""
+
+    @property
+    def handle(self) -> str | None:
+        """Of a context, as it was sent in place of user and history: it may still be none."""
 
     def count(self, name: str) -> int:
         """Items of `candidates` or `history`."""
@@ -58,6 +63,12 @@ class Body:
         """As it was sent: it may still be none."""
         user_id = self.value.get("user_id")
         return user_id if isinstance(user_id, int | str) else 0
+
+    @property
+    def handle(self) -> str | None:
+        """As in `Typed`."""
+        handle = self.value.get("context")
+        return handle if type(handle) is str else None
 
     @property
     def posts(self) -> int:
@@ -115,15 +126,15 @@ def request_rule(vocabulary: Vocabulary) -> Rule:
 
 def explanation_rule(vocabulary: Vocabulary) -> Rule:
     """Of a request for an explanation: those to explain must be among the candidates."""
-    return vocabulary.rule("explain", lambda: then(struct_rule(ExplainRequest, vocabulary), Rule(_strangers)))
 
+    def strangers(values: Sequence[Any]) -> Problems:
+        for place, value in enumerate(values):
+            known = set(read_ids(column_of(value["candidates"], "post_id"), vocabulary.ids).tolist())
+            for number, post in enumerate(read_ids(value["explain"], vocabulary.ids).tolist()):
+                if post not in known:
+                    yield place, f".explain[{number}]", "must be the post_id of a candidate"
 
-def _strangers(values: Sequence[Any]) -> Problems:
-    for place, value in enumerate(values):
-        known = set(map(int, column_of(value["candidates"], "post_id")))
-        for number, post in enumerate(value["explain"]):
-            if int(post) not in known:
-                yield place, f".explain[{number}]", "must be the post_id of a candidate"
+    return vocabulary.rule("explain", lambda: then(struct_rule(ExplainRequest, vocabulary), Rule(strangers)))
 
 
 AGED = rule(

@@ -10,6 +10,7 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
@@ -22,8 +23,9 @@ from numpy.typing import NDArray
 
 from app.errors import ServiceError
 from app.request import body
+from app.request.ids import echo_of
 from app.request.rules import check, struct_rule
-from app.request.schema import MAX_ACTION_VALUE, MAX_TIME, RankRequest, is_request_id
+from app.request.schema import MAX_ACTION_VALUE, MAX_TIME, RankRequest, is_handle, is_request_id
 from app.request.strict_json import parse
 from app.request.validate import NO_HISTORY, Posts, Request, Wishes, wishes_of
 from app.request.vocabulary import Vocabulary
@@ -31,12 +33,13 @@ from app.settings import Limits
 from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, Scores
 from model.native.build import KernelUnavailable, build_kernel
+from model.ranking import magnitudes
 from weights.format.manifest import Manifest
 
 SOURCE = Path(__file__).parent / "native" / "codec.cpp"
 MOST_ROWS = 4096  # about 2 ms of writing: a longer reply is written in pieces
 MOST_KNOWN, SHORT_BYTES = 64, 512  # wishes that are kept, and how long each may be as JSON
-HEAD = Struct("=Q5q")  # user id; events sent and kept, candidates, how many of their ids are text, bytes of the wishes
+HEAD = Struct("=Q5q")  # user id; events sent and kept, candidates, bytes of the echo of their ids and of the wishes
 
 Int64, Pointer, Text = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
 
@@ -47,7 +50,15 @@ class _Checkpoint(ctypes.Structure):
     _fields_ = (
         *(
             (name, Int64)
-            for name in ("actions", "surfaces", "history_length", "age_seconds", "age_buckets", "continuous")
+            for name in (
+                "actions",
+                "surfaces",
+                "history_length",
+                "age_seconds",
+                "age_buckets",
+                "continuous",
+                "has_text_ids",
+            )
         ),
         *((name, Int64) for name in ("max_candidates", "max_history", "max_values", "max_time")),
         *((name, ctypes.c_double) for name in ("max_action_value", "max_dwell_seconds")),
@@ -94,7 +105,7 @@ class Codec:
         )
         words = _Checkpoint(
             *(config.actions, config.product_surfaces, config.history_length, 60 * config.post_age_granularity_minutes),
-            *(config.post_age_buckets, len(continuous)),
+            *(config.post_age_buckets, len(continuous), vocabulary.ids == "text"),
             *(limits.max_candidates, limits.max_history, limits.max_values, MAX_TIME),
             *(MAX_ACTION_VALUE, MAX_DWELL_SECONDS, len(names)),
             *(ctypes.addressof(kept) for kept in self._kept),
@@ -106,9 +117,9 @@ class Codec:
         data = self._read(body, True)
         if not data:
             return None
-        user_id, events, kept, count, quoted, rest = HEAD.unpack_from(data)
+        user_id, events, kept, count, echo, rest = HEAD.unpack_from(data)
         wishes = self._wishes(data[-rest:]) if rest else self._default
-        return None if wishes is None else Packed(self, body, data, user_id, events, kept, count, quoted > 0, wishes)
+        return None if wishes is None else Packed(self, body, data, user_id, events, kept, count, echo, wishes)
 
     def read_viewer(self, body: bytes | bytearray) -> Viewed | None:
         """The user and the history of a request without candidates; None as of `read`."""
@@ -118,19 +129,35 @@ class Codec:
         user_id, events, kept, _, _, rest = HEAD.unpack_from(data)
         end = len(data) - rest
         start = end - 8 * (events - kept)
-        context, _ = _context(data[:start], user_id, kept, 0, self.actions)  # a copy: what follows may be long
+        context, _ = _context(data[:start], user_id, events, kept, 0, self.actions)  # a copy: what follows may be long
         posts = context.post_ids
         if kept < events:
             posts = np.concatenate((np.frombuffer(data[start:end], np.uint64), posts))
         return Viewed(context, posts, data[end:] or b"{}")
 
+    def read_context(self, body: bytes | bytearray) -> Packed | None:
+        """A user and a history alone, as a request without candidates; None as of `read`."""
+        data = self._read(body, False)
+        if not data:
+            return None
+        user_id, events, kept, _, _, rest = HEAD.unpack_from(data)
+        wishes = self._default
+        with suppress(ServiceError):
+            said = parse(data[-rest:]) if rest else {}
+            if said.keys() == {"request_id"} and is_request_id(said["request_id"]):
+                wishes = wishes._replace(request_id=said.pop("request_id"))
+            return None if said else Packed(self, body, data, user_id, events, kept, 0, 0, wishes)
+        return None
+
     def _wishes(self, text: bytes) -> Wishes | None:
-        """None where they are not right. They are the same in most requests, but for the name."""
+        """None where they are not right. They are the same in most requests, but for the name and the context."""
         try:
             rest = parse(text)
-            if "request_id" in rest and not is_request_id(rest["request_id"]):
+            if ("request_id" in rest and not is_request_id(rest["request_id"])) or (
+                "context" in rest and not is_handle(rest["context"])
+            ):
                 return None
-            request_id = rest.pop("request_id", None)
+            request_id, handle = rest.pop("request_id", None), rest.pop("context", None)
             known = self._known.get(key := orjson.dumps(rest))
             if known is None:
                 check(rest, self._rest)
@@ -141,14 +168,14 @@ class Codec:
                     self._known[key] = known
         except ServiceError:
             return None
-        return Wishes(known.weights, known.top_k, known.wanted, request_id, known.reply)
+        return Wishes(known.weights, known.top_k, known.wanted, request_id, known.reply, handle, known.has_offset)
 
     def rank(
-        self, probabilities: NDArray[np.float32], weights: NDArray[np.float64]
+        self, scores: Scores, request: Request
     ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]] | None:
         """As `reply.ranked`; None for an empty or a long reply."""
-        count = len(probabilities)
-        data = self._rank(count, probabilities, weights) if count <= MOST_ROWS else b""
+        count = len(scores.probabilities)
+        data = self._rank(*_numbers(scores, request)) if count <= MOST_ROWS else b""
         if not data:
             return None
         return (
@@ -166,13 +193,11 @@ class Codec:
         wanted, count = request.wanted, len(scores.probabilities)
         if count > MOST_ROWS:
             return None
+        sent = request.candidates.sent or b""
         written: bytes = self._write(
-            count,
+            *_numbers(scores, request),
             request.candidates.post_ids,
-            b"" if request.quoted is None else request.quoted,
-            scores.probabilities,
-            scores.continuous,
-            request.weights,
+            sent if isinstance(sent, bytes) else echo_of(sent),
             min(request.top_k or 0, count),
             b"" if wanted is None else array("q", wanted),
             -1 if wanted is None else len(wanted),
@@ -182,6 +207,14 @@ class Codec:
             tail,
         )
         return written or None
+
+
+def _numbers(scores: Scores, request: Request) -> tuple[Any, ...]:
+    """What scores are combined of, as the compiled functions take it."""
+    weights, sums = request.weights, b""
+    if request.has_offset:
+        sums = array("d", magnitudes(weights[: scores.probabilities.shape[1]])).tobytes()
+    return len(scores.probabilities), scores.probabilities, scores.continuous, weights, sums
 
 
 def decode(
@@ -204,7 +237,7 @@ class Viewed(NamedTuple):
     rest: bytes
 
 
-def _context(data: bytes, user_id: int, kept: int, further: int, actions: int) -> tuple[Context, int]:
+def _context(data: bytes, user_id: int, events: int, kept: int, further: int, actions: int) -> tuple[Context, int]:
     """What the model reads of what the codec has read, and where the bytes after it begin. `further`: words of candidates, which come
     between the context's words and its other numbers."""
     start, size = HEAD.size, 8 * kept
@@ -217,6 +250,8 @@ def _context(data: bytes, user_id: int, kept: int, further: int, actions: int) -
         np.ndarray((kept, actions), _FLOAT32, data, floats),
         np.ndarray(kept, _INT64, data, start + 2 * size),
         np.ndarray(kept, _FLOAT32, data, end),
+        True,
+        events - kept,
     )
     return context, end + 4 * kept
 
@@ -232,7 +267,7 @@ class Packed:
     events: int
     kept: int
     candidates: int
-    is_quoted: bool
+    echo: int
     wishes: Wishes
 
     timeout_seconds: ClassVar[None] = None
@@ -242,6 +277,11 @@ class Packed:
         """As in `Request`."""
         return self.wishes.reply
 
+    @property
+    def handle(self) -> str | None:
+        """As in `Request`."""
+        return self.wishes.handle
+
     def count(self, name: str) -> int:
         """Items of `candidates` or `history`."""
         return self.candidates if name == "candidates" else self.events
@@ -249,7 +289,7 @@ class Packed:
     def unpack(self, config: ModelConfig) -> tuple[Request, Context, Candidates]:
         """The request, without the history that the model reads, and what the model reads."""
         data, kept, count = self.data, self.kept, self.candidates
-        context, place = _context(data, self.user_id, kept, 4 * count, config.actions)
+        context, place = _context(data, self.user_id, self.events, kept, 4 * count, config.actions)
         start, size = HEAD.size + 24 * kept, 8 * count
         candidates = Candidates(
             np.ndarray(count, _UINT64, data, start),
@@ -257,17 +297,19 @@ class Packed:
             np.ndarray(count, _INT64, data, start + 2 * size),
             np.ndarray(count, _INT64, data, start + 3 * size),
         )
-        weights, top_k, wanted, request_id, reply = self.wishes
+        sent = data[place : place + self.echo] if self.echo else None
+        weights, top_k, wanted, request_id, reply, handle, has_offset = self.wishes
         request = Request(
             self.user_id,
             *NO_HISTORY,
             self.events,
-            Posts(candidates.post_ids, candidates.author_ids, candidates.surfaces),
-            np.frombuffer(data, np.bool_, count, place) if self.is_quoted else None,
+            Posts(candidates.post_ids, candidates.author_ids, candidates.surfaces, sent),
             weights,
             top_k,
             wanted,
             request_id,
             reply,
+            handle,
+            has_offset,
         )
         return request, context, candidates

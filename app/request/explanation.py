@@ -10,12 +10,13 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from app.errors import ContextUnknown
 from app.request import features, reply
 from app.request.reply import ReplyFormat
 from app.request.validate import Posts, Request
 from model.config import ModelConfig
 from model.inputs import Candidates, Context, Scores
-from model.ranking import combine
+from weights.format.manifest import Manifest
 
 Floats = NDArray[np.floating[Any]]
 Numbers = tuple[NDArray[np.float64], NDArray[np.float32]]
@@ -53,6 +54,22 @@ class Question:
         return [every.rows(self.explained)]
 
 
+def with_context(request: Request, context: Context, manifest: Manifest) -> Request:
+    """A request that named this context by its handle, with its user and history. Raises ContextUnknown where more than the model reads is
+    needed: an older event that comes into its window when another is left out, or the texts of ids."""
+    if context.dropped or manifest.ids == "text":
+        raise ContextUnknown
+    return replace(
+        request,
+        user_id=context.user_id,
+        history=Posts(context.post_ids, context.author_ids, context.surfaces),
+        actions=context.actions,
+        dwell_seconds=context.dwell_seconds.astype(np.float64),
+        history_length=len(context),
+        handle=None,
+    )
+
+
 def _without_event(request: Request, place: int) -> Request:
     history = request.history
     ids, authors, surfaces = history.post_ids, history.author_ids, history.surfaces
@@ -79,15 +96,16 @@ def render(
     request, places = question.request, question.explained
     wanted = list(range(len(form.action_names))) if request.wanted is None else request.wanted
     ranked = reply.rows_of(replace(request, top_k=None, wanted=None), scores, form)
-    ids = request.echo_ids
+    ids, events = request.echo_ids, question.events.tolist()
     own = ranked.score[places], scores.probabilities[places][:, wanted]
-    rest = [(combine(each.probabilities, request.weights), each.probabilities[:, wanted]) for each in without]
+    rest = [(reply.combined_of(each, request, form), each.probabilities[:, wanted]) for each in without]
+    history = request.history.sent or request.history.post_ids.tolist()
     head: dict[str, Any] = {
         "model": form.model,
         "actions": [form.action_names[column] for column in wanted],
         "events": {
             "place": question.events,
-            "post_id": list(map(str, request.history.post_ids[question.events].tolist())),
+            "post_id": [str(history[place]) for place in events],
         },
     }
     yield _json(head)[:-1] + b',"candidates":['

@@ -29,6 +29,7 @@ def context_of(request: Request | Viewer, config: ModelConfig) -> Context:
         actions=newest(request.actions),
         surfaces=newest(request.history.surfaces),
         dwell_seconds=dwell,
+        dropped=first,
     )
 
 

@@ -1,4 +1,4 @@
-"""Ids: unsigned 64-bit integers, as JSON integers or as decimal strings without leading zeros."""
+"""Ids: unsigned 64-bit integers, as JSON integers or as decimal strings without leading zeros; or texts, whose hash the model reads."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from weights.text_ids import TEXT_RULE, IdKind, is_text_id, text_id
+
 MAX_ID = 2**64 - 1
 MAX_ID_DIGITS = len(str(MAX_ID))
+ID_RULE = "must be an unsigned 64-bit integer, as a JSON integer or a decimal string without leading zeros"
+ID_RULES: dict[IdKind, str] = {"uint64": ID_RULE, "text": f"{TEXT_RULE}, as all ids of this checkpoint are"}
 
 
-def are_ids(values: Sequence[Any]) -> bool:
+def are_ids(values: Sequence[Any], kind: IdKind = "uint64") -> bool:
     """Whether all of these JSON values are ids."""
+    if kind == "text":
+        return all(map(is_text_id, values))
     if not set(map(type, values)) <= {int, str}:
         return False
     try:
@@ -26,8 +32,10 @@ def are_ids(values: Sequence[Any]) -> bool:
     return True
 
 
-def read_ids(values: Sequence[int | str]) -> NDArray[np.uint64]:
-    """uint64 `[n]`. Raises ValueError or OverflowError for what is no id."""
+def read_ids(values: Sequence[int | str], kind: IdKind = "uint64") -> NDArray[np.uint64]:
+    """uint64 `[n]`. Raises ValueError or OverflowError for what is no integer id; texts must be valid."""
+    if kind == "text":
+        return np.fromiter(map(text_id, values), np.uint64)  # type: ignore[arg-type]
     with suppress(TypeError):
         return np.asarray(array("Q", values))  # type: ignore[type-var]  # integers alone
     decimals = _joined(values)
@@ -49,3 +57,18 @@ def _joined(values: Sequence[Any]) -> bytes:
         return orjson.dumps(values)[1:-1].translate(None, b'"')
     except orjson.JSONEncodeError:  # 2^64 and more
         raise ValueError from None
+
+
+def echo_of(sent: Sequence[int | str]) -> bytes:
+    """Ids as the codec reads and writes them: int64 ends `[n]`, then each id's JSON with a comma behind it."""
+    written = orjson.dumps(sent)[1:-1] + b","
+    ends = np.flatnonzero(np.frombuffer(written, np.uint8) == ord(",")) + 1
+    if len(ends) != len(sent):  # some hold commas
+        ends = np.cumsum([len(orjson.dumps(id_)) + 1 for id_ in sent])
+    return ends.astype(np.int64).tobytes() + written
+
+
+def echoed(echo: bytes, count: int) -> list[int | str]:
+    """The ids of an echo."""
+    sent: list[int | str] = orjson.loads(b"[%b]" % echo[8 * count : -1])
+    return sent

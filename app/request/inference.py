@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
-from numpy.typing import NDArray
 
 from app.errors import InvalidRequest
 from app.request.body import read, sized
 from app.request.reply import ReplyFormat
 from app.request.rules import check, struct_rule
 from app.request.schema import InferRequest
-from app.request.tensors import DATATYPES, Tensor, Tensors, outputs_of, wanted_outputs
+from app.request.tensors import DATATYPES, Tensor, Tensors, outputs_of, raw_of, wanted_outputs
 from app.request.validate import Request
 from app.settings import Limits
 from model.inputs import Scores
@@ -70,15 +69,15 @@ def render(
 ) -> Iterator[bytes]:
     """The JSON of the reply, then the binary data of each output that is to have it."""
     parameters, arrays = outputs_of(request, scores, form, history_used, timings_ms)
-    binary: list[NDArray[Any]] = []
+    binary: list[bytes] = []
     outputs: list[dict[str, Any]] = []
     for name, is_binary, array in arrays:
         output: dict[str, Any] = {"name": name, "datatype": DATATYPES[array.dtype], "shape": array.shape}
         if is_binary:
-            output["parameters"] = {"binary_data_size": array.nbytes}
-            binary.append(array)
+            binary.append(raw_of(array))
+            output["parameters"] = {"binary_data_size": len(binary[-1])}
         else:
-            output["data"] = array.ravel()
+            output["data"] = array.tolist() if array.dtype.kind == "O" else array.ravel()
         outputs.append(output)
     header: dict[str, Any] = {
         "model_name": form.model["name"],
@@ -89,5 +88,4 @@ def render(
     if request.request_id is not None:
         header["id"] = request.request_id
     yield orjson.dumps(header, option=orjson.OPT_SERIALIZE_NUMPY)
-    for array in binary:
-        yield array.tobytes()
+    yield from binary

@@ -17,7 +17,7 @@ from app.request.body import sized
 from app.request.reply import ReplyFormat
 from app.request.rules import check, struct_rule
 from app.request.schema import InferRequest
-from app.request.tensors import DATATYPES, Tensor, Tensors, outputs_of, wanted_outputs
+from app.request.tensors import DATATYPES, Tensor, Tensors, outputs_of, raw_of, wanted_outputs
 from app.request.validate import Request
 from app.settings import Limits
 from model.inputs import Scores
@@ -186,7 +186,7 @@ def reply(
         setattr(message.parameters.add(key=key).value, field, value)
     for name, _, array in arrays:
         message.outputs.add(name=name, datatype=DATATYPES[array.dtype], shape=array.shape)
-        message.raw_output_contents.append(array.tobytes())
+        message.raw_output_contents.append(raw_of(array))
     yield message.SerializeToString()
 
 

@@ -59,7 +59,18 @@ class Reply(Strict, kw_only=True):
 
     history_used: Annotated[int, about("History items that the model saw: the ranking model, where there are two.")]
     history_dropped: Annotated[int, about("Older items that did not fit the model's window.")]
+    context: Annotated[
+        str | UnsetType,
+        about("The handle of the ranking model's context, for later requests; only as long as its cache keeps it."),
+    ] = UNSET
     request_id: Annotated[str | UnsetType, about("The request's own, if it had one.")] = UNSET
+
+
+class ContextReply(Reply, kw_only=True):
+    """A context that the cache has now. Without `context` it keeps none of this size: send requests whole then."""
+
+    model: Annotated[ModelVersion, about("What computed it.")]
+    timings_ms: Annotated[Timings, about("Where the time went.")]
 
 
 class ScoresReply(Reply, kw_only=True):
@@ -119,7 +130,7 @@ class LeftOut(Strict):
     """The history items that were left out one by one, oldest first; an entry an item."""
 
     place: Annotated[list[int], about("Their places in the request's history, from 0.")]
-    post_id: Annotated[list[str], about("Their decimal post ids.")]
+    post_id: Annotated[list[str], about("Their post ids as strings.")]
 
 
 class Change(Strict):
@@ -196,8 +207,8 @@ class CorpusVersion(Strict):
 class RetrievedPost(Strict):
     """One post of the corpus. Its score depends on the user, the history and this post, on nothing else."""
 
-    post_id: Annotated[str, about("Decimal id.")]
-    author_id: Annotated[str, about("Decimal id.")]
+    post_id: Annotated[str, about("Its id, in decimal where ids are integers.")]
+    author_id: Annotated[str, about("Its author's id likewise.")]
     score: Annotated[float, about("Cosine of the user's and the post's vectors.")]
     rank: Annotated[int, about("1 is best; equal scores go by the order of the corpus.")]
     created_at: Annotated[int, about("Unix seconds; 0 where unknown.")]
@@ -261,7 +272,9 @@ class OutputTensor(Strict):
     datatype: Annotated[str, about("As the metadata says.")]
     shape: Annotated[list[int], about("As the metadata says, with this request's sizes.")]
     parameters: Annotated[InputParameters | UnsetType, about("Only with binary data.")] = UNSET
-    data: Annotated[Numbers | UnsetType, about("The values, flat and row-major; only without binary data.")] = UNSET
+    data: Annotated[
+        list[float | str] | UnsetType, about("The values, flat and row-major; only without binary data.")
+    ] = UNSET
 
 
 class InferReply(Strict, kw_only=True):
@@ -332,6 +345,7 @@ class Info(Strict, kw_only=True):
     model: Annotated[ModelVersion, about("The checkpoint that ranks.")]
     checkpoint: Annotated[Digest, about("Its files.")]
     architecture: Annotated[dict[str, Any], about("Sizes and switches of the model.")]
+    ids: Annotated[str, about("What users, posts and authors are named by: `uint64` or `text`.")]
     actions: Annotated[list[str], about("Names of the probability columns.")]
     continuous: Annotated[list[Quantity], about("Quantities that are predicted beside them.")]
     weights: Annotated[dict[str, float], about("The weights of a request that brings none.")]

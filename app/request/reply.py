@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from app.request.codec import Codec
 from app.request.validate import Request
 from model.inputs import Scores
-from model.ranking import combine, order_of
+from model.ranking import combine, magnitudes, offset, order_of
 from weights.format.manifest import Manifest
 
 ROWS_IN_A_PIECE = 1024  # about 2 ms
@@ -63,6 +63,7 @@ class Asked(Protocol):
 
     history_length: int
     request_id: str | None
+    handle: str | None
 
 
 class Rows(NamedTuple):
@@ -85,13 +86,23 @@ def names_of(request: Request, form: ReplyFormat) -> tuple[str, ...]:
     return names if request.wanted is None else tuple(names[column] for column in request.wanted)
 
 
+def combined_of(scores: Scores, request: Request, form: ReplyFormat) -> NDArray[np.float64]:
+    """Combined scores, float64 `[C]`."""
+    values, weights = scores.probabilities, request.weights
+    actions = values.shape[1]
+    if len(weights) > actions:
+        values = np.concatenate((values, scores.continuous * form.scales), 1)
+    combined = combine(values, weights)
+    return offset(combined, *magnitudes(weights[:actions])) if request.has_offset else combined
+
+
 def ranked(
-    probabilities: NDArray[np.float32], weights: NDArray[np.float64], codec: Codec | None
+    scores: Scores, request: Request, form: ReplyFormat
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
     """Combined scores, float64 `[C]`; the candidates' places best first, int64 `[C]`; their ranks from 1 on, int64 `[C]`."""
-    if codec is not None and (found := codec.rank(probabilities, weights)) is not None:
+    if form.codec is not None and (found := form.codec.rank(scores, request)) is not None:
         return found
-    combined = combine(probabilities, weights)
+    combined = combined_of(scores, request, form)
     order = order_of(combined)
     ranks = np.empty(len(order), np.int64)
     ranks[order] = np.arange(1, len(order) + 1)
@@ -100,14 +111,14 @@ def ranked(
 
 def rows_of(request: Request, scores: Scores, form: ReplyFormat) -> Rows:
     """The candidates' scores and ranks, with the order and the columns that the request asks for."""
-    combined, order, ranks = ranked(scores.probabilities, request.weights, form.codec)
-    ids: Any = request.candidates.post_ids if request.quoted is None else request.echo_ids
+    combined, order, ranks = ranked(scores, request, form)
+    ids: Any = request.candidates.post_ids if request.candidates.sent is None else request.echo_ids
     probabilities, continuous = scores.probabilities, scores.continuous * form.scales
     if request.wanted is not None:
         probabilities = probabilities[:, request.wanted]
     if request.top_k is not None:
         best = order[: request.top_k]
-        ids = ids[best] if request.quoted is None else [ids[index] for index in best]
+        ids = ids[best] if isinstance(ids, np.ndarray) else [ids[index] for index in best]
         combined, ranks = combined[best], ranks[best]
         probabilities, continuous = probabilities[best], continuous[best]
     return Rows(ids, combined, ranks, np.ascontiguousarray(probabilities), continuous)
@@ -150,7 +161,7 @@ def render(
     if request.reply == "columns":
         return iter((head + _columns(rows, form) + end,))
     if found is not None:
-        best = order_of(combine(scores.probabilities, request.weights))[: request.top_k]
+        best = order_of(combined_of(scores, request, form))[: request.top_k]
         further = ((b',"retrieval_score":', found[best]), (b',"retrieval_rank":', best + 1))
     return _objects(rows, form, head, end, further)
 
@@ -164,7 +175,7 @@ def _objects(
         cut = slice(start, start + ROWS_IN_A_PIECE)
         values = column(rows.continuous[cut].ravel())
         columns = [
-            (b'{"post_id":', column(rows.post_id[cut])),
+            (b'{"post_id":', written_ids(rows.post_id[cut])),
             (b',"score":', column(rows.score[cut])),
             (b',"rank":', column(rows.rank[cut])),
             *((key, column(each[cut])) for key, each in further),
@@ -189,6 +200,8 @@ def tail_of(request: Asked, history_used: int, timings_ms: Mapping[str, float], 
         "history_dropped": request.history_length - history_used,
         "timings_ms": timings_ms,
     }
+    if request.handle is not None:
+        tail["context"] = request.handle
     if request.request_id is not None:
         tail["request_id"] = request.request_id
     return b"," + orjson.dumps(tail)[1:]
@@ -210,9 +223,17 @@ def weave(columns: list[tuple[bytes, list[bytes]]], end: bytes) -> bytes:
     return b"".join(pieces)
 
 
+def written_ids(ids: Sequence[int | str] | NDArray[np.uint64]) -> list[bytes]:
+    """Each id as JSON."""
+    return column(ids) if isinstance(ids, np.ndarray) else [*map(orjson.dumps, ids)]
+
+
 def column(values: Any) -> list[bytes]:
-    """Each value as JSON. Ids are digits, so no string holds a comma."""
-    return orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",") if len(values) else []
+    """Each number as JSON, or each string without its quotes: within it a quote has a backslash before it."""
+    if not len(values):
+        return []
+    written = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
+    return written[2:-2].split(b'","') if type(values) is tuple else written[1:-1].split(b",")
 
 
 def _rows(matrix: NDArray[np.float32]) -> list[bytes]:

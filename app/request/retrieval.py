@@ -14,7 +14,7 @@ from app.errors import InvalidRequest, ServiceError
 from app.request import features, reply
 from app.request.body import Body, decode_posts, retrieval_rule
 from app.request.codec import Viewed
-from app.request.ids import read_ids
+from app.request.ids import echo_of, read_ids
 from app.request.rules import check
 from app.request.schema import DEFAULT_K
 from app.request.validate import NO_HISTORY, Posts, Request, viewer_of, wishes_of
@@ -39,7 +39,8 @@ class Reading(NamedTuple):
         """Whether both make the same of any user and history."""
         ours, theirs = self.vocabulary, other.vocabulary
         return (
-            ours.action_names == theirs.action_names
+            ours.ids == theirs.ids
+            and ours.action_names == theirs.action_names
             and ours.product_surfaces == theirs.product_surfaces
             and self.config.history_length == other.config.history_length
         )
@@ -52,7 +53,10 @@ Models = Sequence[Reading]
 @dataclass(slots=True, eq=False)
 class PostsRequest:
     """A valid request for posts. Where they are to be ranked: `context`, what the ranker reads of the user, and `weights` (float64
-    `[A]`), `top_k` and the `wanted` columns of its reply."""
+    `[A]`), `top_k` and the `wanted` columns of its reply.
+
+    Where `handle` names a context, those in here are nobody's, and where `excludes_history` is true the posts of its history must still
+    be excluded."""
 
     query: Query
     history_length: int
@@ -62,6 +66,9 @@ class PostsRequest:
     weights: NDArray[np.float64] | None = None
     top_k: int | None = None
     wanted: list[int] | None = None
+    has_offset: bool = False
+    handle: str | None = None
+    excludes_history: bool = False
 
     @property
     def user_id(self) -> int:
@@ -82,16 +89,17 @@ class PostsRequest:
         """The request to rank these posts, best first: the one that a caller would send who got them from /retrieve."""
         assert self.weights is not None
         count = len(posts.post_ids)
+        sent = [post for post, _ in posts.texts] if posts.texts else list(map(str, posts.post_ids.tolist()))
         return Request(
             self.user_id,
             *NO_HISTORY,
             self.history_length,
-            Posts(posts.post_ids, posts.author_ids, np.zeros(count, np.int64)),
-            np.ones(count, bool),
+            Posts(posts.post_ids, posts.author_ids, np.zeros(count, np.int64), echo_of(sent) if sent else None),
             self.weights,
             min(self.top_k or count, count),
             self.wanted,
             self.request_id,
+            has_offset=self.has_offset,
             numbers={"created_at": posts.created_at},
             impression_ts=self.impression_ts,
         )
@@ -135,20 +143,25 @@ def read_compiled(body: bytes | bytearray, limits: Limits, models: Models) -> Po
 def _request_of(wishes: Mapping[str, Any], contexts: Sequence[Context], history: Ids, models: Models) -> PostsRequest:
     """Of valid wishes, what each model reads of the user, and the post ids of the history. Raises InvalidRequest for nobody: without any
     valid token every post scores 0."""
-    if contexts[0].user_id == 0 and not contexts[0].post_ids.any():
+    handle = wishes.get("context")
+    if handle is None and contexts[0].user_id == 0 and not contexts[0].post_ids.any():
         raise InvalidRequest([("user_id", "is 0 and the history holds no post: nothing is known of this user")])
-    excluded = read_ids(wishes["exclude"]) if wishes.get("exclude") else NO_IDS
-    if wishes.get("exclude_history", True):
+    excluded = read_ids(wishes["exclude"], models[0].vocabulary.ids) if wishes.get("exclude") else NO_IDS
+    excludes_history = wishes.get("exclude_history", True)
+    if excludes_history and handle is None:
         excluded = np.concatenate((excluded, history)) if len(excluded) else history
     impression_ts, age = wishes.get("impression_ts", 0), wishes.get("max_age_seconds")
     topics = tuple(wishes["topics"]) if "topics" in wishes else None
     filters = Filters(excluded, topics, None if age is None else impression_ts - age)
     query = Query(contexts[0], wishes.get("k", DEFAULT_K), filters, float(wishes.get("min_score", -np.inf)))
-    asked = query, len(history), impression_ts, wishes.get("request_id")
-    if len(models) == 1:
-        return PostsRequest(*asked)
-    weights, top_k, wanted, *_ = wishes_of(wishes, models[1].vocabulary)
-    return PostsRequest(*asked, contexts[1], weights, top_k, wanted)
+    request = PostsRequest(query, len(history), impression_ts, wishes.get("request_id"), handle=handle)
+    request.excludes_history = excludes_history and handle is not None
+    if len(models) > 1:
+        request.context = contexts[1]
+        ranking = wishes_of(wishes, models[1].vocabulary)
+        request.weights, request.top_k, request.wanted = ranking.weights, ranking.top_k, ranking.wanted
+        request.has_offset = ranking.has_offset
+    return request
 
 
 def render(
@@ -162,9 +175,10 @@ def render(
 ) -> bytes:
     """The JSON reply of /retrieve. `timings_ms` is written as it is."""
     topics = {topic: b"[]" if topic is None else orjson.dumps([topic]) for topic in posts.topics}
-    columns: list[tuple[bytes, list[bytes]]] = [  # ids are text, which every JSON reader keeps exactly
-        (b'{"post_id":"', reply.column(posts.post_ids)),
-        (b'","author_id":"', reply.column(posts.author_ids)),
+    ids, authors = zip(*posts.texts, strict=True) if posts.texts else (posts.post_ids, posts.author_ids)
+    columns: list[tuple[bytes, list[bytes]]] = [  # ids are strings, which every JSON reader keeps exactly
+        (b'{"post_id":"', reply.column(ids)),
+        (b'","author_id":"', reply.column(authors)),
         (b'","score":', reply.column(posts.scores)),
         (b',"rank":', reply.column(np.arange(1, len(posts) + 1))),
         (b',"created_at":', reply.column(posts.created_at)),

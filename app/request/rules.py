@@ -40,6 +40,7 @@ Rules = Mapping[str, Rule]
 BLOCKS = (256, 16, 1)
 MAX_HINTED_NAME = 32  # a longer unknown name is no typing error, and comparing it costs time
 ACTION_RULE = "must name an action of this checkpoint, or be the decimal string of its index"
+NO_MASK = "must have no bits beyond those of the {} actions"
 NAMED_TWICE = "names one action twice, by name and by index"
 
 
@@ -91,7 +92,7 @@ def parts_of(hint: Any) -> tuple[Any, list[Meta]]:
 def struct_rule(struct: type[Struct], vocabulary: Vocabulary | None = None, *without: str) -> Rule:
     """The rule of an object: of each field, in their order. Without some fields nothing is required: another has read those."""
     rules = {name: rule for name, rule in rules_of(struct, vocabulary).items() if name not in without}
-    return object_of(rules, () if without else required_of(struct))
+    return object_of(rules, () if without else required_of(struct), None if without else getattr(struct, "whole", None))
 
 
 def required_of(struct: type[Struct]) -> set[str]:
@@ -219,8 +220,8 @@ def field(name: str, rule: Rule) -> Rule:
     return Rule(wrong)
 
 
-def object_of(rules: Rules, required: Collection[str]) -> Rule:
-    """Of an object whose fields have these rules."""
+def object_of(rules: Rules, required: Collection[str], whole: Rule | None = None) -> Rule:
+    """Of an object whose fields have these rules, and that has the rule `whole` itself."""
     members = {name: field(name, rule).wrong for name, rule in rules.items()}
 
     def unknown(values: Values) -> Problems:
@@ -233,6 +234,8 @@ def object_of(rules: Rules, required: Collection[str]) -> Rule:
     def wrong(values: Values) -> Problems:
         names = set().union(*values)
         problems = [] if names <= members.keys() else [unknown(values)]
+        if whole is not None and (found := whole.wrong(values)):
+            problems.append(found)
         for name, member in members.items():
             if name in required and not all(map(contains, values, repeat(name))):
                 problems.append(missing(values, name))
@@ -305,9 +308,15 @@ def known_names(vocabulary: Vocabulary) -> Rule:
     return then(_names(vocabulary.index), rule((_once(vocabulary.index), NAMED_TWICE)))
 
 
-def by_action(least: float, most: float) -> Callable[[Vocabulary], Rule]:
-    """Makes the rule of a map from action to number."""
-    return lambda vocabulary: _action_map(vocabulary.index, least, most)
+def weights_given(least: float, most: float, sets: Collection[str]) -> Callable[[Vocabulary], Rule]:
+    """Makes the rule of a map from action to number, or of a name of several."""
+    named = fulfils(lambda name: name in sets, f"as a name must be one of {', '.join(sets)}")
+
+    def made(vocabulary: Vocabulary) -> Rule:
+        shapes: dict[type, Rule] = {dict: _action_map(vocabulary.index, least, most), str: named}
+        return either(shapes, "must be a map of action to number")._replace(bounds=(least, most))
+
+    return made
 
 
 def _names(index: Mapping[str, int]) -> Rule:
@@ -324,7 +333,6 @@ def _once(index: Mapping[str, int]) -> Fit:
 def _action_map(index: Mapping[str, int], least: float, most: float) -> Rule:
     fits = _within(least, most)
     return rule(
-        (_are(dict), "must be a map of action to number"),
         (lambda values: set().union(*values) <= index.keys(), f"every name {ACTION_RULE}"),
         (_once(index), NAMED_TWICE),
         (
@@ -336,10 +344,12 @@ def _action_map(index: Mapping[str, int], least: float, most: float) -> Rule:
 
 
 def actions_taken(most: float) -> Callable[[Vocabulary], Rule]:
-    """Makes the rule of a list of names or a map of name to value."""
+    """Makes the rule of a list of names, a map of name to value or an integer whose bits are actions."""
 
     def made(vocabulary: Vocabulary) -> Rule:
-        shapes: dict[type, Rule] = {list: _names(vocabulary.index), dict: _action_map(vocabulary.index, 0, most)}
-        return either(shapes, "must be a list of names or a map of name to value")._replace(bounds=(0, most))
+        index, width = vocabulary.index, len(vocabulary.action_names)
+        mask = rule((_within(0, min(2**width - 1, MAX_ID), whole=True), NO_MASK.format(width)))
+        shapes: dict[type, Rule] = {list: _names(index), dict: _action_map(index, 0, most), int: mask}
+        return either(shapes, "must be a list of names, a map of name to value or a mask")._replace(bounds=(0, most))
 
     return made

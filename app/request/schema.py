@@ -6,13 +6,17 @@ msgspec prints the JSON Schema of these types for `/docs`, `rules` checks bodies
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.json import schema_components
 
 from app.request import rules
-from app.request.ids import MAX_ID, MAX_ID_DIGITS, are_ids
+from app.request.ids import ID_RULES, MAX_ID, are_ids
+from app.request.vocabulary import Vocabulary
+from weights.text_ids import MAX_TEXT_BYTES
 
 MAX_TIME = 253_402_300_799  # the last second of the year 9999: milliseconds do not fit
 MAX_WEIGHT = 1e9
@@ -21,12 +25,14 @@ MAX_SIZE = 2**63 - 1
 MOST_INPUTS = 22  # twice as many as there are, so that an unknown one is told by its place
 MOST_OUTPUTS = 5
 DEFAULT_K = 200
-ID_PATTERN = r"^(0|[1-9][0-9]{0,19})$"
-ID_RULE = "must be an unsigned 64-bit integer, as a JSON integer or a decimal string without leading zeros"
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:@/+=-]{1,128}$"
 REQUEST_ID_RULE = "must be 1 to 128 letters, digits or any of _ . : @ / + = -"
+HANDLE_PATTERN = r"^[0-9a-f]{32}$"
+HANDLE_RULE = "must be a handle as POST /context and replies give it: 32 lower-case hexadecimal digits"
+NOBODY = "is required, or context in its place"
+TWO_USERS = "stands in place of user_id and history, which must not be there as well"
 
-_REQUEST_ID = re.compile(REQUEST_ID_PATTERN, re.ASCII)
+_REQUEST_ID, _HANDLE = re.compile(REQUEST_ID_PATTERN, re.ASCII), re.compile(HANDLE_PATTERN, re.ASCII)
 
 
 def is_request_id(value: Any) -> bool:
@@ -34,14 +40,32 @@ def is_request_id(value: Any) -> bool:
     return type(value) is str and _REQUEST_ID.fullmatch(value) is not None
 
 
+def is_handle(value: Any) -> bool:
+    """Whether a value may name a context."""
+    return type(value) is str and _HANDLE.fullmatch(value) is not None
+
+
 NAME_RULE = rules.fulfils(is_request_id, REQUEST_ID_RULE)
+_HANDLE_RULE = rules.fulfils(is_handle, HANDLE_RULE)
+_ONE_USER = rules.then(
+    rules.rule(
+        (lambda values: all("user_id" in value or "context" in value for value in values), NOBODY), path=".user_id"
+    ),
+    rules.rule(
+        (
+            lambda values: all("context" not in value or not value.keys() & {"user_id", "history"} for value in values),
+            TWO_USERS,
+        ),
+        path=".context",
+    ),
+)
 
 
-def about(description: str, example: Any = None, default: Any = None) -> Meta:
+def about(description: str, example: Any = None, default: Any = None, *examples: Any) -> Meta:
     """What `/docs` says of a field."""
     return Meta(
         description=description,
-        examples=None if example is None else [example],
+        examples=None if example is None else [example, *examples],
         extra_json_schema=None if default is None else {"default": default},
     )
 
@@ -53,11 +77,29 @@ def checked(rule: Any, *tensor: str, **bounds: Any) -> Meta:
     return Meta(extra={name: value for name, value in extra.items() if value}, **bounds)
 
 
+WeightSet = Literal["default", "x-2026-09"]
+"""Names of `weights.actions.SCORE_WEIGHT_SETS`."""
+
 _Integer = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_ID})]
-_Decimal = Annotated[
-    str, Meta(max_length=MAX_ID_DIGITS, extra_json_schema={"pattern": ID_PATTERN, "description": "decimal"})
+_Text = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=MAX_TEXT_BYTES,
+        extra_json_schema={
+            "description": "Decimal without leading zeros, or where ids are texts 1 to 128 bytes of UTF-8."
+        },
+    ),
 ]
-Id = Annotated[_Integer | _Decimal, checked(lambda _: rules.rule((are_ids, ID_RULE)), "UINT64")]
+
+
+def _id_rule(vocabulary: Vocabulary) -> rules.Rule:
+    ids = vocabulary.ids
+    return rules.rule((lambda values: are_ids(values, ids), ID_RULES[ids]))
+
+
+Id = Annotated[_Integer | _Text, checked(_id_rule, "UINT64")]
+ID_TEXT = "An integer of 64 bits without sign or its decimal string; a text where the ids of `/info` are texts."
 Surface = Annotated[
     int, checked(lambda vocabulary: rules.number(0, vocabulary.product_surfaces - 1, whole=True), "INT64", ge=0)
 ]
@@ -66,16 +108,25 @@ Count = Annotated[int, Meta(ge=1, extra_json_schema={"maximum": MAX_ID})]
 Size = Annotated[int, Meta(ge=0, le=MAX_SIZE)]
 Dwell = Annotated[float, checked(None, "FP32", ge=0)]
 Actions = Annotated[
-    list[str] | dict[str, Annotated[float, Meta(ge=0, le=MAX_ACTION_VALUE)]],
+    list[str] | dict[str, Annotated[float, Meta(ge=0, le=MAX_ACTION_VALUE)]] | _Integer,
     checked(rules.actions_taken(MAX_ACTION_VALUE), "FP32", "A"),
 ]
 Weights = Annotated[
-    dict[str, Annotated[float, Meta(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]],
-    checked(rules.by_action(-MAX_WEIGHT, MAX_WEIGHT), "FP64", "A"),
+    dict[str, Annotated[float, Meta(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]] | WeightSet,
+    checked(rules.weights_given(-MAX_WEIGHT, MAX_WEIGHT, get_args(WeightSet)), "FP64", "A"),
 ]
 Names = Annotated[list[str], checked(rules.known_names)]
 OwnWeights = Annotated[
-    Weights | UnsetType, about("Weights of the combined score by action, in place of the checkpoint's own.")
+    Weights | UnsetType,
+    about("Weights of the combined score by action, in place of the checkpoint's own; or the name of published ones."),
+]
+Score = Annotated[
+    Literal["sum", "offset"] | UnsetType,
+    about(
+        "What the combined score is: the weighted sum s, or with its published offset, which lifts it above 0: s + 0.001, and where s is "
+        "negative (s + N) / T · 0.001, with the sums N of the negative weights' and T of all weights' magnitudes.",
+        default="sum",
+    ),
 ]
 Wanted = Annotated[
     Names | UnsetType, about("Which actions' probabilities to return, in this order; all of them when missing.")
@@ -83,6 +134,12 @@ Wanted = Annotated[
 Name = Annotated[str, checked(lambda _: NAME_RULE, max_length=128, extra_json_schema={"pattern": REQUEST_ID_PATTERN})]
 _NAME_OR_NONE = rules.fulfils(lambda value: value == "" or is_request_id(value), REQUEST_ID_RULE)
 OptionalName = Annotated[str, checked(lambda _: _NAME_OR_NONE)]
+Handle = Annotated[
+    Annotated[str, checked(lambda _: _HANDLE_RULE, extra_json_schema={"pattern": HANDLE_PATTERN})] | UnsetType,
+    about(
+        "The handle of a context, in place of `user_id` and `history`: `POST /context` and replies give it.", "0" * 32
+    ),
+]
 
 
 def _short_text(least: int) -> Meta:
@@ -96,14 +153,19 @@ NewTopic = Annotated[str, _short_text(1)]
 
 
 class Strict(Struct, forbid_unknown_fields=True):
-    """Unknown fields are errors, and so is `null`."""
+    """Unknown fields are errors, and so is `null`. `whole`, where a struct has it: the rule that holds between the fields."""
 
 
 class Post(Strict):
     """What a history item and a candidate have in common."""
 
-    post_id: Annotated[Id, about("Unsigned 64-bit id, echoed as it came. 0 is padding and carries no embedding.", 90)]
-    author_id: Annotated[Id, about("Unsigned 64-bit id, as an integer or a decimal string. 0 means unknown.", 7)]
+    post_id: Annotated[
+        Id,
+        about(
+            f"{ID_TEXT} Echoed as it came. 0 is padding and carries no embedding.", 90, None, "64f1c0ffee0ddba11ab1e042"
+        ),
+    ]
+    author_id: Annotated[Id, about(f"{ID_TEXT} 0 means unknown.", 7, None, "author:7")]
     product_surface: Annotated[
         Surface | UnsetType,
         about("Where the post is or was shown: an index below the checkpoint's number of surfaces.", 0, 0),
@@ -115,7 +177,11 @@ class HistoryItem(Post):
 
     actions: Annotated[
         Actions | UnsetType,
-        about("Names of the actions taken, or name → value; a decimal string is an index.", ["favorite", "dwell"], []),
+        about(
+            "Names of the actions taken, or name → value; a decimal string is an index. Or one integer: bit a is action a.",
+            ["favorite", "dwell"],
+            [],
+        ),
     ] = UNSET
     dwell_time: Annotated[
         Dwell | UnsetType,
@@ -160,21 +226,51 @@ Candidates = Annotated[
 ]
 
 
-class UserRequest(Strict, kw_only=True):
-    """Whom a request is for."""
+_USER = about(f"{ID_TEXT} 0 means anonymous.", "1868434417286410240", None, "user:b7e2")
+OwnHistory = Annotated[
+    History | UnsetType,
+    about("Oldest → newest, in either form. Beyond the model's window the newest are kept.", default=[]),
+]
+RequestName = Annotated[Name | UnsetType, about("A name for this request, echoed and used in logs.")]
 
-    user_id: Annotated[
-        Id, about("Unsigned 64-bit id, as an integer or a decimal string. 0 means anonymous.", "1868434417286410240")
+
+_BY_HANDLE: dict[str, Any] = {
+    "anyOf": [
+        {"required": ["user_id"], "properties": {"context": False}},
+        {"required": ["context"], "properties": {"user_id": False, "history": False}},
     ]
-    history: Annotated[
-        History | UnsetType,
-        about("Oldest → newest, in either form. Beyond the model's window the newest are kept.", default=[]),
-    ] = UNSET
+}
+
+
+def published(kinds: Sequence[type[Struct]], template: str) -> tuple[Sequence[dict[str, Any]], dict[str, Any]]:
+    """The JSON Schema of each, by references of this template, and what they refer to."""
+    references, found = schema_components(kinds, ref_template=template)
+    for kind in kinds:
+        found[kind.__name__] |= _BY_HANDLE if issubclass(kind, UserRequest) else {}
+    return references, found
+
+
+class ContextRequest(Strict, kw_only=True):
+    """A user and that user's history, to be computed ahead of requests that name them by a handle."""
+
+    user_id: Annotated[Id, _USER]
+    history: OwnHistory = UNSET
+    request_id: RequestName = UNSET
+
+
+class UserRequest(Strict, kw_only=True):
+    """Whom a request is for: `user_id` with `history`, or `context`."""
+
+    whole: ClassVar[rules.Rule] = _ONE_USER
+
+    user_id: Annotated[Id | UnsetType, _USER] = UNSET
+    history: OwnHistory = UNSET
+    context: Handle = UNSET
     impression_ts: Annotated[
         Time | UnsetType,
         about("Unix seconds from which ages are counted; 0 or missing: every age is unknown.", 1780000000, 0),
     ] = UNSET
-    request_id: Annotated[Name | UnsetType, about("A name for this request, echoed and used in logs.")] = UNSET
+    request_id: RequestName = UNSET
 
 
 class RankRequest(UserRequest, kw_only=True):
@@ -188,6 +284,7 @@ class RankRequest(UserRequest, kw_only=True):
         about("Form of the reply's `candidates`: objects, or arrays, which are shorter and faster.", default="objects"),
     ] = UNSET
     weights: OwnWeights = UNSET
+    score: Score = UNSET
     top_k: Annotated[Count | UnsetType, about("Sort the reply by score, best first, and keep this many.")] = UNSET
     actions_wanted: Wanted = UNSET
 
@@ -238,6 +335,7 @@ class RecommendRequest(RetrieveRequest, kw_only=True):
     """What to retrieve, and how the posts are then scored."""
 
     weights: OwnWeights = UNSET
+    score: Score = UNSET
     top_k: Annotated[Count | UnsetType, about("Return this many of the retrieved posts; all when missing.")] = UNSET
     actions_wanted: Wanted = UNSET
 
@@ -270,7 +368,7 @@ class InputTensor(Strict):
     """One tensor of a request, by the name of its field in the array form of `/rank`."""
 
     name: Annotated[str, about("Which one: `GET /v2/models/{name}` lists them.", "candidates.post_id")]
-    datatype: Annotated[str, about("`UINT64`, `INT64`, `FP32` or `FP64`, as the metadata says.", "UINT64")]
+    datatype: Annotated[str, about("`UINT64`, `BYTES`, `INT64`, `FP32` or `FP64`, as the metadata says.", "UINT64")]
     shape: Annotated[list[Size], about("As the metadata says, with this request's sizes.", [2])]
     parameters: Annotated[InputParameters | UnsetType, about("Only for binary data.")] = UNSET
     data: Annotated[
@@ -302,7 +400,12 @@ class InferParameters(Strict):
     actions_wanted: Annotated[
         str | UnsetType, about("Which actions' probabilities to return; all of them when missing.")
     ] = UNSET
+    weights: Annotated[
+        WeightSet | UnsetType, about("The name of published weights; not with the tensor `weights`.")
+    ] = UNSET
+    score: Score = UNSET
     top_k: Annotated[Count | UnsetType, about("Sort the reply by score, best first, and keep this many.")] = UNSET
+    context: Handle = UNSET
     impression_ts: Annotated[Time | UnsetType, about("Unix seconds from which ages are counted.", default=0)] = UNSET
     timeout: Annotated[Size | UnsetType, about("Microseconds that the caller waits.")] = UNSET
     binary_data_output: Annotated[bool | UnsetType, about("Whether all outputs are binary.", default=False)] = UNSET
@@ -314,7 +417,7 @@ class InferRequest(Strict):
     inputs: Annotated[
         list[InputTensor],
         Meta(max_length=MOST_INPUTS),
-        about("`user_id`, `candidates.post_id` and `candidates.author_id` are required."),
+        about("`user_id`, `candidates.post_id` and `candidates.author_id` are required; no `user_id` with `context`."),
     ]
     outputs: Annotated[
         Annotated[list[WantedOutput], Meta(max_length=MOST_OUTPUTS)] | UnsetType, about("All of them when missing.")

@@ -17,19 +17,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.errors import MAX_PROBLEMS, InvalidRequest
+from app.request.ids import read_ids
 from app.request.reply import ReplyFormat, names_of, rows_of
-from app.request.rules import Rule, bounds_told, known_names, parts_of, rule_of
-from app.request.schema import Candidate, HistoryItem, Id, Weights
-from app.request.validate import NUMBERS, Posts, Request
+from app.request.rules import NO_MASK, Rule, bounds_told, known_names, parts_of, rule_of
+from app.request.schema import NOBODY, TWO_USERS, Candidate, HistoryItem, Id, Weights
+from app.request.validate import NUMBERS, Posts, Request, bits_of
 from app.request.vocabulary import Vocabulary
 from model.inputs import Scores
 from weights.format.manifest import Manifest
+from weights.text_ids import IdKind
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "UINT64": np.dtype("<u8"),
     "INT64": np.dtype("<i8"),
     "FP32": np.dtype("<f4"),
     "FP64": np.dtype("<f8"),
+    "BYTES": np.dtype(object),  # of str
 }
 DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -63,7 +66,15 @@ OUTPUTS: dict[str, Spec] = {
     "probabilities": ("FP32", ("C", "A")),
     "continuous": ("FP32", ("C", "Z")),
 }
-REQUIRED = ("user_id", "candidates.post_id", "candidates.author_id")
+MASKED = "history.actions"
+"""May be UINT64 words, `[H]` or `[H, W]`: bit a of them all is action a."""
+REQUIRED = ("candidates.post_id", "candidates.author_id")
+
+
+def spoken(specs: Mapping[str, Spec], ids: IdKind) -> dict[str, Spec]:
+    """These tensors where ids are of this kind."""
+    kind = "BYTES" if ids == "text" else "UINT64"
+    return {name: (kind if datatype == "UINT64" else datatype, axes) for name, (datatype, axes) in specs.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +102,19 @@ class Tensors:
         return self.parameters["timeout"] / 1e6 if "timeout" in self.parameters else None
 
     @property
-    def user_id(self) -> int:
+    def user_id(self) -> int | str:
         """The user's, 0 where that cannot be read."""
-        data = next((tensor.data for tensor in self.inputs if tensor.name == "user_id"), b"")
+        tensor = next((tensor for tensor in self.inputs if tensor.name == "user_id"), None)
+        data: Any = b"" if tensor is None else tensor.data
         if not isinstance(data, list):
-            return int.from_bytes(data[:8], "little")
-        first = data[0] if data else 0
-        return first if type(first) is int else 0
+            is_text = tensor is not None and tensor.datatype == "BYTES"
+            return bytes(data[4:]).decode(errors="replace") if is_text else int.from_bytes(data[:8], "little")
+        return data[0] if data and type(data[0]) in (int, str) else 0
+
+    @property
+    def handle(self) -> str | None:
+        """As in `Request`."""
+        return self.parameters.get("context")
 
     def count(self, name: str) -> int:
         """Items of `candidates` or `history`, as the shape says: how much work they ask for."""
@@ -107,30 +124,38 @@ class Tensors:
 def check(tensors: Tensors, vocabulary: Vocabulary) -> Request:
     """Names, datatypes, shapes, sizes, values. Raises InvalidRequest with the first ten problems."""
     checks = _Checks(vocabulary, tensors.parameters)
-    columns = checks.read(tensors.inputs)
+    columns = checks.read(tensors.inputs, tensors.handle)
     for name, (hint, _) in _INPUTS.items():
         if name in columns and columns[name].dtype.kind != "u":
             checks.refuse_beyond(name, columns[name], rule_of(hint, vocabulary))
+    parameters = tensors.parameters
+    if "weights" in columns and "weights" in parameters:
+        checks.problems.append(("parameters.weights", "names weights, and a tensor of weights is there as well"))
     if checks.problems:
         raise InvalidRequest(checks.problems)
-    parameters = tensors.parameters
+    sent = columns["candidates.post_id"].tolist() if vocabulary.ids == "text" else None
+    columns |= {name: read_ids(column.tolist(), "text") for name, column in columns.items() if column.dtype.kind == "O"}
     history, candidates = _posts("history", columns), _posts("candidates", columns)
+    candidates.sent = sent
     weights, width = vocabulary.weights, len(vocabulary.action_names)
-    if "weights" in columns:
+    if "weights" in parameters:
+        weights = vocabulary.sets[parameters["weights"]]
+    elif "weights" in columns:
         weights = _spread(columns["weights"], checks.actions, (width,), "f8")
     return Request(
-        int(columns["user_id"][0]),
+        int(columns["user_id"][0]) if "user_id" in columns else 0,
         history,
         _spread(columns.get("history.actions"), checks.actions, (len(history), width), "f4"),
         columns.get("history.dwell_time", np.zeros(len(history))).astype(np.float64),
         len(history),
         candidates,
-        None,
         weights,
         parameters.get("top_k"),
         checks.wanted,
         tensors.request_id,
         tensors.reply,
+        tensors.handle,
+        parameters.get("score") == "offset",
         {name: columns.get(f"candidates.{name}", np.zeros(len(candidates), np.int64)) for name in NUMBERS},
         parameters.get("impression_ts", 0),
     )
@@ -142,11 +167,12 @@ class _Checks:
     def __init__(self, vocabulary: Vocabulary, parameters: Mapping[str, Any]) -> None:
         self.problems: list[tuple[str, str]] = []
         self._index, self._names = vocabulary.index, vocabulary.rule("names", lambda: known_names(vocabulary))
+        self._specs = spoken(INPUTS, vocabulary.ids)
         every = list(range(len(vocabulary.action_names)))
         self.actions = self._columns("actions", parameters["actions"]) if "actions" in parameters else every
         wanted = parameters.get("actions_wanted")
         self.wanted = None if wanted is None else self._columns("actions_wanted", wanted)
-        self._sizes = {"1": 1, "A": len(self.actions)}
+        self._sizes = {"1": 1, "A": len(self.actions), "W": -(-len(self.actions) // 64)}
 
     def _columns(self, name: str, text: str) -> list[int]:
         names = text.split(",", len(self._index)) if text else []
@@ -154,8 +180,8 @@ class _Checks:
         self.problems += [(f"parameters.{name}", sentence) for _, _, sentence in wrong]
         return [] if wrong else [self._index[action] for action in names]
 
-    def read(self, tensors: Sequence[Tensor]) -> dict[str, NDArray[Any]]:
-        """Each known tensor as an array of its dtype and shape."""
+    def read(self, tensors: Sequence[Tensor], handle: str | None) -> dict[str, NDArray[Any]]:
+        """Each known tensor as an array of its dtype and shape; of user and history none with the handle of a context."""
         columns: dict[str, NDArray[Any]] = {}
         for place, tensor in enumerate(tensors):
             if len(self.problems) >= MAX_PROBLEMS:
@@ -173,14 +199,19 @@ class _Checks:
         sent = {tensor.name for tensor in tensors}
         has_history = any(name.startswith("history.") for name in sent)
         required = (*REQUIRED, "history.post_id", "history.author_id") if has_history else REQUIRED
+        self.problems += [("user_id", NOBODY)] if handle is None and "user_id" not in sent else []
         self.problems += [(name, "is required") for name in required if name not in sent]
+        if handle is not None and (has_history or "user_id" in sent):
+            self.problems.append(("parameters.context", TWO_USERS))
         if "candidates.post_id" in columns and not len(columns["candidates.post_id"]):
             self.problems.append(("candidates", "must not be empty"))
         return columns
 
     def _array(self, tensor: Tensor) -> NDArray[Any] | str:
         """The tensor's array, or what is wrong with it."""
-        datatype, axes = INPUTS[tensor.name]
+        datatype, axes = self._specs[tensor.name]
+        if is_mask := tensor.name == MASKED and tensor.datatype == "UINT64":
+            datatype, axes = "UINT64", ("H", "W")[: 1 if len(tensor.shape) == 1 and self._sizes["W"] == 1 else 2]
         if tensor.datatype != datatype:
             return f"must be of the datatype {datatype}"
         shape = tuple(tensor.shape)
@@ -192,13 +223,28 @@ class _Checks:
                 return f"must have the shape {letters}, as long on each axis as other tensors are"
         dtype, count = DTYPES[datatype], math.prod(shape)
         if isinstance(tensor.data, list):
-            return _from_json(tensor.data, dtype, shape)
-        if len(tensor.data) != count * dtype.itemsize:
+            found = _from_json(tensor.data, dtype, shape)
+        elif datatype == "BYTES":
+            found = _from_bytes(tensor.data, count)
+        elif len(tensor.data) != count * dtype.itemsize:
             return f"must hold {dtype.itemsize} bytes a value, as many as its shape says"
-        return np.array(np.frombuffer(tensor.data, dtype).reshape(shape))  # a copy: aligned, and the body may go
+        else:
+            found = np.array(np.frombuffer(tensor.data, dtype).reshape(shape))  # a copy: aligned, and the body may go
+        return self._unmasked(found) if is_mask and not isinstance(found, str) else found
+
+    def _unmasked(self, words: NDArray[np.uint64]) -> NDArray[np.float32] | str:
+        """The dense form of masks, or what is wrong with them."""
+        width = len(self.actions)
+        bits = bits_of(words.reshape(len(words), -1 if len(words) else 1), 64 * self._sizes["W"])
+        return NO_MASK.format(width) if bits[:, width:].any() else bits[:, :width]
 
     def refuse_beyond(self, name: str, values: NDArray[Any], rule: Rule) -> None:
-        """Note values outside of the bounds; NaN is outside of any."""
+        """Note values outside of the bounds, NaN being outside of any, and texts that are no ids."""
+        if values.dtype.kind == "O":
+            self.problems += [
+                (f"{name}[{place}]", text) for place, _, text in islice(rule.wrong(values.tolist()), MAX_PROBLEMS)
+            ]
+            return
         assert rule.bounds is not None
         low, high = rule.bounds
         if values.dtype == np.float32:
@@ -219,11 +265,33 @@ def _from_json(values: list[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) 
         and all(type(row) is list and len(row) == shape[1] for row in values)
     ):
         values = list(chain.from_iterable(values))
+    if dtype.kind == "O" and len(values) == math.prod(shape) and set(map(type, values)) <= {str}:
+        return np.array(values, object)
     kinds = {int, float} if dtype.kind == "f" else {int}
-    if len(values) == math.prod(shape) and set(map(type, values)) <= kinds:
+    if dtype.kind != "O" and len(values) == math.prod(shape) and set(map(type, values)) <= kinds:
         with suppress(OverflowError), np.errstate(over="ignore"):  # beyond float32 it is infinite, and refused
             return np.asarray(array({"f": "d", "u": "Q", "i": "q"}[dtype.kind], values)).reshape(shape).astype(dtype)
     return f"must hold an array of {DATATYPES[dtype]} values, as many as its shape says"
+
+
+def _from_bytes(data: bytes | memoryview, count: int) -> NDArray[Any] | str:
+    """An array of texts, each of which has its length before it."""
+    texts: list[str] = []
+    place = 0
+    with suppress(UnicodeDecodeError):
+        while len(texts) < count and place + 4 <= len(data):
+            start, place = place + 4, place + 4 + int.from_bytes(data[place : place + 4], "little")
+            texts.append(str(data[start:place], "utf-8"))
+        if len(texts) == count and place == len(data):
+            return np.array(texts, object)
+    return "must hold texts in UTF-8, each behind its length in 4 bytes, as many as its shape says"
+
+
+def raw_of(array: NDArray[Any]) -> bytes:
+    """An output's binary data."""
+    if array.dtype.kind != "O":
+        return array.tobytes()
+    return b"".join(len(text).to_bytes(4, "little") + text for text in map(str.encode, array.tolist()))
 
 
 def _posts(name: str, columns: Mapping[str, NDArray[Any]]) -> Posts:
@@ -264,8 +332,13 @@ def outputs_of(
         "history_dropped": request.history_length - history_used,
         **{f"{stage}_ms": milliseconds for stage, milliseconds in timings_ms.items()},
     }
+    if request.handle is not None:
+        parameters["context"] = request.handle
+    columns = rows._asdict()
+    if isinstance(rows.post_id, list):
+        columns["post_id"] = np.array(rows.post_id, object)
     outputs = request.reply.items()
-    return parameters, [(name, is_binary, np.ascontiguousarray(getattr(rows, name))) for name, is_binary in outputs]
+    return parameters, [(name, is_binary, np.ascontiguousarray(columns[name])) for name, is_binary in outputs]
 
 
 def describe_model(manifest: Manifest) -> dict[str, Any]:
@@ -283,7 +356,7 @@ def describe_model(manifest: Manifest) -> dict[str, Any]:
         "name": manifest.name,
         "versions": [manifest.version],
         "platform": "phoenix-ranking-server",
-        "inputs": described(INPUTS),
-        "outputs": described(OUTPUTS),
+        "inputs": described(spoken(INPUTS, manifest.ids)),
+        "outputs": described(spoken(OUTPUTS, manifest.ids)),
         "parameters": {"actions": ",".join(manifest.action_names), "continuous": ",".join(continuous)},
     }

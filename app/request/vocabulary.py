@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weights.actions import CONTINUOUS_WEIGHTS, SCORE_WEIGHT_SETS
 from weights.format.manifest import Manifest
+from weights.text_ids import IdKind, is_text_id, text_id
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """`index` maps action names and decimal strings to columns; `weights` float64 `[A]`. `codec` reads most requests, if there is one."""
+    """`index` maps action names and decimal strings to columns; `weights` float64 `[A]`. `codec` reads most requests, if there is one.
+    `ids`: what callers name users, posts and authors by. `sets`: published weights by name, float64 `[A]`, or `[A + Z]` where they weigh
+    continuous outputs."""
 
     action_names: tuple[str, ...]
     index: Mapping[str, int]
     product_surfaces: int
     weights: NDArray[np.float64]
     codec: Any = None  # a `codec.Codec`, which is made of a vocabulary
+    ids: IdKind = "uint64"
+    sets: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     _rules: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -33,7 +39,13 @@ class Vocabulary:
             name: column for column, name in enumerate(names)
         }
         weights = np.array([manifest.score_weights.get(name, 0.0) for name in names])
-        return cls(names, index, manifest.config.product_surfaces, weights)
+        outputs = [output.name for output in manifest.continuous]
+        sets = {name: _published(name, names, outputs) for name in SCORE_WEIGHT_SETS}
+        return cls(names, index, manifest.config.product_surfaces, weights, ids=manifest.ids, sets=sets)
+
+    def user_of(self, sent: int | str) -> int | str:
+        """Of a user as a body names it, checked or not, what is the same whichever reader has read the body."""
+        return text_id(sent) if self.ids == "text" and isinstance(sent, str) and is_text_id(sent) else sent
 
     def rule(self, name: str, make: Callable[[], T]) -> T:
         """The rule of this name, made once."""
@@ -42,3 +54,12 @@ class Vocabulary:
             found = self._rules[name] = make()
         rule: T = found
         return rule
+
+
+def _published(name: str, actions: Sequence[str], outputs: Sequence[str]) -> NDArray[np.float64]:
+    """What the set of this name gives to these actions and continuous outputs; what it has for others is left out."""
+    found = [SCORE_WEIGHT_SETS[name].get(action, 0.0) for action in actions]
+    further = CONTINUOUS_WEIGHTS.get(name, {})
+    if further.keys() & set(outputs):
+        found += [further.get(output, 0.0) for output in outputs]
+    return np.array(found)

@@ -75,11 +75,17 @@ class Shadow:
         self._pair: Pair | None = None  # for which `reason` holds
 
     def watched(self, job: RankJob, done: Done) -> Done:
-        """`done`, after which the request may be scored again. Contexts that nobody asks for again, as of explanations, are left out."""
+        """`done`, after which the request may be scored again. Contexts that nobody asks for again, as of explanations, and
+        contexts without candidates are left out."""
         context, candidates, second = job.context, job.items, self._second.current
         assert context is not None
         assert candidates is not None
-        if not context.is_kept or job.worker is not self._first.current or self._draw() >= self.share:
+        if (
+            not context.is_kept
+            or not len(candidates)
+            or job.worker is not self._first.current
+            or self._draw() >= self.share
+        ):
             return done
         if second is None or not self._reads_alike((job.worker, second)):
             return done

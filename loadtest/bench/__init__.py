@@ -1,1 +1,1 @@
-"""`make bench`: the targets table, each figure a ratio of two sides that were timed in turns, and the cost curves."""
+"""`make bench`: the targets table, each figure a ratio of two sides that were timed in turns."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,11 +14,13 @@ from typing import Any, NamedTuple
 import httpx
 import orjson
 
-from loadtest.bench.service import first_visits, mini_checkpoint, reply_rows
+from loadtest.bench.production import checkpoint_of
+from loadtest.bench.service import first_visits, reply_rows
 from loadtest.generate import wrk
 from loadtest.generate.payload import rank_body
+from loadtest.generate.traffic import Traffic, TrafficSettings
 from loadtest.machine import ROOT, commit
-from loadtest.matrix import Row, publish
+from loadtest.matrix import HISTORY, Row, publish
 from loadtest.servers.bare import bare_server
 from loadtest.servers.launch import Server, ranking_server
 from loadtest.soak.servers import FRONTED
@@ -28,9 +31,15 @@ LOGGED: dict[str, Any] = {"checkpoint": WEIGHTS / "demo", "logs__format": "json"
 POSTS: dict[str, Any] = {"retrieval__checkpoint": WEIGHTS / "demo-towers", "retrieval__corpus": WEIGHTS / "demo-posts"}
 NULL = (*FRONTED, "--null")  # forwards take no time
 SMALL, LARGE, COLUMNS = "7 candidates", "64 candidates", "64 candidates in columns"
+PRODUCTION = "production: 1 022 events, 2 800 candidates in columns"
 KNOWN, NEW = "known user", "new user"
-TARGETS = {SMALL: 0.25, LARGE: 0.30, COLUMNS: 0.30}  # of the bare function's rate
-USERS = 2000  # in turn
+TARGETS = {
+    SMALL: 0.25,
+    LARGE: 0.30,
+    COLUMNS: 0.30,
+    PRODUCTION: math.inf,
+}  # of the bare function's rate; here it does not parse alone
+USERS, PRODUCTION_REQUESTS = 2000, 50  # in turn
 FIRST_NEW_USER, NEW_USERS = 10**12, 5_000  # in each reading
 NONE_HELD = (
     *(sys.executable, "-c"),
@@ -101,6 +110,7 @@ class Table:
             SMALL: [orjson.dumps(example)],
             LARGE: first_visits(one.server.target, 64, USERS, as_objects=True),
             COLUMNS: first_visits(one.server.target, 64, USERS, as_objects=False),
+            PRODUCTION: [page.body for page in Traffic(TrafficSettings.production()).take(PRODUCTION_REQUESTS)],
         }
         for requests, asked in bodies.items():
             self.bodies[requests] = lambda _, asked=asked: asked  # type: ignore[misc]
@@ -213,13 +223,18 @@ class Table:
         ]
 
 
-def measure(rounds: int, seconds: float, fronts: int, before: Path | None, history: Path) -> None:
-    """Print the table and append it to the history. Raises RuntimeError without wrk."""
+def measure(
+    rounds: int = 5, seconds: float = 2.0, fronts: int = 2, before: Path | None = None, history: Path = HISTORY
+) -> None:
+    """The thin path: rates beside a bare function, one caller, impatient ones, refusals, fronts, replies.
+
+    `seconds`: of a reading. `before`: a checkout of another commit, which must not be faster. `history`: gets a line a row.
+    """
     if not wrk.IS_INSTALLED:
-        raise RuntimeError("wrk is not installed: .ci/debian wrk")
+        raise FileNotFoundError("wrk is not installed: .ci/debian wrk")
     with ExitStack() as stack:
         table = Table(stack, fronts, before)
-        mini = stack.enter_context(ranking_server(checkpoint=stack.enter_context(mini_checkpoint())))
+        mini = stack.enter_context(ranking_server(checkpoint=stack.enter_context(checkpoint_of("mini"))))
         replies = []
         for turn in range(rounds):
             table.read(turn, seconds)

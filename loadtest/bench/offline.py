@@ -109,8 +109,8 @@ def memory_row(rows: int) -> Row:
     return Row.of(f"{many} impressions ÷ {few}: most memory of the job", Figure.of([more / less]), "", 2.0)
 
 
-def measure(rounds: int, threads: int, rows: int) -> None:
-    """Print the table; `rows` of the larger log, 0 leaves memory out."""
+def measure(rounds: int = 7, threads: int = 0, rows: int = 1_000_000) -> None:
+    """Offline scoring beside the engine alone, and the memory of a job as its log grows tenfold, to so many `rows`; 0 leaves it out."""
     threads = threads or torch.get_num_threads()
     with tempfile.TemporaryDirectory() as directory:
         write_log(path := Path(directory) / "log.parquet", simulate(WorldSettings(users=200, new_users=0)).log)

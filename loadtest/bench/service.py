@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
+import torch
 
+from loadtest.bench.engines import computed_in, engine_rows
+from loadtest.bench.production import checkpoint_of, production_rows
+from loadtest.bench.wires import wire_rows
 from loadtest.generate.generator import closed_samples
 from loadtest.generate.samples import STAGES, Samples
 from loadtest.generate.tensors import inference_of
 from loadtest.generate.traffic import Traffic, TrafficSettings
-from loadtest.matrix import Row
+from loadtest.matrix import HISTORY, Row, publish
 from loadtest.servers.launch import ranking_server
 from loadtest.servers.target import Target, fit_traffic
 from loadtest.timing import Figure, ratio
@@ -26,20 +29,39 @@ WARM_UP_REQUESTS = 50
 PARSE, FORWARD, SERIALIZE = (STAGES.index(stage) for stage in ("parse", "forward", "serialize"))
 
 
-@contextmanager
-def mini_checkpoint() -> Iterator[Path]:
-    """A checkpoint of the released geometry with small tables, made by the command that users have."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "mini"
-        command = [sys.executable, "-m", "weights", "synthetic", "--rows", "5000", "--out", str(path)]
-        subprocess.run(command, check=True, capture_output=True)
-        yield path
+def measure(
+    rounds: int = 15,
+    seconds: float = 4.0,
+    compositions: int = 2000,
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto",
+    vectors: Literal["auto", "avx2", "neon"] = "auto",
+    engine_only: bool = False,
+    history: Path = HISTORY,
+) -> None:
+    """The targets table: engines against the dense definition, the service around them. Exit code 0 whatever is missed.
+
+    `rounds`: readings of each side. `seconds`: of a throughput reading. `compositions`: random ones, for the row on bits.
+    `engine_only`: no HTTP rows, as with `vectors`. `history`: gets a line a row.
+    """
+    if vectors == "avx2" and not os.environ.get("ATEN_CPU_CAPABILITY"):  # torch reads it as it is imported
+        os.environ["ATEN_CPU_CAPABILITY"] = "avx2"
+        os.execv(sys.executable, [sys.executable, "-m", "loadtest", *sys.argv[1:]])  # noqa: S606
+    chosen = computed_in(vectors) if dtype == "auto" else dtype
+    rows = []
+    found = engine_rows(getattr(torch, chosen), rounds, compositions, vectors)
+    if not engine_only and vectors == "auto":
+        found = chain(found, service_rows(chosen, seconds), production_rows(rounds), wire_rows(rounds))
+    for row in found:
+        print(f"{row.what}: {row.figure:.3g} {row.unit} ({'met' if row.ok else 'missed'})", file=sys.stderr)
+        rows.append(row)
+    run = {"torch": torch.__version__, "dtype": chosen, "threads": torch.get_num_threads(), "vectors": vectors}
+    publish(rows, run, history=history)
 
 
 def service_rows(dtype: str, seconds: float) -> Iterator[Row]:
     """Every HTTP row; `seconds` is how long one reading of throughput takes."""
     settings: dict[str, Any] = {"dtype": dtype, "logs__level": "warning"}
-    with mini_checkpoint() as checkpoint:
+    with checkpoint_of("mini") as checkpoint:
         started = time.perf_counter()
         with ranking_server(checkpoint=checkpoint, **settings) as server:
             ready = time.perf_counter() - started

@@ -20,6 +20,7 @@ distinct = st.sampled_from([["favorite"], ["0", "reply"], ["2", "favorite", "1"]
 actions = st.one_of(
     st.lists(names, max_size=3),
     distinct.flatmap(lambda keys: st.fixed_dictionaries({key: st.floats(0, 1e6) | st.integers(0, 5) for key in keys})),
+    st.integers(0, 7),
 )
 surfaces, times = st.integers(0, 15), st.integers(0, MAX_TIME)
 post: dict[str, st.SearchStrategy[Any]] = {"post_id": ids, "author_id": ids}
@@ -30,16 +31,21 @@ event = st.fixed_dictionaries(
 candidate = st.fixed_dictionaries(post, optional={"product_surface": surfaces, "created_at": times})
 options: dict[str, st.SearchStrategy[Any]] = {
     "impression_ts": times,
-    "weights": distinct.flatmap(lambda keys: st.fixed_dictionaries({key: st.floats(-1e9, 1e9) for key in keys})),
+    "weights": distinct.flatmap(lambda keys: st.fixed_dictionaries({key: st.floats(-1e9, 1e9) for key in keys}))
+    | st.sampled_from(["default", "x-2026-09"]),
+    "score": st.sampled_from(["sum", "offset"]),
     "top_k": st.integers(1, 9),
     "actions_wanted": distinct,
     "request_id": st.from_regex(r"[A-Za-z0-9_.:@/+=-]{1,128}", fullmatch=True),
     "reply": st.sampled_from(["objects", "columns"]),
 }
+handles = st.from_regex(r"[0-9a-f]{32}", fullmatch=True)
 
 valid = st.fixed_dictionaries(
     {"user_id": ids, "candidates": st.lists(candidate, min_size=1, max_size=5)},
     optional=options | {"history": st.lists(event, max_size=20)},
+) | st.fixed_dictionaries(
+    {"context": handles, "candidates": st.lists(candidate, min_size=1, max_size=5)}, optional=options
 )
 
 wanted_posts = st.fixed_dictionaries(
@@ -52,7 +58,7 @@ wanted_posts = st.fixed_dictionaries(
 )  # fmt: skip
 wanted_scores = wanted_posts.flatmap(
     lambda body: st.fixed_dictionaries(
-        {}, optional={name: options[name] for name in ("weights", "top_k", "actions_wanted")}
+        {}, optional={name: options[name] for name in ("weights", "score", "top_k", "actions_wanted")}
     ).map(lambda added: body | added)
 )
 few = st.integers(1, 50)  # the corpus keeps its size
@@ -86,11 +92,23 @@ odd: st.SearchStrategy[Any] = st.one_of(
         [16, MAX_TIME + 1, "favorite", ["favorite"], {"favorite": 2}, ["3"], {"reply": -1}, [True], "\u0663"]
     ),
     ids,
+    handles,
     st.floats(allow_nan=False, allow_infinity=False),
     st.text(max_size=5),
 )
 fields = st.sampled_from(
-    ["user_id", "post_id", "author_id", "actions", "product_surface", "dwell_time", "created_at", "extra", *options]
+    [
+        "user_id",
+        "context",
+        "post_id",
+        "author_id",
+        "actions",
+        "product_surface",
+        "dwell_time",
+        "created_at",
+        "extra",
+        *options,
+    ]
 )
 
 

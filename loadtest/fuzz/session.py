@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
+import json
 import math
 import os
 import shutil
@@ -28,11 +29,13 @@ from app.ports import create_grpc_server
 from app.settings import Admin, Cache, Grpc, Logs, Queue, Retrieval, Settings
 from app.telemetry import logs
 from app.telemetry.metrics import Metrics
+from loadtest.fuzz.checkpoints import damaged
 from loadtest.fuzz.frames import linked
 from loadtest.fuzz.run import Tally, fuzz, learn, series_by_route, sources
+from loadtest.fuzz.slowest import SIZES, search, shown
 from loadtest.fuzz.sources import corpus
 from loadtest.fuzz.targets import InProcess, Sockets, Target
-from loadtest.machine import ROOT
+from loadtest.machine import DEMO, ROOT
 from loadtest.matrix import Row
 from loadtest.servers.launch import HOST, free_port, ranking_server
 from model.native import build
@@ -56,17 +59,36 @@ class Fuzzed:
     document: dict[str, object]
 
 
-def session(
-    checkpoint: Path, requests: int, seconds: float, seed: int, *, sockets: bool = False, only_paths: bool = False
-) -> list[Row]:
-    """Rows of the matrix after so many odd requests, or so long. `sockets`: to a server of its own, with what ends a connection.
+def measure(
+    requests: int = 1_000_000,
+    seconds: float = 3600.0,
+    checkpoint: Path = DEMO,
+    seed: int = 0,
+    sockets: bool = False,
+    only_paths: bool = False,
+    checkpoints: bool = False,
+    slowest: bool = False,
+) -> None:
+    """Odd requests, so many or so long, or damaged checkpoints: one JSON line a row. Exit code 1 where a promise was broken.
 
-    `only_paths`: paths that nobody serves. The first calls that broke a promise go to standard error.
+    `sockets`: to a server of its own, with what ends a connection. `only_paths`: paths that nobody serves. `checkpoints`: damaged
+    ones in place of requests. `slowest`: search for the bodies that are slowest to read.
     """
-    build.FLAGS = (
-        *build.FLAGS,
-        "-DRANKER_CHECKS",
-    )  # native code ends the process where it is given what it must not be
+    if slowest:
+        for size in SIZES:
+            for cost, recipe in search(size, seconds / len(SIZES), seed)[:10]:
+                print(json.dumps(shown(cost, recipe, size), ensure_ascii=False), flush=True)
+        return
+    rows = [damaged(seconds)] if checkpoints else session(checkpoint, requests, seconds, seed, sockets, only_paths)
+    for row in rows:
+        print(row.to_json(), flush=True)
+    sys.exit(not all(row.ok for row in rows))
+
+
+def session(checkpoint: Path, requests: int, seconds: float, seed: int, sockets: bool, only_paths: bool) -> list[Row]:
+    """Rows of the matrix after so many requests, or so long. The first calls that broke a promise go to standard error."""
+    # native code ends the process where it is given what it must not be
+    build.FLAGS = (*build.FLAGS, "-DRANKER_CHECKS")
     with open(os.devnull, "w") as nowhere, tempfile.TemporaryDirectory() as work:
         logs.configure(Logs(), nowhere)
         posts = shutil.copytree(POSTS, Path(work) / POSTS.name)  # changes are written beside it

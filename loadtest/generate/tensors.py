@@ -60,7 +60,9 @@ def in_arrays(items: list[dict[str, Any]]) -> dict[str, list[Any]]:
 def inference_of(body: Mapping[str, Any], action_names: Sequence[str]) -> Inference:
     """The same request as tensors; the body must be valid, in either shape."""
     index = {str(place): place for place in range(len(action_names))} | {n: i for i, n in enumerate(action_names)}
-    inputs: dict[str, NDArray[Any]] = {"user_id": np.array([int(body["user_id"])], "u8")}
+    inputs: dict[str, NDArray[Any]] = {}
+    if "user_id" in body:
+        inputs["user_id"] = np.array([int(body["user_id"])], "u8")
     for part in ("candidates", "history"):
         items = body.get(part) or []
         columns: dict[str, Any] = in_arrays(items) if isinstance(items, list) else items
@@ -68,17 +70,22 @@ def inference_of(body: Mapping[str, Any], action_names: Sequence[str]) -> Infere
             if name == "actions":
                 matrix = np.zeros((len(values), len(action_names)), "f4")
                 for row, actions in zip(matrix, values, strict=True):
+                    if isinstance(actions, int):
+                        row[:] = [actions >> bit & 1 for bit in range(len(row))]
+                        continue
                     for action in actions:
                         row[index[action]] = actions[action] if isinstance(actions, dict) else 1
                 inputs["history.actions"] = matrix
             else:
                 numbers = map(int, values) if name.endswith("_id") else (min(value, 1e30) for value in values)
                 inputs[f"{part}.{name}"] = np.array(list(numbers), KINDS[name])
-    if "weights" in body:
+    parameters = {name: body[name] for name in ("top_k", "impression_ts", "context", "score") if name in body}
+    if isinstance(body.get("weights"), str):
+        parameters["weights"] = body["weights"]
+    elif "weights" in body:
         inputs["weights"] = np.zeros(len(action_names))
         for action, weight in body["weights"].items():
             inputs["weights"][index[action]] = weight
-    parameters = {name: body[name] for name in ("top_k", "impression_ts") if name in body}
     if "actions_wanted" in body:
         parameters["actions_wanted"] = ",".join(body["actions_wanted"])
     return Inference(inputs, parameters, body.get("request_id"))

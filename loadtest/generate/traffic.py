@@ -12,9 +12,9 @@ import orjson
 
 from loadtest.generate.distributions import SizeBand, Sizes, Zipf, ids_of, mix
 
-Kind = Literal["first_visit", "return_visit", "page", "refresh"]
+Kind = Literal["first_visit", "return_visit", "page"]
 RETRIEVING = ("/retrieve", "/recommend")
-KINDS: tuple[Kind, ...] = ("first_visit", "return_visit", "page", "refresh")
+KINDS: tuple[Kind, ...] = ("first_visit", "return_visit", "page")
 
 USER_SALT, POST_SALT, AUTHOR_SALT, OWNER_SALT, AGE_SALT = 1, 2, 3, 4, 5
 DAY_SECONDS = 86_400
@@ -35,9 +35,8 @@ class TrafficSettings:
 
     `new_user_share` of the sessions belong to a user never seen before; the others are drawn from `users` by a Zipf law.
     A session asks for `1 + geometric` pages, `mean_pages` on average. Between two visits a history grows by a
-    Poisson number of events. `hot_author_share` of the posts belong to `hot_authors`. `refresh_share` of the requests
-    repeat a live session's last body byte for byte: the only thing that is ever sent twice. With `full_histories` every
-    history fills the window.
+    Poisson number of events. `hot_author_share` of the posts belong to `hot_authors`. With `full_histories` every history
+    fills the window. `as_is`: nothing is cut to what a server says that it takes.
     """
 
     seed: int = 1
@@ -52,14 +51,22 @@ class TrafficSettings:
     mean_pages: float = 3.0
     live_sessions: int = 64
     events_between_visits: float = 4.0
-    refresh_share: float = 0.0
     objects_share: float = 0.1
     history_window: int = 127
     full_histories: bool = False
+    as_is: bool = False
     max_candidates: int = 512
     candidates: Sizes = field(default=CANDIDATE_SIZES, repr=False)
     actions: tuple[str, ...] = tuple(name for name, _ in ACTION_SHARES)
     start_ts: int = 1_780_000_000
+
+    @classmethod
+    def production(cls, seed: int = 1) -> TrafficSettings:
+        """The published service's own sizes: 1 022 events and 2 800 candidates in every request, in columns."""
+        sizes = cls(
+            seed=seed, history_window=1022, full_histories=True, as_is=True, objects_share=0.0, max_candidates=2800
+        )
+        return sizes.with_fixed_candidates(sizes.max_candidates)
 
     def with_fixed_candidates(self, count: int) -> TrafficSettings:
         """The same with exactly `count` candidates a page."""
@@ -113,15 +120,14 @@ class _Session:
     pages_left: int
     shown: set[int] = field(default_factory=set)
     pages: int = 0
-    last: RankRequest | None = None
 
 
 class Traffic(Iterator[RankRequest]):
     """An endless, seeded stream of requests: equal settings give equal bytes. Sessions interleave; their own order is kept."""
 
     def __init__(self, settings: TrafficSettings) -> None:
-        if settings.mean_pages < 1 or not 0 <= settings.refresh_share < 1:
-            raise ValueError("mean_pages must be at least 1 and refresh_share in 0 … 1")
+        if settings.mean_pages < 1:
+            raise ValueError("mean_pages must be at least 1")
         self.settings = settings
         self.sent = 0
         self._random = np.random.default_rng(settings.seed)
@@ -137,9 +143,6 @@ class Traffic(Iterator[RankRequest]):
         self._live_users: set[int] = set()
 
     def __next__(self) -> RankRequest:
-        begun = [session.last for session in self._live if session.last is not None]
-        if begun and self._random.random() < self.settings.refresh_share:
-            return replace(begun[int(self._random.integers(len(begun)))], kind="refresh")
         while len(self._live) < self.settings.live_sessions:
             self._live.append(self._open(fresh=self._random.random() < self.settings.new_user_share))
         session = self._live[int(self._random.integers(len(self._live)))]
@@ -259,8 +262,7 @@ class Traffic(Iterator[RankRequest]):
         session.pages += 1
         session.pages_left = max(0, session.pages_left - 1)
         self.sent += 1
-        session.last = RankRequest(orjson.dumps(content), kind, session.person.user_id, count, len(history["post_id"]))
-        return session.last
+        return RankRequest(orjson.dumps(content), kind, session.person.user_id, count, len(history["post_id"]))
 
 
 def fresh_seed() -> int:

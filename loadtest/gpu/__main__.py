@@ -22,8 +22,10 @@ import torch
 
 from loadtest.geometries import GEOMETRIES
 from loadtest.gpu.card import Card
+from loadtest.gpu.compare import compare
 from loadtest.gpu.faults import FAULTS
-from loadtest.gpu.phases import BISECT, Phase, Record, all_phases
+from loadtest.gpu.phases import BISECT, Phase, all_phases
+from loadtest.gpu.table import Record
 from loadtest.machine import commit
 
 RESERVED = 20  # seconds at the end: for summaries, and for the way back
@@ -78,7 +80,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(given: list[str] | None = None) -> int:
-    """0 when every phase ran and found nothing; 1 otherwise; 2 without a card."""
+    """0 when every phase ran and found nothing; 1 otherwise; 2 without a card. `compare A B` sets two logs side by side."""
+    given = sys.argv[1:] if given is None else given
+    if given[:1] == ["compare"]:
+        return compare([read(Path(name)) for name in given[1:]])
     options = arguments(given)
     if options.run:
         return run_phase(options)

@@ -1,16 +1,15 @@
-"""`python -m loadtest.gpu.compare BEFORE AFTER`: two files of JSON lines of the GPU bench, figure by figure; one JSON object last."""
+"""Two runs of the GPU bench, figure by figure; one JSON object last."""
 
 from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
-from loadtest.gpu.__main__ import read
-from loadtest.gpu.phases import Record
+from loadtest.gpu.table import Record
 
 
-def figures(records: list[Record]) -> dict[str, float]:
+def figures(records: Sequence[Record]) -> dict[str, float]:
     """Everything that has a name and a number: rows, time of operations, rates of products."""
     found: dict[str, float] = {}
     for each in records:
@@ -23,22 +22,16 @@ def figures(records: list[Record]) -> dict[str, float]:
     return found
 
 
-def main(given: list[str]) -> int:
-    """1 when the second has a problem that the first does not have; 2 for other than two files."""
-    if len(given) != 2:
-        print("usage: python -m loadtest.gpu.compare BEFORE AFTER", file=sys.stderr)
+def compare(sides: Sequence[Sequence[Record]]) -> int:
+    """The records of two runs. 1 when the second has a problem that the first does not have; 2 for other than two."""
+    if len(sides) != 2:
+        print("usage: python -m loadtest.gpu compare BEFORE AFTER", file=sys.stderr)
         return 2
-    records = [read(Path(name)) for name in given]
-    before, after = (figures(each) for each in records)
+    before, after = map(figures, sides)
     ratios = {name: after[name] / before[name] for name in before if before[name] and name in after}
     for name, ratio in ratios.items():
         print(f"{name:<70} {before[name]:>11.4g} {after[name]:>11.4g}  x {ratio:.3f}")
-    problems = [{each["problem"] for each in side if "problem" in each} for side in records]
-    missing = sorted(set(before) - set(after))
-    report = {"ratios": ratios, "missing": missing, "new": sorted(set(after) - set(before))}
+    problems = [{each["problem"] for each in side if "problem" in each} for side in sides]
+    report = {"ratios": ratios, "missing": sorted(set(before) - set(after)), "new": sorted(set(after) - set(before))}
     print(json.dumps(report | {"new_problems": sorted(problems[1] - problems[0])}))
     return int(bool(problems[1] - problems[0]))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -19,7 +19,7 @@ from loadtest.geometries import GEOMETRIES
 from loadtest.gpu.card import Card
 from loadtest.gpu.checks import equal_bits, make_engine, parity, parity_cases, small_config, watch
 from loadtest.gpu.faults import hang
-from loadtest.gpu.table import BATCH_REQUESTS, Geometry, Line, tiny
+from loadtest.gpu.table import BATCH_REQUESTS, Geometry, Record, line, tiny
 from loadtest.timing import Figure
 from model.config import ModelConfig
 from model.engine import Item
@@ -31,7 +31,6 @@ from model.split.step import StepPlan, host_arrays, plan_steps, step_bytes
 from model.split.write import StepWriter
 from model.synthetic import random_ranker, random_request
 
-Record = dict[str, Any]
 DTYPES = (torch.bfloat16, torch.float32)
 HOST_TARGET_MS = 0.5
 
@@ -226,7 +225,7 @@ def kernel_times(card: Card, geometry: str) -> Iterator[Record]:
     for name, config in _measured(card).items():
         engine = make_engine(random_ranker(config, device=card.device), card, warm=False)
         item = Item(*random_request(config, config.history_length, 24 if card.tiny else 64))
-        context, state, _ = engine._context_of(item, {})
+        context, (state, *_) = engine._context_of(item, {})
         for kind, asked in (("cold", context), ("cached", None)):
             (plan,) = plan_steps([(asked, 0, item.candidates, state)], engine._capacity)
             rows = -(-plan.rows // 64) * 64
@@ -253,7 +252,7 @@ def host(card: Card, geometry: str) -> Iterator[Record]:
     items = [Item(*random_request(config, config.history_length, 64, seed)) for seed in range(requests)]
     works, capacity = [], 2**15
     for number, item in enumerate(items):
-        context, state, _ = engine._context_of(item, {})
+        context, (state, *_) = engine._context_of(item, {})
         works.append((context, number, item.candidates, state))
     writer = StepWriter(config, "shared", engine._trunk.mixed)
     arrays = host_arrays(torch.zeros(step_bytes(config, capacity), dtype=torch.uint8), config, capacity)
@@ -267,7 +266,7 @@ def host(card: Card, geometry: str) -> Iterator[Record]:
             figure = Figure.of([_thread_ms(step) for _ in range(3 if card.tiny else 300)])
             target = HOST_TARGET_MS if name == "fill" and not card.tiny else None
             met = None if target is None else figure.median <= target
-            yield Line(label, figure.median, "ms", figure.low, figure.high, target, met).as_dict()
+            yield line(label, figure.median, "ms", low=figure.low, high=figure.high, target=target, met=met)
 
 
 def _thread_ms(work: Callable[[], object]) -> float:
@@ -280,14 +279,12 @@ def engine_rows(card: Card, geometry: str) -> Iterator[Record]:
     """Whole forwards of one geometry, device and wall time, beside the targets."""
     measured = Geometry(geometry, card, card.ceilings())
     yield {"engine": {name: note for name, note in measured.engine.info.notes.items() if name != "products"}}
-    for row in measured.rows():
-        yield row.as_dict()
+    yield from measured.rows()
 
 
 def peer_rows(card: Card, geometry: str) -> Iterator[Record]:
     """What else computes the same on this card."""
-    for row in Geometry(geometry, card, card.ceilings()).peer_rows():
-        yield row.as_dict()
+    yield from Geometry(geometry, card, card.ceilings()).peer_rows()
 
 
 def bisect(card: Card, geometry: str) -> Iterator[Record]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -44,26 +44,16 @@ BATCH_REQUESTS, BATCH_REQUESTS_PER_SECOND = 64, 250e3
 PADDING_TARGET = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line. Shares are of the card's own measured ceilings; `target` is in the figure's unit, None where there is none."""
+Record = dict[str, Any]
+"""Plain JSON values."""
 
-    name: str
-    figure: float
-    unit: str
-    low: float | None = None
-    high: float | None = None
-    target: float | None = None
-    met: bool | None = None
-    floor: float | None = None
-    matrix_share: float | None = None
-    bandwidth_share: float | None = None
-    wall_ms: float | None = None
-    beside: str | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+def line(name: str, figure: float, unit: str, **more: Any) -> Record:
+    """A figure. Of what else is known: `low` and `high`; `target` and `floor` in the figure's unit, and whether it is `met`; shares of
+    the card's own measured ceilings; `wall_ms`; what others have published, `beside` it."""
+    return {"name": name, "figure": figure, "unit": unit} | {
+        key: value for key, value in more.items() if value is not None
+    }
 
 
 def tiny(config: ModelConfig) -> ModelConfig:
@@ -87,26 +77,26 @@ class Geometry:
         """The one that is timed."""
         return make_engine(self.ranker, self.card)
 
-    def peer_rows(self) -> Iterator[Line]:
+    def peer_rows(self) -> Iterator[Record]:
         """What else computes the same on this card."""
         for candidates in COUNTS[self.name]:
             yield from self._peer_rows(self.item(candidates))
 
-    def rows(self) -> Iterator[Line]:
+    def rows(self) -> Iterator[Record]:
         """Everything that is measured of this geometry."""
         for candidates in COUNTS[self.name]:
             item = self.item(candidates)
             milliseconds = []
             for kind in ("cold", "cached"):
                 for row in self._forward_rows(item, kind):
-                    milliseconds += [row.figure] if row.unit == "ms" else []
+                    milliseconds += [row["figure"]] if row["unit"] == "ms" else []
                     yield row
             label = f"{self.name} C={len(item.candidates)}: cold over cached"
-            yield Line(label, milliseconds[0] / milliseconds[1], "x", beside=CACHE_BESIDE)
+            yield line(label, milliseconds[0] / milliseconds[1], "x", beside=CACHE_BESIDE)
         if self.name == "mini":
             yield from self._batch_rows()
             yield self._padding_row()
-        yield Line(f"{self.name}: compiled or recorded after warm-up", self.engine.late_compilations(), "", target=0,
+        yield line(f"{self.name}: compiled or recorded after warm-up", self.engine.late_compilations(), "", target=0,
                   met=self.engine.late_compilations() == 0)  # fmt: skip
 
     def item(self, candidates: int, seed: int = 0, history: int | None = None) -> Item:
@@ -115,7 +105,7 @@ class Geometry:
         history = self.config.history_length if history is None else history
         return Item(random_context(self.config, history, seed), random_candidates(self.config, count, seed))
 
-    def _forward_rows(self, item: Item, kind: str) -> Iterator[Line]:
+    def _forward_rows(self, item: Item, kind: str) -> Iterator[Record]:
         asked = self._cached(item) if kind == "cached" else item
         candidates = len(item.candidates)
         time = self.card.device_time(self.engine.rehearse([asked]), repeats=1 if self.card.tiny else 10)
@@ -124,19 +114,26 @@ class Geometry:
         key = (self.name, candidates, kind)  # no target is meant for tiny shapes, and none of their counts has one
         target, floor = TARGETS_MS.get(key, (None, None))
         label = f"{self.name} C={candidates} {kind}"
-        yield self._timed(label, time, work, target=target, floor=floor, wall_ms=wall.median)
+        yield self._timed(label, time, work, target, floor, wall.median)
         per_second = candidates / time.median * 1e3
         wanted = CANDIDATES_PER_SECOND.get(key)
         met = None if wanted is None else per_second >= wanted
-        yield Line(f"{label}: candidates", per_second, "1/s", target=wanted, met=met)
+        yield line(f"{label}: candidates", per_second, "1/s", target=wanted, met=met)
         mfu = work.flops / time.median / 1e9 / self.ceilings.tflops
-        yield Line(f"{label}: MFU, of the matrix rate measured here", 100 * mfu, "%", beside=MFU_BESIDE)
+        yield line(f"{label}: MFU, of the matrix rate measured here", 100 * mfu, "%", beside=MFU_BESIDE)
 
     def _timed(
-        self, name: str, time: Figure, work: Work, *, target: float | None, floor: float | None, wall_ms: float | None
-    ) -> Line:
-        return Line(
-            name, time.median, "ms", time.low, time.high, target, None if target is None else time.median <= target, floor,
+        self,
+        name: str,
+        time: Figure,
+        work: Work,
+        target: float | None = None,
+        floor: float | None = None,
+        wall_ms: float | None = None,
+    ) -> Record:
+        return line(
+            name, time.median, "ms", low=time.low, high=time.high, target=target,
+            met=None if target is None else time.median <= target, floor=floor,
             matrix_share=work.flops / time.median / 1e9 / self.ceilings.tflops,
             bandwidth_share=work.nbytes / time.median / 1e6 / self.ceilings.gigabytes_per_second,
             wall_ms=wall_ms,
@@ -145,7 +142,7 @@ class Geometry:
     def _cached(self, item: Item) -> Item:
         return Item(item.context, item.candidates, self.engine.forward([item])[0].state)
 
-    def _batch_rows(self) -> Iterator[Line]:
+    def _batch_rows(self) -> Iterator[Record]:
         requests = 3 if self.card.tiny else BATCH_REQUESTS
         items = [self.item(64, seed) for seed in range(requests)]
         for kind in ("cold", "cached"):
@@ -153,13 +150,13 @@ class Geometry:
             time = self.card.device_time(self.engine.rehearse(batch))
             per_second = requests / time.median * 1e3
             target = None if self.card.tiny else BATCH_REQUESTS_PER_SECOND
-            yield Line(
+            yield line(
                 f"mini C=64 {kind}, {requests} requests a forward: requests", per_second, "1/s",
                 target=target, met=None if target is None else per_second >= target,
                 wall_ms=self.card.wall_time(lambda batch=batch: self.engine.forward(batch), 10).median,  # type: ignore[misc]
             )  # fmt: skip
 
-    def _padding_row(self) -> Line:
+    def _padding_row(self) -> Record:
         """Forwards of 64 requests of mixed lengths on an engine that has served nothing else."""
         generator = np.random.default_rng(5)
         engine = make_engine(self.ranker, self.card)
@@ -172,16 +169,16 @@ class Geometry:
             )
             engine.forward([self.item(int(c), seed, int(h)) for seed, (h, c) in enumerate(sizes)])
         waste = engine.padding_ratio()
-        return Line(
+        return line(
             "mini, 64 mixed requests a forward: padding", waste, "", target=PADDING_TARGET, met=waste <= PADDING_TARGET
         )
 
-    def _peer_rows(self, item: Item) -> Iterator[Line]:
+    def _peer_rows(self, item: Item) -> Iterator[Record]:
         label = f"{self.name} C={len(item.candidates)}"
         ranker = in_dtype(random_ranker(self.config, device=self.card.device), torch.bfloat16)
         work = forward_work(self.config, 1 + len(item.context), len(item.candidates), cached=False)
         time = self.card.device_time(dense_eager(ranker, item, self.card, torch.bfloat16), 10)
-        yield self._timed(f"{label}: dense definition, eager", time, work, target=None, floor=None, wall_ms=None)
+        yield self._timed(f"{label}: dense definition, eager", time, work)
         uncapped = Ranker(replace(self.config, attention_cap=None)).to(self.card.device)
         uncapped.load_state_dict(ranker.state_dict())
         in_dtype(uncapped.requires_grad_(False), torch.bfloat16)
@@ -197,11 +194,11 @@ class Geometry:
 
             for how, run in (("compiled", forward), ("compiled and recorded", self.card.recorded(forward))):
                 time = self.card.device_time(run, 10)
-                yield self._timed(f"{label}: {name}, {how}", time, work, target=None, floor=None, wall_ms=None)
+                yield self._timed(f"{label}: {name}, {how}", time, work)
 
             def build_mask(peer: PeerRanker = peer) -> None:
                 peer.mask()
                 self.card.synchronize()
 
             build = self.card.wall_time(build_mask, 5)
-            yield Line(f"{label}: {name}: its mask, a request", build.median, "ms", build.low, build.high)
+            yield line(f"{label}: {name}: its mask, a request", build.median, "ms", low=build.low, high=build.high)

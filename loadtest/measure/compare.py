@@ -15,6 +15,7 @@ from scipy import stats
 
 from loadtest.generate.samples import Samples
 from loadtest.machine import ROOT, commit, machine
+from loadtest.matrix import markdown
 from loadtest.measure.figures import Slo
 from loadtest.measure.runs import LoadRun, RunSettings
 from loadtest.servers.launch import ranking_server
@@ -65,16 +66,26 @@ def compare_blocks(a: Blocks, b: Blocks, smallest_effect: float = 0.03) -> dict[
     return facts | {"verdict": overall, "warnings": []}
 
 
-def lines_of(comparison: Mapping[str, Any]) -> list[str]:
-    """A table for people."""
-    rows = [f"{'figure':11s} {'A':>10s} {'B':>10s} {'B / A':>8s} {'95 %':>16s} {'p':>7s}  verdict"]
+def report(comparison: Mapping[str, Any]) -> str:
+    """The table and the verdict."""
+    rows = []
     for one in comparison["differences"]:
-        interval = f"{one['ratio_low']:.3f} … {one['ratio_high']:.3f}"
-        figures = f"{one['figure']:11s} {one['a']:10.3f} {one['b']:10.3f} {one['ratio']:8.3f}"
-        rows.append(f"{figures} {interval:>16s} {one['p']:7.4f}  {one['verdict']}")
+        figures = (f"{one[name]:.3f}" for name in ("a", "b", "ratio"))
+        rows.append(
+            [
+                one["figure"],
+                *figures,
+                f"{one['ratio_low']:.3f} … {one['ratio_high']:.3f}",
+                f"{one['p']:.4f}",
+                one["verdict"],
+            ]
+        )
+    table = markdown(("figure", "A", "B", "B / A", "95 %", "p (Holm)", "verdict"), rows)
     verdict = comparison["verdict"]
-    said = verdict if verdict == "no difference shown" else f"B is {verdict}"
-    return [*rows, *(f"warning: {warning}" for warning in comparison["warnings"]), f"verdict: {said}"]
+    said = f"{comparison['blocks']} blocks a side; below {100 * comparison['smallest_effect']:g} % nothing is judged."
+    warnings = "".join(f"Warning: {warning}.\n" for warning in comparison["warnings"])
+    told = verdict if verdict == "no difference shown" else f"B is {verdict}"
+    return f"{table}\n\n{said}\n{warnings}Verdict: {told}.\n"
 
 
 def paired_p(differences: Floats) -> float:
@@ -128,7 +139,7 @@ def compare_sides(
         comparison["warnings"].append(f"the generator was late in {late} of {2 * blocks} blocks")
     return {
         "kind": "comparison", "a": _label(a), "b": _label(b), "machine": machine(), "comparison": comparison,
-        "lines": lines_of(comparison), "settings": loads[0].settings.to_dict(),
+        "report": f"# {_label(a)} (A) against {_label(b)} (B)\n\n{report(comparison)}", "settings": loads[0].settings.to_dict(),
         "server": {"info": loads[1].info, "info_of_a": loads[0].info}, "blocks": {"a": figures[0], "b": figures[1]},
     }  # fmt: skip
 

@@ -75,11 +75,15 @@ class PeerModel:
     def features(self, body: RankBody) -> tuple[Context, Candidates]:
         """A request as the model's inputs."""
         history, posts = body.history, body.candidates
-        actions = np.zeros((len(history.post_id), self.config.actions), np.float32)
-        for row, wanted in enumerate(history.actions):
+        newest = slice(max(0, len(history.post_id) - self.config.history_length), None)
+        past = [np.array(ids[newest], np.uint64) for ids in (history.post_id, history.author_id)]
+        actions = np.zeros((len(past[0]), self.config.actions), np.float32)
+        for row, wanted in enumerate(history.actions[newest]):
             actions[row, [self._columns[name] for name in wanted]] = 1.0
-        past = [np.array(ids, np.uint64) for ids in (history.post_id, history.author_id)]
-        surfaces, dwell = np.array(history.product_surface, np.int64), np.array(history.dwell_time, np.float32)
+        surfaces, dwell = (
+            np.array(history.product_surface[newest], np.int64),
+            np.array(history.dwell_time[newest], np.float32),
+        )
         shown, authors = (np.array(ids, np.uint64) for ids in (posts.post_id, posts.author_id))
         ages = age_bucket(body.impression_ts, np.array(posts.created_at, np.int64), self.config)
         candidates = Candidates(shown, authors, np.array(posts.product_surface, np.int64), ages)

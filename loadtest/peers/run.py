@@ -19,6 +19,7 @@ import torch
 from loadtest.generate.generator import closed_samples
 from loadtest.generate.traffic import Traffic, TrafficSettings
 from loadtest.machine import ROOT, machine
+from loadtest.matrix import markdown
 from loadtest.measure.figures import percentiles_ms
 from loadtest.servers.bare import bare_server
 from loadtest.servers.launch import HOST, Server, free_port, process, ranking_server
@@ -28,12 +29,21 @@ from weights.checkpoint import load_manifest
 
 CLIENTS = 32
 SINGLE_SECONDS = 2.0
-MOST_RPS = 3_000  # bodies are made for this rate; a faster server ends its block early, and is measured as it is
 PROBES = 4
 NOTHING = "none: parses JSON, sends as many bytes"
 # torch's threads sleep while they wait for each other: spinning starves the process that does HTTP
 ALIKE = {"OMP_WAIT_POLICY": "PASSIVE"}
 READY = {"plain": "/ready", "lit": "/health", "bento": "/readyz"}
+COLUMNS = {
+    "throughput_rps": 0,
+    "throughput_spread_rps": 0,
+    "p50_ms": 1,
+    "p99_ms": 1,
+    "single_p50_ms": 2,
+    "ratio": 2,
+    "failed": 0,
+}
+"""Of a row, with the digits that are shown."""
 FIGURES = ("throughput_rps", "p50_ms", "p99_ms", "single_p50_ms")
 
 Block = Mapping[str, float]
@@ -75,9 +85,17 @@ class Stand:
     dtype: str
     candidates: int
     threads: int
+    production: bool = False
+
+    @property
+    def most_rps(self) -> int:
+        """Bodies are made for this rate; a faster server ends its block early, and is measured as it is."""
+        return 100 if self.production else 3_000
 
     def bodies(self, seed: int, count: int) -> list[bytes]:
-        """Requests of the traffic model, in arrays; candidates 0: its mix."""
+        """Requests of the traffic model, in arrays; candidates 0: its mix, or what production sends."""
+        if self.production:
+            return [request.body for request in Traffic(TrafficSettings.production(seed)).take(count)]
         window = load_manifest(self.checkpoint).config.history_length
         settings = TrafficSettings(seed=seed, history_window=window, objects_share=0.0)
         traffic = Traffic(settings.with_fixed_candidates(self.candidates) if self.candidates else settings)
@@ -112,12 +130,13 @@ def measure_peers(
     only: Sequence[str],
     dtype: str,
     say: Callable[[str], None],
+    production: bool = False,
 ) -> dict[str, Any]:
     """The table as plain JSON values. Every server sees the same bodies in the same order, in blocks whose order rotates.
 
     Raises TargetError where a server does not start, does not answer, or scores otherwise than the first.
     """
-    peers, stand = chosen(only, say), Stand(checkpoint, dtype, candidates, os.cpu_count() or 1)
+    peers, stand = chosen(only, say), Stand(checkpoint, dtype, candidates, os.cpu_count() or 1, production)
     loads: dict[str, list[Block]] = {peer.name: [] for peer in peers}
     with ExitStack() as stack:
         servers: dict[str, Server] = {}
@@ -132,11 +151,13 @@ def measure_peers(
         for server in servers.values():
             server.pause()
         for block in range(blocks):
-            bodies = stand.bodies(block + 2, int((seconds + SINGLE_SECONDS) * MOST_RPS))
+            bodies = stand.bodies(block + 2, int((seconds + SINGLE_SECONDS) * stand.most_rps))
             for place in range(len(peers)):
                 name = peers[(place + block) % len(peers)].name
                 servers[name].resume()
-                loads[name].append(found := measure_block(servers[name].target, bodies, seconds))
+                loads[name].append(
+                    found := measure_block(servers[name].target, bodies, seconds, int(SINGLE_SECONDS * stand.most_rps))
+                )
                 servers[name].pause()
                 figures = "  ".join(f"{key} {value:.4g}" for key, value in found.items())
                 say(f"block {block + 1}/{blocks}  {name:28s} {figures}")
@@ -150,8 +171,7 @@ def measure_peers(
         },
         "rows": rows,
         "largest_difference": largest,
-        "verdict": verdict(rows),
-        "markdown": markdown(rows, dtype, stand.threads, candidates),
+        "report": report(rows, dtype, stand.threads, "production's 2 800" if production else str(candidates or "mixed")),
     }  # fmt: skip
 
 
@@ -190,10 +210,9 @@ def ask(target: Target, body: bytes) -> httpx.Response:
     return httpx.post(f"{target.origin}/rank", content=body, headers={"Content-Type": "application/json"}, timeout=60)
 
 
-def measure_block(target: Target, bodies: list[bytes], seconds: float) -> Block:
-    """First 32 clients, then one, on bodies that this server has not seen."""
-    address, payloads, warm_up = (target.host, target.port), [target.request(body) for body in bodies], 4 * CLIENTS
-    kept = int(SINGLE_SECONDS * MOST_RPS)  # for the one client, however fast the others were
+def measure_block(target: Target, bodies: list[bytes], seconds: float, kept: int) -> Block:
+    """First 32 clients, then one, on bodies that this server has not seen; `kept` are for the one client, however fast the others were."""
+    address, payloads, warm_up = (target.host, target.port), [target.request(body) for body in bodies], CLIENTS
     many = closed_samples(address, payloads[:-kept], clients=CLIENTS, seconds=seconds, warm_up=warm_up)
     one = closed_samples(address, payloads[-kept:], clients=1, seconds=SINGLE_SECONDS, warm_up=4)
     ok, ok_alone = many[many.status == 200], one[one.status == 200]
@@ -227,24 +246,26 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{fastest['name']}: {rate}, {fastest['ratio']:.1f} times {rows[0]['name']}."
 
 
-def markdown(rows: Sequence[Mapping[str, Any]], dtype: str, threads: int, candidates: int) -> str:
+def report(rows: Sequence[Mapping[str, Any]], dtype: str, threads: int, candidates: str) -> str:
     """The table for the README, with where it was measured."""
     where = machine()
+    at = f"{where['cpu']}, {where['cores']} cores, {threads} threads, {dtype}, {candidates} candidates a request"
+    load = f"commit {where['commit']}, {where['at']}, load average {where['load_average_1m']} at the end"
     lines = [
-        "# Peers",
-        "",
-        f"{where['cpu']}, {where['cores']} cores, {threads} threads, {dtype}, {candidates or 'mixed'} candidates a request, "
-        f"commit {where['commit']}, {where['at']}, load average {where['load_average_1m']} at the end.",
-        "",
-        f"| server | model | requests / s, {CLIENTS} clients | ± | p50 ms | p99 ms | p50 ms, 1 client | × first | failed |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+        [row["name"], row["engine"], *(f"{row[name]:.{digits}f}" for name, digits in COLUMNS.items())] for row in rows
     ]
-    lines += [
-        f"| {row['name']} | {row['engine']} | {row['throughput_rps']:.0f} | {row['throughput_spread_rps']:.0f} | {row['p50_ms']:.1f} "
-        f"| {row['p99_ms']:.1f} | {row['single_p50_ms']:.2f} | {row['ratio']:.2f} | {row['failed']} |"
-        for row in rows
-    ]
-    return "\n".join(lines) + "\n"
+    head = (
+        "server",
+        "model",
+        f"requests / s, {CLIENTS} clients",
+        "±",
+        "p50 ms",
+        "p99 ms",
+        "p50 ms, 1 client",
+        "× first",
+        "failed",
+    )
+    return f"# Peers\n\n{verdict(rows)} {at}, {load}.\n\n{markdown(head, lines, 2)}\n"
 
 
 def versions() -> dict[str, str]:

@@ -1,75 +1,46 @@
-"""Turns a stored run, search, comparison or peer table into one self-contained HTML page and PNG files. Measures nothing."""
+"""Turns a stored run, search, comparison or peer table into `report.md` with pictures beside it. Measures nothing."""
 
 from __future__ import annotations
 
-import base64
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jinja2
 import numpy as np
 
 from loadtest.generate.samples import CACHE_RESULTS, Samples
 from loadtest.generate.traffic import KINDS
+from loadtest.matrix import markdown
 from loadtest.measure.figures import percentiles_ms
 from loadtest.measure.runs import Run
 from loadtest.report import plots
 
-TEMPLATES = Path(__file__).parent / "templates"
 SHOWN = ("p50", "p90", "p95", "p99", "p99.9", "max")
-LATE = "the generator itself was late: the server may be quicker than this"
-DETAILS = ("settings", "machine", "server", "generator", "plan")
+LATE = "**The generator itself was late: the server may be quicker than this.**"
 
-Rows = Sequence[Sequence[str]]
-"""Cells as text, the names of the columns first."""
-
-
-class Plot(NamedTuple):
-    """A picture with what it shows; `name` becomes `name.png` beside the page."""
-
-    name: str
-    title: str
-    caption: str
-    png: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """Everything on a report, but for what `meta` says of the machine, the server and the settings. `tables` by title."""
-
-    title: str
-    verdict: str
-    is_good: bool
-    tables: Mapping[str, Rows]
-    tiles: Mapping[str, str] = field(default_factory=dict)
-    plots: Sequence[Plot] = ()
-    warnings: Sequence[str] = ()
+Pictures = dict[str, bytes]
+"""PNG bytes by the file's name without its suffix."""
 
 
 def write_report(directory: Path) -> Path:
-    """Write `report.html` and the PNG files of whatever lies in `directory`; the path of the page.
+    """Write `report.md` and PNG files beside `run.json`; the path of the report.
 
     Raises FileNotFoundError without a `run.json`, ValueError for an unknown kind.
     """
     meta = json.loads((directory / "run.json").read_text())
-    pages = {"search": search_page, "comparison": comparison_page, "peers": peers_page}
-    if meta.get("kind") == "open":
-        page = run_page(Run.load(directory))
-    elif meta.get("kind") in pages:
-        page = pages[meta["kind"]](meta)
+    if "report" in meta:  # of commands that measure no single run
+        text, pictures = meta["report"], dict[str, bytes]()
+    elif meta.get("kind") == "search":
+        text, pictures = search_report(meta)
+    elif meta.get("kind") == "open":
+        text, pictures = run_report(Run.load(directory))
     else:
         raise ValueError(f"{directory}/run.json is of kind {meta.get('kind')!r}, which no report knows")
-    for plot in page.plots:
-        (directory / f"{plot.name}.png").write_bytes(plot.png)
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
-    environment.filters["data_url"] = lambda png: f"data:image/png;base64,{base64.b64encode(png).decode()}"
-    details = {key: json.dumps(meta[key], indent=1, ensure_ascii=False) for key in DETAILS if key in meta}
-    path = directory / "report.html"
-    path.write_text(environment.get_template("report.html.j2").render(page=page, where=_where(meta), details=details))
-    return path
+    for name, png in pictures.items():
+        (directory / f"{name}.png").write_bytes(png)
+    (directory / "report.md").write_text(text)
+    return directory / "report.md"
 
 
 def _where(meta: Mapping[str, Any]) -> str:
@@ -79,102 +50,67 @@ def _where(meta: Mapping[str, Any]) -> str:
     parts = [f"commit {machine['commit']}", machine["cpu"], f"{machine['cores']} cores"]
     parts += [str(info.get(key, "")) for key in ("device", "dtype")]
     parts += [f"checkpoint {model.get('name', '?')} {model.get('version', '')}" if model else "", machine["at"]]
-    return " · ".join(part for part in parts if part)
+    return " · ".join(part for part in parts if part) + ". Settings, machine and the server's `/info`: `run.json`."
 
 
-def run_page(run: Run) -> Page:
-    """One run at one rate."""
+def run_report(run: Run) -> tuple[str, Pictures]:
+    """One run at one rate. Nothing is drawn where nothing was answered, and no stages where the server names none."""
     summary, slo, settings = run.summary, run.slo, run.meta["settings"]
-    holds, generator = summary["holds_slo"], run.meta["generator"]
+    generator, samples, pictures, shown = run.meta["generator"], run.samples, dict[str, bytes](), list[str]()
+    if summary["latency_ms"]:
+        pictures = {"over_time": plots.latency_over_time(run), "distribution": plots.latency_distribution(run)}
+        shown = ["## Over time\n\n![Percentiles and rates of each second; log scale](over_time.png)"]
+        shown += [
+            "## Distribution\n\nThe lines part where requests waited to be sent.\n\n![Distribution](distribution.png)"
+        ]
+    if not np.isnan(samples.stages_ms).all():
+        pictures["stages"] = plots.stage_breakdown(run)
+        shown += [
+            "## Where the time goes\n\nStages as the server's `Server-Timing` names them.\n\n![Stages](stages.png)"
+        ]
     rates = {"offered_rps": "offered / s", "answered_rps": "answered / s", "goodput_rps": "goodput / s"}
-    tiles = {
+    figures = {
         **{title: _n(summary[key]) for key, title in rates.items()},
         "candidates / s": _n(summary["candidates_rps"]),
         **{f"{name}, ms": _n(summary["latency_ms"].get(name)) for name in ("p50", "p95", "p99", "p99.9")},
-        "rejected (429)": str(summary["statuses"].get("429", 0)),
-        "failures": str(sum(summary["failures"].values())),
+        "rejected (429)": summary["statuses"].get("429", 0),
+        "failures": sum(summary["failures"].values()),
         "context cache hits": _percent(summary["cache_hit_share"]),
         "generator lag p99, ms": _n(generator["lag_p99_ms"]),
     }
     good = f"{100 * summary['good_share']:.2f} % answered within {slo.latency_ms:g} ms"
-    return Page(
-        f"Load test, open loop, {settings['rate_rps']:g} requests / s, {settings['arrivals']} arrivals",
-        f"{good}: the objective of {100 * slo.share:g} % {'holds' if holds else 'is missed'}.",
-        holds,
-        {"Latency by kind of request": _by_kind(run.samples), "Outcomes": _by_outcome(run.samples)},
-        tiles,
-        _pictures(run),
-        [LATE] if generator["is_bottleneck"] else [],
-    )
+    verdict = f"**{good}: the objective of {100 * slo.share:g} % {'holds' if summary['holds_slo'] else 'is missed'}.**"
+    title = f"# Load test, open loop, {settings['rate_rps']:g} requests / s, {settings['arrivals']} arrivals"
+    return _joined(
+        title, verdict, LATE * generator["is_bottleneck"], _where(run.meta), markdown(("figure", ""), figures.items()),
+        *shown, f"## Latency by kind of request\n\n{_by_kind(samples)}", f"## Outcomes\n\n{_by_outcome(samples)}",
+    ), pictures  # fmt: skip
 
 
-def _pictures(run: Run) -> list[Plot]:
-    """What can be drawn: nothing where nothing was answered, no stages where the server names none."""
-    if not run.summary["latency_ms"]:
-        return []
-    each, apart = "Percentiles and rates of each second; log scale.", "They part where requests waited to be sent."
-    pictures = [
-        Plot("over_time", "Over time", each, plots.latency_over_time(run)),
-        Plot("distribution", "Distribution", apart, plots.latency_distribution(run)),
-    ]
-    if not np.isnan(run.samples.stages_ms).all():
-        caption = "Stages as the server's Server-Timing header names them."
-        pictures.append(Plot("stages", "Where the time goes", caption, plots.stage_breakdown(run)))
-    return pictures
-
-
-def search_page(meta: Mapping[str, Any]) -> Page:
+def search_report(meta: Mapping[str, Any]) -> tuple[str, Pictures]:
     """A search for capacity."""
     slo, capacity = meta["settings"]["slo"], meta["capacity_rps"]
-    objective = f"{100 * slo['share']:g} % within {slo['latency_ms']:g} ms"
-    rows = [["trial", "verdict", "offered / s", "goodput / s", *SHOWN, "good", "lag p99, ms"]]
+    rows = []
     for number, trial in enumerate(meta["trials"], 1):
         summary = trial["summary"]
         cells = [summary["offered_rps"], summary["goodput_rps"], *(summary["latency_ms"].get(name) for name in SHOWN)]
         share = _percent(summary["good_share"])
-        rows.append([str(number), trial["verdict"], *map(_n, cells), share, _n(trial["generator"]["lag_p99_ms"])])
-    picture = plots.latency_against_rate(meta["trials"], slo["latency_ms"], capacity)
-    return Page(
-        "Capacity",
-        f"{_n(capacity)} requests / s, {meta['settings']['arrivals']} arrivals, with {objective} of their due time.",
-        capacity > 0,
-        {"Trials": rows},
-        {"capacity, requests / s": _n(capacity), "objective": objective},
-        [Plot("rate", "Latency against rate", "Every trial, ordered by rate.", picture)],
-        [LATE] if meta["limited_by_generator"] else [],
+        rows.append([f"{number}, {trial['verdict']}", *map(_n, cells), share, _n(trial["generator"]["lag_p99_ms"])])
+    head = ("trial", "offered / s", "goodput / s", *SHOWN, "good", "lag p99, ms")
+    objective = f"{100 * slo['share']:g} % within {slo['latency_ms']:g} ms"
+    verdict = (
+        f"**{_n(capacity)} requests / s, {meta['settings']['arrivals']} arrivals, with {objective} of their due time.**"
     )
+    picture, late = "![Latency against rate: every trial](rate.png)", LATE * meta["limited_by_generator"]
+    text = _joined("# Capacity", verdict, late, _where(meta), picture, f"## Trials\n\n{markdown(head, rows)}")
+    return text, {"rate": plots.latency_against_rate(meta["trials"], slo["latency_ms"], capacity)}
 
 
-def comparison_page(meta: Mapping[str, Any]) -> Page:
-    """Two sides, block by block."""
-    comparison = meta["comparison"]
-    rows = [["figure", "A", "B", "B / A", "95 %", "p (Holm)", "verdict"]]
-    for one in comparison["differences"]:
-        interval = f"{one['ratio_low']:.3f} … {one['ratio_high']:.3f}"
-        figures = [_n(one["a"]), _n(one["b"]), f"{one['ratio']:.3f}", interval, f"{one['p']:.4f}"]
-        rows.append([one["figure"], *figures, one["verdict"]])
-    verdict, least = comparison["verdict"], f"{100 * comparison['smallest_effect']:g} %"
-    return Page(
-        f"{meta['a']} (A) against {meta['b']} (B)",
-        f"B is {verdict}." if verdict != "no difference shown" else "No difference shown.",
-        verdict != "worse",
-        {"Figures": rows},
-        {"blocks a side": str(comparison["blocks"]), "smallest effect": f"below {least}, nothing is judged"},
-        warnings=comparison["warnings"],
-    )
+def _joined(*parts: str) -> str:
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def peers_page(meta: Mapping[str, Any]) -> Page:
-    """The servers of a peer run."""
-    head = ["server", "engine", "requests / s, 32 clients", "spread", "p50, ms", "p99, ms", "p50 alone, ms", "× first"]
-    keys = ("throughput_rps", "throughput_spread_rps", "p50_ms", "p99_ms", "single_p50_ms")
-    rows = [
-        [row["name"], row["engine"], *(_n(row[key]) for key in keys), f"{row['ratio']:.2f}×"] for row in meta["rows"]
-    ]
-    return Page("Peers", meta["verdict"], True, {"Servers": [head, *rows]})
-
-
-def _by_kind(samples: Samples) -> Rows:
+def _by_kind(samples: Samples) -> str:
     """Latency of first visits, later pages, … and of hits and misses of the context cache."""
     ok = samples[samples.status == 200]
     groups = {kind.replace("_", " "): ok[ok.kind == index] for index, kind in enumerate(KINDS)}
@@ -182,19 +118,19 @@ def _by_kind(samples: Samples) -> Rows:
     return _latencies("kind", groups)
 
 
-def _by_outcome(samples: Samples) -> Rows:
+def _by_outcome(samples: Samples) -> str:
     statuses = np.unique(samples.status).tolist()
     return _latencies("status", {str(each or "no reply"): samples[samples.status == each] for each in statuses})
 
 
-def _latencies(head: str, groups: Mapping[str, Any]) -> Rows:
+def _latencies(head: str, groups: Mapping[str, Any]) -> str:
     """A line a group that is not empty, in ms from the due time."""
-    rows = [[head, "requests", *SHOWN]]
+    rows = []
     for name, part in groups.items():
         figures = percentiles_ms(part.latency_seconds)
         if figures:
             rows.append([name, str(len(part)), *(_n(figures[key]) for key in SHOWN)])
-    return rows
+    return markdown((head, "requests", *SHOWN), rows)
 
 
 def _n(value: float | None) -> str:

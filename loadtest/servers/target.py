@@ -128,14 +128,14 @@ class MetricsSnapshot:
 
 
 def fit_traffic(settings: TrafficSettings, info: Mapping[str, Any]) -> TrafficSettings:
-    """The traffic, cut to what the server's `/info` says that it takes: window, candidates, action names."""
+    """The traffic with action names of the server's `/info`, and cut to the window and candidates that it takes, unless it is as it is."""
     window = _find(info, "history_length")
     most = _find(info, "max_candidates")
     names = info.get("actions")
     changes: dict[str, Any] = {}
-    if isinstance(window, int):
+    if isinstance(window, int) and not settings.as_is:
         changes["history_window"] = window
-    if isinstance(most, int):
+    if isinstance(most, int) and not settings.as_is:
         changes["max_candidates"] = min(most, settings.max_candidates)
     if isinstance(names, list) and names and not {name for name, _ in ACTION_SHARES} <= set(names):
         changes["actions"] = tuple(str(index) for index in range(len(names)))

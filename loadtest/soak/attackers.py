@@ -154,6 +154,7 @@ ATTACKERS: dict[str, Attacker] = {
     "GET /rank": Attacker("/rank", asks(_get("/rank")), 405),
     "POST /info": Attacker("/info", asks(post("localhost", "/info", b"{}")), 405),
     "HEAD /openapi.json": Attacker("/openapi.json", asks(_get("/openapi.json").replace(b"GET", b"HEAD"))),
+    "/context": _posts("/context", {"user_id": 7}),
     "/rank": _posts("/rank", SMALL),
     "/rank, refused": _posts("/rank", {}, expected=422),
     "/rank, dear": Attacker("/rank", asks(DEAR), 422),

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 
 from app.engine.loading import LoadedModel, Loader, Steps
+from model.cache import ContextCache
 from model.config import HashSpec, ModelConfig
 from model.engine import CacheStats, EngineInfo, Item, Outcome
 from model.inputs import Candidates, Context, Scores
 from model.ranker import Ranker
 from weights.checkpoint import Checkpoint
 from weights.format.manifest import ContinuousOutput, Manifest
+from weights.text_ids import IdKind
 
 HASHES = HashSpec(scales=(3, 5), biases=(1, 2), modulus=97, vocab_size=11)
 CONFIG = ModelConfig(
@@ -34,6 +36,7 @@ class FakeEngine:
         self.forwards: list[list[int]] = []  # users of each forward that finished
         self.chunks: list[list[int]] = []  # candidates of each item
         self.closed = threading.Event()
+        self.named: ContextCache[None] = ContextCache(2**20, prefixes=False)
 
     def warm_up(self) -> None: ...
 
@@ -41,7 +44,15 @@ class FakeEngine:
         self.before(items)
         self.forwards.append([item.context.user_id for item in items])
         self.chunks.append([len(item.candidates) for item in items])
-        return [Outcome(expected(item.context, item.candidates, self.version), "state", "miss") for item in items]
+        return [
+            Outcome(
+                expected(item.context, item.candidates, self.version), "state", "miss", self.named.name(item, CONFIG)
+            )
+            for item in items
+        ]
+
+    def context_of(self, handle: str, caller: str) -> Context | None:
+        return self.named.context_of(handle, caller, CONFIG)
 
     def cache_stats(self) -> CacheStats:
         return CacheStats(misses=sum(map(len, self.forwards)))
@@ -57,10 +68,10 @@ def expected(context: Context, candidates: Candidates, version: int = 1) -> Scor
     return Scores(logits, (1 / (1 + np.exp(-logits))).astype(np.float32), np.abs(logits[:, :1]))
 
 
-def loaded(engine: Any, version: str = "v1", actions: tuple[str, ...] = ACTIONS) -> LoadedModel:
+def loaded(engine: Any, version: str = "v1", actions: tuple[str, ...] = ACTIONS, ids: IdKind = "uint64") -> LoadedModel:
     """The engine with a manifest, as the service wants it."""
     outputs = (ContinuousOutput("dwell_time", 30.0, "s"),)
-    manifest = Manifest("fake", version, CONFIG, actions, outputs, {actions[0]: 1.0, actions[2]: -2.0}, {}, {})
+    manifest = Manifest("fake", version, CONFIG, actions, outputs, {actions[0]: 1.0, actions[2]: -2.0}, {}, {}, ids=ids)
     return LoadedModel(Checkpoint(Path("fake"), manifest, Ranker(CONFIG)), engine)
 
 

@@ -18,10 +18,10 @@ import httpx
 
 from loadtest.matrix import Row
 from loadtest.servers.launch import HOST, Server, free_port
+from loadtest.soak.cluster import Processes
 from loadtest.soak.corpora import POSTS, Oracle
 from loadtest.soak.oracle import TOKEN
 from loadtest.soak.posts import NEW_POSTS, settings_of
-from loadtest.soak.servers import real
 
 SEEN_SECONDS = 1.0  # until the other process serves a change
 
@@ -30,39 +30,11 @@ Fault = Literal["lose"]
 
 
 @dataclass
-class Member:
-    """One of the two servers, started again after each kill."""
-
-    settings: dict[str, Any]
-    stack: ExitStack = field(default_factory=ExitStack)
-    server: Server | None = None
-
-    def start(self) -> None:
-        """Begin to serve; it is ready when this returns."""
-        self.settings |= {"port": free_port(), "admin__port": free_port()}
-        self.server = self.stack.enter_context(real(**self.settings))
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        assert self.server is not None
-        self.server.process.send_signal(signal.SIGKILL)
-        self.stack.close()
-
-    async def post(self, path: str, body: Any = None) -> httpx.Response | None:
-        """None where it is killed meanwhile."""
-        base = f"http://{HOST}:{self.settings['admin__port']}"
-        async with httpx.AsyncClient(base_url=base, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as admin:
-            with suppress(httpx.TransportError):
-                return await admin.post(path, json=body) if body is not None else await admin.post(path)
-        return None
-
-
-@dataclass
 class Pair:
     """Each post is deleted or added once, so that what must be there does not depend on the order."""
 
-    oracle: Oracle
-    members: list[Member]
+    processes: Processes
+    admin_ports: Sequence[int]
     draw: random.Random
     compact_share: float = 0.5
     deleted: list[int] = field(default_factory=list)
@@ -75,31 +47,38 @@ class Pair:
 
     async def round(self, kill: bool) -> None:
         """Both servers get a change and, now and then, a compaction, all at once; `kill` ends one of them in the midst."""
-        calls = [self._change(member) for member in self.members]
-        calls += [self._compact(member) for member in self.members] if self.draw.random() < self.compact_share else []
+        calls = [self._change(number) for number in range(2)]
+        calls += [self._compact(number) for number in range(2)] if self.draw.random() < self.compact_share else []
         self.draw.shuffle(calls)
         begun = [asyncio.ensure_future(call) for call in calls]
         if kill:
-            victim = self.draw.choice(self.members)
+            victim = self.draw.randrange(2)
             await asyncio.sleep(self.draw.random() * 0.05)
-            await asyncio.to_thread(victim.kill)
+            await asyncio.to_thread(self.processes.end, victim, signal.SIGKILL)
             self.kills += 1
             await asyncio.gather(*begun)
-            await asyncio.to_thread(victim.start)
+            await asyncio.to_thread(self.processes.start, victim)
         await asyncio.gather(*begun)
 
-    async def _change(self, member: Member) -> None:
+    async def ask(self, number: int, path: str, body: Any = None) -> httpx.Response | None:
+        """One server's admin port; None where it is killed meanwhile."""
+        base = f"http://{HOST}:{self.admin_ports[number]}"
+        async with httpx.AsyncClient(base_url=base, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as admin:
+            with suppress(httpx.TransportError):
+                return await admin.post(path, json=body) if body is not None else await admin.post(path)
+        return None
+
+    async def _change(self, number: int) -> None:
         self.tried += 1
-        number = self.tried
-        post = number if number < POSTS and self.draw.random() < 0.4 else NEW_POSTS + number
+        post = self.tried if self.tried < POSTS and self.draw.random() < 0.4 else NEW_POSTS + self.tried
         change = {"delete": [post]} if post < NEW_POSTS else {"upsert": [{"post_id": post, "author_id": 1 + post % 50}]}
-        reply = await member.post("/admin/posts", change)
+        reply = await self.ask(number, "/admin/posts", change)
         if reply is not None and reply.status_code == 200:
             (self.deleted if post < NEW_POSTS else self.added).append(post)
         self._count(reply)
 
-    async def _compact(self, member: Member) -> None:
-        reply = await member.post("/admin/posts/compact")
+    async def _compact(self, number: int) -> None:
+        reply = await self.ask(number, "/admin/posts/compact")
         self.compacted += reply is not None and reply.status_code == 200
         self._count(reply)
 
@@ -107,38 +86,32 @@ class Pair:
         allowed = {"not_stored", "reload_in_progress", "overloaded", "corpus_not_loaded"}
         self.wrong += reply is not None and reply.status_code != 200 and reply.json()["code"] not in allowed
 
-    async def start(self) -> None:
-        """Both, at once."""
-        await asyncio.gather(*(asyncio.to_thread(member.start) for member in self.members))
-
     async def lost(self) -> int:
         """How many acknowledged changes a server that has started anew does not know, by what deleting those posts again finds."""
         found = []
         for posts in (self.deleted, self.added):
-            reply = await self.members[0].post("/admin/posts", {"delete": [*posts, NEW_POSTS - 1]})
+            reply = await self.ask(0, "/admin/posts", {"delete": [*posts, NEW_POSTS - 1]})
             assert reply is not None
             found.append(int(reply.json()["deleted"]))
         return found[0] + len(self.added) - found[1]
 
     async def seconds_until_seen(self) -> float:
         """From the acknowledgement of a change by one server until the other one serves it; a minute where it never does."""
-        for member in self.members:
-            reply = await member.post(
-                "/admin/posts", {"upsert": [{"post_id": NEW_POSTS // 2 + self.tried, "author_id": 1}]}
-            )
+        for number, other in ((0, 1), (1, 0)):
+            added = {"post_id": NEW_POSTS // 2 + self.tried, "author_id": 1}
+            reply = await self.ask(number, "/admin/posts", {"upsert": [added]})
             if reply is not None and reply.status_code == 200:
                 began, corpus = time.monotonic(), reply.json()["corpus"]
                 while time.monotonic() - began < 60:
-                    others = [_served(each) for each in self.members if each is not member]
-                    if others == [(corpus["version"], corpus["changes"])]:
+                    served = await asyncio.to_thread(_served, self.processes.running[other])
+                    if served == (corpus["version"], corpus["changes"]):
                         return time.monotonic() - began
                     await asyncio.sleep(0.01)
         return 60.0
 
 
-def _served(member: Member) -> tuple[str, int]:
-    assert member.server is not None
-    corpus = httpx.post(f"{member.server.url}/retrieve", json={"user_id": 1, "history": [], "k": 1}).json()["corpus"]
+def _served(server: Server) -> tuple[str, int]:
+    corpus = httpx.post(f"{server.url}/retrieve", json={"user_id": 1, "history": [], "k": 1}).json()["corpus"]
     return corpus["version"], corpus["changes"]
 
 
@@ -152,24 +125,26 @@ def pairs(
 ) -> list[Row]:
     """R4 in so many rounds, or as many as there is time for. `compact_share`: of the rounds, with a compaction through each server."""
     until = time.monotonic() + seconds
+    admin_ports = [free_port(), free_port()]
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack, asyncio.Runner() as runner:
         oracle = Oracle("a", Path(directory), 0)
-        members = [Member(settings_of(oracle.root, oracle)) for _ in range(2)]
-        pair = Pair(oracle, members, random.Random(0), compact_share)
-        for member in members:
-            stack.callback(member.stack.close)
-        runner.run(pair.start())
+        settings = settings_of(oracle.root, oracle)
+        processes = Processes(2, lambda number: settings | {"admin__port": admin_ports[number]})
+        stack.callback(processes.close)
+        processes.start(0)
+        processes.start(1)
+        pair = Pair(processes, admin_ports, random.Random(0), compact_share)
         done, lags = 0, list[float]()
         while done < rounds and time.monotonic() < until:
             done += 1
             runner.run(pair.round(done % kill_every == 0))
             if done % kill_every == kill_every // 2:
                 lags.append(runner.run(pair.seconds_until_seen()))
-        for member in members:
-            member.kill()
+        for number in range(2):
+            processes.end(number, signal.SIGKILL)
         for log in oracle.corpus.glob("changes-*.log") if "lose" in faults else ():
             os.truncate(log, log.stat().st_size // 2)
-        members[0].start()
+        processes.start(0)
         lost = runner.run(pair.lost())
     known = len(pair.deleted) + len(pair.added)
     beside = f"{done} rounds, {pair.compacted} compactions, {pair.kills + 2} kills"

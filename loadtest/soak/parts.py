@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from loadtest.matrix import Row, table
 from loadtest.soak import (
@@ -80,13 +81,13 @@ def run(seconds: float, names: list[str]) -> Iterator[Row]:
             yield Row(name, f"broke: {type(error).__name__}: {error}"[:200], 1, 1, 0, 0, "")
 
 
-def soak(seconds: float, only: Sequence[str]) -> bool:
-    """Print each row as JSON, then all as a table; whether all held. Raises ValueError for a part that is not there."""
-    if unknown := set(only) - PARTS.keys():
+def soak(seconds: float = 1800.0, only: list[str] | None = None) -> None:
+    """Every long form in a bounded time, or those that are named: one JSON line a row, then a table. Exit code 1 where a row is red."""
+    if unknown := set(only or ()) - PARTS.keys():
         raise ValueError(f"no part is named {', '.join(unknown)}; there are {', '.join(PARTS)}")
     began, rows = time.monotonic(), []
-    for row in run(seconds, list(only) or list(PARTS)):
+    for row in run(seconds, only or list(PARTS)):
         rows.append(row)
         print(row.to_json(), flush=True)
     print(f"\n{table(rows)}\n\n{time.monotonic() - began:.0f} s in all")
-    return all(row.ok for row in rows)
+    sys.exit(not all(row.ok for row in rows))

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from model.batch import history_start
-from model.cache import ContextCache, ContextKey
+from model.cache import ContextCache, ContextKey, Entry
 from model.config import CandidatePositions, ModelConfig
 from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
 from model.inputs import Context, Scores
@@ -123,16 +123,23 @@ class NativeEngine:
         return _Plan(self, items)
 
     def _outcomes(self, plan: _Plan, finite: bool) -> list[Outcome]:
+        kept: dict[ContextKey, Entry[Keys]] = {}
         for key, (_, keys, is_kept) in plan.made.items():
-            if is_kept:
-                self._cache.insert(key, keys, keys.buffer.nbytes)
+            if is_kept and (entry := self._cache.insert(key, keys, keys.buffer.nbytes)):
+                kept[key] = entry
         outcomes, stop = [], 0
         logits, probabilities, continuous = plan.scores
-        for item, (keys, result) in zip(plan.items, plan.results, strict=True):
+        for item, (keys, result, handle, made) in zip(plan.items, plan.results, strict=True):
             start, stop = stop, stop + len(item.candidates.post_ids)
             scores = Scores(logits[start:stop], probabilities[start:stop], continuous[start:stop], finite=finite)
-            outcomes.append(Outcome(scores, keys, result))
+            if made in kept:
+                handle = self._cache.handle(kept[made], item)
+            outcomes.append(Outcome(scores, keys, result, handle))
         return outcomes
+
+    def context_of(self, handle: str, caller: str) -> Context | None:
+        """As `Engine.context_of`."""
+        return self._cache.context_of(handle, caller, self.config)
 
     def cache_stats(self) -> CacheStats:
         """Safe to call from any thread."""
@@ -160,22 +167,27 @@ class NativeEngine:
         return Keys(buffer, buffer.ctypes.data, rows, blocks)
 
 
+_Found = tuple[Keys, CacheResult, str, ContextKey | None]
+"""Of an item: its keys, what the cache said, the handle where its context was there before, and the key where it is made."""
+
+
 class _Plan:
     """One forward: which contexts must be made, the kernel's `work`, and the arrays that its results go to."""
 
     def __init__(self, engine: NativeEngine, items: Sequence[Item]) -> None:
         self.items = items
         self.made: dict[ContextKey, tuple[int, Keys, bool]] = {}
-        self.results: list[tuple[Keys, CacheResult]] = []
+        self.results: list[_Found] = []
         self._engine = engine
         self._arrays: list[ContextRows] = []  # what the contexts' jobs point into
         self._contexts: list[bytes] = []
         jobs, rows = [], 0
         for item in items:
-            keys, context, result = self._keys_of(item)
+            context, found = self._keys_of(item)
+            keys = found[0]
             count, slot = len(item.candidates.post_ids), item.candidates.first_slot
             jobs.append(CANDIDATE_JOB(count, rows, slot, keys.rows, keys.blocks, context, keys.address))
-            self.results.append((keys, result))
+            self.results.append(found)
             rows += count
         lists = [item.candidates for item in items]
         actions, continuous = engine.config.actions, engine.config.continuous_actions
@@ -195,22 +207,22 @@ class _Plan:
         )
         self.work = Work(self._contexts, jobs, columns, (address, address + 4 * size, address + 8 * size))
 
-    def _keys_of(self, item: Item) -> tuple[Keys, int, CacheResult]:
-        """The keys of an item's context, the index of the job that will make them (or -1), and what the cache said."""
+    def _keys_of(self, item: Item) -> tuple[int, _Found]:
+        """The index of the job that will make the keys of an item's context, or -1, and what was found of it."""
         if item.state is not None:
-            return item.state, -1, "hit"
+            return -1, (item.state, "hit", "", None)
         engine = self._engine
         key = ContextKey.of(item.context, engine.config)
         if key in self.made:
             job, keys, _ = self.made[key]
-            return keys, job, "hit"
-        found = engine._cache.find(key)
-        if found is not None:
-            return found, -1, "hit"
+            return job, (keys, "hit", "", key)
+        entry = engine._cache.find(key)
+        if entry is not None:
+            return -1, (entry.state, "hit", engine._cache.handle(entry, item), None)
         older = engine._cache.find_prefix(key)
         keys, job = self._add_context(item.context, older)
         self.made[key] = (job, keys, item.context.is_kept)
-        return keys, job, "miss" if older is None else "prefix"
+        return job, (keys, "miss" if older is None else "prefix", "", key)
 
     def _add_context(self, context: Context, older: Keys | None) -> tuple[Keys, int]:
         job = ContextRows(context, self._engine.config, older.rows if older else 0)

@@ -18,10 +18,9 @@ from model.inputs import Context
 from model.native.build import KernelUnavailable, Vectors
 from model.native.search import NativeIndex
 from model.native.tower import NativeTower
-from model.retrieval.corpus import Corpus
+from model.retrieval.corpus import Corpus, Segment, segment_of
 from model.retrieval.inputs import Answers, Change, Filters, Mark, NewPosts, Query, Retrieved
 from model.retrieval.search import Found, Index, TorchIndex, Wish
-from model.retrieval.segment import Segment, segment_of
 from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
 
@@ -142,8 +141,8 @@ class RetrievalEngine:
         for query in queries:
             key = ContextKey.of(query.context, self.config)
             keys.append(key)
-            if (vector := self._users.find(key)) is not None:
-                known[key] = vector
+            if (entry := self._users.find(key)) is not None:
+                known[key] = entry.state
             elif key not in unknown:
                 unknown[key] = query.context
                 tokens += 1 + len(query.context.post_ids)
@@ -204,6 +203,7 @@ class RetrievalEngine:
                 np.concatenate((last.times_of(rows), posts.created_at)),
                 last.topics_of(rows) + posts.topics,
                 np.concatenate((corpus.vectors[rows], posts.vectors)),
+                corpus.texts_of(rows) + posts.texts,
             )
         return segment_of(self.corpus, posts, self._make_index(posts.vectors, 1)), is_merged
 
@@ -300,6 +300,7 @@ class RetrievalEngine:
             return picked
 
         names = [topic for segment, part in parts for topic in segment.topics_of(part.rows)]
+        texts = [pair for segment, part in parts for pair in segment.corpus.texts_of(part.rows)]
         return Retrieved(
             of(lambda segment, rows: segment.corpus.post_ids[rows]),
             of(lambda segment, rows: segment.corpus.author_ids[rows]),
@@ -312,6 +313,7 @@ class RetrievalEngine:
             self.posts,
             self.changes,
             self.mark,
+            [texts[place] for place in order] if texts else [],
         )
 
     def _check_search(self, vectors: NDArray[np.float32], make: Callable[[NDArray[np.float32]], Index]) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -54,17 +55,21 @@ class Filters:
 @dataclass(slots=True, eq=False)
 class Query:
     """One retrieval: the best `k` posts for a context, of those that the filters leave, with a score of `least` or more, from a corpus
-    whose `Mark` reaches `at_least`."""
+    whose `Mark` reaches `at_least`. Where it has a `handle`, the ranker has the context, which is empty here, and `excludes_history` says
+    whether the filters are to exclude its posts too."""
 
     context: Context
     k: int
     filters: Filters
     least: float = -np.inf
     at_least: str = ""
+    handle: str = ""
+    excludes_history: bool = False
 
     def check(self, config: ModelConfig) -> None:
         """As `Context.check`, and ValueError for a `k`, a `least`, a time or an `at_least` that is none."""
-        self.context.check(config)
+        if not self.handle:
+            self.context.check(config)
         after = self.filters.created_after
         if self.at_least and not AT_LEAST.fullmatch(self.at_least):
             raise ValueError("a query of a corpus after no number of changes")
@@ -75,13 +80,14 @@ class Query:
 @dataclass(frozen=True, slots=True, eq=False)
 class NewPosts:
     """Posts that take the place of those with the same ids, or are new. Ids as in `Corpus`, each once; `created_at`: int64 `[n]`, 0
-    where unknown; `topics`: a name or None for each; `vectors`: float32 `[n, D]`."""
+    where unknown; `topics`: a name or None for each; `vectors`: float32 `[n, D]`; `texts`: as in `PostRows`."""
 
     post_ids: Ids
     author_ids: Ids
     created_at: NDArray[np.int64]
     topics: list[str | None]
     vectors: NDArray[np.float32]
+    texts: list[tuple[str, str]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.post_ids)
@@ -89,55 +95,60 @@ class NewPosts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """What happens to a corpus in one step: posts that go, by id, and posts that come. No id is in both. `mark`: of the corpus then."""
+    """What happens to a corpus in one step: posts that go, by id, and posts that come. No id is in both. `mark`: of the corpus then.
+    `delete_texts`: as in `PostChange`."""
 
     delete: Ids
     posts: NewPosts
     mark: Mark
+    delete_texts: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PostRows:
     """Posts to be encoded. `post_ids, author_ids`: uint64 `[n]`, each post id once and not 0; `created_at`: int64 `[n]`, Unix seconds,
-    0 where unknown; `topics`: a name or None for each."""
+    0 where unknown; `topics`: a name or None for each. `texts`: where ids are texts, those of each post and its author; else empty."""
 
     post_ids: Ids
     author_ids: Ids
     created_at: NDArray[np.int64]
     topics: list[str | None]
+    texts: list[tuple[str, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PostChange:
-    """What happens to the corpus in one step. No id is in both."""
+    """What happens to the corpus in one step. No id is in both. `delete_texts`: where ids are texts, those of `delete`; else empty."""
 
     delete: Ids
     upsert: PostRows
+    delete_texts: list[str] = field(default_factory=list)
 
     @classmethod
     def merged(cls, changes: Sequence[PostChange]) -> PostChange:
         """One change that leaves the posts, and their order, as these do one after the other; none of none."""
-        gone: dict[int, None] = {}
-        rows: dict[int, tuple[int, int, str | None]] = {}
+        gone: dict[int, str | None] = {}
+        rows: dict[int, tuple[int, int, str | None, tuple[str, str] | None]] = {}
         for change in changes:
-            for post in change.delete.tolist():
+            for post, text in zip_longest(change.delete.tolist(), change.delete_texts):
                 rows.pop(post, None)
-                gone[post] = None
+                gone[post] = text
             upsert = change.upsert
-            for post, *row in zip(
-                upsert.post_ids.tolist(),
-                upsert.author_ids.tolist(),
-                upsert.created_at.tolist(),
-                upsert.topics,
-                strict=True,
-            ):
+            columns = (column.tolist() for column in (upsert.post_ids, upsert.author_ids, upsert.created_at))
+            for post, author, time, topic, texts in zip_longest(*columns, upsert.topics, upsert.texts):
                 rows.pop(post, None)  # it goes to the end
                 gone.pop(post, None)
-                rows[post] = (row[0], row[1], row[2])
-        authors, times, topics = zip(*rows.values(), strict=True) if rows else ((), (), ())
+                rows[post] = (author, time, topic, texts)
+        authors, times, topics, named = zip(*rows.values(), strict=True) if rows else ((), (), (), ())
         ids = np.array(list(rows), np.uint64)
-        upsert = PostRows(ids, np.array(authors, np.uint64), np.array(times, np.int64), list(topics))
-        return cls(np.array(list(gone), np.uint64), upsert)
+        upsert = PostRows(
+            ids,
+            np.array(authors, np.uint64),
+            np.array(times, np.int64),
+            list(topics),
+            [pair for pair in named if pair is not None],
+        )
+        return cls(np.array(list(gone), np.uint64), upsert, [text for text in gone.values() if text is not None])
 
     def check(self, config: ModelConfig | None = None) -> None:
         """Raises ValueError where nothing changes or columns differ in length, for a post that comes twice or is none, and for a time
@@ -145,6 +156,8 @@ class PostChange:
         rows = self.upsert
         if len({len(column) for column in (rows.post_ids, rows.author_ids, rows.created_at, rows.topics)}) > 1:
             raise ValueError("a change with columns of different lengths")
+        if len(rows.texts) not in (0, len(rows.post_ids)) or len(self.delete_texts) not in (0, len(self.delete)):
+            raise ValueError("a change that has texts of some posts alone")
         ids = np.concatenate((rows.post_ids, self.delete))
         if not len(ids) or len(np.unique(ids)) < len(ids) or not rows.post_ids.all() or (rows.created_at < 0).any():
             raise ValueError("no change of different posts")
@@ -155,7 +168,7 @@ class Retrieved:
     """Posts, best first, equal scores by row. `post_ids, author_ids`: uint64 `[r]`; `scores`: float32 `[r]`; `created_at`: int64
     `[r]`, 0 where unknown; `topics`: a name or None for each. `visible`: rows that the filters left. `scored`: rows that were
     scored in fp32. `cached`: whether the user's vector came from the cache. `posts`, `changes` and `mark`: what the corpus was then, as
-    `RetrievalEngine` counts them."""
+    `RetrievalEngine` counts them. `texts`: where ids are texts, those of each post and its author; else empty."""
 
     post_ids: Ids
     author_ids: Ids
@@ -168,6 +181,7 @@ class Retrieved:
     posts: int
     changes: int
     mark: Mark
+    texts: list[tuple[str, str]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.post_ids)

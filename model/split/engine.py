@@ -28,6 +28,8 @@ from model.synthetic import random_candidates, random_context
 
 KernelChoice = Literal["auto", "portable", "fused"]
 Work = tuple[ContextWork | None, int, Candidates, ContextState]
+Found = tuple[ContextState, CacheResult, str]
+"""The state that an item's candidates see, what the cache said, and the handle where the context was there before."""
 
 
 class SplitEngine:
@@ -131,12 +133,18 @@ class SplitEngine:
                 outputs = self._runner.run(plans)
         except torch.AcceleratorError as error:
             raise EngineError(f"the device failed: {error}", sticky=True) from error
-        dropped = {id(state) for item, (state, _) in zip(items, results, strict=True) if not item.context.is_kept}
+        dropped = {id(state) for item, (state, *_) in zip(items, results, strict=True) if not item.context.is_kept}
+        kept = {}
         for key, state in made.items():
-            if id(state) not in dropped:
-                self._cache.insert(key, state, state.nbytes)
-        scores = self._scores(items, plans, outputs)
-        return [Outcome(found, state, result) for found, (state, result) in zip(scores, results, strict=True)]
+            if id(state) not in dropped and (entry := self._cache.insert(key, state, state.nbytes)):
+                kept[id(state)] = entry
+        outcomes = []
+        for item, scores, found in zip(items, self._scores(items, plans, outputs), results, strict=True):
+            state, result, handle = found
+            if id(state) in kept and item.state is None:
+                handle = self._cache.handle(kept[id(state)], item)
+            outcomes.append(Outcome(scores, state, result, handle))
+        return outcomes
 
     @torch.inference_mode()
     def rehearse(self, items: Sequence[Item]) -> Callable[[], None]:
@@ -169,6 +177,10 @@ class SplitEngine:
         """The fraction of computed rows, since warm-up, that no request asked for."""
         counts = self._runner.counts
         return 1 - counts.used / counts.computed if counts.computed else 0.0
+
+    def context_of(self, handle: str, caller: str) -> Context | None:
+        """As `Engine.context_of`."""
+        return self._cache.context_of(handle, caller, self.config)
 
     def cache_stats(self) -> CacheStats:
         """Safe to call from any thread."""
@@ -217,33 +229,31 @@ class SplitEngine:
         plan.add_candidates(CandidateWork(0, 0, random_candidates(config, rows - plan.rows - 5, seed=5), long))
         return plan
 
-    def _works(
-        self, items: Sequence[Item], made: dict[ContextKey, ContextState]
-    ) -> tuple[list[Work], list[tuple[ContextState, CacheResult]]]:
-        """What is to be computed, and for each item the state its candidates see and what the cache said."""
+    def _works(self, items: Sequence[Item], made: dict[ContextKey, ContextState]) -> tuple[list[Work], list[Found]]:
+        """What is to be computed, and what was found of each item's context."""
         works: list[Work] = []
-        results: list[tuple[ContextState, CacheResult]] = []
+        results: list[Found] = []
         for number, item in enumerate(items):
-            context, state, result = self._context_of(item, made)
-            works.append((context, number, item.candidates, state))
-            results.append((state, result))
+            context, found = self._context_of(item, made)
+            works.append((context, number, item.candidates, found[0]))
+            results.append(found)
         return works, results
 
-    def _context_of(
-        self, item: Item, made: dict[ContextKey, ContextState]
-    ) -> tuple[ContextWork | None, ContextState, CacheResult]:
-        """What must be computed before an item's candidates, if anything, the state they see, and what the cache said."""
+    def _context_of(self, item: Item, made: dict[ContextKey, ContextState]) -> tuple[ContextWork | None, Found]:
+        """What must be computed before an item's candidates, if anything, and what was found."""
         if item.state is not None:
-            return None, item.state, "hit"
+            return None, (item.state, "hit", "")
         key = ContextKey.of(item.context, self.config)
-        found = made.get(key) or self._cache.find(key)
-        if found is not None:
-            return None, found, "hit"
+        if key in made:
+            return None, (made[key], "hit", "")
+        entry = self._cache.find(key)
+        if entry is not None:
+            return None, (entry.state, "hit", self._cache.handle(entry, item))
         older = self._cache.find_prefix(key)
         state = self._allocate(item.context, older)
         made[key] = state
         work = ContextWork(item.context, state, older.history if older else 0, older.length if older else 0)
-        return work, state, "prefix" if older else "miss"
+        return work, (state, "prefix" if older else "miss", "")
 
     def _allocate(self, context: Context, older: ContextState | None) -> ContextState:
         """Room for a context's keys and values, those of its known beginning copied in."""

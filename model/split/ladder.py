@@ -15,6 +15,7 @@ import torch
 from model.config import CandidatePositions
 from model.dense import DenseEngine
 from model.engine import CacheStats, Engine, EngineError, EngineInfo, Item, Outcome
+from model.inputs import Context
 from model.ranker import Ranker
 from model.selftest import Definition
 from model.split.engine import SplitEngine
@@ -50,7 +51,7 @@ def cuda_rungs(
     return [
         Rung("recorded", lambda: split(plain=False)),
         Rung("plain", lambda: split(plain=True)),
-        Rung("dense", lambda: DenseEngine(ranker.to(device), dtype, positions)),
+        Rung("dense", lambda: DenseEngine(ranker.to(device), dtype, positions, cache_bytes)),
     ]
 
 
@@ -109,6 +110,10 @@ class LadderEngine:
         """See `Engine.forward`. On the rung `dense` bits may depend on how many candidates an item has."""
         assert self._engine is not None
         return self._engine.forward(items)
+
+    def context_of(self, handle: str, caller: str) -> Context | None:
+        """See `Engine.context_of`."""
+        return None if self._engine is None else self._engine.context_of(handle, caller)
 
     def cache_stats(self) -> CacheStats:
         """See `Engine.cache_stats`."""

@@ -132,7 +132,7 @@ def plan_steps(
             chunk = candidates if take == len(candidates) else candidates.chunk(start, start + take)
             plans[-1].add_candidates(CandidateWork(item, start, chunk, state))
             start += take
-    return plans
+    return [plan for plan in plans if plan.rows]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,10 +6,9 @@ from functools import cache
 from typing import Any
 
 import jsonschema
-from msgspec.json import schema_components
 
 from app.request.replies import SCHEMAS, ExplainReply
-from app.request.schema import ExplainRequest, RankRequest, RecommendRequest, RetrieveRequest
+from app.request.schema import ExplainRequest, RankRequest, RecommendRequest, RetrieveRequest, published
 
 MODELS = (RankRequest, ExplainRequest, RetrieveRequest, RecommendRequest, ExplainReply)
 
@@ -19,7 +18,7 @@ def _validator(model: type) -> Any:
     plain = jsonschema.Draft202012Validator
     types = plain.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)  # else 1.0 is one
     strict = jsonschema.validators.extend(plain, type_checker=types)
-    refs, components = schema_components(MODELS, ref_template=f"{SCHEMAS}/{{name}}")
+    refs, components = published(MODELS, f"{SCHEMAS}/{{name}}")
     return strict({**refs[MODELS.index(model)], "components": {"schemas": components}})
 
 
@@ -44,7 +43,7 @@ def _fits(value: dict[str, Any]) -> bool:
 
 
 def _ids(value: dict[str, Any]) -> list[Any]:
-    found = [value["user_id"], *value.get("exclude", []), *value.get("explain", [])]
+    found = [value.get("user_id", 0), *value.get("exclude", []), *value.get("explain", [])]
     for posts in (value.get("history", []), value.get("candidates", [])):
         for name in ("post_id", "author_id"):
             found += posts[name] if isinstance(posts, dict) else [post[name] for post in posts]
@@ -52,4 +51,4 @@ def _ids(value: dict[str, Any]) -> list[Any]:
 
 
 def _is_id(value: int | str) -> bool:
-    return str(value).isascii() and str(value).isdigit() and int(value) < 2**64
+    return str(value).isascii() and str(value).isdigit() and str(value) == str(int(value)) and int(value) < 2**64

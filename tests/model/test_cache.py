@@ -37,6 +37,12 @@ def key(user_id: int, length: int) -> ContextKey:
     return ContextKey(user_id, (POST * length, SURFACE * length))
 
 
+def found(cache: ContextCache[Any], wanted: ContextKey) -> Any:
+    """The state of a key, None where it is not kept."""
+    entry = cache.find(wanted)
+    return None if entry is None else entry.state
+
+
 def test_every_feature_that_the_checkpoint_sees_is_in_the_key() -> None:
     config = random_config()
     context = random_context(config, 5)
@@ -79,7 +85,7 @@ def test_the_newest_state_of_a_user_is_found_as_a_beginning_after_an_older_one_i
     for length, state in ((1, "older"), (2, "newer")):
         cache.insert(key(1, length), state, 10)
     cache.insert(key(2, 1), "another", 10)
-    assert (cache.find(key(1, 1)), cache.stats().evictions) == (None, 1)
+    assert (found(cache, key(1, 1)), cache.stats().evictions) == (None, 1)
     assert (cache.find_prefix(key(1, 3)), cache.stats().prefixes) == ("newer", 1)
     cache.insert(key(1, 2), "again", 10)  # in the place of the one before
     assert (cache.find_prefix(key(1, 3)), cache.stats().entries) == ("again", 2)
@@ -89,7 +95,7 @@ def test_a_state_over_the_budget_is_not_kept() -> None:
     cache: ContextCache[str] = ContextCache(ENTRY_BYTES + 100, prefixes=True)
     cache.insert(key(1, 1), "small", 50)
     cache.insert(key(2, 1), "huge", 101)
-    assert cache.find(key(1, 1)) == "small"
+    assert found(cache, key(1, 1)) == "small"
     assert cache.stats().evictions == 0
 
 
@@ -109,9 +115,9 @@ def test_behaves_as_a_plain_least_recently_used_dictionary(steps: list[tuple[boo
                 while sum(held for _, held in plain.values()) > budget:
                     plain.popitem(last=False)
         else:
-            found = cache.find(wanted)
-            assert found == plain.get(wanted, (None, 0))[0]
-            if found is None:
+            kept = found(cache, wanted)
+            assert kept == plain.get(wanted, (None, 0))[0]
+            if kept is None:
                 older = cache.find_prefix(wanted)
                 assert older is None or any(wanted.grew_from(k) and value[0] == older for k, value in plain.items())
             else:
@@ -121,22 +127,32 @@ def test_behaves_as_a_plain_least_recently_used_dictionary(steps: list[tuple[boo
 
 
 def fill(
-    cache: ContextCache[Any], allocate: Callable[[], Any], size: Callable[[Any], int], events: tuple[bytes, ...]
+    cache: ContextCache[Any],
+    allocate: Callable[[], Any],
+    size: Callable[[Any], int],
+    events: tuple[bytes, ...],
+    handles: int = 0,
 ) -> None:
-    """More contexts than the budget holds; each has bytes of its own, as those of different requests do."""
+    """More contexts than the budget holds; each has bytes of its own, as those of different requests do, and so many handles."""
+    config = random_config()
+    context, none = random_context(config, 0), random_candidates(config, 0)
     for user in range(2 * cache.byte_budget // (size(allocate()) + sum(map(len, events)) + 250)):
         state = allocate()
-        cache.insert(ContextKey(2**40 + user, tuple(bytes(bytearray(column)) for column in events)), state, size(state))
+        key = ContextKey(2**40 + user, tuple(bytes(bytearray(column)) for column in events))
+        if entry := cache.insert(key, state, size(state)):
+            for number in range(handles):
+                cache.handle(entry, Item(replace(context, dropped=2**40 + user), none, caller=f"caller {number}"))
 
 
+@pytest.mark.parametrize("handles", [0, 1, 3])
 @pytest.mark.parametrize("history", [0, 1, 37])
-def test_what_the_native_engine_keeps_stays_within_its_budget(history: int) -> None:
+def test_what_the_native_engine_keeps_stays_within_its_budget(history: int, handles: int) -> None:
     config = random_config()
     engine = NativeEngine(random_ranker(config), cache_bytes=4 * 2**20)
     events = random_context(config, history).events(config)
     tracemalloc.start()
     try:
-        fill(engine._cache, lambda: engine._allocate(history, None), lambda keys: keys.buffer.nbytes, events)
+        fill(engine._cache, lambda: engine._allocate(history, None), lambda keys: keys.buffer.nbytes, events, handles)
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.bits import Compositions, small_config
+from model.batch import hash_rows
 from model.config import HashSpec, ModelConfig
 from model.create import EngineOptions, create_engine
 from model.dense import DenseEngine
 from model.engine import EngineError, Item
-from model.hashing import hash_rows
 from model.native import build, packing
 from model.native.build import KernelUnavailable
 from model.native.engine import NativeEngine
@@ -172,8 +172,13 @@ def test_a_trunk_that_the_kernel_does_not_know_goes_to_the_torch_engine_with_the
         refusal(with_preset(SHAPE, "phoenix-2026"))
         == "the native kernel does not know this trunk's cap_form, gated, qk_norm"
     )
-    with pytest.raises(KernelUnavailable, match="norm, positions, activation"):
-        NativeEngine(random_ranker(vanilla))
+    ranker = random_ranker(vanilla)
+    engine = create_engine(ranker, EngineOptions(device="cpu"))
+    assert engine.info.backend == "torch"
+    assert engine.info.notes["fallback"] == refusal(vanilla)
+    for make in (NativeEngine, lambda ranker: create_engine(ranker, EngineOptions(device="cpu", backend="native"))):
+        with pytest.raises(KernelUnavailable, match="norm, positions, activation"):
+            make(ranker)
 
 
 def test_vectors_that_the_processor_lacks_are_refused_with_their_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -344,7 +344,7 @@ def test_steps_hold_their_limits_and_lose_no_candidate() -> None:
     for number in range(40):
         count = int(generator.choice([1, 2, 63, 64, 65, 500]))
         asked = item(engine, int(generator.integers(0, 38)), count, number)
-        work, state, _ = engine._context_of(asked, {})
+        work, (state, *_) = engine._context_of(asked, {})
         works.append((work, number, asked.candidates, state))
     plans = plan_steps(works, capacity)
     for plan in plans:

@@ -20,10 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.retrieval.corpus import ROWS_PER_STEP, Corpus
+from model.retrieval.corpus import ROWS_PER_STEP, Corpus, packed
 from model.retrieval.inputs import Change, Mark
 from weights.corpus.changes import ChangeLog
-from weights.corpus.manifest import VECTORS, CorpusManifest, corpus_tensors, file_of
+from weights.corpus.manifest import TEXTS, VECTORS, CorpusManifest, corpus_tensors, file_of
 from weights.corpus.store import StoredCorpus, load_corpus, load_corpus_manifest, read_corpus
 from weights.errors import CheckpointError, kind_of
 from weights.format.manifest import MANIFEST_NAME, Manifest
@@ -129,16 +129,23 @@ class Compaction:
             columns.append("created_at")
         if topics:
             columns.append("topics")
-        tensors = corpus_tensors(columns, posts, old.width, old.tensors[VECTORS].dtype, self.mark)
+        text_width = max(0 if corpus.texts is None else corpus.texts.shape[2] for corpus, _ in parts)
+        if old.ids == "text":
+            columns.append(TEXTS)
+        tensors = corpus_tensors(columns, posts, old.width, old.tensors[VECTORS].dtype, self.mark, text_width)
 
         def chunks(name: str) -> Iterator[Tensor]:
             for corpus, rows in parts:
                 for start in range(0, len(rows), ROWS_PER_STEP):
-                    yield torch.from_numpy(_column(name, corpus, rows[start : start + ROWS_PER_STEP], topics))
+                    some = rows[start : start + ROWS_PER_STEP]
+                    if name == TEXTS:
+                        yield torch.from_numpy(packed(corpus.texts_of(some), text_width).copy())
+                    else:
+                        yield torch.from_numpy(_column(name, corpus, some, topics))
 
         files = write_files(self.directory, tensors, chunks)
         return CorpusManifest(
-            old.name, old.label(mark), old.encoder, old.encoder_name, posts, old.width, tuple(topics), files, tensors, mark,
+            old.name, old.label(mark), old.encoder, old.encoder_name, posts, old.width, tuple(topics), files, tensors, mark, old.ids,
         )  # fmt: skip
 
     def _remove_others(self, kept: CorpusManifest, log: ChangeLog) -> None:

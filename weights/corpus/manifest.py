@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from model.retrieval.inputs import AT_LEAST, UNCHANGED, Mark
 from weights.errors import CheckpointError
 from weights.format.manifest import (
     FORMAT_VERSION,
+    Document,
     FileEntry,
     TensorEntry,
-    check_format_version,
     check_keys,
-    check_label,
-    check_written,
-    content_digest,
-    entries,
     entries_content,
     parse_json_object,
-    signed,
 )
+from weights.text_ids import MAX_TEXT_BYTES, IdKind
 
 KIND = "corpus"
 MAX_POSTS = 2**31 - 1
 MAX_TOPICS = 10_000
 VECTORS = "vectors"
+TEXTS = "texts"
 COLUMNS = {"post_ids": "int64", "author_ids": "int64", "created_at": "int64", "topics": "int32"}
 OPTIONAL_COLUMNS = ("created_at", "topics")
 
@@ -44,20 +41,24 @@ def mark_of(file: str) -> str:
 
 
 def corpus_tensors(
-    columns: Iterable[str], posts: int, width: int, dtype: str, mark: str = ""
+    columns: Iterable[str], posts: int, width: int, dtype: str, mark: str = "", text_width: int = 0
 ) -> dict[str, TensorEntry]:
-    """The tensors of a corpus: these columns, and vectors of `dtype`."""
-    tensors = {name: TensorEntry(file_of(name, mark), COLUMNS[name], (posts,)) for name in columns}
+    """The tensors of a corpus: these columns, and vectors of `dtype`. `text_width`: bytes of the longest text and one more."""
+    shapes = {TEXTS: (posts, 2, text_width)}
+    tensors = {
+        name: TensorEntry(file_of(name, mark), (COLUMNS | {TEXTS: "uint8"})[name], shapes.get(name, (posts,)))
+        for name in columns
+    }
     return tensors | {VECTORS: TensorEntry(file_of(VECTORS, mark), dtype, (posts, width))}
 
 
 @dataclass(frozen=True, slots=True)
-class CorpusManifest:
+class CorpusManifest(Document):
     """Everything about a corpus except its numbers. Raises CheckpointError for fields that contradict each other.
 
     `encoder` is the digest of the retrieval checkpoint that made the vectors, `encoder_name` its name and version, for people.
     `topics` are the names that the column `topics` indexes, -1 for none. `mark`: which changes are in it already. `digest` is the corpus's
-    identity, as a checkpoint's.
+    identity, as a checkpoint's. `ids` are the encoder's; where they are texts, the column `texts` has them.
     """
 
     name: str
@@ -70,13 +71,11 @@ class CorpusManifest:
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
     mark: Mark = UNCHANGED
+    ids: IdKind = "uint64"
     digest: str = field(init=False)
+    dtypes: ClassVar[Sequence[str]] = ("float32", "bfloat16", "int64", "int32", "uint8")
 
     def __post_init__(self) -> None:
-        if not self.version:
-            object.__setattr__(self, "version", content_digest(self._content())[:12])
-        check_label("name", self.name)
-        check_label("version", self.version)
         if not 0 < self.posts <= MAX_POSTS:
             raise CheckpointError(f"holds {self.posts} posts; 1 to {MAX_POSTS} are supported")
         if len(self.topics) > MAX_TOPICS or len(set(self.topics)) < len(self.topics):
@@ -87,65 +86,54 @@ class CorpusManifest:
         if sequence < 0 or not re.fullmatch("([0-9a-f]{32})?", digest) or not AT_LEAST.fullmatch(position or "0"):
             raise CheckpointError("has a mark that is none")
         self._check_tensors()
-        object.__setattr__(self, "digest", content_digest(self._content()))
+        self._sign()
 
     def _check_tensors(self) -> None:
         for name, entry in self.tensors.items():
-            shape = (self.posts, self.width) if name == VECTORS else (self.posts,)
-            dtypes = ("float32", "bfloat16") if name == VECTORS else (COLUMNS.get(name),)
+            shape: tuple[int, ...] = (self.posts, self.width) if name == VECTORS else (self.posts,)
+            if name == TEXTS and 1 < entry.shape[-1] <= MAX_TEXT_BYTES + 1:
+                shape = (self.posts, 2, entry.shape[-1])
+            dtypes = ("float32", "bfloat16") if name == VECTORS else ((COLUMNS | {TEXTS: "uint8"}).get(name),)
             if entry.file != file_of(name, mark_of(entry.file)) or entry.dtype not in dtypes or entry.shape != shape:
                 raise CheckpointError(
                     f"lists tensor {name[:100]} in a file, dtype or shape that a corpus does not have"
                 )
-            if entry.file not in self.files:
-                raise CheckpointError(f"lacks the file {entry.file}")
-        missing = {VECTORS, *COLUMNS} - set(OPTIONAL_COLUMNS) - set(self.tensors)
+        texts = {TEXTS} if self.ids == "text" else set()
+        missing = ({VECTORS, *COLUMNS} | texts) - set(OPTIONAL_COLUMNS) - set(self.tensors)
+        if not texts and TEXTS in self.tensors:
+            raise CheckpointError("lists texts, though its ids are none")
         if missing or (self.topics and "topics" not in self.tensors):
             raise CheckpointError(f"does not list all tensors of a corpus: {', '.join(sorted(missing)) or 'topics'}")
 
     def _content(self) -> dict[str, Any]:
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
-        values |= (
-            {"mark": self.mark._asdict()} if any(values.pop("mark")) else {}
-        )  # so that corpora of before keep their digests
+        mark, ids = values.pop("mark"), values.pop("ids")
+        values |= {"mark": mark._asdict()} if any(mark) else {}  # so that corpora of before keep their digests
+        values |= {} if ids == "uint64" else {"ids": ids}
         return {"format_version": FORMAT_VERSION, "kind": KIND, **values, **entries_content(self.files, self.tensors)}
 
     @property
     def first_mark(self) -> Mark:
-        """Of the corpus before the changes in its log: `v1+12` of before November 2026 has had twelve."""
+        """Of the corpus before the changes in its log."""
         sequence, digest, position = self.mark
-        return Mark(sequence or self._base[1], digest or self.digest[:32], position)
+        return Mark(sequence, digest or self.digest[:32], position)
 
     def label(self, mark: Mark) -> str:
         """What people call it after changes: `v1` after twelve is `v1+12`."""
-        return f"{self._base[0]}+{mark.sequence}" if mark.sequence else self.version
-
-    @property
-    def _base(self) -> tuple[str, int]:
-        base, plus, changes = self.version.rpartition("+")
-        return (base, int(changes)) if plus and changes.isdecimal() else (self.version, 0)
-
-    def to_json(self) -> bytes:
-        """The exact content of `manifest.json`."""
-        return signed(self._content())
+        return f"{re.sub(r'[+][0-9]+$', '', self.version)}+{mark.sequence}" if mark.sequence else self.version
 
     @classmethod
     def from_json(cls, raw: bytes) -> CorpusManifest:
         """Parse what `to_json` wrote. Raises CheckpointError for anything else."""
-        values: Mapping[str, Any] = parse_json_object(raw)
+        values = parse_json_object(raw)
         if values.get("kind") != KIND:
             raise CheckpointError("describes no corpus, but a checkpoint or something else")
-        check_format_version(values)
-        texts = dict.fromkeys(("kind", "name", "version", "encoder", "encoder_name", "digest"), str)
-        numbers = dict.fromkeys(("format_version", "posts", "width"), int)
-        mark = {"mark": dict} if "mark" in values else {}
-        check_keys(values, {**texts, **numbers, "topics": list, "files": dict, "tensors": dict, **mark}, "")
-        given = {one.name: values[one.name] for one in fields(cls) if one.init and one.name in values}
-        if mark:
-            check_keys(values["mark"], {"sequence": int, "digest": str, "position": str}, "mark")
-            given["mark"] = Mark(**values["mark"])
-        given |= entries(values, ("float32", "bfloat16", *COLUMNS.values()))
-        given["version"] = given["version"] or "-"  # refused as a label: a written manifest always has a version
-        manifest = cls(**given | {"topics": tuple(given["topics"])})
-        check_written(raw, values["digest"], manifest)
+        keys = {"kind": str, "encoder": str, "encoder_name": str, "posts": int, "width": int, "topics": list}
+        read = cls._read(values, keys | ({"mark": dict} if "mark" in values else {}))
+        if "mark" in read:
+            check_keys(read["mark"], {"sequence": int, "digest": str, "position": str}, "mark")
+            read["mark"] = Mark(**read["mark"])
+        del read["kind"]
+        manifest = cls(**read | {"topics": tuple(read["topics"])})
+        manifest._check_written(raw, values["digest"])
         return manifest

@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from model.inputs import Ids
-from model.retrieval.inputs import Change, Mark, NewPosts
-from weights.corpus.old_changes import digest_of
+from model.retrieval.inputs import Change, Mark, NewPosts, PostChange, PostRows
+from weights.text_ids import IdKind, is_text_id, text_ids
 
 HEADER_BYTES = 20
 END = b"\xff"  # not 0: a file that a crash leaves too long reads as zeros where nothing was written
 NO_IDS = np.empty(0, np.uint64)
 
 
-class Posts(Protocol):
-    """What a change says of the posts that come: as `PostRows` and `NewPosts`."""
-
-    @property
-    def post_ids(self) -> Ids: ...
-    @property
-    def author_ids(self) -> Ids: ...
-    @property
-    def created_at(self) -> np.ndarray[Any, np.dtype[np.int64]]: ...
-    @property
-    def topics(self) -> Sequence[str | None]: ...
+def digest_of(data: bytes) -> bytes:
+    """8 bytes."""
+    return hashlib.blake2b(data, digest_size=8).digest()
 
 
 def no_posts(width: int) -> NewPosts:
@@ -36,33 +26,36 @@ def no_posts(width: int) -> NewPosts:
     return NewPosts(NO_IDS, NO_IDS, np.empty(0, np.int64), [], np.empty((0, width), np.float32))
 
 
-def mark_after(mark: Mark, delete: Ids, posts: Posts) -> Mark:
+def mark_after(mark: Mark, change: Change | PostChange) -> Mark:
     """Of a corpus with this mark after one more change, whose vectors follow from its ids and the towers."""
-    said = json.dumps(_said(delete, posts)).encode()
+    said = json.dumps(_said(change)).encode()
     digest = hashlib.blake2b(mark.digest.encode() + said, digest_size=16).hexdigest()
     return Mark(mark.sequence + 1, digest, mark.position)
 
 
 def encoded(change: Change) -> bytes:
     """The payload of a record: a JSON object, a line feed, the new posts' vectors as float32."""
-    head = _said(change.delete, change.posts) | {"mark": change.mark}
+    head = _said(change) | {"mark": change.mark}
     return json.dumps(head).encode() + b"\n" + np.ascontiguousarray(change.posts.vectors, np.float32).tobytes()
 
 
-def decoded(payload: bytes, width: int, before: Mark) -> Change:
-    """Raises ValueError, KeyError, TypeError or OverflowError for what is no change. `before`: the mark that it follows, from which the
-    mark is made that records of before November 2026 do not hold."""
+def decoded(payload: bytes, width: int, ids: IdKind = "uint64") -> Change:
+    """Raises ValueError, KeyError, TypeError or OverflowError for what is no change."""
     head, _, vectors = payload.partition(b"\n")
     values: dict[str, Any] = json.loads(head)
+    said = [values[name] for name in ("post_ids", "author_ids", "delete")]
+    if ids == "text" and not all(is_text_id(text) for texts in said for text in texts):
+        raise ValueError("an id that is no text")
+    columns = [text_ids(each) if ids == "text" else np.array(each, np.uint64) for each in said]
     posts = NewPosts(
-        np.array(values["post_ids"], np.uint64),
-        np.array(values["author_ids"], np.uint64),
+        columns[0],
+        columns[1],
         np.array(values["created_at"], np.int64),
         values["topics"],
-        np.frombuffer(vectors, np.float32).reshape(len(values["post_ids"]), width).copy(),
+        np.frombuffer(vectors, np.float32).reshape(len(said[0]), width).copy(),
+        list(zip(said[0], said[1], strict=True)) if ids == "text" else [],
     )
-    delete = np.array(values["delete"], np.uint64)
-    return Change(delete, posts, Mark(*values["mark"]) if "mark" in values else mark_after(before, delete, posts))
+    return Change(columns[2], posts, Mark(*values["mark"]), said[2] if ids == "text" else [])
 
 
 def record(payload: bytes, place: int) -> bytes:
@@ -89,7 +82,10 @@ def record_at(raw: bytes, at: int, start: int) -> tuple[bytes | None, int]:
     return None, len(raw) if is_cut else 0
 
 
-def _said(delete: Ids, posts: Posts) -> dict[str, Any]:
-    ids: dict[str, Ids] = {"delete": delete, "post_ids": posts.post_ids, "author_ids": posts.author_ids}
-    said: dict[str, Any] = {name: values.tolist() for name, values in ids.items()}
+def _said(change: Change | PostChange) -> dict[str, Any]:
+    """What a record says of a change: ids as numbers, or as texts where it has them."""
+    posts: NewPosts | PostRows = change.upsert if isinstance(change, PostChange) else change.posts
+    post_ids, author_ids = zip(*posts.texts, strict=True) if posts.texts else (posts.post_ids, posts.author_ids)
+    ids = {"delete": change.delete_texts or change.delete, "post_ids": post_ids, "author_ids": author_ids}
+    said = {name: values.tolist() if isinstance(values, np.ndarray) else list(values) for name, values in ids.items()}
     return said | {"created_at": posts.created_at.tolist(), "topics": list(posts.topics)}

@@ -12,7 +12,7 @@ from torch import Tensor
 from model.retrieval.corpus import Corpus, worst_norm
 from model.retrieval.inputs import Mark
 from weights.checkpoint import Encoder
-from weights.corpus.manifest import VECTORS, CorpusManifest, corpus_tensors
+from weights.corpus.manifest import TEXTS, VECTORS, CorpusManifest, corpus_tensors
 from weights.errors import CheckpointError
 from weights.format.manifest import MANIFEST_NAME, Manifest
 from weights.format.reader import MappedFiles, Progress, opened, read_manifest, read_tensors
@@ -78,6 +78,7 @@ def read_corpus(
         arrays.get("created_at"),
         topics,
         manifest.topics,
+        arrays.get(TEXTS),
     )
 
 
@@ -115,11 +116,13 @@ def write_corpus(
     topics: Callable[[], Sequence[str]] = tuple,
     *,
     dtype: TableDtype = "float32",
+    text_width: int = 0,
     replace: bool = False,
 ) -> CorpusManifest:
     """Write `path` from `chunks(tensor)`, the elements of `vectors` and of each column in order, in chunks of any size.
 
-    `topics` is asked for the names once the column has been written. Written beside and renamed: a reader sees all or nothing.
+    `topics` is asked for the names once the column has been written; `text_width` is W of the column `texts`.
+    Written beside and renamed: a reader sees all or nothing.
     Raises CheckpointError for values that are not finite or not as many as `posts`, and for a path in use.
     """
     path, made_by = Path(path).absolute(), encoder.manifest
@@ -129,7 +132,7 @@ def write_corpus(
         if path.is_dir() and (path / MANIFEST_NAME).exists():
             load_corpus_manifest(path)  # a checkpoint is never replaced by a corpus
         path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = corpus_tensors(columns, posts, width, dtype)
+        tensors = corpus_tensors(columns, posts, width, dtype, text_width=text_width)
         with written_beside(path) as partial:
             files = write_files(partial, tensors, chunks)
             manifest = CorpusManifest(
@@ -143,6 +146,7 @@ def write_corpus(
                 files=files,
                 tensors=tensors,
                 mark=Mark(position=labels.position),
+                ids=made_by.ids,
             )
             write_file(partial / MANIFEST_NAME, manifest.to_json())
         return manifest

@@ -33,7 +33,7 @@ def write(
         (out / f"{panel.name}.png").write_bytes(panel.png)
     values = {"model": {"name": manifest.name, "version": manifest.version}, **plain(asdict(labels) | asdict(figures))}
     if found is not None:
-        values["retrieval"] = plain(asdict(found) | {"best": found.best.astype(str)})  # JavaScript cannot hold ids
+        values["retrieval"] = plain(asdict(found))
     write_figures(out, values, indent=None)
     pictures = "".join(
         f"<figure><h2>{escape(panel.title)}</h2>{html_image(panel.title, panel.png)}"

@@ -12,6 +12,7 @@ from model.config import MAX_DWELL_SECONDS
 from model.inputs import Candidates, Context, age_bucket
 from weights.errors import CheckpointError
 from weights.format.manifest import Manifest
+from weights.text_ids import TEXT_RULE, is_text_id, text_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +46,15 @@ def _request(body: dict[str, Any], manifest: Manifest, names: dict[str, str]) ->
         for name, value in taken.items() if isinstance(taken, dict) else ((name, 1.0) for name in taken):
             row[int(name) if name.isdecimal() else index[name]] = value
     context = Context(
-        int(body["user_id"]),
-        _column(events, "post_id", np.uint64),
-        _column(events, "author_id", np.uint64),
+        int(_ids([body], "user_id", manifest)[0]),
+        _ids(events, "post_id", manifest),
+        _ids(events, "author_id", manifest),
         actions,
         _column(events, "product_surface", np.int64),
         np.minimum(_column(events, "dwell_time", np.float32), np.float32(MAX_DWELL_SECONDS)),
     )
     ages = age_bucket(body.get("impression_ts", 0), _column(posts, "created_at", np.int64), config)
-    columns = (_column(posts, "post_id", np.uint64), _column(posts, "author_id", np.uint64))
+    columns = (_ids(posts, "post_id", manifest), _ids(posts, "author_id", manifest))
     candidates = Candidates(*columns, _column(posts, "product_surface", np.int64), ages)
     weights = body.get("weights", manifest.score_weights)
     if unknown := sorted(set(weights) - set(index)):
@@ -77,6 +78,15 @@ def _rows(items: Any) -> list[dict[str, Any]]:
         return items
     columns = list(items)
     return [dict(zip(columns, row, strict=True)) for row in zip(*items.values(), strict=True)]
+
+
+def _ids(rows: list[dict[str, Any]], key: str, manifest: Manifest) -> NDArray[np.uint64]:
+    """As a model reads them."""
+    if manifest.ids == "uint64":
+        return _column(rows, key, np.uint64)
+    if bad := [row.get(key) for row in rows if not is_text_id(row.get(key))]:
+        raise ValueError(f"{key} {bad[0]!r:.60} {TEXT_RULE}")
+    return text_ids(row[key] for row in rows)
 
 
 def _column(rows: list[dict[str, Any]], key: str, dtype: Any) -> NDArray[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,9 @@ BINS = 100
 @dataclass(frozen=True, slots=True)
 class RetrievalFigures:
     """`posts` float32 `[d, 2]` and `user` `[2]`: two principal components of the corpus; of a large one every n-th post is drawn. `topics`
-    int32 `[d]`, -1 for none, of `topic_names`. `explained`: the share of variance in both. `best`, `best_cosines` `[k]`: post ids, best
-    first, without those of the history; `near` `[k, 2]` their places. `counts` over `edges`: all cosines. `final_ranks` `[k]`: of the
+    int32 `[d]`, -1 for none, of `topic_names`. `explained`: the share of variance in both. `best`, `best_cosines` `[k]`: post ids as
+    callers write them, best first, without those of the history; `near` `[k, 2]` their
+    places. `counts` over `edges`: all cosines. `final_ranks` `[k]`: of the
     same posts by the ranker's score, from 1.
     """
 
@@ -34,7 +35,7 @@ class RetrievalFigures:
     topics: Array
     topic_names: tuple[str, ...]
     explained: float
-    best: Array
+    best: list[str]
     best_cosines: Array
     near: Array
     counts: Array
@@ -46,10 +47,7 @@ class RetrievalFigures:
 def retrieval_of(towers: Towers, corpus: Corpus, ranker: Ranker, request: Request, k: int = 200) -> RetrievalFigures:
     """For one request; the search is the definition's: the product with every row."""
     context = request.context
-    keep = slice(max(0, len(context) - towers.config.history_length), None)
-    columns = ("post_ids", "author_ids", "actions", "surfaces", "dwell_seconds")
-    seen = replace(context, **{name: getattr(context, name)[keep] for name in columns})
-    user = towers.encode_users([seen])[0].numpy()
+    user = towers.encode_users([context.last(towers.config.history_length)])[0].numpy()
     shown = np.flatnonzero(~corpus.hidden)
     cosines = corpus.vectors[shown] @ user
     counts, edges = np.histogram(cosines, BINS)
@@ -67,7 +65,7 @@ def retrieval_of(towers: Towers, corpus: Corpus, ranker: Ranker, request: Reques
         topics=(nothing if corpus.topics is None else corpus.topics)[drawn],
         topic_names=corpus.topic_names,
         explained=float(values[-2:].sum() / values.sum()),
-        best=corpus.post_ids[rows],
+        best=[post for post, _ in corpus.texts_of(rows)] or corpus.post_ids[rows].astype(str).tolist(),
         best_cosines=cosines[order],
         near=(corpus.vectors[rows] - centre) @ plane,
         counts=counts,

@@ -29,15 +29,15 @@ Buffer = Any  # a writable mmap or bytearray, as torch.frombuffer wants it; the 
 CHUNK_BYTES = 2**20  # read, hashed and checked while it is in the processor's cache
 _ALIGNMENT_BYTES = 64  # data starts on a cache line, so a table row never straddles one more than it must
 _MAX_HEADER_BYTES = 16 * 2**20
-_STORED = {"F32": "float32", "BF16": "bfloat16", "I32": "int32", "I64": "int64"}
-_TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int32": torch.int32, "int64": torch.int64}
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4, "int64": 8}
+_STORED = {"F32": "float32", "BF16": "bfloat16", "I32": "int32", "I64": "int64", "U8": "uint8"}
+_TORCH = {name: getattr(torch, name) for name in _STORED.values()}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4, "int64": 8, "uint8": 1}
 _BFLOAT16_EXPONENT = np.int16(0x7F80)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file: `dtype` is `float32`, `bfloat16`, `int32` or `int64`; its bytes start `start` bytes into the file."""
+    """A tensor in a file: `dtype` is `float32`, `bfloat16`, `int32`, `int64` or `uint8`; its bytes start `start` bytes into the file."""
 
     dtype: str
     shape: tuple[int, ...]

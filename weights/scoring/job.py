@@ -24,7 +24,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from weights.scoring.scorer import NAMING, Prepared, Scorer
-from weights.training.log import action_names, open_log, tables_of
+from weights.tables import ids_of, tables_of
+from weights.text_ids import IdKind
+from weights.training.log import action_names, open_log
 
 Result = TypeVar("Result")
 
@@ -71,7 +73,7 @@ def score_log(
     Raises LogError, EngineError, or JobError where `out` holds something else.
     """
     say = progress or (lambda what, done, total: None)
-    source = open_log(log)
+    source = open_log(log, scorer.manifest.ids)
     action_names(source.schema, str(log))
     rows = source.count_rows()
     job = Job(
@@ -90,7 +92,7 @@ def score_log(
         if part.exists():
             warn(f"{part} is computed again: its bytes are not those that were written.")
     if todo and not split.exists():
-        _split(source, split, job, say)
+        _split(source, split, job, scorer.manifest.ids, say)
     pieces = [split / f"{part.stem}.arrow" for part in todo]
     sizes = [int(ds.dataset(piece, format="ipc").count_rows()) for piece in pieces]
     done = rows - sum(sizes)
@@ -134,7 +136,7 @@ def _claim(out: Path, job: Job) -> None:
         raise JobError(f"{out} belongs to another job ({', '.join(differing)} differ): choose another place")
 
 
-def _split(source: ds.FileSystemDataset, split: Path, job: Job, say: Progress) -> None:
+def _split(source: ds.FileSystemDataset, split: Path, job: Job, ids: IdKind, say: Progress) -> None:
     """Each user's rows into one file. A killed run begins this anew."""
     unfinished = split.with_name(".split.new")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -144,7 +146,7 @@ def _split(source: ds.FileSystemDataset, split: Path, job: Job, say: Progress) -
     writers = [pa.ipc.new_file(file, source.schema, options=lz4) for file in files]
     done = 0
     for table in tables_of(source, ROUND_ROWS):
-        where = partition_of(table["user_id"].cast(pa.uint64()).to_numpy(), job.partitions)
+        where = partition_of(ids_of(table, "user_id", ids, job.log[0][0]), job.partitions)
         order = np.argsort(where, kind="stable")
         sorted_table, edges = table.take(order), np.searchsorted(where[order], np.arange(job.partitions + 1))
         for writer, first, last in zip(writers, edges[:-1], edges[1:], strict=True):

@@ -15,6 +15,7 @@ from model.engine import EngineError, Item
 from model.ranking import combine
 from weights.checkpoint import Checkpoint
 from weights.errors import CheckpointError
+from weights.tables import ID_TYPES
 from weights.training.examples import Examples
 from weights.training.log import aligned, log_of
 
@@ -60,7 +61,8 @@ class Scorer:
     def schema(self) -> pa.Schema:
         """Of what `score_table` returns: who and what, `score`, the wanted actions' probabilities, continuous outputs in their units."""
         names = self.manifest.action_names
-        kinds = [*((name, pa.uint64()) for name in NAMING), ("score", pa.float64())]
+        kinds = [("request_id", pa.uint64()), *((name, ID_TYPES[self.manifest.ids]) for name in NAMING[1:])]
+        kinds.append(("score", pa.float64()))
         kinds += [(f"p.{names[column]}", pa.float32()) for column in self._wanted]
         kinds += [(output.name, pa.float32()) for output in self.manifest.continuous]
         return pa.schema(
@@ -78,7 +80,9 @@ class Scorer:
 
     def prepare(self, table: pa.Table, since_ts: int = 0, where: str = "The table") -> Prepared:
         """The first half of `score_table`, which needs no engine: any thread may do it."""
-        examples = Examples(aligned(log_of(table, where), self.manifest.action_names), self.manifest.config)
+        examples = Examples(
+            aligned(log_of(table, where, self.manifest.ids), self.manifest.action_names), self.manifest.config
+        )
         requests = np.flatnonzero(examples.times >= since_ts)
         requests = requests[_waves(examples, requests)]
         counts = examples.stops[requests] - examples.starts[requests]
@@ -108,8 +112,11 @@ class Scorer:
         place[rows] = np.arange(len(rows))
         is_scored = place >= 0
         place = place[is_scored]  # in the order of the log
-        columns = [getattr(log, name)[is_scored] for name in NAMING] + [column[place] for column in (score, *outputs)]
-        return pa.table([pa.array(column) for column in columns], schema=self.schema)
+        named = [
+            log.texts[name].cast(pa.string()) if name in log.texts else pa.array(getattr(log, name)) for name in NAMING
+        ]
+        columns = [column.filter(pa.array(is_scored)) for column in named]
+        return pa.table(columns + [pa.array(column[place]) for column in (score, *outputs)], schema=self.schema)
 
     def close(self) -> None:
         """Free the engine."""

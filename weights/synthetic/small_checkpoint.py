@@ -11,16 +11,21 @@ from weights.actions import DWELL_TIME, STANDARD_ACTIONS, default_score_weights
 from weights.format.manifest import Manifest
 from weights.format.writer import Labels, write_checkpoint
 from weights.synthetic.random_weights import mini_config, random_chunks
+from weights.text_ids import IdKind
 
 
-def example_request(seed: int, impression_ts: int = 1_780_000_000) -> dict[str, object]:
-    """A request for `POST /rank`: a user with five events of five authors, and eight candidates of the same authors."""
+def example_request(seed: int, impression_ts: int = 1_780_000_000, ids: IdKind = "uint64") -> dict[str, object]:
+    """A request for `POST /rank`: a user with five events of five authors, and eight candidates of the same authors. Ids that are texts
+    are the same numbers as 24 hexadecimal letters."""
     rng = np.random.default_rng(seed)
     authors = [int(author) for author in rng.integers(10**17, 10**18, 5)]
     habits = [["favorite", "dwell"], ["dwell", "click"], ["favorite", "reply"], ["not_interested"], ["repost"]]
 
+    def name(number: int | np.integer) -> str:
+        return f"{number:024x}" if ids == "text" else str(number)
+
     def post(author: int) -> dict[str, object]:
-        return {"post_id": str(rng.integers(10**18, 2 * 10**18)), "author_id": str(author)}
+        return {"post_id": name(rng.integers(10**18, 2 * 10**18)), "author_id": name(author)}
 
     history = [
         post(author) | {"actions": actions, "product_surface": 0, "dwell_time": round(float(rng.uniform(1, 25)), 1)}
@@ -31,20 +36,20 @@ def example_request(seed: int, impression_ts: int = 1_780_000_000) -> dict[str, 
         | {"product_surface": 0, "created_at": impression_ts - int(rng.integers(60, 2 * 86400))}
         for slot in range(8)
     ]
-    user = str(rng.integers(10**18, 2 * 10**18))
+    user = name(rng.integers(10**18, 2 * 10**18))
     return {"user_id": user, "history": history, "candidates": candidates, "impression_ts": impression_ts}
 
 
-def write_small_checkpoint(path: Path, seed: int, *, replace: bool = False) -> Manifest:
+def write_small_checkpoint(path: Path, seed: int, *, ids: IdKind = "uint64", replace: bool = False) -> Manifest:
     """Write it: equal seeds, equal bytes. Raises CheckpointError when `path` is in use."""
     config = mini_config(seed, (1000, 1001, 503), continuous_actions=1)
-    labels = Labels("demo", STANDARD_ACTIONS, (DWELL_TIME,), default_score_weights(STANDARD_ACTIONS))
+    labels = Labels("demo", STANDARD_ACTIONS, (DWELL_TIME,), default_score_weights(STANDARD_ACTIONS), ids=ids)
     return write_checkpoint(
         path,
         config,
         random_chunks(config, seed),
         labels,
         table_dtype="bfloat16",
-        extras={"example.json": (json.dumps(example_request(seed), indent=1) + "\n").encode()},
+        extras={"example.json": (json.dumps(example_request(seed, ids=ids), indent=1) + "\n").encode()},
         replace=replace,
     )

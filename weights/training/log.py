@@ -1,10 +1,10 @@
-"""The columnar log of impressions that training reads: Parquet, one row an impression, documented in docs/training.md."""
+"""The columnar log of impressions that training reads: one row an impression, documented in docs/training.md."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+
+from weights.tables import ID_TYPES, LogError, column_of, hashed, open_table, texts_of
+from weights.text_ids import IdKind
 
 ACTION_PREFIX = "action."
 COLUMNS = {
@@ -25,10 +28,7 @@ COLUMNS = {
     "created_at": pa.int64(),
     "dwell_seconds": pa.float32(),
 }
-
-
-class LogError(ValueError):
-    """A log that cannot be used; the message names the file and the column."""
+ID_COLUMNS = ("user_id", "post_id", "author_id")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +55,7 @@ class Log:
 
     `request_id` uint64: impressions shown together share it. `impression_ts`, `created_at`: Unix seconds, 0 unknown.
     `user_id`, `post_id`, `author_id` uint64. `product_surface` int64. `dwell_seconds` float32, 0 unknown.
-    `actions` bool `[n, A]` with names `action_names`.
+    `actions` bool `[n, A]` with names `action_names`. `texts`: of the three columns of ids where these are texts; else empty.
     """
 
     request_id: NDArray[np.uint64]
@@ -69,6 +69,7 @@ class Log:
     actions: NDArray[np.bool_]
     action_names: tuple[str, ...]
     index: Index | None = None  # of a log on disk; one in memory has none yet
+    texts: Mapping[str, pa.DictionaryArray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.request_id)
@@ -76,7 +77,14 @@ class Log:
     def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> Log:
         """The given rows, in the given order."""
         columns = {name: getattr(self, name)[rows] for name in COLUMNS}
-        return Log(**columns, actions=self.actions[rows], action_names=self.action_names)
+        texts = {name: column.take(pa.array(np.arange(len(self))[rows])) for name, column in self.texts.items()}
+        return Log(**columns, actions=self.actions[rows], action_names=self.action_names, texts=texts)
+
+    def ids(self, name: str, rows: NDArray[np.int64]) -> list[str]:
+        """The ids in one of the columns as callers write them: the texts, or decimals."""
+        if self.texts:
+            return list(map(str, self.texts[name].take(pa.array(rows)).to_pylist()))
+        return list(map(str, getattr(self, name)[rows].tolist()))
 
 
 def fingerprint(log: Log) -> dict[str, int]:
@@ -86,46 +94,29 @@ def fingerprint(log: Log) -> dict[str, int]:
 
 def write_log(path: Path, log: Log) -> None:
     """Write Parquet; equal logs make equal bytes with one version of pyarrow."""
-    arrays = {name: pa.array(getattr(log, name), kind) for name, kind in COLUMNS.items()}
+    arrays = {name: pa.array(getattr(log, name), kind) for name, kind in COLUMNS.items()} | dict(log.texts)
     for index, name in enumerate(log.action_names):
         arrays[ACTION_PREFIX + name] = pa.array(log.actions[:, index])
     pq.write_table(pa.table(arrays), path, compression="zstd")
 
 
-def read_log(path: Path) -> Log:
+def read_log(path: Path, ids: IdKind = "uint64") -> Log:
     """Read and check a log, sorted by time, then request. Raises LogError for a missing or unusable column."""
+    source = open_log(path, ids)
     try:
-        return log_of(pq.read_table(path), str(path))
+        return log_of(source.to_table(), str(path), ids)
     except (OSError, pa.ArrowException) as error:
-        raise LogError(f"{path} cannot be read as Parquet: {error}") from error
+        raise LogError(f"{path} cannot be read: {error}") from error
 
 
-def open_log(path: Path) -> ds.FileSystemDataset:
-    """A Parquet file, or a directory of such, to be read in pieces. Raises LogError."""
-    try:
-        source = ds.dataset(path, format="parquet")
-    except (OSError, pa.ArrowException) as error:
-        raise LogError(f"{path} cannot be read as Parquet: {error}") from error
-    if not source.files:
-        raise LogError(f"{path} holds no Parquet files")
-    return source
+def open_log(path: Path, ids: IdKind = "uint64") -> ds.FileSystemDataset:
+    """A Parquet file, one of JSON lines, or a directory of such, to be read in pieces. Raises LogError."""
+    return open_table(path, COLUMNS | dict.fromkeys(ID_COLUMNS, ID_TYPES[ids]))
 
 
-def tables_of(source: ds.FileSystemDataset, rows: int, columns: list[str] | None = None) -> Iterator[pa.Table]:
-    """A log in pieces of about so many rows; all columns where None."""
-    batches: list[pa.RecordBatch] = []
-    for batch in source.to_batches(columns=columns, batch_readahead=2, fragment_readahead=1):
-        batches.append(batch)
-        if sum(map(len, batches)) >= rows:
-            yield pa.Table.from_batches(batches)
-            batches = []
-    if batches:
-        yield pa.Table.from_batches(batches)
-
-
-def log_of(table: pa.Table, where: str) -> Log:
+def log_of(table: pa.Table, where: str, ids: IdKind = "uint64") -> Log:
     """As `read_log`, from a table; `where` is what its sentences call it."""
-    log = unsorted(table, where)
+    log = unsorted(table, where, ids)
     if not len(log):
         raise LogError(f"{where} holds no impressions")
     log = log.take(np.lexsort((log.request_id, log.impression_ts)))
@@ -133,12 +124,16 @@ def log_of(table: pa.Table, where: str) -> Log:
     return log
 
 
-def unsorted(table: pa.Table, where: str) -> Log:
+def unsorted(table: pa.Table, where: str, ids: IdKind = "uint64") -> Log:
     """The rows of a table as they come, checked one by one."""
     actions = action_names(table.schema, where)
-    columns: dict[str, Any] = {name: _column(table, name, kind, where) for name, kind in COLUMNS.items()}
-    flags = [_column(table, ACTION_PREFIX + name, pa.bool_(), where) for name in actions]
-    log = Log(**columns, actions=np.stack(flags, 1), action_names=actions)
+    texts = {name: texts_of(table, name, where) for name in ID_COLUMNS} if ids == "text" else {}
+    columns: dict[str, Any] = {
+        name: hashed(texts[name]) if name in texts else column_of(table, name, kind, where)
+        for name, kind in COLUMNS.items()
+    }
+    flags = [column_of(table, ACTION_PREFIX + name, pa.bool_(), where) for name in actions]
+    log = Log(**columns, actions=np.stack(flags, 1), action_names=actions, texts=texts)
     _check(log, where)
     return log
 
@@ -166,21 +161,8 @@ def aligned(log: Log, names: tuple[str, ...]) -> Log:
     return replace(log, actions=log.actions[:, order], action_names=names)
 
 
-def _column(table: pa.Table, name: str, kind: pa.DataType, where: str) -> NDArray[Any]:
-    if name not in table.column_names:
-        raise LogError(f"{where} lacks the column {name} ({kind})")
-    column = table.column(name)
-    if column.null_count:
-        raise LogError(f"{where}: column {name} has {column.null_count} nulls; write 0 (or false) for unknown")
-    try:
-        values: NDArray[Any] = column.cast(kind).to_numpy()
-    except pa.ArrowInvalid as error:
-        raise LogError(f"{where}: column {name} does not fit {kind}: {error}") from error
-    return values
-
-
 def _check(log: Log, where: str) -> None:
-    for name in ("user_id", "post_id", "author_id"):
+    for name in ID_COLUMNS:
         if (getattr(log, name) == 0).any():
             raise LogError(f"{where}: column {name} holds the id 0, which means padding")
     if not np.isfinite(log.dwell_seconds).all() or (log.dwell_seconds < 0).any():

@@ -15,19 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.dataset as ds
 from numpy.typing import NDArray
 
+from weights.tables import LogError, column_of, ids_of, tables_of
+from weights.text_ids import IdKind
 from weights.training.examples import histories
 from weights.training.log import (
     COLUMNS,
     Index,
     Log,
-    LogError,
     action_names,
     check_requests,
     open_log,
-    tables_of,
     unsorted,
 )
 
@@ -70,13 +71,16 @@ class Ranges:
 
 
 def sort_log(
-    source: Path, out: Path, progress: Callable[[str, int, int], None] = lambda what, done, total: None
+    source: Path,
+    out: Path,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    ids: IdKind = "uint64",
 ) -> int:
     """Sort a Parquet file, or a directory of such, into the new directory `out`; the number of rows.
 
     Memory: a partition, and 8 bytes a request. Raises LogError as `read_log` does, and where `out` exists.
     """
-    dataset, where = open_log(source), str(source)
+    dataset, where = open_log(source, ids), str(source)
     names, rows = action_names(dataset.schema, where), int(dataset.count_rows())
     if out.exists():
         raise LogError(f"{out} exists already: choose another place")
@@ -86,11 +90,11 @@ def sort_log(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     kind = _row_type(names)
-    time_cuts, user_cuts = _cuts(dataset, rows)
+    time_cuts, user_cuts = _cuts(dataset, rows, ids, where)
     by_time = Ranges(work / "by-time", kind, "impression_ts", time_cuts)
     done = 0
     for table in tables_of(dataset, PARTITION_ROWS):
-        by_time.add(_rows_of(unsorted(table, where), kind))
+        by_time.add(_rows_of(unsorted(table, where, ids), kind))
         done += len(table)
         progress("split by time", done, rows)
     events = Ranges(work / "events", kind, "user_id", user_cuts)
@@ -98,15 +102,18 @@ def sort_log(
     _write_events(work, events, user_cuts)
     for directory in (by_time.directory, events.directory):
         directory.rmdir()
-    (work / FACTS_NAME).write_text(json.dumps({"rows": rows, "actions": names, **facts}))
+    named = {} if ids == "uint64" else {"ids": ids}
+    (work / FACTS_NAME).write_text(json.dumps({"rows": rows, "actions": names, **named, **facts}))
     work.rename(out)
     return rows
 
 
-def open_sorted(directory: Path) -> Log:
-    """The log in a directory that `sort_log` wrote, mapped. Raises LogError where there is none."""
+def open_sorted(directory: Path, ids: IdKind = "uint64") -> Log:
+    """The log in a directory that `sort_log` wrote, mapped. Raises LogError where there is none, and where its ids are of another kind."""
     try:
         facts = json.loads((directory / FACTS_NAME).read_bytes())
+        if (found := facts.get("ids", "uint64")) != ids:
+            raise LogError(f"its ids are {found}, not {ids} (--ids)")
         names = tuple(facts["actions"])
         kind = _row_type(names)
         events = _log_of(_mapped(directory / "events.bin", kind), names)
@@ -124,13 +131,13 @@ def _row_type(names: tuple[str, ...]) -> np.dtype[Any]:
     )
 
 
-def _cuts(dataset: ds.FileSystemDataset, rows: int) -> list[NDArray[Any]]:
+def _cuts(dataset: ds.FileSystemDataset, rows: int, ids: IdKind, where: str) -> list[NDArray[Any]]:
     """Where to cut the times and the users into ranges of about PARTITION_ROWS, from a sample. No bit of the result depends on it."""
     every, partitions = -(-rows // SAMPLE_ROWS), min(MAX_PARTITIONS, -(-rows // PARTITION_ROWS))
     sample: dict[str, list[NDArray[Any]]] = {"impression_ts": [], "user_id": []}
     for table in tables_of(dataset, PARTITION_ROWS, columns=list(sample)):
-        for name, values in sample.items():
-            values.append(table[name].cast(COLUMNS[name]).to_numpy()[::every])
+        sample["impression_ts"].append(column_of(table, "impression_ts", pa.int64(), where)[::every])
+        sample["user_id"].append(ids_of(table, "user_id", ids, where)[::every])
     ordered = [np.sort(np.concatenate(values)) for values in sample.values()]
     return [np.unique(values[np.arange(1, partitions) * len(values) // partitions]) for values in ordered]
 
@@ -191,7 +198,8 @@ def _rows_of(log: Log, kind: np.dtype[Any]) -> Rows:
 
 
 def _log_of(rows: Rows, names: tuple[str, ...], index: Index | None = None) -> Log:
-    return Log(**{name: rows[name] for name in COLUMNS}, actions=rows["actions"], action_names=names, index=index)
+    columns: dict[str, Any] = {name: rows[name] for name in COLUMNS}
+    return Log(**columns, actions=rows["actions"], action_names=names, index=index)
 
 
 def _mapped(path: Path, kind: np.dtype[Any]) -> Rows:

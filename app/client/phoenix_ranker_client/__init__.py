@@ -9,9 +9,10 @@ connections are tried again, after the time that the server asks for.
 """
 
 from phoenix_ranker_client.call import routing_key
-from phoenix_ranker_client.clients import AsyncRankerClient, RankerClient
+from phoenix_ranker_client.clients import AsyncContext, AsyncRankerClient, Context, RankerClient
 from phoenix_ranker_client.messages import (
     Candidate,
+    ContextUnknown,
     DeadlineExceeded,
     Event,
     Explained,
@@ -33,8 +34,11 @@ from phoenix_ranker_client.retrieval import (
 )
 
 __all__ = [
+    "AsyncContext",
     "AsyncRankerClient",
     "Candidate",
+    "Context",
+    "ContextUnknown",
     "DeadlineExceeded",
     "Event",
     "Explained",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 import time
@@ -9,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 import httpx
 import orjson
@@ -37,10 +38,12 @@ from phoenix_ranker_client.messages import (
     Unavailable,
     batch_results,
     error_from,
+    user_of,
 )
 from phoenix_ranker_client.retrieval import Recommendation, Retrieval, RetrievalRequest
 
 T = TypeVar("T")
+P = ParamSpec("P")
 Wire = Literal["json", "binary"]
 Requests = Sequence[RankingRequest | RetrievalRequest]
 DEFAULT_TIMEOUT_SECONDS = 2.0
@@ -60,6 +63,20 @@ def routing_key(user_id: Id, secret: bytes = b"") -> str:
     return hashlib.blake2b(str(user_id).encode(), digest_size=8, key=secret).hexdigest()
 
 
+def _whole_where_unknown(make: Callable[Concatenate[Calls, P], Call[T]]) -> Callable[Concatenate[Calls, P], Call[T]]:
+    """A call that names its context by a handle knows what to send where the service does not know that."""
+
+    @functools.wraps(make)
+    def method(self: Calls, /, *arguments: P.args, **named: P.kwargs) -> Call[T]:
+        call = make(self, *arguments, **named)
+        if named.get("context") is not None:
+            rest = {"context": None, "request_id": call.request_id}
+            call.make_whole = lambda seconds: make(self, *arguments, **{**named, **rest, "timeout_seconds": seconds})  # type: ignore[arg-type]
+        return call
+
+    return method
+
+
 @dataclass(frozen=True)
 class Calls:
     """Makes the calls of one client, whose methods these are: sync in the one, async in the other."""
@@ -69,6 +86,22 @@ class Calls:
     routing_secret: bytes = field(repr=False)
     wire: Wire = "json"
 
+    def context(
+        self,
+        /,
+        user_id: Id,
+        history: Sequence[Event] = (),
+        *,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        request_id: str | None = None,
+    ) -> Call[KnownCalls]:
+        """Compute user and history ahead. Raises RankerError."""
+        request, known = RankingRequest(user_id, (), history), KnownCalls(self, user_id, history)
+        call = self._json("context", user_of(request), [request], lambda body: known, timeout_seconds, request_id)
+        call.known = known
+        return call
+
+    @_whole_where_unknown
     def rank(
         self,
         /,
@@ -107,6 +140,7 @@ class Calls:
         body = {"requests": [request.to_json() for request in requests]}
         return self._json("rank/batch", body, requests, batch_results, timeout_seconds, request_id)
 
+    @_whole_where_unknown
     def explain(
         self,
         /,
@@ -124,6 +158,7 @@ class Calls:
         body = request.to_json() | {"explain": list(explain)}
         return self._json("explain", body, [request], Explanation.from_json, timeout_seconds, request_id)
 
+    @_whole_where_unknown
     def retrieve(
         self,
         /,
@@ -140,6 +175,7 @@ class Calls:
         request, read = RetrievalRequest(user_id, history, **options), Retrieval.from_json
         return self._json("retrieve", request.to_json(), [request], read, timeout_seconds, request_id, at_least)
 
+    @_whole_where_unknown
     def recommend(
         self,
         /,
@@ -195,6 +231,38 @@ class Calls:
         return Call(f"{self.base_url}/{path}", body, parse, timeout_seconds, request_id, headers)
 
 
+class KnownCalls:
+    """Makes the calls for one user with one history, which are sent by `handle`; it follows the service's replies, and is empty where the
+    service keeps nothing of this size."""
+
+    def __init__(self, calls: Calls, user_id: Id, history: Sequence[Event]) -> None:
+        self.calls, self.user_id, self.history, self.handle = calls, user_id, history, ""
+
+    def rank(self, /, candidates: Sequence[Candidate], **options: Any) -> Call[Ranking]:
+        """As `Calls.rank`."""
+        return self._noted(self.calls.rank(self.user_id, candidates, self.history, **self._named(options)))
+
+    def explain(self, /, candidates: Sequence[Candidate], explain: Sequence[Id], **options: Any) -> Call[Explanation]:
+        """As `Calls.explain`."""
+        named = self._named(options)
+        return self._noted(self.calls.explain(self.user_id, candidates, explain, self.history, **named))
+
+    def retrieve(self, /, **options: Any) -> Call[Retrieval]:
+        """As `Calls.retrieve`."""
+        return self.calls.retrieve(self.user_id, self.history, **self._named(options))
+
+    def recommend(self, /, **options: Any) -> Call[Recommendation]:
+        """As `Calls.recommend`."""
+        return self._noted(self.calls.recommend(self.user_id, self.history, **self._named(options)))
+
+    def _named(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {"context": self.handle or None, **options}
+
+    def _noted(self, call: Call[T]) -> Call[T]:
+        call.known = self
+        return call
+
+
 class Call(Generic[T]):
     """The same body and the same request id in each attempt, and one deadline for all. `parse` makes the result of a 200."""
 
@@ -211,10 +279,20 @@ class Call(Generic[T]):
         self.deadline = time.monotonic() + timeout_seconds
         self.request_id = request_id or uuid.uuid4().hex
         self.headers = headers | {"x-request-id": self.request_id}
+        self.make_whole: Callable[[float], Call[T]] | None = None  # the same within so many seconds, without a handle
+        self.known: KnownCalls | None = None  # whose handle the reply tells
 
     def seconds_left(self) -> float:
         """Until the deadline."""
         return self.deadline - time.monotonic()
+
+    def whole(self) -> Call[T] | None:
+        """The same call without a handle, None where it had none."""
+        if self.make_whole is None:
+            return None
+        call = self.make_whole(self.seconds_left())
+        call.known = self.known
+        return call
 
     def stop(self, attempts: int) -> stop_base:
         """When to try no more: after so many attempts, or when the next one could not begin before the deadline."""
@@ -260,6 +338,8 @@ class Call(Generic[T]):
         request_id = response.headers.get("x-request-id", self.request_id)
         try:
             if response.status_code == httpx.codes.OK:
+                if self.known is not None:
+                    self.known.handle = response.headers.get("x-context", "")
                 return self.parse(response.headers, content)
             body = orjson.loads(content)
         except (ValueError, LookupError, TypeError, AttributeError):  # not ours: a proxy's page, say

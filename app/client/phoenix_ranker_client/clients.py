@@ -3,38 +3,40 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate, ParamSpec
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Concatenate
 
 import anyio
 import httpx
 from tenacity import AsyncRetrying, Retrying
 
-from phoenix_ranker_client.call import AGAIN, Call, Calls, T, Wire, wait_seconds
+from phoenix_ranker_client.call import AGAIN, Call, Calls, KnownCalls, P, T, Wire, wait_seconds
+from phoenix_ranker_client.messages import ContextUnknown, Event, Id
 
 DEFAULT_ATTEMPTS = 3
 LIMITS = httpx.Limits(max_connections=256, max_keepalive_connections=64)
-P = ParamSpec("P")
 
 
-def _blocking(make: Callable[Concatenate[Calls, P], Call[T]]) -> Callable[Concatenate[RankerClient, P], T]:
+def _blocking(make: Callable[Concatenate[Any, P], Call[T]]) -> Callable[Concatenate[Any, P], T]:
     """Makes a call and sends it."""
 
     @functools.wraps(make)
-    def method(self: RankerClient, /, *arguments: P.args, **named: P.kwargs) -> T:
-        return self._send(make(self._calls, *arguments, **named))
+    def method(self: Any, /, *arguments: P.args, **named: P.kwargs) -> T:
+        result: T = self._send(make(self._calls, *arguments, **named))
+        return result
 
     return method
 
 
 def _awaited(
-    make: Callable[Concatenate[Calls, P], Call[T]],
-) -> Callable[Concatenate[AsyncRankerClient, P], Coroutine[Any, Any, T]]:
+    make: Callable[Concatenate[Any, P], Call[T]],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
     """The same for asyncio."""
 
     @functools.wraps(make)
-    async def method(self: AsyncRankerClient, /, *arguments: P.args, **named: P.kwargs) -> T:
-        return await self._send(make(self._calls, *arguments, **named))
+    async def method(self: Any, /, *arguments: P.args, **named: P.kwargs) -> T:
+        result: T = await self._send(make(self._calls, *arguments, **named))
+        return result
 
     return method
 
@@ -65,9 +67,18 @@ class RankerClient:
     retrieve = _blocking(Calls.retrieve)
     recommend = _blocking(Calls.recommend)
 
+    def context(self, /, user_id: Id, history: Sequence[Event] = (), **options: Any) -> Context:
+        """Have user and history computed ahead, for the calls to come; `options` as of `rank`. Raises RankerError."""
+        return Context(self, self._send(self._calls.context(user_id, history, **options)))
+
     def _send(self, call: Call[T]) -> T:
         retrying = Retrying(retry=AGAIN, stop=call.stop(self._attempts), wait=wait_seconds, reraise=True)
-        result: T = retrying(self._attempt, call)
+        try:
+            result: T = retrying(self._attempt, call)
+        except ContextUnknown:
+            if (whole := call.whole()) is None:
+                raise
+            return self._send(whole)
         return result
 
     def _attempt(self, call: Call[T]) -> T:
@@ -114,9 +125,18 @@ class AsyncRankerClient:
     retrieve = _awaited(Calls.retrieve)
     recommend = _awaited(Calls.recommend)
 
+    async def context(self, /, user_id: Id, history: Sequence[Event] = (), **options: Any) -> AsyncContext:
+        """As `RankerClient.context`."""
+        return AsyncContext(self, await self._send(self._calls.context(user_id, history, **options)))
+
     async def _send(self, call: Call[T]) -> T:
         retrying = AsyncRetrying(retry=AGAIN, stop=call.stop(self._attempts), wait=wait_seconds, reraise=True)
-        result: T = await retrying(self._attempt, call)
+        try:
+            result: T = await retrying(self._attempt, call)
+        except ContextUnknown:
+            if (whole := call.whole()) is None:
+                raise
+            return await self._send(whole)
         return result
 
     async def _attempt(self, call: Call[T]) -> T:
@@ -135,3 +155,34 @@ class AsyncRankerClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+class _Known:
+    """What both kinds of contexts share."""
+
+    def __init__(self, client: RankerClient | AsyncRankerClient, calls: KnownCalls) -> None:
+        self._calls, self._send = calls, client._send
+
+    @property
+    def handle(self) -> str:
+        """By which the service knows it, for callers with the same API key; empty where it keeps nothing of this size."""
+        return self._calls.handle
+
+
+class Context(_Known):
+    """One user with one history, by the handle that the service gave. Its calls are those of the client without these two, which are sent
+    where the service does not know them any more."""
+
+    rank = _blocking(KnownCalls.rank)
+    explain = _blocking(KnownCalls.explain)
+    retrieve = _blocking(KnownCalls.retrieve)
+    recommend = _blocking(KnownCalls.recommend)
+
+
+class AsyncContext(_Known):
+    """`Context` for asyncio."""
+
+    rank = _awaited(KnownCalls.rank)
+    explain = _awaited(KnownCalls.explain)
+    retrieve = _awaited(KnownCalls.retrieve)
+    recommend = _awaited(KnownCalls.recommend)

@@ -34,7 +34,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class RankingRequest:
-    """One user's request. `history` runs oldest → newest; None leaves the service's default."""
+    """One user's request. `history` runs oldest → newest; None leaves the service's default. `context`: a handle that the service gave for
+    this user and history, and that is sent in their place."""
 
     user_id: Id
     candidates: Sequence[Candidate]
@@ -43,12 +44,19 @@ class RankingRequest:
     weights: Mapping[str, float] | None = None
     top_k: int | None = None
     actions_wanted: Sequence[str] | None = None
+    context: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The body, in arrays."""
-        candidates = columns_of(Candidate, self.candidates)
-        body = {"user_id": self.user_id, "candidates": candidates, "history": columns_of(Event, self.history)}
+        body = user_of(self) | {"candidates": columns_of(Candidate, self.candidates)}
         return body | given(self, "impression_ts", "weights", "top_k", "actions_wanted")
+
+
+def user_of(request: Any) -> dict[str, Any]:
+    """Whom a request is for."""
+    if request.context is not None:
+        return {"context": request.context}
+    return {"user_id": request.user_id, "history": columns_of(Event, request.history)}
 
 
 def given(request: Any, *names: str) -> dict[str, Any]:
@@ -82,7 +90,7 @@ class Reply:
         values = operator.itemgetter(*(field.name for field in fields(kind)))
         flat = {f"model_{part}": value for part, value in body.get("model", {}).items()} | dict(body)
         flat[name] = [kind(*values(row)) for row in body[name]]
-        return cls(**{field.name: flat[field.name] for field in fields(cls)})  # type: ignore[arg-type]  # a dataclass
+        return cls(**{field.name: flat[field.name] for field in fields(cls) if field.name in flat})  # type: ignore[arg-type]  # a dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,8 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True)
 class Ranking(Reply):
-    """The reply to one request, in the request's order, or best first where `top_k` was given."""
+    """The reply to one request, in the request's order, or best first where `top_k` was given. `context`: the handle of user and history,
+    empty where the service does not keep them."""
 
     ROWS = "candidates", Ranked
     model_name: str
@@ -108,6 +117,7 @@ class Ranking(Reply):
     history_used: int
     history_dropped: int
     timings_ms: dict[str, float]
+    context: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +135,8 @@ class Explained:
 
 @dataclass(frozen=True, slots=True)
 class Explanation(Reply):
-    """The reply to one question, in its order. `events`: `place` and `post_id` of the history items that were left out one by one."""
+    """The reply to one question, in its order. `events`: `place` and `post_id` of the history items that were left out one by one;
+    `context` as in `Ranking`."""
 
     ROWS = "candidates", Explained
     model_name: str
@@ -136,6 +147,7 @@ class Explanation(Reply):
     history_used: int
     history_dropped: int
     timings_ms: dict[str, float]
+    context: str = ""
 
 
 class RankerError(Exception):
@@ -163,6 +175,10 @@ class RequestRefused(RankerError):
     """The request itself is wrong, too large, or not allowed: the same one will be refused again."""
 
 
+class ContextUnknown(RequestRefused):
+    """The service does not know a handle, or does not any more. Calls that have user and history too are then sent whole."""
+
+
 class Unavailable(RankerError):
     """No room, not ready, draining, engine down, or no connection. Was tried again as often as time allowed."""
 
@@ -182,6 +198,7 @@ def error_from(status: int, body: Any, request_id: str, retry_after_seconds: flo
     """
     body = body if isinstance(body, dict) else {}
     kinds = {
+        412: ContextUnknown if body.get("code") == "context_unknown" else RequestRefused,
         429: Unavailable,
         502: Unavailable,
         503: Unavailable,

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from phoenix_ranker_client.messages import Event, Id, Reply, columns_of, given
+from phoenix_ranker_client.messages import Event, Id, Reply, given, user_of
 
 
 @dataclass(frozen=True, slots=True)
 class RetrievalRequest:
-    """Which posts to look for. None leaves the service's default; `weights`, `top_k` and `actions_wanted` are for `recommend` alone."""
+    """Which posts to look for. None leaves the service's default; `weights`, `top_k` and `actions_wanted` are for `recommend` alone, and
+    `context` is as in `RankingRequest`."""
 
     user_id: Id
     history: Sequence[Event] = ()
@@ -25,11 +26,12 @@ class RetrievalRequest:
     weights: Mapping[str, float] | None = None
     top_k: int | None = None
     actions_wanted: Sequence[str] | None = None
+    context: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The body, in arrays."""
-        body = {"user_id": self.user_id, "history": columns_of(Event, self.history)}
-        return body | given(self, *(field.name for field in fields(self) if field.name not in body))
+        names = (field.name for field in fields(self) if field.name not in ("user_id", "history", "context"))
+        return user_of(self) | given(self, *names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Recommended:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation(Reply):
-    """The best posts ranked, best first; `models` has `name` and `version` of `retrieval` and `ranker`."""
+    """The best posts ranked, best first; `models` has `name` and `version` of `retrieval` and `ranker`, `context` is as in `Ranking`."""
 
     ROWS = "candidates", Recommended
     models: dict[str, dict[str, str]]
@@ -81,3 +83,4 @@ class Recommendation(Reply):
     candidates: list[Recommended]
     visible: int
     timings_ms: dict[str, float]
+    context: str = ""

@@ -19,29 +19,33 @@ MAX_SECONDS = 1e30  # a dwell time beyond it is cut off anyway, and fits a float
 
 def write(request: RankingRequest) -> tuple[bytes, dict[str, str]]:
     """A request's body and the headers that it needs. Raises ValueError, TypeError or OverflowError for what is no such number."""
-    candidates, history = request.candidates, request.history
+    candidates, history = request.candidates, request.history if request.context is None else ()
     columns: dict[str, tuple[str, Sequence[Any]]] = {
-        "user_id": ("UINT64", [int(request.user_id)]),
         "candidates.post_id": ("UINT64", [int(candidate.post_id) for candidate in candidates]),
         "candidates.author_id": ("UINT64", [int(candidate.author_id) for candidate in candidates]),
         "candidates.product_surface": ("INT64", [candidate.product_surface for candidate in candidates]),
         "candidates.created_at": ("INT64", [candidate.created_at for candidate in candidates]),
-        "history.post_id": ("UINT64", [int(event.post_id) for event in history]),
-        "history.author_id": ("UINT64", [int(event.author_id) for event in history]),
-        "history.product_surface": ("INT64", [event.product_surface for event in history]),
-        "history.dwell_time": ("FP32", [min(event.dwell_time, MAX_SECONDS) for event in history]),
     }
+    if request.context is None:
+        columns |= {
+            "user_id": ("UINT64", [int(request.user_id)]),
+            "history.post_id": ("UINT64", [int(event.post_id) for event in history]),
+            "history.author_id": ("UINT64", [int(event.author_id) for event in history]),
+            "history.product_surface": ("INT64", [event.product_surface for event in history]),
+            "history.dwell_time": ("FP32", [min(event.dwell_time, MAX_SECONDS) for event in history]),
+        }
     shapes = {name: [len(values)] for name, (_, values) in columns.items()}
     parameters: dict[str, Any] = {"binary_data_output": True}
     names = list(dict.fromkeys([*(action for event in history for action in event.actions), *(request.weights or ())]))
     if names or request.weights is not None:
         parameters["actions"] = ",".join(names)
-        columns["history.actions"] = ("FP32", _matrix(request, names))
-        shapes["history.actions"] = [len(history), len(names)]
+        if request.context is None:
+            columns["history.actions"] = ("FP32", _matrix(request, names))
+            shapes["history.actions"] = [len(history), len(names)]
     if request.weights is not None:
         columns["weights"] = ("FP64", [request.weights.get(name, 0.0) for name in names])
         shapes["weights"] = [len(names)]
-    for name in ("top_k", "impression_ts"):
+    for name in ("top_k", "impression_ts", "context"):
         if (value := getattr(request, name)) is not None:
             parameters[name] = value
     if request.actions_wanted is not None:
@@ -88,6 +92,7 @@ def read(request: RankingRequest, headers: Mapping[str, str], content: bytes) ->
         said["history_used"],
         said["history_dropped"],
         {name.removesuffix("_ms"): value for name, value in said.items() if name.endswith("_ms")},
+        said.get("context", ""),
     )
 
 

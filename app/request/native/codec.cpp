@@ -15,15 +15,17 @@ constexpr Int MOST_CANDIDATES = 1 << 24;
 // What the columns begin with; mirrored in codec.py.
 struct Head {
     Id user_id;
-    Int events, kept, candidates, quoted, rest;
+    Int events, kept, candidates, echo, rest;
 };
 
 struct Scored {
     Int candidates;
     const Id* ids;
-    const uint8_t* quoted;  // which ids came as text; null: none
+    string_view echo;  // as `read` gives it: the ids as they are to be written; empty: as integers
     const float *probabilities, *continuous;
-    const double* weights;
+    const double* weights;  // of the actions, and perhaps of the continuous outputs
+    Int weight_count;
+    const double* offset;  // sums as of `model.ranking.magnitudes`, if scores are to be lifted above 0; null: they are not
     Int top_k;          // 0: all
     const Int* wanted;  // columns; null: all
     Int wanted_count, is_columnar;
@@ -44,10 +46,9 @@ public:
         Reader reader(words, columns, history, candidates, body, length);
         reader.request(has_candidates);
         Int events = history.count, kept = std::min(events, words.history_length), first = events - kept;
-        Int count = candidates.count, quoted = 0, older = has_candidates ? 0 : first;
-        for (uint8_t is_text : candidates.quoted) quoted += is_text;
-        Head head{reader.user_id, events, kept, count, quoted, static_cast<Int>(reader.rest.size())};
-        char* out = room(sizeof head + 8 * (3 * kept + 4 * count + older) + 4 * kept * (words.actions + 1) + count + head.rest);
+        Int count = candidates.count, older = has_candidates ? 0 : first;
+        Head head{reader.user_id, events, kept, count, candidates.written.empty() ? 0 : echo(), static_cast<Int>(reader.rest.size())};
+        char* out = room(sizeof head + 8 * (3 * kept + 4 * count + older) + 4 * kept * (words.actions + 1) + head.echo + head.rest);
         for (Id& time : candidates.time) time = age_bucket(reader.impression, time);
         out = copy(out, &head, 1);
         for (auto column : {&history.post, &history.author, &history.surface}) out = copy(out, column->data() + first, kept);
@@ -55,14 +56,18 @@ public:
             out = copy(out, column->data(), count);
         out = copy(out, history.actions.data() + first * words.actions, kept * words.actions);
         out = copy(out, history.dwell.data() + first, kept);
-        out = copy(out, candidates.quoted.data(), count);
+        if (head.echo) {
+            out = copy(out, ends.data(), count);
+            out = put(out, texts);
+        }
         out = copy(out, history.post.data(), older);
         return copy(out, reader.rest.data(), head.rest) - scratch.data();
     }
 
     // Scores, their order, best first, and ranks.
-    Int rank(Int count, const float* probabilities, const double* weights) {
-        sort(count, probabilities, weights);
+    Int rank(const Scored& given) {
+        const Int count = given.candidates;
+        sort(given);
         char* out = room(24 * count);
         out = copy(out, scores.data(), count);
         out = copy(out, order.data(), count);
@@ -70,7 +75,7 @@ public:
     }
 
     Int write(const Scored& given) {
-        sort(given.candidates, given.probabilities, given.weights);
+        sort(given);
         Int rows = given.top_k && given.top_k < given.candidates ? given.top_k : given.candidates;
         chosen.resize(rows);
         if (given.top_k) std::copy_n(order.begin(), rows, chosen.begin());
@@ -78,7 +83,7 @@ public:
         Int width = given.wanted ? given.wanted_count : words.actions;
         size_t row_bytes = 192 + DOUBLE_BYTES + (width + words.continuous) * FLOAT_BYTES;
         for (Int place = 0; place < words.continuous; ++place) row_bytes += std::strlen(words.key[place]) + 2;
-        char* out = room(given.head.size() + given.tail.size() + rows * row_bytes + SPARE_BYTES + 512 + 64 * words.continuous);
+        char* out = room(given.head.size() + given.tail.size() + given.echo.size() + rows * row_bytes + SPARE_BYTES + 512 + 64 * words.continuous);
         out = put(out, given.head);
         out = given.is_columnar ? arrays(out, given, width) : objects(out, given, width);
         return put(out, given.tail) - scratch.data();
@@ -86,14 +91,34 @@ public:
 
     const char* data() const { return scratch.data(); }
 
+    // Where the id of this row ends in the texts of an echo: ends `[C]`, then the texts, each with a comma behind it.
+    static Int end_of(string_view echo, Int row) {
+        Int end;
+        std::memcpy(&end, echo.data() + 8 * row, sizeof end);
+        return end;
+    }
+
 private:
     std::unordered_map<string_view, Int> columns;
     Posts history, candidates;  // of the last request: their memory is asked for once, and by no thread of its own
     std::vector<char> scratch;
+    std::string texts;
     std::vector<double> scores;
     std::vector<Int> order, ranks, chosen, buckets, ends;
     std::vector<float> floats;  // that are about to be written
     std::vector<Decimals> decimals;
+
+    // The post ids of candidates as they came, in `texts`, and where each ends, in `ends`; the bytes of both.
+    Int echo() {
+        ends.clear(), texts.clear();
+        candidates.written.resize(candidates.count);
+        for (size_t row = 0; row < candidates.count; ++row) {
+            const string_view id = candidates.written[row];
+            (id.empty() ? texts += std::to_string(candidates.post[row]) : texts += id) += ',';
+            ends.push_back(texts.size());
+        }
+        return 8 * ends.size() + texts.size();
+    }
 
     char* room(size_t bytes) {
         if (scratch.size() < bytes) scratch.resize(bytes);
@@ -111,13 +136,18 @@ private:
         return std::min<Id>((impression - created) / words.age_seconds + 1, words.age_buckets - 1);
     }
 
-    // Combined scores, added action by action from 0 on, as `model.ranking.combine` has them; best first, equal ones in their order.
-    void sort(Int count, const float* probabilities, const double* weights) {
+    // Combined scores, added action by action from 0 on, as `model.ranking` has them; best first, equal ones in their order.
+    void sort(const Scored& given) {
+        const Int count = given.candidates, outputs = given.weight_count - words.actions;
         scores.assign(count, 0.0), order.resize(count), ranks.resize(count);
         for (Int row = 0; row < count; ++row) {
+            double& score = scores[row];
             for (Int action = 0; action < words.actions; ++action)
-                scores[row] += probabilities[row * words.actions + action] * weights[action];
-            if (!std::isfinite(scores[row])) throw Declined();
+                score += given.probabilities[row * words.actions + action] * given.weights[action];
+            for (Int output = 0; output < outputs; ++output)
+                score += continuous(given, row, output) * given.weights[words.actions + output];
+            if (given.offset) score = score >= 0 ? score + 0.001 : (score + given.offset[0]) / given.offset[1] * 0.001;
+            if (!std::isfinite(score)) throw Declined();
         }
         distribute(count);
         for (Int place = 0; place < count; ++place) ranks[order[place]] = place + 1;
@@ -155,11 +185,9 @@ private:
     }
 
     char* id(char* out, const Scored& given, Int row) const {
-        bool is_text = given.quoted && given.quoted[row];
-        if (is_text) *out++ = '"';
-        out = std::to_chars(out, out + 24, given.ids[row]).ptr;
-        if (is_text) *out++ = '"';
-        return out;
+        if (given.echo.empty()) return std::to_chars(out, out + 24, given.ids[row]).ptr;
+        const Int start = row ? end_of(given.echo, row - 1) : 0;
+        return put(out, given.echo.substr(8 * given.candidates + start, end_of(given.echo, row) - start - 1));
     }
 
     // Converts the floats that `number` writes next.
@@ -272,33 +300,61 @@ Object* read_request(Object* capsule, Object* const* given, ssize_t count) {
     });
 }
 
+// Of candidates: their count, probabilities, continuous outputs and weights, and the two sums of an offset or nothing, are the first five
+// arguments.
+struct Numbers {
+    Int count;
+    Bytes probabilities, continuous, weights, offset;
+
+    Numbers(const Checkpoint& words, Object* const* given)
+        : count(count_of(given[0])), probabilities(given[1], 4 * count * words.actions),
+          continuous(given[2], 4 * count * words.continuous), weights(given[3]), offset(given[4]) {
+        const Int weight_count = weights.size() / 8;
+        if (weights.size() % 8 || (weight_count != words.actions && weight_count != words.actions + words.continuous)) throw Declined();
+        if (offset.size() && offset.size() != 16) throw Declined();
+    }
+
+    Scored scored() const {
+        Scored found{};
+        found.candidates = count, found.weight_count = weights.size() / 8;
+        found.probabilities = probabilities.as<float>(), found.continuous = continuous.as<float>();
+        found.weights = weights.as<double>(), found.offset = offset.size() ? offset.as<double>() : nullptr;
+        return found;
+    }
+};
+
 Object* rank_candidates(Object* capsule, Object* const* given, ssize_t count) {
-    return answer(capsule, count == 3, [&](Codec& codec) {
-        Int candidates = count_of(given[0]);
-        Bytes probabilities(given[1], 4 * candidates * codec.words.actions), weights(given[2], 8 * codec.words.actions);
-        return codec.rank(candidates, probabilities.as<float>(), weights.as<double>());
-    });
+    return answer(capsule, count == 5, [&](Codec& codec) { return codec.rank(Numbers(codec.words, given).scored()); });
 }
 
-// `quoted` and `retrieved` may be empty; `wanted` is read unless its count is negative.
+// Whether so many ids can be read of an echo.
+bool is_echo(string_view echo, Int count) {
+    if (echo.size() < static_cast<size_t>(8 * count)) return false;
+    Int end = 0;
+    for (Int row = 0, start = 0; row < count; ++row, start = end)
+        if ((end = Codec::end_of(echo, row)) <= start || end > static_cast<Int>(echo.size()) - 8 * count) return false;
+    return true;
+}
+
+// `echo` and `retrieved` may be empty; `wanted` is read unless its count is negative.
 Object* write_reply(Object* capsule, Object* const* given, ssize_t count) {
-    return answer(capsule, count == 13, [&](Codec& codec) {
-        const Checkpoint& words = codec.words;
-        Int candidates = count_of(given[0]), top_k = PyLong_AsLongLong(given[6]);
-        Int wanted_count = PyLong_AsLongLong(given[8]), is_columnar = PyLong_AsLongLong(given[9]);
-        Bytes ids(given[1], 8 * candidates), quoted(given[2]);
-        Bytes probabilities(given[3], 4 * candidates * words.actions), continuous(given[4], 4 * candidates * words.continuous);
-        Bytes weights(given[5], 8 * words.actions), wanted(given[7], 8 * std::max<Int>(wanted_count, 0));
-        Bytes retrieved(given[10]), head(given[11]), tail(given[12]);
-        if (quoted.size() && quoted.size() != candidates) throw Declined();
-        if (top_k < 0 || wanted_count > words.actions) throw Declined();
-        for (Int place = 0; place < wanted_count; ++place)
-            if (Id(wanted.as<Int>()[place]) >= Id(words.actions)) throw Declined();
+    return answer(capsule, count == 14, [&](Codec& codec) {
+        const Numbers numbers(codec.words, given);
+        Scored scored = numbers.scored();
+        const Int candidates = scored.candidates;
+        scored.top_k = PyLong_AsLongLong(given[7]), scored.wanted_count = PyLong_AsLongLong(given[9]);
+        scored.is_columnar = PyLong_AsLongLong(given[10]);
+        Bytes ids(given[5], 8 * candidates), echo(given[6]), wanted(given[8], 8 * std::max<Int>(scored.wanted_count, 0));
+        Bytes retrieved(given[11]), head(given[12]), tail(given[13]);
+        if (echo.size() && !is_echo(echo.text(), candidates)) throw Declined();
+        if (scored.top_k < 0 || scored.wanted_count > codec.words.actions) throw Declined();
+        for (Int place = 0; place < scored.wanted_count; ++place)
+            if (Id(wanted.as<Int>()[place]) >= Id(codec.words.actions)) throw Declined();
         if (retrieved.size() && retrieved.size() != 4 * candidates) throw Declined();
-        return codec.write({candidates, ids.as<Id>(), quoted.size() ? quoted.as<uint8_t>() : nullptr,
-            probabilities.as<float>(), continuous.as<float>(), weights.as<double>(), top_k,
-            wanted_count < 0 ? nullptr : wanted.as<Int>(), wanted_count, is_columnar,
-            retrieved.size() ? retrieved.as<float>() : nullptr, head.text(), tail.text()});
+        scored.ids = ids.as<Id>(), scored.echo = echo.text(), scored.head = head.text(), scored.tail = tail.text();
+        scored.wanted = scored.wanted_count < 0 ? nullptr : wanted.as<Int>();
+        scored.retrieved = retrieved.size() ? retrieved.as<float>() : nullptr;
+        return codec.write(scored);
     });
 }
 

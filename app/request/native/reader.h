@@ -7,16 +7,14 @@
 #include <unordered_map>
 #include <vector>
 
+#include "ids.h"
 #include "python.h"
 
 namespace codec {
 
-using Id = uint64_t;
-using std::string_view;
-
 // Mirrored in codec.py.
 struct Checkpoint {
-    Int actions, surfaces, history_length, age_seconds, age_buckets, continuous;
+    Int actions, surfaces, history_length, age_seconds, age_buckets, continuous, has_text_ids;
     Int max_candidates, max_history, max_values, max_time;
     double max_action_value, max_dwell_seconds;
     Int names;
@@ -29,12 +27,12 @@ struct Checkpoint {
 class Posts {
 public:
     std::vector<Id> post, author, surface, time;
-    std::vector<uint8_t> quoted;
+    std::vector<string_view> written;  // post ids that are strings, as the body has them, of candidates; integers before them: empty
     std::vector<float> actions, dwell;
     size_t count = 0;
 
     void clear() {
-        post.clear(), author.clear(), surface.clear(), time.clear(), quoted.clear(), actions.clear(), dwell.clear();
+        post.clear(), author.clear(), surface.clear(), time.clear(), written.clear(), actions.clear(), dwell.clear();
         count = 0;
     }
 };
@@ -64,14 +62,15 @@ public:
         if (end - at > words.max_values && std::count_if(at, end, is_value) > words.max_values) throw Declined();
         unsigned seen = 0;
         members([&](string_view key) {
-            if (key == "user_id") once(seen, 0), user_id = id(nullptr);
+            if (key == "user_id") once(seen, 0), user_id = id();
             else if (key == "history") once(seen, 1), posts(history, true);
             else if (key == "candidates" && has_candidates) once(seen, 2), posts(candidates, false);
             else if (key == "impression_ts" && has_candidates) once(seen, 3), impression = integer(words.max_time);
+            else if (key == "context") once(seen, 4), keep(key);
             else keep(key);  // who reads `rest` refuses what it does not know, and what comes twice
         });
         if (next() || at != end) throw Declined();
-        if (!(seen & 1) || (has_candidates && !candidates.count)) throw Declined();
+        if ((seen >> 4 & 1 ? seen & 3 : !(seen & 1)) || (has_candidates && !candidates.count)) throw Declined();
         if (!rest.empty()) rest += '}';
     }
 
@@ -123,9 +122,24 @@ private:
         expect(']');
     }
 
+    // Of eight bytes: the lowest bit that is set lies in the first one that ends a text, escapes or may not be in one.
+    static Id unusual(const char* at) {
+        constexpr Id ONES = ~Id{} / 255, HIGHEST = 128 * ONES;
+        Id bytes;
+        std::memcpy(&bytes, at, 8);
+        const auto zeros = [](Id word) { return (word - ONES) & ~word; };
+        return (zeros(bytes ^ '"' * ONES) | zeros(bytes ^ '\\' * ONES) | ((bytes - ' ' * ONES) & ~bytes)) & HIGHEST;
+    }
+
     string_view text() {
         expect('"');
         const char* start = at;
+        for (; end - at >= 8; at += 8) {
+            if (const Id ends = unusual(at)) {
+                at += __builtin_ctzll(ends) / 8;
+                break;
+            }
+        }
         while (*at != '"') {
             if (static_cast<unsigned char>(*at) < 0x20 || *at == '\\') throw Declined();
             ++at;
@@ -152,10 +166,13 @@ private:
         return value;
     }
 
-    Id id(uint8_t* quoted) {
-        bool is_text = next() == '"';
-        if (quoted) *quoted = is_text;
-        if (!is_text) return integer(UINT64_MAX);
+    Id id() {
+        if (words.has_text_ids) {
+            string_view id = text();
+            if (id.empty() || id.size() > MAX_TEXT_BYTES || !is_utf8(id)) throw Declined();
+            return std::max<Id>(xxh64(id), 1);
+        }
+        if (next() != '"') return integer(UINT64_MAX);
         ++at;
         Id value = digits();
         if (*at++ != '"') throw Declined();
@@ -230,13 +247,15 @@ private:
 
     void value(Posts& posts, int field, size_t row) {
         if (row >= static_cast<size_t>(&posts == &history ? words.max_history : words.max_candidates)) throw Declined();
-        uint8_t quoted = 0;
         switch (field) {
-            case 0:
-                put(posts.post, row, id(&quoted));
-                posts.quoted.push_back(quoted);
+            case 0: {
+                const bool is_string = next() == '"' && &posts == &candidates;
+                const char* start = at;
+                put(posts.post, row, id());
+                if (is_string) put(posts.written, row, string_view(start, at - start));
                 break;
-            case 1: put(posts.author, row, id(nullptr)); break;
+            }
+            case 1: put(posts.author, row, id()); break;
             case 2: put(posts.surface, row, integer(words.surfaces - 1)); break;
             case 3: put(posts.time, row, integer(words.max_time)); break;
             case 4: actions(posts, row); break;
@@ -247,8 +266,11 @@ private:
     void actions(Posts& posts, size_t row) {
         posts.actions.resize((row + 1) * words.actions);
         float* set = &posts.actions[row * words.actions];
-        if (next() == '[') {
-            elements([&] { set[column(text())] = 1; });
+        const char first = next();
+        if (first == '[') return elements([&] { set[column(text())] = 1; });
+        if (first != '{') {
+            for (Id mask = integer(words.actions < 64 ? (Id{1} << words.actions) - 1 : UINT64_MAX); mask; mask &= mask - 1)
+                set[__builtin_ctzll(mask)] = 1;
             return;
         }
         uint64_t seen[64] = {};  // a bit an action, of which a config has 4096 at most

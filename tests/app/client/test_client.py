@@ -22,6 +22,7 @@ import pytest
 from phoenix_ranker_client import (
     AsyncRankerClient,
     Candidate,
+    ContextUnknown,
     DeadlineExceeded,
     Event,
     RankerClient,
@@ -371,8 +372,8 @@ def test_both_wires_give_the_same_ranking(options: dict[str, Any], history: list
 
 
 def without_time(ranking: Ranking) -> dict[str, Any]:
-    """All that it says, numbers of the model as float32, and of the time only its stages."""
-    said = asdict(ranking) | {"timings_ms": set(ranking.timings_ms)}
+    """All that it says but for the handle, which differs between processes: numbers of the model as float32, of the time its stages."""
+    said = asdict(ranking) | {"timings_ms": set(ranking.timings_ms), "context": len(ranking.context)}
     for row in said["candidates"]:
         row["probabilities"] = array("f", row["probabilities"])
         row["continuous"] = {name: array("f", [value]) for name, value in row["continuous"].items()}
@@ -435,3 +436,75 @@ def test_a_reply_that_is_not_of_the_binary_wire_is_a_fault(reply: httpx.Response
     with pytest.raises(ServerFault):
         client.rank(1, CANDIDATES)
     assert seen[0].headers["accept"] == "application/octet-stream"
+
+
+def named(status: int, handle: str, **body: Any) -> httpx.Response:
+    """A reply that names a context."""
+    return httpx.Response(status, json=body, headers={"x-context": handle})
+
+
+FIRST, SECOND = "1" * 32, "2" * 32
+KEPT = named(200, FIRST, model={}, context=FIRST, history_used=2, history_dropped=0)
+
+
+def test_a_context_is_named_until_it_is_unknown_and_then_sent_whole() -> None:
+    unknown = refusal(412, "context_unknown")
+    replies = KEPT, named(200, FIRST, **GOOD), unknown, named(200, SECOND, **GOOD), named(200, "", **GOOD), ok()
+    client, seen = scripted(*replies)
+    context = client.context(1, HISTORY, request_id="ahead")
+    assert (seen[0].url.path, seen[0].headers["x-request-id"], context.handle) == ("/context", "ahead", FIRST)
+    for handle in (FIRST, SECOND, "", ""):
+        assert context.rank(CANDIDATES, timeout_seconds=5, request_id="page").model_version == "v"
+        assert context.handle == handle
+    bodies = [orjson.loads(request.content) for request in seen]
+    assert [body.get("context") for body in bodies] == [None, FIRST, FIRST, None, SECOND, None]
+    assert [body.get("user_id") for body in bodies] == [1, None, None, 1, None, 1]
+    assert [len(body["history"]["post_id"]) for body in bodies if "history" in body] == [2, 2, 2]
+    assert len({request.headers["x-routing-key"] for request in seen}) == 1, "the user's, also without the user"
+    assert {request.headers["x-request-id"] for request in seen[1:]} == {"page"}
+    deadlines = [int(request.headers["x-request-timeout-ms"]) for request in seen[2:4]]
+    assert deadlines[1] <= deadlines[0] <= 5000, "one for both"
+
+
+def test_every_call_of_a_context_is_sent_whole_where_it_is_unknown() -> None:
+    async def main() -> None:
+        seen: list[httpx.Request] = []
+
+        def handle(request: httpx.Request) -> httpx.Response:
+            seen.append(request)
+            body = orjson.loads(request.content)
+            if request.url.path == "/context":
+                return KEPT
+            if "context" in body:
+                return refusal(412, "context_unknown")
+            posts = {"posts": [], "visible": 0, "corpus": {}, "models": {}, "events": {}}
+            return named(200, SECOND, **GOOD | posts | {"candidates": []})
+
+        http = httpx.AsyncClient(transport=httpx.MockTransport(handle))
+        async with AsyncRankerClient("http://test", http=http) as client:
+            for path, call in {
+                "rank": lambda context: context.rank(CANDIDATES),
+                "explain": lambda context: context.explain(CANDIDATES, [90]),
+                "retrieve": lambda context: context.retrieve(k=3),
+                "recommend": lambda context: context.recommend(k=3),
+            }.items():
+                context = await client.context(1, HISTORY)
+                await call(context)
+                assert [request.url.path for request in seen[-3:]] == ["/context", f"/{path}", f"/{path}"]
+                assert context.handle == (FIRST if path == "retrieve" else SECOND)
+                asked, again = (orjson.loads(request.content) for request in seen[-2:])
+                assert again.keys() - asked.keys() == {"user_id", "history"}
+                assert asked.keys() - again.keys() == {"context"}
+
+    asyncio.run(main())
+
+
+def test_a_handle_alone_is_not_sent_whole_and_says_what_it_is() -> None:
+    client, seen = scripted(refusal(412, "context_unknown"), refusal(412, "something_else"))
+    with pytest.raises(ContextUnknown) as caught:
+        client._send(client._calls._json("rank", {"context": FIRST}, [], dict, 5.0, None))
+    assert isinstance(caught.value, RequestRefused)
+    with pytest.raises(RequestRefused) as other:
+        client.rank(1, CANDIDATES, HISTORY, context=FIRST)
+    assert not isinstance(other.value, ContextUnknown)
+    assert len(seen) == 2

@@ -116,7 +116,10 @@ def test_the_same_bits_as_in_json(client: triton.InferenceServerClient, http: ht
 
 def test_errors_have_their_status(client: triton.InferenceServerClient) -> None:
     invalid = "StatusCode.INVALID_ARGUMENT"
-    assert failure(lambda: client.infer("fake", inputs(ASKED)[1:])) == (invalid, "user_id: is required")
+    assert failure(lambda: client.infer("fake", inputs(ASKED)[1:])) == (
+        invalid,
+        "user_id: is required, or context in its place",
+    )
     assert failure(lambda: client.infer("fake", inputs(ASKED), parameters={"top_k": 0}))[0] == invalid
     assert failure(lambda: client.infer("fake", inputs(ASKED), parameters={"zq9marker": 0}))[0] == invalid
     assert failure(lambda: client.infer("other", inputs(ASKED)))[0] == "StatusCode.NOT_FOUND"

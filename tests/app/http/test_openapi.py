@@ -53,7 +53,7 @@ def test_probes_and_info_are_what_the_document_says(client: TestClient, document
 
 def test_every_path_is_there_and_described(document: dict[str, Any], client: TestClient) -> None:
     model = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
-    wanted = {"/rank", "/rank/{name}", "/rank/batch", "/explain", "/retrieve", "/recommend", *OPERATIONS}
+    wanted = {"/context", "/rank", "/rank/{name}", "/rank/batch", "/explain", "/retrieve", "/recommend", *OPERATIONS}
     wanted |= {"/v2", "/v2/health/live", "/v2/health/ready", *model}
     wanted |= {f"{path}/{below}" for path in model for below in ("ready", "infer")}
     assert set(document["paths"]) == wanted
@@ -71,15 +71,15 @@ def test_every_path_is_there_and_described(document: dict[str, Any], client: Tes
     assert client.get("/docs").status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/rank", "/rank/batch", "/explain", "/retrieve", "/recommend"])
+@pytest.mark.parametrize("path", ["/context", "/rank", "/rank/batch", "/explain", "/retrieve", "/recommend"])
 def test_every_refusal_is_listed(document: dict[str, Any], path: str) -> None:
     responses = document["paths"][path]["post"]["responses"]
-    assert set(responses) == {"200", "400", "401", "404", "406", "413", "415", "422", "429", "500", "503", "504"}
+    assert set(responses) == {"200", "400", "401", "404", "406", "412", "413", "415", "422", "429", "500", "503", "504"}
     named = {each["name"] for each in document["paths"][path]["post"]["parameters"]}
     assert ("X-Model-Version" in named) == (path != "/retrieve")
     text = str(responses)
     for codes in (
-        "malformed_json unauthorized too_large unsupported_media_type invalid_request overloaded",
+        "malformed_json unauthorized context_unknown too_large unsupported_media_type invalid_request overloaded",
         "not_ready draining engine_down deadline_exceeded non_finite_scores",
     ):
         assert [code for code in codes.split() if code not in text] == []
@@ -102,6 +102,7 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
 
 def test_every_example_works(document: dict[str, Any], client: TestClient) -> None:
     for path in (
+        "/context",
         "/rank",
         "/rank/{name}",
         "/rank/batch",

@@ -48,7 +48,6 @@ def rows(request: pytest.FixtureRequest) -> Iterator[list[Row]]:
     rows: list[Row] = []
     yield rows
     capture = request.config.pluginmanager.getplugin("capturemanager")
-    assert capture is not None
     with capture.global_and_fixture_disabled():
         print(f"\n{table(rows)}")
 

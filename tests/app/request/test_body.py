@@ -47,15 +47,19 @@ def plain_verdict(raw: bytes) -> type[ServiceError] | None:
         return MalformedJson
     if not keeps(RankRequest, parsed):
         return InvalidRequest
-    surfaces, words = [], [parsed.get("weights", {}), parsed.get("actions_wanted", [])]
+    weights = parsed.get("weights", {})
+    surfaces, words = [], [{} if isinstance(weights, str) else weights, parsed.get("actions_wanted", [])]
     for posts in (parsed.get("history", []), parsed["candidates"]):
         items = in_rows(posts) if isinstance(posts, dict) else posts
         surfaces += [item["product_surface"] for item in items if "product_surface" in item]
         words += [item["actions"] for item in items if "actions" in item]
+    masks, words = [word for word in words if type(word) is int], [word for word in words if type(word) is not int]
     known = all(name in VOCABULARY.index for word in words for name in word)
     maps = [word for word in words if isinstance(word, dict)] + [parsed.get("actions_wanted", [])]
     once = known and all(len({VOCABULARY.index[name] for name in word}) == len(word) for word in maps)
-    return None if once and all(surface < VOCABULARY.product_surfaces for surface in surfaces) else InvalidRequest
+    known_bits = all(mask < 2 ** len(VOCABULARY.action_names) for mask in masks)
+    is_right = once and known_bits and all(surface < VOCABULARY.product_surfaces for surface in surfaces)
+    return None if is_right else InvalidRequest
 
 
 def in_rows(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
@@ -84,7 +88,7 @@ def lenient(body: bytes) -> Any:
     return strict_json.parse(body)
 
 
-def any_ids(values: list[Any]) -> Any:
+def any_ids(values: list[Any], kind: str = "uint64") -> Any:
     return np.zeros(len(values), np.uint64)
 
 

@@ -38,7 +38,18 @@ from tests.app.serving import VOCABULARY, checked, good, served
 MANIFEST = loaded(FakeEngine()).checkpoint.manifest
 LIMITS = Limits()
 FORM = ReplyFormat.of(MANIFEST)
-SEEN = ("user_id", "history_length", "echo_ids", "weights", "top_k", "wanted", "request_id", "reply")
+SEEN = (
+    "user_id",
+    "history_length",
+    "echo_ids",
+    "weights",
+    "top_k",
+    "wanted",
+    "request_id",
+    "reply",
+    "handle",
+    "has_offset",
+)
 
 LIBRARY = load_library()
 assert LIBRARY is not None
@@ -202,11 +213,11 @@ def test_numbers_are_written_as_orjson_does() -> None:
     near = [np.nextafter(np.array(tens, np.float32), np.float32(side)) for side in (0, 1e38)]
     drawn = random.integers(0, 0x7F800000, 90_000, dtype=np.uint32).view(np.float32)
     few = np.concatenate(edges).view(np.float32), tens, *near, drawn, random.random(9000, np.float32)
-    numbers, request = np.concatenate(few), replace(asked(3), weights=np.array([1e-30, -3.0, 1.7]), quoted=None)
+    numbers, request = np.concatenate(few), replace(asked(3), weights=np.array([1e-30, -3.0, 1.7]))
     for start in range(0, len(numbers), 12_000):
         part = numbers[start : start + 12_000]
         count = len(part) // 3
-        posts = replace(request.candidates, post_ids=np.arange(count, dtype=np.uint64))
+        posts = replace(request.candidates, post_ids=np.arange(count, dtype=np.uint64), sent=None)
         many = replace(request, candidates=posts)
         with np.errstate(over="ignore"):
             ours, theirs = both(many, scored(part, count))
@@ -222,8 +233,8 @@ def test_every_float_is_written_as_orjson_does() -> None:
     wide = replace(MANIFEST, action_names=tuple(f"a{place}" for place in range(width)), score_weights={},
                    config=replace(MANIFEST.config, actions=width))  # fmt: skip
     made = Codec(LIBRARY, wide, Vocabulary.of(wide), LIMITS)
-    request = replace(asked(1, reply="columns"), weights=np.zeros(width), quoted=None)
-    posts = replace(request.candidates, post_ids=np.zeros(rows, np.uint64))
+    request = replace(asked(1, reply="columns"), weights=np.zeros(width))
+    posts = replace(request.candidates, post_ids=np.zeros(rows, np.uint64), sent=None)
     zeros = np.zeros((rows, 1), np.float32)
     for start in range(0, 2**32, width * rows):
         numbers = np.arange(start, start + width * rows, dtype=np.uint64).astype(np.uint32).view(np.float32)
@@ -250,18 +261,21 @@ def test_ranks_are_the_same_bits(count: int, seed: int, distinct: int, outlier: 
     rows[random.integers(0, count, count // 4)] *= random.choice([0, -0.0, -1, 1e-30])
     rows[random.integers(0, count), 0] += np.float32(outlier)
     weights = random.choice([0.0, -1.0, 1.0, 1e9, 1e-30], 3)
-    for ours, theirs in zip(ranked(rows, weights, CODEC), ranked(rows, weights, None), strict=True):
+    request, scores = replace(asked(1), weights=weights), Scores(rows, rows, rows[:, :1])
+    for ours, theirs in zip(ranked(scores, request, WRITTEN), ranked(scores, request, FORM), strict=True):
         assert ours.dtype == theirs.dtype
         assert ours.tobytes() == theirs.tobytes()
 
 
 def test_what_cannot_be_ranked_is_declined() -> None:
-    rows, weights = np.ones((3, 3), np.float32), np.ones(3)
-    assert CODEC.rank(rows, weights) is not None
-    assert CODEC.rank(rows[:0], weights) is None
-    assert CODEC.rank(rows[:, :2], weights) is None
-    assert CODEC.rank(rows, weights * np.inf) is None
-    assert CODEC.rank(np.ones((codec.MOST_ROWS + 1, 3), np.float32), weights) is None
+    request = replace(asked(1), weights=np.ones(3))
+    assert CODEC.rank(scored([1], 3), request) is not None
+    assert CODEC.rank(scored([1], 0), request) is None
+    assert CODEC.rank(replace(scored([1], 3), probabilities=np.ones((3, 2), np.float32)), request) is None
+    for count in (2, 5):
+        assert CODEC.rank(scored([1], 3), replace(request, weights=np.ones(count))) is None
+    assert CODEC.rank(scored([1], 3), replace(request, weights=np.ones(3) * np.inf)) is None
+    assert CODEC.rank(scored([1], codec.MOST_ROWS + 1), request) is None
 
 
 def test_arrays_that_do_not_fit_are_declined() -> None:
@@ -279,7 +293,7 @@ def test_arrays_that_do_not_fit_are_declined() -> None:
     for wanted in ([3], [-1], [2**62], [0, 1, 2, 0]):
         assert CODEC.write(replace(request, wanted=wanted), scores, b"", b"") is None
     for count in (-1, 2**40, 2**62, 2**70, -(2**70)):
-        assert CODEC._rank(count, b"", np.ones(3)) == b""
+        assert CODEC._rank(count, b"", b"", np.ones(3), b"") == b""
 
 
 def test_without_a_compiler_everything_goes_the_plain_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -30,6 +30,8 @@ def test_every_event_in_the_window_arrives_whole(body: dict[str, Any]) -> None:
         assert context.surfaces[row] == event.get("product_surface", 0)
         assert context.dwell_seconds[row] == np.float32(min(event.get("dwell_time", 0), 30))
         named = event.get("actions", [])
+        if isinstance(named, int):
+            named = [str(bit) for bit in range(CONFIG.actions) if named >> bit & 1]
         values = named if isinstance(named, dict) else dict.fromkeys(named, 1)
         wanted = np.zeros(CONFIG.actions, np.float32)
         for name, value in values.items():

@@ -58,7 +58,8 @@ def read_reply(pieces: list[bytes]) -> tuple[dict[str, Any], dict[str, NDArray[A
 def test_the_same_bits_as_in_json(count: int, changes: dict[str, Any], binary: bool) -> None:
     asked, given = request(count, **changes), scores(count)
     rows = orjson.loads(b"".join(render(asked, given, FORM, history_used=1, timings_ms=TIMES)))
-    as_tensors = replace(asked, reply=dict.fromkeys(tensors.OUTPUTS, binary), quoted=None)
+    posts = replace(asked.candidates, sent=None)
+    as_tensors = replace(asked, candidates=posts, reply=dict.fromkeys(tensors.OUTPUTS, binary))
     header, arrays = read_reply(list(inference.render(as_tensors, given, FORM, history_used=1, timings_ms=TIMES)))
     table = rows["candidates"]
     assert arrays["post_id"].tolist() == [int(row["post_id"]) for row in table]

@@ -42,7 +42,7 @@ def problems(asked: Inference, *, binary: bool = True) -> list[tuple[str, str]]:
 @given(body=bodies.valid)
 def test_tensors_mean_what_json_means(binary: bool, body: dict[str, Any]) -> None:
     one, other = checked(body), read(inference_of(body, ACTIONS), binary=binary)
-    names = ("user_id", "impression_ts", "top_k", "wanted", "request_id")
+    names = ("user_id", "impression_ts", "top_k", "wanted", "request_id", "handle", "has_offset")
     assert [getattr(one, name) for name in names] == [getattr(other, name) for name in names]
     assert one.weights.tolist() == other.weights.tolist()
     left, right = features.context_of(one, CONFIG), features.context_of(other, CONFIG)

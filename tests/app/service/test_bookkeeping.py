@@ -20,7 +20,8 @@ from app.service.plain_path import PLAIN_THREAD, PlainPath
 from app.service.reload import Reloader
 from app.service.service import RankingService
 from app.settings import Queue, Settings, Shadow, Split
-from app.telemetry.metrics import Metrics, add_stats
+from app.telemetry.exposition import add_stats
+from app.telemetry.metrics import Metrics
 from model.engine import CacheStats
 from model.retrieval.inputs import Filters, Query
 from tests.app import retrieving
@@ -223,7 +224,6 @@ async def test_both_checkpoints_count_where_both_answer() -> None:
     await service.wait_ready()
     await until(lambda: service.second is not None and service.second.model is not None)
     second = service.second
-    assert second is not None
     assert second.model is not None
     waits = []
     for model, user, count in ((service.model, 1, 4), (second.model, 2, 7)):

@@ -20,7 +20,6 @@ from loadtest.gpu import checks
 from loadtest.gpu.__main__ import RESERVED, Stop, arguments, leave, main, read, run_apart, summary, write
 from loadtest.gpu.card import Card
 from loadtest.gpu.checks import equal_bits, make_engine, parity, small_config
-from loadtest.gpu.compare import main as main_of_compare
 from loadtest.gpu.peers import PeerRanker, dense_eager
 from loadtest.gpu.phases import all_phases
 from loadtest.gpu.table import COUNTS, TARGETS_MS, Geometry
@@ -67,7 +66,7 @@ def test_the_whole_bench_runs_with_tiny_shapes(tmp_path: Path) -> None:
     names = [record["name"] for record in records if "figure" in record]
     assert len(names) == len(set(names)), names
     assert {"mini C=26 cold", "mini C=40 cached", "mini C=26: dense definition, eager"} <= set(names)
-    assert main_of_compare([report["log"], report["log"]]) == 0
+    assert main(["compare", report["log"], report["log"]]) == 0
 
 
 @pytest.mark.long
@@ -268,14 +267,14 @@ def test_two_files_are_compared_and_a_new_problem_is_seen(tmp_path: Path, capsys
     write(before, {"name": "mini C=64 cold", "figure": 0.2, "unit": "ms"})
     write(before, {"name": "gone", "figure": 1.0, "unit": "ms"})
     write(after, {"name": "mini C=64 cold", "figure": 0.1, "unit": "ms"})
-    assert main_of_compare([str(before), str(after)]) == 0
+    assert main(["compare", str(before), str(after)]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report == {"ratios": {"mini C=64 cold": 0.5}, "missing": ["gone"], "new": [], "new_problems": []}
     write(after, {"phase": "kernels", "problem": "gate differs"})
     with after.open("a") as file:
         file.write('{"name": "cut of')  # a process that was killed
-    assert main_of_compare([str(before), str(after)]) == 1
-    assert main_of_compare([str(before)]) == 2
+    assert main(["compare", str(before), str(after)]) == 1
+    assert main(["compare", str(before)]) == 2
 
 
 def test_without_a_card_nothing_is_claimed() -> None:

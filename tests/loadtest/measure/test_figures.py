@@ -5,7 +5,7 @@ import pytest
 
 from loadtest.generate.samples import CACHE_RESULTS, Samples
 from loadtest.generate.traffic import TrafficSettings
-from loadtest.measure.compare import bootstrap_interval, compare_blocks, figures_of, holm, lines_of, paired_p
+from loadtest.measure.compare import bootstrap_interval, compare_blocks, figures_of, holm, paired_p, report
 from loadtest.measure.figures import Slo, over_time, summarise
 from loadtest.measure.search import SearchSettings, search
 from loadtest.servers.target import MetricsSnapshot, Target, TargetError, fit_traffic
@@ -109,7 +109,7 @@ def test_equal_servers_are_seldom_called_different_and_a_slowdown_is_found():
     p50 = slower["differences"][0]
     assert p50["ratio"] == pytest.approx(1.12, abs=0.02)
     assert p50["ratio_low"] < p50["ratio"] < p50["ratio_high"]
-    assert lines_of(slower)[-1] == "verdict: B is worse"
+    assert report(slower).endswith("Verdict: B is worse.\n")
 
 
 def test_quick_refusals_do_not_look_fast():

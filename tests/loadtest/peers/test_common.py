@@ -49,6 +49,13 @@ def test_the_dense_reference_in_batches_and_our_engine_score_alike(dense, bodies
             assert np.abs(scores.probabilities - expected).max() < PARITY[torch.float32].probabilities
 
 
+def test_of_a_long_history_the_newest_events_are_read(dense):
+    [page] = Traffic(TrafficSettings.production()).take(1)
+    context, candidates = dense.features(RankBody.model_validate(orjson.loads(page.body)))
+    assert len(candidates) == 2800
+    assert context.post_ids.tolist() == orjson.loads(page.body)["history"]["post_id"][-dense.config.history_length :]
+
+
 def test_a_plain_reply_ranks_by_score(dense, monkeypatch):
     environment(monkeypatch, "dense")
     body = Traffic(TrafficSettings(objects_share=0.0)).first_visit().body
@@ -95,7 +102,7 @@ def test_rows_are_medians_with_their_spread():
     measured = {name: [block | {"throughput_rps": rate} for rate in given] for name, given in rates.items()}
     rows = run.table(list(run.PEERS[:2]), measured)
     assert (rows[0]["throughput_rps"], rows[0]["throughput_spread_rps"], rows[1]["ratio"]) == (20, 10, 2)
-    assert "| plain FastAPI | dense reference | 20 | 10 |" in run.markdown(rows, "float32", 2, 64)
+    assert "| plain FastAPI | dense reference | 20 | 10 |" in run.report(rows, "float32", 2, "64")
 
 
 def test_what_ranks_nothing_is_no_fastest_server():

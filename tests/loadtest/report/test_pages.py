@@ -1,4 +1,4 @@
-"""From a run against a server that stalls to files, a self-contained page, and a comparison of stored runs."""
+"""From a run against a server to its files and report, and a comparison of two servers."""
 
 import json
 import re
@@ -58,14 +58,21 @@ def test_a_run_is_stored_with_everything_needed_to_read_it(stored):
     assert judge(run) == "holds"
 
 
-def test_the_report_is_one_page_that_loads_nothing(stored):
-    page = (stored / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 3
-    assert not re.search(r'(src|href)="(?!data:)', page)
-    for words in ("the objective of 99 %", "Where the time goes", "p99.9", "commit"):
+def test_the_report_says_what_was_found_and_shows_its_pictures(stored):
+    page = (stored / "report.md").read_text()
+    for words in (
+        "the objective of 99 %",
+        "## Where the time goes",
+        "| p99.9, ms |",
+        "commit",
+        "| first visit |",
+        "| 200 |",
+    ):
         assert words in page
-    for name in ("over_time", "distribution", "stages"):
-        assert (stored / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", page)
+    assert pictures == ["over_time.png", "distribution.png", "stages.png"]
+    for name in pictures:
+        assert (stored / name).read_bytes().startswith(b"\x89PNG")
 
 
 COMPARED = ["--warmup", "0.1", "--rate", "100", "--seconds", "0.3", "--blocks", "8", "--smallest-effect", "0.5"]
@@ -77,7 +84,7 @@ def test_servers_are_compared_in_turns_and_the_page_is_written(url, tmp_path):
     result = json.loads((tmp_path / "run.json").read_text())
     assert result["comparison"]["verdict"] == "no difference shown"
     assert len(result["blocks"]["a"]) == len(result["blocks"]["b"]) == 8
-    assert "No difference shown" in (tmp_path / "report.html").read_text()
+    assert "Verdict: no difference shown" in (tmp_path / "report.md").read_text()
 
 
 def test_a_slower_server_turns_the_comparison_red(url, tmp_path):
@@ -85,7 +92,7 @@ def test_a_slower_server_turns_the_comparison_red(url, tmp_path):
     with ToyServer(delay_seconds=0.03, headers=HEADERS).in_thread() as slower:
         done = command("compare", url, slower, *COMPARED, "--out", tmp_path)
     assert done.exit_code == 1, done.output
-    assert "verdict: B is worse" in done.output
+    assert "Verdict: B is worse" in done.output
 
 
 def test_what_cannot_be_measured_is_refused_politely(tmp_path):

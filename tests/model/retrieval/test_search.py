@@ -14,13 +14,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.bench.retrieve import Rows, clustered, crowded, isotropic
+from loadtest.bench.retrieve import Rows, isotropic, unit
 from model.native import build
 from model.native.search import NativeIndex
 from model.retrieval.search import Found, Index, TorchIndex, Wish, bits_of, mask_of, score_rows
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
 from tests.goldens import GOLDEN
+
+
+def clustered(rng: np.random.Generator, count: int, width: int) -> Rows:
+    """A hundred rows around each of many centres."""
+    centres = rng.standard_normal((max(1, count // 100), width), np.float32)
+    return unit(centres[rng.integers(0, len(centres), count)] + 0.3 * rng.standard_normal((count, width), np.float32))
+
+
+def crowded(rng: np.random.Generator, count: int, width: int) -> Rows:
+    """As the published corpus: all rows around one direction, the best scores close together near 0.9."""
+    return unit(rng.standard_normal(width) + 0.4 * rng.standard_normal((count, width), np.float32))
 
 
 def with_duplicates(rng: np.random.Generator, count: int, width: int) -> Rows:

@@ -76,7 +76,7 @@ def entry(start: int, stop: int, shape: Any = (2,), dtype: Any = "F32") -> dict[
         (header({"a": entry(0, 16, [True])}), "bad shape"),
         (header({"a": entry(0, 16, [2.0])}), "bad shape"),
         (header({"a": entry(0, 16, [2**60])}), "bad shape"),
-        (header({"a": entry(0, 16, [2], "F64")}), "only F32, BF16, I32, I64 are"),
+        (header({"a": entry(0, 16, [2], "F64")}), "only F32, BF16, I32, I64, U8 are"),
         (header({"a": entry(0, 16, [2], None)}), "dtype must be a JSON string"),
         (header({"a": entry(0, 16) | {"more": 1}}), "unknown keys more"),
         (header({"a": {"dtype": "F32"}}), "no data_offsets, shape"),

@@ -15,13 +15,16 @@ pytest.importorskip("pyarrow")
 
 import pyarrow.parquet as pq
 
+from loadtest.bench.offline import copies
 from tests.weights.training.small_run import TRAINING, small_config
+from weights.tables import LogError
 from weights.training import sorted_log
 from weights.training.examples import Examples, index_of
-from weights.training.log import COLUMNS, LogError, aligned, read_log, write_log
+from weights.training.log import COLUMNS, aligned, read_log, write_log
 from weights.training.run import train
 from weights.training.sorted_log import open_sorted, sort_log
-from weights.training.world.simulate import World
+from weights.training.world.settings import WorldSettings
+from weights.training.world.simulate import World, simulate
 
 
 @pytest.fixture
@@ -114,6 +117,7 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 import torch
+from loadtest.bench.offline import copies
 from tests.weights.training.small_run import TRAINING, small_config
 from dataclasses import replace
 from weights.training.log import read_log
@@ -137,9 +141,9 @@ except (MemoryError, RuntimeError) as error:
 @pytest.mark.timeout(1200)
 def test_a_log_that_does_not_fit_into_memory_trains(tmp_path: Path) -> None:
     """The world at ten times the demo's size, and a process that may hold less than its rows."""
-    from loadtest.bench.train import demo_log_times
-
-    rows = demo_log_times(10, tmp_path / "log")
+    write_log(tmp_path / "one.parquet", simulate(WorldSettings()).log)
+    copies(tmp_path / "one.parquet", 10, tmp_path / "log")
+    rows = 10 * pq.read_metadata(tmp_path / "one.parquet").num_rows
     limit = 1500 * 2**20
 
     def run(how: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,59 @@
+"""Contexts that requests name by a handle: what the caches of the engines that serve still have of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from app.engine.job import Place, RankJob
+from app.engine.versions import Versions
+from app.errors import ContextUnknown
+from app.telemetry.metrics import Metrics
+from model.inputs import Context
+from model.retrieval.inputs import Query
+from weights.format.manifest import Manifest
+
+
+class Contexts:
+    """Belongs to the event loop; engines insert and evict in their own threads meanwhile. Each method raises ContextUnknown."""
+
+    def __init__(self, metrics: Metrics, *versions: Versions[RankJob]) -> None:
+        self._count = metrics.context_handles
+        self._versions = versions
+
+    def of(self, worker: Place, handle: str, key: str | None) -> Context:
+        """The context of this handle of this API key, as this worker's engine has it."""
+        context: Context | None = worker.model.engine.context_of(handle, key or "")
+        return self._counted(context)
+
+    def query(self, query: Query, towers: Manifest, key: str | None) -> Query:
+        """A query that names its context, with what the user tower reads of the whole request."""
+        for current in (versions.current for versions in self._versions):
+            if current is not None and (found := current.model.engine.context_of(query.handle, key or "")) is not None:
+                context = self._counted(_as_read(found, current.model.served.manifest, towers, query.excludes_history))
+                excluded = query.filters.exclude
+                if query.excludes_history:
+                    excluded = np.concatenate((excluded, found.post_ids))
+                return replace(query, context=context, filters=replace(query.filters, exclude=excluded), handle="")
+        self._counted(None)
+        raise AssertionError  # that raises
+
+    def _counted(self, context: Context | None) -> Context:
+        self._count.labels("unknown" if context is None else "found").inc()
+        if context is None:
+            raise ContextUnknown
+        return context
+
+
+def _as_read(context: Context, ranker: Manifest, towers: Manifest, excludes_history: bool) -> Context | None:
+    """What the user tower reads of a request of which the ranker has kept this; None where it may read, or exclude, more than was kept,
+    where it reads it otherwise, and where nothing is known of the user."""
+    ours, theirs = ranker.config, towers.config
+    lacks_events = context.dropped and (excludes_history or theirs.history_length > ours.history_length)
+    lacks_dwell = theirs.has_dwell and not ours.has_dwell
+    is_alike = (ranker.action_names, ranker.ids) == (towers.action_names, towers.ids)
+    is_nobody = not context.user_id and not context.post_ids.any()
+    if lacks_events or lacks_dwell or not is_alike or is_nobody or theirs.product_surfaces < ours.product_surfaces:
+        return None
+    return context.last(theirs.history_length)

@@ -1,0 +1,130 @@
+"""The production shape over HTTP: requests of 1 022 events and 2 800 candidates, at the default limits, on two models and two wires."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from loadtest.generate.http_client import Reply
+from loadtest.generate.payload import post
+from loadtest.generate.samples import server_timing
+from loadtest.generate.tensors import LENGTH, inference_of
+from loadtest.generate.traffic import Traffic, TrafficSettings
+from loadtest.geometries import GEOMETRIES
+from loadtest.matrix import Row
+from loadtest.servers.launch import Server, ranking_server
+from loadtest.soak.clients import ask_all
+from loadtest.timing import Figure
+from weights.actions import STANDARD_ACTIONS
+from weights.format.writer import write_checkpoint
+from weights.published.importer import labels_for
+from weights.synthetic.random_weights import random_chunks
+
+SHAPES = ("mini", "nano")
+SHARE = 0.15  # of the cached forward, for reading the request and writing the reply
+ALONE = 50  # candidates that are also asked for one by one
+Content = dict[str, Any]
+
+
+def production_rows(rounds: int) -> Iterator[Row]:
+    """Those of each model. Raises RuntimeError for a request that is refused."""
+    for name in SHAPES:
+        with checkpoint_of(name) as checkpoint, ranking_server(checkpoint=checkpoint) as server:
+            yield from rows_of(f"production, {name}", server, rounds)
+
+
+@contextmanager
+def checkpoint_of(name: str) -> Iterator[Path]:
+    """Random weights of a geometry."""
+    with tempfile.TemporaryDirectory() as directory:
+        path, config = Path(directory) / name, GEOMETRIES[name]
+        write_checkpoint(
+            path, config, random_chunks(config, 0), labels_for(config, name, action_names=STANDARD_ACTIONS)
+        )
+        yield path
+
+
+def rows_of(what: str, server: Server, rounds: int) -> Iterator[Row]:
+    """Of a server that has answered nothing yet: memory of its first request, bits, candidates, latencies, and the shares of the wires."""
+    traffic = Traffic(TrafficSettings.production())
+    first, *pages = (orjson.loads(page.body) for page in traffic.take(1 + 4 * rounds))
+    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")  # the high-water mark begins anew
+    held = server.status("VmRSS")
+    whole = ask(server, first, "columns")
+    grown = (server.status("VmHWM") - held) / 1024
+    yield Row.of(f"{what}: memory that the first request adds at most", Figure.of([grown]), "MiB")
+    yield bits_row(what, server, first, whole)
+    dropped, found = 0, dict[tuple[str, str], list[tuple[float, ...]]]()
+    for place, page in enumerate(pages):
+        wire = ("columns", "binary")[place // 2 % 2]
+        if place % 2 == 0:  # a user's first page, and then the second one
+            context = {"user_id": str(10**9 + place), "history": page["history"]}
+        reply = ask(server, page | context, wire)
+        dropped += len(page["candidates"]["post_id"]) - len(set(scores_of(reply, wire)))
+        stages = server_timing(reply.headers[b"server-timing"].decode())
+        seen = 1e3 * (reply.done_at - reply.sent_at), stages["parse"] + stages["serialize"], stages["forward"]
+        kind = {b"miss": "cold", b"hit": "cached"}[reply.headers[b"x-context-cache"]]
+        found.setdefault((wire, kind), []).append(seen)
+    yield Row.of(f"{what}: candidates dropped of {len(pages)} requests", Figure.of([dropped]), "", 0)
+    for (wire, kind), readings in found.items():
+        took, around, forward = map(list, zip(*readings, strict=True))
+        yield Row.of(f"{what}, {wire}, {kind}: p50", Figure.of(took), "ms")
+        if kind == "cached":
+            share = Figure.of([a / b for a, b in zip(around, forward, strict=True)])
+            sides = [Figure.of(side).scaled(1e-3) for side in (around, forward)]
+            yield Row.of(f"{what}, {wire}: parse and reply ÷ cached forward", share, "", SHARE, sides=sides)
+
+
+def bits_row(what: str, server: Server, content: Content, reply: Reply) -> Row:
+    """Candidates whose scores have other bits on the other wire, or asked for alone."""
+    right = scores_of(reply, "columns")
+    other = scores_of(ask(server, content, "binary"), "binary")
+    different = sum(right[post] != other.get(post) for post in right)
+    places = np.linspace(0, len(right) - 1, min(ALONE, len(right))).astype(int).tolist()
+    for place in places:
+        alone = {name: column[place : place + 1] for name, column in content["candidates"].items()}
+        found = scores_of(ask(server, content | {"candidates": alone}, "columns"), "columns")
+        different += any(scores != right[post] for post, scores in found.items())
+    told = f"{what}: candidates of {len(right)} with other bits in binary, or of {len(places)} alone"
+    return Row.of(told, Figure.of([different]), "", 0)
+
+
+def ask(server: Server, content: Content, wire: str, path: str = "/rank") -> Reply:
+    """A request, in columns or in binary, or in binary with masks for actions, and its reply alike."""
+    in_columns = {"reply": "columns"} if path == "/rank" else {}
+    body, headers = orjson.dumps(content | in_columns), dict[str, str]()
+    if wire != "columns":
+        tensors = inference_of(content, STANDARD_ACTIONS)
+        if wire == "binary with masks":
+            bits = np.uint64(1) << np.arange(len(STANDARD_ACTIONS), dtype=np.uint64)
+            tensors.inputs["history.actions"] = (tensors.inputs["history.actions"] != 0) @ bits
+        body, headers = tensors.body(binary=True)
+        headers["Content-Type"] = "application/octet-stream"
+    [reply] = ask_all(server.port, [post("localhost", path, body, headers)], keep_bodies=True, timeout_seconds=60)
+    if reply.status != 200:
+        raise RuntimeError(f"{path} answered {reply.status}: {reply.body[:300]!r}")
+    return reply
+
+
+def scores_of(reply: Reply, wire: str) -> dict[int, bytes]:
+    """The bits of every probability, by post."""
+    if wire == "columns":
+        columns = orjson.loads(reply.body)["candidates"]
+        ids, probabilities = columns["post_id"], np.array(columns["probabilities"], np.float32)
+    else:
+        length = int(reply.headers[LENGTH.encode()])
+        arrays, data = dict[str, NDArray[Any]](), reply.body[length:]
+        for output in orjson.loads(reply.body[:length])["outputs"]:
+            size = output["parameters"]["binary_data_size"]
+            arrays[output["name"]] = np.frombuffer(data[:size], "u8" if output["datatype"] == "UINT64" else "f4")
+            data = data[size:]
+        ids = arrays["post_id"].tolist()
+        probabilities = arrays["probabilities"].reshape(len(ids), -1)
+    return {int(post): row.tobytes() for post, row in zip(ids, probabilities, strict=True)}

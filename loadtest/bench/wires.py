@@ -1,0 +1,128 @@
+"""What newer forms of a request cost beside those that they replace: ids as texts, actions as masks, contexts by their handle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import orjson
+
+from app.request.codec import Codec, load_library
+from app.request.vocabulary import Vocabulary
+from app.settings import Limits
+from loadtest.bench.production import Content, ask, checkpoint_of, scores_of
+from loadtest.generate.http_client import Reply
+from loadtest.generate.samples import server_timing
+from loadtest.generate.traffic import Traffic, TrafficSettings
+from loadtest.geometries import GEOMETRIES
+from loadtest.matrix import Row
+from loadtest.servers.launch import Server, ranking_server
+from loadtest.timing import Figure, alternate, ratio
+from weights.actions import STANDARD_ACTIONS
+from weights.format.manifest import Manifest
+from weights.published.importer import labels_for
+
+CONFIG = GEOMETRIES["mini"]
+READINGS = 200  # of a body, for one round in process
+FIRST_USER = 10**12
+
+
+def wire_rows(rounds: int) -> Iterator[Row]:
+    """All of them; those over HTTP with mini. Raises RuntimeError for a request that is refused, or for scores of other bits."""
+    yield from reading_rows(rounds)
+    with checkpoint_of("mini") as checkpoint, ranking_server(checkpoint=checkpoint) as server:
+        yield from http_rows(server, 4 * rounds)
+
+
+def page_of(candidates: int) -> Content:
+    """A page with 1 022 events."""
+    page: Content = orjson.loads(next(Traffic(TrafficSettings.production().with_fixed_candidates(candidates))).body)
+    return page
+
+
+def in_texts(value: Any, name: str = "") -> Any:
+    """The same content with ids of 24 letters."""
+    if isinstance(value, dict):
+        return {key: in_texts(each, key) for key, each in value.items()}
+    if isinstance(value, list):
+        return [in_texts(each, name) for each in value]
+    return f"{int(value):024x}" if name.endswith("_id") else value
+
+
+def reading_rows(rounds: int) -> Iterator[Row]:
+    """The compiled reader in process, with the columns that come of it: texts beside integers, masks beside names of actions."""
+    library, manifest = (
+        load_library(),
+        Manifest("bench", "1", CONFIG, STANDARD_ACTIONS, labels_for(CONFIG, "").continuous, {}, {}, {}),
+    )
+    if library is None:
+        raise RuntimeError("the compiled reader cannot be built here")
+    whole = page_of(64)
+    history = whole["history"]
+    short = whole | {"history": {name: [] for name in history}}
+    masks = [sum(1 << STANDARD_ACTIONS.index(name) for name in names) for names in history["actions"]]
+
+    def reading(page: Content, ids: Any = "uint64") -> Callable[[], object]:
+        said = replace(manifest, ids=ids)
+        codec, body = Codec(library, said, Vocabulary.of(said), Limits()), orjson.dumps(page)
+
+        def read() -> object:
+            if (packed := codec.read(body)) is None:
+                raise RuntimeError("the compiled reader declines a body of the bench")
+            return packed.unpack(CONFIG)
+
+        return read
+
+    texts, plain = "ids of 24 letters ÷ integers", reading(whole)
+    for what, limit, ours, reference in (
+        (f"64 candidates: {texts}", 1.3, reading(in_texts(short), "text"), reading(short)),
+        (f"1 022 events, 64 candidates: {texts}", np.inf, reading(in_texts(whole), "text"), plain),
+        (
+            "1 022 events: masks ÷ names of actions",
+            1.0,
+            reading(whole | {"history": history | {"actions": masks}}),
+            plain,
+        ),
+    ):
+        seconds = alternate(
+            {"ours": ours, "reference": reference}, rounds, repeats={"ours": READINGS, "reference": READINGS}
+        )
+        pair = [Figure.of(found) for found in seconds.values()]
+        yield Row.of(f"reading {what}", ratio(*seconds.values()), "×", limit, sides=pair)
+
+
+def http_rows(server: Server, readings: int) -> Iterator[Row]:
+    """Masks beside dense floats in binary; a page by its context's handle beside the whole request; a first page beside a prewarmed one."""
+    page, first, users = page_of(64), page_of(512), iter(range(FIRST_USER, 2 * FIRST_USER))
+
+    def by_handle(content: Content) -> Content:
+        context = {name: content[name] for name in ("user_id", "history")}
+        handle = orjson.loads(ask(server, context, "columns", "/context").body)["context"]
+        return {"context": handle} | {name: value for name, value in content.items() if name not in context}
+
+    def prewarmed() -> Reply:
+        return ask(server, by_handle(first | {"user_id": next(users)}), "columns")
+
+    def times(ours: Callable[[], Reply], reference: Callable[[], Reply], wire: str = "") -> list[Figure]:
+        """Ratios of ours to the reference's, in turns: parse, the server's stages together, the client's wait."""
+        found: list[list[list[float]]] = []
+        for _ in range(readings + 1):
+            replies = ours(), reference()
+            if wire and scores_of(replies[0], wire) != scores_of(replies[1], wire):
+                raise RuntimeError("two forms of one request have scores of other bits")
+            stages = [server_timing(reply.headers[b"server-timing"].decode()) for reply in replies]
+            waits = [reply.done_at - reply.sent_at for reply in replies]
+            found.append([[each["parse"] for each in stages], [sum(each.values()) for each in stages], waits])
+        return [Figure.of([ours / theirs for ours, theirs in readings]) for readings in zip(*found[1:], strict=True)]
+
+    named = by_handle(page)
+    masks = times(lambda: ask(server, page, "binary with masks"), lambda: ask(server, page, "binary"), "binary")
+    handles = times(lambda: ask(server, named, "columns"), lambda: ask(server, page, "columns"), "columns")
+    warmed = times(prewarmed, lambda: ask(server, first | {"user_id": next(users)}, "columns"))
+    yield Row.of("parse of 1 022 events in binary: masks ÷ dense floats", masks[0], "×", 1.0)
+    yield Row.of("page 2 by handle ÷ whole, mini, 64 candidates: server's time", handles[1], "×", 0.5)
+    yield Row.of("page 2 by handle ÷ whole, mini, 64 candidates: p50 at one connection", handles[2], "×", 0.6)
+    yield Row.of("page 2 by handle, 64 candidates", Figure.of([len(orjson.dumps(named))]), "bytes", 5_000)
+    yield Row.of("first page prewarmed ÷ cold, mini, 512 candidates: p50 at one connection", warmed[2], "×", 0.4)

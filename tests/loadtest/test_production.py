@@ -1,0 +1,29 @@
+"""The production shape: the default limits admit it whole, on both wires, with the bits of each candidate alone."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from loadtest.bench.production import ask, bits_row, rows_of
+from loadtest.generate.traffic import Traffic, TrafficSettings
+from loadtest.servers.launch import ranking_server
+
+
+def test_nothing_is_dropped_and_no_bit_depends_on_the_others_or_on_the_wire() -> None:
+    with ranking_server(threads=1) as server:
+        rows = list(rows_of("demo", server, 1))
+        assert [row.what for row in rows if not row.ok] == []
+        assert len(rows) == 9  # memory, bits, dropped; of each wire cold and cached and the share
+        first, other = (orjson.loads(page.body) for page in Traffic(TrafficSettings.production()).take(2))
+        assert (len(first["history"]["post_id"]), len(first["candidates"]["post_id"])) == (1022, 2800)
+        whole = ask(server, first, "columns")
+        control = bits_row("control", server, first | {"history": other["history"], "user_id": other["user_id"]}, whole)
+        assert control.figure > 2800, "another context has other bits, in binary and alone"
+        assert not control.ok
+        with pytest.raises(RuntimeError, match="answered 413"):
+            ask(
+                server,
+                first | {"candidates": {name: column * 2 for name, column in first["candidates"].items()}},
+                "columns",
+            )

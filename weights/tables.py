@@ -1,0 +1,103 @@
+"""Tables of ids in Parquet or JSON lines, such as logs of impressions and the posts of a corpus: opened, read in pieces, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.json
+from numpy.typing import NDArray
+
+from weights.text_ids import TEXT_RULE, IdKind, is_text_id, text_ids
+
+JSON_LINES = (".json", ".jsonl", ".ndjson")
+ID_TYPES: dict[IdKind, pa.DataType] = {"uint64": pa.uint64(), "text": pa.string()}
+
+
+class LogError(ValueError):
+    """A table that cannot be used; the message names the file and the column."""
+
+
+def open_table(path: Path, columns: Mapping[str, pa.DataType]) -> ds.FileSystemDataset:
+    """A Parquet file, one of JSON lines (.jsonl), or a directory of one of both, to be read in pieces. `columns`: what these columns of
+    JSON lines are read as; Parquet says it itself. Raises LogError."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    is_json = any(file.suffix in JSON_LINES for file in files)
+    options = pyarrow.json.ParseOptions(explicit_schema=pa.schema(columns))
+    try:
+        source = ds.dataset(path, format=ds.JsonFileFormat(parse_options=options) if is_json else "parquet")
+    except (OSError, pa.ArrowException) as error:
+        raise LogError(f"{path} cannot be read as {'JSON lines' if is_json else 'Parquet'}: {error}") from error
+    if not source.files:
+        raise LogError(f"{path} holds no Parquet files")
+    return source
+
+
+def tables_of(source: ds.FileSystemDataset, rows: int, columns: list[str] | None = None) -> Iterator[pa.Table]:
+    """A table in pieces of about so many rows; all columns where None. Raises LogError."""
+    batches: list[pa.RecordBatch] = []
+    try:
+        for batch in source.to_batches(columns=columns, batch_readahead=2, fragment_readahead=1):
+            batches.append(batch)
+            if sum(map(len, batches)) >= rows:
+                yield pa.Table.from_batches(batches)
+                batches = []
+    except pa.ArrowException as error:
+        raise LogError(f"{source.files[0]} cannot be read: {error}") from error
+    if batches:
+        yield pa.Table.from_batches(batches)
+
+
+def column_of(table: pa.Table, name: str, kind: pa.DataType, where: str, unknown: int | None = None) -> NDArray[Any]:
+    """A column as numpy has it; nulls become `unknown`, and are refused where that is None. Raises LogError, which calls the table
+    `where`."""
+    column = _whole(table, name, str(kind), where) if unknown is None else table.column(name)
+    if kind == pa.uint64() and _is_text(column.type):
+        raise LogError(f"{where}: column {name} holds texts, not integers (--ids text reads ids that are texts)")
+    try:
+        column = column.cast(kind)
+        values: NDArray[Any] = (column if unknown is None else column.fill_null(unknown)).to_numpy()
+    except pa.ArrowException as error:
+        raise LogError(f"{where}: column {name} does not fit {kind}: {error}") from error
+    return values
+
+
+def texts_of(table: pa.Table, name: str, where: str) -> pa.DictionaryArray:
+    """A column of ids that are texts, each text once. Raises LogError."""
+    column = _whole(table, name, "string", where)
+    if not _is_text(column.type):
+        raise LogError(f"{where}: column {name} holds {column.type}, not texts, which its ids are")
+    coded = column.cast(pa.large_string()).combine_chunks().dictionary_encode()
+    for text in coded.dictionary.to_pylist():
+        if not is_text_id(text):
+            raise LogError(f"{where}: column {name} holds {text[:60]!r}; an id {TEXT_RULE}")
+    return coded
+
+
+def hashed(texts: pa.DictionaryArray) -> NDArray[np.uint64]:
+    """What a model reads of these ids, uint64 `[n]`."""
+    ids: NDArray[np.uint64] = text_ids(texts.dictionary.to_pylist())[texts.indices.to_numpy()]
+    return ids
+
+
+def ids_of(table: pa.Table, name: str, kind: IdKind, where: str) -> NDArray[np.uint64]:
+    """A column of ids of this kind, as a model reads them. Raises LogError."""
+    return hashed(texts_of(table, name, where)) if kind == "text" else column_of(table, name, pa.uint64(), where)
+
+
+def _whole(table: pa.Table, name: str, kind: str, where: str) -> pa.ChunkedArray:
+    if name not in table.column_names:
+        raise LogError(f"{where} lacks the column {name} ({kind})")
+    column = table.column(name)
+    if column.null_count:
+        raise LogError(f"{where}: column {name} has {column.null_count} nulls; write 0 (or false) for unknown")
+    return column
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
