@@ -386,3 +386,33 @@ def test_a_process_whose_supervisor_is_gone_by_now_ends_at_once(is_there: bool) 
     command = [sys.executable, "-c", "from app.fronts.role import Role; Role.inherited(); print('begun')"]
     done = subprocess.run(command, env=role.environment(), cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == ((0, "begun\n") if is_there else (1, "")), done.stderr
+
+
+async def test_a_front_that_ended_before_it_had_its_number_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "PAUSE_SECONDS", 0.01)
+    whole = Supervisor(Settings(fronts=1, port=0), ["sleep", "1000"], ["true"])
+    take, numbers = whole._take_spare, list[int]()
+
+    async def ended() -> supervisor.Spare:
+        spare = await take()
+        await spare.process.wait()
+        numbers.append(spare.process.pid)
+        return spare
+
+    monkeypatch.setattr(whole, "_take_spare", ended)
+    ending = asyncio.ensure_future(whole.run())
+    await until(lambda: len(numbers) >= 3)
+    assert len(set(numbers)) == len(numbers)
+    whole._end(0)
+    assert await ending == 0
+
+
+async def test_what_is_gone_already_is_no_error(tmp_path: Path) -> None:
+    gone = await asyncio.create_subprocess_exec("true")
+    await gone.wait()
+    supervisor._send(gone, signal.SIGTERM)
+    supervisor._remove(tmp_path / "nothing")
+    (tmp_path / "somebody").mkdir()
+    (tmp_path / "somebody" / "file").touch()
+    supervisor._remove(tmp_path / "somebody")
+    assert (tmp_path / "somebody" / "file").exists()

@@ -306,3 +306,17 @@ async def test_who_is_refused_while_the_loop_is_short_of_time_may_wait_for_the_a
         assert refused.value.may_wait is short
         gate.opened.set()
         await first
+
+
+@pytest.mark.parametrize("which", ["plain path", "compaction"])
+async def test_an_end_waits_for_no_thread_and_begins_nothing_that_waited(which: str) -> None:
+    async with running(FakeEngine()) as service:
+        executor = service.plain_path._executor if which == "plain path" else service.retrieval._slow
+        gate = Gate()
+        hanging = executor.submit(gate, None)
+        waiting = executor.submit(print)
+        await gate.reached()
+        assert await asyncio.wait_for(service.stop(1.0), 5.0)
+        assert not hanging.done()
+        assert waiting.cancelled()
+        gate.opened.set()
