@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ pytestmark = [
     pytest.mark.skipif(not RedisServer.is_installed(), reason="Debian's redis-server is not installed"),
 ]
 
+READ = partial(read_change, ids="uint64")
+
 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisServer]:
@@ -51,7 +54,7 @@ async def replica(redis: RedisServer, root: Path, lag_seconds: float = 300.0) ->
     """One with a directory of its own, which is there already after the first time."""
     paths = paths_of(root)
     service = RetrievalService(retrieval_loader(*paths, Settings(threads=1)), Settings(), Metrics(), FakeClock())
-    service.feed = FeedReader(open_feed(redis.url("posts")), read_change, service.metrics, lag_seconds)
+    service.feed = FeedReader(open_feed(redis.url("posts")), READ, service.metrics, lag_seconds)
     await service.load()
     try:
         yield service
@@ -240,7 +243,7 @@ def test_long_entries_are_read_few_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
             return type("", (), {"mark": reader.Mark(0, "", position)})
 
     async def scenario() -> None:
-        each = FeedReader(Source(), read_change, Metrics(), 1.0)
+        each = FeedReader(Source(), READ, Metrics(), 1.0)
         for _ in range(4):
             await each._follow(Corpus())
 
