@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from loadtest.bits import Compositions, run, small_config
+from model.batch import hash_rows
 from model.dense import DenseEngine
 from model.engine import Engine, EngineError, Item, Outcome
-from model.hashing import hash_rows
 from model.inputs import Candidates
 from model.native.build import Vectors
 from model.native.engine import NativeEngine

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.bits import Compositions, small_config
+from model.batch import hash_rows
 from model.config import HashSpec, ModelConfig
 from model.create import EngineOptions, create_engine
 from model.dense import DenseEngine
 from model.engine import EngineError, Item
-from model.hashing import hash_rows
 from model.native import build, packing
 from model.native.build import KernelUnavailable
 from model.native.engine import NativeEngine

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from app.server import leftover
+from app.server import arrival
 from app.server.connection import Connection
 from app.server.cycle import Cycle
 from loadtest.generate.payload import rank_request
@@ -125,7 +125,7 @@ def test_every_other_early_refusal_is_read_too(opened: Live, ask: Client, monkey
 
 def test_where_reading_stays_paused_the_refusal_is_lost(opened: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
-    monkeypatch.setattr(leftover, "TURN_SECONDS", 0.3)
+    monkeypatch.setattr(arrival, "TURN_SECONDS", 0.3)
     monkeypatch.setattr(Connection, "_resume", lambda connection: None)
     reply = Cycle._reply
 
@@ -162,27 +162,27 @@ def sent_until_cut(port: int, head: bytes, pieces: Iterator[bytes], pause_second
 def test_a_client_that_never_stops_is_cut_at_the_bound_in_bytes(opened: Live, head: bytes) -> None:
     before = closed(opened, "endless_body")
     sent, _ = sent_until_cut(opened.port, head, repeat(bytes(MIB), 1000))
-    assert leftover.MOST_BYTES <= sent < leftover.MOST_BYTES + 16 * MIB  # what the sockets hold
+    assert arrival.MOST_BYTES <= sent < arrival.MOST_BYTES + 16 * MIB  # what the sockets hold
     assert closed(opened, "endless_body") == before + 1
 
 
 def test_one_that_sends_on_slowly_is_cut_at_the_bound_in_seconds(opened: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftover, "MOST_SECONDS", 1.0)
-    monkeypatch.setattr(leftover, "TURN_SECONDS", 0.3)
-    monkeypatch.setattr(leftover, "MOST_BYTES", 10**12)
+    monkeypatch.setattr(arrival, "MOST_SECONDS", 1.0)
+    monkeypatch.setattr(arrival, "TURN_SECONDS", 0.3)
+    monkeypatch.setattr(arrival, "MOST_BYTES", 10**12)
     _, seconds = sent_until_cut(opened.port, ENDLESS + CLOSE, repeat(bytes(MIB // 8), 1000), 0.05)
     assert seconds > 0.9
 
 
 def test_one_that_only_trickles_is_cut_when_it_makes_no_progress(opened: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftover, "TURN_SECONDS", 0.3)
+    monkeypatch.setattr(arrival, "TURN_SECONDS", 0.3)
     _, seconds = sent_until_cut(opened.port, ENDLESS + CLOSE, repeat(b" ", 1000), 0.05)
-    assert 0.2 < seconds < leftover.MOST_SECONDS
+    assert 0.2 < seconds < arrival.MOST_SECONDS
 
 
 def test_a_drain_does_not_wait_longer_for_those_who_send_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftover, "TURN_SECONDS", 0.2)
-    monkeypatch.setattr(leftover, "DRAIN_SECONDS", 0.5)
+    monkeypatch.setattr(arrival, "TURN_SECONDS", 0.2)
+    monkeypatch.setattr(arrival, "DRAIN_SECONDS", 0.5)
     with live(FakeEngine(), drain={"delay_seconds": 0.0, "timeout_seconds": 10.0}) as server:
 
         def pieces() -> Iterator[bytes]:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from app.server import arrival, listener
 from app.server import connection as module
-from app.server import deadline
 from app.settings import Connections
 from loadtest.generate.payload import rank_request
 from loadtest.soak.fake_engine import FakeEngine
@@ -91,8 +91,8 @@ def test_a_requests_time_begins_with_its_own_first_byte() -> None:
 def test_the_defaults_close_within_ten_seconds() -> None:
     """From the first byte: slow headers and then a slow body together, as the deadlines are set out of the box."""
     limits = Connections()
-    assert limits.header_seconds + max(limits.stall_seconds, deadline.LEAST_BODY_SECONDS) <= 10
-    assert module.WRITE_SECONDS <= 10
+    assert limits.header_seconds + max(limits.stall_seconds, arrival.LEAST_BODY_SECONDS) <= 10
+    assert listener.WRITE_SECONDS <= 10
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the kernel has no such deadline")
@@ -102,7 +102,7 @@ def test_a_client_that_does_not_read_its_replies_is_cut_off(
     count: int, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However little it was sent: what the process has handed to the kernel has the same deadline."""
-    monkeypatch.setattr(module, "WRITE_SECONDS", 0.3)
+    monkeypatch.setattr(listener, "WRITE_SECONDS", 0.3)
     sent = rank_request(1, candidates=4000) * (count - 1) + rank_request(1, candidates=4000, headers=headers)
     with live(FakeEngine()) as server, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -114,7 +114,7 @@ def test_a_client_that_does_not_read_its_replies_is_cut_off(
 
 def test_a_slow_reader_that_makes_progress_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """For three times the deadline it takes half a megabyte a second of ten."""
-    monkeypatch.setattr(module, "WRITE_SECONDS", 1.0)
+    monkeypatch.setattr(listener, "WRITE_SECONDS", 1.0)
     last = rank_request(1, candidates=4000, headers={"Connection": "close"})
     with live(FakeEngine()) as server, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)

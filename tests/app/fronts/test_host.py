@@ -14,6 +14,7 @@ from app.engine.admission import Refusal
 from app.errors import ServiceError
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED
 from app.fronts import host, wire
+from app.fronts.answers import keep
 from app.fronts.wire import Cancel, Counts, Hello, Left, encode
 from app.settings import Drain, Queue
 from loadtest.soak.fake_engine import FakeEngine
@@ -237,3 +238,18 @@ async def test_a_full_queue_is_told_at_once_and_how_long_it_takes_only_now_and_t
         monkeypatch.setattr(host, "CLOSED_SECONDS", 0.0)
         found.host._look()
         assert told[-1].retry_after_seconds > told[0].retry_after_seconds
+
+
+async def test_work_that_nobody_waits_for_is_held_to_its_end() -> None:
+    """The event loop holds its tasks only weakly."""
+    tasks: set[asyncio.Task[None]] = set()
+    going = asyncio.Event()
+
+    async def work() -> None:
+        await going.wait()
+
+    task = keep(tasks, work())
+    assert tasks == {task}
+    going.set()
+    await task
+    await until(lambda: not tasks)

@@ -15,6 +15,7 @@ import structlog
 from app.engine.loading import LoadedModel
 from app.errors import CorpusNotLoaded, DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded
 from app.fronts import host, remote, uplink, wire
+from app.fronts.front import FrontServer
 from app.fronts.remote import RemoteReloads
 from app.http.application import create_app
 from app.interface import CheckpointNotFound, Ranked
@@ -552,3 +553,47 @@ async def test_the_engine_process_looks_whether_it_is_open_to_this_key_but_not_f
                 await sent
             assert refused.value.retry_after_seconds == 3.0
             assert asked == ["feed"]
+
+
+async def test_of_an_engine_process_that_is_gone_nothing_is_kept() -> None:
+    async with linked(FakeEngine()) as found:
+        [front] = found.fronts
+        number = front.state.model
+        assert front.serving(number) is front.model
+        found.cut()
+        await until(lambda: front.uplink.link is None)
+        assert front.serving(number) is None
+        await found.mend()
+        await until(lambda: front.health().ready)
+
+
+async def test_a_place_that_was_released_serves_nobody() -> None:
+    async with linked(FakeEngine()) as found:
+        [front] = found.fronts
+        place = front.admit(front.model, candidates=4, history=2, deadline=None)
+        place.release()
+        with pytest.raises(ValueError, match="before"):
+            front.rank(place, *request(1), print)
+        assert not front.uplink.asked
+
+
+async def test_a_front_that_has_stopped_has_no_link() -> None:
+    """Its process ends next: what it told last is on its way only once the other side has closed."""
+    async with linked(FakeEngine()) as found:
+        [front] = found.fronts
+        assert await front.stop(1.0)
+        assert front.uplink.link is None
+        assert front.uplink._ended.is_set()
+
+
+async def test_a_front_has_its_link_before_it_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.fronts.front.LINK_SECONDS", 60.0)
+    async with linked(FakeEngine(), fronts=0) as found:
+        front = remote.RemoteService(found.settings, found.path, 1, Metrics())
+        found.fronts.append(front)
+        settings = found.settings.model_copy(update={"port": 0})
+        server = build_server(settings, front, RemoteReloads(front), FrontServer)
+        await asyncio.wait_for(server.startup(None), 20.0)
+        assert front.linked.is_set()
+        assert port_of(server)
+        await server.shutdown()

@@ -1,7 +1,8 @@
-"""Requests without ASGI: one write a reply, disconnects as a call, one timer a connection, nothing left to collect."""
+"""Requests without ASGI: one write a reply, disconnects as a call, no timer a connection, nothing left to collect."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import gzip
 import json
@@ -22,7 +23,6 @@ from app.loop_lag import LoopLag
 from app.server import connection, cycle
 from app.server.connection import Connection
 from app.server.cycle import Cycle
-from app.server.deadline import Deadline
 from loadtest.generate.payload import post, rank_body, rank_request
 from loadtest.generate.tensors import inference_of
 from loadtest.soak.fake_engine import ACTIONS, FakeEngine
@@ -148,20 +148,27 @@ def test_without_the_call_the_work_is_done_for_nobody(monkeypatch: pytest.Monkey
         assert engine.forwards == [[1], [2]]
 
 
-def test_a_connection_keeps_its_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_timer, timers = Deadline._set_timer, []
-
-    def counting(deadline: Deadline, until: float | None) -> None:
-        timers.append(until)
-        set_timer(deadline, until)
-
-    monkeypatch.setattr(Deadline, "_set_timer", counting)
+def timers(requests: int) -> int:
+    """Timers that the event loop makes for the connections of a server, beside those of its clocks."""
     with live(FakeEngine()) as server, connect(server.port) as sock:
-        for user in range(20):
+        made, call_at = [], server.loop.call_at
+
+        def counting(when: float, callback: Any, *arguments: Any, **named: Any) -> asyncio.TimerHandle:
+            if isinstance(getattr(callback, "__self__", None), Connection):
+                made.append(callback)
+            return call_at(when, callback, *arguments, **named)
+
+        server.loop.call_at = counting  # type: ignore[method-assign]
+        for user in range(requests):
             assert asked(sock, rank_request(user)) == 200
-        assert (
-            len(timers) <= 3
-        )  # for the connect, the first headers and the first body; later deadlines lie behind those
+        return len(made)
+
+
+def test_a_deadline_takes_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert timers(20) == 0
+    monkeypatch.setattr(connection, "rest_seconds", lambda seconds: 0.001)
+    monkeypatch.setattr(cycle, "SHORT_BYTES", 0)
+    assert timers(20) >= 20  # the control: a rest takes one
 
 
 def kept_objects() -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from app.loop_lag import LoopLag
-from app.server.patience import HOLD_SECONDS, REPEAT_SECONDS
+from app.server.observer import HOLD_SECONDS, REPEAT_SECONDS
 from app.settings import Connections
 from loadtest.generate.payload import rank_request
 from loadtest.soak.fake_engine import FakeEngine
@@ -74,7 +74,7 @@ def test_the_number_that_waits_is_bounded(server: Live) -> None:
 
 
 def test_a_drain_ends_the_waiting(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.server.patience.HOLD_SECONDS", 60.0)
+    monkeypatch.setattr("app.server.observer.HOLD_SECONDS", 60.0)
     with connect(server.port) as sock:
         refused_after(sock)
         sock.sendall(rank_request(1))
@@ -84,7 +84,7 @@ def test_a_drain_ends_the_waiting(server: Live, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_disconnect_is_forgotten(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.server.patience.HOLD_SECONDS", 60.0)
+    monkeypatch.setattr("app.server.observer.HOLD_SECONDS", 60.0)
     with connect(server.port) as sock:
         refused_after(sock)
         sock.sendall(rank_request(1))

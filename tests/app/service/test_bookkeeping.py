@@ -20,7 +20,8 @@ from app.service.plain_path import PLAIN_THREAD, PlainPath
 from app.service.reload import Reloader
 from app.service.service import RankingService
 from app.settings import Queue, Settings, Shadow, Split
-from app.telemetry.metrics import Metrics, add_stats
+from app.telemetry.exposition import add_stats
+from app.telemetry.metrics import Metrics
 from model.engine import CacheStats
 from model.retrieval.inputs import Filters, Query
 from tests.app import retrieving

@@ -30,6 +30,7 @@ from loadtest.servers.stream import RedisServer
 from tests.app import retrieving
 from tests.app.fakes import FakeClock, until
 from tests.app.service.test_retrieval import DEADLINE, everything, found, query
+from tests.app.serving import value_of
 
 pytestmark = [
     pytest.mark.anyio,
@@ -252,3 +253,54 @@ def test_long_entries_are_read_few_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     assert asked[1:3] == [16, 16]
     assert asked[3] > 16
     assert np.all(np.array(asked) <= reader.MOST_ENTRIES)
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_what_another_process_has_made_is_not_counted_and_read_again(others: bool) -> None:
+    """Only the corpus knows how far it is: where it is elsewhere than this part ends, the next look begins there."""
+    body = json.dumps({"delete": ["1"]}).encode()
+
+    class Source:
+        def after(self, position: str, most: int, wait_seconds: float) -> list[Any]:
+            return [reader.Entry(f"{number}-0", body, 5.0) for number in (1, 2)]
+
+        def bury(self, entry: object, reason: str) -> None: ...
+        def close(self) -> None: ...
+
+    class Corpus:
+        def mark(self) -> Any:
+            return reader.Mark()
+
+        async def follow(self, changes: object, after: str, position: str) -> Any:
+            return type("", (), {"mark": reader.Mark(9, "", "9-0" if others else position)})
+
+    metrics = Metrics()
+    asyncio.run(FeedReader(Source(), read_change, metrics, 1.0)._follow(Corpus()))
+    assert value_of(metrics.render().decode(), 'ranker_feed_entries_total{result="made"}') == (0 if others else 2)
+
+
+def test_a_feed_that_fails_is_not_asked_as_fast_as_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "LEAST_PAUSE_SECONDS", 0.05)
+    asked: list[float] = []
+
+    class Source:
+        def after(self, position: str, most: int, wait_seconds: float) -> list[Any]:
+            asked.append(time.monotonic())
+            raise OSError("planted")
+
+        def bury(self, entry: object, reason: str) -> None: ...
+        def close(self) -> None: ...
+
+    class Corpus:
+        def mark(self) -> Any:
+            return reader.Mark()
+
+    async def scenario() -> None:
+        running = asyncio.ensure_future(FeedReader(Source(), read_change, Metrics(), 1.0).run(Corpus()))  # type: ignore[arg-type]
+        await until(lambda: len(asked) == 4)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(scenario())
+    pauses = np.diff(asked)
+    assert np.all(pauses[:3] >= (0.05, 0.1, 0.2))

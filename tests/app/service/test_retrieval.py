@@ -681,3 +681,55 @@ async def test_without_a_loader_there_is_nothing() -> None:
         _ = service.served
     assert none.value.retry_after_seconds is None
     assert await service.stop(1.0)
+
+
+async def test_searches_after_the_loss_of_their_engine_are_refused_until_another_corpus_is_loaded(
+    load: RetrievalLoader,
+) -> None:
+    async with running(load, FakeClock()) as service:
+        served = service.served
+        with structlog.testing.capture_logs() as lines:
+            service.engine_lost("planted")
+        assert lines == [{"event": "retrieval_lost", "reason": "planted", "log_level": "error"}]
+        assert service.state() is None
+        for ask in (lambda: service.served, lambda: service.retrieve(served, query(1), DEADLINE, None, print)):
+            with pytest.raises(CorpusNotLoaded) as refused:
+                ask()
+            assert refused.value.retry_after_seconds is not None
+        await service.swap(load)
+        assert (await search(service, 1)).posts.post_ids.size == 5
+
+
+async def test_a_compaction_leaves_nothing_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one that failed the next begins later; after one that is done, where the first would have begun."""
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    async with running(retrieving.loader(tmp_path), FakeClock()) as service:
+        usual = service._compact_at
+        await service.change(change([1], []))
+        with monkeypatch.context() as patch:
+            patch.setattr("weights.corpus.compaction.write_files", full)
+            with pytest.raises(CheckpointError):
+                await service.compact()
+        assert service._compact_at == usual + 1
+        assert (service._since, service._changes) == (None, set())
+        await service.compact()
+        assert service._compact_at == usual
+        assert (service._since, service._changes) == (None, set())
+
+
+async def test_after_the_end_nobody_waits_and_no_thread_is_to_be_had(load: RetrievalLoader) -> None:
+    gate = Gate()
+    service = RetrievalService(watched(load, gate)[0], Settings(), Metrics(), FakeClock())
+    await service.load()
+    begun = search(service, 1)
+    await gate.reached()
+    assert not await service.stop(0.05)
+    with pytest.raises(EngineDown, match="The process stops") as refused:
+        await begun
+    assert refused.value.retry_after_seconds is not None
+    with pytest.raises(RuntimeError, match="shutdown"):
+        service._slow.submit(print)
+    gate.opened.set()

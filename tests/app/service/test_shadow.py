@@ -326,3 +326,26 @@ async def test_a_ticket_for_a_second_checkpoint_that_was_given_up_is_told_at_onc
         service.second_checkpoint.engine_lost("planted")
         with pytest.raises(EngineDown):
             await ranked(service, ticket, *request(1))
+
+
+async def test_where_none_is_configured_none_is_loaded_and_nothing_is_said() -> None:
+    with structlog.testing.capture_logs() as lines:
+        service = RankingService(loader(FakeEngine()), Settings(), Metrics())
+        service.start()
+        await service.wait_ready()
+        await service._tasks[-1]
+        await service.stop(1.0)
+    assert service.second is None
+    assert [line for line in lines if "second" in line["event"]] == []
+
+
+async def test_a_request_that_finds_no_room_is_counted_once_and_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.service.shadow.SHADOW_WAITING", 0)
+    async with both(FakeEngine(), FakeEngine(2)) as service:
+        shadow = service.second_checkpoint._shadow
+        assert shadow is not None
+        ticket = service.admit(service.model, candidates=4, history=2, deadline=None)
+        ticket.context, ticket.items = request(1)
+        assert shadow.watched(ticket, print) is print
+        assert results(service) == {"full": 1}
+        ticket.release()

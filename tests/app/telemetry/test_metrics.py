@@ -12,7 +12,8 @@ import pytest
 from prometheus_client import generate_latest
 
 from app.engine.worker import BatchReport
-from app.telemetry.metrics import LATENCY_SECONDS, SCRAPE_SECONDS, Metrics, Scrapes, add_stats
+from app.telemetry.exposition import SCRAPE_SECONDS, Scrapes, add_stats
+from app.telemetry.metrics import LATENCY_SECONDS, Metrics
 from app.telemetry.sink import Sink
 from model.engine import CacheStats
 from tests.app.fakes import FakeEngine, rank, run, running
