@@ -32,6 +32,7 @@ from app.http.retrieve import PostsEndpoint, RecommendCall, RetrieveCall
 from app.interface import Service
 from app.settings import Settings
 from app.telemetry.tracing import RequestTracer, create_tracer
+from weights.text_ids import IdKind
 
 OF_ONE_MODEL = {
     re.compile(r"/rank/(?P<name>[^/]+?)(@(?P<version>[^/@]+))?"): RANK,
@@ -117,11 +118,16 @@ def create_app(settings: Settings, service: Service) -> Application:
     ]
     paths += ["/explain"] if settings.explores else []
     fastapi = create_pages(routers, paths)
-    fastapi.openapi = lambda: describe_app(fastapi, _action_names(service), explores=settings.explores)  # type: ignore[method-assign]
-    described: Kept[Any] = Kept(lambda names: orjson.dumps(fastapi.openapi()), "application/json")
+
+    def document() -> dict[str, Any]:
+        names, ids = _words(service)
+        return describe_app(fastapi, names, explores=settings.explores, ids=ids)
+
+    fastapi.openapi = document  # type: ignore[method-assign]
+    described: Kept[Any] = Kept(lambda words: orjson.dumps(fastapi.openapi()), "application/json")
 
     async def openapi(request: Request) -> Response:
-        return await described.reply(_action_names(service), request)
+        return await described.reply(_words(service), request)
 
     fastapi.add_route("/openapi.json", openapi, include_in_schema=False)
     recorder = _recorder(fastapi, routers, service, settings, tracer)
@@ -179,8 +185,9 @@ async def _not_reached(request: Request) -> Response:
     raise InternalError
 
 
-def _action_names(service: Service) -> Any:
+def _words(service: Service) -> tuple[Sequence[str], IdKind]:
+    """The action names and the kind of ids that examples use."""
     try:
-        return service.model.manifest.action_names
+        return service.model.manifest.action_names, service.model.manifest.ids
     except NotReady:
-        return PREFERRED
+        return PREFERRED, "uint64"

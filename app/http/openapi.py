@@ -36,11 +36,13 @@ from app.request.schema import (
     RetrieveRequest,
     published,
 )
+from weights.text_ids import IdKind
 
 REF = f"{SCHEMAS}/{{name}}"
 Refs = Mapping[type[Struct], dict[str, Any]]
 DESCRIBED: dict[str, type[Struct]] = {"/livez": Health, "/readyz": Health, "/startupz": Health, "/info": Info}
 PREFERRED = ("favorite", "dwell", "reply", "repost")
+ID_FIELDS = ("user_id", "post_id", "author_id", "exclude", "explain")
 RANK_MODEL = "/rank/{name}"
 TIMEOUT = "X-Request-Timeout-Ms"
 HEADERS_IN = {
@@ -68,8 +70,10 @@ NAMED = _header(
 )
 
 
-def describe_app(app: FastAPI, action_names: Sequence[str], *, explores: bool) -> dict[str, Any]:
-    """The whole document. The examples use these action names; `explores`: /explain is there."""
+def describe_app(
+    app: FastAPI, action_names: Sequence[str], *, explores: bool, ids: IdKind = "uint64"
+) -> dict[str, Any]:
+    """The whole document. The examples use these action names and ids of this kind; `explores`: /explain is there."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     models: list[type[Struct]] = [
         RankRequest, RankBatch, RankReply, BatchReply, InferRequest, InferReply, RetrieveRequest, RetrieveReply,
@@ -82,6 +86,8 @@ def describe_app(app: FastAPI, action_names: Sequence[str], *, explores: bool) -
     examples = example_requests(action_names)
     paths = _rankings(ref, examples, definitions["BatchReply"]["properties"]["results"]["items"])
     paths |= _tensors(ref) | _posts(ref, action_names) | (_explanations(ref, examples) if explores else {})
+    if ids == "text":
+        paths = _spelled(paths)
     document["paths"] = {path: {"post": operation} for path, operation in paths.items()} | document["paths"]
     for path in DESCRIBED.keys() & document["paths"].keys():
         answer = document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]
@@ -219,6 +225,20 @@ def example_requests(action_names: Sequence[str]) -> dict[str, dict[str, Any]]:
         "lists of objects": {"summary": "Lists of objects", "value": objects},
         "arrays": {"summary": "Arrays: the fast form", "value": arrays},
     }
+
+
+def _spelled(value: Any, *, is_id: bool = False) -> Any:
+    """The same with texts for the ids in examples, and for the tensors that hold them."""
+    if isinstance(value, dict):
+        has_ids = value.get("datatype") == "UINT64"
+        told = {
+            name: _spelled(inner, is_id=name in ID_FIELDS or (has_ids and name == "data"))
+            for name, inner in value.items()
+        }
+        return told | ({"datatype": "BYTES"} if has_ids else {})
+    if isinstance(value, list):
+        return [_spelled(each, is_id=is_id) for each in value]
+    return f"id-{value}" if is_id and isinstance(value, int | str) else value
 
 
 def example_tensors() -> dict[str, Any]:

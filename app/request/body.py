@@ -13,15 +13,7 @@ from msgspec import UNSET, Raw, Struct
 from app.errors import InvalidRequest, MalformedJson, TooLarge
 from app.request.ids import read_ids
 from app.request.rules import Problems, Rule, column_of, count_of, field, rule, rules_of, struct_rule, then
-from app.request.schema import (
-    DEFAULT_K,
-    ContextRequest,
-    ExplainRequest,
-    RankRequest,
-    RecommendRequest,
-    RetrieveRequest,
-    UserRequest,
-)
+from app.request.schema import DEFAULT_K, ExplainRequest, RankRequest, RecommendRequest, RetrieveRequest, UserRequest
 from app.request.strict_json import parse
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
@@ -130,11 +122,6 @@ def read(body: bytes | bytearray, max_values: int) -> Any:
 def request_rule(vocabulary: Vocabulary) -> Rule:
     """Of a request to rank."""
     return vocabulary.rule("rank", lambda: struct_rule(RankRequest, vocabulary))
-
-
-def context_rule(vocabulary: Vocabulary) -> Rule:
-    """Of a request for a context."""
-    return vocabulary.rule("context", lambda: struct_rule(ContextRequest, vocabulary))
 
 
 def explanation_rule(vocabulary: Vocabulary) -> Rule:

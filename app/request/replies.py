@@ -130,9 +130,7 @@ class LeftOut(Strict):
     """The history items that were left out one by one, oldest first; an entry an item."""
 
     place: Annotated[list[int], about("Their places in the request's history, from 0.")]
-    post_id: Annotated[
-        list[str], about("Their post ids as strings; none where `context` stands for texts, of which hashes are kept.")
-    ]
+    post_id: Annotated[list[str], about("Their post ids as strings.")]
 
 
 class Change(Strict):

@@ -212,7 +212,7 @@ def ask(target: Target, body: bytes) -> httpx.Response:
 
 def measure_block(target: Target, bodies: list[bytes], seconds: float, kept: int) -> Block:
     """First 32 clients, then one, on bodies that this server has not seen; `kept` are for the one client, however fast the others were."""
-    address, payloads, warm_up = (target.host, target.port), [target.request(body) for body in bodies], 4 * CLIENTS
+    address, payloads, warm_up = (target.host, target.port), [target.request(body) for body in bodies], CLIENTS
     many = closed_samples(address, payloads[:-kept], clients=CLIENTS, seconds=seconds, warm_up=warm_up)
     one = closed_samples(address, payloads[-kept:], clients=1, seconds=SINGLE_SECONDS, warm_up=4)
     ok, ok_alone = many[many.status == 200], one[one.status == 200]

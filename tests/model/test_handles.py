@@ -71,7 +71,6 @@ def test_the_columns_come_back_as_they_were(build: Build) -> None:
     ):
         sent = replace(context, dropped=5)
         found = engine.context_of(engine.forward([alone(config, sent)])[0].handle, "feed")
-        assert found is not None
         assert (found.user_id, found.dropped, found.is_kept) == (sent.user_id, 5, True)
         for name in ("post_ids", "author_ids", "actions", "surfaces", "dwell_seconds"):
             ours, theirs = getattr(found, name), getattr(sent, name)

@@ -172,8 +172,13 @@ def test_a_trunk_that_the_kernel_does_not_know_goes_to_the_torch_engine_with_the
         refusal(with_preset(SHAPE, "phoenix-2026"))
         == "the native kernel does not know this trunk's cap_form, gated, qk_norm"
     )
-    with pytest.raises(KernelUnavailable, match="norm, positions, activation"):
-        NativeEngine(random_ranker(vanilla))
+    ranker = random_ranker(vanilla)
+    engine = create_engine(ranker, EngineOptions(device="cpu"))
+    assert engine.info.backend == "torch"
+    assert engine.info.notes["fallback"] == refusal(vanilla)
+    for make in (NativeEngine, lambda ranker: create_engine(ranker, EngineOptions(device="cpu", backend="native"))):
+        with pytest.raises(KernelUnavailable, match="norm, positions, activation"):
+            make(ranker)
 
 
 def test_vectors_that_the_processor_lacks_are_refused_with_their_name(monkeypatch: pytest.MonkeyPatch) -> None:

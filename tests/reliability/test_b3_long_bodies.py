@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from app.loop_lag import LoopLag
 from app.server import arrival
 from app.server.connection import Connection
 from app.server.cycle import Cycle
 from loadtest.generate.payload import rank_request
 from loadtest.soak.fake_engine import FakeEngine
+from tests.app.bounds import overrun
 from tests.e2e.process import DEMO, Server, serving
-from tests.reliability.live import Live, closed, connect, live, one_reply, read_all, statuses, wait_until
+from tests.reliability.live import Live, asked, closed, connect, live, one_reply, read_all, statuses, wait_until
 
 MIB = 2**20
 BODY = b" " * 20 * MIB
@@ -75,15 +75,8 @@ def chunks() -> Iterator[bytes]:
 
 
 CLIENTS = {"urllib": by_urllib, "http.client": by_http_client, "curl": by_curl, "socket": by_socket}
-clients = pytest.mark.parametrize(
-    "ask",
-    [
-        pytest.param(
-            ask, id=name, marks=pytest.mark.skipif(name == "curl" and not shutil.which("curl"), reason="needs curl")
-        )
-        for name, ask in CLIENTS.items()
-    ],
-)
+HERE = {name: ask for name, ask in CLIENTS.items() if name != "curl" or shutil.which("curl")}
+clients = pytest.mark.parametrize("ask", HERE.values(), ids=HERE)
 Client = Callable[[int, bool], int]
 
 
@@ -123,13 +116,7 @@ def test_every_other_early_refusal_is_read_too(opened: Live, ask: Client, monkey
         patched.setitem(HEADERS, "Content-Type", "text/plain")
         assert outcomes(ask, opened.port, 2) == {"415": 2}
     with monkeypatch.context() as patched:
-        patched.setattr(LoopLag, "refuses", lambda lag, turn_seconds: True)
-        patched.setattr(
-            LoopLag,
-            "overrun",
-            property(lambda _: True, lambda lag, value: vars(lag).update(overrun=value)),
-            raising=False,
-        )
+        overrun(patched)
         assert outcomes(ask, opened.port, 2) == {"429": 2}
     with monkeypatch.context() as patched:
         patched.setattr(opened.service, "_refusing", True)
@@ -214,9 +201,12 @@ def test_a_connection_whose_refused_body_ended_is_used_again_and_then_has_a_dead
             b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\nContent-Length: 200000\r\n\r\n"
         )
         assert statuses(one_reply(sock)) == [415]
-        sock.sendall(bytes(200_000) + rank_request(1))
-        assert statuses(one_reply(sock)) == [200]
-        sock.sendall(b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\nContent-Length: 5\r\n\r\n")
-        assert statuses(one_reply(sock)) == [415]
+        assert asked(sock, bytes(200_000) + rank_request(1)) == 200
+        assert (
+            asked(
+                sock, b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\nContent-Length: 5\r\n\r\n"
+            )
+            == 415
+        )
         sock.sendall(b"abcde")
         wait_until(lambda: closed(server, "keep_alive") == 1, 3)

@@ -16,16 +16,7 @@ from app.settings import Connections
 from loadtest.generate.payload import rank_request
 from loadtest.soak.fake_engine import FakeEngine
 from tests.app.bounds import bounded
-from tests.reliability.live import (
-    Live,
-    closed,
-    connect,
-    live,
-    one_reply,
-    read_all,
-    statuses,
-    wait_until,
-)
+from tests.reliability.live import Live, asked, closed, connect, live, read_all, statuses, wait_until
 
 FOR_EVER = {"header_seconds": 600.0, "body_seconds": 600.0, "keep_alive_seconds": 600.0}
 LIMITS = {"header_seconds": 0.4, "body_seconds": 0.8, "keep_alive_seconds": 1.0}
@@ -88,15 +79,13 @@ def test_a_body_that_stalls_is_not_given_the_time_of_a_whole_body() -> None:
 
 def test_a_requests_time_begins_with_its_own_first_byte() -> None:
     with live(FakeEngine()) as server, connect(server.port) as sock:
-        sock.sendall(rank_request(1))
-        assert statuses(one_reply(sock)) == [200]
+        assert asked(sock, rank_request(1)) == 200
         [connection] = server.server.observer.open
         connection.arrival.begun -= 3600  # the first request was long ago
         sent = rank_request(2)
         sock.sendall(sent[:20])
         wait_until(lambda: connection.state is module.State.HEADERS)
-        sock.sendall(sent[20:])
-        assert statuses(one_reply(sock)) == [200]
+        assert asked(sock, sent[20:]) == 200
 
 
 def test_the_defaults_close_within_ten_seconds() -> None:
@@ -158,8 +147,7 @@ def latencies(server: Live) -> float:
     with connect(server.port) as sock:
         for number in range(60):
             began = time.monotonic()
-            sock.sendall(rank_request(number + 1))
-            assert statuses(one_reply(sock)) == [200]
+            assert asked(sock, rank_request(number + 1)) == 200
             took.append(time.monotonic() - began)
     return statistics.quantiles(took, n=10)[-1]
 

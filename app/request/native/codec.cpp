@@ -47,12 +47,7 @@ public:
         reader.request(has_candidates);
         Int events = history.count, kept = std::min(events, words.history_length), first = events - kept;
         Int count = candidates.count, older = has_candidates ? 0 : first;
-        Head head{reader.user_id, events, kept, count, 0, static_cast<Int>(reader.rest.size())};
-        if (candidates.has_strings) {
-            ends.clear();
-            for (string_view id : candidates.written) ends.push_back((ends.empty() ? 0 : ends.back()) + id.size() + 1);
-            head.echo = 8 * count + ends.back();
-        }
+        Head head{reader.user_id, events, kept, count, candidates.written.empty() ? 0 : echo(), static_cast<Int>(reader.rest.size())};
         char* out = room(sizeof head + 8 * (3 * kept + 4 * count + older) + 4 * kept * (words.actions + 1) + head.echo + head.rest);
         for (Id& time : candidates.time) time = age_bucket(reader.impression, time);
         out = copy(out, &head, 1);
@@ -63,7 +58,7 @@ public:
         out = copy(out, history.dwell.data() + first, kept);
         if (head.echo) {
             out = copy(out, ends.data(), count);
-            for (string_view id : candidates.written) out = put(put(out, id), ",");
+            out = put(out, texts);
         }
         out = copy(out, history.post.data(), older);
         return copy(out, reader.rest.data(), head.rest) - scratch.data();
@@ -107,10 +102,23 @@ private:
     std::unordered_map<string_view, Int> columns;
     Posts history, candidates;  // of the last request: their memory is asked for once, and by no thread of its own
     std::vector<char> scratch;
+    std::string texts;
     std::vector<double> scores;
     std::vector<Int> order, ranks, chosen, buckets, ends;
     std::vector<float> floats;  // that are about to be written
     std::vector<Decimals> decimals;
+
+    // The post ids of candidates as they came, in `texts`, and where each ends, in `ends`; the bytes of both.
+    Int echo() {
+        ends.clear(), texts.clear();
+        candidates.written.resize(candidates.count);
+        for (size_t row = 0; row < candidates.count; ++row) {
+            const string_view id = candidates.written[row];
+            (id.empty() ? texts += std::to_string(candidates.post[row]) : texts += id) += ',';
+            ends.push_back(texts.size());
+        }
+        return 8 * ends.size() + texts.size();
+    }
 
     char* room(size_t bytes) {
         if (scratch.size() < bytes) scratch.resize(bytes);

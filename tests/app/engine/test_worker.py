@@ -165,7 +165,6 @@ async def test_an_engine_that_cannot_be_closed_has_ended_all_the_same() -> None:
     async with busy(fault) as (service, engine, gate, first):
         engine.close = close  # type: ignore[method-assign]
         worker = service.versions.current
-        assert worker is not None
         gate.opened.set()
         with pytest.raises(EngineDown):
             await first

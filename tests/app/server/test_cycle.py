@@ -26,9 +26,10 @@ from app.server.cycle import Cycle
 from loadtest.generate.payload import post, rank_body, rank_request
 from loadtest.generate.tensors import inference_of
 from loadtest.soak.fake_engine import ACTIONS, FakeEngine
+from tests.app.bounds import overrun
 from tests.app.fakes import Gate
 from tests.app.retrieving import loader as retrieval
-from tests.reliability.live import Live, connect, exchange, live, one_reply, read_all, statuses, wait_until
+from tests.reliability.live import Live, asked, connect, exchange, live, one_reply, read_all, statuses, wait_until
 
 
 class Recorded:
@@ -159,8 +160,7 @@ def timers(requests: int) -> int:
 
         server.loop.call_at = counting  # type: ignore[method-assign]
         for user in range(requests):
-            sock.sendall(rank_request(user))
-            assert statuses(one_reply(sock)) == [200]
+            assert asked(sock, rank_request(user)) == 200
         return len(made)
 
 
@@ -201,10 +201,7 @@ def test_a_request_leaves_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_refusal_leaves_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LoopLag, "refuses", lambda *_: True)
-    monkeypatch.setattr(
-        LoopLag, "overrun", property(lambda _: True, lambda lag, value: vars(lag).update(overrun=value)), raising=False
-    )
+    overrun(monkeypatch)
     assert left_over([rank_request(1), rank_request(2, headers={"Connection": "close"})]) == 0
     monkeypatch.setattr(LoopLag, "is_short_of_time", True)
     monkeypatch.setattr("app.server.observer.HELD_REFUSALS", 0)
@@ -213,8 +210,7 @@ def test_a_refusal_leaves_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
         gc.disable()
         try:
             for _ in range(100):  # all but the first as a repeated one
-                sock.sendall(rank_request(1))
-                assert statuses(one_reply(sock)) == [429]
+                assert asked(sock, rank_request(1)) == 429
             assert gc.collect() < 100
         finally:
             gc.enable()
@@ -246,8 +242,7 @@ def test_every_request_is_counted_once(tmp_path: Path) -> None:
             ]
 
         for (_, code), request in sent.items():
-            sock.sendall(request)
-            assert statuses(one_reply(sock)) == [int(code)]
+            assert asked(sock, request) == int(code)
         wait_until(lambda: counted()[-1])
         assert counted() == [1, 1, 1]
 
@@ -259,8 +254,7 @@ def test_only_what_may_be_long_is_timed(monkeypatch: pytest.MonkeyPatch) -> None
     coded = b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\n"
     with live(FakeEngine()) as server, connect(server.port, 5) as sock:
         for request, times in ((rank_request(1), 0), (coded + b"Content-Length: %d\r\n\r\n%b" % (len(body), body), 1)):
-            sock.sendall(request)
-            assert statuses(one_reply(sock)) == [200]
+            assert asked(sock, request) == 200
             assert len(held) == times
 
 
@@ -272,8 +266,7 @@ def test_a_connection_rests_after_a_request_for_posts_too(monkeypatch: pytest.Mo
     with live(FakeEngine(), retrieval(tmp_path)) as server, connect(server.port, 30) as sock:
         began = time.monotonic()
         for sent, status in ((body, 200), (body.replace(b"user_id", b"userXid"), 422), (body, 200)):
-            sock.sendall(sent)
-            assert statuses(one_reply(sock)) == [status]
+            assert asked(sock, sent) == status
         assert time.monotonic() - began > 2 * 0.05
     assert len(rests) == 4, "a refused one rests as well: for its refusal, and for its body"
 
@@ -286,8 +279,7 @@ def test_a_connection_that_held_the_loop_rests_and_then_goes_on(monkeypatch: pyt
         read.clear()
         with live(FakeEngine()) as server, connect(server.port, 5) as sock:
             for user in range(10):
-                sock.sendall(rank_request(user))
-                assert statuses(one_reply(sock)) == [200]
+                assert asked(sock, rank_request(user)) == 200
             sock.sendall(b"".join(map(rank_request, range(9))) + rank_request(9, headers={"Connection": "close"}))
             assert statuses(read_all(sock)) == [200] * 10
         gaps = [after - before for before, after in pairwise(read)]
@@ -319,8 +311,7 @@ def test_who_ranks_nothing_rests_the_longer_the_more_there_are(
     with live(FakeEngine()) as server, connect(server.port, 5) as one, connect(server.port, 5) as other:
         began = time.monotonic()
         one.sendall(request_ * 3 + rank_request(1, headers={"Connection": "close"}))
-        other.sendall(rank_request(2))
-        assert statuses(one_reply(other)) == [200]
+        assert asked(other, rank_request(2)) == 200
         assert time.monotonic() - began < 0.12
         assert statuses(read_all(one)) == [status] * 3 + [200]
         assert time.monotonic() - began > 3 * 0.05
@@ -330,8 +321,7 @@ def test_who_ranks_nothing_rests_the_longer_the_more_there_are(
         rests[0] = 1.0
         with connect(server.port, 5) as third:
             for number, sock in enumerate((other, third), 4):
-                sock.sendall(request_)
-                assert statuses(one_reply(sock)) == [status]
+                assert asked(sock, request_) == status
                 wait_until(lambda number=number: len(told) == number)
             assert [resting for _, resting in told[3:]] == [0, 1]
         wait_until(lambda: server.server.observer.resting == 0)

@@ -224,7 +224,6 @@ async def test_both_checkpoints_count_where_both_answer() -> None:
     await service.wait_ready()
     await until(lambda: service.second is not None and service.second.model is not None)
     second = service.second
-    assert second is not None
     assert second.model is not None
     waits = []
     for model, user, count in ((service.model, 1, 4), (second.model, 2, 7)):

@@ -40,12 +40,7 @@ SHARES = {
     "distances": shadow.DISTANCES,
     "overlap": shadow.SHARES,
 }
-OTHERS = {
-    "latency": metrics.LATENCY_SECONDS,
-    "sizes": metrics.SIZES,
-    "rows": metrics.ROWS,
-    "seconds": shadow.SECONDS,
-}
+OTHERS = {"latency": metrics.LATENCY_SECONDS, "sizes": metrics.SIZES, "rows": metrics.ROWS, "seconds": shadow.SECONDS}
 
 
 @pytest.mark.parametrize("name", SHARES | OTHERS)
