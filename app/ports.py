@@ -16,13 +16,13 @@ def build_server(
 ) -> RankingServer:
     """A server that listens once it runs, on `settings.addresses()` in this order."""
     app = create_app(settings, service)
-    ports = [Port(settings.host, settings.port, app.endpoint_of, True)]
+    ports = [Port(settings.host, settings.port, app, True)]
     if settings.probes.port is not None:
         probes = create_probe_app(settings, service)
-        ports.append(Port(settings.probes.host, settings.probes.port, probes.endpoint_of, False))
+        ports.append(Port(settings.probes.host, settings.probes.port, probes, False))
     if settings.admin.port is not None:
         admin = create_admin_app(settings.admin, reloads, service)
-        ports.append(Port(ADMIN_HOST, settings.admin.port, admin.endpoint_of, False))
+        ports.append(Port(ADMIN_HOST, settings.admin.port, admin, False))
     others = [] if settings.grpc.port is None else [create_grpc_server(app, settings)]
     return kind(ports, service, reloads, settings, others, app.close)
 

@@ -56,21 +56,22 @@ class Context:
 
     def first(self, length: int) -> Context:
         """The same user with the oldest `length` items alone, as views."""
-        return self._part(slice(length))
+        return self.rows(slice(length))
 
     def last(self, length: int) -> Context:
         """The same user with the newest `length` items alone, or all where there are no more, as views; the others are dropped."""
         older = max(0, len(self) - length)
-        return self._part(slice(older, None), self.dropped + older)
+        return self.rows(slice(older, None), self.dropped + older)
 
-    def _part(self, cut: slice, dropped: int = 0) -> Context:
+    def rows(self, rows: slice | NDArray[np.int64], dropped: int = 0) -> Context:
+        """The same user with these items, in this order."""
         return Context(
             self.user_id,
-            self.post_ids[cut],
-            self.author_ids[cut],
-            self.actions[cut],
-            self.surfaces[cut],
-            self.dwell_seconds[cut],
+            self.post_ids[rows],
+            self.author_ids[rows],
+            self.actions[rows],
+            self.surfaces[rows],
+            self.dwell_seconds[rows],
             dropped=dropped,
         )
 

@@ -62,6 +62,20 @@ class TokenBuilder(nn.Module):
             features.append(self._dwell(dwell))
         return torch.cat(features, -1) @ self.history_projection
 
+    def context(self, tables: Tables, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Users and their history as tokens `[B, 1 + H, D]`, and which of them may be seen, bool `[B, 1 + H]`."""
+        user = self.user(tables, batch.user_rows)[:, None]
+        history = self.history(
+            tables,
+            batch.history_post_rows,
+            batch.history_author_rows,
+            batch.history_actions,
+            batch.history_surfaces,
+            batch.history_dwell_seconds,
+        )
+        valid = torch.cat((batch.user_rows[:, :1] != 0, batch.history_post_rows[:, :, 0] != 0), 1)
+        return torch.cat((user, history), 1), valid
+
     def candidate(
         self, tables: Tables, post_rows: Tensor, author_rows: Tensor, surfaces: Tensor, ages: Tensor
     ) -> Tensor:
@@ -140,15 +154,7 @@ class Ranker(nn.Module):
 
         A candidate is always a valid key: it sees itself, and no other row sees it.
         """
-        user = self.tokens.user(self.tables, batch.user_rows)[:, None]
-        history = self.tokens.history(
-            self.tables,
-            batch.history_post_rows,
-            batch.history_author_rows,
-            batch.history_actions,
-            batch.history_surfaces,
-            batch.history_dwell_seconds,
-        )
+        context, valid = self.tokens.context(self.tables, batch)
         candidates = self.tokens.candidate(
             self.tables,
             batch.candidate_post_rows,
@@ -156,12 +162,5 @@ class Ranker(nn.Module):
             batch.candidate_surfaces,
             batch.candidate_age_buckets,
         )
-        valid = torch.cat(
-            (
-                batch.user_rows[:, :1] != 0,
-                batch.history_post_rows[:, :, 0] != 0,
-                torch.ones_like(batch.candidate_surfaces, dtype=torch.bool),
-            ),
-            1,
-        )
-        return torch.cat((user, history, candidates), 1), valid
+        own = torch.ones_like(batch.candidate_surfaces, dtype=torch.bool)
+        return torch.cat((context, candidates), 1), torch.cat((valid, own), 1)

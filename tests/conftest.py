@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,35 @@ def threads_of_torch() -> Iterator[None]:
     yield
     if torch is not None:
         torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def tracebacks_are_plain() -> None:
+    """In logs that nobody has configured: to write the values of variables takes seconds where one of them holds a model."""
+    if structlog := sys.modules.get("structlog"):
+        structlog.get_config()["processors"][-1].exception_formatter = structlog.dev.plain_traceback
+
+
+@pytest.fixture(autouse=True, scope="module")
+def servers_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of a process that has imported torch, except in modules that say `STARTED_ANEW = True`: those start them as operators do."""
+    launch = sys.modules.get("loadtest.servers.launch")
+    if launch is None or getattr(request.module, "STARTED_ANEW", False):
+        yield
+        return
+    from tests.zygote import zygote
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "start_process", zygote.start)
+        yield
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is freed now is freed by the last reference; the garbage collector looks at old objects once in a long while."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

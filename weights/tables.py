@@ -52,14 +52,16 @@ def tables_of(source: ds.FileSystemDataset, rows: int, columns: list[str] | None
         yield pa.Table.from_batches(batches)
 
 
-def column_of(table: pa.Table, name: str, kind: pa.DataType, where: str) -> NDArray[Any]:
-    """A column without nulls as numpy has it. Raises LogError, which calls the table `where`."""
-    column = _whole(table, name, str(kind), where)
-    if pa.types.is_integer(kind) and _is_text(column.type):
+def column_of(table: pa.Table, name: str, kind: pa.DataType, where: str, unknown: int | None = None) -> NDArray[Any]:
+    """A column as numpy has it; nulls become `unknown`, and are refused where that is None. Raises LogError, which calls the table
+    `where`."""
+    column = _whole(table, name, str(kind), where) if unknown is None else table.column(name)
+    if kind == pa.uint64() and _is_text(column.type):
         raise LogError(f"{where}: column {name} holds texts, not integers (--ids text reads ids that are texts)")
     try:
-        values: NDArray[Any] = column.cast(kind).to_numpy()
-    except pa.ArrowInvalid as error:
+        column = column.cast(kind)
+        values: NDArray[Any] = (column if unknown is None else column.fill_null(unknown)).to_numpy()
+    except pa.ArrowException as error:
         raise LogError(f"{where}: column {name} does not fit {kind}: {error}") from error
     return values
 
@@ -98,4 +100,4 @@ def _whole(table: pa.Table, name: str, kind: str, where: str) -> pa.ChunkedArray
 
 def _is_text(kind: pa.DataType) -> bool:
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))

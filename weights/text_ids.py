@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -34,3 +34,22 @@ def text_id(value: str) -> int:
 def text_ids(values: Iterable[str]) -> NDArray[np.uint64]:
     """The ids of valid texts, uint64 `[n]`."""
     return np.fromiter(map(text_id, values), np.uint64)
+
+
+def collision(pieces: Callable[[], Iterable[Sequence[str]]]) -> tuple[str, str] | None:
+    """Two different texts of one id, if there are any. `pieces` gives all texts, twice: memory is 16 bytes a text. By a second hash."""
+    pairs = [
+        np.array([text_ids(texts), [xxhash.xxh3_64_intdigest(text.encode()) for text in texts]], np.uint64)
+        for texts in pieces()
+    ]
+    if not pairs:
+        return None
+    ids, seconds = np.concatenate(pairs, 1)
+    order = np.lexsort((seconds, ids))
+    same = (ids[order][1:] == ids[order][:-1]) & (seconds[order][1:] != seconds[order][:-1])
+    if not same.any():
+        return None
+    wanted = ids[order][1:][same][0]
+    found = dict.fromkeys(text for texts in pieces() for text in texts if text_id(text) == wanted)
+    first, second, *_ = found
+    return first, second

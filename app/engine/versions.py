@@ -13,7 +13,7 @@ from app.engine.worker import Events, J, Worker
 from app.interface import ReloadInProgress
 from app.loop_lag import Clock
 from app.settings import Batching
-from app.telemetry.metrics import add_stats
+from app.telemetry.exposition import add_stats
 from model.engine import CacheStats, EngineError
 
 MakeRunner = Callable[[EngineThread, asyncio.AbstractEventLoop, Clock], Runner]

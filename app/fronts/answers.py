@@ -18,7 +18,7 @@ from app.fronts.link import Link
 from app.interface import Reloads, Retrieval, ServedModel, ServedRetrieval, Service, Ticket
 from app.service.reload import Reloader
 from app.service.service import RankingService
-from app.telemetry.metrics import Scrapes
+from app.telemetry.exposition import Scrapes
 
 log = structlog.get_logger("app.fronts.answers")
 

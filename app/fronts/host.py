@@ -20,7 +20,7 @@ from app.fronts.link import Link
 from app.service.reload import Reloader
 from app.service.service import RankingService
 from app.settings import Settings
-from app.telemetry.metrics import Scrapes
+from app.telemetry.exposition import Scrapes
 from app.telemetry.sums import Sums
 
 LOOK_SECONDS = 0.005  # how often it is looked whether a queue that is full still is

@@ -6,6 +6,7 @@ import asyncio
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,19 +35,17 @@ ENDED = wire.State(Health(False, False, True, False, "The engine process has end
 log = structlog.get_logger("app.fronts.remote")
 
 
+@dataclass(slots=True, eq=False)
 class Place:
     """`interface.Ticket`: a request that is first prepared, then sent, at last answered or released."""
 
-    __slots__ = ("again", "asked", "deadline", "key", "model", "used", "waits")
-
-    def __init__(self, model: ServedModel, deadline: float, key: str | None, again: bool, waits: bool) -> None:
-        self.model = model
-        self.deadline = deadline
-        self.key = key
-        self.again = again
-        self.waits = waits
-        self.used = False
-        self.asked: Asked | None = None
+    model: ServedModel
+    deadline: float
+    key: str | None
+    again: bool
+    waits: bool
+    used: bool = False
+    asked: Asked | None = None
 
     def release(self) -> None:
         """Free the place and drop what is not computed; a second time does nothing."""
@@ -56,7 +55,8 @@ class Place:
 
 
 class RemoteService:
-    """`interface.Service` of one front. All methods belong to the event loop.
+    """`interface.Service` of one front. All methods belong to the event loop. `serves`: what new requests are for, by the numbers of the
+    engine process; `numbers`: those of all that it still has.
 
     The engine process keeps a model until no front has it any more: a front says so when its own last reference is gone.
     """
@@ -71,8 +71,8 @@ class RemoteService:
         self.uplink = Uplink(path, front, Deltas(metrics.registry), self._receive, self._lose, self._down)
         self.retrieval = RemoteRetrieval(self)
         self.state = STARTING
-        self._serving: dict[int, wire.Served] = {}  # what new requests are for
-        self._numbers: weakref.WeakKeyDictionary[wire.Served, int] = weakref.WeakKeyDictionary()
+        self.serves: dict[int, wire.Served] = {}
+        self.numbers: weakref.WeakKeyDictionary[wire.Served, int] = weakref.WeakKeyDictionary()
         self._loop_clock = LoopClock(self.clock, self._work)
         self._refused = 0
         self._draining = self._refusing = self._started = False
@@ -105,23 +105,23 @@ class RemoteService:
 
     def _receive(self, message: Any) -> None:
         if isinstance(message, wire.Serve):
-            served = self._serving[message.number] = message.served()
-            self._numbers[served] = message.number
+            served = self.serves[message.number] = message.served()
+            self.numbers[served] = message.number
             if self.uplink.link is not None:
                 leave = weakref.finalize(served, self.uplink.link.send, wire.Left(message.number))
                 leave.atexit = False
         else:
             self.state = message
             self._started = self._started or message.health.started
-            for number in self._serving.keys() - {message.model, message.corpus, message.second}:
-                del self._serving[number]
+            for number in self.serves.keys() - {message.model, message.corpus, message.second}:
+                del self.serves[number]
             self.linked.set()
 
     def _lose(self) -> None:
         """The engine process has ended: whoever waits is told at once."""
         self.linked.clear()
-        self._serving.clear()
-        self._numbers.clear()
+        self.serves.clear()
+        self.numbers.clear()
         self.state = ENDED
         if not self._refusing:
             log.error("engine_process_lost", requests=len(self.uplink.asked))
@@ -130,20 +130,12 @@ class RemoteService:
         health = self.state.health
         return (EngineDown if health.failed else NotReady)(health.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
 
-    def serving(self, number: int) -> Any:
-        """What the engine process serves under this number; None where there is none."""
-        return self._serving.get(number)
-
-    def number(self, served: wire.Served) -> int | None:
-        """By which the engine process knows it; None where that has ended since."""
-        return self._numbers.get(served)
-
     # admission
 
     @property
     def model(self) -> ServedModel:
         """The version that serves new requests. Raises NotReady while nothing is loaded."""
-        served = self._serving.get(self.state.model)
+        served = self.serves.get(self.state.model)
         if served is None:
             raise NotReady(self.health().reason, retry_after_seconds=RETRY_AFTER_SECONDS)
         return cast(ServedModel, served)
@@ -153,7 +145,7 @@ class RemoteService:
         """The second checkpoint, as the engine process told last; None where none is configured."""
         if self.settings.shadow.checkpoint is None:
             return None
-        held = self.serving(self.state.second)
+        held = cast(ServedModel | None, self.serves.get(self.state.second))
         return Second(held, self.state.second_reason, self.state.answers and held is not None)
 
     def check_open(self, key: str | None = None) -> None:
@@ -195,12 +187,12 @@ class RemoteService:
             raise Draining(retry_after_seconds=RETRY_AFTER_SECONDS)
         if self.uplink.link is None or self.state.health.failed:
             raise self._down()
-        if self.state.model not in self._serving:
+        if self.state.model not in self.serves:
             self.metrics.rejected.labels("not_ready").inc()
             raise NotReady(self.state.health.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
 
     def _check_served(self, model: ServedModel) -> int:
-        number = self._numbers.get(model)
+        number = self.numbers.get(model)
         if number is None:
             raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
         return number
@@ -225,7 +217,7 @@ class RemoteService:
         if ticket.used:
             raise ValueError("this ticket was used before")
         ticket.used = True
-        number = self._numbers.get(ticket.model)
+        number = self.numbers.get(ticket.model)
         if number is None:  # the engine process has ended since this was admitted
             ticket.asked = Asked(self.uplink, wire.Answer, ticket.deadline, done)
             error = EngineDown(ENDED.health.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
@@ -286,7 +278,7 @@ class RemoteRetrieval:
     @property
     def served(self) -> ServedRetrieval:
         """What serves new requests. Raises CorpusNotLoaded."""
-        served = self._service.serving(self._service.state.corpus)
+        served = self._service.serves.get(self._service.state.corpus)
         if served is None:
             is_wanted = self._service.settings.retrieval.checkpoint is not None
             detail, seconds = ("The corpus is being loaded.", 2.0) if is_wanted else (None, None)
@@ -297,7 +289,7 @@ class RemoteRetrieval:
         self, served: ServedRetrieval, query: Query, deadline: float, key: str | None, done: FoundDone
     ) -> Ticket:
         """As `interface.Retrieval.retrieve`; whether there is room is decided by the engine process."""
-        number = self._service.number(served)
+        number = self._service.numbers.get(served)
         if number is None:
             raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)
         return self._uplink.begin("retrieve", deadline, done, number, query, deadline, key)

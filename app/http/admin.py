@@ -23,13 +23,12 @@ from app.errors import (
 from app.http.application import Application, create_pages
 from app.http.call import Answer, Call, Endpoint, Fields, Reply, TaskCall
 from app.http.headers import BATCH, Headers, check_length, is_compressed, wire_of
-from app.http.observe import Recorder
+from app.http.observe import Recorder, RequestLog
 from app.http.rank_batch import JSON_HEADER
 from app.interface import Changed, CheckpointNotFound, ReloadInProgress, Reloads, Service, served_identity
 from app.request import strict_json
 from app.request.posts import read_change
 from app.settings import LOOPBACK, Admin
-from app.telemetry.logs import RequestLog
 from model.engine import EngineError
 from weights.corpus.manifest import CorpusManifest
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull

@@ -22,7 +22,7 @@ from app.http.asgi import Guest, PagesEndpoint
 from app.http.call import Endpoint
 from app.http.explain import ExplainEndpoint
 from app.http.headers import CONTEXT, INFER, RANK
-from app.http.observe import Recorder
+from app.http.observe import Recorder, RequestLog
 from app.http.open_inference import MODEL, VERSION, open_inference
 from app.http.openapi import PREFERRED, RANK_MODEL, describe_app
 from app.http.problems import HANDLERS
@@ -31,8 +31,8 @@ from app.http.rank_batch import BatchEndpoint
 from app.http.retrieve import PostsEndpoint, RecommendCall, RetrieveCall
 from app.interface import Service
 from app.settings import Settings
-from app.telemetry.logs import RequestLog
 from app.telemetry.tracing import RequestTracer, create_tracer
+from weights.text_ids import IdKind
 
 OF_ONE_MODEL = {
     re.compile(r"/rank/(?P<name>[^/]+?)(@(?P<version>[^/@]+))?"): RANK,
@@ -44,8 +44,8 @@ DESCRIPTION = (
 )
 
 
-class Application:
-    """All endpoints of one port by method and path. As an ASGI application it serves under any other server."""
+class Application(dict[tuple[bytes, bytes], Endpoint]):
+    """All endpoints of one port by method and request target. As an ASGI application it serves under any other server."""
 
     def __init__(
         self,
@@ -58,23 +58,22 @@ class Application:
         drain_seconds: float = 0.0,
     ) -> None:
         """`pages` are FastAPI's; `endpoints` take POST, by path."""
+        self.endpoints: Mapping[str, Endpoint] = endpoints or {}
+        super().__init__({(b"POST", path.encode()): endpoint for path, endpoint in self.endpoints.items()})
         self.service = service
         self.recorder = recorder
         self.pages = pages
         self.ranking = ranking
         self._tracer = tracer
         self._drain_seconds = drain_seconds
-        self.endpoints: Mapping[str, Endpoint] = endpoints or {}
-        self._posts = {path.encode(): endpoint for path, endpoint in self.endpoints.items()}
-        self._guest = Guest(self.endpoint_of, service.start, self._stop)
+        self._guest = Guest(self, service.start, self._stop)
 
-    def endpoint_of(self, method: bytes, target: bytes) -> Endpoint:
-        """Who takes a request. A path with a query or escapes is looked up without them."""
-        if method == b"POST" and self._posts:
-            found = self._posts.get(target)
-            if found is None:
-                path = unquote_to_bytes(target.partition(b"?")[0])
-                found = self._posts.get(path) or self._of_one_model(path.decode("latin-1"))
+    def __missing__(self, asked: tuple[bytes, bytes]) -> Endpoint:
+        """Who takes any other request. A path with a query or escapes is looked up without them."""
+        method, target = asked
+        if method == b"POST":
+            path = unquote_to_bytes(target.partition(b"?")[0])
+            found = self.get((method, path)) or self._of_one_model(path.decode("latin-1"))
             if found is not None:
                 return found
         return PagesEndpoint(self.pages, self.recorder, method, target)
@@ -119,11 +118,16 @@ def create_app(settings: Settings, service: Service) -> Application:
     ]
     paths += ["/explain"] if settings.explores else []
     fastapi = create_pages(routers, paths)
-    fastapi.openapi = lambda: describe_app(fastapi, _action_names(service), explores=settings.explores)  # type: ignore[method-assign]
-    described: Kept[Any] = Kept(lambda names: orjson.dumps(fastapi.openapi()), "application/json")
+
+    def document() -> dict[str, Any]:
+        names, ids = _words(service)
+        return describe_app(fastapi, names, explores=settings.explores, ids=ids)
+
+    fastapi.openapi = document  # type: ignore[method-assign]
+    described: Kept[Any] = Kept(lambda words: orjson.dumps(fastapi.openapi()), "application/json")
 
     async def openapi(request: Request) -> Response:
-        return await described.reply(_action_names(service), request)
+        return await described.reply(_words(service), request)
 
     fastapi.add_route("/openapi.json", openapi, include_in_schema=False)
     recorder = _recorder(fastapi, routers, service, settings, tracer)
@@ -181,8 +185,9 @@ async def _not_reached(request: Request) -> Response:
     raise InternalError
 
 
-def _action_names(service: Service) -> Any:
+def _words(service: Service) -> tuple[Sequence[str], IdKind]:
+    """The action names and the kind of ids that examples use."""
     try:
-        return service.model.manifest.action_names
+        return service.model.manifest.action_names, service.model.manifest.ids
     except NotReady:
-        return PREFERRED
+        return PREFERRED, "uint64"

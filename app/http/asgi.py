@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,8 +14,8 @@ from app.http.observe import Recorder
 EXCHANGE = "exchange"  # a name in the scope's state
 MAX_PAGE_BODY_BYTES = 2**16  # pages take none
 
-EndpointOf = Callable[[bytes, bytes], Endpoint]
-"""Method and request target → who takes the request."""
+Routes = Mapping[tuple[bytes, bytes], Endpoint]
+"""Method and request target → who takes the request; there is somebody for every one."""
 
 
 class PagesEndpoint(Endpoint):
@@ -77,8 +77,8 @@ class PageCall(TaskCall):
 class Guest:
     """All endpoints as an ASGI application, for servers that are not ours. `startup` and `shutdown` are its lifespan."""
 
-    def __init__(self, endpoint_of: EndpointOf, startup: Callable[[], None], shutdown: Callable[[], object]) -> None:
-        self.endpoint_of = endpoint_of
+    def __init__(self, routes: Routes, startup: Callable[[], None], shutdown: Callable[[], object]) -> None:
+        self.routes = routes
         self._startup = startup
         self._shutdown = shutdown
 
@@ -104,7 +104,7 @@ class Guest:
         if query := scope.get("query_string"):
             target += b"?" + query
         replied: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        endpoint = self.endpoint_of(scope["method"].encode(), target)
+        endpoint = self.routes[scope["method"].encode(), target]
         call = endpoint.begin(scope["headers"], lambda *reply: replied.set_result(reply[:3]))
         try:
             if not replied.done() and await _feed(call, receive) and not replied.done():

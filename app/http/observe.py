@@ -1,4 +1,4 @@
-"""Names, counts and logs every request, and says which problem answers a fault of ours."""
+"""Names, counts and logs every request, and says which problem answers a fault of ours. A log line holds nothing that a caller sent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import random
 import time
 import traceback
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import lru_cache
+from typing import Any
 
 import structlog
 from prometheus_client import Counter
@@ -14,15 +16,16 @@ from starlette.routing import compile_path
 
 from app.errors import ServiceError, TooLarge, told
 from app.http.headers import Headers, request_id_of
-from app.telemetry.distributions import Series
 from app.telemetry.exchange import Exchange
-from app.telemetry.logs import RequestLog
-from app.telemetry.metrics import Metrics
+from app.telemetry.logs import LEVELS, Output, shorten
+from app.telemetry.metrics import Metrics, Series
+from app.telemetry.sink import Sink
 from app.telemetry.tracing import RequestTracer
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 UNMATCHED = "unmatched"
 OTHER = "other"
+LONG_LINE = 2048  # of a request: one value may be too long
 CLIENT_GONE = 499  # the status under which a disconnect is logged and counted
 
 log = structlog.get_logger("app.http.observe")
@@ -35,6 +38,63 @@ os.register_at_fork(after_in_child=lambda: _ids.seed(os.urandom(32)))
 def new_request_id() -> str:
     """32 hex digits, unlike those of any other request or process. Not a secret."""
     return f"{_ids.getrandbits(128):032x}"
+
+
+class RequestLog:
+    """Writes the line of a request: all failures, and the given share of the successes."""
+
+    def __init__(self, success_sample: float = 1.0, draw: Callable[[], float] = random.random) -> None:
+        self.success_sample = success_sample
+        self._draw = draw
+        self._log = structlog.get_logger("app.request")
+
+    def write(self, exchange: Exchange, seconds: float, trace_id: str | None = None) -> None:
+        """One line for a request that took that long. Server errors are errors, refusals and odd clients are warnings."""
+        succeeded = exchange.status < 400
+        if succeeded and self.success_sample < 1 and self._draw() >= self.success_sample:
+            return
+        level = "info" if succeeded else "warning" if exchange.status < 500 else "error"
+        output = structlog.get_config()["logger_factory"]
+        is_ours = isinstance(output, Output)
+        if is_ours and LEVELS[level] < output.level:
+            return
+        fields: dict[str, Any] = {
+            "request_id": exchange.request_id,
+            "method": exchange.method,
+            "route": exchange.route,
+            "status": exchange.status,
+            "duration_ms": round(seconds * 1e6) / 1e3,
+        }
+        for name in ("code", "key", "version", "candidates", "history", "requests", "cache"):
+            if value := getattr(exchange, name):
+                fields[name] = value
+        if exchange.stages:
+            fields["stages_ms"] = {stage: round(value * 1e6) / 1e3 for stage, value in exchange.stages.items()}
+        if trace_id is not None:
+            fields["trace_id"] = trace_id
+        if not is_ours:
+            getattr(self._log, level)("request", **fields)
+            return
+        fields["event"], fields["level"], fields["time"] = "request", level, _now()
+        fields.update(output.process)
+        line = output.render(None, level, fields) + "\n"
+        if len(line) > LONG_LINE:
+            line = output.render(None, level, shorten(None, level, fields)) + "\n"
+        if succeeded and isinstance(output.stream, Sink):
+            output.stream.write_droppable(line)
+        else:
+            output.stream.write(line)
+
+
+@lru_cache(maxsize=1)
+def _second(second: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+
+
+def _now() -> str:
+    """The time as structlog's stamp has it; its date and its second are written once a second."""
+    second, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
+    return f"{_second(second)}.{nanoseconds // 1000:06d}Z"
 
 
 class Recorder:
@@ -81,6 +141,8 @@ class Recorder:
         """The reply is out, or the client has disconnected: `exchange.status` is 0 then."""
         seconds = time.perf_counter() - exchange.started
         exchange.status = exchange.status or CLIENT_GONE
+        trace_id = None if self.tracer is None else self.tracer.record(exchange, seconds, headers)
+        self.request_log.write(exchange, seconds, trace_id)
         requests, duration = self._series_of(exchange.method, exchange.route, exchange.status)
         requests.inc()
         duration.observe(seconds)
@@ -91,8 +153,6 @@ class Recorder:
                 self.metrics.reply_probabilities.record(names, probabilities)
         if exchange.code == TooLarge.code:
             self.metrics.rejected.labels("too_large").inc()
-        trace_id = None if self.tracer is None else self.tracer.record(exchange, seconds, headers)
-        self.request_log.write(exchange, seconds, trace_id)
 
     def _series_of(self, method: str, route: str, status: int) -> tuple[Counter, Series]:
         """The counter and the histogram of these labels, looked up once."""

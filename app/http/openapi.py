@@ -19,7 +19,6 @@ from app.request.replies import (
     ExplainReply,
     Failed,
     Health,
-    InferReply,
     Info,
     Problem,
     RankReply,
@@ -29,27 +28,22 @@ from app.request.replies import (
 from app.request.schema import (
     ContextRequest,
     ExplainRequest,
-    InferRequest,
     RankBatch,
     RankRequest,
     RecommendRequest,
     RetrieveRequest,
     published,
 )
+from app.request.tensor_schema import InferReply, InferRequest
+from weights.text_ids import IdKind
 
 REF = f"{SCHEMAS}/{{name}}"
 Refs = Mapping[type[Struct], dict[str, Any]]
 DESCRIBED: dict[str, type[Struct]] = {"/livez": Health, "/readyz": Health, "/startupz": Health, "/info": Info}
 PREFERRED = ("favorite", "dwell", "reply", "repost")
+ID_FIELDS = ("user_id", "post_id", "author_id", "exclude", "explain")
 RANK_MODEL = "/rank/{name}"
 TIMEOUT = "X-Request-Timeout-Ms"
-NAMED = {
-    "name": "X-Model-Version",
-    "in": "header",
-    "required": False,
-    "schema": {"type": "string"},
-    "description": "Version of the checkpoint that shall answer, of those that the process holds; 404 for any other.",
-}
 HEADERS_IN = {
     "X-Request-ID": "A name for this call, echoed; made when it is missing or may not go into a header.",
     TIMEOUT: "How long the caller waits, in whole milliseconds; then 504. `x-envoy-expected-rq-timeout-ms` is read too.",
@@ -64,8 +58,21 @@ HEADERS_OUT = {
 }
 
 
-def describe_app(app: FastAPI, action_names: Sequence[str], *, explores: bool) -> dict[str, Any]:
-    """The whole document. The examples use these action names; `explores`: /explain is there."""
+def _header(name: str, text: str) -> dict[str, Any]:
+    schema = {"type": "string"} | ({"pattern": "^[1-9][0-9]{0,11}$"} if name == TIMEOUT else {})
+    return {"name": name, "in": "header", "required": False, "schema": schema, "description": text}
+
+
+NAMED = _header(
+    "X-Model-Version",
+    "Version of the checkpoint that shall answer, of those that the process holds; 404 for any other.",
+)
+
+
+def describe_app(
+    app: FastAPI, action_names: Sequence[str], *, explores: bool, ids: IdKind = "uint64"
+) -> dict[str, Any]:
+    """The whole document. The examples use these action names and ids of this kind; `explores`: /explain is there."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     models: list[type[Struct]] = [
         RankRequest, RankBatch, RankReply, BatchReply, InferRequest, InferReply, RetrieveRequest, RetrieveReply,
@@ -78,6 +85,8 @@ def describe_app(app: FastAPI, action_names: Sequence[str], *, explores: bool) -
     examples = example_requests(action_names)
     paths = _rankings(ref, examples, definitions["BatchReply"]["properties"]["results"]["items"])
     paths |= _tensors(ref) | _posts(ref, action_names) | (_explanations(ref, examples) if explores else {})
+    if ids == "text":
+        paths = _spelled(paths)
     document["paths"] = {path: {"post": operation} for path, operation in paths.items()} | document["paths"]
     for path in DESCRIBED.keys() & document["paths"].keys():
         answer = document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]
@@ -101,8 +110,6 @@ def _rankings(ref: Refs, examples: dict[str, dict[str, Any]], result: dict[str, 
             "The tensors of the Open Inference Protocol are taken as well, as `application/octet-stream`; any body may be gzip.",
             body,
             ref[RankReply],
-            [NotFound],
-            [NAMED],
         ),
         RANK_MODEL: _operation(
             "Rank one user's candidates with one model",
@@ -110,7 +117,6 @@ def _rankings(ref: Refs, examples: dict[str, dict[str, Any]], result: dict[str, 
             "for as `batch@version`.",
             body,
             ref[RankReply],
-            [NotFound],
             path_parameters(RANK_MODEL),
         ),
         "/rank/batch": _operation(
@@ -122,8 +128,6 @@ def _rankings(ref: Refs, examples: dict[str, dict[str, Any]], result: dict[str, 
                 {"two requests": {"value": batch}},
             ),
             {"anyOf": [ref[BatchReply], {"type": "array", "items": result}]},
-            [NotFound],
-            [NAMED],
         ),
         "/context": _operation(
             "Compute a user's context ahead",
@@ -132,8 +136,6 @@ def _rankings(ref: Refs, examples: dict[str, dict[str, Any]], result: dict[str, 
             "get 412 `context_unknown`, and are to be sent whole.",
             _body(ref[ContextRequest], contexts),
             ref[ContextReply],
-            [NotFound],
-            [NAMED],
         ),
     }
 
@@ -146,7 +148,6 @@ def _tensors(ref: Refs) -> dict[str, Any]:
             "that say so. The same tensors are taken by `/rank` as `application/octet-stream`, and over gRPC.",
             _body(ref[InferRequest], {"tensors": {"value": example_tensors()}}),
             ref[InferReply],
-            [NotFound],
             path_parameters(path),
         )
         for path in (f"{MODEL}/infer", f"{VERSION}/infer")
@@ -161,15 +162,15 @@ def _posts(ref: Refs, action_names: Sequence[str]) -> dict[str, Any]:
             "The best posts of the corpus by the cosine of two vectors, exactly: filters come first, equal scores go by row.",
             _body(ref[RetrieveRequest], posts),
             ref[RetrieveReply],
-            [CorpusNotLoaded, NotFound],
+            (),
+            [CorpusNotLoaded],
         ),
         "/recommend": _operation(
             "Retrieve posts and rank them",
             "What /rank says of what /retrieve returns, within one deadline.",
             _body(ref[RecommendRequest], scores),
             ref[RecommendReply],
-            [CorpusNotLoaded, NotFound],
-            [NAMED],
+            more_failures=[CorpusNotLoaded],
         ),
     }
 
@@ -179,16 +180,14 @@ def _explanations(ref: Refs, examples: dict[str, dict[str, Any]]) -> dict[str, A
         name: {"summary": example["summary"], "value": example["value"] | {"explain": [90]}}
         for name, example in examples.items()
     }
-    operation = _operation(
+    explained = _operation(
         "Explain why candidates stand where they stand",
         "What each event, the user and all of it together change in the scores, as /rank says it of the request without them; and what "
         "the model attends to, in float32 by the plain definition. Attention is not an explanation, so both stand side by side.",
         _body(ref[ExplainRequest], asked),
         ref[ExplainReply],
-        [NotFound],
-        [NAMED],
     )
-    return {"/explain": operation}
+    return {"/explain": explained}
 
 
 def example_requests(action_names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -227,6 +226,20 @@ def example_requests(action_names: Sequence[str]) -> dict[str, dict[str, Any]]:
     }
 
 
+def _spelled(value: Any, *, is_id: bool = False) -> Any:
+    """The same with texts for the ids in examples, and for the tensors that hold them."""
+    if isinstance(value, dict):
+        has_ids = value.get("datatype") == "UINT64"
+        told = {
+            name: _spelled(inner, is_id=name in ID_FIELDS or (has_ids and name == "data"))
+            for name, inner in value.items()
+        }
+        return told | ({"datatype": "BYTES"} if has_ids else {})
+    if isinstance(value, list):
+        return [_spelled(each, is_id=is_id) for each in value]
+    return f"id-{value}" if is_id and isinstance(value, int | str) else value
+
+
 def example_tensors() -> dict[str, Any]:
     """A small request as tensors, which any checkpoint takes."""
     ids = {"user_id": [7], "candidates.post_id": [90, 91], "candidates.author_id": [7, 5]}
@@ -258,24 +271,15 @@ def _operation(
     description: str,
     body: dict[str, Any],
     reply: dict[str, Any],
+    more_parameters: Sequence[dict[str, Any]] = (NAMED,),
     more_failures: Sequence[type[ServiceError]] = (),
-    more_parameters: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    inward = [
-        {
-            "name": name,
-            "in": "header",
-            "required": False,
-            "schema": {"type": "string"} | ({"pattern": "^[1-9][0-9]{0,11}$"} if name == TIMEOUT else {}),
-            "description": text,
-        }
-        for name, text in HEADERS_IN.items()
-    ]
+    inward = [_header(name, text) for name, text in HEADERS_IN.items()]
     outward = {name: {"schema": {"type": "string"}, "description": text} for name, text in HEADERS_OUT.items()}
     answers: dict[str, Any] = {
         "200": {"description": "The ranking.", "content": {"application/json": {"schema": reply}}, "headers": outward}
     }
-    failures = (*general(), *more_failures)
+    failures: list[type[ServiceError]] = [*general(), NotFound, *more_failures]
     for status in sorted({failure.status for failure in failures}):
         kinds = [failure for failure in failures if failure.status == status]
         text = " ".join(f"`{kind.code}`: {(kind.__doc__ or '').splitlines()[0]}" for kind in kinds)

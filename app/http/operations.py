@@ -15,7 +15,7 @@ from app.budgets import most_bytes
 from app.errors import CorpusNotLoaded, Draining, EngineDown, NotReady, ServiceError
 from app.interface import Changed, Service
 from app.settings import Settings
-from app.telemetry.metrics import CONTENT_TYPE, Scrapes
+from app.telemetry.exposition import CONTENT_TYPE, Scrapes
 
 PROBE_RETRY_SECONDS = 2.0
 PRIVATE = (

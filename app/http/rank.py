@@ -76,11 +76,6 @@ class Prepared:
     form: ReplyFormat
     check_seconds: float
 
-    @property
-    def context_tokens(self) -> int:
-        """User and history, of which nothing is known here where the request names them by a handle."""
-        return 1 if isinstance(self.context, str) else 1 + len(self.context)
-
 
 class Words:
     """The vocabulary and the reply format of a model, with its codec, kept for the manifests used last. Models with the same words share

@@ -148,7 +148,8 @@ class Run:
             job = await self._window.admit(admit, again=again)
         except ServiceError as error:
             return _failed(error)
-        return self._window.begin(self._finish(job, parsed), len(job.candidates), job.context_tokens)
+        history = 0 if isinstance(job.context, str) else len(job.context)  # of a handle nothing is known here
+        return self._window.begin(self._finish(job, parsed), len(job.candidates), 1 + history)
 
     @contextmanager
     def _holding(self) -> Iterator[None]:

@@ -16,14 +16,14 @@ from starlette.types import Scope
 
 from app.errors import DeadlineExceeded, EngineDown, InvalidRequest, TooLarge
 from app.http.headers import Headers, check_length, timeout_seconds_of
-from app.http.observe import Recorder
+from app.http.observe import Recorder, RequestLog
 from app.http.open_inference import MODEL, VERSION
 from app.http.openapi import RANK_MODEL
 from app.http.problems import problem_reply
 from app.settings import Settings
 from app.telemetry import logs
-from app.telemetry.distributions import write
-from app.telemetry.metrics import CONTENT_TYPE, Metrics
+from app.telemetry.exposition import CONTENT_TYPE, write
+from app.telemetry.metrics import Metrics
 
 ROUTING_KEY = b"x-routing-key"
 TIMEOUT = b"x-request-timeout-ms"
@@ -74,7 +74,7 @@ class Ingress:
         self.settings = settings
         self.lost = lost
         self.attempts = attempts
-        self.recorder = Recorder(Metrics(), ROUTES, logs.RequestLog(settings.logs.success_sample))
+        self.recorder = Recorder(Metrics(), ROUTES, RequestLog(settings.logs.success_sample))
 
     async def __call__(self, request: Request) -> Response:
         """Answer one request."""

@@ -12,10 +12,9 @@ from msgspec import UNSET, Raw, Struct
 
 from app.errors import InvalidRequest, MalformedJson, TooLarge
 from app.request.ids import read_ids
-from app.request.rules import Problems, Rule, column_of, count_of, field, rule, rules_of, struct_rule, then
+from app.request.rules import Problems, Rule, column_of, count_of, field, fulfils, rules_of, struct_rule, then
 from app.request.schema import (
     DEFAULT_K,
-    ContextRequest,
     ExplainRequest,
     RankRequest,
     RecommendRequest,
@@ -132,11 +131,6 @@ def request_rule(vocabulary: Vocabulary) -> Rule:
     return vocabulary.rule("rank", lambda: struct_rule(RankRequest, vocabulary))
 
 
-def context_rule(vocabulary: Vocabulary) -> Rule:
-    """Of a request for a context."""
-    return vocabulary.rule("context", lambda: struct_rule(ContextRequest, vocabulary))
-
-
 def explanation_rule(vocabulary: Vocabulary) -> Rule:
     """Of a request for an explanation: those to explain must be among the candidates."""
 
@@ -150,12 +144,10 @@ def explanation_rule(vocabulary: Vocabulary) -> Rule:
     return vocabulary.rule("explain", lambda: then(struct_rule(ExplainRequest, vocabulary), Rule(strangers)))
 
 
-AGED = rule(
-    (
-        lambda values: all("max_age_seconds" not in value or value.get("impression_ts") for value in values),
-        "needs impression_ts, from which ages are counted",
-    ),
-    path=".max_age_seconds",
+AGED = fulfils(
+    lambda value: "max_age_seconds" not in value or bool(value.get("impression_ts")),
+    "needs impression_ts, from which ages are counted",
+    ".max_age_seconds",
 )
 
 

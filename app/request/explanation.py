@@ -99,13 +99,13 @@ def render(
     ids, events = request.echo_ids, question.events.tolist()
     own = ranked.score[places], scores.probabilities[places][:, wanted]
     rest = [(reply.combined_of(each, request, form), each.probabilities[:, wanted]) for each in without]
-    history = request.history.sent or (request.history.post_ids.tolist() if form.ids == "uint64" else [])
+    history = request.history.sent or request.history.post_ids.tolist()
     head: dict[str, Any] = {
         "model": form.model,
         "actions": [form.action_names[column] for column in wanted],
         "events": {
             "place": question.events,
-            "post_id": [str(history[place]) for place in events if history],
+            "post_id": [str(history[place]) for place in events],
         },
     }
     yield _json(head)[:-1] + b',"candidates":['

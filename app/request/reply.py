@@ -19,7 +19,6 @@ from app.request.validate import Request
 from model.inputs import Scores
 from model.ranking import combine, magnitudes, offset, order_of
 from weights.format.manifest import Manifest
-from weights.text_ids import IdKind
 
 ROWS_IN_A_PIECE = 1024  # about 2 ms
 
@@ -40,7 +39,6 @@ class ReplyFormat:
     before_continuous: tuple[bytes, ...]
     head: bytes
     codec: Codec | None = None
-    ids: IdKind = "uint64"
 
     @classmethod
     def of(cls, manifest: Manifest) -> ReplyFormat:
@@ -57,7 +55,6 @@ class ReplyFormat:
                 for place, name in enumerate(names)
             ),
             head=head_of(manifest.action_names, model=model),
-            ids=manifest.ids,
         )
 
 

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.request import rules
-from app.request.body import Body, context_rule, explanation_rule, request_rule
+from app.request.body import Body, explanation_rule, request_rule
 from app.request.ids import echoed, read_ids
 from app.request.rules import column_of
-from app.request.schema import Candidate, Post
+from app.request.schema import Candidate, ContextRequest, Post
 from app.request.vocabulary import Vocabulary
 from weights.text_ids import IdKind
 
@@ -109,7 +109,7 @@ def check(body: Body, vocabulary: Vocabulary) -> Request:
 
 def check_context(body: Body, vocabulary: Vocabulary) -> Request:
     """The same of a request for a context, which has no candidates."""
-    rules.check(body.value, context_rule(vocabulary))
+    rules.check(body.value, vocabulary.rule("context", lambda: rules.struct_rule(ContextRequest, vocabulary)))
     return _request_of(body.value, vocabulary)
 
 

@@ -23,23 +23,22 @@ the client closes, or takes no bytes for too long   CLOSED
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
+from collections.abc import Callable
 from enum import Enum, auto
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 from app.budgets import MAX_HEADER_BYTES, WRITE_HIGH_BYTES, rest_seconds, shared_rest_seconds
-from app.server.cycle import Cycle, Routes
-from app.server.deadline import Arrival, Deadline
-from app.server.leftover import Leftover
-from app.server.observer import Observer
-from app.server.patience import REPEAT_SECONDS
-from app.server.reader import ANY_HOST, Headers, Hosts, Reader, Refused
-from app.server.refusals import REFUSALS, refusal_reply
-from app.server.sockets import has_unread, set_write_deadline
+from app.http.asgi import Routes
+from app.server.arrival import Arrival, Leftover, has_unread
+from app.server.cycle import Cycle
+from app.server.observer import REPEAT_SECONDS, Observer
+from app.server.reader import ANY_HOST, REFUSALS, Headers, Hosts, Reader, Refused, refusal_reply
 from app.settings import Connections
 
 MAX_PIPELINED = 16
-WRITE_SECONDS = 8.0  # a client that takes nothing of what was written for so long is cut off
 GRACE_SECONDS = 1.0  # at shutdown, how long a connection must have been silent to be closed
 
 
@@ -74,11 +73,11 @@ class Connection(asyncio.Protocol):
         self.observer = observer
         self.is_counted = is_counted  # has a place among the connections of the process
         self.state = State.IDLE
-        self.deadline = Deadline(loop)  # of the present state
+        self.due_at = math.inf  # the deadline of the present state, in seconds of the loop's clock
         self.cycle: Cycle | None = None  # of the last request
         self.pending: list[Cycle] = []  # requests without a complete reply, oldest first
         self.waiting: deque[Cycle] = deque()  # those of them whose turn has not come
-        self.arrival = Arrival(loop, limits, self.deadline)
+        self.arrival = Arrival(loop, limits, self.wait, self._refuse)
         self.idle_since = loop.time()
         self.held: dict[Cycle, int] = {}  # bytes of bodies that are being read, as they were counted
         self.rests = 0  # that are not over: other connections come first for a while
@@ -86,29 +85,25 @@ class Connection(asyncio.Protocol):
         self.is_paused = False  # nothing is read
         self.refused_at = -float("inf")
 
-    # bytes
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """As `asyncio.Protocol`."""
         transport = self.transport = cast(asyncio.Transport, transport)
         self.reader = Reader(self, self.hosts, MAX_HEADER_BYTES)
         self.write = transport.write
         self.observer.open.add(self)
-        self.leftover = Leftover(self.loop, transport, self.deadline, self._cut)
+        self.leftover = Leftover(self.loop, transport, self.wait, self.cut)
+        self.wait(self.limits.header_seconds, self.cut, "silent")
         if self.is_counted and not self.observer.connections.take(1):
             self.is_counted = False
-            self._cut("too_many")
+            self.cut("too_many")
             return
         transport.set_write_buffer_limits(WRITE_HIGH_BYTES)
-        set_write_deadline(transport, WRITE_SECONDS)
-        self.deadline.set(self.limits.header_seconds, self._cut, "silent")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """As `asyncio.Protocol`."""
         if isinstance(exc, TimeoutError):
             self.observer.closed("slow_reader")
         self._enter(State.CLOSED)
-        self.leftover.close()
         for cycle in self.pending:
             cycle.disconnect()
         self.observer.body_bytes.give(sum(self.held.values()))
@@ -118,7 +113,8 @@ class Connection(asyncio.Protocol):
             self.observer.connections.give(1)
         self.observer.open.discard(self)
         self.cycle = None
-        self.reader.close()  # it leads back here
+        self.reader.close()
+        del self._overdue, self.arrival, self.leftover  # what leads back here
 
     def pause_writing(self) -> None:
         """The client leaves replies unread."""
@@ -145,8 +141,7 @@ class Connection(asyncio.Protocol):
             self.leftover.drop(len(data))
         if self.state in (State.ENDING, State.LINGERING, State.CLOSED):
             return None
-        if self.state is State.IDLE:
-            self._begin_request()
+        self.on_begin()
         try:
             rest = self.reader.feed(data)
             if self.state is State.BODY or self.waiting:
@@ -154,24 +149,22 @@ class Connection(asyncio.Protocol):
         except Refused as refused:
             self._refuse(refused.args[0])
             return None
-        if rest is None and not self.deadline.is_set:
+        if rest is None and self.due_at == math.inf:
             if self.state is State.HEADERS:
-                self.arrival.watch_head(self._refuse)
+                self.arrival.watch_head()
             elif self.state is State.BODY:
-                self.arrival.watch_body(self._refuse)
+                self.arrival.watch_body()
         return rest
-
-    def _begin_request(self) -> None:
-        if self.cycle is not None:  # the first one has begun with the connection
-            self.arrival.begun = self.loop.time()
-        self._enter(State.HEADERS)
 
     # what the reader tells
 
     def on_begin(self) -> None:
         """As `Hearer.on_begin`."""
-        if self.state is State.IDLE:  # behind another request, in one read
-            self._begin_request()
+        if self.state is not State.IDLE:
+            return
+        if self.cycle is not None:  # the first one has begun with the connection
+            self.arrival.begun = self.loop.time()
+        self._enter(State.HEADERS)
 
     def on_head(self, method: bytes, target: bytes, headers: Headers, keep_alive: bool) -> None:
         """As `Hearer.on_head`."""
@@ -199,10 +192,14 @@ class Connection(asyncio.Protocol):
     def on_end(self) -> None:
         """As `Hearer.on_end`."""
         assert self.cycle is not None
-        self.cycle.end()
         if self.state is State.BODY:  # a reply may have ended the connection already
             self.leftover.bytes = 0
             self._rest()
+        try:
+            self.cycle.end()
+        except Exception:
+            self.state = State.BODY  # this request is refused
+            raise
 
     def _count_bodies(self) -> None:
         """Take room for what was read and nobody has taken yet. Raises Refused where there is none."""
@@ -281,9 +278,19 @@ class Connection(asyncio.Protocol):
         self._enter(State.IDLE)
         self.idle_since = self.loop.time()
         if not self.pending:
-            self.deadline.set(self.limits.keep_alive_seconds, self._cut, "keep_alive")
+            self.wait(self.limits.keep_alive_seconds, self.cut, "keep_alive")
 
     # ends
+
+    def wait(self, seconds: float, act: Callable[..., None], *arguments: Any) -> None:
+        """Set the deadline: `act` is called when it has passed, unless the state changes or another one is set before."""
+        self.due_at = self.loop.time() + seconds
+        self._overdue: Callable[[], None] = partial(act, *arguments)
+
+    def pass_deadline(self) -> None:
+        """The deadline has passed."""
+        self.due_at = math.inf
+        self._overdue()
 
     def _refuse(self, refusal: str) -> None:
         """Answer the request that is being read, unless it has a reply already or an older one is pending; then end."""
@@ -293,7 +300,7 @@ class Connection(asyncio.Protocol):
                 self.end_with_reply()
                 return
             if cycle.response_started:
-                self._cut(refusal)
+                self.cut(refusal)
                 return
             cycle.disconnect(REFUSALS[refusal][:2])  # its endpoint says nothing more
             self.release(cycle)
@@ -328,11 +335,8 @@ class Connection(asyncio.Protocol):
         for cycle in self.pending:
             cycle.keep_alive = cycle is not self.pending[-1]
 
-    def cut_for_room(self) -> None:
-        """Other clients need the memory of what this one leaves unread."""
-        self._cut("reply_budget")
-
-    def _cut(self, reason: str) -> None:
+    def cut(self, reason: str) -> None:
+        """End the connection at once, and forget what is unread."""
         self.observer.closed(reason)
         self._enter(State.CLOSED)
         self.transport.abort()
@@ -343,7 +347,4 @@ class Connection(asyncio.Protocol):
 
     def _enter(self, state: State) -> None:
         self.state = state
-        if state is State.CLOSED:
-            self.deadline.close()
-        else:
-            self.deadline.clear()
+        self.due_at = math.inf

@@ -4,70 +4,19 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Protocol
 
 from app.budgets import CHUNK_BYTES, REFUSED_SECONDS
+from app.http.asgi import Routes
+from app.http.call import Call, Fields
 from app.server.observer import Observer
-
-Fields = Sequence[tuple[bytes, bytes]]
-Reply = Callable[[int, Fields, bytes, bool], None]
-"""Status, headers, body, and whether the reply may be written later to a caller who is impatient: see `patience`."""
 
 COPY_SECONDS = 5e-10  # about what the kernel takes to copy a byte of a reply, behind the step that writes it
 SHORT_BYTES = 2**13  # no body of that length holds the event loop; asking for processor time is a system call
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
-
-
-class Steps(Protocol):
-    """What a request does after `finish`, in several turns of the event loop."""
-
-    def held_seconds(self) -> float:
-        """How long the longest of them has held the event loop, in processor time of its thread."""
-        ...
-
-
-class Handler(Protocol):
-    """One request in the endpoint's hands."""
-
-    max_body_bytes: int
-    ranks: bool  # else connections with such requests share a fifth of the event loop
-
-    @property
-    def steps(self) -> Steps | None:
-        """None where `finish` was the last one."""
-        ...
-
-    def finish(self, body: bytes) -> None:
-        """The body has arrived."""
-        ...
-
-    def too_long(self) -> None:
-        """More of it has arrived than `max_body_bytes`."""
-        ...
-
-    def no_room(self) -> None:
-        """Too much is being read for all callers."""
-        ...
-
-    def abandon(self, answered: tuple[int, str] | None = None) -> None:
-        """Nobody reads a reply: the client has disconnected, or the connection has refused the request, with status and code."""
-        ...
-
-
-class Endpoint(Protocol):
-    """Takes requests when their headers have arrived, in the event loop."""
-
-    def begin(self, headers: Fields, reply: Reply) -> Handler:
-        """`headers` have lower-case names. `reply` is called once, at once perhaps, unless the request is abandoned before."""
-        ...
-
-
-Routes = Callable[[bytes, bytes], Endpoint]
-"""Method and request target → who takes the request."""
 
 
 class Connection(Protocol):
@@ -106,7 +55,7 @@ class Cycle:
         self._method = method
         self._target = target
         self._fields = fields
-        self._handler: Handler | None = None
+        self._handler: Call | None = None
         self._body: list[bytes] = []
         self._size = 0
         self._is_read = self._is_wrong = self._ranks = False
@@ -115,7 +64,7 @@ class Cycle:
 
     def start(self) -> None:
         """It is this request's turn: those before it on the connection have their replies."""
-        self._handler = self._routes(self._method, self._target).begin(self._fields, self._reply)
+        self._handler = self._routes[self._method, self._target].begin(self._fields, self._reply)
         if self._is_read:
             self._finish()
         elif not self.response_started:
@@ -154,7 +103,7 @@ class Cycle:
             self._finish()
 
     def disconnect(self, answered: tuple[int, str] | None = None) -> None:
-        """Nobody reads a reply any more; `answered` as of `Handler.abandon`."""
+        """Nobody reads a reply any more; `answered` as of `Call.abandon`."""
         self.disconnected = True
         self._connection.observer.refusals.forget(self._write)
         if self._handler is not None and not self.response_started:
@@ -171,8 +120,8 @@ class Cycle:
         whole = body[0] if len(body) == 1 else b"".join(body)
         is_short = self._size < SHORT_BYTES and b"content-encoding" not in [name for name, _ in self._fields]
         started = 0.0 if is_short else time.thread_time()  # not by the clock: a busy machine holds the loop as well
-        handler.finish(whole)
         self._connection.release(self)
+        handler.finish(whole)
         if not is_short:
             self._connection.rest(time.thread_time() - started, shares=self._is_wrong)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import structlog
 
 MOST_IN_A_TURN = 1024  # a flood of connections must not hold the loop
+WRITE_SECONDS = 8.0  # a client that takes nothing of what was written for so long is cut off
 PAUSE_SECONDS = 1.0  # without descriptors to be had, accepting again at once would only fail again
 
 log = structlog.get_logger("app.server.listener")
@@ -71,6 +72,8 @@ class Listener:
                 return False
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: what only the kernel still holds counts as well
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * WRITE_SECONDS))
             task = self._loop.create_task(self._begin(connection))
             self._beginning.add(task)
             task.add_done_callback(self._beginning.discard)

@@ -1,27 +1,44 @@
-"""What the connections of a process share: budgets, refusals that wait, a count of those that the server closed, whether it drains."""
+"""What the connections of a process share: budgets, deadlines, refusals that wait, whether the process drains.
+
+Who sends again at once after a 429 gets the next one later, so that refusing costs those who are served little:
+
+connection                                           its 429 is written
+was not refused within the last `REPEAT_SECONDS`     at once
+asks again sooner, as no caller does who waits       after `HOLD_SECONDS`; at once where so many are held already, and when
+for the Retry-After of at least a second             the process drains
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from email.utils import formatdate
 from typing import Protocol
 
 from app.budgets import Budget
-from app.server.patience import Refusals
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
 
+REPEAT_SECONDS = 0.9
+HOLD_SECONDS = 0.25
 HELD_REFUSALS = 1024  # most 429s that wait because their callers sent again within a second of the last one
 
 
 class Reader(Protocol):
-    """A connection, as it is known here."""
+    """A connection, as it is known here. `due_at`: its deadline, in seconds of the loop's clock."""
+
+    due_at: float
+
+    def pass_deadline(self) -> None:
+        """Do what follows from its deadline, which has passed."""
+        ...
 
     def shutdown(self) -> None:
         """End it as soon as nothing is pending on it."""
         ...
 
-    def cut_for_room(self) -> None:
-        """End it, and forget what is unread."""
+    def cut(self, reason: str) -> None:
+        """End it at once, and forget what is unread."""
         ...
 
 
@@ -45,6 +62,11 @@ class Observer:
         """To be called every second."""
         self.date = b"date: %b\r\n" % formatdate(usegmt=True).encode()
 
+    def look(self, now: float) -> None:
+        """Tell connections whose deadlines have passed; to be called often, with the loop's time. Setting a deadline costs nothing so."""
+        for reader in [reader for reader in self.open if reader.due_at <= now]:
+            reader.pass_deadline()
+
     def closed(self, reason: str) -> None:
         """The server has closed a connection."""
         self._closed.labels(reason).inc()
@@ -66,4 +88,40 @@ class Observer:
             self.reply_bytes.refused += 1
             oldest = next(iter(self._unsent))
             self.unsent(oldest, 0)
-            oldest.cut_for_room()
+            oldest.cut("reply_budget")
+
+
+class Refusals:
+    """Of all connections of a process; at most `most` wait."""
+
+    def __init__(self, most: int, metrics: Metrics) -> None:
+        self.most = most
+        self._count = metrics.refusals_held
+        self._held: dict[Callable[[], None], asyncio.TimerHandle] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self, write: Callable[[], None]) -> bool:
+        """Whether the refusal waits; then `write` is called once, later, unless it is forgotten before."""
+        if len(self._held) >= self.most:
+            return False
+        self._held[write] = asyncio.get_running_loop().call_later(HOLD_SECONDS, self._end, write)
+        self._count.inc()
+        return True
+
+    def forget(self, write: Callable[[], None]) -> None:
+        """Its client has disconnected."""
+        if (timer := self._held.pop(write, None)) is not None:
+            timer.cancel()
+
+    def end_all(self) -> None:
+        """Write all of them now, and hold none from here on."""
+        self.most = 0
+        for write, timer in list(self._held.items()):
+            timer.cancel()
+            self._end(write)
+
+    def _end(self, write: Callable[[], None]) -> None:
+        if self._held.pop(write, None) is not None:
+            write()

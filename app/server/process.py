@@ -29,18 +29,19 @@ import uvloop
 
 from app.budgets import BACKLOG
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START
+from app.http.asgi import Routes
 from app.interface import Reloads, Service
-from app.server import banner
 from app.server.connection import Connection
-from app.server.cycle import Routes
 from app.server.listener import Listener
 from app.server.observer import Observer
 from app.server.reader import Hosts
-from app.settings import Settings
+from app.settings import ANY_ADDRESS, Settings
 from app.telemetry import logs
 
 Handler = Callable[[int, FrameType | None], None]
-LOOK_SECONDS = 0.1  # from one look at `should_exit` to the next, so that any thread may set it
+LOOK_SECONDS = (
+    0.1  # from one look at `should_exit`, which any thread may set, and at connections' deadlines to the next
+)
 LOOKS_A_SECOND = 10
 
 log = structlog.get_logger("app.server.process")
@@ -124,6 +125,7 @@ class RankingServer:
             looks = 0
             while not self.should_exit:
                 await asyncio.sleep(LOOK_SECONDS)
+                self.observer.look(asyncio.get_running_loop().time())
                 looks += 1
                 if looks % LOOKS_A_SECOND == 0:
                     self.observer.tick()
@@ -148,7 +150,7 @@ class RankingServer:
             listener.start()
             log.info("listening", host=listener.socket.getsockname()[0], port=listener.socket.getsockname()[1])
         if self.tells:
-            banner.show(self.settings, *self.listeners[0].socket.getsockname()[:2])
+            _tell(self.settings, *self.listeners[0].socket.getsockname()[:2])
         self.started = True
         if self.settings.reload.watch_seconds:
             self.reloads.watch(self.settings.reload.watch_seconds)
@@ -226,7 +228,8 @@ class RankingServer:
         self.should_exit = True
 
     async def _connections_end(self) -> None:
-        while self.observer.open:  # noqa: ASYNC110  # once in a life
+        while self.observer.open:
+            self.observer.look(asyncio.get_running_loop().time())
             await asyncio.sleep(0.01)
 
     async def _start_others(self) -> bool:
@@ -258,6 +261,32 @@ class RankingServer:
             return False
         self.listeners.append(listener)
         return True
+
+
+def _tell(settings: Settings, host: str, port: int) -> None:
+    """Tell of the page, where there is one, and of a request that works, where the checkpoint brings an example."""
+    reached = "127.0.0.1" if host in ANY_ADDRESS else host
+    url = f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"
+    example = settings.checkpoint.absolute() / "example.json"
+    curl = f"curl -s {url}/rank -H 'content-type: application/json' -d @'{example}'"
+    told = {"try": curl} if example.is_file() else {}
+    if not logs.are_for_people(settings.logs):
+        if settings.explores:
+            log.info("page", url=f"{url}/explore", **told)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    lines = [f"Phoenix ranking server: {settings.checkpoint.name} on {url}"]
+    if settings.explores:
+        lines.append(f"  page  {url}/explore")
+    lines += [f"  {name:5} {said}" for name, said in told.items()]
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    text = Text("\n".join([*lines, "  stop  Ctrl-C"]))
+    text.highlight_regex(r"^.*|https?://\S+", "bold")
+    with console.capture() as captured:
+        console.print(text)
+    logs.process_sink().write(captured.get())
 
 
 def _raise_file_limit() -> None:

@@ -18,13 +18,24 @@ HOST = re.compile(
     rb"(?i)(\[[0-9a-f:.]+\]|(?:[\w.~!$&'()*+,;=-]|%[0-9a-f]{2})*)(?::[0-9]*)?"
 )  # RFC 3986; \w of bytes is ASCII
 
+REFUSALS = {  # status, code, title, sentence
+    "bad_request": (400, "bad_request", "Bad Request", "The request breaks the rules of HTTP/1.1."),
+    "slow": (408, "request_timeout", "Request Timeout", "The request did not arrive in time."),
+    "headers": (
+        431, "headers_too_large", "Request Header Fields Too Large", "The headers are longer than the limit.",
+    ),
+    "crowded": (429, "overloaded", "Too Many Requests", "There is no room to read this request now."),
+    "fault": (500, "internal", "Internal Server Error", "The server failed to answer this request."),
+    "misdirected": (421, "misdirected", "Misdirected Request", "This server does not answer to that host name."),
+    "version": (505, "http_version", "HTTP Version Not Supported", "This server speaks HTTP/1.1 and HTTP/1.0."),
+}  # fmt: skip
 log = structlog.get_logger("app.server.reader")
 
 Headers = list[tuple[bytes, bytes]]
 
 
 class Refused(Exception):
-    """A request that is refused, raised where it is read; its argument is a key of `refusals.REFUSALS`."""
+    """A request that is refused, raised where it is read; its argument is a key of `REFUSALS`."""
 
 
 class Hosts:
@@ -182,6 +193,14 @@ class Reader:
                 head.append(b"%b: %b" % (name, value))
         self._parser, self._head_bytes = self._new_parser(), 0
         return b"\r\n".join([*head, b"", rest])
+
+
+def refusal_reply(refusal: str) -> bytes:
+    """A whole reply that ends its connection, in the form of the service's own problems."""
+    status, code, title, detail = REFUSALS[refusal]
+    body = f'{{"type":"about:blank","title":"{title}","status":{status},"code":"{code}","detail":"{detail}"}}'
+    head = f"HTTP/1.1 {status} {title}\r\ncontent-type: application/problem+json\r\ncontent-length: {len(body)}"
+    return f"{head}\r\nconnection: close\r\n\r\n{body}".encode()
 
 
 def _refusal_of(error: httptools.HttpParserError) -> str:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from app.engine.loading import LoadedModel, stand_back
 from app.errors import DeadlineExceeded, EngineDown
-from model.attention import candidate_attention
+from model.dense import candidate_attention
 from model.inputs import Candidates, Context
 
 PLAIN_THREAD = "plain"
@@ -28,7 +28,7 @@ class PlainPath:
     async def attention(
         self, model: LoadedModel, context: Context, candidates: Candidates, timeout_seconds: float
     ) -> NDArray[np.float32]:
-        """As `model.attention.candidate_attention`, with the engine's positions. Raises DeadlineExceeded or EngineDown."""
+        """As `model.dense.candidate_attention`, with the engine's positions. Raises DeadlineExceeded or EngineDown."""
         ranker, positions = model.checkpoint.ranker, model.engine.info.candidate_positions
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._executor, candidate_attention, ranker, context, candidates, positions)

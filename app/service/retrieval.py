@@ -39,15 +39,11 @@ log = structlog.get_logger("app.service.retrieval")
 class RetrievalService:
     """`load` is None where nothing is to be served. All methods belong to the event loop."""
 
-    contexts: Contexts
-    """Where those are found that a query names by a handle."""
-
     def __init__(self, load: RetrievalLoader | None, settings: Settings, metrics: Metrics, clock: Clock) -> None:
         self.settings = settings
         self.metrics = metrics
-        batch = SCAN_REQUESTS
-        most = max(1, settings.queue.max_requests // 4) + batch
-        batching = Batching(max_requests=batch, max_candidates=batch)
+        most = max(1, settings.queue.max_requests // 4) + SCAN_REQUESTS
+        batching = Batching(max_requests=SCAN_REQUESTS, max_candidates=SCAN_REQUESTS)
         room = settings.queue.model_copy(
             update={"max_requests": most, "max_candidates": most, "key_candidates_per_second": 0.0}
         )
@@ -60,6 +56,7 @@ class RetrievalService:
         self.batch_done = self.queue.batch_done
         self.excluded = metrics.watch_budget("excluded_ids", Budget(EXCLUDED_IDS))
         self.clock = clock
+        self.contexts: Contexts  # of queries that name theirs by a handle; set by the service
         self.room = metrics.watch_budget("changes", Budget(CHANGES))
         self._load = load
         self._loading = False
@@ -133,14 +130,9 @@ class RetrievalService:
                 self._compact_at = COMPACT_ROWS
         finally:
             self._loading = False
-        served = self.served
-        log.info(
-            "corpus_loaded",
-            version=served.manifest.version,
-            corpus=served.corpus.version,
-            posts=served.corpus.posts,
-            hidden=served.hidden,
-        )
+        served, corpus = self.served, self.served.corpus
+        versions = {"version": served.manifest.version, "corpus": corpus.version}
+        log.info("corpus_loaded", **versions, posts=corpus.posts, hidden=served.hidden)
         return served
 
     def _install(self, worker: Worker[SearchJob]) -> None:

@@ -15,7 +15,8 @@ from app.interface import Done, Second, ServedModel
 from app.loop_lag import Clock
 from app.service.shadow import Shadow
 from app.settings import Settings
-from app.telemetry.metrics import BatchReport, Metrics, add_stats
+from app.telemetry.exposition import add_stats
+from app.telemetry.metrics import BatchReport, Metrics
 from app.telemetry.shadow import CHECKPOINTS, ShadowMetrics
 from model.engine import CacheStats
 

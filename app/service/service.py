@@ -33,7 +33,8 @@ from app.service.retrieval import RetrievalService
 from app.service.second import SecondCheckpoint
 from app.service.watchdog import Watchdog
 from app.settings import Settings
-from app.telemetry.metrics import Metrics, Snapshot
+from app.telemetry.exposition import Snapshot
+from app.telemetry.metrics import Metrics
 from model.inputs import Candidates, Context
 
 RETRY_AFTER_START_SECONDS, RETRY_AFTER_DOWN_SECONDS = 2.0, 5.0  # while loading, nobody knows better
@@ -69,12 +70,11 @@ class RankingService:
         self.plain_path = PlainPath()
         self.versions: Versions[RankJob] = Versions(settings.batching, self, clock, settings.reload.timeout_seconds)
         self.second_checkpoint = SecondCheckpoint(second, settings, self.versions, metrics, clock, self)
-        self.contexts = Contexts(metrics, self.versions, self.second_checkpoint.versions)
-        self.retrieval.contexts = self.contexts
+        self.retrieval.contexts = self.contexts = Contexts(metrics, self.versions, self.second_checkpoint.versions)
         self.admission = Admission(settings.queue, settings.batching, clock, self.second_checkpoint.running)
         self.load = Load(clock, lambda: metrics.busy_seconds, self.admission.behind_seconds)
-        watched = self.versions, self.retrieval.versions, self.second_checkpoint
-        self.watchdog = Watchdog(settings.queue, *watched, self.load)
+        watched = self.versions, self.retrieval.versions, self.second_checkpoint, self.load
+        self.watchdog = Watchdog(settings.queue, *watched)
         self.queue: Queue[RankJob] = Queue(
             self.admission, metrics, metrics.record_batch, self.second_checkpoint.soon if second else None
         )
@@ -125,10 +125,8 @@ class RankingService:
         self._fail_all(lambda: Draining(retry_after_seconds=RETRY_AFTER_DOWN_SECONDS))
         self.plain_path.stop()
         finished &= await self.retrieval.stop(max(0.1, until - self.clock()))
-        await asyncio.gather(
-            self.versions.close(max(0.1, until - self.clock())),
-            self.second_checkpoint.versions.close(max(0.1, until - self.clock())),
-        )
+        both = self.versions, self.second_checkpoint.versions
+        await asyncio.gather(*(versions.close(max(0.1, until - self.clock())) for versions in both))
         for task in self._tasks:
             task.cancel()
         gc.enable()
@@ -147,16 +145,15 @@ class RankingService:
             gc.collect()
             gc.freeze()  # once: code and weights are never walked again; a swap adds little, and must not pause the loop
             gc.disable()  # until `stop`: a long body would begin a collection in the middle of its reading; see `watchdog.collect_garbage`
-            most = self.most_bytes()
-            log.info("memory", **{f"{name}_bytes": count for name, count in most.items()})
+            log.info("memory", **{f"{name}_bytes": count for name, count in self.most_bytes().items()})
             self.lifecycle.move(State.READY)
             self._tasks.append(asyncio.get_running_loop().create_task(self.second_checkpoint.load()))
 
     def most_bytes(self) -> dict[str, int]:
         """As `budgets.most_bytes`, for what serves. Raises NotReady."""
         corpus = self.retrieval.state()
-        towers = None if corpus is None else self.retrieval.served.manifest.config
-        return most_bytes(self.settings, self.model.manifest.config, towers, 0 if corpus is None else corpus.posts)
+        searched = () if corpus is None else (self.retrieval.served.manifest.config, corpus.posts)
+        return most_bytes(self.settings, self.model.manifest.config, *searched)
 
     # admission
 
@@ -196,12 +193,7 @@ class RankingService:
         again: bool = False,
         waits: bool = False,
     ) -> RankJob:
-        """Reserve room for one request on `model`, which is what `service.model` or `service.second` was for it.
-
-        `deadline` is in seconds of `service.clock`; None takes the default. `again`: it was asked for before. `waits`: who asks waits
-        and asks again when there is no room, so that this is no refusal. Raises NotReady, Draining, EngineDown,
-        Overloaded or DeadlineExceeded.
-        """
+        """As `interface.Service.admit`; `model` is what `service.model` or `service.second` was for the request."""
         self._check_able()
         worker, now, limits = self._worker(model), self.clock(), self.settings.deadline
         deadline = now + limits.default_seconds if deadline is None else deadline
@@ -286,14 +278,13 @@ class RankingService:
         return await self.plain_path.attention(self._worker(model).model, context, candidates, deadline - self.clock())
 
     def health(self) -> Health:
-        """Whether requests may be sent here, and why not."""
+        """As `interface.Service.health`."""
         return self.lifecycle.health(self.watchdog.stall(), self.retrieval.problem)
 
     def has_running_threads(self) -> bool:
         """Whether an engine thread still loads or computes."""
-        return any(
-            thread.name.startswith((ENGINE_THREAD, RETRIEVAL_THREAD, PLAIN_THREAD)) for thread in threading.enumerate()
-        )
+        ours = (ENGINE_THREAD, RETRIEVAL_THREAD, PLAIN_THREAD)
+        return any(thread.name.startswith(ours) for thread in threading.enumerate())
 
     async def corpus(self) -> Changed | None:
         """What `retrieval` serves as it is now."""

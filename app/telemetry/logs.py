@@ -1,4 +1,4 @@
-"""What is written to standard error: one line an event, one line a request. Never what a caller sent."""
+"""What is written to standard error, one line an event: where it goes and in which form. Never what a caller sent."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import functools
 import json
 import logging
 import os
-import random
 import sys
-import time
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, TextIO
@@ -18,11 +16,9 @@ import orjson
 import structlog
 
 from app.settings import Logs
-from app.telemetry.exchange import Exchange
 from app.telemetry.sink import Sink
 
 MAX_TEXT = 512  # characters of one value; nothing of ours is longer
-LONG_LINE = 2048  # of a request: one value may be too long
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 Event = MutableMapping[str, Any]
@@ -32,7 +28,7 @@ _stamp = structlog.processors.TimeStamper(fmt="iso", utc=True, key="time")
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where lines go, and how: structlog's factory of loggers, found again by `RequestLog`, which goes round structlog."""
+    """Where lines go, and how: structlog's factory of loggers, found again by `observe.RequestLog`, which goes round structlog."""
 
     stream: TextIO | Sink
     render: Callable[[Any, str, Event], str]
@@ -60,7 +56,7 @@ def configure(settings: Logs, stream: TextIO | None = None, front: int | None = 
     for_people = are_for_people(settings, stream)
     process: Event = {} if front is None else {"front": front}
     shared: list[Any] = [lambda logger, name, event: {**event, **process}] if process else []
-    shared += [structlog.stdlib.add_log_level, _stamp, structlog.processors.format_exc_info, _shorten]
+    shared += [structlog.stdlib.add_log_level, _stamp, structlog.processors.format_exc_info, shorten]
     renderer: Any = structlog.dev.ConsoleRenderer() if for_people else _render
     output = Output(stream or process_sink(), renderer, LEVELS[settings.level], process)
     structlog.configure(
@@ -83,69 +79,6 @@ def are_for_people(settings: Logs, stream: TextIO | None = None) -> bool:
     return settings.format == "console" or (settings.format == "auto" and is_terminal)
 
 
-class RequestLog:
-    """Writes the line of a request: all failures, and the given share of the successes."""
-
-    def __init__(self, success_sample: float = 1.0, draw: Callable[[], float] = random.random) -> None:
-        self.success_sample = success_sample
-        self._draw = draw
-        self._log = structlog.get_logger("app.request")
-
-    def write(self, exchange: Exchange, seconds: float, trace_id: str | None = None) -> None:
-        """One line for a request that took that long. Server errors are errors, refusals and odd clients are warnings."""
-        succeeded = exchange.status < 400
-        if succeeded and self.success_sample < 1 and self._draw() >= self.success_sample:
-            return
-        level = "info" if succeeded else "warning" if exchange.status < 500 else "error"
-        output = structlog.get_config()["logger_factory"]
-        is_ours = isinstance(output, Output)
-        if is_ours and LEVELS[level] < output.level:
-            return
-        fields: Event = {
-            "request_id": exchange.request_id,
-            "method": exchange.method,
-            "route": exchange.route,
-            "status": exchange.status,
-            "duration_ms": round(seconds * 1e6) / 1e3,
-        }
-        for name in ("code", "key", "version", "candidates", "history", "requests", "cache"):
-            if value := getattr(exchange, name):
-                fields[name] = value
-        if exchange.stages:
-            fields["stages_ms"] = {stage: round(value * 1e6) / 1e3 for stage, value in exchange.stages.items()}
-        if trace_id is not None:
-            fields["trace_id"] = trace_id
-        if not is_ours:
-            getattr(self._log, level)("request", **fields)
-            return
-        fields["event"], fields["level"], fields["time"] = "request", level, _now()
-        fields.update(output.process)
-        line = output.render(None, level, fields) + "\n"
-        if len(line) > LONG_LINE:
-            line = output.render(None, level, _shorten(None, level, fields)) + "\n"
-        if succeeded and isinstance(output.stream, Sink):
-            output.stream.write_droppable(line)
-        else:
-            output.stream.write(line)
-
-
-class _Clock:
-    """The time as structlog's stamp has it. The date and the second are written once a second."""
-
-    def __init__(self) -> None:
-        self._second = -1
-        self._text = ""
-
-    def __call__(self) -> str:
-        second, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
-        if second != self._second:
-            self._second, self._text = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
-        return f"{self._text}.{nanoseconds // 1000:06d}Z"
-
-
-_now = _Clock()
-
-
 def _render(logger: Any, name: str, event: Event) -> str:
     """ASCII only, so that no terminal or log viewer finds a control character. It never raises."""
     try:
@@ -161,7 +94,8 @@ def _render(logger: Any, name: str, event: Event) -> str:
     return text.replace("\x7f", "\\u007f")
 
 
-def _shorten(logger: Any, name: str, event: Event) -> Event:
+def shorten(logger: Any, name: str, event: Event) -> Event:
+    """Cut values that are too long: a processor of structlog."""
     for key, value in event.items():
         if isinstance(value, str) and len(value) > MAX_TEXT and key != "exception":
             event[key] = value[:MAX_TEXT] + "…"

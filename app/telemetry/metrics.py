@@ -1,30 +1,26 @@
-"""Every Prometheus series of the service, in a registry that is handed in."""
+"""Every Prometheus series of the service, in a registry that is handed in: what code counts on its way."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Literal, Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, disable_created_metrics
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.metrics_core import Metric
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from app.budgets import Budget
-from app.telemetry.distributions import Histograms, ReplyProbabilities, write
+from app.telemetry.exposition import Distribution, Scraped, Shape, Source, budgets_of, by, family, figures, write
 from app.telemetry.sink import Sink
-from model.engine import CacheStats
-from model.retrieval.inputs import Mark
 
-SCRAPE_SECONDS = 0.05  # from one scrape to the next
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LATENCY_SECONDS = (.0005, .001, .002, .003, .005, .0075, .01, .015, .02, .03, .05, .075, .1, .15, .25, .5, 1, 2.5)  # fmt: skip
 SIZES = tuple(2.0**power for power in range(13))
 ROWS = tuple(4.0**power for power in range(13))
@@ -33,44 +29,13 @@ STAGES = ("parse", "queue", "collate", "forward", "serialize", "encode", "search
 REJECTIONS = ("queue_full", "key_rate", "loop_overrun", "deadline", "draining", "not_ready", "too_large")
 CANCEL_STAGES = ("body", "queue", "forward")
 VECTOR_SOURCES = ("cache", "tower")
-CHECK_TEXT = (
-    "The sequence × 10⁹ plus nine digits of the digest: what differs between replicas of one sequence has diverged."
-)
 RELOAD_RESULTS = ("success", "failure", "unchanged")
-
-Labels = Mapping[str, str]
+PROBABILITIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+MOST_PENDING = 1024  # observations that wait to be counted
+MOST_PENDING_REPLIES = 512
+MOST_KEPT = 64  # candidates of a reply whose probabilities are summed later, with those of others
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a `_created` beside every series, which no dashboard reads
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What is read at scrape time. `model` holds the labels of `model_info`; None while nothing serves."""
-
-    ready: bool
-    load: float
-    queue_requests: int
-    queue_candidates: int
-    cache: CacheStats
-    model: dict[str, str] | None
-    last_forward_timestamp_seconds: float
-    device_memory_bytes: int | None
-    engine_steps_down: int | None = None
-    searches_waiting: int = 0
-    corpus: Corpus | None = None
-    milestone: Mark | None = None
-    feed_lag_seconds: float | None = None
-
-
-class Corpus(Protocol):
-    """What a scrape says of a corpus: as `interface.Changed`."""
-
-    @property
-    def posts(self) -> int: ...
-    @property
-    def changes(self) -> int: ...
-    @property
-    def mark(self) -> Mark: ...
 
 
 class BatchReport(msgspec.Struct, frozen=True):
@@ -84,10 +49,106 @@ class BatchReport(msgspec.Struct, frozen=True):
     failed: bool
 
 
-class Source(Protocol):
-    """Where a scrape finds the figures that the service keeps anyway."""
+class Series:
+    """One histogram. `bounds` are upper bounds, ascending; a value that equals one lies below it."""
 
-    def snapshot(self) -> Snapshot: ...
+    __slots__ = ("_bounds", "_counts", "_pending", "_sum")
+
+    def __init__(self, bounds: NDArray[np.float64]) -> None:
+        self._bounds = bounds
+        self._counts = np.zeros(len(bounds) + 1, np.int64)
+        self._sum = 0.0
+        self._pending: list[float] = []
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        pending = self._pending
+        pending.append(value)
+        if len(pending) >= MOST_PENDING:
+            self._count()
+
+    def observe_all(self, values: NDArray[np.float64]) -> None:
+        """Count many values."""
+        self._counts += np.bincount(self._bounds.searchsorted(values), minlength=len(self._counts))
+        self._sum += float(values.sum())
+
+    def read(self) -> tuple[list[int], float]:
+        """How many values fell below each bound and not below the one before, or above all, and their sum."""
+        self._count()
+        return self._counts.tolist(), self._sum
+
+    def _count(self) -> None:
+        pending, self._pending = self._pending, []
+        self.observe_all(np.array(pending))
+
+
+class Histograms(Collector):
+    """Histograms of one name, by the values of their labels, whose observations are counted, and written, many at a time: each costs a
+    tenth of the client library's. Belongs to the event loop, as scrapes do."""
+
+    def __init__(self, name: str, text: str, labels: Sequence[str], bounds: Iterable[float]) -> None:
+        self._bounds = np.array(list(bounds))
+        edges = [floatToGoString(bound) for bound in (*self._bounds.tolist(), float("inf"))]  # type: ignore[no-untyped-call]
+        self._shape = Shape(name, text, tuple(labels), tuple(edges))
+        self._series: dict[tuple[str, ...], Series] = {}
+        if not labels:
+            self.observe: Callable[[float], None] = self.labels().observe  # counts one value
+
+    def labels(self, *values: str) -> Series:
+        """The histogram with these label values."""
+        found = self._series.get(values)
+        if found is None:
+            found = self._series[values] = Series(self._bounds)
+        return found
+
+    def describe(self) -> Iterable[Metric]:
+        """The name alone, so that no other metric may have it."""
+        return [Distribution(self._shape, {})]
+
+    def collect(self) -> Iterator[Metric]:
+        """All that was counted."""
+        yield Distribution(self._shape, {values: series.read() for values, series in self._series.items()})
+
+
+class ReplyProbabilities(Collector):
+    """`ranker_reply_probability{action}`: the mean over a reply's candidates, so that a drift of model or inputs shows."""
+
+    def __init__(self) -> None:
+        text = "Mean probability of an action over a reply's candidates."
+        self._histograms = Histograms("ranker_reply_probability", text, ["action"], PROBABILITIES)
+        self._action_names: tuple[str, ...] = ()
+        self._pending: list[NDArray[np.float32]] = []  # of a reply each; of a long one their sum
+        self._candidates: list[int] = []
+
+    def record(self, action_names: tuple[str, ...], probabilities: NDArray[np.float32]) -> None:
+        """Count a reply's probabilities, float32 `[C, A]`; a reply without candidates counts nothing."""
+        if action_names != self._action_names or len(self._pending) >= MOST_PENDING_REPLIES:
+            self._count()
+            self._action_names = action_names
+        count = len(probabilities)
+        if not count:
+            return
+        self._pending.append(probabilities if count <= MOST_KEPT else np.add.reduce(probabilities, 0, keepdims=True))
+        self._candidates.append(count)
+
+    def describe(self) -> Iterable[Metric]:
+        """See `Histograms.describe`."""
+        return self._histograms.describe()
+
+    def collect(self) -> Iterator[Metric]:
+        """One series an action name, whichever checkpoints had it."""
+        self._count()
+        return self._histograms.collect()
+
+    def _count(self) -> None:
+        if not self._pending:
+            return
+        starts = np.cumsum([0, *(len(rows) for rows in self._pending[:-1])])
+        sums = np.add.reduceat(np.concatenate(self._pending), starts, 0)
+        means = sums / np.array(self._candidates, np.float32)[:, None]
+        for action, values in zip(self._action_names, means.T.astype(np.float64), strict=True):
+            self._histograms.labels(action).observe_all(values)
+        self._pending, self._candidates = [], []
 
 
 def count(registry: CollectorRegistry, name: str, text: str, *labels: str) -> Counter:
@@ -149,7 +210,7 @@ class Metrics:
         self.refusals_held = counter("refusals_held", "Refusals of callers who sent again at once, written later.")
         self.connections_closed = counter("connections_closed", "Connections the server closed.", "reason")
         self._budgets: dict[str, Budget] = {}
-        registry.register(Scraped(lambda: _budgets(self._budgets)))
+        registry.register(Scraped(lambda: budgets_of(self._budgets)))
         self.stage = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
         for metric, values in (
             (self.rejected, REJECTIONS), (self.cancelled, CANCEL_STAGES), (self.reloads, RELOAD_RESULTS),
@@ -161,7 +222,7 @@ class Metrics:
 
     def watch(self, source: Source) -> None:
         """Read this source at each scrape from now on."""
-        self.registry.register(Scraped(lambda: _figures(source.snapshot())))
+        self.registry.register(Scraped(lambda: figures(source.snapshot())))
 
     def watch_budget(self, name: str, budget: Budget) -> Budget:
         """Read this budget at each scrape from now on, and return it."""
@@ -199,117 +260,3 @@ class Metrics:
     def render(self) -> bytes:
         """The exposition, of type CONTENT_TYPE."""
         return write(self.registry.collect())
-
-
-class Scrapes:
-    """One at a time, `SCRAPE_SECONDS` apart: whoever asks before it is begun gets the same, which is never older than the question."""
-
-    def __init__(self, make: Callable[[], Awaitable[bytes]]) -> None:
-        self._make = make
-        self._next: asyncio.Task[bytes] | None = None
-        self._made = asyncio.Lock()
-        self._free_at = 0.0  # of the monotonic clock
-
-    async def get(self) -> bytes:
-        """Raises what making it raises."""
-        if self._next is None:
-            self._next = asyncio.get_running_loop().create_task(self._run())
-        return await asyncio.shield(self._next)
-
-    async def _run(self) -> bytes:
-        async with self._made:
-            await asyncio.sleep(self._free_at - time.monotonic())
-            self._next = None
-            try:
-                return await self._make()
-            finally:
-                self._free_at = time.monotonic() + SCRAPE_SECONDS
-
-
-class Scraped(Collector):
-    """Families that are made when they are read."""
-
-    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
-        self._read = read
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing: registering must not scrape."""
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        """All of them, as they are now."""
-        return self._read()
-
-
-def family(kind: Literal["counter", "gauge"], name: str, text: str, rows: Iterable[tuple[Labels, float]]) -> Metric:
-    """The family `ranker_` + name: a value for each set of labels."""
-    found = Metric(f"ranker_{name}", text, kind)
-    for labels, value in rows:
-        found.add_sample(found.name + ("_total" if kind == "counter" else ""), dict(labels), value)
-    return found
-
-
-def model_of(name: str, text: str, labels: Labels | None) -> Iterator[Metric]:
-    """A gauge that is 1 and whose labels say which model serves; nothing while none does."""
-    if labels is not None:
-        yield family("gauge", name, text, [(labels, 1)])
-
-
-def check_of(mark: Mark) -> float:
-    """The sequence, of which nine million differ, and nine digits of the digest: a whole number that a float64 holds."""
-    return (mark.sequence % 9_000_000) * 10**9 + int(mark.digest[:12], 16) % 10**9
-
-
-def _figures(now: Snapshot) -> Iterator[Metric]:
-    corpus = now.corpus
-    for name, text, value in (
-        ("ready", "1 while requests may be sent here.", now.ready),
-        ("load", "How much is asked of this process: 1 is as much as should be. Replicas are counted by it.", now.load),
-        ("queue_requests", "Requests admitted and not answered.", now.queue_requests),
-        ("queue_candidates", "Candidates of those requests.", now.queue_candidates),
-        ("context_cache_bytes", "Bytes held by the context cache.", now.cache.bytes),
-        (
-            "last_forward_timestamp_seconds",
-            "Unix time when a forward last finished.",
-            now.last_forward_timestamp_seconds,
-        ),
-        ("device_memory_bytes", "Device memory held by tensors.", now.device_memory_bytes),
-        (
-            "engine_steps_down",
-            "Faster ways of computing that failed their checks on this device.",
-            now.engine_steps_down,
-        ),
-        ("search_queue_requests", "Searches that are not begun.", now.searches_waiting),
-        ("corpus_posts", "Posts that a search can return.", None if corpus is None else corpus.posts),
-        ("corpus_changes", "Changes to the corpus since it was written.", None if corpus is None else corpus.changes),
-        ("corpus_sequence", "Changes that the corpus has ever had.", None if corpus is None else corpus.mark.sequence),
-        ("feed_lag_seconds", "How old the newest state of the feed is that the corpus has.", now.feed_lag_seconds),
-    ):
-        if value is not None:
-            yield family("gauge", name, text, [({}, value)])
-    marks = {"now": None if corpus is None else corpus.mark, "milestone": now.milestone}
-    checks = {at: check_of(mark) for at, mark in marks.items() if mark is not None}
-    yield family("gauge", "corpus_check", CHECK_TEXT, by("at", checks))
-    lookups = {"hit": now.cache.hits, "prefix": now.cache.prefixes, "miss": now.cache.misses}
-    yield family("counter", "context_cache_lookups", "Lookups in the context cache.", by("result", lookups))
-    evictions = "Contexts dropped from the cache for want of room."
-    yield family("counter", "context_cache_evictions", evictions, [({}, now.cache.evictions)])
-    yield from model_of("model_info", "The model that serves; always 1.", now.model)
-
-
-def _budgets(budgets: Mapping[str, Budget]) -> Iterator[Metric]:
-    used, limits, refused = ({n: getattr(b, part) for n, b in budgets.items()} for part in ("used", "limit", "refused"))
-    yield family("gauge", "budget_used", "What all callers together take now.", by("budget", used))
-    yield family("gauge", "budget_limit", "The most they may take.", by("budget", limits))
-    yield family("counter", "budget_refusals", "Refused or cut off for want of room.", by("budget", refused))
-
-
-def by(label: str, values: Mapping[str, float]) -> Iterator[tuple[Labels, float]]:
-    """Rows of a family with one label."""
-    return (({label: name}, value) for name, value in values.items())
-
-
-def add_stats(left: CacheStats, right: CacheStats, *, keep_gauges: bool = False) -> CacheStats:
-    """Totals of two caches. Of a cache that is gone only the running totals remain, so that no counter runs backwards."""
-    right = right if keep_gauges else replace(right, bytes=0, entries=0)
-    return CacheStats(**{name: value + getattr(right, name) for name, value in asdict(left).items()})

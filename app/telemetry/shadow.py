@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from app.telemetry.distributions import Histograms
-from app.telemetry.metrics import Scraped, count, distribute, family, model_of
+from app.telemetry.exposition import Scraped, family, model_of
+from app.telemetry.metrics import Histograms, count, distribute
 
 DISTANCES = (.0001, .001, .005, .01, .02, .05, .1, .15, .2, .3, .4, .5, .75)  # fmt: skip  # a histogram of negative values has no sum
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 0.99)

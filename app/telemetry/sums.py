@@ -8,7 +8,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from app.telemetry.distributions import Distribution, Rows, added, write
+from app.telemetry.exposition import Distribution, Rows, added, write
 
 GAUGES = ("process_resident_memory_bytes", "process_virtual_memory_bytes", "process_open_fds")  # which may be added up
 

@@ -17,6 +17,7 @@ from model.inputs import Candidates, Context, Scores
 from model.ranker import Ranker
 from weights.checkpoint import Checkpoint
 from weights.format.manifest import ContinuousOutput, Manifest
+from weights.text_ids import IdKind
 
 HASHES = HashSpec(scales=(3, 5), biases=(1, 2), modulus=97, vocab_size=11)
 CONFIG = ModelConfig(
@@ -67,10 +68,10 @@ def expected(context: Context, candidates: Candidates, version: int = 1) -> Scor
     return Scores(logits, (1 / (1 + np.exp(-logits))).astype(np.float32), np.abs(logits[:, :1]))
 
 
-def loaded(engine: Any, version: str = "v1", actions: tuple[str, ...] = ACTIONS) -> LoadedModel:
+def loaded(engine: Any, version: str = "v1", actions: tuple[str, ...] = ACTIONS, ids: IdKind = "uint64") -> LoadedModel:
     """The engine with a manifest, as the service wants it."""
     outputs = (ContinuousOutput("dwell_time", 30.0, "s"),)
-    manifest = Manifest("fake", version, CONFIG, actions, outputs, {actions[0]: 1.0, actions[2]: -2.0}, {}, {})
+    manifest = Manifest("fake", version, CONFIG, actions, outputs, {actions[0]: 1.0, actions[2]: -2.0}, {}, {}, ids=ids)
     return LoadedModel(Checkpoint(Path("fake"), manifest, Ranker(CONFIG)), engine)
 
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model.batch import slot_period
+from model.batch import hash_functions, slot_period
 from model.config import CandidatePositions, HashSpec, ModelConfig
-from model.hashing import hash_functions
 from model.layers import rope_tables
 from model.ranker import Ranker
 from model.retrieval.towers import Towers

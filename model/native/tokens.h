@@ -5,7 +5,7 @@
 
 namespace ranker {
 
-// The table's row under hash function j, as model/hashing.py defines it: wrapping int64, a modulo that is never negative.
+// The table's row under hash function j, as model/batch.py defines it: wrapping int64, a modulo that is never negative.
 inline Index hash_row(const Entity& entity, Id id, Index j) {
     if (id == 0) return 0;
     const Index raw = Index(id * Id(entity.scales[j]) + Id(entity.biases[j])) % entity.modulus;

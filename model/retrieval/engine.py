@@ -18,10 +18,9 @@ from model.inputs import Context
 from model.native.build import KernelUnavailable, Vectors
 from model.native.search import NativeIndex
 from model.native.tower import NativeTower
-from model.retrieval.corpus import Corpus
+from model.retrieval.corpus import Corpus, Segment, segment_of
 from model.retrieval.inputs import Answers, Change, Filters, Mark, NewPosts, Query, Retrieved
 from model.retrieval.search import Found, Index, TorchIndex, Wish
-from model.retrieval.segment import Segment, segment_of
 from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.batch import Batch, collate
+from model.batch import Batch, collate, hash_rows
 from model.config import RetrievalConfig
-from model.hashing import hash_rows
 from model.inputs import Candidates, Context, Ids
 from model.layers import ranking_mask
 from model.ranker import Tables, TokenBuilder, look_up
@@ -61,17 +60,7 @@ class Towers(nn.Module):
 
         The candidates of the batch are not read. A context without any valid token is the zero vector.
         """
-        user = self.tokens.user(self.tables, batch.user_rows)[:, None]
-        history = self.tokens.history(
-            self.tables,
-            batch.history_post_rows,
-            batch.history_author_rows,
-            batch.history_actions,
-            batch.history_surfaces,
-            batch.history_dwell_seconds,
-        )
-        hidden = torch.cat((user, history), 1)
-        valid = torch.cat((batch.user_rows[:, :1] != 0, batch.history_post_rows[:, :, 0] != 0), 1)
+        hidden, valid = self.tokens.context(self.tables, batch)
         context = hidden.shape[1]
         mask = ranking_mask(context, 0, bidirectional=False, device=hidden.device) & valid[:, None, :]
         hidden = self.trunk(hidden.to(dtype), batch.positions[:, :context], mask).float()

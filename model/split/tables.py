@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from model.batch import hash_rows
 from model.config import ModelConfig
 from model.engine import EngineError
-from model.hashing import hash_rows
 from model.ranker import Ranker
 from model.split.kernels.contract import Tables
 from model.split.step import FIRST_USER, ROWS, StepArrays, embeddings_per_token

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import pytest
 
 from app.limits import Group
+from app.loop_lag import LoopLag
 
 Some = TypeVar("Some", bound=Group)
 
@@ -29,3 +30,12 @@ def fix(patch: pytest.MonkeyPatch, **constants: Any) -> None:
         assert knowing, name
         for module in knowing:
             patch.setattr(module, name, value)
+
+
+def overrun(patch: pytest.MonkeyPatch, *, short_of_time: bool = False) -> None:
+    """Every event loop refuses every request, as one that is overrun."""
+    told = property(lambda _: True, lambda lag, value: vars(lag).update(overrun=value))
+    patch.setattr(LoopLag, "refuses", lambda lag, unanswered: True)
+    patch.setattr(LoopLag, "overrun", told, raising=False)
+    if short_of_time:
+        patch.setattr(LoopLag, "is_short_of_time", True)

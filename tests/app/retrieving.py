@@ -13,11 +13,13 @@ from torch import Tensor
 from app.engine.loading import RetrievalLoader, retrieval_loader
 from app.settings import Settings
 from loadtest.soak.fake_engine import ACTIONS
+from model.retrieval.corpus import packed
 from model.retrieval.towers import Towers
 from weights.checkpoint import load_encoder, save_checkpoint
 from weights.corpus.importer import encode
 from weights.corpus.store import CorpusLabels, write_corpus
 from weights.synthetic.random_weights import mini_config, random_model, retrieval_config
+from weights.text_ids import IdKind, text_ids
 
 POSTS = 300
 TOPICS = ("sport", "news", "art")
@@ -61,20 +63,33 @@ def written(
     version: str = "v1",
     leave_out: Iterable[str] = (),
     actions: Sequence[str] = ACTIONS,
+    ids: IdKind = "uint64",
 ) -> tuple[Path, Path]:
-    """The directories of a retrieval checkpoint and a corpus."""
+    """The directories of a retrieval checkpoint and a corpus; with texts, post 9's is `post:9` and author 5's `author:5`."""
     checkpoint, corpus = directory / f"towers-{version}", directory / f"corpus-{version}"
     made = towers(seed, actions=len(actions))
-    save_checkpoint(checkpoint, made, name="towers", action_names=actions, version=version)
+    save_checkpoint(checkpoint, made, name="towers", action_names=actions, version=version, ids=ids)
     encoder = load_encoder(checkpoint)
     values = {name: column for name, column in columns(seed).items() if name not in leave_out}
-    vectors = encode(encoder, values["post_ids"].view(np.uint64), values["author_ids"].astype(np.uint64))
+    width = 0
+    if ids == "text":
+        texts = [
+            (f"post:{post}", f"author:{author}")
+            for post, author in zip(values["post_ids"], values["author_ids"], strict=True)
+        ]
+        for place, name in enumerate(("post_ids", "author_ids")):
+            values[name] = text_ids(pair[place] for pair in texts).view(np.int64)
+        values["texts"] = packed(texts).copy()
+        width = values["texts"].shape[2]
+    vectors = encode(encoder, values["post_ids"].view(np.uint64), values["author_ids"].view(np.uint64))
 
     def chunks(name: str) -> list[Tensor]:
         return [vectors if name == "vectors" else torch.from_numpy(values[name])]
 
     topics = TOPICS if "topics" in values else ()
-    write_corpus(corpus, CorpusLabels("posts", version), encoder, POSTS, list(values), chunks, lambda: topics)
+    write_corpus(
+        corpus, CorpusLabels("posts", version), encoder, POSTS, list(values), chunks, lambda: topics, text_width=width
+    )
     return checkpoint, corpus
 
 

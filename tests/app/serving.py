@@ -56,11 +56,11 @@ def good(**changes: Any) -> dict[str, Any]:
 
 @contextmanager
 def served(
-    engine: Any = None, settings: Settings | None = None, retrieval: RetrievalLoader | None = None
+    engine: Any = None, settings: Settings | None = None, retrieval: RetrievalLoader | None = None, *manifest: Any
 ) -> Iterator[tuple[TestClient, RankingService]]:
-    """A client of an application that is ready. Faults of the server come back as replies."""
+    """A client of an application that is ready. Faults of the server come back as replies. `manifest`: as of `loader`."""
     settings = settings or Settings()
-    service = RankingService(loader(engine or FakeEngine()), settings, Metrics(), retrieval=retrieval)
+    service = RankingService(loader(engine or FakeEngine(), *manifest), settings, Metrics(), retrieval=retrieval)
     app = create_app(settings, service)
     with TestClient(app, raise_server_exceptions=False) as client:
         for _ in range(500):

@@ -14,7 +14,7 @@ from app import budgets
 from app.budgets import CALL_AHEAD_BYTES, Budget, attention_bytes, most_bytes, rest_seconds
 from app.settings import Admin, Batching, Budgets, Cache, Grpc, Limits, Queue, Settings, Shadow
 from loadtest.machine import ROOT
-from model.attention import candidate_attention
+from model.dense import candidate_attention
 from tests.app.bounds import bounded
 from tests.model.builders import random_config, random_ranker, random_request
 from weights.checkpoint import load_manifest

@@ -27,7 +27,7 @@ PAGE = (ROOT / "docs/operations.md").read_text()
 def test_the_page_lists_every_code_with_its_status() -> None:
     rows = re.findall(r"^\| (\d{3}) (`[^|]*`) \|", PAGE, re.M)
     listed = {code: int(status) for status, codes in rows for code in re.findall(r"`(\w+)`", codes)}
-    assert listed.pop("headers_too_large") == 431  # of the protocol: app/server/refusals.py
+    assert listed.pop("headers_too_large") == 431  # of the protocol: app/server/reader.py
     assert listed.pop("misdirected") == 421
     kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, ServiceError)}
     assert listed == {kind.code: kind.status for kind in kinds - {NotFound, RequestMethod}}

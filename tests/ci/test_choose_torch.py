@@ -131,8 +131,7 @@ def test_a_card_is_what_nvidia_smi_lists(
 
 
 @pytest.mark.parametrize(
-    ("path", "card"),
-    [("dev/nvidia3", True), ("proc/driver/nvidia/gpus/0000:01:00.0", True), ("dev/nvidiactl", False)],
+    ("path", "card"), [("dev/nvidia3", True), ("proc/driver/nvidia/gpus/0000:01:00.0", True), ("dev/nvidiactl", False)]
 )
 def test_a_card_is_what_the_driver_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, card: bool) -> None:
     (tmp_path / path).mkdir(parents=True)

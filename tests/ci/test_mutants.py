@@ -115,16 +115,7 @@ def test_a_sample_stays_when_another_decision_goes() -> None:
 
 
 def test_decisions_of_cpp() -> None:
-    assert changes(".cpp", CPP) == [
-        "+ → -",
-        "16 → 17",
-        "< → <=",
-        "&& → ||",
-        "min → max",
-        "4 → 5",
-        ">= → >",
-        "0 → 1",
-    ]
+    assert changes(".cpp", CPP) == ["+ → -", "16 → 17", "< → <=", "&& → ||", "min → max", "4 → 5", ">= → >", "0 → 1"]
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from tests.app.serving import good, listening, port_of
 from tests.e2e.explorer import EXAMPLE, NAMES, NEEDED, TOO_WIDE, Explorer, Json, ranked
 from tests.e2e.process import DEMO, Server, serving
 from weights.checkpoint import load_checkpoint, save_checkpoint
-from weights.training.evaluate.compare_page import explorer_link
+from weights.training.evaluate.compare import explorer_link
 
 Image = pytest.importorskip("PIL.Image", reason="needs pillow, which matplotlib brings")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")

@@ -21,6 +21,7 @@ from tests.e2e.process import DEMO, ROOT, Server, serving
 from tests.reliability.live import connect, read_all, wait_until
 from tests.reliability.live import exchange as wire
 
+STARTED_ANEW = True  # by an interpreter of its own, as operators do
 LIMIT = 65_536
 MIB = 2**20
 HEAD = b"POST /rank HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from model.attention import candidate_attention
 from model.batch import collate
+from model.dense import candidate_attention
 from model.layers import rms_norm
 from model.trunk import Seen
 from tests import trunk_goldens

@@ -209,9 +209,6 @@ def test_clang_builds_the_same(tmp_path: Path) -> None:
     ranker = random_ranker(random_config())
     items = [Item(*random_request(ranker.config, 37, 33))]
     for dtype in (torch.float32, torch.bfloat16):
-        engines = (
-            NativeEngine(ranker, dtype, kernel=Kernel(library)),
-            NativeEngine(ranker, dtype, vectors="avx2"),
-        )
+        engines = (NativeEngine(ranker, dtype, kernel=Kernel(library)), NativeEngine(ranker, dtype, vectors="avx2"))
         ours, theirs = (engine.forward(items)[0].scores for engine in engines)
         assert same_bits(ours, theirs)

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model.batch import hash_rows
 from model.config import HashSpec
-from model.hashing import hash_rows
 
 
 def plain_row(identifier: int, scale: int, bias: int, spec: HashSpec) -> int:

@@ -14,11 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.batch import collate
+from model.batch import collate, hash_rows
 from model.config import HashSpec, ModelConfig
 from model.dense import DenseEngine
 from model.engine import Item
-from model.hashing import hash_rows
 from model.layers import rotate, soft_cap
 from model.presets import with_preset
 from model.ranker import Ranker

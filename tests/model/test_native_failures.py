@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch  # noqa: F401  # its processes need it: without it these tests are left out
+
+from tests.zygote import zygote
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -115,10 +116,7 @@ assert right(serving)
 
 
 def run(script: str) -> None:
-    finished = subprocess.run(
-        [sys.executable, "-c", START + script + "\nprint('right')"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    finished = zygote.run([sys.executable, "-c", START + script + "\nprint('right')"], timeout=110)
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert finished.stdout == "right\n"
 
@@ -154,9 +152,7 @@ def test_a_planted_counter_is_found() -> None:
 @pytest.mark.parametrize("column", ["surfaces", "age_buckets", "history", "first_slot", "a wish"])
 def test_a_build_with_checks_ends_where_it_is_given_what_no_table_has(column: str) -> None:
     """What nobody hands over: model/inputs.py and app/fronts/answers.py look before. A fuzzer finds who does not."""
-    done = subprocess.run(
-        [sys.executable, "-c", CHECKED, column], cwd=ROOT, capture_output=True, text=True, timeout=110
-    )
+    done = zygote.run([sys.executable, "-c", CHECKED, column], timeout=110)
     assert "the last rows are taken" in done.stdout, done.stderr
     assert (done.returncode, "not kept: " in done.stderr) == (-signal.SIGABRT, True), done.stderr
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from model.batch import collate
+from model.batch import collate, hash_rows
 from model.config import CandidatePositions, HashSpec
 from model.engine import Item
-from model.hashing import hash_rows
 from model.split.engine import SplitEngine
 from model.split.graphs import PlainRecorder
 from model.tolerances import PARITY

@@ -73,9 +73,7 @@ def prometheus(service: Service, tmp_path_factory: pytest.TempPathFactory) -> It
     config = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(CONFIG / "rules/*.yml")],
-        "scrape_configs": [
-            {"job_name": "ranker", "static_configs": [{"targets": [f"127.0.0.1:{service.port}"]}]},
-        ],
+        "scrape_configs": [{"job_name": "ranker", "static_configs": [{"targets": [f"127.0.0.1:{service.port}"]}]}],
     }
     stop = threading.Event()
     load = threading.Thread(target=offer_load, args=(service.url, stop), daemon=True)

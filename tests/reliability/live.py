@@ -139,6 +139,13 @@ def one_reply(sock: socket.socket) -> bytes:
     return head + b"\r\n\r\n" + body
 
 
+def asked(sock: socket.socket, sent: bytes) -> int:
+    """The status of the reply to a whole request, on a connection that stays open."""
+    sock.sendall(sent)
+    [status] = statuses(one_reply(sock))
+    return status
+
+
 def exchange(port: int, sent: bytes) -> bytes:
     """Send bytes on a connection of their own, and all that comes back until it is closed."""
     with connect(port) as sock:

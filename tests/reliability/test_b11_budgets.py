@@ -29,7 +29,7 @@ from model.retrieval.engine import Users
 from model.retrieval.inputs import Answers, PostChange, PostRows, Query
 from tests.app import retrieving
 from tests.app.bounds import bounded, fix
-from tests.reliability.live import Live, closed, connect, live, one_reply, read_all, statuses, wait_until
+from tests.reliability.live import Live, asked, closed, connect, live, one_reply, read_all, statuses, wait_until
 
 HALF = (
     b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 500000\r\n\r\n"
@@ -39,9 +39,7 @@ HALF = (
 
 def budget(server: Live, name: str, series: str = "used") -> float:
     """One figure of a budget, as Prometheus sees it."""
-    found = server.sample(f"ranker_budget_{series}", budget=name)
-    assert found is not None
-    return found
+    return server.sample(f"ranker_budget_{series}", budget=name)  # type: ignore[return-value]
 
 
 def logged(server: Live, path: str, status: int) -> float:
@@ -66,8 +64,7 @@ def test_connections_beyond_the_budget_are_closed_as_they_come() -> None:
         crowd.close()
         wait_until(lambda: budget(server, "connections") == 0)
         with connect(server.port) as sock:
-            sock.sendall(rank_request(1))
-            assert statuses(one_reply(sock)) == [200]
+            assert asked(sock, rank_request(1)) == 200
 
 
 @contextmanager
@@ -113,8 +110,7 @@ def test_every_way_a_body_ends_gives_its_room_back() -> None:
     with live(FakeEngine()) as server:
         for sent, status in requests.items():
             with connect(server.port) as sock:
-                sock.sendall(sent)
-                assert statuses(one_reply(sock)) == [status]
+                assert asked(sock, sent) == status
                 wait_until(lambda: budget(server, "body_bytes") == 0)
 
 
@@ -144,8 +140,7 @@ def test_who_leaves_replies_unread_longest_is_cut_off_for_others() -> None:
             assert budget(server, "reply_bytes") <= 600_000
         assert closed(server, "reply_budget") == refusals(server, "reply_bytes") >= 1
         with connect(server.port) as sock:
-            sock.sendall(long)
-            assert statuses(one_reply(sock)) == [200]
+            assert asked(sock, long) == 200
         crowd.close()
         wait_until(lambda: budget(server, "reply_bytes") == 0)
 

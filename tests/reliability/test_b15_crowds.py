@@ -31,7 +31,7 @@ def unwalked(routes: Collection[str]) -> set[str]:
 
 def test_every_path_is_walked() -> None:
     server = build_server(Settings(admin=Admin(port=1, token_sha256="0" * 64), grpc=Grpc(port=2)))
-    apps = [port.routes.__self__ for port in server.ports]  # type: ignore[attr-defined]
+    apps = [port.routes for port in server.ports]  # type: ignore[attr-defined]
     assert all(isinstance(app, Application) for app in apps)
     routes = {"unmatched", *(path for app in apps for path in (*app.recorder.routes, *app.endpoints))}
     [methods] = [other.recorder.routes for other in server.others]  # type: ignore[attr-defined]

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from app.loop_lag import LoopLag
-from app.server import leftover
+from app.server import arrival
 from app.server.connection import Connection
 from app.server.cycle import Cycle
 from loadtest.generate.payload import rank_request
 from loadtest.soak.fake_engine import FakeEngine
+from tests.app.bounds import overrun
 from tests.e2e.process import DEMO, Server, serving
-from tests.reliability.live import Live, closed, connect, live, one_reply, read_all, statuses, wait_until
+from tests.reliability.live import Live, asked, closed, connect, live, one_reply, read_all, statuses, wait_until
 
 MIB = 2**20
 BODY = b" " * 20 * MIB
@@ -75,15 +75,8 @@ def chunks() -> Iterator[bytes]:
 
 
 CLIENTS = {"urllib": by_urllib, "http.client": by_http_client, "curl": by_curl, "socket": by_socket}
-clients = pytest.mark.parametrize(
-    "ask",
-    [
-        pytest.param(
-            ask, id=name, marks=pytest.mark.skipif(name == "curl" and not shutil.which("curl"), reason="needs curl")
-        )
-        for name, ask in CLIENTS.items()
-    ],
-)
+HERE = {name: ask for name, ask in CLIENTS.items() if name != "curl" or shutil.which("curl")}
+clients = pytest.mark.parametrize("ask", HERE.values(), ids=HERE)
 Client = Callable[[int, bool], int]
 
 
@@ -123,13 +116,7 @@ def test_every_other_early_refusal_is_read_too(opened: Live, ask: Client, monkey
         patched.setitem(HEADERS, "Content-Type", "text/plain")
         assert outcomes(ask, opened.port, 2) == {"415": 2}
     with monkeypatch.context() as patched:
-        patched.setattr(LoopLag, "refuses", lambda lag, turn_seconds: True)
-        patched.setattr(
-            LoopLag,
-            "overrun",
-            property(lambda _: True, lambda lag, value: vars(lag).update(overrun=value)),
-            raising=False,
-        )
+        overrun(patched)
         assert outcomes(ask, opened.port, 2) == {"429": 2}
     with monkeypatch.context() as patched:
         patched.setattr(opened.service, "_refusing", True)
@@ -138,7 +125,7 @@ def test_every_other_early_refusal_is_read_too(opened: Live, ask: Client, monkey
 
 def test_where_reading_stays_paused_the_refusal_is_lost(opened: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
-    monkeypatch.setattr(leftover, "TURN_SECONDS", 0.3)
+    monkeypatch.setattr(arrival, "TURN_SECONDS", 0.3)
     monkeypatch.setattr(Connection, "_resume", lambda connection: None)
     reply = Cycle._reply
 
@@ -175,27 +162,27 @@ def sent_until_cut(port: int, head: bytes, pieces: Iterator[bytes], pause_second
 def test_a_client_that_never_stops_is_cut_at_the_bound_in_bytes(opened: Live, head: bytes) -> None:
     before = closed(opened, "endless_body")
     sent, _ = sent_until_cut(opened.port, head, repeat(bytes(MIB), 1000))
-    assert leftover.MOST_BYTES <= sent < leftover.MOST_BYTES + 16 * MIB  # what the sockets hold
+    assert arrival.MOST_BYTES <= sent < arrival.MOST_BYTES + 16 * MIB  # what the sockets hold
     assert closed(opened, "endless_body") == before + 1
 
 
 def test_one_that_sends_on_slowly_is_cut_at_the_bound_in_seconds(opened: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftover, "MOST_SECONDS", 1.0)
-    monkeypatch.setattr(leftover, "TURN_SECONDS", 0.3)
-    monkeypatch.setattr(leftover, "MOST_BYTES", 10**12)
+    monkeypatch.setattr(arrival, "MOST_SECONDS", 1.0)
+    monkeypatch.setattr(arrival, "TURN_SECONDS", 0.3)
+    monkeypatch.setattr(arrival, "MOST_BYTES", 10**12)
     _, seconds = sent_until_cut(opened.port, ENDLESS + CLOSE, repeat(bytes(MIB // 8), 1000), 0.05)
     assert seconds > 0.9
 
 
 def test_one_that_only_trickles_is_cut_when_it_makes_no_progress(opened: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftover, "TURN_SECONDS", 0.3)
+    monkeypatch.setattr(arrival, "TURN_SECONDS", 0.3)
     _, seconds = sent_until_cut(opened.port, ENDLESS + CLOSE, repeat(b" ", 1000), 0.05)
-    assert 0.2 < seconds < leftover.MOST_SECONDS
+    assert 0.2 < seconds < arrival.MOST_SECONDS
 
 
 def test_a_drain_does_not_wait_longer_for_those_who_send_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftover, "TURN_SECONDS", 0.2)
-    monkeypatch.setattr(leftover, "DRAIN_SECONDS", 0.5)
+    monkeypatch.setattr(arrival, "TURN_SECONDS", 0.2)
+    monkeypatch.setattr(arrival, "DRAIN_SECONDS", 0.5)
     with live(FakeEngine(), drain={"delay_seconds": 0.0, "timeout_seconds": 10.0}) as server:
 
         def pieces() -> Iterator[bytes]:
@@ -214,9 +201,12 @@ def test_a_connection_whose_refused_body_ended_is_used_again_and_then_has_a_dead
             b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\nContent-Length: 200000\r\n\r\n"
         )
         assert statuses(one_reply(sock)) == [415]
-        sock.sendall(bytes(200_000) + rank_request(1))
-        assert statuses(one_reply(sock)) == [200]
-        sock.sendall(b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\nContent-Length: 5\r\n\r\n")
-        assert statuses(one_reply(sock)) == [415]
+        assert asked(sock, bytes(200_000) + rank_request(1)) == 200
+        assert (
+            asked(
+                sock, b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\nContent-Length: 5\r\n\r\n"
+            )
+            == 415
+        )
         sock.sendall(b"abcde")
         wait_until(lambda: closed(server, "keep_alive") == 1, 3)

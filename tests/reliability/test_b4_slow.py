@@ -10,22 +10,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from app.server import arrival, listener
 from app.server import connection as module
-from app.server import deadline
 from app.settings import Connections
 from loadtest.generate.payload import rank_request
 from loadtest.soak.fake_engine import FakeEngine
 from tests.app.bounds import bounded
-from tests.reliability.live import (
-    Live,
-    closed,
-    connect,
-    live,
-    one_reply,
-    read_all,
-    statuses,
-    wait_until,
-)
+from tests.reliability.live import Live, asked, closed, connect, live, read_all, statuses, wait_until
 
 FOR_EVER = {"header_seconds": 600.0, "body_seconds": 600.0, "keep_alive_seconds": 600.0}
 LIMITS = {"header_seconds": 0.4, "body_seconds": 0.8, "keep_alive_seconds": 1.0}
@@ -88,22 +79,20 @@ def test_a_body_that_stalls_is_not_given_the_time_of_a_whole_body() -> None:
 
 def test_a_requests_time_begins_with_its_own_first_byte() -> None:
     with live(FakeEngine()) as server, connect(server.port) as sock:
-        sock.sendall(rank_request(1))
-        assert statuses(one_reply(sock)) == [200]
+        assert asked(sock, rank_request(1)) == 200
         [connection] = server.server.observer.open
         connection.arrival.begun -= 3600  # the first request was long ago
         sent = rank_request(2)
         sock.sendall(sent[:20])
         wait_until(lambda: connection.state is module.State.HEADERS)
-        sock.sendall(sent[20:])
-        assert statuses(one_reply(sock)) == [200]
+        assert asked(sock, sent[20:]) == 200
 
 
 def test_the_defaults_close_within_ten_seconds() -> None:
     """From the first byte: slow headers and then a slow body together, as the deadlines are set out of the box."""
     limits = Connections()
-    assert limits.header_seconds + max(limits.stall_seconds, deadline.LEAST_BODY_SECONDS) <= 10
-    assert module.WRITE_SECONDS <= 10
+    assert limits.header_seconds + max(limits.stall_seconds, arrival.LEAST_BODY_SECONDS) <= 10
+    assert listener.WRITE_SECONDS <= 10
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the kernel has no such deadline")
@@ -113,7 +102,7 @@ def test_a_client_that_does_not_read_its_replies_is_cut_off(
     count: int, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However little it was sent: what the process has handed to the kernel has the same deadline."""
-    monkeypatch.setattr(module, "WRITE_SECONDS", 0.3)
+    monkeypatch.setattr(listener, "WRITE_SECONDS", 0.3)
     sent = rank_request(1, candidates=4000) * (count - 1) + rank_request(1, candidates=4000, headers=headers)
     with live(FakeEngine()) as server, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -125,7 +114,7 @@ def test_a_client_that_does_not_read_its_replies_is_cut_off(
 
 def test_a_slow_reader_that_makes_progress_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """For three times the deadline it takes half a megabyte a second of ten."""
-    monkeypatch.setattr(module, "WRITE_SECONDS", 1.0)
+    monkeypatch.setattr(listener, "WRITE_SECONDS", 1.0)
     last = rank_request(1, candidates=4000, headers={"Connection": "close"})
     with live(FakeEngine()) as server, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
@@ -158,8 +147,7 @@ def latencies(server: Live) -> float:
     with connect(server.port) as sock:
         for number in range(60):
             began = time.monotonic()
-            sock.sendall(rank_request(number + 1))
-            assert statuses(one_reply(sock)) == [200]
+            assert asked(sock, rank_request(number + 1)) == 200
             took.append(time.monotonic() - began)
     return statistics.quantiles(took, n=10)[-1]
 

@@ -6,6 +6,7 @@ import fcntl
 import http.client
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ import pytest
 from loadtest.generate.payload import rank_request
 from loadtest.servers.launch import HOST, Server, ranking_server
 from loadtest.soak.servers import FAULTY, RAISE
-from tests.reliability.live import connect, one_reply, statuses, wait_until
+from tests.reliability.live import asked, connect, one_reply, statuses, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -50,13 +51,13 @@ class Pipe:
 
 
 @contextmanager
-def faulty(fault: str, *flags: str, command: tuple[str, ...] = (), **settings: object) -> Iterator[Server]:
+def faulty(fault: str, *flags: str, **settings: object) -> Iterator[Server]:
     """A server whose standard error has this fault from when it is ready; for a load that is refused, from the start."""
     refused = any("refused" in flag for flag in flags)
     pipe = Pipe()
     log: IO[bytes] = os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb") if fault == "no space" else pipe.log
     with ranking_server(
-        *command, *FAULTY, *flags, log=log, ready_path="/livez" if refused else "/readyz", **(LINES | settings)
+        *FAULTY, *flags, log=log, ready_path="/livez" if refused else "/readyz", **(LINES | settings)
     ) as server:
         if fault == "dead":
             pipe.close()
@@ -116,7 +117,8 @@ def test_a_start_that_fails_exits_as_documented_without_space(command: list[str]
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_listener_without_descriptors_accepts_again(fault: str) -> None:
     """`accept_failed` is logged once a second, in the event loop."""
-    with faulty(fault, command=("prlimit", "--nofile=40:40")) as server:
+    with faulty(fault) as server:
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (40, 40))
         with connect(server.port) as sock:
             for user in range(1, 20):
                 rank(sock, user)  # fills the pipe
@@ -143,8 +145,7 @@ def test_beyond_the_buffer_lines_are_dropped_and_told_and_those_of_refusals_are_
             assert {rank(sock, user) for user in range(1, 301)} == {200}
             assert server.metric("ranker_log_lines_dropped_total") >= full + 300  # none of them is held
             for _ in range(30):
-                sock.sendall(b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                assert statuses(one_reply(sock)) == [404]
+                assert asked(sock, b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n") == 404
         reading = threading.Thread(target=lambda: found.extend(pipe.read()))
         reading.start()
         time.sleep(0.5)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from weights.errors import CheckpointError
 from weights.format.manifest import Manifest
 from weights.text_ids import is_text_id, text_id, text_ids
 
+ROOT = Path(__file__).parents[2]
 VECTORS = {
     "a": 0xD24EC4F1A98C6E5B,
     "as": 0x1C330FB2D66BE179,
@@ -24,6 +27,12 @@ VECTORS = {
 def test_an_id_is_xxh64_of_its_bytes() -> None:
     assert {text: text_id(text) for text in VECTORS} == VECTORS
     assert text_ids(VECTORS).tolist() == [*VECTORS.values()]
+
+
+def test_the_page_tells_vectors() -> None:
+    rows = re.findall(r"^\| `(.+)` \| (\d{18,20}) \|$", (ROOT / "docs/weights.md").read_text(), re.MULTILINE)
+    assert {text: int(number) for text, number in rows}.items() <= VECTORS.items()
+    assert len(rows) == 3
 
 
 @pytest.mark.parametrize("value", ["a", "a" * 128, "é" * 64, "65b2c1f0a1b2c3d4e5f60718", "post:abc", "\u0000"])

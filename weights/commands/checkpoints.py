@@ -3,46 +3,51 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from model.config import ContextAttention, RetrievalConfig
 from weights import checkpoint
-from weights.actions import default_score_weights
+from weights.actions import default_score_weights, released_action_names
 from weights.checkpoint import CheckpointError
 from weights.commands import corpus, explain, scoring, training
-from weights.commands.console import label_of, out_option, progress_bar, read_json, refusals, say, show_manifest
+from weights.commands.console import (
+    AsJson,
+    Directory,
+    Ids,
+    Name,
+    Out,
+    Replace,
+    ScoreWeights,
+    Seed,
+    Version,
+    app,
+    label_of,
+    out_option,
+    progress_bar,
+    read_json,
+    refusals,
+    say,
+    score_weights_of,
+    show_manifest,
+)
 from weights.format import writer
 from weights.format.writer import TableDtype
 from weights.published import importer
 from weights.published.decoder import Decoder
-from weights.synthetic import measure as measuring
 from weights.synthetic.published import write_published
 from weights.synthetic.random_weights import mini_config, random_chunks
 from weights.synthetic.small_checkpoint import write_small_checkpoint
 from weights.training import graft as grafting
 
-app = typer.Typer(
-    help="Checkpoints of the ranking transformer: make, check and describe them.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+__all__ = ["app", "explain", "scoring", "training"]  # the last three add their commands
 
-training.register(app)
-explain.register(app)
-scoring.register(app)
 app.add_typer(corpus.app, name="corpus")
-
-Replace = Annotated[bool, typer.Option("--replace", help="Replace the checkpoint that is there.")]
-Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.")]
 
 
 @app.command("import")
@@ -51,16 +56,15 @@ def import_(
         Path, typer.Argument(help="The ranker or retrieval directory of a download: config.json, two npz files.")
     ],
     out: Annotated[Path, out_option("Checkpoint directory to write.")],
-    name: Annotated[str, typer.Option(help="Name of the checkpoint; that of the directory where not given.")] = "",
-    version: Annotated[str, typer.Option(help="Version; a short digest where not given.")] = "",
+    name: Name = "",
+    version: Version = "",
     tables: Annotated[TableDtype, typer.Option(help="How to store embeddings; bfloat16 halves them.")] = "float32",
     actions: Annotated[
         Path | None,
         typer.Option(help="JSON file: list of action names in output order. Default: the release's known ones."),
     ] = None,
-    score_weights: Annotated[
-        Path | None, typer.Option(help="JSON file: action name → default weight. Default: weights of the known names.")
-    ] = None,
+    score_weights: ScoreWeights = "default",
+    ids: Ids = "uint64",
     context_attention: Annotated[
         ContextAttention | None, typer.Option(help="Overrides config.json. Default: what it says, else causal.")
     ] = None,
@@ -77,9 +81,9 @@ def import_(
         progress_bar(in_bytes=True) as bar,
     ):
         config = model.config
-        names = read_names(actions) if actions else None
-        weights = read_json(score_weights, dict) if score_weights else None
-        labels = importer.labels_for(config, name or label_of(out), version, names, weights)
+        names = read_names(actions) if actions else released_action_names(config.actions)
+        weights = score_weights_of(score_weights, names)
+        labels = importer.labels_for(config, name or label_of(out), version, names, weights, ids)
         manifest = importer.import_published(
             model, out, labels, table_dtype=tables, replace_existing=replace, progress=partial(bar, "Importing")
         )
@@ -103,8 +107,8 @@ def graft(
     trunk: Annotated[Path, typer.Option(help="Directory of a Hugging Face decoder: config.json and safetensors.")],
     onto: Annotated[Path, typer.Option(help="The checkpoint that gives inputs, heads, names and lengths.")],
     out: Annotated[Path, out_option("Checkpoint directory to write.")],
-    name: Annotated[str, typer.Option(help="Name of the checkpoint; that of the directory where not given.")] = "",
-    version: Annotated[str, typer.Option(help="Version; a short digest where not given.")] = "",
+    name: Name = "",
+    version: Version = "",
     seed: Seed = 0,
     replace: Replace = False,
 ) -> None:
@@ -116,7 +120,8 @@ def graft(
         tables: Any = manifest.tensors["tables.user"].dtype if kept else "float32"
         written = checkpoint.save_checkpoint(
             out, ranker, name=name or label_of(out), version=version, action_names=manifest.action_names,
-            continuous=manifest.continuous, score_weights=manifest.score_weights, table_dtype=tables, replace=replace,
+            continuous=manifest.continuous, score_weights=manifest.score_weights, ids=manifest.ids, table_dtype=tables,
+            replace=replace,
         )  # fmt: skip
     config = written.config
     say(
@@ -131,9 +136,7 @@ def graft(
 
 
 @app.command()
-def verify(
-    directory: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
-) -> None:
+def verify(directory: Directory) -> None:
     """Read every byte and check manifest, digests, tensors, finite numbers. Exit code 1 and one sentence when refused."""
     started = time.perf_counter()
     with refusals(), progress_bar(in_bytes=True) as bar:
@@ -162,15 +165,13 @@ def fetch(
 
 
 @app.command()
-def inspect(
-    directory: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as one JSON object.")] = False,
-) -> None:
+def inspect(directory: Directory, as_json: AsJson = False) -> None:
     """Show the manifest of a checkpoint. `verify` also reads the weights."""
     with refusals():
         manifest = checkpoint.load_manifest(directory)
     rows = {
         "digest": manifest.digest,
+        "ids": manifest.ids,
         **{key: json.dumps(value) for key, value in manifest.config.to_dict().items()},
         "action names": ", ".join(manifest.action_names),
         "continuous": json.dumps([asdict(output) for output in manifest.continuous]),
@@ -181,11 +182,11 @@ def inspect(
 
 @app.command()
 def relabel(
-    directory: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
+    directory: Directory,
     name: Annotated[str, typer.Option(help="New name.")] = "",
-    version: Annotated[str, typer.Option(help="New version; a short digest where not given.")] = "",
+    version: Version = "",
     actions: Annotated[Path | None, typer.Option(help="JSON file: list of action names in output order.")] = None,
-    score_weights: Annotated[Path | None, typer.Option(help="JSON file: action name → default weight.")] = None,
+    score_weights: ScoreWeights = "",
 ) -> None:
     """Change names or default weights of a checkpoint in place. The weights stay; version and digest become new ones."""
     with refusals():
@@ -195,22 +196,19 @@ def relabel(
         if actions:
             changes["action_names"] = read_names(actions)
             changes["score_weights"] = default_score_weights(changes["action_names"])
+        before = checkpoint.load_manifest(directory)
         if score_weights:
-            changes["score_weights"] = read_json(score_weights, dict)
-        manifest = checkpoint.load_manifest(directory).relabelled(**changes)
+            changes["score_weights"] = score_weights_of(score_weights, changes.get("action_names", before.action_names))
+        manifest = before.relabelled(**changes)
         writer.replace_manifest(directory, manifest)
     say(f"{directory} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
 
 
 @app.command("random")
-def random_(
-    out: Annotated[Path, out_option("Directory to write.")],
-    seed: Seed = 0,
-    replace: Replace = False,
-) -> None:
+def random_(out: Out, seed: Seed = 0, ids: Ids = "uint64", replace: Replace = False) -> None:
     """Write the small random checkpoint with its example request."""
     with refusals():
-        manifest = write_small_checkpoint(out, seed, replace=replace)
+        manifest = write_small_checkpoint(out, seed, ids=ids, replace=replace)
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
 
 
@@ -234,21 +232,6 @@ def synthetic(
             labels = importer.labels_for(config, "synthetic")
             writer.write_checkpoint(out, config, random_chunks(config, seed), labels)
     say(f"{out} holds a random {'download' if published_layout else 'checkpoint'} with {rows} rows a table")
-
-
-@app.command()
-def measure(
-    rows: Annotated[int, typer.Option(min=2, help="Rows of each embedding table.")] = 1_000_000,
-    seed: Seed = 0,
-    work: Annotated[
-        Path | None, typer.Option(help="Where to write 4 GiB for a while. Default: the temporary directory.")
-    ] = None,
-) -> None:
-    """Measure import and load of a full-size random checkpoint: seconds and memory. Removes its files."""
-    results = measuring.measure(rows, seed, work)
-    for what, figures in results.items():
-        say(f"{what}: " + ", ".join(f"{name} {value}" for name, value in figures.items()))
-    say(json.dumps({"rows": rows, "cpus": os.cpu_count(), "torch": torch.__version__, **results}))
 
 
 def read_names(path: Path) -> tuple[str, ...]:

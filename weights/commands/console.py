@@ -6,10 +6,10 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console, RenderableType
@@ -24,11 +24,33 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from weights.actions import SCORE_WEIGHT_SETS, default_score_weights
 from weights.corpus.manifest import CorpusManifest
 from weights.errors import CheckpointError
 from weights.format.manifest import Manifest
+from weights.text_ids import IdKind
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, of click or of the copy in typer
+
+
+app = typer.Typer(
+    help="Checkpoints of the ranking transformer: make, check and describe them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.")]
+Name = Annotated[str, typer.Option(help="What it is called; the directory's name where not given.")]
+Version = Annotated[str, typer.Option(help="Version; a short digest where not given.")]
+Replace = Annotated[bool, typer.Option("--replace", help="Replace the checkpoint or corpus that is there.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the manifest as one JSON object.")]
+Directory = Annotated[Path, typer.Argument(help="A checkpoint directory.")]
+Ids = Annotated[IdKind, typer.Option(help="What users, posts and authors are named by: integers, or texts.")]
+ScoreWeights = Annotated[
+    str,
+    typer.Option(help=f"Weights of the score: {', '.join(SCORE_WEIGHT_SETS)}, or a JSON file with action → weight."),
+]
 
 
 def run(app: typer.Typer, program: str) -> NoReturn:
@@ -63,6 +85,9 @@ def writable(path: Path | None) -> Path | None:
 def out_option(text: str) -> Any:
     """`--out`, with its help."""
     return typer.Option(help=text, callback=writable)
+
+
+Out = Annotated[Path, out_option("Directory to write.")]
 
 
 def say(text: str) -> None:
@@ -123,6 +148,14 @@ def progress_bar(*, in_bytes: bool = False, shown: bool = True) -> Iterator[Call
 def label_of(directory: Path) -> str:
     """A checkpoint or corpus name from the name of its directory."""
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", directory.absolute().name).strip("-._+")[:100] or "checkpoint"
+
+
+def score_weights_of(given: str, action_names: Sequence[str]) -> dict[str, float]:
+    """The weights that `--score-weights` asks for: a set by its name, or those in a JSON file. Raises CheckpointError."""
+    if given in SCORE_WEIGHT_SETS:
+        return default_score_weights(action_names, given)
+    weights: dict[str, float] = read_json(Path(given), dict)
+    return weights
 
 
 def read_json(path: Path, kind: type) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -10,28 +11,36 @@ from typing import Annotated
 import typer
 
 from weights.checkpoint import load_encoder
-from weights.commands.console import label_of, out_option, progress_bar, refusals, say, show_manifest
-from weights.corpus.importer import PostsFile, check_corpus, make_corpus
+from weights.commands.console import (
+    AsJson,
+    Name,
+    Out,
+    Replace,
+    Version,
+    label_of,
+    progress_bar,
+    refusals,
+    say,
+    show_manifest,
+)
+from weights.corpus.importer import Posts, PostsFile, check_corpus, check_texts, make_corpus
 from weights.corpus.snapshot import publish
 from weights.corpus.store import CorpusLabels, load_corpus, load_corpus_manifest
 from weights.errors import CheckpointError
+from weights.text_ids import IdKind
 
 app = typer.Typer(
     help="Corpora, the posts that retrieval searches: make, check and describe them.", no_args_is_help=True
 )
 
 Encoder = Annotated[Path, typer.Option(help="The retrieval checkpoint.")]
-Out = Annotated[Path, out_option("Corpus directory to write.")]
 Topics = Annotated[Path | None, typer.Option(help="Text file with the topic of each row, one a line, empty for none.")]
-Name = Annotated[str, typer.Option(help="Name of the corpus; that of the directory where not given.")]
-Version = Annotated[str, typer.Option(help="Version; a short digest where not given.")]
 Position = Annotated[
     str,
     typer.Option(
         help="Of the last change in the feed that these posts have, such as 1764000000000-0 in a Redis stream."
     ),
 ]
-Replace = Annotated[bool, typer.Option("--replace", help="Replace the corpus that is there.")]
 Directory = Annotated[Path, typer.Argument(help="A corpus directory.")]
 
 
@@ -47,20 +56,18 @@ def import_(
     replace: Replace = False,
 ) -> None:
     """Convert a published corpus with its vectors. Some are encoded anew: the encoder must be the one that made them."""
-    _make(
-        source,
-        encoder,
-        out,
-        topics,
-        CorpusLabels(name or label_of(out), version, feed_position),
-        encode=False,
-        replace=replace,
-    )
+    labels = CorpusLabels(name or label_of(out), version, feed_position)
+    _make(source, encoder, out, topics, labels, encode=False, replace=replace)
 
 
 @app.command()
 def build(
-    posts: Annotated[Path, typer.Argument(help="npz file: post_ids, author_ids, perhaps created_at and topics.")],
+    posts: Annotated[
+        Path,
+        typer.Argument(
+            help="npz, Parquet or JSON lines (.jsonl): post_ids, author_ids, perhaps created_at and topics. Texts: not npz."
+        ),
+    ],
     encoder: Encoder,
     out: Out,
     topics: Topics = None,
@@ -70,34 +77,37 @@ def build(
     replace: Replace = False,
 ) -> None:
     """Make a corpus from ids: the candidate tower encodes every post."""
-    _make(
-        posts,
-        encoder,
-        out,
-        topics,
-        CorpusLabels(name or label_of(out), version, feed_position),
-        encode=True,
-        replace=replace,
-    )
+    labels = CorpusLabels(name or label_of(out), version, feed_position)
+    _make(posts, encoder, out, topics, labels, encode=True, replace=replace)
 
 
 def _make(
     source: Path, encoder: Path, out: Path, topics: Path | None, labels: CorpusLabels, *, encode: bool, replace: bool
 ) -> None:
     started = time.perf_counter()
-    with refusals(), progress_bar() as bar, PostsFile(source, topics) as posts:
-        for note in posts.notes:
-            say(note)
-        if not encode and not posts.has_vectors:
-            raise CheckpointError(f"{source} holds no candidate_representations; `corpus build` encodes the ids.")
+    with refusals(ValueError, OSError), progress_bar() as bar:  # LogError is a ValueError
         towers = load_encoder(encoder)
-        manifest = make_corpus(
-            posts, towers, out, labels, encode=encode, replace=replace, progress=partial(bar, "Writing")
-        )
+        with _opened(source, towers.manifest.ids, topics) as posts:
+            for note in posts.notes:
+                say(note)
+            if not encode and not posts.has_vectors:
+                raise CheckpointError(f"{source} holds no candidate_representations; `corpus build` encodes the ids.")
+            manifest = make_corpus(
+                posts, towers, out, labels, encode=encode, replace=replace, progress=partial(bar, "Writing")
+            )
     say(
         f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}: {manifest.posts} posts of width "
         f"{manifest.width} by {manifest.encoder_name}, {len(manifest.topics)} topics; {time.perf_counter() - started:.1f} s"
     )
+
+
+def _opened(source: Path, ids: IdKind, topics: Path | None) -> Posts:
+    """Posts in an npz file, or in tables, which need the `train` extra."""
+    if zipfile.is_zipfile(source) or source.suffix == ".npz":
+        return PostsFile(source, topics)
+    from weights.corpus.table import PostsTable
+
+    return PostsTable(source, ids, topics)
 
 
 @app.command()
@@ -112,6 +122,7 @@ def verify(
     with refusals(), progress_bar() as bar:
         towers = load_encoder(encoder) if encoder else None
         stored = load_corpus(directory, towers.manifest if towers else None)
+        check_texts(stored)
         if towers:
             check_corpus(stored, towers, partial(bar, "Encoding"))
     corpus, manifest = stored.corpus, stored.manifest
@@ -135,12 +146,9 @@ def snapshot(
 
 
 @app.command()
-def inspect(
-    directory: Directory,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as one JSON object.")] = False,
-) -> None:
+def inspect(directory: Directory, as_json: AsJson = False) -> None:
     """Show the manifest of a corpus. `verify` also reads the vectors."""
     with refusals():
         manifest = load_corpus_manifest(directory)
-    rows = {key: str(getattr(manifest, key)) for key in ("digest", "encoder_name", "encoder", "posts", "width")}
+    rows = {key: str(getattr(manifest, key)) for key in ("digest", "ids", "encoder_name", "encoder", "posts", "width")}
     show_manifest(manifest, rows | {"topics": ", ".join(manifest.topics)}, as_json=as_json)

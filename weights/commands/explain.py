@@ -8,17 +8,13 @@ from typing import Annotated
 import typer
 
 from weights.checkpoint import CheckpointError, load_checkpoint, load_encoder
-from weights.commands.console import out_option, read_json, refusals, say
+from weights.commands.console import Directory, app, out_option, read_json, refusals, say
 from weights.corpus.store import load_corpus
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to a command line."""
-    app.command()(explain)
-
-
+@app.command()
 def explain(
-    directory: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
+    directory: Directory,
     out: Annotated[Path, out_option("Directory to write; files of an earlier run are replaced.")],
     request: Annotated[
         Path | None, typer.Option(help="A request of /rank as JSON. Default: the checkpoint's own example.json.")

@@ -9,14 +9,10 @@ from typing import Annotated
 import typer
 
 from weights.checkpoint import load_checkpoint
-from weights.commands.console import out_option, progress_bar, refusals, say
+from weights.commands.console import app, out_option, progress_bar, refusals, say
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to a command line."""
-    app.command()(score)
-
-
+@app.command()
 def score(
     checkpoint: Annotated[Path, typer.Option(help="A checkpoint directory.")],
     log: Annotated[

@@ -15,9 +15,24 @@ import typer
 
 from model.config import ModelConfig
 from model.presets import PRESETS, with_preset
-from weights.actions import continuous_outputs, default_score_weights
+from weights.actions import continuous_outputs
 from weights.checkpoint import CheckpointError, load_checkpoint, load_encoder, save_checkpoint
-from weights.commands.console import out_option, progress_bar, read_json, refusals, say, show
+from weights.commands.console import (
+    Ids,
+    Out,
+    Replace,
+    ScoreWeights,
+    Seed,
+    app,
+    out_option,
+    progress_bar,
+    read_json,
+    refusals,
+    say,
+    score_weights_of,
+    show,
+)
+from weights.text_ids import IdKind
 
 if TYPE_CHECKING:
     from model.ranker import Ranker
@@ -28,27 +43,14 @@ T = TypeVar("T")
 
 REFUSED = (ValueError, OSError)  # LogError, StateError and ConfigError are ValueErrors
 
-Out = Annotated[Path, out_option("Directory to write.")]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="NAME=VALUE of a setting; can be given more than once. See docs/training.md."),
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to a command line."""
-    app.command()(world)
-    app.command("sort-log")(sort_log)
-    app.command()(train)
-    app.command("eval")(eval_)
-    app.command("eval-retrieval")(eval_retrieval)
-    app.command()(compare)
-    app.command("train-demo")(train_demo)
-
-
-def world(
-    out: Out, seed: Annotated[int, typer.Option(help="Equal seeds, equal worlds.")] = 1, set_: Set = None
-) -> None:
+@app.command()
+def world(out: Out, seed: Seed = 1, set_: Set = None) -> None:
     """Draw a synthetic world: a log of impressions, the true probabilities beside it, and names."""
     with refusals(*REFUSED):
         from weights.training.world.settings import WorldSettings
@@ -64,19 +66,22 @@ def world(
     )
 
 
+@app.command("sort-log")
 def sort_log(
     log: Annotated[Path, typer.Option(help="A Parquet log, or a directory of such.")],
     out: Annotated[Path, out_option("Directory to write, for `train --log`.")],
+    ids: Ids = "uint64",
 ) -> None:
     """Sort a log that does not fit into memory, once: training then reads it from the disk, a request at a time."""
     with refusals(*REFUSED):
         from weights.training.sorted_log import sort_log as sort
 
         with progress_bar() as bar:
-            rows = sort(log, out, bar)
+            rows = sort(log, out, bar, ids)
     say(f"{out} holds {rows} impressions")
 
 
+@app.command()
 def train(
     log: Annotated[
         Path, typer.Option(help="Parquet log of impressions, see docs/training.md; or what sort-log wrote.")
@@ -94,9 +99,11 @@ def train(
     ] = None,
     state: Annotated[Path | None, typer.Option(help="Directory that keeps the state of the run, for --resume.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --state.")] = False,
-    seed: Annotated[int, typer.Option(help="Equal seeds, log and threads: equal checkpoints.")] = 1,
+    seed: Seed = 1,
     set_: Set = None,
-    replace_existing: Annotated[bool, typer.Option("--replace", help="Replace the checkpoint that is there.")] = False,
+    score_weights: ScoreWeights = "default",
+    ids: Ids = "uint64",
+    replace_existing: Replace = False,
 ) -> None:
     """Train a checkpoint from a log, with the model code that serves it; on several processes under torchrun."""
     with refusals(*REFUSED):
@@ -109,7 +116,8 @@ def train(
         if out.exists() and not replace_existing:
             raise CheckpointError(f"{out} exists already; choose another place or give --replace.")
         settings = with_settings(TrainSettings(seed=seed), set_)
-        impressions, architecture, begun = _what_to_train(log, config, preset, start)
+        impressions, architecture, begun = _what_to_train(log, ids, config, preset, start)
+        weights = score_weights_of(score_weights, impressions.action_names)
         with joined(settings.device) as processes, progress_bar(shown=processes.rank == 0) as bar:
             ranker = run(
                 impressions, architecture, settings, until_ts=until, start=begun, state=state, resume=resume,
@@ -120,13 +128,13 @@ def train(
         manifest = save_checkpoint(
             out, ranker, name=name, action_names=impressions.action_names,
             continuous=continuous_outputs(architecture.continuous_actions, dwell_index=0),
-            score_weights=default_score_weights(impressions.action_names), replace=replace_existing,
+            score_weights=weights, ids=ids, replace=replace_existing,
         )  # fmt: skip
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
 
 
 def _what_to_train(
-    log: Path, config: Path | None, preset: str, start: Path | None
+    log: Path, ids: IdKind, config: Path | None, preset: str, start: Path | None
 ) -> tuple[Log, ModelConfig, Ranker | None]:
     """The log, the architecture, and the weights to begin with where `start` brings them."""
     from weights.training.log import aligned, read_log
@@ -135,15 +143,18 @@ def _what_to_train(
 
     if start and (config or preset):
         raise CheckpointError("--start brings its architecture along: give neither --config nor --preset.")
-    impressions = open_sorted(log) if (log / FACTS_NAME).exists() else read_log(log)
-    if start:
-        begun = load_checkpoint(start)
+    begun = load_checkpoint(start) if start else None
+    if begun and begun.manifest.ids != ids:
+        raise CheckpointError(f"{start} has ids that are {begun.manifest.ids}: give --ids {begun.manifest.ids}.")
+    impressions = open_sorted(log, ids) if (log / FACTS_NAME).exists() else read_log(log, ids)
+    if begun:
         return aligned(impressions, begun.manifest.action_names), begun.manifest.config, begun.ranker
     actions = len(impressions.action_names)
     architecture = ModelConfig.from_dict(read_json(config, dict)) if config else demo_config(actions)
     return impressions, with_preset(architecture, preset) if preset else architecture, None
 
 
+@app.command("eval")
 def eval_(
     checkpoint: Annotated[Path, typer.Option(help="Checkpoint directory.")],
     out: Annotated[Path, out_option("Directory for report.md, figures.json and the plots.")],
@@ -166,7 +177,8 @@ def eval_(
         loaded = load_checkpoint(checkpoint)
         facts = load_facts(world_directory) if world_directory else None
         impressions = aligned(
-            read_log(world_directory / LOG_NAME if world_directory else Path(str(log))), loaded.manifest.action_names
+            read_log(world_directory / LOG_NAME if world_directory else Path(str(log)), loaded.manifest.ids),
+            loaded.manifest.action_names,
         )
         test_ts = facts.test_ts if facts else int(since or 0)
         with progress_bar() as bar:
@@ -180,6 +192,7 @@ def eval_(
     say(json.dumps(figures(evaluation)))
 
 
+@app.command("eval-retrieval")
 def eval_retrieval(
     checkpoint: Annotated[Path, typer.Option(help="The ranker that was trained on the world.")],
     towers: Annotated[Path, typer.Option(help="The retrieval checkpoint that was.")],
@@ -201,6 +214,7 @@ def eval_retrieval(
     say(json.dumps(found))
 
 
+@app.command()
 def compare(
     first: Annotated[Path, typer.Argument(help="A checkpoint directory: what serves now, say.")],
     second: Annotated[Path, typer.Argument(help="Another one: what might serve next.")],
@@ -208,7 +222,7 @@ def compare(
     out: Annotated[Path, out_option("Directory for index.html and figures.json.")],
     since: Annotated[int, typer.Option(help="Unix seconds: the requests from then on.")] = 0,
     requests: Annotated[int, typer.Option(min=1, help="Most requests, drawn by --seed.")] = 2000,
-    seed: Annotated[int, typer.Option(help="Equal seeds, equal requests.")] = 1,
+    seed: Seed = 1,
     explorer: Annotated[
         str, typer.Option(help="Where a server has its page, for links.")
     ] = "http://127.0.0.1:8000/explore",
@@ -216,11 +230,13 @@ def compare(
     """Compare two checkpoints on the requests of a log: scores, order, calibration, the requests that changed most."""
     with refusals(*REFUSED):
         from weights.training.evaluate.compare import compare as compared
-        from weights.training.evaluate.compare_page import write_comparison
+        from weights.training.evaluate.compare import write_comparison
         from weights.training.log import aligned, read_log
 
         pair = load_checkpoint(first), load_checkpoint(second)
-        impressions = read_log(log)
+        if pair[0].manifest.ids != pair[1].manifest.ids:
+            raise CheckpointError("The ids of one are integers and those of the other texts: no log has both.")
+        impressions = read_log(log, pair[0].manifest.ids)
         logs = aligned(impressions, pair[0].manifest.action_names), aligned(impressions, pair[1].manifest.action_names)
         with progress_bar() as bar:
             found = compared(pair, logs, since, requests, seed, bar)
@@ -228,9 +244,10 @@ def compare(
     say(json.dumps({name: value for name, value in figures.items() if name not in ("actions", "changed")}))
 
 
+@app.command("train-demo")
 def train_demo(
     out: Out,
-    seed: Annotated[int, typer.Option(help="Equal seeds, equal bytes.")] = 1,
+    seed: Seed = 1,
     work: Annotated[
         Path | None, typer.Option(help="Keep the world and the run's state here. Default: nowhere.")
     ] = None,

@@ -2,8 +2,7 @@
 
 The log begins with MAGIC. A record is a header (the payload's length as uint32, little-endian; 8 bytes of BLAKE2b of the payload; 8 of
 the record's place in the file and those twelve), the payload (`weights.corpus.records`), and END.
-The first record names the corpus. A change is acknowledged once its record is on the disk. Logs of before MAGIC are read as they are
-(`weights.corpus.old_changes`), and go on with MAGIC and such records.
+The first record names the corpus. A change is acknowledged once its record is on the disk.
 
 Who has locked the log of the corpus in force is the only process that may write to its directory or remove anything there.
 """
@@ -20,14 +19,13 @@ from pathlib import Path
 
 from model.retrieval.inputs import Change
 from weights.corpus.manifest import CorpusManifest
-from weights.corpus.old_changes import is_old_log, old_record
 from weights.corpus.records import decoded, encoded, record, record_at
 from weights.corpus.store import load_corpus_manifest
 from weights.errors import CheckpointError, LogLost, NotStored, kind_of
 from weights.format.manifest import MANIFEST_NAME
 from weights.format.writer import sync_directory
 
-MAGIC = b"\2\0\0\0changes\n"  # to the reader of before it is a damaged record of two bytes, which it refuses
+MAGIC = b"\2\0\0\0changes\n"
 
 Identity = tuple[int, ...]
 
@@ -44,7 +42,6 @@ class ChangeLog:
         """Of the corpus with the changes that were read and appended."""
         self._manifest = manifest
         self._end = 0  # after the last whole record
-        self._is_old = False  # whether the records up to there are of the format before MAGIC
         self._descriptor: int | None = None  # while it is held
         self._broken: CheckpointError | None = None  # why nothing can be appended any more
         self._file: Identity | None = None  # device and inode of the file that was read or written
@@ -101,15 +98,15 @@ class ChangeLog:
 
     def _records(self, raw: bytes) -> list[bytes]:
         """The payloads of the whole records at the start of `raw`, which the file holds from `_end` on; moves that behind them."""
-        payloads, start, at = list[bytes](), self._end, 0
-        self._is_old = self._is_old or not start
+        payloads, start, at, length = list[bytes](), self._end, 0, len(raw)
+        if not start and raw.startswith(MAGIC):
+            at = len(MAGIC)
+        elif not start and MAGIC.startswith(raw.rstrip(b"\0")):
+            raw = b""  # a crash while it was begun
+        elif not start:
+            raise self._refusal("is damaged at byte 0, or in a form that this build does not read")
         while at < len(raw):
-            if self._is_old and raw.startswith(MAGIC, at):
-                self._is_old, at = False, at + len(MAGIC)
-                continue
-            if self._is_old and not start + at and not is_old_log(raw, self._name(), MAGIC):
-                raise self._refusal("is damaged at byte 0, or in a form that this build does not read")
-            payload, stop = old_record(raw, at, MAGIC) if self._is_old else record_at(raw, at, start)
+            payload, stop = record_at(raw, at, start)
             if not stop:
                 raise self._refusal(
                     f"is damaged at byte {start + at}: what follows is not what was written. Restore the file; or, to go on "
@@ -121,7 +118,7 @@ class ChangeLog:
             at = stop
         if start or payloads:
             self._end += at
-        self.passed_over = start + len(raw) - self._end
+        self.passed_over = start + length - self._end
         return payloads
 
     # writing
@@ -130,9 +127,7 @@ class ChangeLog:
         """Returns when the change is on the disk; where it raises, the change never was."""
         self.hold_as_read()
         self._check_whole()
-        begin = b"" if self._end and not self._is_old else MAGIC
-        self._is_old = False
-        self._write([begin, *([] if self._end else [self._name()]), encoded(change)])
+        self._write([b"", encoded(change)] if self._end else [MAGIC, self._name(), encoded(change)])
         self.mark = change.mark
         self._check_whole()
 
@@ -268,7 +263,7 @@ class ChangeLog:
 
     def _decoded(self, payload: bytes) -> Change:
         try:
-            change = decoded(payload, self._manifest.width, self.mark, self._manifest.ids)
+            change = decoded(payload, self._manifest.width, self._manifest.ids)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise self._refusal("holds a record that is no change") from error
         self.mark = change.mark

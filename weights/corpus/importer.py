@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from weights.corpus.store import CorpusLabels, StoredCorpus, write_corpus
 from weights.errors import CheckpointError
 from weights.format.reader import Progress
 from weights.published.npz import FLOAT32, NpzFile
+from weights.text_ids import IdKind, is_text_id, text_ids
 
 REPRESENTATIONS = "candidate_representations"
 ENCODED_ROWS = 1024
@@ -30,16 +31,67 @@ CHECKED_ROWS = 4096
 _IDS = tuple(np.dtype(name) for name in ("<i8", "<u8"))
 
 
-class PostsFile:
-    """An npz file with `post_ids`, `author_ids` and perhaps `candidate_representations`, `created_at` and `topics`.
+class Posts:
+    """What a corpus is made from, with a row a post. Use as a context manager.
 
-    `notes` are sentences about what is left out. `topics`, a text file with a line a row, takes the place of the array.
-    Use as a context manager. Raises CheckpointError.
+    `columns`: what there is besides vectors; `ids`: what its ids are, and `text_width` W of the column `texts`. `notes` are sentences about
+    what is left out. `topics`, a text file with a line a row, takes the place of the column.
     """
 
-    def __init__(self, path: Path, topics: Path | None = None) -> None:
+    def __init__(self, path: Path, ids: IdKind, topics: Path | None) -> None:
+        self.path, self.ids = path, ids
+        self.posts, self.text_width = 0, 0
+        self.columns: list[str] = []
         self.notes: list[str] = []
+        self.has_vectors = False
         self._topics_file = topics
+        self._topic_index: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def vectors(self, width: int) -> Iterator[Tensor]:
+        """Float32 `[r, D]`, in order."""
+        raise NotImplementedError
+
+    def column(self, name: str) -> Iterator[Tensor]:
+        """One of `columns`, in order: int64, ids above 2^63 as negative; topics as int32 places in `topic_names`; texts as in `Corpus`."""
+        raise NotImplementedError
+
+    def topic_names(self) -> tuple[str, ...]:
+        """In the order in which they were met, once the column has been read."""
+        return tuple(self._topic_index)
+
+    def _topics(self) -> Iterator[Tensor]:
+        self._topic_index.clear()
+        for chunk in self._lines() if self._topics_file else self._texts():
+            names, inverse = np.unique(chunk, return_inverse=True)
+            places = [self._topic_index.setdefault(str(name), len(self._topic_index)) if name else -1 for name in names]
+            yield torch.from_numpy(np.array(places, np.int32)[inverse])
+
+    def _texts(self) -> Iterator[NDArray[Any]]:
+        """The topics in the file, "" for none."""
+        raise NotImplementedError
+
+    def _lines(self) -> Iterator[NDArray[Any]]:
+        assert self._topics_file is not None
+        try:
+            with self._topics_file.open(encoding="utf-8") as file:
+                while lines := [line.rstrip("\n") for line in islice(file, 65536)]:
+                    yield np.array(lines)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self._topics_file} cannot be read as text: {error}.") from error
+
+
+class PostsFile(Posts):
+    """An npz file with `post_ids`, `author_ids` and perhaps `candidate_representations`, `created_at` and `topics`; ids are integers.
+    Raises CheckpointError."""
+
+    def __init__(self, path: Path, topics: Path | None = None) -> None:
+        super().__init__(path, "uint64", topics)
         self._archive = NpzFile(path)
         try:
             (self.posts,), _ = self._column("post_ids", _IDS)
@@ -53,38 +105,26 @@ class PostsFile:
         except BaseException:
             self._archive.__exit__()
             raise
+        self.has_vectors = REPRESENTATIONS in self._archive.names
         known = {"post_ids", "author_ids", "created_at", "topics", REPRESENTATIONS}
         self.notes += [f"Array {name} is not read." for name in self._archive.names if name not in known]
-        self._topic_index: dict[str, int] = {}
-
-    def __enter__(self) -> PostsFile:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._archive.__exit__()
 
-    @property
-    def has_vectors(self) -> bool:
-        """Whether the file holds the posts' vectors."""
-        return REPRESENTATIONS in self._archive.names
-
     def vectors(self, width: int) -> Iterator[Tensor]:
-        """Float32 `[r, D]`, in order."""
+        """As `Posts.vectors`."""
         for chunk in self._archive.rows(REPRESENTATIONS, (self.posts, width), FLOAT32):
             yield torch.from_numpy(chunk).view(-1, width)
 
     def column(self, name: str) -> Iterator[Tensor]:
-        """One of `columns`, in order: int64, ids above 2^63 as negative; topics as int32 places in `topic_names`."""
+        """As `Posts.column`."""
         if name == "topics":
             yield from self._topics()
             return
         shape, dtype = self._archive.header(name)
         for chunk in self._archive.rows(name, shape, dtype):
             yield torch.from_numpy(chunk.view(np.int64))
-
-    def topic_names(self) -> tuple[str, ...]:
-        """In the order in which they were met, once the column has been read."""
-        return tuple(self._topic_index)
 
     def _column(self, name: str, dtypes: tuple[np.dtype[Any], ...]) -> tuple[tuple[int, ...], np.dtype[Any]]:
         shape, dtype = self._archive.header(name)
@@ -108,30 +148,13 @@ class PostsFile:
         )
         return False
 
-    def _topics(self) -> Iterator[Tensor]:
-        self._topic_index.clear()
-        texts = self._lines() if self._topics_file else self._texts()
-        for chunk in texts:
-            names, inverse = np.unique(chunk, return_inverse=True)
-            places = [self._topic_index.setdefault(str(name), len(self._topic_index)) if name else -1 for name in names]
-            yield torch.from_numpy(np.array(places, np.int32)[inverse])
-
     def _texts(self) -> Iterator[NDArray[Any]]:
         shape, dtype = self._archive.header("topics")
         return self._archive.rows("topics", shape, dtype)
 
-    def _lines(self) -> Iterator[NDArray[Any]]:
-        assert self._topics_file is not None
-        try:
-            with self._topics_file.open(encoding="utf-8") as file:
-                while lines := [line.rstrip("\n") for line in islice(file, 65536)]:
-                    yield np.array(lines)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self._topics_file} cannot be read as text: {error}.") from error
-
 
 def make_corpus(
-    source: PostsFile,
+    source: Posts,
     encoder: Encoder,
     out: Path,
     labels: CorpusLabels,
@@ -145,6 +168,11 @@ def make_corpus(
     Vectors of the file are compared with the candidate tower's in some rows: nothing in the file says who made them.
     Raises CheckpointError.
     """
+    if source.ids != (wanted := encoder.manifest.ids):
+        raise CheckpointError(
+            f"{source.path} has ids that are {source.ids}, those of {encoder.manifest.name} are {wanted}: texts are read "
+            "from Parquet or JSON lines."
+        )
     if not encode:
         check_rows(source, encoder)
     width, table = encoder.manifest.config.width, encoder.towers.tables.post.dtype
@@ -164,11 +192,11 @@ def make_corpus(
     half = encode and table is torch.bfloat16
     return write_corpus(
         out, labels, encoder, source.posts, source.columns, chunks, source.topic_names,
-        dtype="bfloat16" if half else "float32", replace=replace,
+        dtype="bfloat16" if half else "float32", text_width=source.text_width, replace=replace,
     )  # fmt: skip
 
 
-def encoded(source: PostsFile, encoder: Encoder) -> Iterator[Tensor]:
+def encoded(source: Posts, encoder: Encoder) -> Iterator[Tensor]:
     """The candidate tower's vectors of every post, in order."""
     # two arrays with rows of one size come in chunks of one length
     for chunks in zip(source.column("post_ids"), source.column("author_ids"), strict=True):
@@ -190,7 +218,7 @@ def encode(encoder: Encoder, post_ids: Ids, author_ids: Ids) -> Tensor:
     return torch.cat(steps)
 
 
-def check_rows(source: PostsFile, encoder: Encoder) -> None:
+def check_rows(source: Posts, encoder: Encoder) -> None:
     """Raises CheckpointError where the file's vectors are not those that the candidate tower gives to the same posts."""
     wanted = np.unique(np.linspace(0, source.posts - 1, min(CHECKED_ROWS, source.posts)).astype(np.int64))
     posts, authors = (
@@ -210,6 +238,17 @@ def check_corpus(stored: StoredCorpus, encoder: Encoder, progress: Callable[[int
         _compare(corpus.vectors[rows], ours, rows, encoder, f"Corpus {stored.path} is refused: its vectors")
         if progress:
             progress(int(rows[-1]) + 1, len(corpus))
+
+
+def check_texts(stored: StoredCorpus) -> None:
+    """Raises CheckpointError where a text is none, or not that of the id in its row."""
+    corpus = stored.corpus
+    for start in range(0, len(corpus) if corpus.texts is not None else 0, ENCODED_ROWS):
+        rows = np.arange(start, min(start + ENCODED_ROWS, len(corpus)))
+        texts = [text for pair in corpus.texts_of(rows) for text in pair]
+        ids = np.stack((corpus.post_ids[rows], corpus.author_ids[rows]), 1).ravel()
+        if not all(map(is_text_id, texts)) or (text_ids(texts) != ids).any():
+            raise CheckpointError(f"Corpus {stored.path} is refused: it has texts that are not those of its ids.")
 
 
 def _picked(chunks: Iterator[Tensor], wanted: NDArray[np.int64]) -> Iterator[NDArray[Any]]:

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from model.retrieval.inputs import AT_LEAST, UNCHANGED, Mark
 from weights.errors import CheckpointError
 from weights.format.manifest import (
     FORMAT_VERSION,
-    ID_KINDS,
+    Document,
     FileEntry,
     TensorEntry,
-    check_format_version,
     check_keys,
-    check_label,
-    check_written,
-    content_digest,
-    entries,
     entries_content,
     parse_json_object,
-    signed,
 )
 from weights.text_ids import MAX_TEXT_BYTES, IdKind
 
@@ -59,7 +53,7 @@ def corpus_tensors(
 
 
 @dataclass(frozen=True, slots=True)
-class CorpusManifest:
+class CorpusManifest(Document):
     """Everything about a corpus except its numbers. Raises CheckpointError for fields that contradict each other.
 
     `encoder` is the digest of the retrieval checkpoint that made the vectors, `encoder_name` its name and version, for people.
@@ -79,12 +73,9 @@ class CorpusManifest:
     mark: Mark = UNCHANGED
     ids: IdKind = "uint64"
     digest: str = field(init=False)
+    dtypes: ClassVar[Sequence[str]] = ("float32", "bfloat16", "int64", "int32", "uint8")
 
     def __post_init__(self) -> None:
-        if not self.version:
-            object.__setattr__(self, "version", content_digest(self._content())[:12])
-        check_label("name", self.name)
-        check_label("version", self.version)
         if not 0 < self.posts <= MAX_POSTS:
             raise CheckpointError(f"holds {self.posts} posts; 1 to {MAX_POSTS} are supported")
         if len(self.topics) > MAX_TOPICS or len(set(self.topics)) < len(self.topics):
@@ -92,12 +83,10 @@ class CorpusManifest:
         if any(type(topic) is not str or not 0 < len(topic) <= 100 for topic in self.topics):
             raise CheckpointError("has a topic that is no text of 1 to 100 characters")
         sequence, digest, position = self.mark
-        if self.ids not in ID_KINDS:
-            raise CheckpointError(f"has ids that are {str(self.ids)[:40]!r}; they are one of {', '.join(ID_KINDS)}")
         if sequence < 0 or not re.fullmatch("([0-9a-f]{32})?", digest) or not AT_LEAST.fullmatch(position or "0"):
             raise CheckpointError("has a mark that is none")
         self._check_tensors()
-        object.__setattr__(self, "digest", content_digest(self._content()))
+        self._sign()
 
     def _check_tensors(self) -> None:
         for name, entry in self.tensors.items():
@@ -109,8 +98,6 @@ class CorpusManifest:
                 raise CheckpointError(
                     f"lists tensor {name[:100]} in a file, dtype or shape that a corpus does not have"
                 )
-            if entry.file not in self.files:
-                raise CheckpointError(f"lacks the file {entry.file}")
         texts = {TEXTS} if self.ids == "text" else set()
         missing = ({VECTORS, *COLUMNS} | texts) - set(OPTIONAL_COLUMNS) - set(self.tensors)
         if not texts and TEXTS in self.tensors:
@@ -127,40 +114,26 @@ class CorpusManifest:
 
     @property
     def first_mark(self) -> Mark:
-        """Of the corpus before the changes in its log: `v1+12` of before November 2026 has had twelve."""
+        """Of the corpus before the changes in its log."""
         sequence, digest, position = self.mark
-        return Mark(sequence or self._base[1], digest or self.digest[:32], position)
+        return Mark(sequence, digest or self.digest[:32], position)
 
     def label(self, mark: Mark) -> str:
         """What people call it after changes: `v1` after twelve is `v1+12`."""
-        return f"{self._base[0]}+{mark.sequence}" if mark.sequence else self.version
-
-    @property
-    def _base(self) -> tuple[str, int]:
-        base, plus, changes = self.version.rpartition("+")
-        return (base, int(changes)) if plus and changes.isdecimal() else (self.version, 0)
-
-    def to_json(self) -> bytes:
-        """The exact content of `manifest.json`."""
-        return signed(self._content())
+        return f"{re.sub(r'[+][0-9]+$', '', self.version)}+{mark.sequence}" if mark.sequence else self.version
 
     @classmethod
     def from_json(cls, raw: bytes) -> CorpusManifest:
         """Parse what `to_json` wrote. Raises CheckpointError for anything else."""
-        values: Mapping[str, Any] = parse_json_object(raw)
+        values = parse_json_object(raw)
         if values.get("kind") != KIND:
             raise CheckpointError("describes no corpus, but a checkpoint or something else")
-        check_format_version(values)
-        texts = dict.fromkeys(("kind", "name", "version", "encoder", "encoder_name", "digest"), str)
-        numbers = dict.fromkeys(("format_version", "posts", "width"), int)
-        further = {key: kind for key, kind in (("mark", dict), ("ids", str)) if key in values}
-        check_keys(values, {**texts, **numbers, "topics": list, "files": dict, "tensors": dict, **further}, "")
-        given = {one.name: values[one.name] for one in fields(cls) if one.init and one.name in values}
-        if "mark" in values:
-            check_keys(values["mark"], {"sequence": int, "digest": str, "position": str}, "mark")
-            given["mark"] = Mark(**values["mark"])
-        given |= entries(values, ("float32", "bfloat16", "int64", "int32", "uint8"))
-        given["version"] = given["version"] or "-"  # refused as a label: a written manifest always has a version
-        manifest = cls(**given | {"topics": tuple(given["topics"])})
-        check_written(raw, values["digest"], manifest)
+        keys = {"kind": str, "encoder": str, "encoder_name": str, "posts": int, "width": int, "topics": list}
+        read = cls._read(values, keys | ({"mark": dict} if "mark" in values else {}))
+        if "mark" in read:
+            check_keys(read["mark"], {"sequence": int, "digest": str, "position": str}, "mark")
+            read["mark"] = Mark(**read["mark"])
+        del read["kind"]
+        manifest = cls(**read | {"topics": tuple(read["topics"])})
+        manifest._check_written(raw, values["digest"])
         return manifest

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from model.retrieval.inputs import Change, Mark, NewPosts, PostChange, PostRows
-from weights.corpus.old_changes import digest_of
 from weights.text_ids import IdKind, is_text_id, text_ids
 
 HEADER_BYTES = 20
 END = b"\xff"  # not 0: a file that a crash leaves too long reads as zeros where nothing was written
 NO_IDS = np.empty(0, np.uint64)
+
+
+def digest_of(data: bytes) -> bytes:
+    """8 bytes."""
+    return hashlib.blake2b(data, digest_size=8).digest()
 
 
 def no_posts(width: int) -> NewPosts:
@@ -36,9 +39,8 @@ def encoded(change: Change) -> bytes:
     return json.dumps(head).encode() + b"\n" + np.ascontiguousarray(change.posts.vectors, np.float32).tobytes()
 
 
-def decoded(payload: bytes, width: int, before: Mark, ids: IdKind = "uint64") -> Change:
-    """Raises ValueError, KeyError, TypeError or OverflowError for what is no change. `before`: the mark that it follows, from which the
-    mark is made that records of before November 2026 do not hold."""
+def decoded(payload: bytes, width: int, ids: IdKind = "uint64") -> Change:
+    """Raises ValueError, KeyError, TypeError or OverflowError for what is no change."""
     head, _, vectors = payload.partition(b"\n")
     values: dict[str, Any] = json.loads(head)
     said = [values[name] for name in ("post_ids", "author_ids", "delete")]
@@ -46,14 +48,14 @@ def decoded(payload: bytes, width: int, before: Mark, ids: IdKind = "uint64") ->
         raise ValueError("an id that is no text")
     columns = [text_ids(each) if ids == "text" else np.array(each, np.uint64) for each in said]
     posts = NewPosts(
-        *columns[:2],
+        columns[0],
+        columns[1],
         np.array(values["created_at"], np.int64),
         values["topics"],
         np.frombuffer(vectors, np.float32).reshape(len(said[0]), width).copy(),
         list(zip(said[0], said[1], strict=True)) if ids == "text" else [],
     )
-    change = Change(columns[2], posts, before, said[2] if ids == "text" else [])
-    return replace(change, mark=Mark(*values["mark"]) if "mark" in values else mark_after(before, change))
+    return Change(columns[2], posts, Mark(*values["mark"]), said[2] if ids == "text" else [])
 
 
 def record(payload: bytes, place: int) -> bytes:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.batch import collate
+from model.config import ModelConfig
 from model.inputs import Candidates, Context
 from model.layers import attention_logits, attention_weights, rope_tables, rotate, soft_cap
 from model.ranker import Ranker
@@ -70,102 +71,77 @@ def figures_of(ranker: Ranker, request: Request, chosen: int = 0) -> Figures:
     length = 1 + len(context)
     _, valid = ranker.embed(batch)
     mask = ranker.mask(length, valid)
-    seen = _Layers(ranker, mask, length, chosen)
-    ranker(batch, watch=seen.watch)
-    causal = torch.ones_like(mask[0]).tril() & valid[0]
+    limit = 1.5 * (config.attention_cap or 30.0)
+    edges = np.linspace(-limit, limit, BINS + 1)
+    layers: list[dict[str, Any]] = []
+    rope: list[Array] = []
+
+    def watch(seen: Seen) -> None:
+        if config.positions == "rope" and not rope:
+            rope.append(_rope(seen, config, length, chosen))
+        layers.append(_layer(seen, config, mask, length, chosen, edges))
+
+    ranker(batch, watch=watch)
+    each = {name: np.stack([layer[name] for layer in layers]) for name in layers[0]}
     moved = candidates.chunk(0, min(len(candidates), MOVED_CANDIDATES))
     score_changes, changes = _leave_one_out(ranker, request)
     return Figures(
         mask=mask[0].numpy(),
-        causal=causal.numpy(),
+        causal=(torch.ones_like(mask[0]).tril() & valid[0]).numpy(),
         isolation=_moves(ranker, context, moved, causal=False),
         leaking=_moves(ranker, context, moved, causal=True),
         reversed_list={kind: _reversal(ranker, context, moved, kind) for kind in ("shared", "sequential")},
         positions=_positions(ranker, context, candidates),
-        attention=np.stack(seen.images),
-        rows=np.stack(seen.rows),
-        shares=np.stack(seen.shares),
-        row_error=seen.row_error,
-        edges=seen.edges,
+        row_error=float(each.pop("row_error").max()),
+        edges=edges,
         cap=config.attention_cap,
-        raw=np.stack(seen.raw),
-        capped=np.stack(seen.capped),
-        beyond_half=np.array(seen.beyond_half),
-        updates=np.array(seen.updates),
-        stream=np.array(seen.stream),
         score_changes=score_changes,
         changes=changes,
-        rope_logits=None if config.positions != "rope" else seen.rope_logits,
-        wavelengths=None if config.positions != "rope" else _wavelengths(ranker),
+        rope_logits=rope[0] if rope else None,
+        wavelengths=_wavelengths(ranker) if rope else None,
         history=len(context),
         chosen=chosen,
+        **each,
     )
 
 
-class _Layers:
-    """What each layer shows, taken down while the plain path runs."""
+def _layer(seen: Seen, config: ModelConfig, mask: Tensor, length: int, chosen: int, edges: Array) -> dict[str, Any]:
+    """What one layer shows, by the names of `Figures`."""
+    multiplier, cap, form = config.attention_multiplier, config.attention_cap, config.cap_form
+    weights = attention_weights(seen.query, seen.key, mask, multiplier, cap, form)[0]
+    rows, itself = weights[:, length:], weights[:, length:, length:].diagonal(dim1=1, dim2=2)
+    shares = (rows[:, :, 0].mean(), rows[:, :, 1:length].sum(-1).mean(), itself.mean())
+    raw = attention_logits(seen.query, seen.key, multiplier)[mask[:, None].expand(-1, config.query_heads, -1, -1)]
+    after = seen.stream + seen.attention_update
+    return {
+        "row_error": float((weights.sum(-1) - 1).abs().max()),
+        "attention": blocks(weights.numpy()),
+        "rows": torch.cat((rows[:, chosen, :length], itself[:, chosen, None]), -1).numpy(),
+        "shares": np.array([float(share) for share in shares], np.float32),
+        "raw": np.histogram(raw.clamp(edges[0], edges[-1]), edges)[0],
+        "capped": np.histogram(soft_cap(raw, cap, form).clamp(edges[0], edges[-1]), edges)[0],
+        "beyond_half": 0.0 if cap is None else float((raw.abs() > cap / 2).float().mean()),
+        "updates": (_scale(seen.attention_update, seen.stream), _scale(seen.ffn_update, after)),
+        "stream": float(seen.stream.std()),
+    }
 
-    def __init__(self, ranker: Ranker, mask: Tensor, length: int, chosen: int) -> None:
-        self.config, self.mask, self.length, self.chosen = ranker.config, mask, length, chosen
-        self.limit = 1.5 * (self.config.attention_cap or 30.0)
-        self.edges = np.linspace(-self.limit, self.limit, BINS + 1)
-        self.images: list[Array] = []
-        self.rows: list[Array] = []
-        self.shares: list[Array] = []
-        self.raw: list[Array] = []
-        self.capped: list[Array] = []
-        self.beyond_half: list[float] = []
-        self.updates: list[tuple[float, float]] = []
-        self.stream: list[float] = []
-        self.rope_logits: Array | None = None
-        self.row_error = 0.0
 
-    def watch(self, seen: Seen) -> None:
-        """One layer."""
-        config, length = self.config, self.length
-        multiplier, cap, form = config.attention_multiplier, config.attention_cap, config.cap_form
-        weights = attention_weights(seen.query, seen.key, self.mask, multiplier, cap, form)[0]
-        self.row_error = max(self.row_error, float((weights.sum(-1) - 1).abs().max()))
-        self.images.append(blocks(weights.numpy()))
-        itself = weights[:, length:, length:].diagonal(dim1=1, dim2=2)
-        own = torch.cat((weights[:, length + self.chosen, :length], itself[:, self.chosen, None]), -1)
-        self.rows.append(own.numpy())
-        rows = weights[:, length:]
-        shares = (rows[:, :, 0].mean(), rows[:, :, 1:length].sum(-1).mean(), itself.mean())
-        self.shares.append(np.array([float(share) for share in shares], np.float32))
-        raw = attention_logits(seen.query, seen.key, multiplier)[
-            self.mask[:, None].expand(-1, config.query_heads, -1, -1)
-        ]
-        self.raw.append(np.histogram(raw.clamp(-self.limit, self.limit), self.edges)[0])
-        self.capped.append(np.histogram(soft_cap(raw, cap, form).clamp(-self.limit, self.limit), self.edges)[0])
-        self.beyond_half.append(0.0 if cap is None else float((raw.abs() > cap / 2).float().mean()))
-        after = seen.stream + seen.attention_update
-        self.updates.append((_scale(seen.attention_update, seen.stream), _scale(seen.ffn_update, after)))
-        self.stream.append(float(seen.stream.std()))
-        if self.rope_logits is None and config.positions == "rope":
-            self.rope_logits = self._rope(seen)
-
-    def _rope(self, seen: Seen) -> Array:
-        """The first layer's logit of the chosen candidate's query and its newest event's key, or the user's, at every distance."""
-        config, group = self.config, self.config.query_heads // self.config.kv_heads
-        query = seen.query[:, self.length + self.chosen]
-        key = seen.key[:, self.length - 1].repeat_interleave(group, 1)
-        distances = torch.arange(config.history_length + 2)
-        start = torch.tensor([config.candidate_position]), torch.tensor([self._newest_position()])
-        query, key = (
-            rotate(x[:, None], cos, -sin)
-            for x, (cos, sin) in zip(
-                (query, key), (rope_tables(at, config.head_width, config.rope_base) for at in start), strict=True
-            )
-        )
-        turned = rotate(
-            query.expand(-1, len(distances), -1, -1), *rope_tables(distances, config.head_width, config.rope_base)
-        )
-        logits: Array = (turned[0] * key[0]).sum(-1).T.numpy() * config.attention_multiplier
-        return logits
-
-    def _newest_position(self) -> int:
-        return self.config.history_length if self.config.right_anchored and self.length > 1 else self.length - 1
+def _rope(seen: Seen, config: ModelConfig, length: int, chosen: int) -> Array:
+    """The first layer's logit of the chosen candidate's query and its newest event's key, or the user's, at every distance."""
+    query = seen.query[:, length + chosen]
+    key = seen.key[:, length - 1].repeat_interleave(config.query_heads // config.kv_heads, 1)
+    newest = config.history_length if config.right_anchored and length > 1 else length - 1
+    tables = (
+        rope_tables(torch.tensor([at]), config.head_width, config.rope_base)
+        for at in (config.candidate_position, newest)
+    )
+    query, key = (rotate(x[:, None], cos, -sin) for x, (cos, sin) in zip((query, key), tables, strict=True))
+    distances = torch.arange(config.history_length + 2)
+    turned = rotate(
+        query.expand(-1, len(distances), -1, -1), *rope_tables(distances, config.head_width, config.rope_base)
+    )
+    logits: Array = (turned[0] * key[0]).sum(-1).T.numpy() * config.attention_multiplier
+    return logits
 
 
 def _scale(update: Tensor, stream: Tensor) -> float:
@@ -201,10 +177,8 @@ def _logits(
 
 
 def _moves(ranker: Ranker, context: Context, candidates: Candidates, *, causal: bool) -> Array:
-    before, others = (
-        _logits(ranker, context, candidates, causal=causal),
-        random_candidates(ranker.config, len(candidates), 7),
-    )
+    before = _logits(ranker, context, candidates, causal=causal)
+    others = random_candidates(ranker.config, len(candidates), 7)
     moves = np.empty((len(candidates), len(candidates)), np.float32)
     names = ("post_ids", "author_ids", "surfaces", "age_buckets")
     for place in range(len(candidates)):
@@ -239,9 +213,7 @@ def _without(context: Context) -> Iterator[Context]:
     """The context without each event, then without the user."""
     keep = np.arange(len(context))
     for place in keep:
-        rest = np.delete(keep, place)
-        columns = (context.post_ids, context.author_ids, context.actions, context.surfaces, context.dwell_seconds)
-        yield Context(context.user_id, *(column[rest] for column in columns))  # type: ignore[arg-type]
+        yield context.rows(np.delete(keep, place))
     yield replace(context, user_id=0)
 
 

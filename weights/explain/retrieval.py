@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,10 +47,7 @@ class RetrievalFigures:
 def retrieval_of(towers: Towers, corpus: Corpus, ranker: Ranker, request: Request, k: int = 200) -> RetrievalFigures:
     """For one request; the search is the definition's: the product with every row."""
     context = request.context
-    keep = slice(max(0, len(context) - towers.config.history_length), None)
-    columns = ("post_ids", "author_ids", "actions", "surfaces", "dwell_seconds")
-    seen = replace(context, **{name: getattr(context, name)[keep] for name in columns})
-    user = towers.encode_users([seen])[0].numpy()
+    user = towers.encode_users([context.last(towers.config.history_length)])[0].numpy()
     shown = np.flatnonzero(~corpus.hidden)
     cosines = corpus.vectors[shown] @ user
     counts, edges = np.histogram(cosines, BINS)

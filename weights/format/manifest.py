@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from model.config import MAX_FACTOR, ConfigError, ModelConfig, RetrievalConfig
 from weights.errors import CheckpointError
@@ -19,7 +19,6 @@ RETRIEVAL = {"model": "retrieval"}  # the key that the manifest of two towers ha
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 16 * 2**20
 MAX_SCORE_WEIGHT = 1e9  # as of a weight in a request
-TENSOR_DTYPES = ("float32", "bfloat16")
 ID_KINDS: tuple[IdKind, ...] = ("uint64", "text")
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # goes into headers, metric labels and logs as it is
@@ -57,8 +56,77 @@ class TensorEntry:
     shape: tuple[int, ...]
 
 
+class Document:
+    """A manifest of any kind, which is written with its digest: the SHA-256 of the canonical content, hence of every file's digest. A
+    dataclass with `digest`; `dtypes` are those of its tensors."""
+
+    __slots__ = ()
+    name: str
+    version: str
+    ids: IdKind
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+    digest: str
+    dtypes: ClassVar[Sequence[str]] = ("float32", "bfloat16")
+
+    def _content(self) -> dict[str, Any]:
+        """All that the digest covers."""
+        raise NotImplementedError
+
+    def _sign(self) -> None:
+        """Set the digest, and a short one as `version` where that is empty. Raises CheckpointError for what no manifest may say."""
+        if not self.version:
+            object.__setattr__(self, "version", content_digest(self._content())[:12])
+        for what in ("name", "version"):
+            if not _LABEL.fullmatch(label := getattr(self, what)):
+                raise CheckpointError(
+                    f"{what} {label[:100]!r} must be 1 to 100 letters, digits, dots, dashes, underscores or plus signs, and start "
+                    "with a letter or digit"
+                )
+        if self.ids not in ID_KINDS:
+            raise CheckpointError(f"has ids that are {str(self.ids)[:40]!r}; they are one of {', '.join(ID_KINDS)}")
+        for name, entry in self.tensors.items():
+            if entry.file not in self.files:
+                raise CheckpointError(f"tensor {name} is said to lie in {entry.file}, which is not among the files")
+        object.__setattr__(self, "digest", content_digest(self._content()))
+
+    def to_json(self) -> bytes:
+        """The exact content of `manifest.json`."""
+        return signed(self._content())
+
+    @classmethod
+    def _read(cls, values: Mapping[str, Any], keys: Mapping[str, type]) -> dict[str, Any]:
+        """The values of these keys, files and tensors among them. Raises CheckpointError for others, and for another format."""
+        if (found := values.get("format_version")) != FORMAT_VERSION:
+            raise CheckpointError(f"has format version {str(found)[:40]}, this build reads {FORMAT_VERSION}")
+        every = {
+            "format_version": int,
+            "name": str,
+            "version": str,
+            "files": dict,
+            "tensors": dict,
+            "digest": str,
+            **keys,
+        }
+        check_keys(values, every | ({"ids": str} if "ids" in values else {}), "")
+        read = {key: value for key, value in values.items() if key not in ("format_version", "digest")}
+        read["version"] = read["version"] or "-"  # refused as a label: a written manifest always has a version
+        read["files"] = {name: _file_entry(name, item) for name, item in values["files"].items()}
+        read["tensors"] = {name: _tensor_entry(name, item, cls.dtypes) for name, item in values["tensors"].items()}
+        return read
+
+    def _check_written(self, raw: bytes, digest: str) -> None:
+        """Raises CheckpointError where `raw`, which gives this digest, is not what this manifest would be written as."""
+        if digest != self.digest:
+            raise CheckpointError(
+                f"says its digest is {digest[:64]!r}, but its content has {self.digest}: it was changed after it was written"
+            )
+        if raw != self.to_json():
+            raise CheckpointError("differs from the form in which it was written: it was changed afterwards")
+
+
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(Document):
     """Everything about a checkpoint except its numbers. Raises CheckpointError for fields that contradict each other.
 
     `action_names` are in output order, one per action of `config`; `continuous` one per continuous output. `score_weights`
@@ -85,17 +153,8 @@ class Manifest:
         except (OverflowError, TypeError, ValueError) as error:
             raise CheckpointError("a score weight is no number, or too large") from error
         object.__setattr__(self, "score_weights", weights)
-        if not self.version:
-            object.__setattr__(self, "version", content_digest(self._content())[:12])
-        for what in ("name", "version"):
-            check_label(what, getattr(self, what))
         _check_outputs(self)
-        if self.ids not in ID_KINDS:
-            raise CheckpointError(f"has ids that are {str(self.ids)[:40]!r}; they are one of {', '.join(ID_KINDS)}")
-        for name, entry in self.tensors.items():
-            if entry.file not in self.files:
-                raise CheckpointError(f"tensor {name} is said to lie in {entry.file}, which is not among the files")
-        object.__setattr__(self, "digest", content_digest(self._content()))
+        self._sign()
 
     def _content(self) -> dict[str, Any]:
         return {
@@ -111,42 +170,26 @@ class Manifest:
             **entries_content(self.files, self.tensors),
         }
 
-    def to_json(self) -> bytes:
-        """The exact content of `manifest.json`."""
-        return signed(self._content())
-
     @classmethod
     def from_json(cls, raw: bytes) -> Manifest:
         """Parse what `to_json` wrote. Raises CheckpointError for anything else: unknown keys, wrong types, one changed byte."""
         values = parse_json_object(raw)
-        check_format_version(values)
-        expected = {
-            "format_version": int, "name": str, "version": str, "architecture": dict, "action_names": list,
-            "continuous": list, "score_weights": dict, "files": dict, "tensors": dict, "digest": str,
-        }  # fmt: skip
         is_retrieval = "model" in values
         if is_retrieval and values.pop("model") != RETRIEVAL["model"]:
             raise CheckpointError("is of a kind of model that this build does not know")
-        ids = values.pop("ids", "uint64")
-        check_keys(values, expected, "")
+        keys = {"architecture": dict, "action_names": list, "continuous": list, "score_weights": dict}
+        read = cls._read(values, keys)
         try:
-            config = (RetrievalConfig if is_retrieval else ModelConfig).from_dict(values["architecture"])
+            config = (RetrievalConfig if is_retrieval else ModelConfig).from_dict(read.pop("architecture"))
         except (ConfigError, OverflowError, TypeError, ValueError) as error:
             raise CheckpointError(f"describes a model that cannot be built: {error}") from error
         for name, weight in values["score_weights"].items():
             if type(weight) not in (int, float):
                 raise CheckpointError(f"score weight {name[:64]!r} must be a number")
-        manifest = cls(
-            name=values["name"],
-            version=values["version"] or "-",  # refused as a label: a written manifest always has a version
-            config=config,
-            action_names=tuple(values["action_names"]),
-            continuous=tuple(_continuous(item) for item in values["continuous"]),
-            score_weights=values["score_weights"],
-            ids=ids,
-            **entries(values),
-        )
-        check_written(raw, values["digest"], manifest)
+        read["action_names"] = tuple(read["action_names"])
+        read["continuous"] = tuple(_continuous(item) for item in read["continuous"])
+        manifest = cls(**read, config=config)
+        manifest._check_written(raw, values["digest"])
         return manifest
 
     def relabelled(self, **changes: Any) -> Manifest:
@@ -157,34 +200,6 @@ class Manifest:
 def signed(content: Mapping[str, Any]) -> bytes:
     """A manifest's content with its digest, as it is written: UTF-8, one line per tensor and file."""
     return (_render({**content, "digest": content_digest(content)}) + "\n").encode()
-
-
-class Signed(Protocol):
-    """A manifest of any kind."""
-
-    @property
-    def digest(self) -> str:
-        """Its identity."""
-
-    def to_json(self) -> bytes:
-        """The exact content of `manifest.json`."""
-
-
-def check_written(raw: bytes, digest: str, manifest: Signed) -> None:
-    """Raises CheckpointError where `raw`, which gives this digest, is not what `manifest` would be written as."""
-    if digest != manifest.digest:
-        raise CheckpointError(
-            f"says its digest is {digest[:64]!r}, but its content has {manifest.digest}: it was changed after it was written"
-        )
-    if raw != manifest.to_json():
-        raise CheckpointError("differs from the form in which it was written: it was changed afterwards")
-
-
-def check_format_version(values: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for a manifest of another format."""
-    found = values.get("format_version")
-    if found != FORMAT_VERSION:
-        raise CheckpointError(f"has format version {str(found)[:40]}, this build reads {FORMAT_VERSION}")
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
@@ -263,28 +278,11 @@ def _continuous(item: Any) -> ContinuousOutput:
     return ContinuousOutput(**item)
 
 
-def check_label(what: str, label: str) -> None:
-    """Raises CheckpointError for a name or version that could not go into a header as it is."""
-    if not _LABEL.fullmatch(label):
-        raise CheckpointError(
-            f"{what} {label[:100]!r} must be 1 to 100 letters, digits, dots, dashes, underscores or plus signs, and start "
-            "with a letter or digit"
-        )
-
-
 def entries_content(files: Mapping[str, FileEntry], tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
     """Files and tensors as a manifest's content has them, by name."""
     return {
         "files": {name: asdict(entry) for name, entry in sorted(files.items())},
         "tensors": {name: asdict(entry) for name, entry in sorted(tensors.items())},
-    }
-
-
-def entries(values: Mapping[str, Any], dtypes: Sequence[str] = TENSOR_DTYPES) -> dict[str, Any]:
-    """`files` and `tensors` of a manifest, from JSON. Raises CheckpointError."""
-    return {
-        "files": {name: _file_entry(name, item) for name, item in values["files"].items()},
-        "tensors": {name: _tensor_entry(name, item, dtypes) for name, item in values["tensors"].items()},
     }
 
 

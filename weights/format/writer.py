@@ -7,7 +7,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -54,14 +54,15 @@ def write_checkpoint(
     path = Path(path).absolute()
     with refused_writing(f"Checkpoint {path}"):
         check_target(path, replace=replace)
-        _manifest(config, labels, {}, {})  # refuses bad names before gigabytes are written
+        said = {one.name: getattr(labels, one.name) for one in fields(labels)} | {"config": config}
+        Manifest(**said, files={}, tensors={})  # refuses bad names before gigabytes are written
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {
             name: TensorEntry(file_of(name), table_dtype if is_table(name) else "float32", shape)
             for name, shape in expected_shapes(config).items()
         }
         with written_beside(path) as partial:
-            manifest = _manifest(config, labels, write_files(partial, tensors, chunks), tensors)
+            manifest = Manifest(**said, files=write_files(partial, tensors, chunks), tensors=tensors)
             for name, content in {**(extras or {}), MANIFEST_NAME: manifest.to_json()}.items():
                 write_file(partial / name, content)
         return manifest
@@ -129,22 +130,6 @@ def write_files(
         inside = {name: (entry.dtype, entry.shape) for name, entry in tensors.items() if entry.file == file}
         files[file] = write_tensors(directory / file, inside, chunks)
     return files
-
-
-def _manifest(
-    config: ModelConfig, labels: Labels, files: dict[str, FileEntry], tensors: dict[str, TensorEntry]
-) -> Manifest:
-    return Manifest(
-        name=labels.name,
-        version=labels.version,
-        config=config,
-        action_names=tuple(labels.action_names),
-        continuous=tuple(labels.continuous),
-        score_weights=dict(labels.score_weights),
-        files=files,
-        tensors=tensors,
-        ids=labels.ids,
-    )
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -28,11 +28,11 @@ from weights.text_ids import IdKind
 CONFIG_FILE, PARAMS_FILE, TABLES_FILE = "config.json", "model_params.npz", "embedding_tables.npz"
 _MAX_CONFIG_BYTES = 2**20
 
-_SIZES = {  # config.json → ModelConfig, integers
+SIZES = {  # config.json → ModelConfig, integers
     "emb_size": "width", "num_layers": "layers", "num_heads": "query_heads", "key_size": "head_width",
     "history_seq_len": "history_length", "candidate_seq_len": "candidate_length", "num_actions": "actions",
 }  # fmt: skip
-_OPTIONAL = {  # a key that is present wins over the constant of the release, which is ModelConfig's default
+OPTIONAL = {  # a key that is present wins over the constant of the release, which is ModelConfig's default
     "num_kv_heads": ("kv_heads", int),
     "widening_factor": ("widening", float),
     "attn_output_multiplier": ("attention_multiplier", float),
@@ -41,7 +41,7 @@ _OPTIONAL = {  # a key that is present wins over the constant of the release, wh
     "right_anchored_rope": ("right_anchored", bool),
     "context_attention": ("context_attention", str),
 }
-_ENTITIES = {"user": "user_hashes", "item": "post_hashes", "author": "author_hashes"}
+ENTITIES = {"user": "user_hashes", "item": "post_hashes", "author": "author_hashes"}
 
 _TABLES = {"tables.user": "user_embeddings", "tables.post": "item_embeddings", "tables.author": "author_embeddings"}
 _MODEL = {
@@ -179,20 +179,20 @@ def published_name(name: str, is_retrieval: bool = False) -> str:
 
 def published_config(values: Mapping[str, Any]) -> ModelConfig:
     """`config.json` → ModelConfig of the January variant; the arrays tell the rest. Raises CheckpointError, ConfigError."""
-    entity_keys = {f"{entity}_vocab_size" for entity in _ENTITIES} | {f"num_{entity}_hashes" for entity in _ENTITIES}
-    known = {*_SIZES, *_OPTIONAL, *entity_keys, "hash_params"}
+    entity_keys = {f"{entity}_vocab_size" for entity in ENTITIES} | {f"num_{entity}_hashes" for entity in ENTITIES}
+    known = {*SIZES, *OPTIONAL, *entity_keys, "hash_params"}
     unknown = sorted(set(values) - known)
     if unknown:
         raise CheckpointError(
             f"has keys that this build does not know: {', '.join(unknown)[:300]}; a key can change the maths, so name each "
             "with --ignore if it is meant to be left out"
         )
-    arguments: dict[str, Any] = {name: _number(values, key, int) for key, name in _SIZES.items()}
+    arguments: dict[str, Any] = {name: _number(values, key, int) for key, name in SIZES.items()}
     arguments["kv_heads"] = arguments["query_heads"]
-    for key, (name, kind) in _OPTIONAL.items():
+    for key, (name, kind) in OPTIONAL.items():
         if key in values:
             arguments[name] = _number(values, key, kind)
-    for entity, name in _ENTITIES.items():
+    for entity, name in ENTITIES.items():
         arguments[name] = _hashes(values, entity)
     return ModelConfig(**arguments)
 
@@ -211,7 +211,7 @@ def _number(values: Mapping[str, Any], key: str, kind: type) -> Any:
 def _hashes(values: Mapping[str, Any], entity: str) -> HashSpec:
     """The hash functions of one entity, from `hash_params`; `num_*_hashes` must agree where it is given."""
     parameters = values.get("hash_params")
-    expected = {f"{other}_{field}" for other in _ENTITIES for field in ("hash_scales", "biases", "modulus")}
+    expected = {f"{other}_{field}" for other in ENTITIES for field in ("hash_scales", "biases", "modulus")}
     if not isinstance(parameters, Mapping) or set(parameters) != expected:
         raise CheckpointError(f"hash_params must hold exactly {', '.join(sorted(expected))}")
     scales, biases = (parameters[f"{entity}_{field}"] for field in ("hash_scales", "biases"))

@@ -11,7 +11,7 @@ from numpy.lib import format as npy
 
 from model.config import ModelConfig, RetrievalConfig
 from weights.format.layout import expected_shapes, is_table
-from weights.published.importer import CONFIG_FILE, PARAMS_FILE, TABLES_FILE, published_name
+from weights.published.importer import CONFIG_FILE, ENTITIES, OPTIONAL, PARAMS_FILE, SIZES, TABLES_FILE, published_name
 from weights.synthetic.random_weights import random_chunks
 
 
@@ -40,8 +40,8 @@ def published_keys(config: ModelConfig) -> dict[str, Any]:
     """The `config.json` of an architecture, with every constant spelled out."""
     hash_params: dict[str, Any] = {}
     sizes: dict[str, int] = {}
-    entities = {"user": config.user_hashes, "item": config.post_hashes, "author": config.author_hashes}
-    for entity, spec in entities.items():
+    for entity, name in ENTITIES.items():
+        spec = getattr(config, name)
         hash_params |= {
             f"{entity}_hash_scales": list(spec.scales),
             f"{entity}_biases": list(spec.biases),
@@ -49,19 +49,8 @@ def published_keys(config: ModelConfig) -> dict[str, Any]:
         }
         sizes |= {f"num_{entity}_hashes": spec.count, f"{entity}_vocab_size": spec.vocab_size}
     return {
-        "emb_size": config.width,
-        "num_actions": config.actions,
-        "history_seq_len": config.history_length,
-        "candidate_seq_len": config.candidate_length,
-        "key_size": config.head_width,
-        "num_heads": config.query_heads,
-        "num_kv_heads": config.kv_heads,
-        "num_layers": config.layers,
-        "widening_factor": config.widening,
-        "attn_output_multiplier": config.attention_multiplier,
-        "product_surface_vocab_size": config.product_surfaces,
-        "post_age_granularity_mins": config.post_age_granularity_minutes,
-        "right_anchored_rope": config.right_anchored,
+        **{key: getattr(config, name) for key, name in SIZES.items()},
+        **{key: getattr(config, name) for key, (name, _) in OPTIONAL.items() if key != "context_attention"},
         **({"enable_linear_proj": config.linear_projection} if isinstance(config, RetrievalConfig) else {}),
         **sizes,
         "hash_params": hash_params,

@@ -21,7 +21,7 @@ def example_request(seed: int, impression_ts: int = 1_780_000_000, ids: IdKind =
     authors = [int(author) for author in rng.integers(10**17, 10**18, 5)]
     habits = [["favorite", "dwell"], ["dwell", "click"], ["favorite", "reply"], ["not_interested"], ["repost"]]
 
-    def name(number: int) -> str:
+    def name(number: int | np.integer) -> str:
         return f"{number:024x}" if ids == "text" else str(number)
 
     def post(author: int) -> dict[str, object]:

@@ -14,7 +14,8 @@ from torch import Tensor
 from model.batch import Batch, collate, pad
 from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, age_bucket
-from weights.training.log import Index, Log, LogError, fingerprint
+from weights.tables import LogError
+from weights.training.log import Index, Log, fingerprint
 
 Request = tuple[Context, Candidates]
 

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from model.config import ModelConfig
 from model.ranker import Ranker
+from weights.tables import LogError
 from weights.training.curve import CURVE_NAME, draw_curve
 from weights.training.examples import Examples
-from weights.training.log import Log, LogError
+from weights.training.log import Log
 from weights.training.processes import Processes, weight_sums
 from weights.training.settings import TrainSettings
 from weights.training.state import load_state, run_facts, save_state

@@ -19,14 +19,13 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 from numpy.typing import NDArray
 
-from weights.tables import column_of, ids_of, tables_of
+from weights.tables import LogError, column_of, ids_of, tables_of
 from weights.text_ids import IdKind
 from weights.training.examples import histories
 from weights.training.log import (
     COLUMNS,
     Index,
     Log,
-    LogError,
     action_names,
     check_requests,
     open_log,
@@ -199,7 +198,8 @@ def _rows_of(log: Log, kind: np.dtype[Any]) -> Rows:
 
 
 def _log_of(rows: Rows, names: tuple[str, ...], index: Index | None = None) -> Log:
-    return Log(**{name: rows[name] for name in COLUMNS}, actions=rows["actions"], action_names=names, index=index)
+    columns: dict[str, Any] = {name: rows[name] for name in COLUMNS}
+    return Log(**columns, actions=rows["actions"], action_names=names, index=index)
 
 
 def _mapped(path: Path, kind: np.dtype[Any]) -> Rows:

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from model.batch import collate
+from model.batch import collate, hash_rows
 from model.config import ModelConfig, RetrievalConfig
-from model.hashing import hash_rows
 from model.inputs import Ids
 from model.retrieval.towers import NO_CANDIDATES, Towers
 from weights.actions import default_score_weights

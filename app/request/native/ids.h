@@ -15,6 +15,11 @@ constexpr size_t MAX_TEXT_BYTES = 128;  // as in weights/text_ids.py
 inline bool is_utf8(string_view text) {
     const auto byte = [&](size_t place) { return static_cast<unsigned char>(text[place]); };
     for (size_t place = 0; place < text.size();) {
+        for (uint64_t bytes; text.size() - place >= 8; place += 8) {
+            std::memcpy(&bytes, &text[place], 8);
+            if (bytes & 0x8080808080808080) break;
+        }
+        if (place == text.size()) break;
         const unsigned char lead = byte(place++);
         if (lead < 0x80) continue;
         const size_t further = lead < 0xc2 ? 0 : lead < 0xe0 ? 1 : lead < 0xf0 ? 2 : lead < 0xf5 ? 3 : 0;

@@ -27,15 +27,13 @@ struct Checkpoint {
 class Posts {
 public:
     std::vector<Id> post, author, surface, time;
-    std::vector<string_view> written;  // post ids as the body has them, of candidates
+    std::vector<string_view> written;  // post ids that are strings, as the body has them, of candidates; integers before them: empty
     std::vector<float> actions, dwell;
     size_t count = 0;
-    bool has_strings = false;  // among `written`
 
     void clear() {
         post.clear(), author.clear(), surface.clear(), time.clear(), written.clear(), actions.clear(), dwell.clear();
         count = 0;
-        has_strings = false;
     }
 };
 
@@ -124,9 +122,24 @@ private:
         expect(']');
     }
 
+    // Of eight bytes: the lowest bit that is set lies in the first one that ends a text, escapes or may not be in one.
+    static Id unusual(const char* at) {
+        constexpr Id ONES = ~Id{} / 255, HIGHEST = 128 * ONES;
+        Id bytes;
+        std::memcpy(&bytes, at, 8);
+        const auto zeros = [](Id word) { return (word - ONES) & ~word; };
+        return (zeros(bytes ^ '"' * ONES) | zeros(bytes ^ '\\' * ONES) | ((bytes - ' ' * ONES) & ~bytes)) & HIGHEST;
+    }
+
     string_view text() {
         expect('"');
         const char* start = at;
+        for (; end - at >= 8; at += 8) {
+            if (const Id ends = unusual(at)) {
+                at += __builtin_ctzll(ends) / 8;
+                break;
+            }
+        }
         while (*at != '"') {
             if (static_cast<unsigned char>(*at) < 0x20 || *at == '\\') throw Declined();
             ++at;
@@ -236,10 +249,10 @@ private:
         if (row >= static_cast<size_t>(&posts == &history ? words.max_history : words.max_candidates)) throw Declined();
         switch (field) {
             case 0: {
-                posts.has_strings |= next() == '"';
+                const bool is_string = next() == '"' && &posts == &candidates;
                 const char* start = at;
                 put(posts.post, row, id());
-                if (&posts == &candidates) posts.written.push_back({start, static_cast<size_t>(at - start)});
+                if (is_string) put(posts.written, row, string_view(start, at - start));
                 break;
             }
             case 1: put(posts.author, row, id()); break;

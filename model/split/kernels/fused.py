@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model.batch import hash_functions
 from model.config import DWELL_HIDDEN_WIDTH, ModelConfig
-from model.hashing import hash_functions
 from model.split.kernels.attention import add_chunks, attend_tiles
 from model.split.kernels.contract import Kernels, Part, Projected, Step, Tables, shape_name
 from model.split.kernels.launch import (

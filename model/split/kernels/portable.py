@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from model.batch import hash_rows
 from model.config import ModelConfig
 from model.engine import EngineError
-from model.hashing import hash_rows
 from model.layers import MASKED, activate, soft_cap
 from model.split.kernels.contract import Kernels, Part, Step, Tables, shape_name, softmax_shift
 from model.split.step import CANDIDATE, CANDIDATES, HISTORY, TILE_ROWS, TILES, USER, ContextState

@@ -16,7 +16,7 @@ _HEAD, _RECORD = tl.constexpr(COUNTS), tl.constexpr(RECORD)
 
 @triton.jit
 def hashed_row(id, function):
-    """A table's row under one hash function, int64 `[scale, bias, modulus, rows − 1]`; as `model.hashing.hash_rows`."""
+    """A table's row under one hash function, int64 `[scale, bias, modulus, rows − 1]`; as `model.batch.hash_rows`."""
     modulus = tl.load(function + 2)
     raw = (id * tl.load(function) + tl.load(function + 1)) % modulus  # wraps; the sign is the dividend's
     raw = tl.where(raw < 0, raw + modulus, raw)

@@ -59,7 +59,6 @@ def test_retry_after_is_when_it_would_fit_at_the_observed_rate() -> None:
     linear(queue, 0.002)
     queue.add(job(1000))
     refused = queue.refusal(job(250))
-    assert refused is not None
     assert refused.reason == "queue_full"
     assert refused.retry_after_seconds == pytest.approx(250 * 0.002)
 
@@ -72,7 +71,6 @@ def test_the_predicted_wait_bounds_the_queue_in_seconds() -> None:
     assert queue.full() is None
     queue.add(job(200))
     refused = queue.full()
-    assert refused is not None
     assert refused.retry_after_seconds == pytest.approx(0.1)
 
 
@@ -143,12 +141,10 @@ def test_a_deadline_is_held_against_the_predicted_wait_and_all_chunks() -> None:
     queue.add(job(500))
     assert queue.refusal(job(100, deadline=clock() + 0.61)) is None
     late = queue.refusal(job(100, deadline=clock() + 0.59))
-    assert late is not None
     assert late.reason == "deadline"
     assert queue.refusal(job(100, chunks=2, deadline=clock() + 1.11)) is None  # two turns, each behind the others
     assert queue.refusal(job(100, chunks=2, deadline=clock() + 1.09)) is not None
     past = queue.refusal(job(1, deadline=clock()))
-    assert past is not None
     assert past.reason == "deadline"
 
 
@@ -206,7 +202,6 @@ def test_a_key_over_its_rate_is_told_when_it_may_come_again() -> None:
         queue.add(work)
         queue.remove(work)
         refused = queue.refusal(work)
-        assert refused is not None
         assert refused.reason == "key_rate"
         assert refused.retry_after_seconds == pytest.approx(wait)
         assert queue.refusal(job(160, key="other")) is None

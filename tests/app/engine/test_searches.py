@@ -255,7 +255,6 @@ async def test_nothing_runs_beside_a_call_between_searches() -> None:
     await bench.begin()
     await bench.ask(0)
     worker = bench.service.versions.current
-    assert worker is not None
     call = asyncio.ensure_future(worker.between(lambda: gate([])))
     await gate.reached()
     waits = bench.ask(1)

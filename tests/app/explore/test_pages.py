@@ -102,14 +102,7 @@ def test_a_page_is_not_posted_to(client: TestClient) -> None:
 
 @pytest.mark.parametrize(
     ("host", "is_on"),
-    [
-        ("127.0.0.1", True),
-        ("127.9.9.9", True),
-        ("::1", True),
-        ("localhost", True),
-        ("::", False),
-        ("10.0.0.7", False),
-    ],
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("::", False), ("10.0.0.7", False)],
 )
 def test_the_page_is_on_where_the_host_is_loopback_unless_it_is_said(host: str, is_on: bool) -> None:
     assert Settings(host=host).explores is is_on

@@ -14,13 +14,16 @@ from app.engine.admission import Refusal
 from app.errors import ServiceError
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED
 from app.fronts import host, wire
+from app.fronts.answers import keep
 from app.fronts.wire import Cancel, Counts, Hello, Left, encode
 from app.settings import Drain, Queue
 from loadtest.soak.fake_engine import FakeEngine
 from model.engine import EngineError
 from model.retrieval.inputs import Filters, Query
-from tests.app.fakes import Gate, request, right, run, until
+from tests.app.fakes import Gate, request, right, until
 from tests.app.fronts.linked import Linked, begin, linked
+
+pytestmark = pytest.mark.anyio
 
 
 async def speak(found: Linked, *sent: Any, seconds: float = 5.0) -> bytes:
@@ -104,159 +107,149 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("kind", NONSENSE)
-def test_nonsense_ends_its_own_link_and_no_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        engine = FakeEngine(before=lambda items: time.sleep(0.002))
-        async with linked(engine, queue=Queue(max_wait_seconds=0)) as found:
-            monkeypatch.setattr(found.service, "check_open", lambda key: None)  # a busy machine would refuse it unread
-            [front] = found.fronts
-            working = [begin(front, user)[1] for user in range(1, 20)]
-            await speak(found, *NONSENSE[kind])
-            for user, future in enumerate(working, 1):
-                assert right((await future).scores, user)
-            await until(lambda: not found.service.admission.requests and len(found.host._links) == 1)
-
-    run(main())
+async def test_nonsense_ends_its_own_link_and_no_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(before=lambda items: time.sleep(0.002))
+    async with linked(engine, queue=Queue(max_wait_seconds=0)) as found:
+        monkeypatch.setattr(found.service, "check_open", lambda key: None)  # a busy machine would refuse it unread
+        [front] = found.fronts
+        working = [begin(front, user)[1] for user in range(1, 20)]
+        await speak(found, *NONSENSE[kind])
+        for user, future in enumerate(working, 1):
+            assert right((await future).scores, user)
+        await until(lambda: not found.service.admission.requests and len(found.host._links) == 1)
 
 
-def test_what_is_no_nonsense_gets_an_answer() -> None:
+async def test_what_is_no_nonsense_gets_an_answer() -> None:
     """The negative control: the same frames, right."""
-
-    async def main() -> None:
-        async with linked(FakeEngine()) as found:
-            reader, writer = await asyncio.open_unix_connection(found.path)
-            writer.write(b"".join(map(encode, (HELLO, asked(), Cancel(77), Left(77), Counts(0, [])))))
-            kinds: list[type] = []
-            while (ranked := wire.METHODS["rank"].answer) not in kinds:
-                (length,) = wire.LENGTH.unpack(await reader.readexactly(wire.LENGTH.size))
-                kinds.append(type(wire.from_engine.decode(await reader.readexactly(length))))
-            writer.close()
-            assert [kind for kind in kinds if kind is not wire.State] == [wire.Serve, ranked]
-
-    run(main())
+    async with linked(FakeEngine()) as found:
+        reader, writer = await asyncio.open_unix_connection(found.path)
+        writer.write(b"".join(map(encode, (HELLO, asked(), Cancel(77), Left(77), Counts(0, [])))))
+        kinds: list[type] = []
+        while (ranked := wire.METHODS["rank"].answer) not in kinds:
+            (length,) = wire.LENGTH.unpack(await reader.readexactly(wire.LENGTH.size))
+            kinds.append(type(wire.from_engine.decode(await reader.readexactly(length))))
+        writer.close()
+        assert [kind for kind in kinds if kind is not wire.State] == [wire.Serve, ranked]
 
 
-def test_a_front_that_is_gone_holds_no_place() -> None:
-    async def main() -> None:
-        gate = Gate()
-        async with linked(FakeEngine(before=gate), fronts=2) as found:
-            one, other = found.fronts
-            for user in range(1, 10):
-                begin(one, user)[1].add_done_callback(lambda future: future.exception())
-            await gate.reached()
-            _, kept = begin(other, 20)
-            await until(lambda: found.service.admission.requests == 10)
-            one.uplink.link._transport.abort()  # type: ignore[union-attr]
-            await until(lambda: found.service.admission.requests == 1)
-            gate.opened.set()
-            assert right((await kept).scores, 20)
-
-    run(main())
+async def test_a_front_that_is_gone_holds_no_place() -> None:
+    gate = Gate()
+    async with linked(FakeEngine(before=gate), fronts=2) as found:
+        one, other = found.fronts
+        for user in range(1, 10):
+            begin(one, user)[1].add_done_callback(lambda future: future.exception())
+        await gate.reached()
+        _, kept = begin(other, 20)
+        await until(lambda: found.service.admission.requests == 10)
+        one.uplink.link._transport.abort()  # type: ignore[union-attr]
+        await until(lambda: found.service.admission.requests == 1)
+        gate.opened.set()
+        assert right((await kept).scores, 20)
 
 
-def test_a_front_that_reads_nothing_delays_a_scrape_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_front_that_reads_nothing_delays_a_scrape_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "FLUSH_SECONDS", 1.0)
-
-    async def main() -> None:
-        async with linked(FakeEngine()) as found:
-            [front] = found.fronts
-            _, writer = await asyncio.open_unix_connection(found.path)
-            writer.write(encode(HELLO))
-            await until(lambda: len(found.host._fronts) == 2)
-            began = time.monotonic()
-            await front.exposition()
-            assert time.monotonic() - began > host.FLUSH_SECONDS * 0.9
-            assert right((await begin(front, 1)[1]).scores, 1)
-            writer.close()
-            await until(lambda: len(found.host._fronts) == 1)
-            began = time.monotonic()
-            await front.exposition()
-            assert time.monotonic() - began < host.FLUSH_SECONDS
-
-    run(main())
+    async with linked(FakeEngine()) as found:
+        [front] = found.fronts
+        _, writer = await asyncio.open_unix_connection(found.path)
+        writer.write(encode(HELLO))
+        await until(lambda: len(found.host._fronts) == 2)
+        began = time.monotonic()
+        await front.exposition()
+        assert time.monotonic() - began > host.FLUSH_SECONDS * 0.9
+        assert right((await begin(front, 1)[1]).scores, 1)
+        writer.close()
+        await until(lambda: len(found.host._fronts) == 1)
+        began = time.monotonic()
+        await front.exposition()
+        assert time.monotonic() - began < host.FLUSH_SECONDS
 
 
-def test_a_lost_engine_answers_everybody_and_says_so_with_its_exit_code() -> None:
-    async def main() -> None:
-        def lost(items: object) -> None:
-            raise EngineError("planted", sticky=True)
+async def test_a_lost_engine_answers_everybody_and_says_so_with_its_exit_code() -> None:
+    def lost(items: object) -> None:
+        raise EngineError("planted", sticky=True)
 
-        async with linked(FakeEngine(before=lost), fronts=2) as found:
-            results = [begin(found.fronts[user % 2], user)[1] for user in range(1, 7)]
-            ended = await asyncio.gather(*results, return_exceptions=True)
-            assert {getattr(error, "status", error) for error in ended} == {503}
-            await until(found.host._ended.is_set)
-            assert found.host.exit_code == EXIT_ENGINE_LOST
-            assert all(front.health().failed for front in found.fronts)
-
-    run(main())
+    async with linked(FakeEngine(before=lost), fronts=2) as found:
+        results = [begin(found.fronts[user % 2], user)[1] for user in range(1, 7)]
+        ended = await asyncio.gather(*results, return_exceptions=True)
+        assert {getattr(error, "status", error) for error in ended} == {503}
+        await until(found.host._ended.is_set)
+        assert found.host.exit_code == EXIT_ENGINE_LOST
+        assert all(front.health().failed for front in found.fronts)
 
 
-def test_a_drain_ends_with_the_last_front() -> None:
-    async def main() -> None:
-        async with linked(FakeEngine(), fronts=2) as found:
-            found.host.drain()
-            found.host.drain()
-            await until(lambda: all(front.health().draining for front in found.fronts))
-            one, other = found.fronts
-            assert right((await begin(one, 1)[1]).scores, 1)
-            await one.stop(1.0)
-            assert right((await begin(other, 2)[1]).scores, 2)
-            assert not found.host._ended.is_set()
-            await other.stop(1.0)
-            await until(found.host._ended.is_set)
-            assert found.host.exit_code == 0
-
-    run(main())
+async def test_a_drain_ends_with_the_last_front() -> None:
+    async with linked(FakeEngine(), fronts=2) as found:
+        found.host.drain()
+        found.host.drain()
+        await until(lambda: all(front.health().draining for front in found.fronts))
+        one, other = found.fronts
+        assert right((await begin(one, 1)[1]).scores, 1)
+        await one.stop(1.0)
+        assert right((await begin(other, 2)[1]).scores, 2)
+        assert not found.host._ended.is_set()
+        await other.stop(1.0)
+        await until(found.host._ended.is_set)
+        assert found.host.exit_code == 0
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_the_end_closes_every_link_and_says_whether_all_was_answered(
+async def test_the_end_closes_every_link_and_says_whether_all_was_answered(
     hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        gate = Gate()
-        async with linked(FakeEngine(before=gate), drain=Drain(timeout_seconds=0.05)) as found:
-            sent = begin(found.fronts[0], 1)[1]
-            await gate.reached()
-            if not hangs:
-                gate.opened.set()
-                await sent
-            found.server.close()
-            told: list[Any] = []
-            [front] = found.host._fronts.values()
-            send = front.link.send
-            monkeypatch.setattr(front.link, "send", lambda message: (told.append(message), send(message)))
-            await found.host.stop()
-            assert found.host.exit_code == (EXIT_FAILED if hangs else 0)
-            assert not found.host._links
-            await until(lambda: found.fronts[0].uplink.link is None)
-            assert told[-1].health.draining, "the last thing that it hears"
+    gate = Gate()
+    async with linked(FakeEngine(before=gate), drain=Drain(timeout_seconds=0.05)) as found:
+        sent = begin(found.fronts[0], 1)[1]
+        await gate.reached()
+        if not hangs:
             gate.opened.set()
-            if hangs:
-                with pytest.raises(ServiceError):
-                    await sent
+            await sent
+        found.server.close()
+        told: list[Any] = []
+        [front] = found.host._fronts.values()
+        send = front.link.send
+        monkeypatch.setattr(front.link, "send", lambda message: (told.append(message), send(message)))
+        await found.host.stop()
+        assert found.host.exit_code == (EXIT_FAILED if hangs else 0)
+        assert not found.host._links
+        await until(lambda: found.fronts[0].uplink.link is None)
+        assert told[-1].health.draining, "the last thing that it hears"
+        gate.opened.set()
+        if hangs:
+            with pytest.raises(ServiceError):
+                await sent
 
-    run(main())
 
-
-def test_a_full_queue_is_told_at_once_and_how_long_it_takes_only_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_queue_is_told_at_once_and_how_long_it_takes_only_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A look comes every few milliseconds, and each time the wait is another one."""
-
-    async def main() -> None:
-        async with linked(FakeEngine()) as found:
-            [front], seconds = found.host._fronts.values(), iter(range(1, 1000))
-            told: list[Any] = []
-            monkeypatch.setattr(host, "CLOSED_SECONDS", 1000.0)
-            monkeypatch.setattr(
-                found.service.admission, "closed", lambda: Refusal("queue_full", "it is full", float(next(seconds)))
-            )
-            monkeypatch.setattr(front.link, "send", told.append)
-            for _ in range(5):
-                found.host._look()
-            assert [state.closed for state in told] == ["it is full"]
-            monkeypatch.setattr(host, "CLOSED_SECONDS", 0.0)
+    async with linked(FakeEngine()) as found:
+        [front], seconds = found.host._fronts.values(), iter(range(1, 1000))
+        told: list[Any] = []
+        monkeypatch.setattr(host, "CLOSED_SECONDS", 1000.0)
+        monkeypatch.setattr(
+            found.service.admission, "closed", lambda: Refusal("queue_full", "it is full", float(next(seconds)))
+        )
+        monkeypatch.setattr(front.link, "send", told.append)
+        for _ in range(5):
             found.host._look()
-            assert told[-1].retry_after_seconds > told[0].retry_after_seconds
+        assert [state.closed for state in told] == ["it is full"]
+        monkeypatch.setattr(host, "CLOSED_SECONDS", 0.0)
+        found.host._look()
+        assert told[-1].retry_after_seconds > told[0].retry_after_seconds
 
-    run(main())
+
+async def test_work_that_nobody_waits_for_is_held_to_its_end() -> None:
+    """The event loop holds its tasks only weakly."""
+    tasks: set[asyncio.Task[None]] = set()
+    going = asyncio.Event()
+
+    async def work() -> None:
+        await going.wait()
+
+    task = keep(tasks, work())
+    assert tasks == {task}
+    going.set()
+    await task
+    await until(lambda: not tasks)

@@ -8,7 +8,8 @@ import os
 import socket
 import struct
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ import structlog
 from app.fronts import link, wire
 from app.fronts.link import Link
 from app.fronts.wire import MAX_BYTES, Cancel, Hello, encode
-from tests.app.fakes import run, until
+from tests.app.fakes import until
+
+pytestmark = pytest.mark.anyio
 
 HELLO, CANCEL = Hello(1, 2), Cancel(3)
 
@@ -42,25 +45,22 @@ class End:
         self.lost += 1
 
 
-def joined(test: Callable[[End, socket.socket], Awaitable[None]]) -> None:
-    """Run a test with one end, and the plain socket at the other."""
-
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        theirs.setblocking(False)
-        end = End()
-        await asyncio.get_running_loop().create_unix_connection(lambda: end.link, sock=ours)
-        try:
-            await test(end, theirs)
-        finally:
-            theirs.close()
-            end.link.close()
-
-    run(main())
+@asynccontextmanager
+async def joined() -> AsyncIterator[tuple[End, socket.socket]]:
+    """One end, and the plain socket at the other."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    end = End()
+    await asyncio.get_running_loop().create_unix_connection(lambda: end.link, sock=ours)
+    try:
+        yield end, theirs
+    finally:
+        theirs.close()
+        end.link.close()
 
 
-def test_frames_may_come_in_any_pieces() -> None:
-    async def test(end: End, peer: socket.socket) -> None:
+async def test_frames_may_come_in_any_pieces() -> None:
+    async with joined() as (end, peer):
         sent = encode(HELLO) + encode(CANCEL) + encode(Cancel(2**40))
         for size in (1, 3, 5, len(sent)):
             end.taken.clear()
@@ -69,8 +69,6 @@ def test_frames_may_come_in_any_pieces() -> None:
                 await asyncio.sleep(0.001)
             await until(lambda: len(end.taken) == 3)
             assert end.taken == [HELLO, CANCEL, Cancel(2**40)]
-
-    joined(test)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +83,8 @@ def test_frames_may_come_in_any_pieces() -> None:
         encode(Cancel(13)),  # one that the other side refuses
     ],
 )
-def test_nonsense_ends_the_link_and_what_came_before_was_taken(nonsense: bytes) -> None:
-    async def test(end: End, peer: socket.socket) -> None:
+async def test_nonsense_ends_the_link_and_what_came_before_was_taken(nonsense: bytes) -> None:
+    async with joined() as (end, peer):
         with structlog.testing.capture_logs() as lines:
             await asyncio.get_running_loop().sock_sendall(peer, encode(HELLO) + nonsense + encode(CANCEL))
             await until(lambda: end.lost == 1)
@@ -95,13 +93,10 @@ def test_nonsense_ends_the_link_and_what_came_before_was_taken(nonsense: bytes) 
         assert [line["event"] for line in lines] == ["link_broken"]
         end.link.send(CANCEL)  # and nothing is said
 
-    joined(test)
 
-
-def test_frames_of_one_turn_of_the_loop_are_written_together() -> None:
+async def test_frames_of_one_turn_of_the_loop_are_written_together() -> None:
     """Unless they are long, or the link is closed before the turn ends."""
-
-    async def test(end: End, peer: socket.socket) -> None:
+    async with joined() as (end, peer):
         for frame in (HELLO, CANCEL):
             end.link.send(frame)
         with pytest.raises(BlockingIOError):
@@ -116,44 +111,38 @@ def test_frames_of_one_turn_of_the_loop_are_written_together() -> None:
         end.link.close()
         assert peer.recv(1000) == encode(CANCEL)
 
-    joined(test)
 
-
-def test_a_beginning_of_a_frame_holds_no_more_than_came() -> None:
-    async def test(end: End, peer: socket.socket) -> None:
+async def test_a_beginning_of_a_frame_holds_no_more_than_came() -> None:
+    async with joined() as (end, peer):
         await asyncio.get_running_loop().sock_sendall(peer, struct.pack("<I", MAX_BYTES) + b"x" * 1000)
         await asyncio.sleep(0.02)
         assert end.lost == 0
         assert len(end.link._rest) == 1004
 
-    joined(test)
 
-
-def test_a_peer_that_reads_nothing_is_known_as_congested() -> None:
-    async def test(end: End, peer: socket.socket) -> None:
+async def test_a_peer_that_reads_nothing_is_known_as_congested() -> None:
+    async with joined() as (end, peer):
         while not end.link.congested:
             end.link.send(wire.Failed(1, "x", "x" * 100_000))
         loop = asyncio.get_running_loop()
         while end.link.congested:
             await loop.sock_recv(peer, 2**20)
 
-    joined(test)
 
-
-def test_a_peer_that_never_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(end: End, peer: socket.socket) -> None:
+async def test_a_peer_that_never_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "MAX_BYTES", 2**20)
+    async with joined() as (end, _):
         for _ in range(100):
             end.link.send(wire.Failed(1, "x", "x" * 100_000))
         await until(lambda: end.lost == 1)
 
-    monkeypatch.setattr(link, "MAX_BYTES", 2**20)
-    joined(test)
-
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 @pytest.mark.parametrize("user", [65534, 0])
-def test_another_user_gets_no_link(user: int) -> None:
-    async def main(path: str) -> None:
+async def test_another_user_gets_no_link(user: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)  # noqa: S103
+        path = f"{directory}/engine"
         end, loop = End(), asyncio.get_running_loop()
         server = await loop.create_unix_server(lambda: end.link, path)
         os.chmod(path, 0o777)  # noqa: S103  # the mode of its directory is the first guard: here it is open
@@ -174,6 +163,30 @@ def test_another_user_gets_no_link(user: int) -> None:
                 end.link.close()
         server.close()
 
-    with tempfile.TemporaryDirectory() as directory:
-        os.chmod(directory, 0o755)  # noqa: S103
-        run(main(f"{directory}/engine"))
+
+async def test_frames_of_one_turn_are_one_write_however_much_was_written_before() -> None:
+    async with joined() as (end, theirs):
+        writes: list[int] = []
+
+        class Counting:
+            def __init__(self, transport: Any) -> None:
+                self.transport = transport
+
+            def write(self, data: bytes) -> None:
+                writes.append(len(data))
+                self.transport.write(data)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self.transport, name)
+
+        end.link._transport = Counting(end.link._transport)  # type: ignore[assignment]
+        one, loop, sent = len(encode(CANCEL)), asyncio.get_running_loop(), 0
+        while sent <= 2 * link.JOINED_BYTES:
+            for _ in range(1000):
+                end.link.send(CANCEL)
+            sent += 1000 * one
+            await asyncio.sleep(0)
+            left = 1000 * one
+            while left:
+                left -= len(await loop.sock_recv(theirs, left))
+        assert writes == [1000 * one] * (sent // (1000 * one))

@@ -22,9 +22,11 @@ from loadtest.soak.fake_engine import FakeEngine
 from model.inputs import Context
 from model.retrieval.inputs import Filters, PostChange, PostRows, Query
 from tests.app import retrieving
-from tests.app.fakes import Gate, ended, run, until
+from tests.app.fakes import Gate, ended, until
 from tests.app.fronts.linked import Linked, linked
 from tests.app.serving import ask, chunk
+
+pytestmark = pytest.mark.anyio
 
 ACTIONS = 3
 SOON = 30.0
@@ -75,22 +77,19 @@ ASKED = [
 ]  # fmt: skip
 
 
-def test_posts_are_the_same_bits_as_without_a_link(load: RetrievalLoader) -> None:
-    async def main() -> None:
-        async with linked(FakeEngine(), fronts=2, retrieval=load) as here:
-            for front in here.fronts:
-                await knows(front)
-                for asked in ASKED:
-                    assert told(await found(front, asked)) == told(await found(here.service, asked))
-            served, there = here.fronts[0].retrieval.served, here.service.retrieval.served
-            assert (served.manifest, served.corpus) == (there.manifest, there.corpus)
-            assert (served.hidden, served.duplicates, served.notes) == (there.hidden, there.duplicates, there.notes)
-
-    run(main())
+async def test_posts_are_the_same_bits_as_without_a_link(load: RetrievalLoader) -> None:
+    async with linked(FakeEngine(), fronts=2, retrieval=load) as here:
+        for front in here.fronts:
+            await knows(front)
+            for asked in ASKED:
+                assert told(await found(front, asked)) == told(await found(here.service, asked))
+        served, there = here.fronts[0].retrieval.served, here.service.retrieval.served
+        assert (served.manifest, served.corpus) == (there.manifest, there.corpus)
+        assert (served.hidden, served.duplicates, served.notes) == (there.hidden, there.duplicates, there.notes)
 
 
 @pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
-def test_a_reply_is_the_same_bytes_but_for_times(load: RetrievalLoader, path: str) -> None:
+async def test_a_reply_is_the_same_bytes_but_for_times(load: RetrievalLoader, path: str) -> None:
     body = json.dumps({"user_id": 7, "history": [{"post_id": 3, "author_id": 4}], "k": 30, "request_id": "a"}).encode()
 
     async def reply(settings: Settings, service: Any) -> dict[str, Any]:
@@ -100,12 +99,9 @@ def test_a_reply_is_the_same_bytes_but_for_times(load: RetrievalLoader, path: st
         assert set(content.pop("timings_ms")) >= {"parse", "queue", "encode", "search"}
         return content
 
-    async def main() -> None:
-        async with linked(FakeEngine(), retrieval=load) as here:
-            await knows(here.fronts[0])
-            assert await reply(here.settings, here.fronts[0]) == await reply(here.settings, here.service)
-
-    run(main())
+    async with linked(FakeEngine(), retrieval=load) as here:
+        await knows(here.fronts[0])
+        assert await reply(here.settings, here.fronts[0]) == await reply(here.settings, here.service)
 
 
 def gated(here: Linked, gate: Any) -> None:
@@ -115,116 +111,102 @@ def gated(here: Linked, gate: Any) -> None:
     vars(engine)["retrieve"] = lambda queries, users: (gate(queries), search(queries, users))[1]
 
 
-def test_a_search_that_nobody_waits_for_is_dropped(load: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_search_that_nobody_waits_for_is_dropped(
+    load: RetrievalLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("app.engine.runners.SHORT_SEARCH_SECONDS", 0.0)
+    async with linked(FakeEngine(), retrieval=load) as here:
+        front, searches, gate = here.fronts[0], here.service.retrieval.versions, Gate()
+        await knows(front)
+        gated(here, gate)
+        first = asyncio.create_task(found(front, query(1)))
+        await gate.reached()
+        gone, late = asyncio.create_task(found(front, query(2))), asyncio.create_task(found(front, query(3), 0.1))
+        await until(lambda: searches.waiting == 2)
+        gone.cancel()
+        with pytest.raises(DeadlineExceeded):
+            await late
+        await until(lambda: searches.waiting == 0)
+        gate.opened.set()
+        await first
+        assert here.service.metrics.cancelled.labels("queue")._value.get() == 1
+        assert not front.uplink.asked
 
-    async def main() -> None:
-        async with linked(FakeEngine(), retrieval=load) as here:
-            front, searches, gate = here.fronts[0], here.service.retrieval.versions, Gate()
+
+async def test_a_change_is_seen_by_the_next_search_of_every_front(load: RetrievalLoader) -> None:
+    async with linked(FakeEngine(), fronts=2, retrieval=load) as here:
+        one, other = here.fronts
+        for front in here.fronts:
             await knows(front)
-            gated(here, gate)
-            first = asyncio.create_task(found(front, query(1)))
-            await gate.reached()
-            gone, late = asyncio.create_task(found(front, query(2))), asyncio.create_task(found(front, query(3), 0.1))
-            await until(lambda: searches.waiting == 2)
-            gone.cancel()
-            with pytest.raises(DeadlineExceeded):
-                await late
-            await until(lambda: searches.waiting == 0)
-            gate.opened.set()
-            await first
-            assert here.service.metrics.cancelled.labels("queue")._value.get() == 1
-            assert not front.uplink.asked
-
-    run(main())
+        best = (await found(other, query(1, k=3))).posts.post_ids
+        new = np.array([10**6], np.uint64)
+        rows = PostRows(new, new, np.array([retrieving.NOW]), ["art"])
+        changed = await one.retrieval.change(PostChange(best[:1].copy(), rows))
+        assert (changed.posts, changed.changes, changed.deleted, changed.mark.sequence) == (299, 1, 1, 1)
+        assert (await one.corpus()).mark == changed.mark
+        posts = (await found(other, query(1, k=299))).posts
+        assert best[0] not in posts.post_ids
+        assert 10**6 in posts.post_ids
+        compacted = await other.retrieval.compact()
+        assert (compacted.posts, compacted.changes) == (299, 0)
+        assert compacted.corpus == here.service.retrieval.served.corpus == other.retrieval.served.corpus
+        assert told(await found(one, query(1, k=299)))[:4] == told(await found(here.service, query(1, k=299)))[:4]
 
 
-def test_a_change_is_seen_by_the_next_search_of_every_front(load: RetrievalLoader) -> None:
-    async def main() -> None:
-        async with linked(FakeEngine(), fronts=2, retrieval=load) as here:
-            one, other = here.fronts
-            for front in here.fronts:
-                await knows(front)
-            best = (await found(other, query(1, k=3))).posts.post_ids
-            new = np.array([10**6], np.uint64)
-            rows = PostRows(new, new, np.array([retrieving.NOW]), ["art"])
-            changed = await one.retrieval.change(PostChange(best[:1].copy(), rows))
-            assert (changed.posts, changed.changes, changed.deleted, changed.mark.sequence) == (299, 1, 1, 1)
-            assert (await one.corpus()).mark == changed.mark
-            posts = (await found(other, query(1, k=299))).posts
-            assert best[0] not in posts.post_ids
-            assert 10**6 in posts.post_ids
-            compacted = await other.retrieval.compact()
-            assert (compacted.posts, compacted.changes) == (299, 0)
-            assert compacted.corpus == here.service.retrieval.served.corpus == other.retrieval.served.corpus
-            assert told(await found(one, query(1, k=299)))[:4] == told(await found(here.service, query(1, k=299)))[:4]
-
-    run(main())
-
-
-def test_a_change_whose_answer_is_lost_is_not_sent_again(load: RetrievalLoader) -> None:
+async def test_a_change_whose_answer_is_lost_is_not_sent_again(load: RetrievalLoader) -> None:
     """It may have been made: only the caller knows whether making it twice is right."""
-
-    async def main() -> None:
-        async with linked(FakeEngine(), retrieval=load) as here:
-            front, came = here.fronts[0], []
-            await knows(front)
-            change = wire.METHODS["change"].question
-            here.host._take[change] = lambda front, asked: (came.append(asked.id), here.cut())
-            nothing = PostRows(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.int64), [])
-            asking = asyncio.create_task(front.retrieval.change(PostChange(np.array([3], np.uint64), nothing)))
-            await until(lambda: bool(came))
-            here.host._take[change] = lambda front, asked: came.append(asked.id)
-            await until(lambda: not front.health().ready)
-            await here.mend()
-            await until(lambda: front.health().ready)
-            await knows(front)
-            await front.exposition()  # the engine process has read all that was sent before
-            assert len(came) == 1
-            with pytest.raises(EngineDown):
-                await asyncio.wait_for(asking, 5)
-
-    run(main())
+    async with linked(FakeEngine(), retrieval=load) as here:
+        front, came = here.fronts[0], []
+        await knows(front)
+        change = wire.METHODS["change"].question
+        here.host._take[change] = lambda front, asked: (came.append(asked.id), here.cut())
+        nothing = PostRows(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.int64), [])
+        asking = asyncio.create_task(front.retrieval.change(PostChange(np.array([3], np.uint64), nothing)))
+        await until(lambda: bool(came))
+        here.host._take[change] = lambda front, asked: came.append(asked.id)
+        await until(lambda: not front.health().ready)
+        await here.mend()
+        await until(lambda: front.health().ready)
+        await knows(front)
+        await front.exposition()  # the engine process has read all that was sent before
+        assert len(came) == 1
+        with pytest.raises(EngineDown):
+            await asyncio.wait_for(asking, 5)
 
 
-def test_a_search_that_was_sent_before_a_swap_ends_on_what_it_began_with(load: RetrievalLoader, tmp_path: Path) -> None:
-    async def main() -> None:
-        async with linked(FakeEngine(), retrieval=load) as here:
-            front, retrieval = here.fronts[0], here.service.retrieval
-            await knows(front)
-            old, expected = front.retrieval.served, told(await found(front, query(1)))
-            await retrieval.swap(retrieving.loader(tmp_path, seed=5, version="v2"))
-            assert front.retrieval.served is old, "the front has not heard of it"
-            assert told(await found(front, query(1))) == expected
-            await until(lambda: front.retrieval.served.corpus.version == "v2")
-            assert told(await found(front, query(1))) == told(await found(here.service, query(1))) != expected
-            assert len(retrieval.versions.held) == 2
-            del old
-            await until(lambda: retrieval.versions.held == [retrieval.versions.current])
-            lost = front.retrieval.served
-            here.cut()
-            await until(lambda: not front.health().ready)
-            with pytest.raises(CorpusNotLoaded, match="was replaced") as refused:
-                front.retrieval.retrieve(lost, query(1), front.clock() + SOON, None, lambda result: None)
-            assert refused.value.retry_after_seconds == 0
+async def test_a_search_that_was_sent_before_a_swap_ends_on_what_it_began_with(
+    load: RetrievalLoader, tmp_path: Path
+) -> None:
+    async with linked(FakeEngine(), retrieval=load) as here:
+        front, retrieval = here.fronts[0], here.service.retrieval
+        await knows(front)
+        old, expected = front.retrieval.served, told(await found(front, query(1)))
+        await retrieval.swap(retrieving.loader(tmp_path, seed=5, version="v2"))
+        assert front.retrieval.served is old, "the front has not heard of it"
+        assert told(await found(front, query(1))) == expected
+        await until(lambda: front.retrieval.served.corpus.version == "v2")
+        assert told(await found(front, query(1))) == told(await found(here.service, query(1))) != expected
+        assert len(retrieval.versions.held) == 2
+        del old
+        await until(lambda: retrieval.versions.held == [retrieval.versions.current])
+        lost = front.retrieval.served
+        here.cut()
+        await until(lambda: not front.health().ready)
+        with pytest.raises(CorpusNotLoaded, match="was replaced") as refused:
+            front.retrieval.retrieve(lost, query(1), front.clock() + SOON, None, lambda result: None)
+        assert refused.value.retry_after_seconds == 0
 
-    run(main())
 
-
-def test_the_old_corpus_is_freed_when_a_front_that_knew_it_is_gone(load: RetrievalLoader, tmp_path: Path) -> None:
-    async def main() -> None:
-        async with linked(FakeEngine(), retrieval=load) as here:
-            service: RetrievalService = here.service.retrieval
-            await knows(here.fronts[0])
-            version = service.versions.current
-            assert version is not None
-            assert version.unfinished == 1, "kept for the front"
-            front = next(iter(here.host._fronts.values()))
-            front.link._transport.pause_reading()  # type: ignore[union-attr]  # it never says that it has left
-            await service.swap(retrieving.loader(tmp_path, seed=6, version="v3"))
-            here.host._look()
-            assert version in service.versions.held
-            here.cut()
-            await until(lambda: version not in service.versions.held)
-
-    run(main())
+async def test_the_old_corpus_is_freed_when_a_front_that_knew_it_is_gone(load: RetrievalLoader, tmp_path: Path) -> None:
+    async with linked(FakeEngine(), retrieval=load) as here:
+        service: RetrievalService = here.service.retrieval
+        await knows(here.fronts[0])
+        version = service.versions.current
+        assert version.unfinished == 1, "kept for the front"
+        front = next(iter(here.host._fronts.values()))
+        front.link._transport.pause_reading()  # type: ignore[union-attr]  # it never says that it has left
+        await service.swap(retrieving.loader(tmp_path, seed=6, version="v3"))
+        here.host._look()
+        assert version in service.versions.held
+        here.cut()
+        await until(lambda: version not in service.versions.held)

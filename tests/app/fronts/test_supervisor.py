@@ -10,6 +10,8 @@ import signal
 import socket
 import stat
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -17,7 +19,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import structlog
 
@@ -27,12 +28,14 @@ from app.fronts.role import Role
 from app.fronts.supervisor import ENGINE_SECONDS, Supervisor
 from app.settings import Drain, Settings
 from loadtest.machine import ROOT
-from loadtest.servers.launch import HOST, Server, free_port, ranking_server
+from loadtest.servers.launch import HOST, Server, free_port, process, ranking_server
 from loadtest.soak.fronts import process_of
 from loadtest.soak.servers import FRONTED
 from tests.app.fakes import until
 from tests.app.server.test_process import event, status
 from tests.reliability.live import wait_until
+
+pytestmark = pytest.mark.anyio
 
 
 def started(
@@ -119,23 +122,39 @@ def test_nothing_survives_a_supervisor_that_is_killed() -> None:
         wait_until(lambda: not any(map(alive, began)))
 
 
+IDLERS = ["sleep", "1000"], ["sh", "-c", "read number; exec sleep 1000"]  # an engine process and a front
+IDLE = """
+import asyncio
+from app.fronts.supervisor import Supervisor
+from app.settings import Settings
+
+asyncio.run(Supervisor(Settings(fronts=1, port=0), ["sleep", "60"], ["sh", "-c", "read number; exec sleep 60"]).run())
+"""
+
+
 def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_one(tmp_path: Path) -> None:
-    environment = {"TMPDIR": str(tmp_path)}
+    """Supervisors of processes that do nothing: each has its directory, which another one may only remove when it has ended."""
     other = tmp_path / "ranker-engine-of-mine"  # a name that looks alike, with something of somebody in it
     other.mkdir()
     (other / "notes").write_text("mine")
-    with started(*FRONTED, environment=environment) as killed, started(*FRONTED, environment=environment) as running:
-        for server in (killed, running):
-            server.wait_ready()
-        assert len(list(tmp_path.glob("*/engine"))) == 2
-        killed.process.kill()
-        killed.process.wait(10)
-        with started(*FRONTED, environment=environment) as further:
-            further.wait_ready()
-            assert len(list(tmp_path.glob("*/engine"))) == 2  # of those that run
-            assert status(running, "/readyz") == 200
-            assert further.stop() == 0
-        assert running.stop() == 0
+
+    def idle() -> AbstractContextManager[Server]:
+        return process([sys.executable, "-c", IDLE], {"TMPDIR": str(tmp_path)}, port=1, ready_path=None)
+
+    def directories() -> set[Path]:
+        return set(tmp_path.iterdir()) - {other}
+
+    with idle() as killed:
+        wait_until(lambda: len(directories()) == 1, 30)
+        [left] = directories()
+        with idle() as running:
+            wait_until(lambda: len(directories()) == 2, 30)
+            killed.process.kill()
+            killed.process.wait(10)
+            assert left in directories()
+            with idle() as further:
+                wait_until(lambda: left not in directories() and len(directories()) == 2, 30)  # of those that run
+                assert (further.stop(), running.stop()) == (0, 0)
     assert list(tmp_path.iterdir()) == [other]
 
 
@@ -154,10 +173,7 @@ def test_settings_that_only_a_front_finds_unusable_end_the_whole_with_2(tmp_path
 
 def test_a_port_that_is_taken_ends_the_whole_with_3() -> None:
     """Also where the other one would share it, as another supervisor does."""
-    with (
-        socket.create_server((HOST, 0), reuse_port=True) as taken,
-        started(port=taken.getsockname()[1]) as server,
-    ):
+    with socket.create_server((HOST, 0), reuse_port=True) as taken, started(port=taken.getsockname()[1]) as server:
         assert server.process.wait(30) == 3
         assert event(server, "cannot_listen")["reason"] == "Address already in use"
 
@@ -174,13 +190,6 @@ def test_every_front_serves_grpc_on_one_port(whole: tuple[Server, Path]) -> None
     for _ in range(4):
         with grpc.insecure_channel(f"{HOST}:{port}") as channel:
             grpc.channel_ready_future(channel).result(10)
-
-
-def test_port_0_is_one_free_port_for_all_fronts() -> None:
-    with started(*FRONTED, port=0) as server:
-        wait_until(lambda: sum(line["event"] == "listening" for line in server.lines) == 2, 30)
-        [port] = {line["port"] for line in server.lines if line["event"] == "listening"}
-        assert httpx.get(f"http://{HOST}:{port}/livez").status_code == 200
 
 
 @pytest.mark.parametrize("policy", ["exit", "restart"])
@@ -203,7 +212,7 @@ def test_when_the_engine_process_ends_fronts_stay_up_until_the_policy_says_other
         assert server.process.wait(30) == 70
 
 
-def test_a_process_that_the_system_refuses_is_started_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_the_system_refuses_is_started_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real processes; only the system's refusal is planted."""
     real, refused, times = asyncio.create_subprocess_exec, 0, list[float]()
 
@@ -215,35 +224,31 @@ def test_a_process_that_the_system_refuses_is_started_a_moment_later(monkeypatch
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return await real(*command, **options)
 
-    async def scenario() -> None:
-        nonlocal refused
-        whole = Supervisor(Settings(fronts=1, port=0), ["sleep", "1000"], ["sh", "-c", "read number; exec sleep 1000"])
-        ending = asyncio.ensure_future(whole.run())
-
-        async def replaced(now: Callable[[], asyncio.subprocess.Process | None]) -> None:
-            before = now()
-            if before is not None:
-                before.kill()
-            await until(lambda: now() not in (None, before))
-
-        await until(lambda: None not in (whole._engine, whole._spare, whole._fronts.get(1)))
-        descriptors = len(os.listdir("/proc/self/fd"))
-        refused = 2
-        await replaced(lambda: whole._engine)
-        assert refused == 0
-        assert times[1] - times[0] > 0.09, "not as fast as it can"
-        refused = 2  # the next spare, and then a front without one
-        for _ in range(2):
-            await replaced(lambda: whole._fronts.get(1))
-        assert refused == 0
-        await until(lambda: whole._spare is not None and len(os.listdir("/proc/self/fd")) == descriptors)
-        whole._end(0)
-        assert await ending == 0
-
     monkeypatch.setattr(supervisor, "PAUSE_SECONDS", 0.1)
     monkeypatch.setattr(supervisor, "ENGINE_SECONDS", 0.0)
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
-    asyncio.run(scenario())
+    whole = Supervisor(Settings(fronts=1, port=0), *IDLERS)
+    ending = asyncio.ensure_future(whole.run())
+
+    async def replaced(now: Callable[[], asyncio.subprocess.Process | None]) -> None:
+        before = now()
+        if before is not None:
+            before.kill()
+        await until(lambda: now() not in (None, before))
+
+    await until(lambda: None not in (whole._engine, whole._spare, whole._fronts.get(1)))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    refused = 2
+    await replaced(lambda: whole._engine)
+    assert refused == 0
+    assert times[1] - times[0] > 0.09, "not as fast as it can"
+    refused = 2  # the next spare, and then a front without one
+    for _ in range(2):
+        await replaced(lambda: whole._fronts.get(1))
+    assert refused == 0
+    await until(lambda: whole._spare is not None and len(os.listdir("/proc/self/fd")) == descriptors)
+    whole._end(0)
+    assert await ending == 0
 
 
 def test_sighup_reads_the_checkpoint_again() -> None:
@@ -303,7 +308,7 @@ def test_a_front_lets_as_many_connections_wait_as_was_asked() -> None:
 def test_how_the_engine_process_ends_while_all_end_is_how_the_whole_ends(ended_with: int, whole_ends_with: int) -> None:
     async def scenario() -> int:
         engine = ["sh", "-c", f"trap 'exit {ended_with}' TERM; echo; while :; do sleep 0.01; done"]
-        whole = Supervisor(Settings(fronts=1, port=0), engine, ["sh", "-c", "read number; exec sleep 1000"])
+        whole = Supervisor(Settings(fronts=1, port=0), engine, IDLERS[1])
         ending = asyncio.ensure_future(whole.run())
         await until(lambda: None not in (whole._engine, whole._fronts.get(1)))
         await asyncio.sleep(0.3)  # until it has its trap
@@ -313,20 +318,17 @@ def test_how_the_engine_process_ends_while_all_end_is_how_the_whole_ends(ended_w
     assert asyncio.run(scenario()) == whole_ends_with
 
 
-def test_nobody_is_let_in_while_the_fronts_drain() -> None:
+async def test_fronts_share_one_free_port_and_nobody_is_let_in_while_they_drain() -> None:
     """The supervisor's own listening sockets close: what waits in them would never be accepted."""
-
-    async def scenario() -> None:
-        whole = Supervisor(Settings(fronts=1, port=0), ["sleep", "1000"], ["sh", "-c", "read number; exec sleep 1000"])
-        ending = asyncio.ensure_future(whole.run())
-        await until(lambda: None not in (whole._engine, whole._fronts.get(1)))
-        held = [each for sockets in whole._listening.values() for each in sockets]
-        assert held
-        whole._end(0)
-        await ending
-        assert [each.fileno() for each in held] == [-1] * len(held)
-
-    asyncio.run(scenario())
+    whole = Supervisor(Settings(fronts=2, port=0), *IDLERS)
+    ending = asyncio.ensure_future(whole.run())
+    await until(lambda: None not in (whole._engine, whole._fronts.get(1), whole._fronts.get(2)))
+    held = [each for sockets in whole._listening.values() for each in sockets]
+    [port] = {each.getsockname()[1] for each in held}
+    assert (len(held), port > 0) == (2, True)
+    whole._end(0)
+    await ending
+    assert [each.fileno() for each in held] == [-1] * len(held)
 
 
 def test_a_port_of_a_moment_ago_is_free_and_one_that_listens_is_not() -> None:
@@ -357,22 +359,60 @@ def test_sockets_are_handed_on_for_what_fronts_share_and_not_for_grpc() -> None:
                 listening.close()
 
 
-def test_a_front_that_does_not_end_is_killed_and_the_whole_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_front_that_does_not_end_is_killed_and_the_whole_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "PATIENCE_SECONDS", 0.2)
     stubborn = ["sh", "-c", "trap '' TERM USR1; read number; while :; do sleep 0.05; done"]
+    settings = Settings(fronts=1, port=0, drain=Drain(delay_seconds=0, timeout_seconds=0.05))
+    whole = Supervisor(settings, ["sleep", "1000"], stubborn)
+    ending = asyncio.ensure_future(whole.run())
+    await until(lambda: None not in (whole._engine, whole._spare, whole._fronts.get(1)))
+    await asyncio.sleep(0.3)  # until it has its trap
+    assert whole._engine is not None
+    assert whole._spare is not None
+    began = [process.pid for process in (whole._engine, whole._fronts[1], whole._spare.process)]
+    assert all(map(alive, began))
+    with structlog.testing.capture_logs() as lines:
+        whole._end(0)
+        assert await asyncio.wait_for(ending, 20) == EXIT_FAILED
+    assert {"event": "drain_timeout", "processes": 1, "log_level": "error"} in lines
+    assert {"event": "stopped", "exit_code": EXIT_FAILED, "log_level": "info"} in lines
+    assert not any(map(alive, began))
 
-    async def scenario() -> None:
-        settings = Settings(fronts=1, port=0, drain=Drain(delay_seconds=0, timeout_seconds=0.05))
-        whole = Supervisor(settings, ["sleep", "1000"], stubborn)
-        ending = asyncio.ensure_future(whole.run())
-        await until(lambda: None not in (whole._engine, whole._fronts.get(1)))
-        await asyncio.sleep(0.3)  # until it has its trap
-        began = [process.pid for process in whole._started]
-        with structlog.testing.capture_logs() as lines:
-            whole._end(0)
-            assert await asyncio.wait_for(ending, 20) == EXIT_FAILED
-        assert {"event": "drain_timeout", "processes": 1, "log_level": "error"} in lines
-        assert {"event": "stopped", "exit_code": EXIT_FAILED, "log_level": "info"} in lines
-        assert not any(map(alive, began))
 
-    asyncio.run(scenario())
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_process_whose_supervisor_is_gone_by_now_ends_at_once(is_there: bool) -> None:
+    """It would be told by nobody any more."""
+    role = Role("", os.getpid() if is_there else os.getppid())
+    command = [sys.executable, "-c", "from app.fronts.role import Role; Role.inherited(); print('begun')"]
+    done = subprocess.run(command, env=role.environment(), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == ((0, "begun\n") if is_there else (1, "")), done.stderr
+
+
+async def test_a_front_that_ended_before_it_had_its_number_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "PAUSE_SECONDS", 0.01)
+    whole = Supervisor(Settings(fronts=1, port=0), ["sleep", "1000"], ["true"])
+    take, numbers = whole._take_spare, list[int]()
+
+    async def ended() -> supervisor.Spare:
+        spare = await take()
+        await spare.process.wait()
+        numbers.append(spare.process.pid)
+        return spare
+
+    monkeypatch.setattr(whole, "_take_spare", ended)
+    ending = asyncio.ensure_future(whole.run())
+    await until(lambda: len(numbers) >= 3)
+    assert len(set(numbers)) == len(numbers)
+    whole._end(0)
+    assert await ending == 0
+
+
+async def test_what_is_gone_already_is_no_error(tmp_path: Path) -> None:
+    gone = await asyncio.create_subprocess_exec("true")
+    await gone.wait()
+    supervisor._send(gone, signal.SIGTERM)
+    supervisor._remove(tmp_path / "nothing")
+    (tmp_path / "somebody").mkdir()
+    (tmp_path / "somebody" / "file").touch()
+    supervisor._remove(tmp_path / "somebody")
+    assert (tmp_path / "somebody" / "file").exists()

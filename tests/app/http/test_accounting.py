@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import json
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +14,14 @@ import pytest
 import structlog
 from starlette.testclient import TestClient
 
+from app.http.application import create_app
+from app.http.call import Steps
 from app.service.service import RankingService
 from app.settings import Auth, Settings
 from tests.app import retrieving
-from tests.app.serving import good, served
+from tests.app.fakes import FakeEngine, Gate, until
+from tests.app.fakes import running as serving
+from tests.app.serving import ask, chunk, good, served
 
 KEY = "feed-key"
 EVENT = {"post_id": 17, "author_id": 5, "actions": ["favorite"]}
@@ -115,3 +122,107 @@ def test_a_name_in_a_header_comes_before_one_in_the_body(running: tuple[TestClie
         reply = client.post(path, json=CALLS[path][0], headers={"x-request-id": "mine"})
     assert reply.headers["x-request-id"] == "mine"
     assert [line["request_id"] for line in lines if line["event"] == "request"] == ["mine"]
+
+
+ODD: list[tuple[dict[str, str], int, str]] = [
+    ({"accept": "text/html"}, 406, "not_acceptable"),
+    ({"content-type": "text/plain"}, 415, "unsupported_media_type"),
+    ({"content-encoding": "br"}, 415, "unsupported_media_type"),
+    ({"content-length": "1000000000"}, 413, "too_large"),
+    ({"x-request-timeout-ms": "soon"}, 422, "invalid_request"),
+    ({"x-request-timeout-ms": "0"}, 504, "deadline_exceeded"),
+    ({"x-api-key": "wrong"}, 401, "unauthorized"),
+]
+
+
+@pytest.mark.parametrize(("headers", "status", "code"), ODD, ids=[code for _, _, code in ODD])
+@pytest.mark.parametrize("path", CALLS)
+def test_a_request_with_odd_headers_is_refused_counted_and_holds_nothing(
+    running: tuple[TestClient, RankingService], path: str, headers: dict[str, str], status: int, code: str
+) -> None:
+    client, service = running
+    before = samples(client)
+    with structlog.testing.capture_logs() as lines:
+        reply = client.post(path, json=CALLS[path][0], headers=headers)
+    problem = reply.json()
+    if (path, code) == ("/rank/batch", "deadline_exceeded"):  # each of its requests says so
+        assert [result["error"]["code"] for result in problem["results"]] == [code] * 2
+    else:
+        assert (reply.status_code, problem["code"]) == (status, code)
+        assert [line["code"] for line in lines if line["event"] == "request"] == [code]
+    after = samples(client)
+    labels = f'{{code="{reply.status_code}",method="POST",route="{path}"}}'
+    assert after[f"ranker_http_requests_total{labels}"] == before.get(f"ranker_http_requests_total{labels}", 0) + 1
+    name = 'ranker_rejected_total{reason="too_large"}'
+    assert after.get(name, 0) - before.get(name, 0) == (code == "too_large")
+    assert service.admission.requests == service.admission.candidates == 0
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("path", ["/rank", "/rank/batch", "/explain"])
+def test_neither_an_answer_nor_a_client_that_leaves_keeps_a_task_or_a_place(path: str, leaves: bool) -> None:
+    async def scenario() -> None:
+        gate = Gate()
+        if not leaves:
+            gate.opened.set()
+        async with serving(FakeEngine(before=gate)) as service:
+            app = create_app(Settings(), service)
+            before = asyncio.all_tasks()
+            body = chunk(json.dumps(CALLS[path][0]).encode(), False)
+            asking = asyncio.ensure_future(ask(app, [body], path=path))
+            if leaves:
+                await gate.reached()
+                asking.cancel()
+            ended = await asyncio.gather(asking, return_exceptions=True)
+            assert isinstance(ended[0], asyncio.CancelledError) == leaves
+            await until(lambda: service.admission.requests == 0)
+            await until(lambda: asyncio.all_tasks() <= before | {asyncio.current_task()})
+            gate.opened.set()
+
+    asyncio.run(scenario())
+
+
+def test_what_serves_posts_is_told(running: tuple[TestClient, RankingService]) -> None:
+    told = running[0].get("/info").json()["retrieval"]
+    assert told["corpus"]["posts"] == 299
+    assert told["model"] == {"name": "towers", "version": "v1"}
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_every_place_in_a_queue_is_taken_for_the_key_of_its_caller(
+    running: tuple[TestClient, RankingService], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or one caller could fill it under no name."""
+    client, service = running
+    keys: list[object] = []
+    for queue in (service.queue, service.retrieval.queue):
+        join = queue.join
+
+        def noted(job: Any, *given: Any, join: Any = join, **named: Any) -> Any:
+            keys.append(job.key)
+            return join(job, *given, **named)
+
+        monkeypatch.setattr(queue, "join", noted)
+    assert client.post(path, json=CALLS[path][0]).status_code == 200
+    assert set(keys) == {"feed"}
+    assert len(keys) == {"/rank/batch": 2, "/explain": 6, "/recommend": 2}.get(path, 1)
+
+
+def test_of_a_task_the_longest_step_counts_and_not_the_last() -> None:
+    def work(seconds: float) -> None:
+        until = time.thread_time() + seconds
+        while time.thread_time() < until:
+            pass
+
+    async def scenario() -> float:
+        steps = Steps()
+
+        async def several() -> float:
+            work(0.05)
+            await asyncio.sleep(0)
+            work(0.001)
+            return steps.held_seconds()
+
+        return await steps.run(several())
+
+    assert 0.05 <= asyncio.run(scenario()) < 0.2

@@ -577,3 +577,25 @@ def test_by_default_reloads_are_named_beside_the_first_checkpoint_and_never_from
     assert create_reloader(service, Settings(checkpoint=Path("/weights"), admin=Admin(root=Path("/a")))).root == Path(
         "/a"
     )
+
+
+def test_a_body_that_is_no_json_by_its_type_is_refused(client: TestClient) -> None:
+    headers = GOOD | {"content-type": "text/plain"}
+    reply = client.post("/admin/reload", content=b'{"checkpoint": "v1"}', headers=headers)
+    assert (reply.status_code, reply.json()["code"]) == (415, "unsupported_media_type")
+
+
+def test_a_reload_says_what_serves_now(retrieving_client: tuple[TestClient, RankingService]) -> None:
+    client, service = retrieving_client
+    reply = client.post("/admin/reload", json={"retrieval": "towers-v2", "corpus": "corpus-v2"}, headers=GOOD)
+    served = service.retrieval.served
+    assert reply.status_code == 200, reply.text
+    assert reply.json() == {
+        "retrieval": {
+            "name": served.manifest.name,
+            "version": served.manifest.version,
+            "digest": served.manifest.digest,
+        },
+        "corpus": {"name": served.corpus.name, "version": "v2", "digest": served.corpus.digest},
+        "result": "reloaded",
+    }

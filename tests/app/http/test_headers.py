@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.errors import InvalidRequest, NotAcceptable, TooLarge, UnsupportedMediaType
-from app.http.headers import BATCH, INFER, RANK, check_accept, check_length, timeout_seconds_of, wire_of
+from app.http.headers import BATCH, INFER, RANK, at_least_of, check_accept, check_length, timeout_seconds_of, wire_of
 from app.request.wires import BINARY, JSON, OBJECTS, TENSORS
 
 
@@ -74,3 +74,21 @@ def test_the_shorter_timeout_counts() -> None:
     for bad in (b"9" * 13, b"soon", b""):
         with pytest.raises(InvalidRequest):
             timeout_seconds_of({own: bad})
+
+
+@pytest.mark.parametrize("sent", ["", "0", "12", "1764000000000-0"])
+def test_which_change_a_caller_has_to_see(sent: str) -> None:
+    assert at_least_of({b"x-corpus-at-least": sent.encode()} if sent else {}) == sent
+
+
+@pytest.mark.parametrize("sent", ["x", "-1", "1.5", "1-2-3", "12 ", "\u00b2"])
+def test_a_change_that_is_no_number_is_refused(sent: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        at_least_of({b"x-corpus-at-least": sent.encode("latin-1")})
+    assert refused.value.problems[0][0] == "X-Corpus-At-Least"
+
+
+@pytest.mark.parametrize("sent", [b"x", b"0", b""])
+def test_what_envoy_says_of_no_timeout_is_none(sent: bytes) -> None:
+    assert timeout_seconds_of({b"x-envoy-expected-rq-timeout-ms": sent}) is None
+    assert timeout_seconds_of({b"x-envoy-expected-rq-timeout-ms": sent, b"x-request-timeout-ms": b"1500"}) == 1.5

@@ -7,8 +7,7 @@ import random
 import re
 
 from app.errors import NotFound
-from app.http.observe import Recorder, new_request_id
-from app.telemetry.logs import RequestLog
+from app.http.observe import Recorder, RequestLog, new_request_id
 from app.telemetry.metrics import Metrics
 
 

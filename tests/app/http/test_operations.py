@@ -87,3 +87,19 @@ def test_metrics_move_to_a_port_of_their_own() -> None:
                         assert (await client.get(path)).status_code == status
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "media_type"),
+    [
+        ("/livez", "application/json"),
+        ("/readyz", "application/json"),
+        ("/startupz", "application/json"),
+        ("/info", "application/json"),
+        ("/openapi.json", "application/json"),
+        ("/metrics", "text/plain; version=0.0.4; charset=utf-8"),
+        ("/docs", "text/html"),
+    ],
+)
+def test_each_page_says_what_it_is(client: TestClient, path: str, media_type: str) -> None:
+    assert client.get(path).headers["content-type"] == media_type

@@ -9,12 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
 from app.engine.admission import Refusal
+from app.errors import Overloaded
+from app.http import rank_batch
 from app.http.application import create_app
 from app.request.codec import Codec, Packed
 from app.settings import Batching, Limits, Queue, Settings
@@ -233,3 +236,31 @@ def test_between_requests_of_a_batch_that_hold_the_loop_others_come_first(monkey
         began = time.monotonic()
         assert errors(client, [good(user_id=user) for user in range(4)]) == [None] * 4
         assert time.monotonic() - began > 4 * 0.05
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_an_engine_process_refuses_beside_the_rest_of_its_batch_is_tried_again(
+    alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one process there is no room before it is sent; an engine process says so afterwards. By itself it is refused."""
+    real, tried, users = rank_batch.ranked, list[int](), [1] if alone else [1, 2, 3]
+
+    async def ranked(service: Any, ticket: Any, context: Any, candidates: Any) -> Any:
+        tried.append(context.user_id)
+        if tried == [1]:
+            await until(lambda: len(tried) == len(users))
+            ticket.release()
+            raise Overloaded("planted", retry_after_seconds=1.0)
+        await asyncio.sleep(0.2)  # the others are still under way when the first is refused
+        return await real(service, ticket, context, candidates)
+
+    monkeypatch.setattr(rank_batch, "ranked", ranked)
+    with served() as (client, service):
+        admit, again = service.admit, list[bool]()
+        monkeypatch.setattr(service, "admit", lambda *a, **b: (again.append(b["again"]), admit(*a, **b))[1])
+        reply = client.post("/rank/batch", json={"requests": [good(user_id=user) for user in users]})
+        codes = [result.get("error", {}).get("code") for result in reply.json()["results"]]
+        assert codes == (["overloaded"] if alone else [None] * 3)
+        assert sorted(tried) == sorted(users + ([] if alone else [1]))
+        assert again == [False] * len(users) + ([] if alone else [True]), "it is not asked for a second time"
+        assert service.admission.requests == 0

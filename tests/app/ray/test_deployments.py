@@ -48,7 +48,6 @@ def rows(request: pytest.FixtureRequest) -> Iterator[list[Row]]:
     rows: list[Row] = []
     yield rows
     capture = request.config.pluginmanager.getplugin("capturemanager")
-    assert capture is not None
     with capture.global_and_fixture_disabled():
         print(f"\n{table(rows)}")
 
@@ -56,14 +55,15 @@ def rows(request: pytest.FixtureRequest) -> Iterator[list[Row]]:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """Ray and Ray Serve on this machine, without an application."""
-    os.environ |= {
+    for name, value in {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",  # as docs/scaling.md says; both are read when Ray Serve is imported
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_raylet_start_wait_time_s": "120",  # on a busy machine the usual 30 are short
         "RAY_agent_register_timeout_ms": "120000",
-    }
+    }.items():
+        os.environ.setdefault(name, value)
     from ray import serve
 
     port = free_port()
@@ -273,14 +273,53 @@ def processor_seconds(*pids: int) -> float:
     return sum(int(fields[11]) + int(fields[12]) for fields in ticks) / os.sysconf("SC_CLK_TCK")
 
 
+@contextmanager
+def empty() -> Iterator[None]:
+    """What Ray Serve costs where nothing is done: `/one` answers, `/two` asks a second deployment first, as our ingress does."""
+    from ray import serve
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    options: dict[str, Any] = {"logging_config": {"enable_access_log": False}, "ray_actor_options": {"num_cpus": 0.5}}
+
+    @serve.deployment(name="Behind", **options)
+    class Behind:
+        async def answer(self, body: bytes) -> bytes:
+            return body
+
+    @serve.deployment(name="Front", **options)
+    class Front:
+        def __init__(self, behind: Any = None) -> None:
+            self.behind = behind
+
+        async def __call__(self, request: Request) -> Response:
+            body = await request.body()
+            return Response(body if self.behind is None else await self.behind.answer.remote(body))
+
+    try:
+        serve.run(Front.bind(), name="one", route_prefix="/one")
+        serve.run(Front.bind(Behind.bind()), name="two", route_prefix="/two")
+        yield
+    finally:
+        serve.delete("one")
+        serve.delete("two")
+
+
 def test_what_ray_costs_a_request(url: str, rows: list[Row]) -> None:
-    """Figures, no promises: the same requests in turns, at one connection."""
+    """Figures, no promises: the same requests in turns, at one connection, beside deployments that do nothing."""
     with (
         real(threads=1) as server,
         deployed(num_replicas=1),
+        empty(),
         httpx.Client(base_url=url, timeout=WAIT_SECONDS) as http,
         httpx.Client(base_url=server.url, timeout=WAIT_SECONDS) as alone,
     ):
+        idle: dict[str, list[float]] = {"/one": [], "/two": []}
+        for path, taken in idle.items():
+            for turn in range(REQUESTS + 20):
+                began = time.perf_counter()
+                assert http.post(path, json=body(1)).status_code == 200
+                taken += [time.perf_counter() - began] * (turn >= 20)
         seconds: dict[httpx.Client, list[float]] = {http: [], alone: []}
         for each in (http, alone):
             post(each, 1)
@@ -292,8 +331,11 @@ def test_what_ray_costs_a_request(url: str, rows: list[Row]) -> None:
                 taken.append(time.perf_counter() - began)
         used = processor_seconds() - before[0], processor_seconds(server.process.pid) - before[1]
     through, direct = (1e3 * statistics.median(taken) for taken in seconds.values())
+    one, two = (1e3 * statistics.median(taken) for taken in idle.values())
     for what, figure in (
         ("p50 of a request, one connection", through),
+        ("the same to a deployment of Ray Serve that does nothing", one),
+        ("the same to one that asks another one first", two),
         ("the same to a single process", direct),
         ("processor time of a request in proxy, ingress and replica", 1e3 * used[0] / REQUESTS),
         ("the same in a single process", 1e3 * used[1] / REQUESTS),

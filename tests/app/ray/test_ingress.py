@@ -19,6 +19,8 @@ from tests.app.fakes import run, until
 from tests.app.ray.planted import HANG, Planted
 from tests.app.serving import good
 
+pytestmark = pytest.mark.anyio
+
 
 class Lost(Exception):
     """What a handle raises where the replica is gone."""
@@ -142,18 +144,15 @@ def test_of_a_body_that_is_too_long_no_more_is_passed_on_than_shows_it() -> None
     assert len(asking(..., settings=SMALL, body=b" " * 5000, content_length="0")[3].asked[0].body) == 1025
 
 
-def test_a_full_queue_is_429_with_the_time_to_come_back() -> None:
-    async def main() -> None:
-        async with planted(Settings(queue=Queue(max_requests=1), deadline=Deadline(default_seconds=0.3))) as replica:
-            handle = Handle(replica.answer)
-            first = asyncio.ensure_future(ask(handle, good(user_id=HANG), replica.settings))
-            await until(lambda: replica.service.admission.requests == 1)
-            status, headers, body = await ask(handle, good(), replica.settings)
-            assert (status, body["code"]) == (429, "overloaded")
-            assert int(headers["retry-after"]) >= 1
-            assert (await first)[0] == 504  # the replica's own, at its deadline
-
-    run(main())
+async def test_a_full_queue_is_429_with_the_time_to_come_back() -> None:
+    async with planted(Settings(queue=Queue(max_requests=1), deadline=Deadline(default_seconds=0.3))) as replica:
+        handle = Handle(replica.answer)
+        first = asyncio.ensure_future(ask(handle, good(user_id=HANG), replica.settings))
+        await until(lambda: replica.service.admission.requests == 1)
+        status, headers, body = await ask(handle, good(), replica.settings)
+        assert (status, body["code"]) == (429, "overloaded")
+        assert int(headers["retry-after"]) >= 1
+        assert (await first)[0] == 504  # the replica's own, at its deadline
 
 
 def test_a_lost_replica_is_asked_again_elsewhere_once() -> None:
@@ -189,19 +188,16 @@ def test_the_time_that_is_left_is_passed_on() -> None:
     assert with_time(asked, 1) is asked  # its caller has set none
 
 
-def test_a_client_that_disconnects_frees_its_place() -> None:
-    async def main() -> None:
-        async with planted() as replica:
-            asked = asyncio.ensure_future(ask(Handle(replica.answer), good(user_id=HANG)))
-            await until(lambda: replica.service.admission.requests == 1)
-            asked.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asked
-            await until(lambda: replica.service.admission.requests == 0)
-            counted = b'ranker_http_requests_total{code="499",method="POST",route="/rank"} 1.0'
-            assert counted in (await replica.exposition())[1]
-
-    run(main())
+async def test_a_client_that_disconnects_frees_its_place() -> None:
+    async with planted() as replica:
+        asked = asyncio.ensure_future(ask(Handle(replica.answer), good(user_id=HANG)))
+        await until(lambda: replica.service.admission.requests == 1)
+        asked.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asked
+        await until(lambda: replica.service.admission.requests == 0)
+        counted = b'ranker_http_requests_total{code="499",method="POST",route="/rank"} 1.0'
+        assert counted in (await replica.exposition())[1]
 
 
 def test_metrics_of_all_replicas_are_one_exposition() -> None:

@@ -22,6 +22,7 @@ from tests.sanitized import run_sanitized
 SOURCE = Path(codec.__file__).parent / "native/codec.cpp"
 pytest.importorskip("torch", reason="what the codec is compared with needs torch")
 import tests.app.request.test_retrieval as posts  # noqa: E402
+import tests.app.request.test_text_ids as texts  # noqa: E402
 from tests.app.request.test_codec import FORM, LIMITS, MANIFEST, asked, differing, render, scored  # noqa: E402
 
 MODULE = "tests.app.request.test_codec_sanitizers"
@@ -37,8 +38,17 @@ def read_and_write(library: Path) -> int:
     different = len(differing([raw[:end] for end in range(len(raw))] + list(islice(mutated(5), MUTATED)), made))
     for count, form in ((1, "objects"), (7, "columns"), (300, "objects")):
         numbers = np.random.default_rng(count).integers(0, 0x7F800000, 3 * count, dtype=np.uint32).view(np.float32)
-        request = replace(asked(count, reply=form), weights=np.array([1e-30, -3.0, 1.7]))
+        weights = np.array([1e-30, -3.0, 1.7, *[0.004] * (count == 7)])
+        request = replace(asked(count, reply=form), weights=weights, has_offset=count == 7)
         forms, scores = (replace(FORM, codec=made), FORM), scored(numbers, count)
+        ours, theirs = (b"".join(render(request, scores, use, history_used=0, timings_ms={})) for use in forms)
+        different += ours != theirs
+    spoken = Codec(open_library(library), texts.MANIFEST, texts.WORDS, LIMITS)
+    bodies = [raw[:end] for raw in texts.GOOD_ONES for end in range(len(raw) + 1)]
+    different += len(texts.differing([*bodies, *islice(mutated(6, texts.GOOD_ONES), MUTATED)], spoken))
+    for form in ("objects", "columns"):
+        request, scores = texts.asked(["é", '"', ",", "a" * 128], reply=form), texts.scored(4)
+        forms = replace(texts.FORM, codec=spoken), texts.FORM
         ours, theirs = (b"".join(render(request, scores, use, history_used=0, timings_ms={})) for use in forms)
         different += ours != theirs
     for count, wish in itertools.product((1, 7, 300), posts.WISHED):

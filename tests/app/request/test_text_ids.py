@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,6 +86,12 @@ def named(id_: Any) -> Any:
 
 
 TEXTS = spelled(good(reply="objects"))
+MASKED = {"post_id": ["h", "i"], "author_id": ["x", "y"], "actions": [5, 0]}
+GOOD_ONES = [*map(orjson.dumps, (
+    TEXTS,
+    TEXTS | {"history": MASKED, "candidates": in_arrays(TEXTS["candidates"][:1] * 3), "weights": "x-2026-09", "score": "offset"},
+    {"context": "0123456789abcdef" * 2, "candidates": TEXTS["candidates"]},
+))]  # fmt: skip
 
 
 def plain(raw: bytes) -> list[Any] | None:
@@ -94,13 +102,13 @@ def plain(raw: bytes) -> list[Any] | None:
     return told(request, features.context_of(request, CONFIG), features.candidates_of(request, CONFIG))
 
 
-def compiled(raw: bytes) -> list[Any] | None:
-    packed = CODEC.read(raw)
+def compiled(raw: bytes, made: Codec = CODEC) -> list[Any] | None:
+    packed = made.read(raw)
     return None if packed is None else told(*packed.unpack(CONFIG))
 
 
-def differing(raws: Iterator[bytes] | list[bytes]) -> list[bytes]:
-    read = ((raw, compiled(raw)) for raw in raws)
+def differing(raws: Iterator[bytes] | list[bytes], made: Codec = CODEC) -> list[bytes]:
+    read = ((raw, compiled(raw, made)) for raw in raws)
     return [raw for raw, found in read if found is not None and found != plain(raw)]
 
 
@@ -136,6 +144,13 @@ def test_both_readers_hash_as_the_definition_says() -> None:
         assert compiled(raw) == plain(raw)
 
 
+def test_the_pages_test_vectors_are_right() -> None:
+    page = (Path(__file__).parents[3] / "docs/api.md").read_text()
+    vectors = re.findall(r"^\| `(.+)` \| `([0-9a-f]{16})` \|$", page, re.MULTILINE)
+    assert len(vectors) == 6
+    assert [f"{text_id(text):016x}" for text, _ in vectors] == [hash_ for _, hash_ in vectors]
+
+
 @settings(max_examples=300, deadline=None)
 @given(bodies.nearly_valid(), st.lists(texts, min_size=1, max_size=5))
 def test_nearly_valid_bodies_are_read_alike_or_declined(value: Any, ids: list[str]) -> None:
@@ -147,13 +162,8 @@ def test_nearly_valid_bodies_are_read_alike_or_declined(value: Any, ids: list[st
 
 
 def test_mutated_bodies_are_read_alike_or_declined() -> None:
-    shapes = [
-        TEXTS,
-        TEXTS | {"history": in_arrays(TEXTS["history"]), "candidates": in_arrays(TEXTS["candidates"][:1] * 3)},
-    ]
-    good_ones = [orjson.dumps(shape) for shape in shapes]
-    assert all(CODEC.read(raw) is not None for raw in good_ones)
-    assert differing(islice(mutated(2, good_ones), 6000)) == []
+    assert all(CODEC.read(raw) is not None for raw in GOOD_ONES)
+    assert differing(islice(mutated(2, GOOD_ONES), 6000)) == []
 
 
 TAILS = (

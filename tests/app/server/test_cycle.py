@@ -1,7 +1,8 @@
-"""Requests without ASGI: one write a reply, disconnects as a call, one timer a connection, nothing left to collect."""
+"""Requests without ASGI: one write a reply, disconnects as a call, no timer a connection, nothing left to collect."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import gzip
 import json
@@ -22,13 +23,13 @@ from app.loop_lag import LoopLag
 from app.server import connection, cycle
 from app.server.connection import Connection
 from app.server.cycle import Cycle
-from app.server.deadline import Deadline
 from loadtest.generate.payload import post, rank_body, rank_request
 from loadtest.generate.tensors import inference_of
 from loadtest.soak.fake_engine import ACTIONS, FakeEngine
+from tests.app.bounds import overrun
 from tests.app.fakes import Gate
 from tests.app.retrieving import loader as retrieval
-from tests.reliability.live import Live, connect, exchange, live, one_reply, read_all, statuses, wait_until
+from tests.reliability.live import Live, asked, connect, exchange, live, one_reply, read_all, statuses, wait_until
 
 
 class Recorded:
@@ -147,21 +148,27 @@ def test_without_the_call_the_work_is_done_for_nobody(monkeypatch: pytest.Monkey
         assert engine.forwards == [[1], [2]]
 
 
-def test_a_connection_keeps_its_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_timer, timers = Deadline._set_timer, []
-
-    def counting(deadline: Deadline, until: float | None) -> None:
-        timers.append(until)
-        set_timer(deadline, until)
-
-    monkeypatch.setattr(Deadline, "_set_timer", counting)
+def timers(requests: int) -> int:
+    """Timers that the event loop makes for the connections of a server, beside those of its clocks."""
     with live(FakeEngine()) as server, connect(server.port) as sock:
-        for user in range(20):
-            sock.sendall(rank_request(user))
-            assert statuses(one_reply(sock)) == [200]
-        assert (
-            len(timers) <= 3
-        )  # for the connect, the first headers and the first body; later deadlines lie behind those
+        made, call_at = [], server.loop.call_at
+
+        def counting(when: float, callback: Any, *arguments: Any, **named: Any) -> asyncio.TimerHandle:
+            if isinstance(getattr(callback, "__self__", None), Connection):
+                made.append(callback)
+            return call_at(when, callback, *arguments, **named)
+
+        server.loop.call_at = counting  # type: ignore[method-assign]
+        for user in range(requests):
+            assert asked(sock, rank_request(user)) == 200
+        return len(made)
+
+
+def test_a_deadline_takes_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert timers(20) == 0
+    monkeypatch.setattr(connection, "rest_seconds", lambda seconds: 0.001)
+    monkeypatch.setattr(cycle, "SHORT_BYTES", 0)
+    assert timers(20) >= 20  # the control: a rest takes one
 
 
 def kept_objects() -> int:
@@ -194,10 +201,7 @@ def test_a_request_leaves_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_refusal_leaves_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LoopLag, "refuses", lambda *_: True)
-    monkeypatch.setattr(
-        LoopLag, "overrun", property(lambda _: True, lambda lag, value: vars(lag).update(overrun=value)), raising=False
-    )
+    overrun(monkeypatch)
     assert left_over([rank_request(1), rank_request(2, headers={"Connection": "close"})]) == 0
     monkeypatch.setattr(LoopLag, "is_short_of_time", True)
     monkeypatch.setattr("app.server.observer.HELD_REFUSALS", 0)
@@ -206,8 +210,7 @@ def test_a_refusal_leaves_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
         gc.disable()
         try:
             for _ in range(100):  # all but the first as a repeated one
-                sock.sendall(rank_request(1))
-                assert statuses(one_reply(sock)) == [429]
+                assert asked(sock, rank_request(1)) == 429
             assert gc.collect() < 100
         finally:
             gc.enable()
@@ -239,8 +242,7 @@ def test_every_request_is_counted_once(tmp_path: Path) -> None:
             ]
 
         for (_, code), request in sent.items():
-            sock.sendall(request)
-            assert statuses(one_reply(sock)) == [int(code)]
+            assert asked(sock, request) == int(code)
         wait_until(lambda: counted()[-1])
         assert counted() == [1, 1, 1]
 
@@ -252,8 +254,7 @@ def test_only_what_may_be_long_is_timed(monkeypatch: pytest.MonkeyPatch) -> None
     coded = b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\n"
     with live(FakeEngine()) as server, connect(server.port, 5) as sock:
         for request, times in ((rank_request(1), 0), (coded + b"Content-Length: %d\r\n\r\n%b" % (len(body), body), 1)):
-            sock.sendall(request)
-            assert statuses(one_reply(sock)) == [200]
+            assert asked(sock, request) == 200
             assert len(held) == times
 
 
@@ -265,8 +266,7 @@ def test_a_connection_rests_after_a_request_for_posts_too(monkeypatch: pytest.Mo
     with live(FakeEngine(), retrieval(tmp_path)) as server, connect(server.port, 30) as sock:
         began = time.monotonic()
         for sent, status in ((body, 200), (body.replace(b"user_id", b"userXid"), 422), (body, 200)):
-            sock.sendall(sent)
-            assert statuses(one_reply(sock)) == [status]
+            assert asked(sock, sent) == status
         assert time.monotonic() - began > 2 * 0.05
     assert len(rests) == 4, "a refused one rests as well: for its refusal, and for its body"
 
@@ -279,8 +279,7 @@ def test_a_connection_that_held_the_loop_rests_and_then_goes_on(monkeypatch: pyt
         read.clear()
         with live(FakeEngine()) as server, connect(server.port, 5) as sock:
             for user in range(10):
-                sock.sendall(rank_request(user))
-                assert statuses(one_reply(sock)) == [200]
+                assert asked(sock, rank_request(user)) == 200
             sock.sendall(b"".join(map(rank_request, range(9))) + rank_request(9, headers={"Connection": "close"}))
             assert statuses(read_all(sock)) == [200] * 10
         gaps = [after - before for before, after in pairwise(read)]
@@ -302,7 +301,7 @@ def test_who_ranks_nothing_rests_the_longer_the_more_there_are(
 ) -> None:
     """Also within one read; a ranking in between waits on its own connection, and on no other."""
     told: list[tuple[float, int]] = []
-    rests = [0.05]
+    rests = [0.3]
 
     def rest(held: float, resting: int) -> float:
         told.append((held, resting))
@@ -312,19 +311,17 @@ def test_who_ranks_nothing_rests_the_longer_the_more_there_are(
     with live(FakeEngine()) as server, connect(server.port, 5) as one, connect(server.port, 5) as other:
         began = time.monotonic()
         one.sendall(request_ * 3 + rank_request(1, headers={"Connection": "close"}))
-        other.sendall(rank_request(2))
-        assert statuses(one_reply(other)) == [200]
-        assert time.monotonic() - began < 0.12
+        assert asked(other, rank_request(2)) == 200
+        assert len(told) < 3, "the first connection still rests"
         assert statuses(read_all(one)) == [status] * 3 + [200]
-        assert time.monotonic() - began > 3 * 0.05
+        assert time.monotonic() - began > 3 * 0.3
         assert [resting for _, resting in told] == [0, 0, 0]
-        assert all(0 < held < 0.02 for held, _ in told)
+        assert all(0 < held < 0.3 for held, _ in told), "without the rest before"
         wait_until(lambda: server.server.observer.resting == 0)
         rests[0] = 1.0
         with connect(server.port, 5) as third:
             for number, sock in enumerate((other, third), 4):
-                sock.sendall(request_)
-                assert statuses(one_reply(sock)) == [status]
+                assert asked(sock, request_) == status
                 wait_until(lambda number=number: len(told) == number)
             assert [resting for _, resting in told[3:]] == [0, 1]
         wait_until(lambda: server.server.observer.resting == 0)

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 import pytest
 
 from app.loop_lag import LoopLag
-from app.server.patience import HOLD_SECONDS, REPEAT_SECONDS
+from app.server.observer import HOLD_SECONDS, REPEAT_SECONDS
 from app.settings import Connections
 from loadtest.generate.payload import rank_request
 from loadtest.soak.fake_engine import FakeEngine
-from tests.reliability.live import Live, connect, live, one_reply, read_all, statuses, wait_until
+from tests.app.bounds import overrun
+from tests.reliability.live import Live, asked, connect, live, one_reply, read_all, statuses, wait_until
 
 ENGINE = FakeEngine()
 
@@ -22,11 +23,7 @@ ENGINE = FakeEngine()
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
     """Refuses every request; at most two refusals wait."""
-    monkeypatch.setattr(LoopLag, "refuses", lambda lag, unanswered: True)
-    monkeypatch.setattr(
-        LoopLag, "overrun", property(lambda _: True, lambda lag, value: vars(lag).update(overrun=value)), raising=False
-    )
-    monkeypatch.setattr(LoopLag, "is_short_of_time", True)
+    overrun(monkeypatch, short_of_time=True)
     monkeypatch.setattr("app.server.observer.HELD_REFUSALS", 2)
     with live(ENGINE) as opened:
         yield opened
@@ -36,8 +33,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
 def refused_after(sock: socket.socket) -> float:
     """Seconds that one more refusal takes on this connection."""
     began = time.monotonic()
-    sock.sendall(rank_request(1))
-    assert statuses(one_reply(sock)) == [429]
+    assert asked(sock, rank_request(1)) == 429
     return time.monotonic() - began
 
 
@@ -78,7 +74,7 @@ def test_the_number_that_waits_is_bounded(server: Live) -> None:
 
 
 def test_a_drain_ends_the_waiting(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.server.patience.HOLD_SECONDS", 60.0)
+    monkeypatch.setattr("app.server.observer.HOLD_SECONDS", 60.0)
     with connect(server.port) as sock:
         refused_after(sock)
         sock.sendall(rank_request(1))
@@ -88,7 +84,7 @@ def test_a_drain_ends_the_waiting(server: Live, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_disconnect_is_forgotten(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.server.patience.HOLD_SECONDS", 60.0)
+    monkeypatch.setattr("app.server.observer.HOLD_SECONDS", 60.0)
     with connect(server.port) as sock:
         refused_after(sock)
         sock.sendall(rank_request(1))
@@ -120,27 +116,15 @@ def test_every_refusal_is_named_and_counted_once(server: Live) -> None:
 
 def test_with_room_again_the_same_request_is_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
     with live(FakeEngine()) as server, connect(server.port) as sock, monkeypatch.context() as refusing:
-        refusing.setattr(LoopLag, "refuses", lambda lag, unanswered: True)
-        refusing.setattr(
-            LoopLag,
-            "overrun",
-            property(lambda _: True, lambda lag, value: vars(lag).update(overrun=value)),
-            raising=False,
-        )
-        refusing.setattr(LoopLag, "is_short_of_time", True)
+        overrun(refusing, short_of_time=True)
         refused_after(sock)
         refused_after(sock)
         refusing.undo()
-        sock.sendall(rank_request(1))
-        assert statuses(one_reply(sock)) == [200]
+        assert asked(sock, rank_request(1)) == 200
 
 
 def test_the_connection_of_a_refusal_that_waits_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LoopLag, "refuses", lambda lag, unanswered: True)
-    monkeypatch.setattr(
-        LoopLag, "overrun", property(lambda _: True, lambda lag, value: vars(lag).update(overrun=value)), raising=False
-    )
-    monkeypatch.setattr(LoopLag, "is_short_of_time", True)
+    overrun(monkeypatch, short_of_time=True)
     with live(FakeEngine(), connections=Connections(keep_alive_seconds=0.3)) as server, connect(server.port) as sock:
         refused_after(sock)
         time.sleep(0.2)

@@ -45,7 +45,7 @@ def test_the_process_may_hold_more_connections_than_the_shell_allows() -> None:
 
 
 def test_a_start_a_reload_by_signal_a_drain_and_exit_0() -> None:
-    with started(*FAULTY, drain__delay_seconds="0.5") as server:
+    with started(*FAULTY, drain__delay_seconds=4) as server:
         server.wait_ready("/livez")
         server.wait_ready()
         server.process.send_signal(signal.SIGTERM)

@@ -12,8 +12,7 @@ from prometheus_client import Counter
 
 from app.errors import DeadlineExceeded
 from app.service.service import RankingService
-from app.telemetry.distributions import Histograms
-from app.telemetry.metrics import Metrics
+from app.telemetry.metrics import Histograms, Metrics
 from tests.app.fakes import FakeEngine, Gate, rank, right, running
 from tests.app.serving import good, served
 

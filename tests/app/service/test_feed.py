@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,14 @@ from loadtest.servers.stream import RedisServer
 from tests.app import retrieving
 from tests.app.fakes import FakeClock, until
 from tests.app.service.test_retrieval import DEADLINE, everything, found, query
+from tests.app.serving import value_of
 
-pytestmark = pytest.mark.skipif(not RedisServer.is_installed(), reason="Debian's redis-server is not installed")
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(not RedisServer.is_installed(), reason="Debian's redis-server is not installed"),
+]
+
+read = partial(read_change, ids="uint64")
 
 
 @pytest.fixture
@@ -48,7 +55,7 @@ async def replica(redis: RedisServer, root: Path, lag_seconds: float = 300.0) ->
     """One with a directory of its own, which is there already after the first time."""
     paths = paths_of(root)
     service = RetrievalService(retrieval_loader(*paths, Settings(threads=1)), Settings(), Metrics(), FakeClock())
-    service.feed = FeedReader(open_feed(redis.url("posts")), read_change, service.metrics, lag_seconds)
+    service.feed = FeedReader(open_feed(redis.url("posts")), read, service.metrics, lag_seconds)
     await service.load()
     try:
         yield service
@@ -56,15 +63,9 @@ async def replica(redis: RedisServer, root: Path, lag_seconds: float = 300.0) ->
         await service.stop(5.0)
 
 
-def state_of(service: RetrievalService) -> Changed:
-    state = service.state()
-    assert state is not None
-    return state
-
-
 async def at(service: RetrievalService, position: str) -> Changed:
-    await until(lambda: state_of(service).mark.position == position)
-    return state_of(service)
+    await until(lambda: service.state().mark.position == position)  # type: ignore[union-attr]
+    return service.state()  # type: ignore[return-value]
 
 
 def write(redis: RedisServer, *changes: object) -> str:
@@ -88,52 +89,46 @@ def some(count: int, seed: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def test_replicas_agree_whatever_the_batches_and_restarts(
+async def test_replicas_agree_whatever_the_batches_and_restarts(
     tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One takes one entry at a time, one many; one is stopped and compacted in between: one sequence, digest and answer."""
     monkeypatch.setattr("app.service.retrieval.COMPACT_ROWS", 30)
-
-    async def scenario() -> None:
-        async with replica(redis, tmp_path / "a") as one:
-            monkeypatch.setattr(reader, "MOST_ENTRIES", 1)
-            async with replica(redis, tmp_path / "b") as other:
-                last = write(redis, *some(40, 1))
-                await at(one, last), await at(other, last)
-            monkeypatch.setattr(reader, "MOST_ENTRIES", 2000)
-            last = write(redis, *some(40, 2))
-            async with replica(redis, tmp_path / "b") as other:
-                first, second = await at(one, last), await at(other, last)
-                assert first.mark == second.mark
-                assert (first.mark.sequence, first.posts) == (80, second.posts)
-                ours, theirs = [await found(each, query(1, 500), DEADLINE) for each in (one, other)]
-                assert everything(ours) == everything(theirs)
-                assert ours.posts.mark == first.mark
-        async with replica(redis, tmp_path / "c") as third:
-            assert (await at(third, last)).mark == first.mark
-
-    asyncio.run(scenario())
+    async with replica(redis, tmp_path / "a") as one:
+        monkeypatch.setattr(reader, "MOST_ENTRIES", 1)
+        async with replica(redis, tmp_path / "b") as other:
+            last = write(redis, *some(40, 1))
+            await at(one, last), await at(other, last)
+        monkeypatch.setattr(reader, "MOST_ENTRIES", 2000)
+        last = write(redis, *some(40, 2))
+        async with replica(redis, tmp_path / "b") as other:
+            first, second = await at(one, last), await at(other, last)
+            assert first.mark == second.mark
+            assert (first.mark.sequence, first.posts) == (80, second.posts)
+            ours, theirs = [await found(each, query(1, 500), DEADLINE) for each in (one, other)]
+            assert everything(ours) == everything(theirs)
+            assert ours.posts.mark == first.mark
+    async with replica(redis, tmp_path / "c") as third:
+        assert (await at(third, last)).mark == first.mark
 
 
-def test_a_change_that_was_recorded_and_not_made_is_made_once(
+async def test_a_change_that_was_recorded_and_not_made_is_made_once(
     tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine fails after the disk has it: the log is read again, and the feed goes on behind it."""
-
-    async def scenario() -> None:
-        async with replica(redis, tmp_path / "a") as service:
-            await at(service, write(redis, upsert(900)))
-            engine = service._loaded.engine
-            monkeypatch.setattr(engine, "change", lambda change: (_ for _ in ()).throw(RuntimeError("planted")))
-            last = write(redis, upsert(901), {"delete": [900]})
-            state = await at(service, last)
-            assert (state.mark.sequence, state.posts) == (3, 299 + 1)
-            assert service._loaded.engine is not engine
-
-    asyncio.run(scenario())
+    async with replica(redis, tmp_path / "a") as service:
+        await at(service, write(redis, upsert(900)))
+        engine = service._loaded.engine
+        monkeypatch.setattr(engine, "change", lambda change: (_ for _ in ()).throw(RuntimeError("planted")))
+        last = write(redis, upsert(901), {"delete": [900]})
+        state = await at(service, last)
+        assert (state.mark.sequence, state.posts) == (3, 299 + 1)
+        assert service._loaded.engine is not engine
 
 
-def test_what_cannot_be_read_is_counted_said_and_kept_and_stops_nobody(tmp_path: Path, redis: RedisServer) -> None:
+async def test_what_cannot_be_read_is_counted_said_and_kept_and_stops_nobody(
+    tmp_path: Path, redis: RedisServer
+) -> None:
     bad = [
         "{",
         "",
@@ -141,114 +136,92 @@ def test_what_cannot_be_read_is_counted_said_and_kept_and_stops_nobody(tmp_path:
         '{"upsert": [{"post_id": 0, "author_id": 1}]}',
         json.dumps({"delete": [1], "more": 2}),
     ]
-
-    async def scenario() -> None:
-        async with replica(redis, tmp_path / "a") as service:
-            with structlog.testing.capture_logs() as logs:
-                last = write(redis, upsert(900), *bad, upsert(901), "[]")
-                state = await at(service, last)
-            assert (state.mark.sequence, state.posts) == (2, 299 + 2)
-            counted = service.metrics.feed_entries
-            await until(lambda: counted.labels("made")._value.get() == 2)
-            assert counted.labels("unreadable")._value.get() == 6
-            said = [line for line in logs if line["event"] == "feed_entry_unreadable"]
-            assert len(said) == 6
-            assert all(line["reason"] and line["position"] for line in said)
-        buried = redis.client().xrange("posts:unreadable")
-        assert [fields[b"change"].decode() for _, fields in buried] == [*bad, "[]"]
-
-    asyncio.run(scenario())
+    async with replica(redis, tmp_path / "a") as service:
+        with structlog.testing.capture_logs() as logs:
+            last = write(redis, upsert(900), *bad, upsert(901), "[]")
+            state = await at(service, last)
+        assert (state.mark.sequence, state.posts) == (2, 299 + 2)
+        counted = service.metrics.feed_entries
+        await until(lambda: counted.labels("made")._value.get() == 2)
+        assert counted.labels("unreadable")._value.get() == 6
+        said = [line for line in logs if line["event"] == "feed_entry_unreadable"]
+        assert len(said) == 6
+        assert all(line["reason"] and line["position"] for line in said)
+    buried = redis.client().xrange("posts:unreadable")
+    assert [fields[b"change"].decode() for _, fields in buried] == [*bad, "[]"]
 
 
-def test_who_is_behind_serves_on_and_says_so(tmp_path: Path, redis: RedisServer) -> None:
-    async def scenario() -> None:
-        async with replica(redis, tmp_path / "a", lag_seconds=1.0) as service:
-            assert service.feed is not None
-            assert service.problem == "The posts have not been read from their feed yet."
-            await until(lambda: service.problem == "")
-            redis.kill()
-            await until(lambda: "behind their feed" in service.problem)
-            assert "Connection" in service.problem
-            assert len((await found(service, query(1), DEADLINE)).posts) == 5
-            assert (service.feed.lag_seconds or 0) > 1
-            redis.start()
-            last = write(redis, upsert(900))
-            await at(service, last)
-            await until(lambda: service.problem == "")
-
-    asyncio.run(scenario())
+async def test_who_is_behind_serves_on_and_says_so(tmp_path: Path, redis: RedisServer) -> None:
+    async with replica(redis, tmp_path / "a", lag_seconds=1.0) as service:
+        assert service.feed is not None
+        assert service.problem == "The posts have not been read from their feed yet."
+        await until(lambda: service.problem == "")
+        redis.kill()
+        await until(lambda: "behind their feed" in service.problem)
+        assert "Connection" in service.problem
+        assert len((await found(service, query(1), DEADLINE)).posts) == 5
+        assert (service.feed.lag_seconds or 0) > 1
+        redis.start()
+        last = write(redis, upsert(900))
+        await at(service, last)
+        await until(lambda: service.problem == "")
 
 
-def test_a_gap_is_no_silence(tmp_path: Path, redis: RedisServer) -> None:
-    async def scenario() -> None:
-        async with replica(redis, tmp_path / "a") as service:
-            await at(service, write(redis, upsert(900)))
-        write(redis, upsert(901), upsert(902))
-        redis.client().xtrim("posts", maxlen=1, approximate=False)
-        async with replica(redis, tmp_path / "a", lag_seconds=0.1) as service:
-            await until(lambda: "no longer holds" in service.problem)
-            assert state_of(service).mark.sequence == 1
-
-    asyncio.run(scenario())
+async def test_a_gap_is_no_silence(tmp_path: Path, redis: RedisServer) -> None:
+    async with replica(redis, tmp_path / "a") as service:
+        await at(service, write(redis, upsert(900)))
+    write(redis, upsert(901), upsert(902))
+    redis.client().xtrim("posts", maxlen=1, approximate=False)
+    async with replica(redis, tmp_path / "a", lag_seconds=0.1) as service:
+        await until(lambda: "no longer holds" in service.problem)
+        assert service.state().mark.sequence == 1
 
 
-def test_two_processes_on_one_directory_make_each_change_once(tmp_path: Path, redis: RedisServer) -> None:
-    async def scenario() -> None:
-        async with replica(redis, tmp_path / "a", 2.0) as first, replica(redis, tmp_path / "a", 2.0) as second:
-            last = write(redis, *some(30, 3))
-            assert (await at(first, last)).mark == (await at(second, last)).mark
-            assert state_of(first).mark.sequence == 30
-            await until(lambda: first.problem == second.problem == "")
-
-    asyncio.run(scenario())
+async def test_two_processes_on_one_directory_make_each_change_once(tmp_path: Path, redis: RedisServer) -> None:
+    async with replica(redis, tmp_path / "a", 2.0) as first, replica(redis, tmp_path / "a", 2.0) as second:
+        last = write(redis, *some(30, 3))
+        assert (await at(first, last)).mark == (await at(second, last)).mark
+        assert first.state().mark.sequence == 30
+        await until(lambda: first.problem == second.problem == "")
 
 
-def test_posts_change_by_the_feed_alone(tmp_path: Path, redis: RedisServer) -> None:
-    async def scenario() -> None:
-        async with replica(redis, tmp_path / "a") as service:
-            with pytest.raises(ChangedByFeed):
-                await service.change(read_change(json.dumps(upsert(1)).encode(), "uint64"))
-
-    asyncio.run(scenario())
+async def test_posts_change_by_the_feed_alone(tmp_path: Path, redis: RedisServer) -> None:
+    async with replica(redis, tmp_path / "a") as service:
+        with pytest.raises(ChangedByFeed):
+            await service.change(read(json.dumps(upsert(1)).encode()))
 
 
-def test_a_caller_sees_its_own_write_or_is_told(tmp_path: Path, redis: RedisServer) -> None:
-    async def scenario() -> None:
-        async with replica(redis, tmp_path / "a") as service:
-            last = write(redis, upsert(900))
-            await at(service, last)
-            beyond = f"{int(time.time() * 1000) + 60_000}-0"
-            for wanted, is_there in (("0", True), ("1", True), ("2", False), (last, True), (beyond, False)):
-                asked = query(1, 500)
-                asked.at_least = wanted
-                if is_there:
-                    assert 900 in (await found(service, asked, DEADLINE)).posts.post_ids
-                else:
-                    with pytest.raises(CorpusBehind) as raised:
-                        await found(service, asked, DEADLINE)
-                    assert raised.value.retry_after_seconds == 1.0
-
-    asyncio.run(scenario())
+async def test_a_caller_sees_its_own_write_or_is_told(tmp_path: Path, redis: RedisServer) -> None:
+    async with replica(redis, tmp_path / "a") as service:
+        last = write(redis, upsert(900))
+        await at(service, last)
+        beyond = f"{int(time.time() * 1000) + 60_000}-0"
+        for wanted, is_there in (("0", True), ("1", True), ("2", False), (last, True), (beyond, False)):
+            asked = query(1, 500)
+            asked.at_least = wanted
+            if is_there:
+                assert 900 in (await found(service, asked, DEADLINE)).posts.post_ids
+            else:
+                with pytest.raises(CorpusBehind) as raised:
+                    await found(service, asked, DEADLINE)
+                assert raised.value.retry_after_seconds == 1.0
 
 
-def test_a_milestone_is_shown_exactly(tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_milestone_is_shown_exactly(
+    tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Replicas that are scraped at different moments show their digests after the same change."""
     monkeypatch.setattr(reader, "MILESTONE", 8)
     monkeypatch.setattr("app.service.retrieval.MILESTONE", 8)
-
-    async def scenario() -> None:
-        changes = some(30, 4)
-        last = write(redis, *changes)
-        async with replica(redis, tmp_path / "a") as one:
-            await at(one, last)
-            assert one.milestone is not None
-            assert one.milestone.sequence == 24
-            monkeypatch.setattr(reader, "MOST_ENTRIES", 5)
-            async with replica(redis, tmp_path / "b") as other:
-                await at(other, last)
-                assert other.milestone == one.milestone
-
-    asyncio.run(scenario())
+    changes = some(30, 4)
+    last = write(redis, *changes)
+    async with replica(redis, tmp_path / "a") as one:
+        await at(one, last)
+        assert one.milestone.sequence == 24
+        monkeypatch.setattr(reader, "MOST_ENTRIES", 5)
+        async with replica(redis, tmp_path / "b") as other:
+            await at(other, last)
+            assert other.milestone == one.milestone
 
 
 def test_long_entries_are_read_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +244,7 @@ def test_long_entries_are_read_few_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
             return type("", (), {"mark": reader.Mark(0, "", position)})
 
     async def scenario() -> None:
-        each = FeedReader(Source(), read_change, Metrics(), 1.0)
+        each = FeedReader(Source(), read, Metrics(), 1.0)
         for _ in range(4):
             await each._follow(Corpus())
 
@@ -280,3 +253,54 @@ def test_long_entries_are_read_few_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     assert asked[1:3] == [16, 16]
     assert asked[3] > 16
     assert np.all(np.array(asked) <= reader.MOST_ENTRIES)
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_what_another_process_has_made_is_not_counted_and_read_again(others: bool) -> None:
+    """Only the corpus knows how far it is: where it is elsewhere than this part ends, the next look begins there."""
+    body = json.dumps({"delete": ["1"]}).encode()
+
+    class Source:
+        def after(self, position: str, most: int, wait_seconds: float) -> list[Any]:
+            return [reader.Entry(f"{number}-0", body, 5.0) for number in (1, 2)]
+
+        def bury(self, entry: object, reason: str) -> None: ...
+        def close(self) -> None: ...
+
+    class Corpus:
+        def mark(self) -> Any:
+            return reader.Mark()
+
+        async def follow(self, changes: object, after: str, position: str) -> Any:
+            return type("", (), {"mark": reader.Mark(9, "", "9-0" if others else position)})
+
+    metrics = Metrics()
+    asyncio.run(FeedReader(Source(), read, metrics, 1.0)._follow(Corpus()))
+    assert value_of(metrics.render().decode(), 'ranker_feed_entries_total{result="made"}') == (0 if others else 2)
+
+
+def test_a_feed_that_fails_is_not_asked_as_fast_as_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "LEAST_PAUSE_SECONDS", 0.05)
+    asked: list[float] = []
+
+    class Source:
+        def after(self, position: str, most: int, wait_seconds: float) -> list[Any]:
+            asked.append(time.monotonic())
+            raise OSError("planted")
+
+        def bury(self, entry: object, reason: str) -> None: ...
+        def close(self) -> None: ...
+
+    class Corpus:
+        def mark(self) -> Any:
+            return reader.Mark()
+
+    async def scenario() -> None:
+        running = asyncio.ensure_future(FeedReader(Source(), read, Metrics(), 1.0).run(Corpus()))  # type: ignore[arg-type]
+        await until(lambda: len(asked) == 4)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(scenario())
+    pauses = np.diff(asked)
+    assert np.all(pauses[:3] >= (0.05, 0.1, 0.2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import threading
 import weakref
@@ -35,6 +34,8 @@ from weights.corpus.changes import ChangeLog
 from weights.corpus.compaction import Compaction
 from weights.corpus.store import load_corpus_manifest
 from weights.errors import CheckpointError, NotStored
+
+pytestmark = pytest.mark.anyio
 
 NO_IDS = np.empty(0, np.uint64)
 DEADLINE = 1000.0
@@ -113,174 +114,120 @@ def search(service: RetrievalService, user: int, deadline: float = DEADLINE) -> 
     return asyncio.get_running_loop().create_task(found(service, query(user), deadline))
 
 
-def test_those_who_wait_share_the_next_scan(load: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_those_who_wait_share_the_next_scan(load: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> None:
     fix(monkeypatch, SCAN_REQUESTS=3)
-
-    async def scenario() -> None:
-        gate = Gate()
-        wrapped, engines = watched(load, gate)
-        async with running(wrapped, FakeClock()) as service:
-            first = search(service, 1)
-            await gate.reached()
-            others = [search(service, user) for user in range(2, 7)]
-            await asyncio.sleep(0)
-            gate.opened.set()
-            found = await asyncio.gather(first, *others)
-            assert engines[0].scans == [[1], [2, 3, 4], [5, 6]]
-            alone = [await search(service, user) for user in range(1, 7)]
-            for shared, by_itself in zip(found, alone, strict=True):
-                assert shared.posts.scores.tobytes() == by_itself.posts.scores.tobytes()
-                assert shared.posts.post_ids.tobytes() == by_itself.posts.post_ids.tobytes()
-
-    asyncio.run(scenario())
+    gate = Gate()
+    wrapped, engines = watched(load, gate)
+    async with running(wrapped, FakeClock()) as service:
+        first = search(service, 1)
+        await gate.reached()
+        others = [search(service, user) for user in range(2, 7)]
+        await asyncio.sleep(0)
+        gate.opened.set()
+        found = await asyncio.gather(first, *others)
+        assert engines[0].scans == [[1], [2, 3, 4], [5, 6]]
+        alone = [await search(service, user) for user in range(1, 7)]
+        for shared, by_itself in zip(found, alone, strict=True):
+            assert shared.posts.scores.tobytes() == by_itself.posts.scores.tobytes()
+            assert shared.posts.post_ids.tobytes() == by_itself.posts.post_ids.tobytes()
 
 
-def test_what_is_replaced_goes_at_once(load: RetrievalLoader) -> None:
-    """The garbage collector looks at old objects once in a long while."""
-
-    async def scenario() -> None:
-        wrapped, engines = watched(load)
-        async with running(wrapped, FakeClock()) as service:
-            await search(service, 1)
-            old = weakref.ref(engines.pop())
-            await service.swap(wrapped)
-            await search(service, 2)
-            await until(lambda: old() is None)
-
-    gc.disable()
-    try:
-        asyncio.run(scenario())
-    finally:
-        gc.enable()
+@pytest.mark.usefixtures("no_collector")
+async def test_what_is_replaced_goes_at_once(load: RetrievalLoader) -> None:
+    wrapped, engines = watched(load)
+    async with running(wrapped, FakeClock()) as service:
+        await search(service, 1)
+        old = weakref.ref(engines.pop())
+        await service.swap(wrapped)
+        await search(service, 2)
+        await until(lambda: old() is None)
 
 
-def test_a_batch_that_raises_is_split(load: RetrievalLoader) -> None:
+async def test_a_batch_that_raises_is_split(load: RetrievalLoader) -> None:
     def fail(queries: Sequence[Query]) -> None:
         if any(query.context.user_id == 3 for query in queries):
             raise RuntimeError("planted")
 
-    async def scenario() -> None:
-        wrapped, engines = watched(load, fail)
-        async with running(wrapped, FakeClock()) as service:
-            tasks = [search(service, user) for user in (1, 2, 3, 4)]
-            found = await asyncio.gather(*tasks, return_exceptions=True)
-            assert [isinstance(one, EngineDown) for one in found] == [False, False, True, False]
-            assert engines[0].scans == [[1, 2, 3, 4], [1], [2], [3], [4]]
-
-    asyncio.run(scenario())
+    wrapped, engines = watched(load, fail)
+    async with running(wrapped, FakeClock()) as service:
+        tasks = [search(service, user) for user in (1, 2, 3, 4)]
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [isinstance(one, EngineDown) for one in found] == [False, False, True, False]
+        assert engines[0].scans == [[1, 2, 3, 4], [1], [2], [3], [4]]
 
 
-def test_what_nobody_waits_for_is_not_searched(load: RetrievalLoader) -> None:
-    async def scenario() -> None:
-        gate, clock = Gate(), FakeClock()
-        wrapped, engines = watched(load, gate)
-        async with running(wrapped, clock) as service:
-            first = search(service, 1)
-            await gate.reached()
-            gone, late, patient = search(service, 2), search(service, 3, clock.now + 0.01), search(service, 4)
-            await asyncio.sleep(0)
-            gone.cancel()
-            clock.advance(1.0)
-            with pytest.raises(DeadlineExceeded):
-                await late
-            gate.opened.set()
-            await asyncio.gather(first, patient)
-            assert engines[0].scans == [[1], [4]]
-            assert service.metrics.cancelled.labels("queue")._value.get() == 1
-
-    asyncio.run(scenario())
+async def test_what_nobody_waits_for_is_not_searched(load: RetrievalLoader) -> None:
+    gate, clock = Gate(), FakeClock()
+    wrapped, engines = watched(load, gate)
+    async with running(wrapped, clock) as service:
+        first = search(service, 1)
+        await gate.reached()
+        gone, late, patient = search(service, 2), search(service, 3, clock.now + 0.01), search(service, 4)
+        await asyncio.sleep(0)
+        gone.cancel()
+        clock.advance(1.0)
+        with pytest.raises(DeadlineExceeded):
+            await late
+        gate.opened.set()
+        await asyncio.gather(first, patient)
+        assert engines[0].scans == [[1], [4]]
+        assert service.metrics.cancelled.labels("queue")._value.get() == 1
 
 
-def test_a_full_queue_and_a_long_wait_are_refused(load: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_queue_and_a_long_wait_are_refused(load: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> None:
     fix(monkeypatch, SCAN_REQUESTS=1)
-
-    async def scenario() -> None:
-        gate, clock = Gate(), FakeClock()
-        wrapped, _ = watched(load, gate)
-        limits = {"queue": Queue(max_requests=12, max_wait_seconds=3.0)}
-        async with running(wrapped, clock, **limits) as service:
-            first = search(service, 1)
-            await gate.reached()
-            with pytest.raises(DeadlineExceeded, match="the deadline had passed on arrival"):
-                await found(service, query(9), clock.now)
-            clock.advance(2.0)  # so long takes one scan
-            gate.opened.set()
-            await first
-            gate.opened.clear()
-            gate.entered.clear()
-            tasks = [search(service, 2)]
-            await gate.reached()
-            with pytest.raises(DeadlineExceeded, match="the predicted wait is longer than the deadline"):
-                await found(service, query(9), clock.now + 3.9)
-            tasks.append(search(service, 3))
-            await asyncio.sleep(0)
-            with pytest.raises(Overloaded, match="the predicted wait is over the limit"):
-                await found(service, query(9), DEADLINE)
-            service.queue.admission.queue = service.queue.admission.queue.model_copy(update={"max_wait_seconds": 0.0})
-            tasks += [search(service, user) for user in (4, 5)]
-            await asyncio.sleep(0)
-            with pytest.raises(Overloaded, match="the queue is full"):
-                await found(service, query(9), DEADLINE)
-            gate.opened.set()
-            await asyncio.gather(*tasks)
-
-    asyncio.run(scenario())
+    gate, clock = Gate(), FakeClock()
+    wrapped, _ = watched(load, gate)
+    limits = {"queue": Queue(max_requests=12, max_wait_seconds=3.0)}
+    async with running(wrapped, clock, **limits) as service:
+        first = search(service, 1)
+        await gate.reached()
+        with pytest.raises(DeadlineExceeded, match="the deadline had passed on arrival"):
+            await found(service, query(9), clock.now)
+        clock.advance(2.0)  # so long takes one scan
+        gate.opened.set()
+        await first
+        gate.opened.clear()
+        gate.entered.clear()
+        tasks = [search(service, 2)]
+        await gate.reached()
+        with pytest.raises(DeadlineExceeded, match="the predicted wait is longer than the deadline"):
+            await found(service, query(9), clock.now + 3.9)
+        tasks.append(search(service, 3))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="the predicted wait is over the limit"):
+            await found(service, query(9), DEADLINE)
+        service.queue.admission.queue = service.queue.admission.queue.model_copy(update={"max_wait_seconds": 0.0})
+        tasks += [search(service, user) for user in (4, 5)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="the queue is full"):
+            await found(service, query(9), DEADLINE)
+        gate.opened.set()
+        await asyncio.gather(*tasks)
 
 
-def test_a_key_has_its_share_of_the_searches_and_all_that_wait_are_counted(
-    load: RetrievalLoader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fix(monkeypatch, SCAN_REQUESTS=1)
-
-    async def scenario() -> None:
-        gate = Gate()
-        wrapped, _ = watched(load, gate)
-        limits = {"queue": Queue(max_requests=60, max_wait_seconds=0.0, max_share_per_key=0.5)}
-        async with running(wrapped, FakeClock(), **limits) as service:
-            most = service.queue.admission.queue.max_requests
-
-            def begin(user: int, key: str) -> asyncio.Task[Found]:
-                return asyncio.ensure_future(ended(service.retrieve, service.served, query(user), DEADLINE, key))
-
-            heavy = [begin(user, "heavy") for user in range(1, most // 2 + 2)]
-            await gate.reached()
-            assert (service.queue.admission.requests, service.versions.waiting) == (most // 2, most // 2 - 1)
-            light = begin(99, "light")
-            await asyncio.sleep(0)
-            assert service.queue.admission.requests == most // 2 + 1, "another key finds room"
-            gate.opened.set()
-            *taken, refused = await asyncio.gather(*heavy, return_exceptions=True)
-            assert isinstance(refused, Overloaded)
-            assert all(isinstance(each, Found) for each in (*taken, await light))
-
-    asyncio.run(scenario())
-
-
-def test_a_swap_changes_towers_and_corpus_between_two_searches(load: RetrievalLoader, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        gate = Gate()
-        wrapped, engines = watched(load, gate)
-        async with running(wrapped, FakeClock()) as service:
-            old = service.served
-            begun, waits = search(service, 1), search(service, 1)
-            await gate.reached()
-            another, others = watched(retrieving.loader(tmp_path, seed=5, version="v2"))
-            new = await service.swap(another)
-            assert (service.served, new.manifest.version, new.corpus.version) == (new, "v2", "v2")
-            after = search(service, 1)
-            await asyncio.sleep(0)
-            assert not engines[0].closed.is_set()
-            gate.opened.set()
-            first, second, third = await asyncio.gather(begun, waits, after)
-            assert first.posts.scores.tobytes() == second.posts.scores.tobytes() != third.posts.scores.tobytes()
-            assert (engines[0].scans, others[0].scans) == ([[1, 1]], [[1]])
-            await asyncio.to_thread(engines[0].closed.wait, 5)
-            assert engines[0].closed.is_set()
-            with pytest.raises(CorpusNotLoaded, match="was replaced") as refused:
-                await found(service, query(1), DEADLINE, old)
-            assert refused.value.retry_after_seconds == 0, "another corpus serves"
-
-    asyncio.run(scenario())
+async def test_a_swap_changes_towers_and_corpus_between_two_searches(load: RetrievalLoader, tmp_path: Path) -> None:
+    gate = Gate()
+    wrapped, engines = watched(load, gate)
+    async with running(wrapped, FakeClock()) as service:
+        old = service.served
+        begun, waits = search(service, 1), search(service, 1)
+        await gate.reached()
+        another, others = watched(retrieving.loader(tmp_path, seed=5, version="v2"))
+        new = await service.swap(another)
+        assert (service.served, new.manifest.version, new.corpus.version) == (new, "v2", "v2")
+        after = search(service, 1)
+        await asyncio.sleep(0)
+        assert not engines[0].closed.is_set()
+        gate.opened.set()
+        first, second, third = await asyncio.gather(begun, waits, after)
+        assert first.posts.scores.tobytes() == second.posts.scores.tobytes() != third.posts.scores.tobytes()
+        assert (engines[0].scans, others[0].scans) == ([[1, 1]], [[1]])
+        await asyncio.to_thread(engines[0].closed.wait, 5)
+        assert engines[0].closed.is_set()
+        with pytest.raises(CorpusNotLoaded, match="was replaced") as refused:
+            await found(service, query(1), DEADLINE, old)
+        assert refused.value.retry_after_seconds == 0, "another corpus serves"
 
 
 def change(delete: list[int], new: list[int]) -> PostChange:
@@ -306,94 +253,83 @@ def everything(found: Found) -> list[tuple[int, float]]:
     return list(zip(found.posts.post_ids.tolist(), found.posts.scores.tolist(), strict=True))
 
 
-def test_a_compaction_beside_searches_and_changes(tmp_path: Path, held_writing: Gate) -> None:
-    async def scenario() -> None:
-        async with running(retrieving.loader(tmp_path), FakeClock()) as service:
-            old, all_posts = service.served, query(1, 500)
-            await service.change(change([1], [900, 901]))
-            compaction = asyncio.get_running_loop().create_task(service.compact())
-            await held_writing.reached()
-            changed = await service.change(change([900, 2], [902]))
-            assert (changed.corpus.version, changed.posts, changed.changes) == ("v1", 299, 2)
-            before = await found(service, all_posts, DEADLINE, old)
-            with pytest.raises(ReloadInProgress):
-                await service.compact()
-            held_writing.opened.set()
-            state = await compaction
-            assert (state.corpus.version, state.posts, state.changes) == ("v1+1", 299, 1)
-            assert service.served.corpus.version == "v1+1"
-            after = await found(service, all_posts, DEADLINE)
-            assert everything(after) == everything(before)
-            assert {1, 2, 900}.isdisjoint(after.posts.post_ids.tolist())
-            assert (await service.change(change([901], []))).changes == 2
-            assert service.metrics.compactions.labels("success")._value.get() == 1
-            last = await found(service, all_posts, DEADLINE)
-        paths = tmp_path / "towers-v1", tmp_path / "corpus-v1"
-        async with running(retrieval_loader(*paths, Settings(threads=1)), FakeClock()) as again:
-            assert everything(await found(again, all_posts, DEADLINE)) == everything(last)
-
-    asyncio.run(scenario())
+async def test_a_compaction_beside_searches_and_changes(tmp_path: Path, held_writing: Gate) -> None:
+    async with running(retrieving.loader(tmp_path), FakeClock()) as service:
+        old, all_posts = service.served, query(1, 500)
+        await service.change(change([1], [900, 901]))
+        compaction = asyncio.get_running_loop().create_task(service.compact())
+        await held_writing.reached()
+        changed = await service.change(change([900, 2], [902]))
+        assert (changed.corpus.version, changed.posts, changed.changes) == ("v1", 299, 2)
+        before = await found(service, all_posts, DEADLINE, old)
+        with pytest.raises(ReloadInProgress):
+            await service.compact()
+        held_writing.opened.set()
+        state = await compaction
+        assert (state.corpus.version, state.posts, state.changes) == ("v1+1", 299, 1)
+        assert service.served.corpus.version == "v1+1"
+        after = await found(service, all_posts, DEADLINE)
+        assert everything(after) == everything(before)
+        assert {1, 2, 900}.isdisjoint(after.posts.post_ids.tolist())
+        assert (await service.change(change([901], []))).changes == 2
+        assert service.metrics.compactions.labels("success")._value.get() == 1
+        last = await found(service, all_posts, DEADLINE)
+    paths = tmp_path / "towers-v1", tmp_path / "corpus-v1"
+    async with running(retrieval_loader(*paths, Settings(threads=1)), FakeClock()) as again:
+        assert everything(await found(again, all_posts, DEADLINE)) == everything(last)
 
 
-def test_a_swap_waits_for_a_compaction(tmp_path: Path, held_writing: Gate) -> None:
-    async def scenario() -> None:
-        async with running(retrieving.loader(tmp_path), FakeClock()) as service:
-            loop = asyncio.get_running_loop()
-            await service.change(change([1], []))
-            compaction = loop.create_task(service.compact())
-            await held_writing.reached()
-            swap = loop.create_task(service.swap(retrieving.loader(tmp_path, seed=5, version="v2")))
-            await asyncio.sleep(0.05)
-            assert not swap.done()
-            held_writing.opened.set()
-            assert (await compaction).corpus.version == "v1+1"
-            assert (await swap).corpus.version == "v2" == service.served.corpus.version
-
-    asyncio.run(scenario())
+async def test_a_swap_waits_for_a_compaction(tmp_path: Path, held_writing: Gate) -> None:
+    async with running(retrieving.loader(tmp_path), FakeClock()) as service:
+        loop = asyncio.get_running_loop()
+        await service.change(change([1], []))
+        compaction = loop.create_task(service.compact())
+        await held_writing.reached()
+        swap = loop.create_task(service.swap(retrieving.loader(tmp_path, seed=5, version="v2")))
+        await asyncio.sleep(0.05)
+        assert not swap.done()
+        held_writing.opened.set()
+        assert (await compaction).corpus.version == "v1+1"
+        assert (await swap).corpus.version == "v2" == service.served.corpus.version
 
 
-def test_many_changes_begin_a_compaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_changes_begin_a_compaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fix(monkeypatch, COMPACT_ROWS=10)
-
-    async def scenario() -> None:
-        async with running(retrieving.loader(tmp_path), FakeClock()) as service:
-            for post in range(1, 10):
-                await service.change(change([post], []))
-            assert service.served.corpus.version == "v1"
-            await service.change(change([20], []))
-            async with asyncio.timeout(20):
-                while service.served.corpus.version == "v1":  # noqa: ASYNC110  # nobody is told
-                    await asyncio.sleep(0.01)
-            assert service.served.corpus.version == "v1+10"
-
-    asyncio.run(scenario())
+    async with running(retrieving.loader(tmp_path), FakeClock()) as service:
+        for post in range(1, 10):
+            await service.change(change([post], []))
+        assert service.served.corpus.version == "v1"
+        await service.change(change([20], []))
+        async with asyncio.timeout(20):
+            while service.served.corpus.version == "v1":  # noqa: ASYNC110  # nobody is told
+                await asyncio.sleep(0.01)
+        assert service.served.corpus.version == "v1+10"
 
 
-def test_a_compaction_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_compaction_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    async def scenario() -> None:
-        async with running(retrieving.loader(tmp_path), FakeClock()) as service:
-            served, lines = service.served, list[Any]()
-            await service.change(change([1], [900]))
-            for name in ("write_files", "write_file"):
-                with monkeypatch.context() as patch, structlog.testing.capture_logs() as said:
-                    patch.setattr(f"weights.corpus.compaction.{name}", full)
-                    with pytest.raises(CheckpointError, match="No space left on device"):
-                        await service.compact()
-                    lines += said
-            assert service.served is served
-            assert service.metrics.compactions.labels("failure")._value.get() == 2
-            told = [line for line in lines if line["event"] == "compaction_failed" and line["log_level"] == "error"]
-            assert ["No space left on device" in line["reason"] for line in told] == [True, True]
-            assert (await service.change(change([2], []))).changes == 2
-            assert (await service.compact()).corpus.version == "v1+2"
-
-    asyncio.run(scenario())
+    async with running(retrieving.loader(tmp_path), FakeClock()) as service:
+        served, lines = service.served, list[Any]()
+        await service.change(change([1], [900]))
+        for name in ("write_files", "write_file"):
+            with monkeypatch.context() as patch, structlog.testing.capture_logs() as said:
+                patch.setattr(f"weights.corpus.compaction.{name}", full)
+                with pytest.raises(CheckpointError, match="No space left on device"):
+                    await service.compact()
+                lines += said
+        assert service.served is served
+        assert service.metrics.compactions.labels("failure")._value.get() == 2
+        told = [line for line in lines if line["event"] == "compaction_failed" and line["log_level"] == "error"]
+        assert ["No space left on device" in line["reason"] for line in told] == [True, True]
+        assert (await service.change(change([2], []))).changes == 2
+        assert (await service.compact()).corpus.version == "v1+2"
 
 
-def test_more_changes_at_once_than_the_budget_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_changes_at_once_than_the_budget_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, record = Gate(), LoadedRetrieval.record
 
     def held(loaded: LoadedRetrieval, *asked: Any) -> Any:
@@ -402,42 +338,32 @@ def test_more_changes_at_once_than_the_budget_are_refused(tmp_path: Path, monkey
 
     monkeypatch.setattr(LoadedRetrieval, "record", held)
     fix(monkeypatch, CHANGES=2)
-
-    async def scenario() -> None:
-        async with running(retrieving.loader(tmp_path), FakeClock()) as service:
-            begun = [asyncio.ensure_future(service.change(change([post], []))) for post in (1, 2)]
-            await gate.reached()
-            with pytest.raises(Overloaded, match="Other changes") as refused:
-                await service.change(change([3], []))
-            assert refused.value.retry_after_seconds
-            gate.opened.set()
-            assert [changed.changes for changed in await asyncio.gather(*begun)] == [1, 2]
-            assert (await service.change(change([3], []))).changes == 3, "the room of what has ended is free"
-
-    asyncio.run(scenario())
+    async with running(retrieving.loader(tmp_path), FakeClock()) as service:
+        begun = [asyncio.ensure_future(service.change(change([post], []))) for post in (1, 2)]
+        await gate.reached()
+        with pytest.raises(Overloaded, match="Other changes") as refused:
+            await service.change(change([3], []))
+        assert refused.value.retry_after_seconds
+        gate.opened.set()
+        assert [changed.changes for changed in await asyncio.gather(*begun)] == [1, 2]
+        assert (await service.change(change([3], []))).changes == 3, "the room of what has ended is free"
 
 
-def test_after_the_end_another_process_may_change_the_corpus(tmp_path: Path) -> None:
+async def test_after_the_end_another_process_may_change_the_corpus(tmp_path: Path) -> None:
     checkpoint, corpus = retrieving.written(tmp_path)
-
-    async def scenario() -> None:
-        services = [
-            RetrievalService(
-                retrieval_loader(checkpoint, corpus, Settings(threads=1)), Settings(), Metrics(), FakeClock()
-            )
-            for _ in range(2)
-        ]
-        for service in services:
-            await service.load()
-        await services[0].change(change([1], []))
-        with pytest.raises(CheckpointError):
-            await services[1].change(change([2], []))
-        assert await services[0].stop(5.0)
-        await services[1].load()
-        assert (await services[1].change(change([2], []))).changes == 2
-        assert await services[1].stop(5.0)
-
-    asyncio.run(scenario())
+    services = [
+        RetrievalService(retrieval_loader(checkpoint, corpus, Settings(threads=1)), Settings(), Metrics(), FakeClock())
+        for _ in range(2)
+    ]
+    for service in services:
+        await service.load()
+    await services[0].change(change([1], []))
+    with pytest.raises(CheckpointError):
+        await services[1].change(change([2], []))
+    assert await services[0].stop(5.0)
+    await services[1].load()
+    assert (await services[1].change(change([2], []))).changes == 2
+    assert await services[1].stop(5.0)
 
 
 def two_of(tmp_path: Path) -> list[RetrievalService]:
@@ -453,185 +379,159 @@ async def posts_of(service: RetrievalService) -> set[int]:
     return set((await found(service, query(1, 500), DEADLINE)).posts.post_ids.tolist())
 
 
-def test_what_another_process_changes_is_followed(tmp_path: Path) -> None:
+async def test_what_another_process_changes_is_followed(tmp_path: Path) -> None:
     """Changes, a compaction, changes after it; and when that process is gone this one goes on."""
-
-    async def scenario() -> None:
-        first, second = two_of(tmp_path)
-        await first.load(), await second.load()
-        await first.change(change([1], [900]))
-        while {1} & (there := await posts_of(second)) or 900 not in there:  # noqa: ASYNC110  # nobody is told
-            await asyncio.sleep(0.02)
-        with pytest.raises(NotStored, match="is being written by another process"):
-            await second.change(change([2], []))
-        with pytest.raises(NotStored):
-            await second.compact()
-        assert (await first.compact()).corpus.version == "v1+1"
-        await first.change(change([3], []))
-        while second.served.corpus.version == "v1" or 3 in await posts_of(second):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        await first.change(change([4], []))
-        assert await first.stop(5.0)
-        assert (await second.change(change([5], []))).changes == 3, "with those that it had not followed yet"
-        assert not {1, 3, 4, 5} & await posts_of(second)
-        assert second.problem == ""
-        assert await second.stop(5.0)
-
-    asyncio.run(scenario())
+    first, second = two_of(tmp_path)
+    await first.load(), await second.load()
+    await first.change(change([1], [900]))
+    while {1} & (there := await posts_of(second)) or 900 not in there:  # noqa: ASYNC110  # nobody is told
+        await asyncio.sleep(0.02)
+    with pytest.raises(NotStored, match="is being written by another process"):
+        await second.change(change([2], []))
+    with pytest.raises(NotStored):
+        await second.compact()
+    assert (await first.compact()).corpus.version == "v1+1"
+    await first.change(change([3], []))
+    while second.served.corpus.version == "v1" or 3 in await posts_of(second):  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    await first.change(change([4], []))
+    assert await first.stop(5.0)
+    assert (await second.change(change([5], []))).changes == 3, "with those that it had not followed yet"
+    assert not {1, 3, 4, 5} & await posts_of(second)
+    assert second.problem == ""
+    assert await second.stop(5.0)
 
 
-def test_two_services_on_one_directory_lose_and_undo_nothing(tmp_path: Path) -> None:
+async def test_two_services_on_one_directory_lose_and_undo_nothing(tmp_path: Path) -> None:
     """One holds the log; what is refused to the other deletes no file, and at last both serve the same posts."""
     corpus = tmp_path / "corpus-v1"
-
-    async def scenario() -> None:
-        one, other = two_of(tmp_path)
-        await one.load(), await other.load()
-        for post in range(1, 41):
-            before = sorted(corpus.glob("*.safetensors"))
-            await one.change(change([post], []))
-            for refused in (other.change(change([200 + post], [])), other.compact()):
-                with suppress(NotStored):
-                    await refused
-            assert sorted(corpus.glob("*.safetensors")) == before
-        await one.compact()
-        await until(lambda: other.served.corpus.version == "v1+40", 20)
-        assert await posts_of(one) == await posts_of(other)
-        await one.stop(5.0), await other.stop(5.0)
-
-    asyncio.run(scenario())
+    one, other = two_of(tmp_path)
+    await one.load(), await other.load()
+    for post in range(1, 41):
+        before = sorted(corpus.glob("*.safetensors"))
+        await one.change(change([post], []))
+        for refused in (other.change(change([200 + post], [])), other.compact()):
+            with suppress(NotStored):
+                await refused
+        assert sorted(corpus.glob("*.safetensors")) == before
+    await one.compact()
+    await until(lambda: other.served.corpus.version == "v1+40", 20)
+    assert await posts_of(one) == await posts_of(other)
+    await one.stop(5.0), await other.stop(5.0)
 
 
-def test_a_compaction_has_the_changes_that_were_not_followed_yet(
+async def test_a_compaction_has_the_changes_that_were_not_followed_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.service.retrieval.FOLLOW_SECONDS", 1000.0)
-
-    async def scenario() -> None:
-        first, second = two_of(tmp_path)
-        await first.load()
-        await first.change(change([1], []))
-        await second.load()
-        await first.change(change([2], []))
-        assert await first.stop(5.0)
-        assert (await second.compact()).corpus.version == "v1+2"
-        assert not {1, 2} & await posts_of(second)
-        assert await second.stop(5.0)
-
-    asyncio.run(scenario())
+    first, second = two_of(tmp_path)
+    await first.load()
+    await first.change(change([1], []))
+    await second.load()
+    await first.change(change([2], []))
+    assert await first.stop(5.0)
+    assert (await second.compact()).corpus.version == "v1+2"
+    assert not {1, 2} & await posts_of(second)
+    assert await second.stop(5.0)
 
 
-def test_a_journal_that_is_removed_costs_readiness_until_the_corpus_is_read_again(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        service, _ = two_of(tmp_path)
-        await service.load()
-        await service.change(change([1], []))
-        (log,) = (tmp_path / "corpus-v1").glob("changes-*.log")
-        log.unlink()
-        for _ in range(2):
-            with pytest.raises(NotStored, match="was deleted, cut or replaced"):
-                await service.change(change([2], []))
-        await until(lambda: "was deleted, cut or replaced" in service.problem)
-        assert service._load is not None
-        await service.swap(service._load)
-        await until(lambda: service.problem == "")
-        assert (await service.change(change([2], []))).changes == 1
-        await service.stop(5.0)
-
-    asyncio.run(scenario())
+async def test_a_journal_that_is_removed_costs_readiness_until_the_corpus_is_read_again(tmp_path: Path) -> None:
+    service, _ = two_of(tmp_path)
+    await service.load()
+    await service.change(change([1], []))
+    (log,) = (tmp_path / "corpus-v1").glob("changes-*.log")
+    log.unlink()
+    for _ in range(2):
+        with pytest.raises(NotStored, match="was deleted, cut or replaced"):
+            await service.change(change([2], []))
+    await until(lambda: "was deleted, cut or replaced" in service.problem)
+    assert service._load is not None
+    await service.swap(service._load)
+    await until(lambda: service.problem == "")
+    assert (await service.change(change([2], []))).changes == 1
+    await service.stop(5.0)
 
 
-def test_a_change_on_the_disk_that_fails_here_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        service, _ = two_of(tmp_path)
-        await service.load()
+async def test_a_change_on_the_disk_that_fails_here_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, _ = two_of(tmp_path)
+    await service.load()
 
-        def fails(*_: Any) -> int:
-            raise MemoryError
+    def fails(*_: Any) -> int:
+        raise MemoryError
 
-        with monkeypatch.context() as patch:
-            patch.setattr(RetrievalEngine, "change", fails)
-            with pytest.raises(EngineDown, match="is on the disk and not served yet") as late:
-                await service.change(change([1], []))
-            assert late.value.retry_after_seconds == 5.0
-        while 1 in await posts_of(service):  # noqa: ASYNC110  # nobody is told
-            await asyncio.sleep(0.02)
-        await service.stop(5.0)
-
-    asyncio.run(scenario())
+    with monkeypatch.context() as patch:
+        patch.setattr(RetrievalEngine, "change", fails)
+        with pytest.raises(EngineDown, match="is on the disk and not served yet") as late:
+            await service.change(change([1], []))
+        assert late.value.retry_after_seconds == 5.0
+    while 1 in await posts_of(service):  # noqa: ASYNC110  # nobody is told
+        await asyncio.sleep(0.02)
+    await service.stop(5.0)
 
 
 @pytest.mark.parametrize("by", ["swap", "compaction"])
-def test_the_log_of_what_was_replaced_is_free(tmp_path: Path, by: str) -> None:
-    async def scenario() -> None:
-        service, _ = two_of(tmp_path)
-        await service.load()
-        await service.change(change([1], []))
-        log = service._loaded.log
-        assert log.is_held
-        if by == "swap":
-            await service.swap(retrieving.loader(tmp_path, seed=5, version="v2"))
-            other = ChangeLog(log.path.parent, load_corpus_manifest(log.path.parent))
-            assert len(other.read()) == 1
-            other.hold()
-            other.close()
-        else:
-            await service.compact()
-        assert not log.is_held
-        await service.stop(5.0)
-
-    asyncio.run(scenario())
+async def test_the_log_of_what_was_replaced_is_free(tmp_path: Path, by: str) -> None:
+    service, _ = two_of(tmp_path)
+    await service.load()
+    await service.change(change([1], []))
+    log = service._loaded.log
+    assert log.is_held
+    if by == "swap":
+        await service.swap(retrieving.loader(tmp_path, seed=5, version="v2"))
+        other = ChangeLog(log.path.parent, load_corpus_manifest(log.path.parent))
+        assert len(other.read()) == 1
+        other.hold()
+        other.close()
+    else:
+        await service.compact()
+    assert not log.is_held
+    await service.stop(5.0)
 
 
 @pytest.mark.parametrize("write", ["zeros", "touch", "cut"])
-def test_writing_into_files_that_are_mapped_costs_all_answers(
+async def test_writing_into_files_that_are_mapped_costs_all_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
 ) -> None:
     """Until what is there is right again and read again. What is written into the corpus meanwhile comes to nothing."""
     monkeypatch.setattr("weights.format.reader.COPIED_BYTES", 0)
-
-    async def scenario() -> None:
-        service, _ = two_of(tmp_path)
-        await service.load()
-        await service.change(change([1], [900]))
-        vectors = tmp_path / "corpus-v1" / "vectors.safetensors"
-        raw = vectors.read_bytes()
-        if write == "cut":
-            os.truncate(vectors, len(raw) - 1)  # not so far that a page goes, which ends the process
-        elif write == "zeros":
-            with vectors.open("r+b") as file:
-                file.seek(4096)
-                file.write(bytes(8192))
-        else:
-            os.utime(vectors)
-        with pytest.raises(EngineDown):
-            await found(service, query(1), DEADLINE)
-        assert "was written to while it was served" in service._loaded.changed_file()
-        with pytest.raises(NotStored, match="was written to while it was served"):
-            await service.change(change([2], []))
-        with pytest.raises(NotStored, match="was written to while it was served"):
-            await service.compact()
-        vectors.write_bytes(raw)
-        assert service._load is not None
-        await service.swap(service._load)
-        assert service._loaded.changed_file() == ""
-        assert (await service.change(change([2], []))).changes == 2
-        await service.stop(5.0)
-
-    asyncio.run(scenario())
+    service, _ = two_of(tmp_path)
+    await service.load()
+    await service.change(change([1], [900]))
+    vectors = tmp_path / "corpus-v1" / "vectors.safetensors"
+    raw = vectors.read_bytes()
+    if write == "cut":
+        os.truncate(vectors, len(raw) - 1)  # not so far that a page goes, which ends the process
+    elif write == "zeros":
+        with vectors.open("r+b") as file:
+            file.seek(4096)
+            file.write(bytes(8192))
+    else:
+        os.utime(vectors)
+    with pytest.raises(EngineDown):
+        await found(service, query(1), DEADLINE)
+    assert "was written to while it was served" in service._loaded.changed_file()
+    with pytest.raises(NotStored, match="was written to while it was served"):
+        await service.change(change([2], []))
+    with pytest.raises(NotStored, match="was written to while it was served"):
+        await service.compact()
+    vectors.write_bytes(raw)
+    assert service._load is not None
+    await service.swap(service._load)
+    assert service._loaded.changed_file() == ""
+    assert (await service.change(change([2], []))).changes == 2
+    await service.stop(5.0)
 
 
-def test_short_files_are_not_mapped_and_may_be_written_to(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        service, _ = two_of(tmp_path)
-        await service.load()
-        before = everything(await found(service, query(1, 500), DEADLINE))
-        for path in (*(tmp_path / "corpus-v1").glob("*.safetensors"), *(tmp_path / "towers-v1").glob("*.safetensors")):
-            os.truncate(path, 0)
-        assert everything(await found(service, query(1, 500), DEADLINE)) == before
-        await service.stop(5.0)
-
-    asyncio.run(scenario())
+async def test_short_files_are_not_mapped_and_may_be_written_to(tmp_path: Path) -> None:
+    service, _ = two_of(tmp_path)
+    await service.load()
+    before = everything(await found(service, query(1, 500), DEADLINE))
+    for path in (*(tmp_path / "corpus-v1").glob("*.safetensors"), *(tmp_path / "towers-v1").glob("*.safetensors")):
+        os.truncate(path, 0)
+    assert everything(await found(service, query(1, 500), DEADLINE)) == before
+    await service.stop(5.0)
 
 
 def test_the_end_does_not_wait_for_a_compaction(tmp_path: Path, held_writing: Gate) -> None:
@@ -707,7 +607,7 @@ def test_a_change_beside_the_end_of_a_compaction_is_kept(tmp_path: Path, monkeyp
     again.engine.close()
 
 
-def test_a_change_beside_a_swap_is_made_in_what_the_swap_serves(tmp_path: Path) -> None:
+async def test_a_change_beside_a_swap_is_made_in_what_the_swap_serves(tmp_path: Path) -> None:
     gate = Gate()
     second = retrieving.loader(tmp_path, seed=5, version="v2")
 
@@ -716,83 +616,120 @@ def test_a_change_beside_a_swap_is_made_in_what_the_swap_serves(tmp_path: Path) 
         gate(None)
         return loaded
 
-    async def scenario() -> None:
-        async with running(retrieving.loader(tmp_path), FakeClock()) as service:
-            swapping = asyncio.ensure_future(service.swap(slow))
-            await gate.reached()
-            changing = asyncio.ensure_future(service.change(change([1], [])))
-            await asyncio.wait([changing], timeout=0.1)
-            assert not changing.done()
-            gate.opened.set()
-            await swapping
-            assert (await changing).corpus.version == "v2"
-            assert 1 not in (await found(service, query(1, 500), DEADLINE)).posts.post_ids
-
-    asyncio.run(scenario())
+    async with running(retrieving.loader(tmp_path), FakeClock()) as service:
+        swapping = asyncio.ensure_future(service.swap(slow))
+        await gate.reached()
+        changing = asyncio.ensure_future(service.change(change([1], [])))
+        await asyncio.wait([changing], timeout=0.1)
+        assert not changing.done()
+        gate.opened.set()
+        await swapping
+        assert (await changing).corpus.version == "v2"
+        assert 1 not in (await found(service, query(1, 500), DEADLINE)).posts.post_ids
 
 
-def test_a_swap_that_fails_changes_nothing(load: RetrievalLoader) -> None:
+async def test_a_swap_that_fails_changes_nothing(load: RetrievalLoader) -> None:
     def broken() -> LoadedRetrieval:
         raise ValueError("planted")
 
-    async def scenario() -> None:
-        async with running(load, FakeClock()) as service:
-            served = service.served
-            with pytest.raises(ValueError, match="planted"):
-                await service.swap(broken)
-            assert service.served is served
-            both = await asyncio.gather(service.swap(load), service.swap(load), return_exceptions=True)
-            assert [isinstance(one, ReloadInProgress) for one in both] == [False, True]
-
-    asyncio.run(scenario())
+    async with running(load, FakeClock()) as service:
+        served = service.served
+        with pytest.raises(ValueError, match="planted"):
+            await service.swap(broken)
+        assert service.served is served
+        both = await asyncio.gather(service.swap(load), service.swap(load), return_exceptions=True)
+        assert [isinstance(one, ReloadInProgress) for one in both] == [False, True]
 
 
-def test_the_end_waits_for_what_was_begun(load: RetrievalLoader) -> None:
-    async def scenario() -> None:
-        gate = Gate()
-        wrapped, engines = watched(load, gate)
-        service = RetrievalService(wrapped, Settings(), Metrics(), FakeClock())
-        with pytest.raises(CorpusNotLoaded, match="is being loaded") as early:
-            _ = service.served
-        assert early.value.retry_after_seconds == 2.0
-        await service.load()
-        begun = search(service, 1)
-        await gate.reached()
-        ended = asyncio.get_running_loop().create_task(service.stop(10.0))
-        await asyncio.sleep(0.01)
-        assert not ended.done()
-        gate.opened.set()
-        assert len((await begun).posts) == 5
-        assert await ended
-        await asyncio.to_thread(engines[0].closed.wait, 5)
-        with pytest.raises(CorpusNotLoaded):
-            _ = service.served
-
-    asyncio.run(scenario())
+async def test_the_end_waits_for_what_was_begun(load: RetrievalLoader) -> None:
+    gate = Gate()
+    wrapped, engines = watched(load, gate)
+    service = RetrievalService(wrapped, Settings(), Metrics(), FakeClock())
+    with pytest.raises(CorpusNotLoaded, match="is being loaded") as early:
+        _ = service.served
+    assert early.value.retry_after_seconds == 2.0
+    await service.load()
+    begun = search(service, 1)
+    await gate.reached()
+    ended = asyncio.get_running_loop().create_task(service.stop(10.0))
+    await asyncio.sleep(0.01)
+    assert not ended.done()
+    gate.opened.set()
+    assert len((await begun).posts) == 5
+    assert await ended
+    await asyncio.to_thread(engines[0].closed.wait, 5)
+    with pytest.raises(CorpusNotLoaded):
+        _ = service.served
 
 
-def test_the_end_answers_those_whose_search_hangs(load: RetrievalLoader) -> None:
-    async def scenario() -> None:
-        gate = Gate()
-        service = RetrievalService(watched(load, gate)[0], Settings(), Metrics(), FakeClock())
-        await service.load()
-        begun = search(service, 1)
-        await gate.reached()
-        assert not await service.stop(0.05)
-        with pytest.raises(EngineDown):
-            await begun
-        gate.opened.set()
-
-    asyncio.run(scenario())
+async def test_the_end_answers_those_whose_search_hangs(load: RetrievalLoader) -> None:
+    gate = Gate()
+    service = RetrievalService(watched(load, gate)[0], Settings(), Metrics(), FakeClock())
+    await service.load()
+    begun = search(service, 1)
+    await gate.reached()
+    assert not await service.stop(0.05)
+    with pytest.raises(EngineDown):
+        await begun
+    gate.opened.set()
 
 
-def test_without_a_loader_there_is_nothing() -> None:
-    async def scenario() -> None:
-        service = RetrievalService(None, Settings(), Metrics(), FakeClock())
-        await service.load()
-        with pytest.raises(CorpusNotLoaded, match="serves no corpus") as none:
-            _ = service.served
-        assert none.value.retry_after_seconds is None
-        assert await service.stop(1.0)
+async def test_without_a_loader_there_is_nothing() -> None:
+    service = RetrievalService(None, Settings(), Metrics(), FakeClock())
+    await service.load()
+    with pytest.raises(CorpusNotLoaded, match="serves no corpus") as none:
+        _ = service.served
+    assert none.value.retry_after_seconds is None
+    assert await service.stop(1.0)
 
-    asyncio.run(scenario())
+
+async def test_searches_after_the_loss_of_their_engine_are_refused_until_another_corpus_is_loaded(
+    load: RetrievalLoader,
+) -> None:
+    async with running(load, FakeClock()) as service:
+        served = service.served
+        with structlog.testing.capture_logs() as lines:
+            service.engine_lost("planted")
+        assert lines == [{"event": "retrieval_lost", "reason": "planted", "log_level": "error"}]
+        assert service.state() is None
+        for ask in (lambda: service.served, lambda: service.retrieve(served, query(1), DEADLINE, None, print)):
+            with pytest.raises(CorpusNotLoaded) as refused:
+                ask()
+            assert refused.value.retry_after_seconds is not None
+        await service.swap(load)
+        assert (await search(service, 1)).posts.post_ids.size == 5
+
+
+async def test_a_compaction_leaves_nothing_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one that failed the next begins later; after one that is done, where the first would have begun."""
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    async with running(retrieving.loader(tmp_path), FakeClock()) as service:
+        usual = service._compact_at
+        await service.change(change([1], []))
+        with monkeypatch.context() as patch:
+            patch.setattr("weights.corpus.compaction.write_files", full)
+            with pytest.raises(CheckpointError):
+                await service.compact()
+        assert service._compact_at == usual + 1
+        assert (service._since, service._changes) == (None, set())
+        await service.compact()
+        assert service._compact_at == usual
+        assert (service._since, service._changes) == (None, set())
+
+
+async def test_after_the_end_nobody_waits_and_no_thread_is_to_be_had(load: RetrievalLoader) -> None:
+    gate = Gate()
+    service = RetrievalService(watched(load, gate)[0], Settings(), Metrics(), FakeClock())
+    await service.load()
+    begun = search(service, 1)
+    await gate.reached()
+    assert not await service.stop(0.05)
+    with pytest.raises(EngineDown, match="The process stops") as refused:
+        await begun
+    assert refused.value.retry_after_seconds is not None
+    with pytest.raises(RuntimeError, match="shutdown"):
+        service._slow.submit(print)
+    gate.opened.set()

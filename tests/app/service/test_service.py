@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import subprocess
 import sys
 import threading
 import weakref
@@ -33,6 +32,7 @@ from model.native.engine import NativeEngine
 from model.retrieval.inputs import Filters, Query
 from model.synthetic import random_request
 from tests.app import retrieving
+from tests.app.bounds import overrun
 from tests.app.fakes import (
     FakeEngine,
     Gate,
@@ -49,6 +49,7 @@ from tests.app.fakes import (
 )
 from tests.app.request.test_cost import HOSTILE
 from tests.app.serving import VOCABULARY, value_of
+from tests.zygote import zygote
 
 pytestmark = pytest.mark.anyio
 
@@ -169,13 +170,8 @@ async def test_refusals_are_counted_by_their_reason(monkeypatch: pytest.MonkeyPa
         gate.opened.set()
         await first
         service.check_open("light")
+        overrun(monkeypatch)
         monkeypatch.setattr(LoopLag, "refuses", lambda lag, unanswered: unanswered > 0)
-        monkeypatch.setattr(
-            LoopLag,
-            "overrun",
-            property(lambda _: True, lambda lag, value: vars(lag).update(overrun=value)),
-            raising=False,
-        )
         service.check_open()
         ticket = service.admit(service.model, candidates=1, history=0, deadline=None)
         with pytest.raises(Overloaded, match="faster than they can be answered") as caught:
@@ -225,18 +221,14 @@ asyncio.run(main())
 
 @pytest.mark.parametrize(("seconds", "code"), [(20.0, EXIT_ENGINE_LOST), (0.0, 0)])
 async def test_a_process_whose_event_loop_hangs_ends_and_says_so(seconds: float, code: int) -> None:
-    command = [sys.executable, "-c", HANGS.format(seconds)]
-    ended = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = await asyncio.to_thread(zygote.run, [sys.executable, "-c", HANGS.format(seconds)])
     assert ended.returncode == code, ended.stderr
     assert ("The event loop has hung" in ended.stdout + ended.stderr) == (code != 0)
 
 
 async def test_a_heavy_key_does_not_close_the_door_to_a_light_one() -> None:
     gate = Gate()
-    groups = {
-        "queue": Queue(max_wait_seconds=0.5, max_share_per_key=1.0),
-        "batching": Batching(max_candidates=10),
-    }
+    groups = {"queue": Queue(max_wait_seconds=0.5, max_share_per_key=1.0), "batching": Batching(max_candidates=10)}
     async with running(FakeEngine(before=gate), **groups) as service:
         service.admission.forward_time.observe(10, 0.15)
         jobs = [asyncio.ensure_future(rank(service, user, 10, key="heavy")) for user in range(1, 5)]
@@ -339,44 +331,38 @@ async def test_a_swap_finishes_the_old_requests_on_the_old_model_and_frees_it() 
         assert service.versions.cache_stats().misses == 5  # totals of the old one are kept
 
 
+@pytest.mark.usefixtures("no_collector")
 async def test_a_model_that_is_replaced_goes_at_once() -> None:
-    """Its tables may be most of the memory, and the garbage collector looks at old objects once in a long while."""
-    gc.disable()
-    try:
-        async with running(FakeEngine(1)) as service:
-            engine = FakeEngine(2)
-            old = weakref.ref(engine)
-            await service.swap(loader(engine, "v2"))
-            del engine
-            assert right(await rank(service, 1), 1, version=2)
-            assert old() is not None
-            await service.swap(loader(FakeEngine(3), "v3"))
-            await until(lambda: old() is None)
-    finally:
-        gc.enable()
+    """Its tables may be most of the memory."""
+    async with running(FakeEngine(1)) as service:
+        engine = FakeEngine(2)
+        old = weakref.ref(engine)
+        await service.swap(loader(engine, "v2"))
+        del engine
+        assert right(await rank(service, 1), 1, version=2)
+        assert old() is not None
+        await service.swap(loader(FakeEngine(3), "v3"))
+        await until(lambda: old() is None)
 
 
+@pytest.mark.usefixtures("no_collector")
 async def test_a_native_engine_that_has_computed_goes_at_once() -> None:
     settings = Settings(checkpoint=ROOT / "weights/demo", device="cpu", backend="native")
     load = checkpoint_loader(settings.checkpoint, settings)
-    gc.disable()
-    try:
-        async with running_on(load) as service:
-            worker = service.versions.current
-            assert worker is not None
-            assert isinstance(worker.model.engine, NativeEngine)
-            old, model = weakref.ref(worker.model.engine), service.model
-            del worker
-            context, candidates = random_request(model.manifest.config, 5, 64)
-            ticket = service.admit(model, candidates=64, history=5, deadline=None)
-            assert (await ranked(service, ticket, context, candidates)).scores.is_finite()
-            del model, ticket
-            await service.swap(load)
-            await until(lambda: old() is None)
-    finally:
-        gc.enable()
+    async with running_on(load) as service:
+        worker = service.versions.current
+        assert isinstance(worker.model.engine, NativeEngine)
+        old, model = weakref.ref(worker.model.engine), service.model
+        del worker
+        context, candidates = random_request(model.manifest.config, 5, 64)
+        ticket = service.admit(model, candidates=64, history=5, deadline=None)
+        assert (await ranked(service, ticket, context, candidates)).scores.is_finite()
+        del model, ticket
+        await service.swap(load)
+        await until(lambda: old() is None)
 
 
+@pytest.mark.usefixtures("no_collector")
 async def test_what_a_failed_load_has_made_goes_at_once() -> None:
     made: list[weakref.ref[FakeEngine]] = []
 
@@ -389,14 +375,10 @@ async def test_what_a_failed_load_has_made_goes_at_once() -> None:
         except MemoryError as error:
             raise EngineError("self-test failed") from error
 
-    gc.disable()
-    try:
-        async with running(FakeEngine()) as service:
-            with suppress(EngineError):
-                await service.swap(load)
-            await until(lambda: made[0]() is None)
-    finally:
-        gc.enable()
+    async with running(FakeEngine()) as service:
+        with suppress(EngineError):
+            await service.swap(load)
+        await until(lambda: made[0]() is None)
 
 
 async def test_a_failed_swap_leaves_the_old_model_serving() -> None:

@@ -72,8 +72,6 @@ def results(service: RankingService) -> dict[str, float]:
 async def test_the_log_says_which_second_checkpoint_was_loaded() -> None:
     with structlog.testing.capture_logs() as logs:
         async with both(FakeEngine(), FakeEngine(2)) as service:
-            assert service.second is not None
-            assert service.second.model is not None
             manifest = service.second.model.manifest
     (line,) = [line for line in logs if line["event"] == "second_checkpoint"]
     assert (line["version"], line["digest"]) == (manifest.version, manifest.digest)
@@ -93,7 +91,6 @@ async def test_every_answered_request_is_scored_and_none_is_changed() -> None:
         assert counted(service, "shadow_seconds_count") == 8
         assert 0 < counted(service, "shadow_seconds_sum") < 60
         worker = service.second_checkpoint.versions.current
-        assert worker is not None
         assert worker.unfinished == 0
 
 
@@ -187,7 +184,6 @@ def refused(steps: Steps) -> LoadedModel:
 async def test_one_that_cannot_be_loaded_is_said_and_nothing_else_comes_of_it() -> None:
     async with both(FakeEngine(), refused, split=HALF) as service:
         assert service.health().ready
-        assert service.second is not None
         assert (service.second.model, service.second.answers) == (None, False)
         assert "its bytes are not those" in service.second.reason
         assert counted(service, "second_ready") == 0
@@ -251,7 +247,6 @@ async def test_where_it_answers_users_its_work_is_the_services() -> None:
 
     async with both(Caching(), Caching(2), split=HALF) as service:
         second = service.second
-        assert second is not None
         assert second.model is not None
         for user, model in ((1, service.model), (2, second.model)):
             ticket = service.admit(model, candidates=4, history=2, deadline=None)
@@ -268,14 +263,12 @@ async def test_callers_of_a_lost_second_checkpoint_are_told_and_the_next_ones_ha
 
     async with both(FakeEngine(), FakeEngine(2, fault), split=HALF) as service:
         second = service.second
-        assert second is not None
         assert second.answers
         assert second.model is not None
         ticket = service.admit(second.model, candidates=4, history=2, deadline=None)
         told = asyncio.get_running_loop().create_future()
         service.rank(ticket, *request(1), told.set_result)
         assert isinstance(await told, EngineDown)
-        assert service.second is not None
         assert not service.second.answers
         assert service.admission.requests == 0
 
@@ -303,7 +296,6 @@ async def test_one_that_reads_requests_otherwise_shadows_nothing_and_says_why() 
     async with both(FakeEngine(), loader(FakeEngine(2), "v2", ("like", "reply", "report"))) as service:
         assert right(await rank(service, 1), 1)
         await asyncio.sleep(0.05)
-        assert service.second is not None
         assert "action_names" in service.second.reason
         assert results(service) == {}
 
@@ -329,9 +321,31 @@ async def test_a_ticket_for_a_second_checkpoint_that_was_given_up_is_told_at_onc
     """As of `/recommend`, which is admitted before its search."""
     async with both(FakeEngine(), FakeEngine(2), split=HALF) as service:
         second = service.second
-        assert second is not None
         assert second.model is not None
         ticket = service.admit(second.model, candidates=4, history=2, deadline=None)
         service.second_checkpoint.engine_lost("planted")
         with pytest.raises(EngineDown):
             await ranked(service, ticket, *request(1))
+
+
+async def test_where_none_is_configured_none_is_loaded_and_nothing_is_said() -> None:
+    with structlog.testing.capture_logs() as lines:
+        service = RankingService(loader(FakeEngine()), Settings(), Metrics())
+        service.start()
+        await service.wait_ready()
+        await service._tasks[-1]
+        await service.stop(1.0)
+    assert service.second is None
+    assert [line for line in lines if "second" in line["event"]] == []
+
+
+async def test_a_request_that_finds_no_room_is_counted_once_and_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.service.shadow.SHADOW_WAITING", 0)
+    async with both(FakeEngine(), FakeEngine(2)) as service:
+        shadow = service.second_checkpoint._shadow
+        assert shadow is not None
+        ticket = service.admit(service.model, candidates=4, history=2, deadline=None)
+        ticket.context, ticket.items = request(1)
+        assert shadow.watched(ticket, print) is print
+        assert results(service) == {"full": 1}
+        ticket.release()

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from app.telemetry import metrics, shadow
-from app.telemetry.distributions import PROBABILITIES, ReplyProbabilities
+from app.telemetry.metrics import PROBABILITIES, ReplyProbabilities
 
 
 def samples(*replies: tuple[tuple[str, ...], list[list[float]]]) -> dict[tuple[str, str], float]:
@@ -40,12 +40,7 @@ SHARES = {
     "distances": shadow.DISTANCES,
     "overlap": shadow.SHARES,
 }
-OTHERS = {
-    "latency": metrics.LATENCY_SECONDS,
-    "sizes": metrics.SIZES,
-    "rows": metrics.ROWS,
-    "seconds": shadow.SECONDS,
-}
+OTHERS = {"latency": metrics.LATENCY_SECONDS, "sizes": metrics.SIZES, "rows": metrics.ROWS, "seconds": shadow.SECONDS}
 
 
 @pytest.mark.parametrize("name", SHARES | OTHERS)

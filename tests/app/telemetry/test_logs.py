@@ -10,9 +10,10 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.http.observe import RequestLog
 from app.settings import Logs
 from app.telemetry.exchange import Exchange
-from app.telemetry.logs import RequestLog, configure
+from app.telemetry.logs import configure
 
 
 @pytest.fixture

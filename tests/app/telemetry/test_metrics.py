@@ -12,10 +12,13 @@ import pytest
 from prometheus_client import generate_latest
 
 from app.engine.worker import BatchReport
-from app.telemetry.metrics import LATENCY_SECONDS, SCRAPE_SECONDS, Metrics, Scrapes, add_stats
+from app.telemetry.exposition import SCRAPE_SECONDS, Scrapes, add_stats
+from app.telemetry.metrics import LATENCY_SECONDS, Metrics
 from app.telemetry.sink import Sink
 from model.engine import CacheStats
 from tests.app.fakes import FakeEngine, rank, run, running
+
+pytestmark = pytest.mark.anyio
 
 CONTRACT = [
     "http_requests_total", "http_request_duration_seconds_bucket", "stage_duration_seconds_bucket",
@@ -113,7 +116,7 @@ def test_a_scrape_costs_the_loop_little() -> None:
     assert seconds(metrics.render) < 0.2 * seconds(lambda: generate_latest(metrics.registry))
 
 
-def test_one_scrape_at_a_time_which_those_who_asked_before_it_share() -> None:
+async def test_one_scrape_at_a_time_which_those_who_asked_before_it_share() -> None:
     begun, running = 0, 0
 
     async def make() -> bytes:
@@ -127,27 +130,24 @@ def test_one_scrape_at_a_time_which_those_who_asked_before_it_share() -> None:
             raise OSError("planted")
         return number
 
-    async def main() -> None:
-        scrapes = Scrapes(make)
-        assert await scrapes.get() == b"1"
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        assert await asyncio.gather(*(scrapes.get() for _ in range(50))) == [b"2"] * 50
-        assert loop.time() - began >= 0.8 * SCRAPE_SECONDS
-        third = asyncio.ensure_future(scrapes.get())
-        while begun < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        fourth = asyncio.ensure_future(scrapes.get())  # what the third holds may be older than this question
-        with pytest.raises(OSError, match="planted"):
-            await third
-        assert await fourth == b"4"
-        gone = asyncio.ensure_future(scrapes.get())
-        stays = asyncio.ensure_future(scrapes.get())
-        await asyncio.sleep(0)
-        gone.cancel()
-        assert await stays == b"5"
-
-    run(main())
+    scrapes = Scrapes(make)
+    assert await scrapes.get() == b"1"
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    assert await asyncio.gather(*(scrapes.get() for _ in range(50))) == [b"2"] * 50
+    assert loop.time() - began >= 0.8 * SCRAPE_SECONDS
+    third = asyncio.ensure_future(scrapes.get())
+    while begun < 3:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    fourth = asyncio.ensure_future(scrapes.get())  # what the third holds may be older than this question
+    with pytest.raises(OSError, match="planted"):
+        await third
+    assert await fourth == b"4"
+    gone = asyncio.ensure_future(scrapes.get())
+    stays = asyncio.ensure_future(scrapes.get())
+    await asyncio.sleep(0)
+    gone.cancel()
+    assert await stays == b"5"
 
 
 def test_totals_of_a_cache_that_is_gone_stay_and_its_bytes_do_not() -> None:

@@ -23,7 +23,6 @@ def traced(headers: dict[bytes, bytes]) -> tuple[str, dict[str, object]]:
 
     memory = InMemorySpanExporter()
     tracer = create_tracer(Tracing(enabled=True), SimpleSpanProcessor(memory))
-    assert tracer is not None
     stages = {"parse": 0.001, "queue": 0.002, "forward": 0.003, "serialize": 0.001}
     trace = tracer.record(Exchange("r1", 0.0, "POST", "/rank", 200, candidates=64, stages=stages), 0.008, headers)
     return trace, {span.name: span for span in memory.get_finished_spans()}
@@ -61,7 +60,6 @@ def test_a_collector_that_is_silent_does_not_hold_up_the_end(monkeypatch: pytest
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", endpoint)
         tracer = create_tracer(Tracing(enabled=True))
-        assert tracer is not None
         tracer.record(Exchange("r1", 0.0, "POST", "/rank", 200), 0.008, {})
         started = time.monotonic()
         tracer.close()

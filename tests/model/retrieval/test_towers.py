@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from model.batch import hash_rows
 from model.config import ConfigError, ModelConfig, RetrievalConfig
-from model.hashing import hash_rows
 from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens

@@ -116,7 +116,6 @@ def test_it_holds_the_same_posts_in_the_same_order(directory: Path, encoder: Enc
         ("v1+7", 0, "v1+7"),
     ):
         assert replace(manifest, version=version).label(Mark(sequence)) == label
-    assert replace(manifest, version="v1+7", mark=Mark()).first_mark.sequence == 7, "of before there were marks"
 
 
 def test_columns_that_the_corpus_lacked_come_with_its_changes(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from model.attention import candidate_attention
 from model.batch import collate
+from model.dense import candidate_attention
 from model.ranker import Ranker
 from tests.model.builders import random_config, random_ranker, random_request
 from weights.explain.figures import Figures, blocks, figures_of

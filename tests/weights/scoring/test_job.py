@@ -24,7 +24,7 @@ from weights.checkpoint import load_checkpoint
 from weights.scoring import job
 from weights.scoring.job import JobError, partition_of, score_log
 from weights.scoring.scorer import Scorer
-from weights.training.log import LogError
+from weights.tables import LogError
 from weights.training.world.simulate import World
 
 PARTS = 5

@@ -20,8 +20,9 @@ from model.ranking import combine
 from weights.checkpoint import CheckpointError, load_checkpoint
 from weights.scoring import scorer as module
 from weights.scoring.scorer import Scorer
+from weights.tables import LogError
 from weights.training.examples import Examples
-from weights.training.log import COLUMNS, LogError, log_of
+from weights.training.log import COLUMNS, log_of
 from weights.training.world.simulate import World
 
 DEMO = Path("weights/demo")

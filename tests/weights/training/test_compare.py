@@ -23,8 +23,7 @@ from weights.actions import continuous_outputs
 from weights.checkpoint import load_checkpoint, save_checkpoint
 from weights.commands.checkpoints import app
 from weights.training import initial
-from weights.training.evaluate.compare import Comparison, compare, request_body
-from weights.training.evaluate.compare_page import explorer_link
+from weights.training.evaluate.compare import Comparison, compare, explorer_link, request_body
 from weights.training.examples import Examples
 from weights.training.log import write_log
 from weights.training.world.simulate import World
@@ -78,7 +77,7 @@ def test_figures_are_what_they_say(directory: Path, world: World, monkeypatch: p
     assert taus == sorted(taus)
     assert len(taus) == 10
     assert taus[0] < found.kendall
-    assert found.changed[0].best[0] in {int(post["post_id"]) for post in found.changed[0].body["candidates"]}
+    assert found.changed[0].best[0] in {post["post_id"] for post in found.changed[0].body["candidates"]}
     for each in found.actions.values():
         assert abs(each.means[0] - each.share) <= each.calibration_errors[0] + 1e-6, (
             "the bins' distances add up to no less"

@@ -76,12 +76,12 @@ def test_ndcg_is_that_of_an_independent_implementation_whatever_the_order_of_row
 def test_rates_are_those_of_the_training_period(world: World) -> None:
     test = world.log.impression_ts >= WORLD.test_ts
     train_log, test_log = world.log.take(~test), world.log.take(test)
-    rates = popularity(train_log, test_log, strength=0.0001).probabilities
+    rates = popularity(train_log, test_log, strength=0.0001)
     known = np.flatnonzero(np.isin(test_log.post_id, train_log.post_id))[:20]
     for row in known:
         same = train_log.post_id == test_log.post_id[row]
         assert np.allclose(rates[row], train_log.actions[same].mean(0), atol=1e-3)
-    own = affinity(train_log, test_log, None, strength=0.0001).probabilities
+    own = affinity(train_log, test_log, None, strength=0.0001)
     for row in range(0, len(test_log), 50):
         same = (train_log.user_id == test_log.user_id[row]) & (train_log.author_id == test_log.author_id[row])
         if same.any():

@@ -11,7 +11,8 @@ import pytest
 pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as pq  # noqa: E402
 
-from weights.training.log import COLUMNS, Log, LogError, read_log, write_log  # noqa: E402
+from weights.tables import LogError  # noqa: E402
+from weights.training.log import COLUMNS, Log, read_log, write_log  # noqa: E402
 
 
 def small_log() -> Log:

@@ -17,9 +17,10 @@ import pyarrow.parquet as pq
 
 from loadtest.bench.offline import copies
 from tests.weights.training.small_run import TRAINING, small_config
+from weights.tables import LogError
 from weights.training import sorted_log
 from weights.training.examples import Examples, index_of
-from weights.training.log import COLUMNS, LogError, aligned, read_log, write_log
+from weights.training.log import COLUMNS, aligned, read_log, write_log
 from weights.training.run import train
 from weights.training.sorted_log import open_sorted, sort_log
 from weights.training.world.settings import WorldSettings

@@ -190,8 +190,8 @@ def test_neither_popularity_nor_affinity_is_enough(world: World) -> None:
     topics = {int(a): int(t) for a, t in zip(world.authors.ids, world.authors.topic, strict=True)}
     sources = {
         OPTIMUM: world.truth.probabilities,
-        POPULARITY: popularity(train_log, test_log).probabilities,
-        AFFINITY: affinity(train_log, test_log, topics).probabilities,
+        POPULARITY: popularity(train_log, test_log),
+        AFFINITY: affinity(train_log, test_log, topics),
         TRUE_AFFINITY: np.repeat(world.truth.affinity[:, None], len(ACTION_NAMES), 1),
     }
     frequent = np.flatnonzero(test_log.actions.mean(0) >= 0.01)

@@ -98,8 +98,8 @@ def evaluate(
     model = predict(ranker, examples, requests, progress=partial(progress, "scoring"))
     sources = {
         MODEL: model.probabilities,
-        POPULARITY: popularity(train, test).probabilities,
-        AFFINITY: affinity(train, test, facts.author_topics if facts else None).probabilities,
+        POPULARITY: popularity(train, test),
+        AFFINITY: affinity(train, test, facts.author_topics if facts else None),
     }
     if facts:
         sources[TRUE_AFFINITY] = _ordinal(facts.truth.affinity, test, score_weights)
@@ -124,16 +124,11 @@ def evaluate(
 
 
 def _figures(test: Log, probabilities: Floats) -> dict[str, ActionFigures]:
-    result = {}
-    for index, name in enumerate(test.action_names):
-        happened, p = test.actions[:, index], probabilities[:, index]
-        result[name] = ActionFigures(
-            metrics.auc(happened, p),
-            metrics.log_loss(happened, p),
-            metrics.normalised_entropy(happened, p),
-            metrics.calibration_error(happened, p),
-        )
-    return result
+    kinds = metrics.auc, metrics.log_loss, metrics.normalised_entropy, metrics.calibration_error
+    return {
+        name: ActionFigures(*(kind(test.actions[:, index], probabilities[:, index]) for kind in kinds))
+        for index, name in enumerate(test.action_names)
+    }
 
 
 def _ordinal(values: Floats, test: Log, score_weights: Mapping[str, float]) -> Floats:

@@ -66,7 +66,7 @@ def _ablation(
     if ablation == "no user":
         return lambda index: replace(examples.context(index), user_id=0)
     if ablation == "no history":
-        return lambda index: _reorder(examples.context(index), np.arange(0))
+        return lambda index: examples.context(index).rows(slice(0))
     if ablation == "shuffled order":
         return lambda index: _shuffled(examples.context(index), rng)
     other = dict(zip(requests.tolist(), rng.permutation(requests).tolist(), strict=True))
@@ -74,26 +74,20 @@ def _ablation(
 
 
 def _shuffled(context: Context, rng: np.random.Generator) -> Context:
-    return _reorder(context, rng.permutation(len(context)))
+    return context.rows(rng.permutation(len(context)))
 
 
-def _reorder(context: Context, order: NDArray[np.int64]) -> Context:
-    """The chosen events, in the chosen order."""
-    columns = ("post_ids", "author_ids", "actions", "surfaces", "dwell_seconds")
-    return replace(context, **{name: getattr(context, name)[order] for name in columns})
-
-
-def popularity(train: Log, test: Log, strength: float = 20.0) -> Prediction:
+def popularity(train: Log, test: Log, strength: float = 20.0) -> Floats:
     """The action rates of the post in the training period, drawn towards its author's, which are drawn towards everybody's.
 
     `strength`: how many impressions the rate that one is drawn towards is worth.
     """
     everybody = np.broadcast_to(train.actions.mean(0), test.actions.shape)
     author = _shrunk_rates(train.author_id, train.actions, test.author_id, everybody, strength)
-    return Prediction(_shrunk_rates(train.post_id, train.actions, test.post_id, author, strength))
+    return _shrunk_rates(train.post_id, train.actions, test.post_id, author, strength)
 
 
-def affinity(train: Log, test: Log, author_topics: Mapping[int, int] | None, strength: float = 5.0) -> Prediction:
+def affinity(train: Log, test: Log, author_topics: Mapping[int, int] | None, strength: float = 5.0) -> Floats:
     """The user's own rates with the author, drawn towards those with the topic, towards the user's, towards everybody's.
 
     Without topics the step between user and author is left out.
@@ -104,7 +98,7 @@ def affinity(train: Log, test: Log, author_topics: Mapping[int, int] | None, str
         keys = [_pair(log.user_id, _topics(log.author_id, author_topics)) for log in (train, test)]
         rates = _shrunk_rates(keys[0], train.actions, keys[1], rates, strength)
     keys = [_pair(log.user_id, log.author_id) for log in (train, test)]
-    return Prediction(_shrunk_rates(keys[0], train.actions, keys[1], rates, strength))
+    return _shrunk_rates(keys[0], train.actions, keys[1], rates, strength)
 
 
 def _topics(author_ids: NDArray[np.uint64], author_topics: Mapping[int, int]) -> NDArray[np.uint64]:

@@ -16,10 +16,9 @@ from model.inputs import Candidates, Context, age_bucket
 from model.ranker import Ranker
 from model.retrieval.towers import Towers
 from weights.training.log import Log
-from weights.training.world.behaviour import ACTION_NAMES, Circumstances, recency, true_probabilities
-from weights.training.world.population import interest, regard_now
+from weights.training.world.behaviour import ACTION_NAMES, true_probabilities
 from weights.training.world.settings import SURFACES
-from weights.training.world.simulate import World
+from weights.training.world.simulate import World, circumstances
 
 BEST, FIRST = 100, 20
 DEPTHS = (100, 200, 500)
@@ -93,23 +92,8 @@ def as_table(figures: Mapping[str, Any]) -> Table:
 
 def true_values(world: World, user: int, posts: NDArray[np.int64]) -> Floats:
     """The probability of every action, `[n, A]`, if each post were shown to the user on the home surface at the end of the world."""
-    settings, users, all_posts = world.settings, world.users, world.posts
-    now, author = settings.end_ts, all_posts.author[posts]
-    who = np.array([user])
-    liking = interest(users.latent[who], settings)[0][all_posts.topic[posts]]
-    follow = users.follows[user, author].astype(np.float32)
-    regard = regard_now(users, who, author[None], np.array([now]), settings)[0]
-    appeal = liking + settings.follow_appeal * follow + regard + users.surface_taste[user, HOME]
-    appeal = appeal + world.authors.quality[author] + all_posts.quality[posts]
-    youth = users.freshness[user] * recency(now - all_posts.created_at[posts])
-    count = len(posts)
-    given = Circumstances(
-        appeal.astype(np.float32),
-        youth.astype(np.float32),
-        np.full(count, users.activity[user], np.float32),
-        follow,
-        np.full(count, HOME, np.int64),
-    )
+    shown, now = posts[None], np.array([world.settings.end_ts])
+    _, given = circumstances(world, np.array([user]), shown, np.full(shown.shape, HOME), now)
     return true_probabilities(given)
 
 

@@ -52,13 +52,19 @@ class Truth:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class World:
-    """A finished world. `truth` lines up with the rows of `log` from `settings.test_ts` on."""
+class Drawn:
+    """Who and what there is in a world."""
 
     settings: WorldSettings
     authors: Authors
     posts: Posts
     users: Users
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class World(Drawn):
+    """A finished world. `truth` lines up with the rows of `log` from `settings.test_ts` on."""
+
     log: Log
     truth: Truth
 
@@ -83,51 +89,51 @@ def simulate(settings: WorldSettings, progress: Callable[[int, int], None] = lam
     authors = draw_authors(settings, rng)
     posts = draw_posts(settings, authors, rng)
     users = draw_users(settings, authors, rng)
+    drawn = Drawn(settings, authors, posts, users)
     rounds = max(len(times) for times in users.session_ts)
     sessions = []
     for index in range(rounds):
         who = np.array([user for user, times in enumerate(users.session_ts) if len(times) > index])
         now = np.array([users.session_ts[user][index] for user in who])
         drift(users, who, now, settings, rng)
-        session = _run(settings, authors, posts, users, who, now, rng)
-        _remember(users, settings, posts, session)
+        session = _run(drawn, who, now, rng)
+        _remember(drawn, session)
         sessions.append(session)
         progress(index + 1, rounds)
-    log, truth = _write(settings, authors, posts, users, sessions)
+    log, truth = _write(drawn, sessions)
     return World(settings, authors, posts, users, log, truth)
 
 
-def _run(
-    settings: WorldSettings,
-    authors: Authors,
-    posts: Posts,
-    users: Users,
-    who: Ints,
-    now: Ints,
-    rng: np.random.Generator,
-) -> _Session:
-    author = _choose_authors(settings, authors, users, who, now, rng)
-    shown = _choose_posts(settings, posts, author, now, rng)
-    shape, row = shown.shape, who[:, None]
-    elsewhere = rng.choice(len(SURFACES), shape, p=OTHER_SURFACES)
-    surface = np.where(users.follows[row, author], SURFACES.index("following"), elsewhere)
+def _run(drawn: Drawn, who: Ints, now: Ints, rng: np.random.Generator) -> _Session:
+    author = _choose_authors(drawn, who, now, rng)
+    shown = _choose_posts(drawn, author, now, rng)
+    elsewhere = rng.choice(len(SURFACES), shown.shape, p=OTHER_SURFACES)
+    surface = np.where(drawn.users.follows[who[:, None], author], SURFACES.index("following"), elsewhere)
+    affinity, given = circumstances(drawn, who, shown, surface, now)
+    actions, seconds = draw(given, rng)
+    return _Session(who, now, shown, surface, affinity, given, actions, seconds)
+
+
+def circumstances(drawn: Drawn, who: Ints, shown: Ints, surface: Ints, now: Ints) -> tuple[Floats, Circumstances]:
+    """What actions depend on where each of the users `who [n]` sees posts `shown [n, c]` on surfaces `[n, c]` at `now [n]`, flat; and how
+    much of the appeal is the user's for topic and author, `[n, c]`."""
+    settings, authors, posts, users = drawn.settings, drawn.authors, drawn.posts, drawn.users
+    author, row = posts.author[shown], who[:, None]
     liking = np.take_along_axis(interest(users.latent[who], settings), posts.topic[shown], 1)
     follow = users.follows[row, author].astype(np.float32)
     affinity = liking + settings.follow_appeal * follow + regard_now(users, who, author, now, settings)
     appeal = affinity + users.surface_taste[row, surface] + authors.quality[author] + posts.quality[shown]
     youth = users.freshness[row] * recency(now[:, None] - posts.created_at[shown])
-    activity = np.broadcast_to(users.activity[row], shape)
+    activity = np.broadcast_to(users.activity[row], shown.shape)
     given = Circumstances(
         appeal.ravel(), youth.ravel(), activity.ravel(), follow.ravel(), surface.ravel().astype(np.int64)
     )
-    actions, seconds = draw(given, rng)
-    return _Session(who, now, shown, surface, affinity, given, actions, seconds)
+    return affinity, given
 
 
-def _choose_authors(
-    settings: WorldSettings, authors: Authors, users: Users, who: Ints, now: Ints, rng: np.random.Generator
-) -> Ints:
+def _choose_authors(drawn: Drawn, who: Ints, now: Ints, rng: np.random.Generator) -> Ints:
     """Authors of every slot, `[n, slots]`."""
+    settings, authors, users = drawn.settings, drawn.authors, drawn.users
     shape = (len(who), settings.slots)
     source = rng.random(shape)
     followed = source < settings.followed_share
@@ -150,8 +156,9 @@ def _sample_rows(logits: NDArray[np.floating], count: int, rng: np.random.Genera
     return np.stack([np.searchsorted(row, point, side="right") for row, point in zip(mass, points, strict=True)])
 
 
-def _choose_posts(settings: WorldSettings, posts: Posts, author: Ints, now: Ints, rng: np.random.Generator) -> Ints:
+def _choose_posts(drawn: Drawn, author: Ints, now: Ints, rng: np.random.Generator) -> Ints:
     """A post of each author, about as old as a drawn age: mostly fresh, some classics of 80 to 400 hours."""
+    settings, posts = drawn.settings, drawn.posts
     fresh = rng.exponential(settings.fresh_hours, author.shape)
     classic = rng.uniform(80, 400, author.shape)
     age = np.where(rng.random(author.shape) < settings.classic_share, classic, fresh) * HOUR_SECONDS
@@ -164,8 +171,9 @@ def _choose_posts(settings: WorldSettings, posts: Posts, author: Ints, now: Ints
     return np.maximum(found, posts.first[author])
 
 
-def _remember(users: Users, settings: WorldSettings, posts: Posts, session: _Session) -> None:
+def _remember(drawn: Drawn, session: _Session) -> None:
     """Follows and regards that the session's actions leave behind; a complaint outweighs a kind act on the same post."""
+    settings, posts, users = drawn.settings, drawn.posts, drawn.users
     author = posts.author[session.posts].ravel()
     user = np.repeat(session.who, settings.slots)
     now = np.repeat(session.now, settings.slots)
@@ -187,10 +195,9 @@ def _remember(users: Users, settings: WorldSettings, posts: Posts, session: _Ses
         users.regard_ts[user[rows], author[rows]] = now[rows]
 
 
-def _write(
-    settings: WorldSettings, authors: Authors, posts: Posts, users: Users, sessions: list[_Session]
-) -> tuple[Log, Truth]:
+def _write(drawn: Drawn, sessions: list[_Session]) -> tuple[Log, Truth]:
     """All sessions as one log in time order, and the truth of its test period."""
+    settings, authors, posts, users = drawn.settings, drawn.authors, drawn.posts, drawn.users
     post = np.concatenate([s.posts.ravel() for s in sessions])
     who = np.concatenate([np.repeat(s.who, settings.slots) for s in sessions])
     now = np.concatenate([np.repeat(s.now, settings.slots) for s in sessions])

@@ -1,0 +1,161 @@
+"""Logs whose ids are texts: training, sorting, scoring, comparing and explaining read and write the texts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("matplotlib")
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from typer.testing import CliRunner
+
+from weights.actions import SCORE_WEIGHT_SETS
+from weights.checkpoint import load_checkpoint, load_manifest
+from weights.commands.checkpoints import app
+from weights.tables import LogError
+from weights.text_ids import text_id
+from weights.training.examples import Examples
+from weights.training.log import ID_COLUMNS, fingerprint, read_log, write_log
+from weights.training.sorted_log import open_sorted, sort_log
+from weights.training.world.simulate import World
+
+ROWS = 400
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def logs(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The beginning of a log with integers, with texts, and with texts as JSON lines."""
+    path = tmp_path_factory.mktemp("logs")
+    write_log(path / "integers.parquet", world.log.take(np.arange(ROWS)))
+    table = pq.read_table(path / "integers.parquet")
+    for name in ID_COLUMNS:
+        texts = [f"{name}:{number:x}" for number in table[name].to_pylist()]
+        table = table.set_column(table.column_names.index(name), name, pa.array(texts))
+    pq.write_table(table, path / "texts.parquet")
+    (path / "texts.jsonl").write_text("\n".join(map(json.dumps, table.to_pylist())))
+    return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint") / "small"
+    assert run("random", "--ids", "text", "--out", path)[0] == 0
+    return path
+
+
+def test_both_files_give_one_log_with_its_texts(logs: Path, tmp_path: Path) -> None:
+    log, lines = read_log(logs / "texts.parquet", "text"), read_log(logs / "texts.jsonl", "text")
+    assert fingerprint(log) == fingerprint(lines)
+    texts = log.ids("user_id", np.arange(ROWS))
+    assert texts == lines.ids("user_id", np.arange(ROWS))
+    assert texts[0].startswith("user_id:")
+    assert log.user_id.tolist() == list(map(text_id, texts))
+    rows = np.array([7, 3])
+    assert log.take(rows).ids("post_id", np.arange(2)) == log.ids("post_id", rows)
+    write_log(tmp_path / "again.parquet", log)
+    assert fingerprint(read_log(tmp_path / "again.parquet", "text")) == fingerprint(log)
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "sentence"),
+    [
+        ("texts.parquet", "uint64", "column user_id holds texts, not integers"),
+        ("integers.parquet", "text", "column user_id holds uint64, not texts"),
+        ("texts.jsonl", "uint64", "column user_id holds texts, not integers"),
+    ],
+)
+def test_the_other_kind_is_refused(logs: Path, tmp_path: Path, name: str, ids: str, sentence: str) -> None:
+    with pytest.raises(LogError, match=sentence):
+        read_log(logs / name, ids)  # type: ignore[arg-type]
+    with pytest.raises(LogError, match=sentence):
+        sort_log(logs / name, tmp_path / "sorted", ids=ids)  # type: ignore[arg-type]
+
+
+def test_a_sorted_log_is_the_same_log(logs: Path, tmp_path: Path) -> None:
+    sort_log(logs / "texts.parquet", tmp_path / "sorted", ids="text")
+    log = open_sorted(tmp_path / "sorted", "text")
+    assert log.index is not None
+    assert log.index.fingerprint == fingerprint(read_log(logs / "texts.parquet", "text"))
+    with pytest.raises(LogError, match="its ids are text, not uint64"):
+        open_sorted(tmp_path / "sorted")
+
+
+def test_training_makes_a_checkpoint_of_texts_with_the_weights_that_were_asked_for(logs: Path, tmp_path: Path) -> None:
+    settings = [w for one in ("epochs=0.3", "batch_requests=8", "validation_requests=4") for w in ("--set", one)]
+    args = ("--log", logs / "texts.jsonl", "--out", tmp_path / "out", "--score-weights", "x-2026-09", *settings)
+    assert run("train", *args)[0] == 1, "the log has texts, and integers are the default"
+    code, said = run("train", "--ids", "text", *args)
+    assert code == 0, said
+    manifest = load_manifest(tmp_path / "out")
+    known = SCORE_WEIGHT_SETS["x-2026-09"]
+    assert manifest.ids == "text"
+    assert manifest.score_weights == {name: known[name] for name in manifest.action_names if name in known}
+    code, said = run("train", "--start", tmp_path / "out", "--log", logs / "integers.parquet", "--out", tmp_path / "x")
+    assert (code, "give --ids text" in said) == (1, True)
+    args = ("--checkpoint", tmp_path / "out", "--log", logs / "texts.parquet", "--since")
+    middle = int(read_log(logs / "texts.parquet", "text").impression_ts[ROWS // 2])
+    code, said = run("eval", *args, middle, "--ablation-requests", 3, "--out", tmp_path / "report")
+    assert code == 0, said
+    assert run("relabel", tmp_path / "out", "--score-weights", "default")[0] == 0
+    assert load_manifest(tmp_path / "out").score_weights["report"] == -20
+
+
+def test_scores_name_what_the_log_names(logs: Path, checkpoint: Path, tmp_path: Path) -> None:
+    code, said = run("score", "--checkpoint", checkpoint, "--log", logs / "texts.parquet", "--out", tmp_path / "out")
+    assert code == 0, said
+    scored = pq.read_table(tmp_path / "out/part-00000.parquet").to_pylist()
+    wanted = pq.read_table(logs / "texts.parquet").to_pylist()
+    names = ("request_id", "user_id", "post_id")
+    assert sorted(tuple(row[n] for n in names) for row in scored) == sorted(
+        tuple(row[n] for n in names) for row in wanted
+    )
+    code, said = run("score", "--checkpoint", checkpoint, "--log", logs / "integers.parquet", "--out", tmp_path / "no")
+    assert (code, "column user_id holds uint64, not texts" in said) == (1, True)
+
+
+def test_a_comparison_shows_and_links_texts(logs: Path, checkpoint: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    assert run("random", "--ids", "text", "--seed", 1, "--out", other)[0] == 0
+    code, said = run("compare", checkpoint, other, "--log", logs / "texts.parquet", "--out", tmp_path / "out")
+    assert code == 0, said
+    figures = json.loads((tmp_path / "out/figures.json").read_text())
+    changed = next(one for one in figures["changed"] if one["body"]["history"])
+    assert changed["best"][0].startswith("post_id:")
+    posts = changed["body"]["candidates"] + changed["body"]["history"]
+    assert all(post["author_id"].startswith("author_id:") for post in posts)
+    assert run("random", "--out", tmp_path / "integers")[0] == 0
+    args = ("--log", logs / "texts.parquet", "--out", tmp_path / "out")
+    assert "no log has both" in run("compare", checkpoint, tmp_path / "integers", *args)[1]
+
+
+def test_a_request_of_texts_is_explained(checkpoint: Path, tmp_path: Path) -> None:
+    code, said = run("explain", checkpoint, "--out", tmp_path / "out")
+    assert code == 0, said
+    request = json.loads((checkpoint / "example.json").read_text())
+    post = request["candidates"][0]["post_id"]
+    assert len(post) == 24
+    assert f"post {post}" in (tmp_path / "out/figures.json").read_text()
+    request["candidates"][0]["post_id"] = 5
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    code, said = run("explain", checkpoint, "--request", tmp_path / "request.json", "--out", tmp_path / "out")
+    assert (code, "must be a text of 1 to 128 bytes" in said) == (1, True)
+
+
+def test_the_model_reads_the_hash(logs: Path, checkpoint: Path) -> None:
+    loaded = load_checkpoint(checkpoint)
+    assert loaded.manifest.ids == "text"
+    log = read_log(logs / "texts.parquet", "text")
+    examples = Examples(replace(log), loaded.manifest.config)
+    assert examples.context(0).user_id == text_id(log.ids("user_id", examples.rows(0))[0])

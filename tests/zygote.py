@@ -1,0 +1,173 @@
+"""Starts servers by forking a process that has imported all they need, since torch alone costs a second and a half each time.
+
+A server started in this way is a process of its own, in a session of its own, with its own descriptors, environment and command line.
+What it shares is what it would have imported. Only servers whose environment differs in our settings alone are started in this way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from loadtest.machine import ROOT
+from loadtest.servers.launch import start_process
+
+MODULES = ("app", "loadtest.soak.faulty_server")
+PASSING = ("RANKER_", "PYTEST_CURRENT_TEST")  # variables that may differ
+PR_SET_PDEATHSIG = 1
+
+
+class Forked:
+    """What `subprocess.Popen` is to a server: its process, which somebody else waits for and tells of."""
+
+    def __init__(self, command: Sequence[str], told: int) -> None:
+        self.args = list(command)
+        self.returncode: int | None = None
+        self._told = os.fdopen(told)
+        self._lock = threading.Lock()
+        self.pid = int(self._told.readline())
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code. Raises subprocess.TimeoutExpired."""
+        if self.returncode is None and not select.select([self._told], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        with self._lock:
+            if self.returncode is None:
+                self.returncode = int(self._told.readline() or -signal.SIGKILL)
+            return self.returncode
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def send_signal(self, number: int) -> None:
+        """To a process that still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Zygote:
+    """The process that is forked, begun with the first server that wants it."""
+
+    def __init__(self) -> None:
+        self._environment = self.shared(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self._socket: socket.socket | None = None
+
+    @staticmethod
+    def shared(environment: Mapping[str, str]) -> dict[str, str]:
+        """Without the variables that may differ."""
+        return {name: value for name, value in environment.items() if not name.startswith(PASSING)}
+
+    def start(self, command: Sequence[str], **options: Any) -> Any:
+        """In place of `loadtest.servers.launch.start_process`."""
+        environment = options.get("env") or {}
+        if (
+            tuple(command[:2]) != (sys.executable, "-m")
+            or command[2] not in MODULES
+            or options.keys() != {"cwd", "env", "stdout", "stderr", "start_new_session"}
+            or self.shared(environment) != self._environment
+            or environment.get("RANKER_FRONTS", "0") != "0"  # a supervisor and its fronts have no torch to share
+        ):
+            return start_process(command, **options)
+        return self._fork(command, options["stdout"], options["stderr"], options["cwd"], environment)
+
+    def run(self, command: Sequence[str], timeout: float = 60.0, **variables: str) -> subprocess.CompletedProcess[str]:
+        """As `subprocess.run` of `python -m ...` or `python -c ...` in our root, with these variables besides, its output captured."""
+        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+            code = self._fork(command, output, errors, ROOT, {**os.environ, **variables}).wait(timeout)
+            for file in (output, errors):
+                file.seek(0)
+            return subprocess.CompletedProcess(list(command), code, output.read(), errors.read())
+
+    def _fork(
+        self, command: Sequence[str], output: IO[Any], errors: IO[Any], directory: Path, environment: Mapping[str, str]
+    ) -> Forked:
+        if self._socket is None:
+            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                start = [sys.executable, "-m", "tests.zygote", str(theirs.fileno())]
+                start_process(start, cwd=ROOT, env=self._environment, pass_fds=[theirs.fileno()])
+        told, telling = os.pipe()
+        asked = json.dumps([*command[1:3], command[3:], str(directory), dict(environment)])
+        socket.send_fds(self._socket, [asked.encode()], [output.fileno(), errors.fileno(), telling])
+        os.close(telling)
+        return Forked(command, told)
+
+
+zygote = Zygote()
+
+
+def keep(output: int, errors: int, telling: int) -> None:
+    """Fork the server, tell its id, wait, and tell its exit code. Returns in the server alone, which ends with whoever keeps it."""
+    if server := os.fork():
+        os.write(telling, b"%d\n" % server)
+        os.write(telling, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(server, 0)[1]))
+        os._exit(0)
+    end_with_parent()
+    os.setsid()
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+    os.closerange(3, 256)
+
+
+def end_with_parent() -> None:
+    """The kernel kills this process when its parent ends, in whatever way."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(listening: socket.socket) -> None:
+    """Fork whenever asked; returns at the end, and in a server when that has ended."""
+    importlib.import_module("app.assembly")
+    del sys.modules[importlib.import_module("loadtest.soak.faulty_server").__name__]  # it is run, not imported
+    assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
+    while True:
+        asked, descriptors, _, _ = socket.recv_fds(listening, 2**20, 3)
+        if not asked:
+            return
+        if os.fork() == 0:
+            break
+        for descriptor in descriptors:
+            os.close(descriptor)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+    end_with_parent()
+    kind, what, arguments, directory, environment = json.loads(asked)
+    keep(*descriptors)
+    listening.detach()
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[:] = [kind, *arguments]
+    if kind == "-c":
+        exec(what, {"__name__": "__main__"})
+    else:
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))

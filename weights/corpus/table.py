@@ -1,0 +1,78 @@
+"""Posts of a corpus in Parquet or JSON lines, whose ids are integers or texts. Texts that collide are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model.retrieval.corpus import packed
+from weights.corpus.importer import REPRESENTATIONS, Posts
+from weights.corpus.manifest import TEXTS
+from weights.errors import CheckpointError
+from weights.tables import ID_TYPES, column_of, ids_of, open_table, tables_of, texts_of
+from weights.text_ids import IdKind, collision
+
+IDS = ("post_ids", "author_ids")
+FURTHER = {"created_at": pa.int64(), "topics": pa.string()}
+PIECE_ROWS = 65536
+
+
+class PostsTable(Posts):
+    """A file, or a directory of such, with a row a post: `post_ids`, `author_ids`, and perhaps `created_at` and `topics`, in which nulls
+    mean unknown. Raises LogError for a column that cannot be read, CheckpointError where two texts have one hash."""
+
+    def __init__(self, path: Path, ids: IdKind, topics: Path | None = None) -> None:
+        super().__init__(path, ids, topics)
+        self._source = open_table(path, dict.fromkeys(IDS, ID_TYPES[ids]) | FURTHER)
+        names = self._source.schema.names
+        self.posts = int(self._source.count_rows())
+        self.columns = [*IDS, *(name for name in FURTHER if name in names or (name == "topics" and topics))]
+        self.notes = [f"Column {name} is not read." for name in names if name not in (*IDS, *FURTHER)]
+        if REPRESENTATIONS in names:
+            self.notes.append("Vectors are read from npz files alone.")
+        if ids == "text":
+            self.columns.append(TEXTS)
+            for name in IDS:
+                self._check_texts(name)
+
+    def column(self, name: str) -> Iterator[Tensor]:
+        """As `Posts.column`."""
+        if name == "topics":
+            yield from self._topics()
+            return
+        for table in self._tables(*(IDS if name == TEXTS else [name])):
+            if name == TEXTS:
+                pairs = zip(*(self._listed(table, each) for each in IDS), strict=True)
+                yield torch.from_numpy(packed(list(pairs), self.text_width).copy())
+            elif name in IDS:
+                yield torch.from_numpy(ids_of(table, name, self.ids, str(self.path)).view(np.int64).copy())
+            else:
+                yield torch.from_numpy(column_of(table, name, pa.int64(), str(self.path), 0).copy())
+
+    def _texts(self) -> Iterator[NDArray[Any]]:
+        for table in self._tables("topics"):
+            yield np.array([topic or "" for topic in table["topics"].to_pylist()])
+
+    def _tables(self, *names: str) -> Iterator[pa.Table]:
+        return tables_of(self._source, PIECE_ROWS, list(names))
+
+    def _listed(self, table: pa.Table, name: str) -> list[str]:
+        texts: list[str] = texts_of(table, name, str(self.path)).to_pylist()
+        return texts
+
+    def _check_texts(self, name: str) -> None:
+        """Notes how long they are. Raises CheckpointError for two that collide."""
+        for table in self._tables(name):
+            longest = max((len(text.encode()) for text in self._listed(table, name)), default=0)
+            self.text_width = max(self.text_width, longest + 1)
+        if found := collision(lambda: (self._listed(table, name) for table in self._tables(name))):
+            raise CheckpointError(
+                f"{self.path}: {found[0]!r} and {found[1]!r} in the column {name} have one hash, so a model cannot tell them apart."
+            )
