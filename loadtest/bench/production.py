@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -97,19 +97,27 @@ def bits_row(what: str, server: Server, content: Content, reply: Reply) -> Row:
 
 
 def ask(server: Server, content: Content, wire: str, path: str = "/rank") -> Reply:
-    """A request, in columns or in binary, or in binary with masks for actions, and its reply alike."""
-    in_columns = {"reply": "columns"} if path == "/rank" else {}
-    body, headers = orjson.dumps(content | in_columns), dict[str, str]()
+    """One request, and its reply on the same wire."""
+    [reply] = answered(server, [payload_of(content, wire, path)])
+    return reply
+
+
+def payload_of(content: Content, wire: str, path: str = "/rank") -> bytes:
+    """A request in columns or in binary, or in binary with masks for actions."""
+    body, headers = orjson.dumps(content | ({"reply": "columns"} if path == "/rank" else {})), dict[str, str]()
     if wire != "columns":
         tensors = inference_of(content, STANDARD_ACTIONS)
-        if wire == "binary with masks":
-            tensors = masked(tensors)
-        body, headers = tensors.body(binary=True)
+        body, headers = (masked(tensors) if wire == "binary with masks" else tensors).body(binary=True)
         headers["Content-Type"] = "application/octet-stream"
-    [reply] = ask_all(server.port, [post("localhost", path, body, headers)], keep_bodies=True, timeout_seconds=60)
-    if reply.status != 200:
-        raise RuntimeError(f"{path} answered {reply.status}: {reply.body[:300]!r}")
-    return reply
+    return post("localhost", path, body, headers)
+
+
+def answered(server: Server, payloads: Sequence[bytes]) -> list[Reply]:
+    """The replies to requests that follow each other on one connection. Raises RuntimeError for one that is refused."""
+    replies = ask_all(server.port, payloads, keep_bodies=True, timeout_seconds=60)
+    if refused := [reply for reply in replies if reply.status != 200]:
+        raise RuntimeError(f"answered {refused[0].status}: {refused[0].body[:300]!r}")
+    return replies
 
 
 def scores_of(reply: Reply, wire: str) -> dict[int, bytes]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,7 @@ import orjson
 from app.request.codec import Codec, load_library
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
-from loadtest.bench.production import Content, ask, checkpoint_of, scores_of
-from loadtest.generate.http_client import Reply
+from loadtest.bench.production import Content, answered, ask, checkpoint_of, payload_of, scores_of
 from loadtest.generate.samples import server_timing
 from loadtest.generate.traffic import Traffic, TrafficSettings
 from loadtest.geometries import GEOMETRIES
@@ -102,25 +102,24 @@ def http_rows(server: Server, readings: int) -> Iterator[Row]:
         handle = orjson.loads(ask(server, context, "columns", "/context").body)["context"]
         return {"context": handle} | {name: value for name, value in content.items() if name not in context}
 
-    def prewarmed() -> Reply:
-        return ask(server, by_handle(first | {"user_id": next(users)}), "columns")
-
-    def times(ours: Callable[[], Reply], reference: Callable[[], Reply], wire: str = "") -> list[Figure]:
+    def times(ours: Sequence[bytes], reference: Sequence[bytes], wire: str = "") -> list[Figure]:
         """Ratios of ours to the reference's, in turns: parse, the server's stages together, the client's wait."""
-        found: list[list[list[float]]] = []
-        for _ in range(readings + 1):
-            replies = ours(), reference()
-            if wire and scores_of(replies[0], wire) != scores_of(replies[1], wire):
+        replies, found = answered(server, list(chain(*zip(ours, reference, strict=True)))), []
+        for pair in zip(replies[2::2], replies[3::2], strict=True):
+            if wire and scores_of(pair[0], wire) != scores_of(pair[1], wire):
                 raise RuntimeError("two forms of one request have scores of other bits")
-            stages = [server_timing(reply.headers[b"server-timing"].decode()) for reply in replies]
-            waits = [reply.done_at - reply.sent_at for reply in replies]
+            stages = [server_timing(reply.headers[b"server-timing"].decode()) for reply in pair]
+            waits = [reply.done_at - reply.sent_at for reply in pair]
             found.append([[each["parse"] for each in stages], [sum(each.values()) for each in stages], waits])
-        return [Figure.of([ours / theirs for ours, theirs in readings]) for readings in zip(*found[1:], strict=True)]
+        return [Figure.of([mine / theirs for mine, theirs in each]) for each in zip(*found, strict=True)]
 
-    named = by_handle(page)
-    masks = times(lambda: ask(server, page, "binary with masks"), lambda: ask(server, page, "binary"), "binary")
-    handles = times(lambda: ask(server, named, "columns"), lambda: ask(server, page, "columns"), "columns")
-    warmed = times(prewarmed, lambda: ask(server, first | {"user_id": next(users)}, "columns"))
+    named, count = by_handle(page), readings + 1
+    firsts = [[first | {"user_id": next(users)} for _ in range(count)] for _ in range(2)]
+    dense, whole = [payload_of(page, "binary")] * count, [payload_of(page, "columns")] * count
+    masks = times([payload_of(page, "binary with masks")] * count, dense, "binary")
+    handles = times([payload_of(named, "columns")] * count, whole, "columns")
+    prewarmed = [payload_of(by_handle(each), "columns") for each in firsts[0]]
+    warmed = times(prewarmed, [payload_of(each, "columns") for each in firsts[1]])
     yield Row.of("parse of 1 022 events in binary: masks ÷ dense floats", masks[0], "×", 1.0)
     yield Row.of("page 2 by handle ÷ whole, mini, 64 candidates: server's time", handles[1], "×", 0.5)
     yield Row.of("page 2 by handle ÷ whole, mini, 64 candidates: p50 at one connection", handles[2], "×", 0.6)

