@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import select
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ from hypothesis import strategies as st
 from loadtest.bits import Compositions, small_config
 from model.batch import hash_rows
 from model.config import HashSpec, ModelConfig
-from model.create import EngineOptions, create_engine
+from model.create import HOST_CACHE_BYTES, EngineOptions, create_engine
 from model.dense import DenseEngine
 from model.engine import EngineError, Item
+from model.memory import engine_bytes, usable_threads
 from model.native import build, packing
 from model.native.build import KernelUnavailable
 from model.native.engine import NativeEngine
@@ -218,3 +220,62 @@ def test_structs_that_are_not_the_kernels_are_refused(
     monkeypatch.setattr("model.native.kernel.STRUCTS", structs)
     with pytest.raises(EngineError, match=f"do not agree on {named}"):
         load_kernel()
+
+
+OPTIONS: list[tuple[dict[str, Any], list[Any], dict[str, Any]]] = [
+    ({}, [None, "shared"], {"cache_bytes": HOST_CACHE_BYTES, "threads": 0, "vectors": "auto", "only_if_fast": True}),
+    (
+        {"backend": "native", "dtype": "bfloat16", "candidate_positions": "sequential", "cache_bytes": 7, "threads": 3,
+         "vectors": "avx2", "kernel_directory": Path("somewhere")},
+        [torch.bfloat16, "sequential"],
+        {"cache_bytes": 7, "threads": 3, "vectors": "avx2", "kernel_directory": Path("somewhere"), "only_if_fast": False},
+    ),
+    ({"backend": "dense", "cache_bytes": 7}, [torch.float32, "shared", 7], {}),
+    ({"backend": "dense", "dtype": "bfloat16"}, [torch.bfloat16, "shared", HOST_CACHE_BYTES], {}),
+    ({"backend": "torch", "cache_bytes": 0}, [torch.device("cpu"), torch.float32, "shared"], {"cache_bytes": 0}),
+    (
+        {"backend": "torch", "dtype": "bfloat16", "candidate_positions": "sequential"},
+        [torch.device("cpu"), torch.bfloat16, "sequential"],
+        {"cache_bytes": HOST_CACHE_BYTES},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("chosen", "given_in_order", "given_by_name"), OPTIONS)
+def test_every_option_reaches_the_engine_that_it_is_for(
+    chosen: dict[str, Any], given_in_order: list[Any], given_by_name: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engines are tested by themselves; here it is what each is made with, and on how many threads torch computes."""
+    made: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def maker(name: str) -> Any:
+        return lambda *in_order, **by_name: made.append((name, in_order, by_name))
+
+    for place in ("model.create.NativeEngine", "model.create.DenseEngine", "model.split.engine.SplitEngine"):
+        monkeypatch.setattr(place, maker(place.rpartition(".")[2]))
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    ranker = random_ranker(random_config())
+    create_engine(ranker, EngineOptions(**{"device": "cpu"} | chosen))
+    [(name, (first, *in_order), by_name)] = made
+    assert name == {"dense": "DenseEngine", "torch": "SplitEngine"}.get(chosen.get("backend", ""), "NativeEngine")
+    assert first is ranker
+    assert in_order == given_in_order
+    assert by_name == ({"kernel_directory": None} if name == "NativeEngine" else {}) | given_by_name
+    assert threads == [chosen.get("threads") or usable_threads()]
+
+
+def test_an_engine_for_which_there_is_no_room_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("model.create.shortage", lambda needed, device: asked.append((needed, device)) or "planted")
+    ranker = random_ranker(random_config())
+    with pytest.raises(EngineError, match="does not fit: planted"):
+        create_engine(ranker, EngineOptions(device="cpu"))
+    assert asked == [(engine_bytes(ranker), torch.device("cpu"))]
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(EngineError, match="no CUDA device here"):
+        create_engine(random_ranker(random_config()), EngineOptions(device="cuda"))

@@ -162,3 +162,31 @@ async def test_another_user_gets_no_link(user: int) -> None:
                 await until(lambda: end.taken == [HELLO])
                 end.link.close()
         server.close()
+
+
+async def test_frames_of_one_turn_are_one_write_however_much_was_written_before() -> None:
+    async with joined() as (end, theirs):
+        writes: list[int] = []
+
+        class Counting:
+            def __init__(self, transport: Any) -> None:
+                self.transport = transport
+
+            def write(self, data: bytes) -> None:
+                writes.append(len(data))
+                self.transport.write(data)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self.transport, name)
+
+        end.link._transport = Counting(end.link._transport)  # type: ignore[assignment]
+        one, loop, sent = len(encode(CANCEL)), asyncio.get_running_loop(), 0
+        while sent <= 2 * link.JOINED_BYTES:
+            for _ in range(1000):
+                end.link.send(CANCEL)
+            sent += 1000 * one
+            await asyncio.sleep(0)
+            left = 1000 * one
+            while left:
+                left -= len(await loop.sock_recv(theirs, left))
+        assert writes == [1000 * one] * (sent // (1000 * one))

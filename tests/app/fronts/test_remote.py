@@ -597,3 +597,18 @@ async def test_a_front_has_its_link_before_it_accepts(monkeypatch: pytest.Monkey
         assert front.linked.is_set()
         assert port_of(server)
         await server.shutdown()
+
+
+async def test_what_a_front_refuses_is_part_of_its_loops_work() -> None:
+    """By it the loop's lag tells a machine that is too slow from callers that are too many."""
+    async with linked(FakeEngine()) as found:
+        [front] = found.fronts
+        before = front._work()
+        await begin(front, 1)[1]
+        front.state.closed = "planted"
+        for _ in range(3):
+            with pytest.raises(Overloaded):
+                front.check_open()
+        after = front._work()
+        assert (after.refused - before.refused, after.answered - before.answered) == (3, 1)
+        assert after.cpu_seconds >= before.cpu_seconds

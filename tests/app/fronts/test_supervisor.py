@@ -10,6 +10,7 @@ import signal
 import socket
 import stat
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -364,12 +365,54 @@ async def test_a_front_that_does_not_end_is_killed_and_the_whole_says_so(monkeyp
     settings = Settings(fronts=1, port=0, drain=Drain(delay_seconds=0, timeout_seconds=0.05))
     whole = Supervisor(settings, ["sleep", "1000"], stubborn)
     ending = asyncio.ensure_future(whole.run())
-    await until(lambda: None not in (whole._engine, whole._fronts.get(1)))
+    await until(lambda: None not in (whole._engine, whole._spare, whole._fronts.get(1)))
     await asyncio.sleep(0.3)  # until it has its trap
-    began = [process.pid for process in whole._started]
+    assert whole._engine is not None
+    assert whole._spare is not None
+    began = [process.pid for process in (whole._engine, whole._fronts[1], whole._spare.process)]
+    assert all(map(alive, began))
     with structlog.testing.capture_logs() as lines:
         whole._end(0)
         assert await asyncio.wait_for(ending, 20) == EXIT_FAILED
     assert {"event": "drain_timeout", "processes": 1, "log_level": "error"} in lines
     assert {"event": "stopped", "exit_code": EXIT_FAILED, "log_level": "info"} in lines
     assert not any(map(alive, began))
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_process_whose_supervisor_is_gone_by_now_ends_at_once(is_there: bool) -> None:
+    """It would be told by nobody any more."""
+    role = Role("", os.getpid() if is_there else os.getppid())
+    command = [sys.executable, "-c", "from app.fronts.role import Role; Role.inherited(); print('begun')"]
+    done = subprocess.run(command, env=role.environment(), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == ((0, "begun\n") if is_there else (1, "")), done.stderr
+
+
+async def test_a_front_that_ended_before_it_had_its_number_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "PAUSE_SECONDS", 0.01)
+    whole = Supervisor(Settings(fronts=1, port=0), ["sleep", "1000"], ["true"])
+    take, numbers = whole._take_spare, list[int]()
+
+    async def ended() -> supervisor.Spare:
+        spare = await take()
+        await spare.process.wait()
+        numbers.append(spare.process.pid)
+        return spare
+
+    monkeypatch.setattr(whole, "_take_spare", ended)
+    ending = asyncio.ensure_future(whole.run())
+    await until(lambda: len(numbers) >= 3)
+    assert len(set(numbers)) == len(numbers)
+    whole._end(0)
+    assert await ending == 0
+
+
+async def test_what_is_gone_already_is_no_error(tmp_path: Path) -> None:
+    gone = await asyncio.create_subprocess_exec("true")
+    await gone.wait()
+    supervisor._send(gone, signal.SIGTERM)
+    supervisor._remove(tmp_path / "nothing")
+    (tmp_path / "somebody").mkdir()
+    (tmp_path / "somebody" / "file").touch()
+    supervisor._remove(tmp_path / "somebody")
+    assert (tmp_path / "somebody" / "file").exists()

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import structlog
 from starlette.testclient import TestClient
 
 from app.http.application import create_app
+from app.http.call import Steps
 from app.service.service import RankingService
 from app.settings import Auth, Settings
 from tests.app import retrieving
@@ -204,3 +206,23 @@ def test_every_place_in_a_queue_is_taken_for_the_key_of_its_caller(
     assert client.post(path, json=CALLS[path][0]).status_code == 200
     assert set(keys) == {"feed"}
     assert len(keys) == {"/rank/batch": 2, "/explain": 6, "/recommend": 2}.get(path, 1)
+
+
+def test_of_a_task_the_longest_step_counts_and_not_the_last() -> None:
+    def work(seconds: float) -> None:
+        until = time.thread_time() + seconds
+        while time.thread_time() < until:
+            pass
+
+    async def scenario() -> float:
+        steps = Steps()
+
+        async def several() -> float:
+            work(0.05)
+            await asyncio.sleep(0)
+            work(0.001)
+            return steps.held_seconds()
+
+        return await steps.run(several())
+
+    assert 0.05 <= asyncio.run(scenario()) < 0.2

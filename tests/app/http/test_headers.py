@@ -86,3 +86,9 @@ def test_a_change_that_is_no_number_is_refused(sent: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         at_least_of({b"x-corpus-at-least": sent.encode("latin-1")})
     assert refused.value.problems[0][0] == "X-Corpus-At-Least"
+
+
+@pytest.mark.parametrize("sent", [b"x", b"0", b""])
+def test_what_envoy_says_of_no_timeout_is_none(sent: bytes) -> None:
+    assert timeout_seconds_of({b"x-envoy-expected-rq-timeout-ms": sent}) is None
+    assert timeout_seconds_of({b"x-envoy-expected-rq-timeout-ms": sent, b"x-request-timeout-ms": b"1500"}) == 1.5

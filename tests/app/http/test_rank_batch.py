@@ -243,21 +243,24 @@ def test_what_an_engine_process_refuses_beside_the_rest_of_its_batch_is_tried_ag
     alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one process there is no room before it is sent; an engine process says so afterwards. By itself it is refused."""
-    real, tried = rank_batch.ranked, list[int]()
+    real, tried, users = rank_batch.ranked, list[int](), [1] if alone else [1, 2, 3]
 
     async def ranked(service: Any, ticket: Any, context: Any, candidates: Any) -> Any:
         tried.append(context.user_id)
         if tried == [1]:
+            await until(lambda: len(tried) == len(users))
             ticket.release()
             raise Overloaded("planted", retry_after_seconds=1.0)
-        await asyncio.sleep(0.1)  # the others are still under way when the first is refused
+        await asyncio.sleep(0.2)  # the others are still under way when the first is refused
         return await real(service, ticket, context, candidates)
 
     monkeypatch.setattr(rank_batch, "ranked", ranked)
     with served() as (client, service):
-        users = [1] if alone else [1, 2, 3]
+        admit, again = service.admit, list[bool]()
+        monkeypatch.setattr(service, "admit", lambda *a, **b: (again.append(b["again"]), admit(*a, **b))[1])
         reply = client.post("/rank/batch", json={"requests": [good(user_id=user) for user in users]})
         codes = [result.get("error", {}).get("code") for result in reply.json()["results"]]
         assert codes == (["overloaded"] if alone else [None] * 3)
-        assert sorted(tried) == ([1] if alone else [1, 1, 2, 3])
+        assert sorted(tried) == sorted(users + ([] if alone else [1]))
+        assert again == [False] * len(users) + ([] if alone else [True]), "it is not asked for a second time"
         assert service.admission.requests == 0

@@ -279,3 +279,44 @@ async def test_a_manifest_that_is_refused_is_tried_once_until_it_changes(tmp_pat
         await until(lambda: len(reloads._tasks) == 1)  # the watch alone
         reloads.stop()
         await until(lambda: not reloads._tasks)
+
+
+async def test_after_the_end_nothing_can_be_begun_anywhere() -> None:
+    async with running(FakeEngine()) as service:
+        assert right(await rank(service, 1), 1)
+        await service.stop(1.0)
+        for executor in (service.plain_path._executor, service.retrieval._slow):
+            with pytest.raises(RuntimeError, match="shutdown"):
+                executor.submit(print)
+        assert all(task.done() or task.cancelling() for task in service._tasks)
+        await until(lambda: not service.has_running_threads())
+        with pytest.raises(Draining):
+            service.check_open()
+
+
+@pytest.mark.parametrize("short", [False, True])
+async def test_who_is_refused_while_the_loop_is_short_of_time_may_wait_for_the_answer(
+    short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection then holds back the refusal, and with it the next request of an impatient caller."""
+    async with busy(queue=Queue(max_requests=1, max_wait_seconds=0)) as (service, _, gate, first):
+        monkeypatch.setattr(type(service.loop_clock.lag), "is_short_of_time", property(lambda lag: short))
+        with pytest.raises(Overloaded) as refused:
+            service.admit(service.model, candidates=1, history=0, deadline=None)
+        assert refused.value.may_wait is short
+        gate.opened.set()
+        await first
+
+
+@pytest.mark.parametrize("which", ["plain path", "compaction"])
+async def test_an_end_waits_for_no_thread_and_begins_nothing_that_waited(which: str) -> None:
+    async with running(FakeEngine()) as service:
+        executor = service.plain_path._executor if which == "plain path" else service.retrieval._slow
+        gate = Gate()
+        hanging = executor.submit(gate, None)
+        waiting = executor.submit(print)
+        await gate.reached()
+        assert await asyncio.wait_for(service.stop(1.0), 5.0)
+        assert not hanging.done()
+        assert waiting.cancelled()
+        gate.opened.set()
