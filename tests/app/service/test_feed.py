@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from tests.app.fakes import FakeClock, until
 from tests.app.service.test_retrieval import DEADLINE, everything, found, query
 from tests.app.serving import value_of
 
+READ = partial(read_change, ids="uint64")
+
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.skipif(not RedisServer.is_installed(), reason="Debian's redis-server is not installed"),
@@ -52,7 +55,7 @@ async def replica(redis: RedisServer, root: Path, lag_seconds: float = 300.0) ->
     """One with a directory of its own, which is there already after the first time."""
     paths = paths_of(root)
     service = RetrievalService(retrieval_loader(*paths, Settings(threads=1)), Settings(), Metrics(), FakeClock())
-    service.feed = FeedReader(open_feed(redis.url("posts")), read_change, service.metrics, lag_seconds)
+    service.feed = FeedReader(open_feed(redis.url("posts")), READ, service.metrics, lag_seconds)
     await service.load()
     try:
         yield service
@@ -241,7 +244,7 @@ def test_long_entries_are_read_few_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
             return type("", (), {"mark": reader.Mark(0, "", position)})
 
     async def scenario() -> None:
-        each = FeedReader(Source(), read_change, Metrics(), 1.0)
+        each = FeedReader(Source(), READ, Metrics(), 1.0)
         for _ in range(4):
             await each._follow(Corpus())
 
@@ -272,7 +275,7 @@ def test_what_another_process_has_made_is_not_counted_and_read_again(others: boo
             return type("", (), {"mark": reader.Mark(9, "", "9-0" if others else position)})
 
     metrics = Metrics()
-    asyncio.run(FeedReader(Source(), read_change, metrics, 1.0)._follow(Corpus()))
+    asyncio.run(FeedReader(Source(), READ, metrics, 1.0)._follow(Corpus()))
     assert value_of(metrics.render().decode(), 'ranker_feed_entries_total{result="made"}') == (0 if others else 2)
 
 
@@ -293,7 +296,7 @@ def test_a_feed_that_fails_is_not_asked_as_fast_as_it_can(monkeypatch: pytest.Mo
             return reader.Mark()
 
     async def scenario() -> None:
-        running = asyncio.ensure_future(FeedReader(Source(), read_change, Metrics(), 1.0).run(Corpus()))  # type: ignore[arg-type]
+        running = asyncio.ensure_future(FeedReader(Source(), READ, Metrics(), 1.0).run(Corpus()))  # type: ignore[arg-type]
         await until(lambda: len(asked) == 4)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
