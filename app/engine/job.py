@@ -160,4 +160,4 @@ class SearchJob(QueuedJob):
         assert self.found is not None
         answers, place = self.found
         context, seconds = self.query.context, (self.queue_seconds, answers.encode_seconds, answers.search_seconds)
-        return Found(answers.retrieved[place], *seconds, len(context), context.dropped)
+        return Found(answers.retrieved[place], *seconds, len(context.post_ids), context.dropped)

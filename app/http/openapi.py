@@ -19,7 +19,6 @@ from app.request.replies import (
     ExplainReply,
     Failed,
     Health,
-    InferReply,
     Info,
     Problem,
     RankReply,
@@ -29,13 +28,13 @@ from app.request.replies import (
 from app.request.schema import (
     ContextRequest,
     ExplainRequest,
-    InferRequest,
     RankBatch,
     RankRequest,
     RecommendRequest,
     RetrieveRequest,
     published,
 )
+from app.request.tensor_schema import InferReply, InferRequest
 from weights.text_ids import IdKind
 
 REF = f"{SCHEMAS}/{{name}}"

@@ -12,8 +12,15 @@ from msgspec import UNSET, Raw, Struct
 
 from app.errors import InvalidRequest, MalformedJson, TooLarge
 from app.request.ids import read_ids
-from app.request.rules import Problems, Rule, column_of, count_of, field, rule, rules_of, struct_rule, then
-from app.request.schema import DEFAULT_K, ExplainRequest, RankRequest, RecommendRequest, RetrieveRequest, UserRequest
+from app.request.rules import Problems, Rule, column_of, count_of, field, fulfils, rules_of, struct_rule, then
+from app.request.schema import (
+    DEFAULT_K,
+    ExplainRequest,
+    RankRequest,
+    RecommendRequest,
+    RetrieveRequest,
+    UserRequest,
+)
 from app.request.strict_json import parse
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
@@ -137,12 +144,10 @@ def explanation_rule(vocabulary: Vocabulary) -> Rule:
     return vocabulary.rule("explain", lambda: then(struct_rule(ExplainRequest, vocabulary), Rule(strangers)))
 
 
-AGED = rule(
-    (
-        lambda values: all("max_age_seconds" not in value or value.get("impression_ts") for value in values),
-        "needs impression_ts, from which ages are counted",
-    ),
-    path=".max_age_seconds",
+AGED = fulfils(
+    lambda value: "max_age_seconds" not in value or bool(value.get("impression_ts")),
+    "needs impression_ts, from which ages are counted",
+    ".max_age_seconds",
 )
 
 

@@ -72,3 +72,16 @@ def echoed(echo: bytes, count: int) -> list[int | str]:
     """The ids of an echo."""
     sent: list[int | str] = orjson.loads(b"[%b]" % echo[8 * count : -1])
     return sent
+
+
+def texts_of(data: bytes | memoryview, count: int) -> NDArray[Any] | str:
+    """The texts of a tensor, each of which has its length before it, or what is wrong with them."""
+    texts: list[str] = []
+    place = 0
+    with suppress(UnicodeDecodeError):
+        while len(texts) < count and place + 4 <= len(data):
+            start, place = place + 4, place + 4 + int.from_bytes(data[place : place + 4], "little")
+            texts.append(str(data[start:place], "utf-8"))
+        if len(texts) == count and place == len(data):
+            return np.array(texts, object)
+    return "must hold texts in UTF-8, each behind its length in 4 bytes, as many as its shape says"

@@ -17,7 +17,7 @@ from weights.text_ids import IdKind
 RULES = {ids: struct_rule(Change, Vocabulary((), {}, 0, np.zeros(0), ids=ids)) for ids in ID_RULES}
 
 
-def read_change(body: bytes | bytearray, ids: IdKind) -> PostChange:
+def read_change(body: bytes | bytearray, ids: IdKind = "uint64") -> PostChange:
     """Of a corpus with such ids. Raises MalformedJson, InvalidRequest, or TooLarge for more than `MAX_CHANGED` posts."""
     value = read(body, MAX_CHANGE_VALUES)
     check(value, RULES[ids])

@@ -16,7 +16,7 @@ from app.errors import BadRequest, InvalidRequest
 from app.request.body import sized
 from app.request.reply import ReplyFormat
 from app.request.rules import check, struct_rule
-from app.request.schema import InferRequest
+from app.request.tensor_schema import InferRequest
 from app.request.tensors import DATATYPES, Tensor, Tensors, outputs_of, raw_of, wanted_outputs
 from app.request.validate import Request
 from app.settings import Limits

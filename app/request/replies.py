@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, UnsetType
 
-from app.request.schema import Id, InputParameters, Strict, about
+from app.request.schema import Id, Strict, about
 
 SCHEMAS = "#/components/schemas"
 _RESULTS = [{"$ref": f"{SCHEMAS}/{kind}"} for kind in ("RankReply", "Failed")]
@@ -263,31 +263,6 @@ class RecommendReply(Reply, kw_only=True):
     candidates: Annotated[list[RecommendedPost], about("Best first.")]
     visible: Annotated[int, about("Posts that the filters left.")]
     timings_ms: Annotated[RecommendTimings, about("Where the time went.")]
-
-
-class OutputTensor(Strict):
-    """One tensor of a reply, a row a candidate."""
-
-    name: Annotated[str, about("As it was wanted.")]
-    datatype: Annotated[str, about("As the metadata says.")]
-    shape: Annotated[list[int], about("As the metadata says, with this request's sizes.")]
-    parameters: Annotated[InputParameters | UnsetType, about("Only with binary data.")] = UNSET
-    data: Annotated[
-        list[float | str] | UnsetType, about("The values, flat and row-major; only without binary data.")
-    ] = UNSET
-
-
-class InferReply(Strict, kw_only=True):
-    """The ranking as tensors."""
-
-    model_name: Annotated[str, about("Name of the checkpoint.")]
-    model_version: Annotated[str, about("Version of the checkpoint.")]
-    id: Annotated[str | UnsetType, about("The request's own, if it had one.")] = UNSET
-    parameters: Annotated[
-        dict[str, str | int | float],
-        about("Names of the columns, `history_used`, `history_dropped`, and milliseconds by stage."),
-    ]
-    outputs: Annotated[list[OutputTensor], about("In the order in which they were wanted.")]
 
 
 class Health(Strict):

@@ -137,9 +137,9 @@ def _wrong(fits: Fit, values: Values, start: int = 0, sizes: Sequence[int] = BLO
             yield start + first
 
 
-def fulfils(is_good: Callable[[Any], bool], sentence: str) -> Rule:
+def fulfils(is_good: Callable[[Any], bool], sentence: str, path: str = "") -> Rule:
     """Of a value that is good by itself."""
-    return rule((lambda values: all(map(is_good, values)), sentence))
+    return rule((lambda values: all(map(is_good, values)), sentence), path=path)
 
 
 def _are(*kinds: type) -> Fit:
@@ -310,13 +310,8 @@ def known_names(vocabulary: Vocabulary) -> Rule:
 
 def weights_given(least: float, most: float, sets: Collection[str]) -> Callable[[Vocabulary], Rule]:
     """Makes the rule of a map from action to number, or of a name of several."""
-    named = fulfils(lambda name: name in sets, f"as a name must be one of {', '.join(sets)}")
-
-    def made(vocabulary: Vocabulary) -> Rule:
-        shapes: dict[type, Rule] = {dict: _action_map(vocabulary.index, least, most), str: named}
-        return either(shapes, "must be a map of action to number")._replace(bounds=(least, most))
-
-    return made
+    named = {str: fulfils(lambda name: name in sets, f"as a name must be one of {', '.join(sets)}")}
+    return lambda vocabulary: _by_action(vocabulary, least, most, named, "must be a map of action to number or a name")
 
 
 def _names(index: Mapping[str, int]) -> Rule:
@@ -335,11 +330,7 @@ def _action_map(index: Mapping[str, int], least: float, most: float) -> Rule:
     return rule(
         (lambda values: set().union(*values) <= index.keys(), f"every name {ACTION_RULE}"),
         (_once(index), NAMED_TWICE),
-        (
-            lambda values: fits(list(chain.from_iterable(map(dict.values, values)))),
-            bounds_told(least, most, whole=False),
-        ),
-        bounds=(least, most),
+        (lambda values: fits([*chain.from_iterable(map(dict.values, values))]), bounds_told(least, most, whole=False)),
     )
 
 
@@ -347,9 +338,13 @@ def actions_taken(most: float) -> Callable[[Vocabulary], Rule]:
     """Makes the rule of a list of names, a map of name to value or an integer whose bits are actions."""
 
     def made(vocabulary: Vocabulary) -> Rule:
-        index, width = vocabulary.index, len(vocabulary.action_names)
+        width = len(vocabulary.action_names)
         mask = rule((_within(0, min(2**width - 1, MAX_ID), whole=True), NO_MASK.format(width)))
-        shapes: dict[type, Rule] = {list: _names(index), dict: _action_map(index, 0, most), int: mask}
-        return either(shapes, "must be a list of names, a map of name to value or a mask")._replace(bounds=(0, most))
+        others = {list: _names(vocabulary.index), int: mask}
+        return _by_action(vocabulary, 0, most, others, "must be a list of names, a map of name to value or a mask")
 
     return made
+
+
+def _by_action(vocabulary: Vocabulary, least: float, most: float, others: Mapping[Any, Rule], sentence: str) -> Rule:
+    return either({dict: _action_map(vocabulary.index, least, most), **others}, sentence)._replace(bounds=(least, most))

@@ -22,14 +22,13 @@ MAX_TIME = 253_402_300_799  # the last second of the year 9999: milliseconds do 
 MAX_WEIGHT = 1e9
 MAX_ACTION_VALUE = 1e6
 MAX_SIZE = 2**63 - 1
-MOST_INPUTS = 22  # twice as many as there are, so that an unknown one is told by its place
-MOST_OUTPUTS = 5
 DEFAULT_K = 200
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:@/+=-]{1,128}$"
 REQUEST_ID_RULE = "must be 1 to 128 letters, digits or any of _ . : @ / + = -"
 HANDLE_PATTERN = r"^[0-9a-f]{32}$"
 HANDLE_RULE = "must be a handle as POST /context and replies give it: 32 lower-case hexadecimal digits"
 NOBODY = "is required, or context in its place"
+TWICE = {"user_id", "history"}
 TWO_USERS = "stands in place of user_id and history, which must not be there as well"
 
 _REQUEST_ID, _HANDLE = re.compile(REQUEST_ID_PATTERN, re.ASCII), re.compile(HANDLE_PATTERN, re.ASCII)
@@ -48,16 +47,8 @@ def is_handle(value: Any) -> bool:
 NAME_RULE = rules.fulfils(is_request_id, REQUEST_ID_RULE)
 _HANDLE_RULE = rules.fulfils(is_handle, HANDLE_RULE)
 _ONE_USER = rules.then(
-    rules.rule(
-        (lambda values: all("user_id" in value or "context" in value for value in values), NOBODY), path=".user_id"
-    ),
-    rules.rule(
-        (
-            lambda values: all("context" not in value or not value.keys() & {"user_id", "history"} for value in values),
-            TWO_USERS,
-        ),
-        path=".context",
-    ),
+    rules.fulfils(lambda value: "user_id" in value or "context" in value, NOBODY, ".user_id"),
+    rules.fulfils(lambda value: not ("context" in value and value.keys() & TWICE), TWO_USERS, ".context"),
 )
 
 
@@ -354,76 +345,3 @@ class Change(Strict):
 
     upsert: list[Upsert] | UnsetType = UNSET
     delete: list[Id] | UnsetType = UNSET
-
-
-class InputParameters(Strict):
-    """Of a tensor whose data is binary."""
-
-    binary_data_size: Annotated[
-        Size, about("Bytes of its data behind the JSON: see `Inference-Header-Content-Length`.")
-    ]
-
-
-class InputTensor(Strict):
-    """One tensor of a request, by the name of its field in the array form of `/rank`."""
-
-    name: Annotated[str, about("Which one: `GET /v2/models/{name}` lists them.", "candidates.post_id")]
-    datatype: Annotated[str, about("`UINT64`, `BYTES`, `INT64`, `FP32` or `FP64`, as the metadata says.", "UINT64")]
-    shape: Annotated[list[Size], about("As the metadata says, with this request's sizes.", [2])]
-    parameters: Annotated[InputParameters | UnsetType, about("Only for binary data.")] = UNSET
-    data: Annotated[
-        Annotated[list[Any], Meta(extra_json_schema={"items": {}})] | UnsetType,
-        about("The values in row-major order, flat or nested; only without binary data."),
-    ] = UNSET
-
-
-class OutputParameters(Strict):
-    """Of a wanted output."""
-
-    binary_data: Annotated[bool | UnsetType, about("Whether its data is to be binary.", default=False)] = UNSET
-
-
-class WantedOutput(Strict):
-    """One tensor that the caller wants."""
-
-    name: Annotated[str, about("`post_id`, `score`, `rank`, `probabilities` or `continuous`.", "score")]
-    parameters: Annotated[OutputParameters | UnsetType, about("How it is to be sent.")] = UNSET
-
-
-class InferParameters(Strict):
-    """What is no tensor; the fields of `/rank` of the same name. Names are separated by commas."""
-
-    actions: Annotated[
-        str | UnsetType,
-        about("What the columns of `history.actions` and `weights` are; the checkpoint's when missing."),
-    ] = UNSET
-    actions_wanted: Annotated[
-        str | UnsetType, about("Which actions' probabilities to return; all of them when missing.")
-    ] = UNSET
-    weights: Annotated[
-        WeightSet | UnsetType, about("The name of published weights; not with the tensor `weights`.")
-    ] = UNSET
-    score: Score = UNSET
-    top_k: Annotated[Count | UnsetType, about("Sort the reply by score, best first, and keep this many.")] = UNSET
-    context: Handle = UNSET
-    impression_ts: Annotated[Time | UnsetType, about("Unix seconds from which ages are counted.", default=0)] = UNSET
-    timeout: Annotated[Size | UnsetType, about("Microseconds that the caller waits.")] = UNSET
-    binary_data_output: Annotated[bool | UnsetType, about("Whether all outputs are binary.", default=False)] = UNSET
-
-
-class InferRequest(Strict):
-    """A request as tensors."""
-
-    inputs: Annotated[
-        list[InputTensor],
-        Meta(max_length=MOST_INPUTS),
-        about("`user_id`, `candidates.post_id` and `candidates.author_id` are required; no `user_id` with `context`."),
-    ]
-    outputs: Annotated[
-        Annotated[list[WantedOutput], Meta(max_length=MOST_OUTPUTS)] | UnsetType, about("All of them when missing.")
-    ] = UNSET
-    id: Annotated[
-        OptionalName | UnsetType,
-        about("A name for this request, echoed in the reply and used in logs."),
-    ] = UNSET
-    parameters: Annotated[InferParameters | UnsetType, about("What is no tensor.")] = UNSET

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.errors import MAX_PROBLEMS, InvalidRequest
-from app.request.ids import read_ids
+from app.request.ids import read_ids, texts_of
 from app.request.reply import ReplyFormat, names_of, rows_of
 from app.request.rules import NO_MASK, Rule, bounds_told, known_names, parts_of, rule_of
 from app.request.schema import NOBODY, TWO_USERS, Candidate, HistoryItem, Id, Weights
@@ -225,7 +225,7 @@ class _Checks:
         if isinstance(tensor.data, list):
             found = _from_json(tensor.data, dtype, shape)
         elif datatype == "BYTES":
-            found = _from_bytes(tensor.data, count)
+            found = texts_of(tensor.data, count)
         elif len(tensor.data) != count * dtype.itemsize:
             return f"must hold {dtype.itemsize} bytes a value, as many as its shape says"
         else:
@@ -272,19 +272,6 @@ def _from_json(values: list[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) 
         with suppress(OverflowError), np.errstate(over="ignore"):  # beyond float32 it is infinite, and refused
             return np.asarray(array({"f": "d", "u": "Q", "i": "q"}[dtype.kind], values)).reshape(shape).astype(dtype)
     return f"must hold an array of {DATATYPES[dtype]} values, as many as its shape says"
-
-
-def _from_bytes(data: bytes | memoryview, count: int) -> NDArray[Any] | str:
-    """An array of texts, each of which has its length before it."""
-    texts: list[str] = []
-    place = 0
-    with suppress(UnicodeDecodeError):
-        while len(texts) < count and place + 4 <= len(data):
-            start, place = place + 4, place + 4 + int.from_bytes(data[place : place + 4], "little")
-            texts.append(str(data[start:place], "utf-8"))
-        if len(texts) == count and place == len(data):
-            return np.array(texts, object)
-    return "must hold texts in UTF-8, each behind its length in 4 bytes, as many as its shape says"
 
 
 def raw_of(array: NDArray[Any]) -> bytes:

@@ -19,7 +19,7 @@ from loadtest.generate.tensors import LENGTH
 JSON_TYPE = (b"content-type", b"application/json")
 REQUEST_ID = b"x-request-id"
 MARK = "zq9marker"  # part of many bad values; no reply may show it
-ALLOWED = {200, 400, 401, 404, 405, 406, 409, 413, 415, 422, 429, 504}
+ALLOWED = {200, 400, 401, 404, 405, 406, 409, 412, 413, 415, 422, 429, 504}
 CLOSING = {400, 408, 431}  # of refusals by the connection itself, which name no request
 MAX_PROBLEM_BYTES = 4096
 OUTPUT_DTYPES = {"UINT64": "<u8", "INT64": "<i8", "FP32": "<f4", "FP64": "<f8"}

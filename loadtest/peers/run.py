@@ -27,23 +27,16 @@ from loadtest.servers.target import Target, TargetError
 from model.tolerances import PARITY
 from weights.checkpoint import load_manifest
 
-CLIENTS = 32
 SINGLE_SECONDS = 2.0
 PROBES = 4
 NOTHING = "none: parses JSON, sends as many bytes"
 # torch's threads sleep while they wait for each other: spinning starves the process that does HTTP
 ALIKE = {"OMP_WAIT_POLICY": "PASSIVE"}
 READY = {"plain": "/ready", "lit": "/health", "bento": "/readyz"}
-COLUMNS = {
-    "throughput_rps": 0,
-    "throughput_spread_rps": 0,
-    "p50_ms": 1,
-    "p99_ms": 1,
-    "single_p50_ms": 2,
-    "ratio": 2,
-    "failed": 0,
-}
-"""Of a row, with the digits that are shown."""
+COLUMNS = {  # of the table: a figure of each row, and the digits that are shown
+    "±": ("throughput_spread_rps", 0), "p50 ms": ("p50_ms", 1), "p99 ms": ("p99_ms", 1), "p50 ms, 1 client": ("single_p50_ms", 2),
+    "× first": ("ratio", 2), "failed": ("failed", 0),
+}  # fmt: skip
 FIGURES = ("throughput_rps", "p50_ms", "p99_ms", "single_p50_ms")
 
 Block = Mapping[str, float]
@@ -86,6 +79,11 @@ class Stand:
     candidates: int
     threads: int
     production: bool = False
+
+    @property
+    def clients(self) -> int:
+        """So many at once: of production's requests a dense server has four to answer within its clients' half minute."""
+        return 4 if self.production else 32
 
     @property
     def most_rps(self) -> int:
@@ -155,9 +153,7 @@ def measure_peers(
             for place in range(len(peers)):
                 name = peers[(place + block) % len(peers)].name
                 servers[name].resume()
-                loads[name].append(
-                    found := measure_block(servers[name].target, bodies, seconds, int(SINGLE_SECONDS * stand.most_rps))
-                )
+                loads[name].append(found := measure_block(servers[name].target, bodies, seconds, stand.clients))
                 servers[name].pause()
                 figures = "  ".join(f"{key} {value:.4g}" for key, value in found.items())
                 say(f"block {block + 1}/{blocks}  {name:28s} {figures}")
@@ -167,11 +163,11 @@ def measure_peers(
         "machine": machine(),
         "settings": {
             "checkpoint": str(checkpoint), "dtype": dtype, "threads": stand.threads, "seconds": seconds, "blocks": blocks,
-            "candidates": candidates, "clients": CLIENTS, "versions": versions(),
+            "candidates": candidates, "clients": stand.clients, "versions": versions(),
         },
         "rows": rows,
         "largest_difference": largest,
-        "report": report(rows, dtype, stand.threads, "production's 2 800" if production else str(candidates or "mixed")),
+        "report": report(rows, stand),
     }  # fmt: skip
 
 
@@ -210,10 +206,11 @@ def ask(target: Target, body: bytes) -> httpx.Response:
     return httpx.post(f"{target.origin}/rank", content=body, headers={"Content-Type": "application/json"}, timeout=60)
 
 
-def measure_block(target: Target, bodies: list[bytes], seconds: float, kept: int) -> Block:
-    """First 32 clients, then one, on bodies that this server has not seen; `kept` are for the one client, however fast the others were."""
-    address, payloads, warm_up = (target.host, target.port), [target.request(body) for body in bodies], CLIENTS
-    many = closed_samples(address, payloads[:-kept], clients=CLIENTS, seconds=seconds, warm_up=warm_up)
+def measure_block(target: Target, bodies: list[bytes], seconds: float, clients: int) -> Block:
+    """So many clients first, then one, on bodies that this server has not seen."""
+    address, payloads = (target.host, target.port), [target.request(body) for body in bodies]
+    kept = int(len(bodies) * SINGLE_SECONDS / (seconds + SINGLE_SECONDS))  # for the one, however fast the others were
+    many = closed_samples(address, payloads[:-kept], clients=clients, seconds=seconds, warm_up=4 * clients)
     one = closed_samples(address, payloads[-kept:], clients=1, seconds=SINGLE_SECONDS, warm_up=4)
     ok, ok_alone = many[many.status == 200], one[one.status == 200]
     if not len(ok) or not len(ok_alone):
@@ -238,34 +235,25 @@ def table(peers: Sequence[Peer], loads: Mapping[str, Sequence[Block]]) -> list[d
     return rows
 
 
-def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+def verdict(rows: Sequence[Mapping[str, Any]], clients: int) -> str:
     """The fastest of those that rank."""
     ranking = [row for row in rows if row["engine"] != NOTHING] or rows
     fastest = max(ranking, key=lambda row: float(row["throughput_rps"]))
-    rate = f"{fastest['throughput_rps']:.0f} requests / s at {CLIENTS} clients"
+    rate = f"{fastest['throughput_rps']:.0f} requests / s at {clients} clients"
     return f"{fastest['name']}: {rate}, {fastest['ratio']:.1f} times {rows[0]['name']}."
 
 
-def report(rows: Sequence[Mapping[str, Any]], dtype: str, threads: int, candidates: str) -> str:
+def report(rows: Sequence[Mapping[str, Any]], stand: Stand) -> str:
     """The table for the README, with where it was measured."""
-    where = machine()
-    at = f"{where['cpu']}, {where['cores']} cores, {threads} threads, {dtype}, {candidates} candidates a request"
+    where, candidates = machine(), "production's 2 800" if stand.production else stand.candidates or "mixed"
+    at = f"{where['cpu']}, {where['cores']} cores, {stand.threads} threads, {stand.dtype}, {candidates} candidates a request"
     load = f"commit {where['commit']}, {where['at']}, load average {where['load_average_1m']} at the end"
-    lines = [
-        [row["name"], row["engine"], *(f"{row[name]:.{digits}f}" for name, digits in COLUMNS.items())] for row in rows
-    ]
-    head = (
-        "server",
-        "model",
-        f"requests / s, {CLIENTS} clients",
-        "±",
-        "p50 ms",
-        "p99 ms",
-        "p50 ms, 1 client",
-        "× first",
-        "failed",
-    )
-    return f"# Peers\n\n{verdict(rows)} {at}, {load}.\n\n{markdown(head, lines, 2)}\n"
+    lines = []
+    for row in rows:
+        figures = [f"{row[name]:.{digits}f}" for name, digits in COLUMNS.values()]
+        lines.append([row["name"], row["engine"], f"{row['throughput_rps']:.0f}", *figures])
+    head = ("server", "model", f"requests / s, {stand.clients} clients", *COLUMNS)
+    return f"# Peers\n\n{verdict(rows, stand.clients)} {at}, {load}.\n\n{markdown(head, lines, 2)}\n"
 
 
 def versions() -> dict[str, str]:

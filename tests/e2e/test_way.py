@@ -154,7 +154,7 @@ def server() -> Iterator[Server]:
 
 @pytest.mark.parametrize(
     ("path", "body", "most_files", "most_moves"),
-    [("/rank", EXAMPLE, 25, 30), ("/recommend", {**VIEWER, "k": 5}, 36, 55)],
+    [("/rank", EXAMPLE, 25, 30), ("/recommend", {**VIEWER, "k": 5}, 37, 56)],
     ids=["rank", "recommend"],
 )
 def test_the_way_of_a_request_is_short(server: Server, path: str, body: Any, most_files: int, most_moves: int) -> None:

@@ -184,3 +184,25 @@ def test_contexts_are_looked_up_while_the_engine_inserts_and_evicts(engine: str)
         stop.set()
         thread.join()
     assert wrong == []
+
+
+def test_the_checks_of_owner_and_columns_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls: a look-up that compares no owner finds another caller's context, and one wrong id gives other bits."""
+    config = random_config()
+    engine, context, candidates = (
+        ENGINES["native"](random_ranker(config), 2**20),
+        random_context(config, 7),
+        random_candidates(config, 5),
+    )
+    handle = engine.forward([alone(config, context)])[0].handle
+
+    def of_anybody(self: ContextCache[Any], handle: str, caller: str, config: ModelConfig) -> Context:
+        key, _, dropped = self._handles[handle]
+        return Context.of_events(key.user_id, key.events, config, dropped)
+
+    monkeypatch.setattr(ContextCache, "context_of", of_anybody)
+    found = engine.context_of(handle, "ads")
+    assert found is not None, "what test_only_whom_a_handle_is_for_finds_anything refuses"
+    wrong = replace(found, post_ids=found.post_ids ^ np.uint64(1))
+    right, other = (engine.forward([Item(one, candidates)])[0].scores.logits.tobytes() for one in (found, wrong))
+    assert right != other

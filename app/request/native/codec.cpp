@@ -1,15 +1,14 @@
 // Requests in JSON → columns, scores → JSON, for requests as most callers write them. What is unusual is declined, and Python
 // reads it: body.py, validate.py, features.py and reply.py say what all of this means, and tests compare the two.
 #include <memory>
-#include <numeric>
 
 #include "decimal.h"
+#include "ranking.h"
 #include "reader.h"
 
 namespace codec {
 namespace {
 
-constexpr Int MOST_IN_A_BUCKET = 32;
 constexpr Int MOST_CANDIDATES = 1 << 24;
 
 // What the columns begin with; mirrored in codec.py.
@@ -18,26 +17,9 @@ struct Head {
     Int events, kept, candidates, echo, rest;
 };
 
-struct Scored {
-    Int candidates;
-    const Id* ids;
-    string_view echo;  // as `read` gives it: the ids as they are to be written; empty: as integers
-    const float *probabilities, *continuous;
-    const double* weights;  // of the actions, and perhaps of the continuous outputs
-    Int weight_count;
-    const double* offset;  // sums as of `model.ranking.magnitudes`, if scores are to be lifted above 0; null: they are not
-    Int top_k;          // 0: all
-    const Int* wanted;  // columns; null: all
-    Int wanted_count, is_columnar;
-    const float* retrieved;  // scores of candidates that were retrieved, best first; null: they came with the request
-    string_view head, tail;  // what comes before and after the candidates
-};
-
-class Codec {
+class Codec : public Ranking {
 public:
-    const Checkpoint words;
-
-    explicit Codec(const Checkpoint& given) : words(given) {
+    explicit Codec(const Checkpoint& given) : Ranking(given) {
         for (Int place = 0; place < given.names; ++place) columns[given.name[place]] = given.column[place];
     }
 
@@ -103,8 +85,7 @@ private:
     Posts history, candidates;  // of the last request: their memory is asked for once, and by no thread of its own
     std::vector<char> scratch;
     std::string texts;
-    std::vector<double> scores;
-    std::vector<Int> order, ranks, chosen, buckets, ends;
+    std::vector<Int> chosen, ends;
     std::vector<float> floats;  // that are about to be written
     std::vector<Decimals> decimals;
 
@@ -134,45 +115,6 @@ private:
     Id age_bucket(Id impression, Id created) const {
         if (!created || !impression || created > impression) return 0;
         return std::min<Id>((impression - created) / words.age_seconds + 1, words.age_buckets - 1);
-    }
-
-    // Combined scores, added action by action from 0 on, as `model.ranking` has them; best first, equal ones in their order.
-    void sort(const Scored& given) {
-        const Int count = given.candidates, outputs = given.weight_count - words.actions;
-        scores.assign(count, 0.0), order.resize(count), ranks.resize(count);
-        for (Int row = 0; row < count; ++row) {
-            double& score = scores[row];
-            for (Int action = 0; action < words.actions; ++action)
-                score += given.probabilities[row * words.actions + action] * given.weights[action];
-            for (Int output = 0; output < outputs; ++output)
-                score += continuous(given, row, output) * given.weights[words.actions + output];
-            if (given.offset) score = score >= 0 ? score + 0.001 : (score + given.offset[0]) / given.offset[1] * 0.001;
-            if (!std::isfinite(score)) throw Declined();
-        }
-        distribute(count);
-        for (Int place = 0; place < count; ++place) ranks[order[place]] = place + 1;
-    }
-
-    // The order: into as many buckets as there are scores, then by insertion, which moves few of them and none out of its bucket. A
-    // sort by comparing takes three times as long, since no processor can guess it ahead; where a bucket is crowded, it comes to that.
-    void distribute(Int count) {
-        const auto [least, most] = std::minmax_element(scores.begin(), scores.end());
-        const double best = *most, step = count / (best - *least);  // monotonic in spite of rounding, as are all steps to a bucket
-        auto is_better = [&](Int left, Int right) { return scores[left] > scores[right]; };
-        std::iota(order.begin(), order.end(), 0);
-        if (!std::isnormal(step)) return std::stable_sort(order.begin(), order.end(), is_better);
-        buckets.resize(count), ends.assign(count + 2, 0);
-        for (Int row = 0; row < count; ++row) buckets[row] = (best - scores[row]) * step, ++ends[buckets[row] + 1];
-        const bool is_crowded = *std::max_element(ends.begin(), ends.end()) > MOST_IN_A_BUCKET;
-        std::partial_sum(ends.begin(), ends.end(), ends.begin());
-        for (Int row = 0; row < count; ++row) order[ends[buckets[row]]++] = row;
-        if (is_crowded) return std::stable_sort(order.begin(), order.end(), is_better);
-        for (Int place = 1; place < count; ++place) {
-            const Int row = order[place];
-            Int at = place;
-            for (; at && is_better(row, order[at - 1]); --at) order[at] = order[at - 1];
-            order[at] = row;
-        }
     }
 
     template <class Each>
@@ -205,10 +147,6 @@ private:
 
     float probability(const Scored& given, Int row, Int place) const {
         return given.probabilities[row * words.actions + (given.wanted ? given.wanted[place] : place)];
-    }
-
-    float continuous(const Scored& given, Int row, Int output) const {
-        return given.continuous[row * words.continuous + output] * words.scale[output];
     }
 
     char* objects(char* out, const Scored& given, Int width) {

@@ -444,12 +444,15 @@ def named(status: int, handle: str, **body: Any) -> httpx.Response:
 
 
 FIRST, SECOND = "1" * 32, "2" * 32
-KEPT = named(200, FIRST, model={}, context=FIRST, history_used=2, history_dropped=0)
+
+
+def kept() -> httpx.Response:
+    return named(200, FIRST, model={}, context=FIRST, history_used=2, history_dropped=0)
 
 
 def test_a_context_is_named_until_it_is_unknown_and_then_sent_whole() -> None:
     unknown = refusal(412, "context_unknown")
-    replies = KEPT, named(200, FIRST, **GOOD), unknown, named(200, SECOND, **GOOD), named(200, "", **GOOD), ok()
+    replies = kept(), named(200, FIRST, **GOOD), unknown, named(200, SECOND, **GOOD), named(200, "", **GOOD), ok()
     client, seen = scripted(*replies)
     context = client.context(1, HISTORY, request_id="ahead")
     assert (seen[0].url.path, seen[0].headers["x-request-id"], context.handle) == ("/context", "ahead", FIRST)
@@ -474,7 +477,7 @@ def test_every_call_of_a_context_is_sent_whole_where_it_is_unknown() -> None:
             seen.append(request)
             body = orjson.loads(request.content)
             if request.url.path == "/context":
-                return KEPT
+                return kept()
             if "context" in body:
                 return refusal(412, "context_unknown")
             posts = {"posts": [], "visible": 0, "corpus": {}, "models": {}, "events": {}}

@@ -134,7 +134,7 @@ def test_another_formula_would_be_noticed() -> None:
 
 @pytest.mark.parametrize(("changes", "told"), [
     ({"weights": "x"}, ("weights", "as a name must be one of default, x-2026-09")),
-    ({"weights": 1}, ("weights", "must be a map of action to number")),
+    ({"weights": 1}, ("weights", "must be a map of action to number or a name")),
     ({"score": "mean"}, ("score", "must be one of sum, offset")),
     ({"score": None}, ("score", "must be one of sum, offset")),
 ])  # fmt: skip

@@ -301,7 +301,7 @@ def test_who_ranks_nothing_rests_the_longer_the_more_there_are(
 ) -> None:
     """Also within one read; a ranking in between waits on its own connection, and on no other."""
     told: list[tuple[float, int]] = []
-    rests = [0.05]
+    rests = [0.3]
 
     def rest(held: float, resting: int) -> float:
         told.append((held, resting))
@@ -312,11 +312,11 @@ def test_who_ranks_nothing_rests_the_longer_the_more_there_are(
         began = time.monotonic()
         one.sendall(request_ * 3 + rank_request(1, headers={"Connection": "close"}))
         assert asked(other, rank_request(2)) == 200
-        assert time.monotonic() - began < 0.12
+        assert len(told) < 3, "the first connection still rests"
         assert statuses(read_all(one)) == [status] * 3 + [200]
-        assert time.monotonic() - began > 3 * 0.05
+        assert time.monotonic() - began > 3 * 0.3
         assert [resting for _, resting in told] == [0, 0, 0]
-        assert all(0 < held < 0.02 for held, _ in told)
+        assert all(0 < held < 0.3 for held, _ in told), "without the rest before"
         wait_until(lambda: server.server.observer.resting == 0)
         rests[0] = 1.0
         with connect(server.port, 5) as third:

@@ -32,12 +32,12 @@ from tests.app.fakes import FakeClock, until
 from tests.app.service.test_retrieval import DEADLINE, everything, found, query
 from tests.app.serving import value_of
 
-READ = partial(read_change, ids="uint64")
-
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.skipif(not RedisServer.is_installed(), reason="Debian's redis-server is not installed"),
 ]
+
+read = partial(read_change, ids="uint64")
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ async def replica(redis: RedisServer, root: Path, lag_seconds: float = 300.0) ->
     """One with a directory of its own, which is there already after the first time."""
     paths = paths_of(root)
     service = RetrievalService(retrieval_loader(*paths, Settings(threads=1)), Settings(), Metrics(), FakeClock())
-    service.feed = FeedReader(open_feed(redis.url("posts")), READ, service.metrics, lag_seconds)
+    service.feed = FeedReader(open_feed(redis.url("posts")), read, service.metrics, lag_seconds)
     await service.load()
     try:
         yield service
@@ -188,7 +188,7 @@ async def test_two_processes_on_one_directory_make_each_change_once(tmp_path: Pa
 async def test_posts_change_by_the_feed_alone(tmp_path: Path, redis: RedisServer) -> None:
     async with replica(redis, tmp_path / "a") as service:
         with pytest.raises(ChangedByFeed):
-            await service.change(read_change(json.dumps(upsert(1)).encode(), "uint64"))
+            await service.change(read(json.dumps(upsert(1)).encode()))
 
 
 async def test_a_caller_sees_its_own_write_or_is_told(tmp_path: Path, redis: RedisServer) -> None:
@@ -244,7 +244,7 @@ def test_long_entries_are_read_few_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
             return type("", (), {"mark": reader.Mark(0, "", position)})
 
     async def scenario() -> None:
-        each = FeedReader(Source(), READ, Metrics(), 1.0)
+        each = FeedReader(Source(), read, Metrics(), 1.0)
         for _ in range(4):
             await each._follow(Corpus())
 
@@ -275,7 +275,7 @@ def test_what_another_process_has_made_is_not_counted_and_read_again(others: boo
             return type("", (), {"mark": reader.Mark(9, "", "9-0" if others else position)})
 
     metrics = Metrics()
-    asyncio.run(FeedReader(Source(), READ, metrics, 1.0)._follow(Corpus()))
+    asyncio.run(FeedReader(Source(), read, metrics, 1.0)._follow(Corpus()))
     assert value_of(metrics.render().decode(), 'ranker_feed_entries_total{result="made"}') == (0 if others else 2)
 
 
@@ -296,7 +296,7 @@ def test_a_feed_that_fails_is_not_asked_as_fast_as_it_can(monkeypatch: pytest.Mo
             return reader.Mark()
 
     async def scenario() -> None:
-        running = asyncio.ensure_future(FeedReader(Source(), READ, Metrics(), 1.0).run(Corpus()))  # type: ignore[arg-type]
+        running = asyncio.ensure_future(FeedReader(Source(), read, Metrics(), 1.0).run(Corpus()))  # type: ignore[arg-type]
         await until(lambda: len(asked) == 4)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

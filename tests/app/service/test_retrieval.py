@@ -206,35 +206,6 @@ async def test_a_full_queue_and_a_long_wait_are_refused(load: RetrievalLoader, m
         await asyncio.gather(*tasks)
 
 
-def test_a_key_has_its_share_of_the_searches_and_all_that_wait_are_counted(
-    load: RetrievalLoader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fix(monkeypatch, SCAN_REQUESTS=1)
-
-    async def scenario() -> None:
-        gate = Gate()
-        wrapped, _ = watched(load, gate)
-        limits = {"queue": Queue(max_requests=60, max_wait_seconds=0.0, max_share_per_key=0.5)}
-        async with running(wrapped, FakeClock(), **limits) as service:
-            most = service.queue.admission.queue.max_requests
-
-            def begin(user: int, key: str) -> asyncio.Task[Found]:
-                return asyncio.ensure_future(ended(service.retrieve, service.served, query(user), DEADLINE, key))
-
-            heavy = [begin(user, "heavy") for user in range(1, most // 2 + 2)]
-            await gate.reached()
-            assert (service.queue.admission.requests, service.versions.waiting) == (most // 2, most // 2 - 1)
-            light = begin(99, "light")
-            await asyncio.sleep(0)
-            assert service.queue.admission.requests == most // 2 + 1, "another key finds room"
-            gate.opened.set()
-            *taken, refused = await asyncio.gather(*heavy, return_exceptions=True)
-            assert isinstance(refused, Overloaded)
-            assert all(isinstance(each, Found) for each in (*taken, await light))
-
-    asyncio.run(scenario())
-
-
 async def test_a_swap_changes_towers_and_corpus_between_two_searches(load: RetrievalLoader, tmp_path: Path) -> None:
     gate = Gate()
     wrapped, engines = watched(load, gate)

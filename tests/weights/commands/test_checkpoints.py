@@ -92,7 +92,7 @@ def test_wrong_usage_is_code_2(arguments: tuple[str, ...]) -> None:
     assert call(*arguments).exit_code == 2
 
 
-@pytest.mark.parametrize("command", ["import", "verify", "inspect", "relabel", "random", "synthetic", "measure"])
+@pytest.mark.parametrize("command", ["import", "verify", "inspect", "relabel", "random", "synthetic"])
 def test_every_command_has_help(command: str) -> None:
     assert call(command, "--help").exit_code == 0
 
