@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from loadtest.generate.http_client import Reply
 from loadtest.generate.payload import post
 from loadtest.generate.samples import server_timing
-from loadtest.generate.tensors import LENGTH, inference_of
+from loadtest.generate.tensors import LENGTH, inference_of, masked
 from loadtest.generate.traffic import Traffic, TrafficSettings
 from loadtest.geometries import GEOMETRIES
 from loadtest.matrix import Row
@@ -103,8 +103,7 @@ def ask(server: Server, content: Content, wire: str, path: str = "/rank") -> Rep
     if wire != "columns":
         tensors = inference_of(content, STANDARD_ACTIONS)
         if wire == "binary with masks":
-            bits = np.uint64(1) << np.arange(len(STANDARD_ACTIONS), dtype=np.uint64)
-            tensors.inputs["history.actions"] = (tensors.inputs["history.actions"] != 0) @ bits
+            tensors = masked(tensors)
         body, headers = tensors.body(binary=True)
         headers["Content-Type"] = "application/octet-stream"
     [reply] = ask_all(server.port, [post("localhost", path, body, headers)], keep_bodies=True, timeout_seconds=60)

@@ -104,6 +104,8 @@ def named(calls: Sequence[Call], first: int) -> list[Call]:
 def plain(answer: Answer) -> Any:
     """A reply without what is new in each."""
     content = orjson.loads(answer.body)
+    if isinstance(content, list):  # of a batch
+        return content
     return {name: value for name, value in content.items() if name not in ("timings_ms", "request_id")}
 
 

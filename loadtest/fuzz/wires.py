@@ -13,7 +13,7 @@ from app.http.grpc_server import ROUTES
 from app.request import protobuf
 from loadtest.fuzz.calls import JSON_TYPE, MARK, REQUEST_ID, Answer, Call
 from loadtest.fuzz.mutate import Mutator
-from loadtest.generate.tensors import LENGTH, Inference, datatype, inference_of
+from loadtest.generate.tensors import LENGTH, Inference, datatype, inference_of, masked
 
 BINARY_TYPE = (b"content-type", b"application/octet-stream")
 GZIP = (b"content-encoding", b"gzip")
@@ -29,6 +29,7 @@ class WireMutator:
         self.mutator = Mutator(seed, list(corpus))
         self.random = self.mutator.random
         self.corpus = [inference_of(orjson.loads(body), action_names) for body in corpus]
+        self.corpus += [masked(each) for each in self.corpus if "history.actions" in each.inputs]
         self.bodies = corpus
         self.path = f"/v2/models/{model}/infer"
 

@@ -150,7 +150,7 @@ def test_nothing_is_found(run: Run) -> None:
     assert [row.ok for row in tally.rows()] == [True] * 4, tally.failures
     assert tally.compared > 50
     assert set(tally.sent) == set(SHARES)
-    assert {200, 400, 404, 413, 415, 422} <= set(tally.statuses)  # it reaches every corner, the good one too
+    assert {200, 400, 404, 412, 413, 415, 422} <= set(tally.statuses)  # it reaches every corner, the good one too
     assert tally.statuses[429] < 100  # bodies that are refused unread show nothing
 
 
@@ -332,7 +332,8 @@ def test_over_sockets_the_same_calls_get_the_same_answers(run: Run, retrieval: R
         if call.headers[-1][1].startswith(NAME) and not answer.is_last:
             assert answer.headers[REQUEST_ID] == call.headers[-1][1], call
         if call.path == "/rank" and answer.status == 200 and call.headers[0] == JSON_TYPE:
-            assert plain(answer) == plain(expected), call
+            own = {"context": ""}  # of each process
+            assert plain(answer) | own == plain(expected) | own, call
 
 
 def test_series_that_grow_are_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
