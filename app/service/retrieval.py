@@ -131,8 +131,8 @@ class RetrievalService:
         finally:
             self._loading = False
         served, corpus = self.served, self.served.corpus
-        versions = {"version": served.manifest.version, "corpus": corpus.version}
-        log.info("corpus_loaded", **versions, posts=corpus.posts, hidden=served.hidden)
+        version, hidden = served.manifest.version, served.hidden
+        log.info("corpus_loaded", version=version, corpus=corpus.version, posts=corpus.posts, hidden=hidden)
         return served
 
     def _install(self, worker: Worker[SearchJob]) -> None:

@@ -338,10 +338,9 @@ class RankingService:
         self._fatal(reason)
 
     async def swap(self, load: Loader) -> ServedModel:
-        """Load and warm another model beside the one that serves, then serve new requests with it.
+        """Load and warm another model beside the one that serves, then serve new requests with it. One swap at a time.
 
-        Requests admitted before finish on the old one, whose memory is then freed. Raises what `load` raises; the old
-        one serves on. One swap at a time.
+        Requests admitted before finish on the old one, whose memory is then freed. Raises what `load` raises; the old one serves on.
         """
         worker = await self.versions.load(load)
         if self.lifecycle.draining:

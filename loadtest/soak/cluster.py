@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import orjson
 from phoenix_ranker_client import AsyncRankerClient, Candidate, RankerError
-from phoenix_ranker_client.call import routing_key
+from phoenix_ranker_client.calls import routing_key
 
 from loadtest.generate.http_client import Reply
 from loadtest.generate.payload import rank_request

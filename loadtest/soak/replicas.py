@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import numpy as np
 import orjson
-from phoenix_ranker_client.call import routing_key
+from phoenix_ranker_client.calls import routing_key
 
 from loadtest.generate.payload import post
 from loadtest.machine import ROOT

@@ -8,7 +8,7 @@ One deadline bounds a call with all its attempts, and each attempt tells the ser
 connections are tried again, after the time that the server asks for.
 """
 
-from phoenix_ranker_client.call import routing_key
+from phoenix_ranker_client.calls import routing_key
 from phoenix_ranker_client.clients import AsyncContext, AsyncRankerClient, Context, RankerClient
 from phoenix_ranker_client.messages import (
     Candidate,

@@ -1,16 +1,13 @@
-"""One call with all its attempts: deadline, retries, headers, errors."""
+"""One call with all its attempts: deadline, retries, errors."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import httpx
 import orjson
@@ -23,244 +20,19 @@ from tenacity import (
 )
 from tenacity.stop import stop_base
 
-from phoenix_ranker_client import tensors
-from phoenix_ranker_client.messages import (
-    Candidate,
-    DeadlineExceeded,
-    Event,
-    Explanation,
-    Id,
-    RankerError,
-    Ranking,
-    RankingRequest,
-    RequestRefused,
-    ServerFault,
-    Unavailable,
-    batch_results,
-    error_from,
-    user_of,
-)
-from phoenix_ranker_client.retrieval import Recommendation, Retrieval, RetrievalRequest
+from phoenix_ranker_client.messages import DeadlineExceeded, ServerFault, Unavailable, error_from
 
 T = TypeVar("T")
-P = ParamSpec("P")
-Wire = Literal["json", "binary"]
-Requests = Sequence[RankingRequest | RetrievalRequest]
-DEFAULT_TIMEOUT_SECONDS = 2.0
-EXPLAIN_TIMEOUT_SECONDS = 10.0
-JSON = {"content-type": "application/json"}
 GRACE_SECONDS = 0.05  # the server's own 504 says more than a connection that was closed at the same moment
 AGAIN = retry_if_exception_type(Unavailable)
 BACKOFF = wait_random_exponential(multiplier=0.1, max=1.0)
 JITTER_SHARE = 0.25  # clients that were refused together should not come back together
 
 
-def routing_key(user_id: Id, secret: bytes = b"") -> str:
-    """The value of X-Routing-Key: BLAKE2b of the decimal id, 16 hex digits, keyed by the secret (at most 64 bytes) where there is one.
+class Known(Protocol):
+    """What is known by a handle, which each reply tells."""
 
-    7 and "7" are one user. All clients of one deployment must use the same secret.
-    """
-    return hashlib.blake2b(str(user_id).encode(), digest_size=8, key=secret).hexdigest()
-
-
-def _whole_where_unknown(make: Callable[Concatenate[Calls, P], Call[T]]) -> Callable[Concatenate[Calls, P], Call[T]]:
-    """A call that names its context by a handle knows what to send where the service does not know that."""
-
-    @functools.wraps(make)
-    def method(self: Calls, /, *arguments: P.args, **named: P.kwargs) -> Call[T]:
-        call = make(self, *arguments, **named)
-        if named.get("context") is not None:
-            rest = {"context": None, "request_id": call.request_id}
-            call.make_whole = lambda seconds: make(self, *arguments, **{**named, **rest, "timeout_seconds": seconds})  # type: ignore[arg-type]
-        return call
-
-    return method
-
-
-@dataclass(frozen=True)
-class Calls:
-    """Makes the calls of one client, whose methods these are: sync in the one, async in the other."""
-
-    base_url: str
-    api_key: str | None = field(repr=False)
-    routing_secret: bytes = field(repr=False)
-    wire: Wire = "json"
-
-    def context(
-        self,
-        /,
-        user_id: Id,
-        history: Sequence[Event] = (),
-        *,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        request_id: str | None = None,
-    ) -> Call[KnownCalls]:
-        """Compute user and history ahead. Raises RankerError."""
-        request, known = RankingRequest(user_id, (), history), KnownCalls(self, user_id, history)
-        call = self._json("context", user_of(request), [request], lambda body: known, timeout_seconds, request_id)
-        call.known = known
-        return call
-
-    @_whole_where_unknown
-    def rank(
-        self,
-        /,
-        user_id: Id,
-        candidates: Sequence[Candidate],
-        history: Sequence[Event] = (),
-        *,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        request_id: str | None = None,
-        **options: Any,
-    ) -> Call[Ranking]:
-        """Rank one user's candidates; `options` are the other fields of RankingRequest. Raises RankerError."""
-        request = RankingRequest(user_id, candidates, history, **options)
-        if self.wire == "json":
-            return self._json("rank", request.to_json(), [request], Ranking.from_json, timeout_seconds, request_id)
-        request_id = request_id or uuid.uuid4().hex
-        body, headers = _tensors(request, request_id)
-
-        def parse(headers: httpx.Headers, content: bytes) -> Ranking:
-            return tensors.read(request, headers, content)
-
-        return self._call("rank", body, headers, [request], parse, timeout_seconds, request_id)
-
-    def rank_batch(
-        self,
-        /,
-        requests: Sequence[RankingRequest],
-        *,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        request_id: str | None = None,
-    ) -> Call[list[Ranking | RankerError]]:
-        """Rank several requests in one call; one that failed is its error. Raises RankerError when the whole call failed.
-
-        The call goes where the first request's user is cached: put one user's requests together.
-        """
-        body = {"requests": [request.to_json() for request in requests]}
-        return self._json("rank/batch", body, requests, batch_results, timeout_seconds, request_id)
-
-    @_whole_where_unknown
-    def explain(
-        self,
-        /,
-        user_id: Id,
-        candidates: Sequence[Candidate],
-        explain: Sequence[Id],
-        history: Sequence[Event] = (),
-        *,
-        timeout_seconds: float = EXPLAIN_TIMEOUT_SECONDS,
-        request_id: str | None = None,
-        **options: Any,
-    ) -> Call[Explanation]:
-        """Why candidates stand where they stand: `explain` has post ids of some of them. As `rank` besides. Raises RankerError."""
-        request = RankingRequest(user_id, candidates, history, **options)
-        body = request.to_json() | {"explain": list(explain)}
-        return self._json("explain", body, [request], Explanation.from_json, timeout_seconds, request_id)
-
-    @_whole_where_unknown
-    def retrieve(
-        self,
-        /,
-        user_id: Id,
-        history: Sequence[Event] = (),
-        *,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        request_id: str | None = None,
-        at_least: int | str | None = None,
-        **options: Any,
-    ) -> Call[Retrieval]:
-        """The best posts of the service's corpus; `options` are the other fields of RetrievalRequest. `at_least`: a sequence of the corpus,
-        or a position of its feed, that the posts must have; a replica that is behind is asked again. Raises RankerError."""
-        request, read = RetrievalRequest(user_id, history, **options), Retrieval.from_json
-        return self._json("retrieve", request.to_json(), [request], read, timeout_seconds, request_id, at_least)
-
-    @_whole_where_unknown
-    def recommend(
-        self,
-        /,
-        user_id: Id,
-        history: Sequence[Event] = (),
-        *,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        request_id: str | None = None,
-        at_least: int | str | None = None,
-        **options: Any,
-    ) -> Call[Recommendation]:
-        """The best posts of the service's corpus, ranked; as `retrieve`."""
-        request = RetrievalRequest(user_id, history, **options)
-        read = Recommendation.from_json
-        return self._json("recommend", request.to_json(), [request], read, timeout_seconds, request_id, at_least)
-
-    def _json(
-        self,
-        path: str,
-        body: dict[str, Any],
-        requests: Requests,
-        read: Callable[[Any], T],
-        timeout_seconds: float,
-        request_id: str | None,
-        at_least: int | str | None = None,
-    ) -> Call[T]:
-        def parse(headers: httpx.Headers, content: bytes) -> T:
-            return read(orjson.loads(content))
-
-        request_id = request_id or uuid.uuid4().hex
-        try:
-            raw = orjson.dumps(body)
-        except orjson.JSONEncodeError as error:
-            raise RequestRefused(0, "invalid_request", f"The request is no JSON: {error}", request_id) from error
-        headers = JSON if at_least is None else JSON | {"x-corpus-at-least": str(at_least)}
-        return self._call(path, raw, headers, requests, parse, timeout_seconds, request_id)
-
-    def _call(
-        self,
-        path: str,
-        body: bytes,
-        headers: dict[str, str],
-        requests: Requests,
-        parse: Callable[[httpx.Headers, bytes], T],
-        timeout_seconds: float,
-        request_id: str | None,
-    ) -> Call[T]:
-        """A batch is sent whole to where its first user is kept: no place is better for all of them."""
-        if self.api_key is not None:
-            headers = headers | {"authorization": f"Bearer {self.api_key}"}
-        if requests:
-            headers = headers | {"x-routing-key": routing_key(requests[0].user_id, self.routing_secret)}
-        return Call(f"{self.base_url}/{path}", body, parse, timeout_seconds, request_id, headers)
-
-
-class KnownCalls:
-    """Makes the calls for one user with one history, which are sent by `handle`; it follows the service's replies, and is empty where the
-    service keeps nothing of this size."""
-
-    def __init__(self, calls: Calls, user_id: Id, history: Sequence[Event]) -> None:
-        self.calls, self.user_id, self.history, self.handle = calls, user_id, history, ""
-
-    def rank(self, /, candidates: Sequence[Candidate], **options: Any) -> Call[Ranking]:
-        """As `Calls.rank`."""
-        return self._noted(self.calls.rank(self.user_id, candidates, self.history, **self._named(options)))
-
-    def explain(self, /, candidates: Sequence[Candidate], explain: Sequence[Id], **options: Any) -> Call[Explanation]:
-        """As `Calls.explain`."""
-        named = self._named(options)
-        return self._noted(self.calls.explain(self.user_id, candidates, explain, self.history, **named))
-
-    def retrieve(self, /, **options: Any) -> Call[Retrieval]:
-        """As `Calls.retrieve`."""
-        return self.calls.retrieve(self.user_id, self.history, **self._named(options))
-
-    def recommend(self, /, **options: Any) -> Call[Recommendation]:
-        """As `Calls.recommend`."""
-        return self._noted(self.calls.recommend(self.user_id, self.history, **self._named(options)))
-
-    def _named(self, options: dict[str, Any]) -> dict[str, Any]:
-        return {"context": self.handle or None, **options}
-
-    def _noted(self, call: Call[T]) -> Call[T]:
-        call.known = self
-        return call
+    handle: str
 
 
 class Call(Generic[T]):
@@ -280,7 +52,7 @@ class Call(Generic[T]):
         self.request_id = request_id or uuid.uuid4().hex
         self.headers = headers | {"x-request-id": self.request_id}
         self.make_whole: Callable[[float], Call[T]] | None = None  # the same within so many seconds, without a handle
-        self.known: KnownCalls | None = None  # whose handle the reply tells
+        self.known: Known | None = None  # whose handle the reply tells
 
     def seconds_left(self) -> float:
         """Until the deadline."""
@@ -349,13 +121,6 @@ class Call(Generic[T]):
 
     def _too_late(self, detail: str) -> DeadlineExceeded:
         return DeadlineExceeded(0, "deadline_exceeded", detail, self.request_id)
-
-
-def _tensors(request: RankingRequest, request_id: str) -> tuple[bytes, dict[str, str]]:
-    try:
-        return tensors.write(request)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise RequestRefused(0, "invalid_request", f"The request is no tensors: {error}", request_id) from error
 
 
 def wait_seconds(state: RetryCallState) -> float:

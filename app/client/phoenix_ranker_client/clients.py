@@ -10,7 +10,8 @@ import anyio
 import httpx
 from tenacity import AsyncRetrying, Retrying
 
-from phoenix_ranker_client.call import AGAIN, Call, Calls, KnownCalls, P, T, Wire, wait_seconds
+from phoenix_ranker_client.call import AGAIN, Call, T, wait_seconds
+from phoenix_ranker_client.calls import Calls, KnownCalls, P, Wire
 from phoenix_ranker_client.messages import ContextUnknown, Event, Id
 
 DEFAULT_ATTEMPTS = 3

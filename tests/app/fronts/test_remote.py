@@ -495,7 +495,7 @@ async def test_a_front_that_ends_tells_nothing_of_what_it_still_held() -> None:
     """At the end of a process Python would otherwise call each `finalize` that is left, on links that are closed."""
     async with linked(FakeEngine()) as found:
         [front] = found.fronts
-        held = set(front._serving.values())
+        held = set(front.serves.values())
         told = [each for each in weakref.finalize._registry if each.alive and each.peek()[0] in held]  # type: ignore[attr-defined]
         assert len(told) == len(held) > 0
         assert not any(each.atexit for each in told)
@@ -559,10 +559,10 @@ async def test_of_an_engine_process_that_is_gone_nothing_is_kept() -> None:
     async with linked(FakeEngine()) as found:
         [front] = found.fronts
         number = front.state.model
-        assert front.serving(number) is front.model
+        assert front.serves.get(number) is front.model
         found.cut()
         await until(lambda: front.uplink.link is None)
-        assert front.serving(number) is None
+        assert front.serves.get(number) is None
         await found.mend()
         await until(lambda: front.health().ready)
 

@@ -84,7 +84,7 @@ def test_a_start_a_drain_and_exit_0() -> None:
         event(server, "draining")
         wait_until(lambda: status(server, "/readyz") == 503)  # and still listening
         assert status(server, "/livez") == 200
-        assert server.process.wait(30) == 0
+        assert server.process.wait(90) == 0
         assert server.lines[-1]["event"] == "stopped"
         assert server.lines[-1]["exit_code"] == 0
         assert not any(map(alive, began))
@@ -99,7 +99,7 @@ def test_every_process_gets_the_signal_and_the_drain_is_one() -> None:
             os.kill(each, signal.SIGTERM)
         event(server, "draining")
         assert status(server, "/livez") == 200
-        assert server.process.wait(30) == 0
+        assert server.process.wait(90) == 0
 
 
 def test_a_second_signal_ends_all_at_once() -> None:
@@ -109,7 +109,7 @@ def test_a_second_signal_ends_all_at_once() -> None:
         server.process.send_signal(signal.SIGINT)
         event(server, "draining")
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(30) == 128 + signal.SIGINT
+        assert server.process.wait(90) == 128 + signal.SIGINT
         assert not any(map(alive, began))
 
 
@@ -160,7 +160,7 @@ def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_one(tmp_path: Pa
 
 def test_a_checkpoint_that_cannot_be_loaded_ends_the_whole_with_1() -> None:
     with started(*FRONTED, "--refused-after-seconds=1", drain__delay_seconds=30) as server:
-        assert server.process.wait(30) == 1  # without the delay
+        assert server.process.wait(90) == 1  # without the delay
         assert "planted" in str(event(server, "fatal")["reason"])
 
 
@@ -168,13 +168,13 @@ def test_settings_that_only_a_front_finds_unusable_end_the_whole_with_2(tmp_path
     missing = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{missing!r}] = None")
     with started(environment={"PYTHONPATH": f"{ROOT}:{tmp_path}"}, tracing__enabled="true") as server:
-        assert server.process.wait(30) == 2
+        assert server.process.wait(90) == 2
 
 
 def test_a_port_that_is_taken_ends_the_whole_with_3() -> None:
     """Also where the other one would share it, as another supervisor does."""
     with socket.create_server((HOST, 0), reuse_port=True) as taken, started(port=taken.getsockname()[1]) as server:
-        assert server.process.wait(30) == 3
+        assert server.process.wait(90) == 3
         assert event(server, "cannot_listen")["reason"] == "Address already in use"
 
 
@@ -209,7 +209,7 @@ def test_when_the_engine_process_ends_fronts_stay_up_until_the_policy_says_other
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process_of(server, None), signal.SIGKILL)
                 time.sleep(0.1)
-        assert server.process.wait(30) == 70
+        assert server.process.wait(90) == 70
 
 
 async def test_a_process_that_the_system_refuses_is_started_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import httpx
 import pytest
 import yaml
 from phoenix_ranker_client import AsyncRankerClient, Candidate, Event, RankerError
-from phoenix_ranker_client.call import routing_key
+from phoenix_ranker_client.calls import routing_key
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 

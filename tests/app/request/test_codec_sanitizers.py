@@ -44,7 +44,7 @@ def read_and_write(library: Path) -> int:
         ours, theirs = (b"".join(render(request, scores, use, history_used=0, timings_ms={})) for use in forms)
         different += ours != theirs
     spoken = Codec(open_library(library), texts.MANIFEST, texts.WORDS, LIMITS)
-    bodies = [raw[:end] for raw in texts.GOOD_ONES for end in range(len(raw) + 1)]
+    bodies = [raw[:end] for raw in texts.GOOD_ONES for end in range(0, len(raw) + 1, 5)]
     different += len(texts.differing([*bodies, *islice(mutated(6, texts.GOOD_ONES), MUTATED)], spoken))
     for form in ("objects", "columns"):
         request, scores = texts.asked(["é", '"', ",", "a" * 128], reply=form), texts.scored(4)

@@ -52,7 +52,7 @@ def test_a_start_a_reload_by_signal_a_drain_and_exit_0() -> None:
         event(server, "draining")
         assert status(server, "/readyz") == 503  # at once, and still listening
         assert status(server, "/livez") == 200
-        assert server.process.wait(30) == 0
+        assert server.process.wait(90) == 0
         assert event(server, "stopped")["exit_code"] == 0
 
 
@@ -66,14 +66,14 @@ def test_sighup_reads_the_checkpoint_again_and_a_second_signal_ends_at_once() ->
         server.process.send_signal(signal.SIGTERM)
         event(server, "draining")
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(30) == 128 + signal.SIGTERM
+        assert server.process.wait(90) == 128 + signal.SIGTERM
 
 
 def test_a_signal_while_loading_ends_in_order() -> None:
     with started(drain__delay_seconds="0") as server:
         assert event(server, "listening")["port"] == server.port
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(30) == 0
+        assert server.process.wait(90) == 0
 
 
 @pytest.mark.parametrize("place", ["missing", "broken"])
@@ -81,7 +81,7 @@ def test_a_checkpoint_that_cannot_be_loaded_ends_the_process_with_1_and_a_senten
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "manifest.json").write_text("{")
     with started(checkpoint=str(tmp_path / place)) as server:
-        assert server.process.wait(30) == 1
+        assert server.process.wait(90) == 1
         assert str(tmp_path / place) in str(event(server, "fatal")["reason"])
 
 
@@ -91,5 +91,5 @@ def test_a_first_load_that_fails_in_a_drain_ends_the_process_with_1() -> None:
         event(server, "listening")
         server.process.send_signal(signal.SIGTERM)
         event(server, "draining")
-        assert server.process.wait(30) == 1
+        assert server.process.wait(90) == 1
         assert event(server, "stopped")["exit_code"] == 1
