@@ -38,7 +38,7 @@ PLANTS = {  # contract → file, an import that the contract forbids there
         "loadtest/measure/runs.py",
         "import model.engine",
     ),
-    "of loadtest, only the fuzzer, the faulty server and the loop's profile know app": (
+    "of loadtest, only the fuzzer, the faulty server and the bench of the reader know app": (
         "loadtest/peers/common.py",
         "import app.errors",
     ),

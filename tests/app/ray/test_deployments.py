@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import shutil
@@ -27,6 +28,7 @@ from prometheus_client.samples import Sample
 from loadtest.machine import ROOT
 from loadtest.matrix import Row, table
 from loadtest.servers.launch import HOST, free_port
+from loadtest.servers.stream import RedisServer
 from loadtest.soak.servers import real
 from weights.checkpoint import load_checkpoint, save_checkpoint
 
@@ -243,6 +245,39 @@ def test_scores_and_refusals_are_those_of_a_single_process(url: str, rows: list[
     assert differ == 0
     assert [got for got, _ in found] == [expected for _, expected in found]
     assert [status for (status, *_), _ in found] == [422, 400, 504, 413, 413, 406, 422]
+
+
+@pytest.mark.skipif(not RedisServer.is_installed(), reason="Debian's redis-server is not installed")
+def test_a_change_of_posts_reaches_every_replica(url: str, tmp_path: Path) -> None:
+    """By the stream that both follow; on one machine they share a directory of posts, on several each has its own."""
+    corpus = shutil.copytree(ROOT / "weights/demo-posts", tmp_path / "posts")
+    with RedisServer(tmp_path / "redis") as stream:
+        retrieval = {"checkpoint": ROOT / "weights/demo-towers", "corpus": corpus, "feed": stream.url("posts")}
+        with deployed(settings={"retrieval": retrieval}), httpx.Client(base_url=url, timeout=WAIT_SECONDS) as http:
+
+            def found() -> list[tuple[str, list[Any]]]:
+                """For each user the state of the corpus that answered, and the posts."""
+                asked = [
+                    http.post(
+                        "/retrieve", json={"user_id": user, "k": 100}, headers={"x-routing-key": routing_key(user)}
+                    )
+                    for user in USERS
+                ]
+                return [
+                    (each.headers["x-corpus-version"], [post["post_id"] for post in each.json()["posts"]])
+                    for each in asked
+                ]
+
+            before = found()
+            gone = before[0][1][0]
+            assert sum(gone in posts for _, posts in before) > 1
+            stream.client().xadd("posts", {"change": json.dumps({"delete": [gone]})})
+            until(lambda: all(version != before[0][0] for version, _ in found()), "both replicas have the change")
+            after = found()
+            assert len({version for version, _ in after}) == 1
+            assert not any(gone in posts for _, posts in after)
+            served = [each for each in samples(url, "ranker_http_requests") if each.labels.get("route") == "/retrieve"]
+            assert len({each.labels["replica"] for each in served if each.value}) == 2, "both were asked"
 
 
 def refusal(http: httpx.Client, request: dict[str, Any]) -> tuple[int, str, str, str | None]:
