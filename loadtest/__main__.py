@@ -19,6 +19,7 @@ COMMANDS = {  # name: its function, and where the list of commands shows it
     "bench": ("loadtest.bench.service:measure", BENCH),
     "front": ("loadtest.bench.front:measure", BENCH),
     "retrieve": ("loadtest.bench.retrieve:measure", BENCH),
+    "replicas": ("loadtest.soak.replicas:measure", BENCH),
     "offline": ("loadtest.bench.offline:measure", BENCH),
     "train": ("loadtest.bench.train:measure", BENCH),
     "profile": ("loadtest.profile:measure", BENCH),

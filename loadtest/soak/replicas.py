@@ -15,16 +15,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import numpy as np
 import orjson
+import typer
 from phoenix_ranker_client.calls import routing_key
 
 from loadtest.generate.payload import post
 from loadtest.machine import ROOT
-from loadtest.matrix import Row
+from loadtest.matrix import Row, table
 from loadtest.servers.balancer import balancer
 from loadtest.servers.stream import RedisServer
 from loadtest.soak.clients import ask_all, p99
@@ -289,3 +290,14 @@ def all_rows(seconds: float, count: int) -> list[Row]:
     if not RedisServer.is_installed():
         return [Row("R6", "redis-server is not installed", 0, 0, 0, 0, "")]
     return under_load(seconds / 3) + kills(count, seconds)
+
+
+def measure(
+    seconds: Annotated[float, typer.Option(help="Of changes under load; the kills may take as long again.")] = 120.0,
+    kills_of_replicas: Annotated[int, typer.Option("--kills", help="At random moments; Redis is killed once.")] = 100,
+    per_second: Annotated[float, typer.Option(help="Changes that are written.")] = 2000.0,
+) -> None:
+    """Three replicas of one Redis stream behind HAProxy: lag, searches beside changes, kills, equal posts. Exit code 1 for a red row."""
+    rows = under_load(seconds, per_second) + kills(kills_of_replicas, float("inf"), per_second)
+    print(table(rows))
+    raise typer.Exit(not all(row.ok for row in rows))
