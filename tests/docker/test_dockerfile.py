@@ -103,6 +103,20 @@ def test_every_setting_of_the_image_is_one(name: str) -> None:
     assert given <= set(names())
 
 
+def served(command: str) -> Path:
+    """The checkpoint in this repository that a `docker run` in it serves: by its mount, and by its variable or else the image's."""
+    source, target = re.findall(r'-v "\$PWD/(\S+):(/\S+):ro"', command)[0]
+    named = re.findall(r"-e RANKER_CHECKPOINT=(\S+)", command) or [environment(STAGES, "cpu")["RANKER_CHECKPOINT"]]
+    return ROOT / source / Path(named[0]).relative_to(target)
+
+
+def test_the_readmes_container_serves_a_checkpoint() -> None:
+    [command] = re.findall("^docker run .*phoenix.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert (served(command) / "manifest.json").is_file()
+    wrong = 'docker run -v "$PWD/weights/demo:/weights:ro" phoenix-ranking-server:cpu'  # as it was: nothing is called `current`
+    assert not served(wrong).exists()
+
+
 def test_what_is_copied_exists_and_is_sent() -> None:
     ignore = (ROOT / ".dockerignore").read_text()
     sources = {source for stage in STAGES.values() for source in copied_sources(stage)}
