@@ -185,5 +185,6 @@ class ContextCache(Generic[State]):
         self._bytes -= entry.size_bytes
         for handle in entry.handles.values():
             del self._handles[handle]
+        entry.handles.clear()
         if self._latest.get(key.user_id) == key:
             del self._latest[key.user_id]

@@ -61,8 +61,9 @@ def test_the_columns_on_the_page_are_what_it_says() -> None:
 
 
 def test_the_explanation_on_the_page_has_the_shape_that_it_says() -> None:
-    body = re.search(r"-d '(.*)'", blocks("bash")[3], re.DOTALL)[1]  # type: ignore[index]
-    shown = json.loads(blocks("json")[1])
+    [command] = [each for each in blocks("bash") if "/explain" in each]
+    body = re.search(r"-d '(.*)'", command, re.DOTALL)[1]  # type: ignore[index]
+    [shown] = [json.loads(each) for each in blocks("json") if '"place"' in each]
     with served() as (client, _):
         reply = client.post("/explain", content=body, headers={"content-type": "application/json"}).json()
 

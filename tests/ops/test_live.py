@@ -29,7 +29,7 @@ ENUMERATED = ("route", "stage", "reason", "result", "method", "budget", "source"
 
 def offer_load(url: str, stop: threading.Event) -> None:
     """Pages of users as the load tests draw them, a batch, mistakes and unknown paths, until told to stop."""
-    traffic = Traffic(TrafficSettings(seed=3, refresh_share=0.2).with_fixed_candidates(16))
+    traffic = Traffic(TrafficSettings(seed=3).with_fixed_candidates(16))
     with suppress(httpx.TransportError), httpx.Client(base_url=url) as client:  # the service may end first
         while not stop.is_set():
             body = next(traffic).body
