@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.weights.format.test_manifest import MANIFEST
-from weights.errors import CheckpointError
-from weights.format.manifest import Manifest
 from weights.text_ids import is_text_id, text_id, text_ids
 
 ROOT = Path(__file__).parents[2]
@@ -43,12 +38,3 @@ def test_short_texts_are_ids(value: str) -> None:
 @pytest.mark.parametrize("value", ["", "a" * 129, "é" * 65, "\ud800", 1, None, b"a"])
 def test_anything_else_is_none(value: object) -> None:
     assert not is_text_id(value)
-
-
-def test_a_manifest_says_what_its_ids_are() -> None:
-    text = replace(MANIFEST, ids="text", version="")
-    assert Manifest.from_json(text.to_json()) == text
-    assert text.digest != MANIFEST.digest
-    assert "ids" not in json.loads(MANIFEST.to_json())
-    with pytest.raises(CheckpointError, match="they are one of uint64, text"):
-        replace(MANIFEST, ids="int32")  # type: ignore[arg-type]

@@ -152,3 +152,12 @@ def test_names_of_an_unknown_model_are_numbers() -> None:
     assert released_action_names(19)[13] == "vqv"
     assert continuous_outputs(2, dwell_index=1) == (ContinuousOutput("continuous_0", 1.0, ""), DWELL_TIME)
     assert continuous_outputs(0, dwell_index=0) == ()
+
+
+def test_it_says_what_ids_are() -> None:
+    text = replace(MANIFEST, ids="text", version="")
+    assert Manifest.from_json(text.to_json()) == text
+    assert text.digest != MANIFEST.digest
+    assert "ids" not in content()
+    with pytest.raises(CheckpointError, match="they are one of uint64, text"):
+        replace(MANIFEST, ids="int32")  # type: ignore[arg-type]
