@@ -156,7 +156,7 @@ class Failed(Answer):
 
     @classmethod
     def of(cls, number: int, error: Exception) -> Failed:
-        """How a front hears of an error."""
+        """The form in which an error reaches a front."""
         if isinstance(error, ServiceError):
             return cls(number, error.code, error.detail, error.retry_after_seconds)
         known = (kind.__name__ for kind in type(error).__mro__ if kind.__name__ in FAILURES)
