@@ -88,20 +88,26 @@ async def _half_calls(sock: socket.socket) -> None:
         connection.send_data(stream, b"\0" + (MESSAGE_BYTES + 1).to_bytes(4, "big"))
         left[stream] = MESSAGE_BYTES
     until = loop.time() + HOLD_SECONDS
-    while left and loop.time() < until:
-        for stream in left:
-            while (window := connection.local_flow_control_window(stream)) > 0 and left[stream]:
-                size = min(window, connection.max_outbound_frame_size, left[stream])
-                connection.send_data(stream, bytes(size))
-                left[stream] -= size
-        await loop.sock_sendall(sock, connection.data_to_send())
-        with suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                if not (received := await loop.sock_recv(sock, 65536)):
-                    return
-                for event in connection.receive_data(received):
-                    if isinstance(event, StreamEnded | StreamReset):
-                        left.pop(event.stream_id, None)
+    received = asyncio.ensure_future(loop.sock_recv(sock, 65536))
+    try:
+        while left and loop.time() < until:
+            for stream in left:
+                while (window := connection.local_flow_control_window(stream)) > 0 and left[stream]:
+                    size = min(window, connection.max_outbound_frame_size, left[stream])
+                    connection.send_data(stream, bytes(size))
+                    left[stream] -= size
+            await loop.sock_sendall(sock, connection.data_to_send())
+            await asyncio.wait([received], timeout=1.0)  # a read that is cancelled may lose bytes it has already taken
+            if not received.done():
+                continue
+            if not (read := received.result()):
+                return
+            for event in connection.receive_data(read):
+                if isinstance(event, StreamEnded | StreamReset):
+                    left.pop(event.stream_id, None)
+            received = asyncio.ensure_future(loop.sock_recv(sock, 65536))
+    finally:
+        received.cancel()
 
 
 UNREAD, UNREAD_BATCH = holds(rank_request(1, candidates=4000) * 14), holds(BATCH)
