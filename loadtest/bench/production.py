@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,11 @@ def production_rows(rounds: int) -> Iterator[Row]:
 
 
 @contextmanager
-def checkpoint_of(name: str) -> Iterator[Path]:
-    """Random weights of a geometry."""
+def checkpoint_of(name: str, history_length: int | None = None) -> Iterator[Path]:
+    """Random weights of a geometry; its window of another length where that is given."""
     with tempfile.TemporaryDirectory() as directory:
         path, config = Path(directory) / name, GEOMETRIES[name]
+        config = replace(config, history_length=history_length or config.history_length)
         write_checkpoint(
             path, config, random_chunks(config, 0), labels_for(config, name, action_names=STANDARD_ACTIONS)
         )

@@ -33,7 +33,10 @@ def wire_rows(rounds: int) -> Iterator[Row]:
     """All of them; those over HTTP with mini. Raises RuntimeError for a request that is refused, or for scores of other bits."""
     yield from reading_rows(rounds)
     with checkpoint_of("mini") as checkpoint, ranking_server(checkpoint=checkpoint) as server:
-        yield from http_rows(server, 4 * rounds)
+        yield from page_rows(server, 4 * rounds)
+        yield prewarmed_row(server, "a window of 127", 4 * rounds)
+    with checkpoint_of("mini", 1022) as checkpoint, ranking_server(checkpoint=checkpoint) as server:
+        yield prewarmed_row(server, "a window of 1 022", 4 * rounds)
 
 
 def page_of(candidates: int) -> Content:
@@ -93,35 +96,42 @@ def reading_rows(rounds: int) -> Iterator[Row]:
         yield Row.of(f"reading {what}", ratio(*seconds.values()), "×", limit, sides=pair)
 
 
-def http_rows(server: Server, readings: int) -> Iterator[Row]:
-    """Masks beside dense floats in binary; a page by its context's handle beside the whole request; a first page beside a prewarmed one."""
-    page, first, users = page_of(64), page_of(512), iter(range(FIRST_USER, 2 * FIRST_USER))
-
-    def by_handle(content: Content) -> Content:
-        context = {name: content[name] for name in ("user_id", "history")}
-        handle = orjson.loads(ask(server, context, "columns", "/context").body)["context"]
-        return {"context": handle} | {name: value for name, value in content.items() if name not in context}
-
-    def times(ours: Sequence[bytes], reference: Sequence[bytes], wire: str = "") -> list[Figure]:
-        """Ratios of ours to the reference's, in turns: parse, the server's stages together, the client's wait."""
-        replies, found = answered(server, list(chain(*zip(ours, reference, strict=True)))), []
-        for pair in zip(replies[2::2], replies[3::2], strict=True):
-            if wire and scores_of(pair[0], wire) != scores_of(pair[1], wire):
-                raise RuntimeError("two forms of one request have scores of other bits")
-            stages = [server_timing(reply.headers[b"server-timing"].decode()) for reply in pair]
-            waits = [reply.done_at - reply.sent_at for reply in pair]
-            found.append([[each["parse"] for each in stages], [sum(each.values()) for each in stages], waits])
-        return [Figure.of([mine / theirs for mine, theirs in each]) for each in zip(*found, strict=True)]
-
-    named, count = by_handle(page), readings + 1
-    firsts = [[first | {"user_id": next(users)} for _ in range(count)] for _ in range(2)]
+def page_rows(server: Server, readings: int) -> Iterator[Row]:
+    """Masks beside dense floats in binary; a page by its context's handle beside the whole request."""
+    page, count = page_of(64), readings + 1
+    named = by_handle(server, page)
     dense, whole = [payload_of(page, "binary")] * count, [payload_of(page, "columns")] * count
-    masks = times([payload_of(page, "binary with masks")] * count, dense, "binary")
-    handles = times([payload_of(named, "columns")] * count, whole, "columns")
-    prewarmed = [payload_of(by_handle(each), "columns") for each in firsts[0]]
-    warmed = times(prewarmed, [payload_of(each, "columns") for each in firsts[1]])
+    masks = times(server, [payload_of(page, "binary with masks")] * count, dense, "binary")
+    handles = times(server, [payload_of(named, "columns")] * count, whole, "columns")
     yield Row.of("parse of 1 022 events in binary: masks ÷ dense floats", masks[0], "×", 1.0)
     yield Row.of("page 2 by handle ÷ whole, mini, 64 candidates: server's time", handles[1], "×", 0.5)
     yield Row.of("page 2 by handle ÷ whole, mini, 64 candidates: p50 at one connection", handles[2], "×", 0.6)
     yield Row.of("page 2 by handle, 64 candidates", Figure.of([len(orjson.dumps(named))]), "bytes", 5_000)
-    yield Row.of("first page prewarmed ÷ cold, mini, 512 candidates: p50 at one connection", warmed[2], "×", 0.4)
+
+
+def prewarmed_row(server: Server, window: str, readings: int) -> Row:
+    """A first page of 512 candidates, its context computed ahead, beside one of another user that finds nothing."""
+    page, users = page_of(512), iter(range(FIRST_USER, 2 * FIRST_USER))
+    pages = [[page | {"user_id": next(users)} for _ in range(readings + 1)] for _ in range(2)]
+    prewarmed = [payload_of(by_handle(server, each), "columns") for each in pages[0]]
+    warmed = times(server, prewarmed, [payload_of(each, "columns") for each in pages[1]])
+    return Row.of(f"first page prewarmed ÷ cold, mini with {window}, 512 candidates: p50", warmed[2], "×", 0.4)
+
+
+def by_handle(server: Server, content: Content) -> Content:
+    """The same page with the handle of its context, which the server has then."""
+    context = {name: content[name] for name in ("user_id", "history")}
+    handle = orjson.loads(ask(server, context, "columns", "/context").body)["context"]
+    return {"context": handle} | {name: value for name, value in content.items() if name not in context}
+
+
+def times(server: Server, ours: Sequence[bytes], reference: Sequence[bytes], wire: str = "") -> list[Figure]:
+    """Ratios of ours to the reference's, in turns: parse, the server's stages together, the client's wait."""
+    replies, found = answered(server, list(chain(*zip(ours, reference, strict=True)))), []
+    for pair in zip(replies[2::2], replies[3::2], strict=True):
+        if wire and scores_of(pair[0], wire) != scores_of(pair[1], wire):
+            raise RuntimeError("two forms of one request have scores of other bits")
+        stages = [server_timing(reply.headers[b"server-timing"].decode()) for reply in pair]
+        waits = [reply.done_at - reply.sent_at for reply in pair]
+        found.append([[each["parse"] for each in stages], [sum(each.values()) for each in stages], waits])
+    return [Figure.of([mine / theirs for mine, theirs in each]) for each in zip(*found, strict=True)]

@@ -15,7 +15,7 @@ def test_every_form_is_taken_and_has_the_bits_of_the_other(monkeypatch: pytest.M
     monkeypatch.setattr(wires, "READINGS", 2)
     rows = list(wires.reading_rows(2))
     with ranking_server(threads=1) as server:
-        rows += wires.http_rows(server, 1)
+        rows += [*wires.page_rows(server, 1), wires.prewarmed_row(server, "the demo's window", 1)]
         assert len(rows) == 8
         [size] = [row for row in rows if row.unit == "bytes"]
         assert size.ok, size  # the others compare speeds
@@ -27,4 +27,4 @@ def test_every_form_is_taken_and_has_the_bits_of_the_other(monkeypatch: pytest.M
 
         monkeypatch.setattr(wires, "payload_of", another)
         with pytest.raises(RuntimeError, match="other bits"):
-            list(wires.http_rows(server, 1))
+            list(wires.page_rows(server, 1))
