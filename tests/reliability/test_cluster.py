@@ -80,8 +80,11 @@ def test_g2_a_killed_process_loses_no_request_that_the_balancer_cannot_send_agai
         return error_from(status, *rest)
 
     monkeypatch.setattr(call, "error_from", counted)
-    row = cluster.deaths(processes, 1, kind, large=True)
-    assert row.ok, row
+    for _ in range(4):  # a kill may come when nothing is half way through the balancer
+        row = cluster.deaths(processes, 1, kind, large=True)
+        assert row.ok, row
+        if 502 in refused:
+            break
     assert 502 in refused
 
 
