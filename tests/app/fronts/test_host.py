@@ -212,6 +212,7 @@ async def test_the_end_closes_every_link_and_says_whether_all_was_answered(
         await found.host.stop()
         assert found.host.exit_code == (EXIT_FAILED if hangs else 0)
         assert not found.host._links
+        await until(lambda: not found.host._tasks)
         await until(lambda: found.fronts[0].uplink.link is None)
         assert told[-1].health.draining, "the last thing that it hears"
         gate.opened.set()

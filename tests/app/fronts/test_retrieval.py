@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from app.engine.loading import RetrievalLoader
-from app.errors import CorpusNotLoaded, DeadlineExceeded, EngineDown
+from app.errors import CorpusNotLoaded, DeadlineExceeded, Draining, EngineDown
 from app.fronts import wire
-from app.fronts.remote import RemoteService
+from app.fronts.remote import RemoteReloads, RemoteService
 from app.http.application import create_app
 from app.interface import Found, Retrieval
 from app.service.retrieval import RetrievalService
@@ -210,3 +210,35 @@ async def test_the_old_corpus_is_freed_when_a_front_that_knew_it_is_gone(load: R
         assert version in service.versions.held
         here.cut()
         await until(lambda: version not in service.versions.held)
+
+
+async def test_what_retrieves_is_replaced_by_way_of_a_front(load: RetrievalLoader, tmp_path: Path) -> None:
+    async with linked(FakeEngine(), retrieval=load) as here:
+        front, asked = here.fronts[0], list[tuple[Path | None, Path | None]]()
+        await knows(front)
+
+        async def swapped(checkpoint: Path | None, corpus: Path | None) -> Any:
+            asked.append((checkpoint, corpus))
+            return await here.service.retrieval.swap(retrieving.loader(tmp_path, seed=5, version="v2"))
+
+        here.host.reloads.resolve = Path  # type: ignore[method-assign, assignment]
+        here.host.reloads.reload_retrieval = swapped  # type: ignore[method-assign, assignment]
+        served = await RemoteReloads(front).reload_retrieval(Path("towers"), Path("posts"))
+        assert asked == [(Path("towers"), Path("posts"))]
+        assert served is front.retrieval.served
+        assert served.corpus.version == "v2"
+
+
+async def test_a_search_is_refused_where_the_engine_process_takes_no_work(
+    load: RetrievalLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its front believes, which hears of it a moment later."""
+
+    def closed(key: str | None) -> None:
+        raise Draining
+
+    async with linked(FakeEngine(), retrieval=load) as here:
+        await knows(here.fronts[0])
+        monkeypatch.setattr(here.service, "check_open", closed)
+        with pytest.raises(Draining):
+            await found(here.fronts[0], query(1))

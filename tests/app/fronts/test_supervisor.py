@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import os
 import signal
 import socket
@@ -290,12 +291,38 @@ def test_a_front_that_is_assigned_closes_what_is_not_its_own() -> None:
 def test_a_look_at_what_was_left_behind_holds_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A descriptor that stays would be a lock on somebody's directory."""
     monkeypatch.setattr(supervisor.tempfile, "gettempdir", lambda: str(tmp_path))
-    for name in ("a", "b"):
-        (tmp_path / f"{supervisor.PREFIX}{name}").mkdir()
+    left, other, ours = (tmp_path / f"{supervisor.PREFIX}{name}" for name in "abc")
+    for directory in (left, other, ours):
+        directory.mkdir()
+    lock = os.open(ours, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     before = len(os.listdir("/proc/self/fd"))
     supervisor._remove_left_behind()
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [ours], "its supervisor lives"
     assert len(os.listdir("/proc/self/fd")) == before
+    os.close(lock)
+    supervisor._remove_left_behind()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_another_supervisor_has_taken_away_is_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor.tempfile, "gettempdir", lambda: str(tmp_path))
+    lock, taken = fcntl.flock, list[Path]()
+
+    def locked(descriptor: int, how: int) -> None:
+        if not taken:
+            taken.extend(tmp_path.iterdir())
+            taken[0].rmdir()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(supervisor.fcntl, "flock", locked)
+    before = len(os.listdir("/proc/self/fd"))
+    directory, held = supervisor._locked_directory()
+    assert [Path(directory)] == list(tmp_path.iterdir()) != taken
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    os.close(held)
 
 
 def test_a_front_lets_as_many_connections_wait_as_was_asked() -> None:

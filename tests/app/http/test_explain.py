@@ -314,6 +314,7 @@ def test_a_refusal_for_want_of_a_place_reads_nothing() -> None:
             assert statuses(one_reply(late)) == [429]
         silent.sendall(b"{".ljust(100))
         assert statuses(one_reply(silent)) == [429], "its place is looked for before its body is"
+        assert server.sample("ranker_budget_refusals_total", budget="explanations") == 2
         gate.opened.set()
         assert statuses(one_reply(first)) == [200]
         wait_until(lambda: server.sample("ranker_budget_used", budget="explanations") == 0)

@@ -19,15 +19,16 @@ from starlette.testclient import TestClient
 from app.engine.job import SearchJob
 from app.engine.worker import Worker
 from app.errors import EngineDown
-from app.http.application import Application
+from app.http.application import Application, create_app
 from app.service.service import RankingService
 from app.settings import Auth, Deadline, Limits, Queue, Settings
-from model.retrieval.engine import RetrievalEngine
-from model.retrieval.inputs import PostChange, PostRows
+from app.telemetry.metrics import Metrics
+from model.retrieval.engine import RetrievalEngine, Users
+from model.retrieval.inputs import Answers, PostChange, PostRows, Query
 from tests.app import retrieving
 from tests.app.bounds import bounded
-from tests.app.fakes import Gate, until
-from tests.app.serving import served, value_of
+from tests.app.fakes import FakeEngine, Gate, loader, until
+from tests.app.serving import ask, chunk, served, value_of
 
 NOW = retrieving.NOW
 EVENT = {"post_id": 17, "author_id": 5, "actions": ["favorite", "2"], "product_surface": 3, "dwell_time": 12.5}
@@ -354,6 +355,43 @@ def test_no_search_gets_longer_than_the_settings_allow(
             reply = client.post(path, json=asked(), headers=headers)
             assert (reply.status_code, reply.json()["code"]) == (504, "deadline_exceeded")
         held.set()
+
+
+@pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
+def test_a_search_whose_client_leaves_is_not_made(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, search, made = Gate(), RetrievalEngine.retrieve, list[int]()
+
+    def held(engine: RetrievalEngine, queries: list[Query], users: Users) -> Answers:
+        made.extend(query.context.user_id for query in queries)
+        gate(queries)
+        return search(engine, queries, users)
+
+    monkeypatch.setattr("app.engine.runners.SHORT_SEARCH_SECONDS", 0.0)
+
+    async def main() -> None:
+        service = RankingService(loader(FakeEngine()), Settings(), Metrics(), retrieval=retrieving.loader(tmp_path))
+        service.start()
+        await service.wait_ready()
+        monkeypatch.setattr(RetrievalEngine, "retrieve", held)
+        app = create_app(Settings(), service)
+
+        def asking(user: int) -> asyncio.Future[Any]:
+            return asyncio.ensure_future(ask(app, [chunk(json.dumps(asked(user_id=user)).encode(), False)], path=path))
+
+        first = asking(1)
+        await gate.reached()
+        left = asking(2)
+        await until(lambda: service.retrieval.queue.admission.requests == 2)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        gate.opened.set()
+        assert (await first)[0]["status"] == 200
+        assert (await asking(3))[0]["status"] == 200
+        assert made == [1, 3]
+        assert service.metrics.cancelled.labels("queue")._value.get() == 1
+        await service.stop(1.0)
+
+    asyncio.run(main())
 
 
 def test_without_a_corpus_the_others_serve_on() -> None:
