@@ -55,7 +55,7 @@ def by_name(path: Path) -> Loader:
     return load
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(root: Path) -> Iterator[TestClient]:
     service = RankingService(loader(FakeEngine()), Settings(), Metrics())
     app = create_admin_app(SETTINGS, Reloader(service, root, root / "v1", by_name), service)
@@ -89,6 +89,7 @@ def test_a_named_checkpoint_serves_afterwards(client: TestClient) -> None:
 
 def test_a_reload_that_changed_nothing_says_so(client: TestClient, capsys: pytest.CaptureFixture[str]) -> None:
     """A mount that is the checkpoint itself still shows the old files after a rename: nobody may be told that it was reloaded."""
+    assert reload(client, "nested/v2")[1]["result"] == "reloaded"
     assert reload(client, "v1")[1]["result"] == "reloaded"
     capsys.readouterr()
     reply = client.post("/admin/reload", headers=GOOD).json()

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 
 from app.engine.loading import NICE, LoadedModel
 from app.errors import Draining, EngineDown, NotReady, Overloaded, ServiceError
 from app.interface import ranked
+from app.load import HALF_LIFE_SECONDS
 from app.service import watchdog
 from app.service.lifecycle import State
 from app.service.plain_path import PLAIN_THREAD, PlainPath
@@ -25,7 +27,20 @@ from app.telemetry.metrics import Metrics
 from model.engine import CacheStats
 from model.retrieval.inputs import Filters, Query
 from tests.app import retrieving
-from tests.app.fakes import FakeEngine, Gate, busy, ended, loaded, loader, rank, request, right, running, until
+from tests.app.fakes import (
+    FakeClock,
+    FakeEngine,
+    Gate,
+    busy,
+    ended,
+    loaded,
+    loader,
+    rank,
+    request,
+    right,
+    running,
+    until,
+)  # fmt: skip
 from tests.app.serving import value_of
 from weights.errors import CheckpointError
 
@@ -35,6 +50,17 @@ NO_IDS = np.empty(0, np.uint64)
 
 def refused(service: RankingService, reason: str) -> float:
     return value_of(service.metrics.render().decode(), f'ranker_rejected_total{{reason="{reason}"}}')
+
+
+async def test_the_load_of_a_service_is_what_its_engine_and_its_queue_do() -> None:
+    clock = FakeClock()
+    service = RankingService(loader(FakeEngine()), Settings(), Metrics(), clock=clock)
+    service.load.look()
+    service.metrics.busy_seconds += 3.0
+    clock.advance(4.0)
+    service.load.look()
+    assert service.load._engine / (1 - 0.5 ** (4.0 / HALF_LIFE_SECONDS)) == pytest.approx(0.75)
+    assert service.load._wait == service.admission.behind_seconds() == 0
 
 
 # refusals
@@ -319,3 +345,28 @@ async def test_an_end_waits_for_no_thread_and_begins_nothing_that_waited(which: 
         assert not hanging.done()
         assert waiting.cancelled()
         gate.opened.set()
+
+
+async def test_the_log_names_the_towers_and_the_posts_of_a_reload(tmp_path: Path) -> None:
+    loads: list[Any] = [retrieving.loader(tmp_path / "two", version="v2")]
+    service = RankingService(loader(FakeEngine()), Settings(), Metrics(), retrieval=retrieving.loader(tmp_path / "one"))
+    service.start()
+    await service.wait_ready()
+    paths = tmp_path / "towers", tmp_path / "posts"
+
+    def load(*given: Path) -> Any:
+        assert given == paths
+        if not loads:
+            raise CheckpointError("planted")
+        return loads.pop()
+
+    reloads = Reloader(service, tmp_path, tmp_path / "none", lambda path: loader(FakeEngine()), paths, load)
+    with structlog.testing.capture_logs() as lines:
+        await reloads.reload_retrieval()
+        with pytest.raises(CheckpointError):
+            await reloads.reload_retrieval()
+    named = {"retrieval": str(paths[0]), "corpus": str(paths[1])}
+    first, second = (line for line in lines if line["event"] in ("reloaded", "reload_failed"))
+    assert first.items() >= (named | {"event": "reloaded", "version": "v2", "corpus_version": "v2"}).items()
+    assert second.items() >= (named | {"event": "reload_failed", "reason": "planted"}).items()
+    await service.stop(1.0)

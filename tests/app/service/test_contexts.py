@@ -77,6 +77,18 @@ def test_what_the_tower_would_read_otherwise_is_unknown(why: str, context: Conte
         found(context, served, **options)
 
 
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_search_by_a_handle_that_nobody_has_is_told_and_counted(is_loaded: bool) -> None:
+    versions: Versions[Any] = Versions(Batching(), None, lambda: 0.0, 1.0)  # type: ignore[arg-type]
+    if is_loaded:
+        engine = SimpleNamespace(context_of=lambda *asked: None)
+        versions.current = SimpleNamespace(model=SimpleNamespace(engine=engine))  # type: ignore[assignment]
+    metrics, query = Metrics(), Query(NOBODY, 5, Filters(np.array([9], np.uint64)), handle="0" * 32)
+    with pytest.raises(ContextUnknown):
+        Contexts(metrics, versions).query(query, towers(), "feed")
+    assert metrics.context_handles.labels("unknown")._value.get() == 1
+
+
 def test_an_explanation_needs_all_events_and_integer_ids() -> None:
     """The control is the same context whole."""
     context, _ = request(7, history=12)

@@ -279,6 +279,34 @@ def test_what_another_process_has_made_is_not_counted_and_read_again(others: boo
     assert value_of(metrics.render().decode(), 'ranker_feed_entries_total{result="made"}') == (0 if others else 2)
 
 
+def test_what_is_read_at_once_is_made_in_parts_that_one_request_might_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And while a part is being made, the replica knows how old what it serves is: as old as the oldest entry that is not made."""
+    monkeypatch.setattr(reader, "MAX_CHANGED", 5)
+    now, made = time.time(), list[tuple[int, float | None]]()
+    bodies = [json.dumps(change).encode() for change in (upsert(1, 2), {"delete": ["3", "4"]}, upsert(5, 6), upsert(7))]
+
+    class Source:
+        def after(self, position: str, most: int, wait_seconds: float) -> list[Any]:
+            return [reader.Entry(f"{number}-0", body, now - 60 + number) for number, body in enumerate(bodies)]
+
+        def bury(self, entry: object, reason: str) -> None: ...
+        def close(self) -> None: ...
+
+    class Corpus:
+        def mark(self) -> Any:
+            return reader.Mark()
+
+        async def follow(self, changes: Any, after: str, position: str) -> Any:
+            made.append((sum(len(change.delete) + len(change.upsert.post_ids) for change in changes), each.lag_seconds))
+            return type("", (), {"mark": reader.Mark(0, "", position)})
+
+    each = FeedReader(Source(), read, Metrics(), 1.0)
+    asyncio.run(each._follow(Corpus()))
+    assert [posts for posts, _ in made] == [4, 3]
+    assert made[0][1] == pytest.approx(60, abs=2)
+    assert made[1][1] == pytest.approx(59, abs=2)
+
+
 def test_a_feed_that_fails_is_not_asked_as_fast_as_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "LEAST_PAUSE_SECONDS", 0.05)
     asked: list[float] = []

@@ -119,6 +119,15 @@ async def test_the_figures_are_those_of_compare() -> None:
                 assert value_of(said, series) == pytest.approx(sum(mean[row][column] for mean in means), rel=1e-5)
 
 
+async def test_one_candidate_has_no_order_to_compare() -> None:
+    async with both(FakeEngine(), FakeEngine(2)) as service:
+        await rank(service, 1, 1)
+        await until(lambda: results(service) == {"scored": 1})
+        assert counted(service, "shadow_candidates_total") == 1
+        assert counted(service, "shadow_kendall_distance_count") == 0
+        assert counted(service, 'shadow_overlap_count{k="1"}') == 0
+
+
 async def test_long_lists_are_scored_in_chunks_with_the_same_bits() -> None:
     second = FakeEngine(2)
     async with both(FakeEngine(), second, batching=Batching(chunk_candidates=4)) as service:
