@@ -35,10 +35,7 @@ CALLERS = {  # the module through which C++ is reached: it is tried by the tests
 }
 READERS = ("tests/app/telemetry/test_events.py", "tests/app/test_errors.py")  # tests of app that read its source
 ALSO = {  # what looks at a folder besides the tests of its modules
-    "app/fronts/": tuple(f"tests/app/fronts/test_{name}.py" for name in ("host", "remote", "retrieval", "second", "wire")),
     "app/http/observe.py": ("tests/app/telemetry/test_logs.py", "tests/app/telemetry/test_tracing.py"),
-    "app/http/": tuple(f"tests/app/http/test_{name}.py" for name in ("accounting", "auth", "arms", "faults", "log_lines", "openapi")),
-    "app/service/": ("tests/app/service/test_bookkeeping.py",),
     "app/server/": (
         "tests/reliability/test_b11_budgets.py", "tests/e2e/test_process.py", "tests/reliability/test_b4_slow.py",
     ),
@@ -55,16 +52,18 @@ include = {tree}/app/*, {tree}/model/*, {tree}/weights/*
 
 
 def concerns(root: Path, file: str) -> list[str]:
-    """Test files for a file: its own and those of tests/elsewhere.toml, then those of the package that name it most."""
+    """Test files for a file: its own, those of tests/elsewhere.toml, in `app` all of its folder; then those that name it most."""
     module = caller(file)
     package, _, rest = module.partition("/")
     own = f"tests/{Path(module).with_name(f'test_{Path(module).stem}.py')}"
     elsewhere = tomllib.loads((root / "tests/elsewhere.toml").read_text())[package]
+    folder = (root / own).parent.glob("test_*.py") if package == "app" else ()
     near = [
         *(READERS if package == "app" else ()),
         own,
         *(test for place, test in elsewhere.items() if rest == place or (place[-1] == "/" and rest.startswith(place))),
-        *(test for folder, tests in ALSO.items() if file.startswith(folder) for test in tests),
+        *(test for place, tests in ALSO.items() if file.startswith(place) for test in tests),
+        *sorted(str(test.relative_to(root)) for test in folder),
     ]
     above, _, name = module.removesuffix(".py").replace("/", ".").removesuffix(".__init__").rpartition(".")
     naming = re.compile(rf"{re.escape(above)}\.{name}\b|from {re.escape(above)} import .*\b{name}\b")
@@ -75,7 +74,8 @@ def concerns(root: Path, file: str) -> list[str]:
     )
     far = [path for path, count in sorted(named.items(), key=lambda found: (-found[1], found[0])) if count]
     found = dict.fromkeys([*near, *(str(path.relative_to(root)) for path in far)])
-    return [test for test in found if (root / test).is_file() and not test.endswith("sanitizers.py")][:MOST_FILES]
+    known = [test for test in found if (root / test).is_file() and not test.endswith("sanitizers.py")]
+    return known[: max(MOST_FILES, len(near))]
 
 
 def caller(file: str) -> str:

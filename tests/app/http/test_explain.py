@@ -28,7 +28,7 @@ from app.telemetry.exchange import Exchange
 from loadtest.fuzz.bodies import in_arrays
 from tests.app import serving
 from tests.app.bounds import fix
-from tests.app.fakes import FakeEngine, Gate
+from tests.app.fakes import FakeEngine, Gate, running
 from tests.app.published import keeps
 from tests.app.serving import good, served, value_of
 from tests.goldens import imported
@@ -267,6 +267,44 @@ def test_between_contexts_it_only_lets_others_in() -> None:
     events = [{"post_id": number, "author_id": 1} for number in range(1, 17)]
     with served() as (client, _):
         assert client.post("/explain", json=question(history=events)).status_code == 200
+
+
+def test_others_come_in_between_the_pieces_of_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, seen, render = [0], list[int](), explain.explanation.render
+
+    def watched(*given: Any, **named: Any) -> Iterator[bytes]:
+        for piece in render(*given, **named):
+            seen.append(turns[0])
+            yield piece
+
+    async def main() -> None:
+        async with running(FakeEngine()) as service:
+            app = serving.create_app(Settings(), service)
+            loop = asyncio.get_running_loop()
+
+            def turn() -> None:
+                turns[0] += 1
+                loop.call_soon(turn)
+
+            turn()
+            messages = [serving.chunk(json.dumps(question()).encode(), False)]
+            assert (await serving.ask(app, messages, path="/explain"))[0]["status"] == 200
+
+    monkeypatch.setattr(explain.explanation, "render", watched)
+    asyncio.run(main())
+    assert len(set(seen)) == len(seen) >= 2
+
+
+def test_a_context_may_be_named(client: TestClient) -> None:
+    body = asked(client, history=4)
+    named = [body["candidates"][0]["post_id"]]
+    context = {name: body.pop(name) for name in ("user_id", "history")}
+    handle = client.post("/context", json=context).json()["context"]
+    whole, by_handle = (
+        client.post("/explain", json=body | {"explain": named} | said).json() for said in (context, {"context": handle})
+    )
+    assert whole["candidates"] == by_handle["candidates"]
+    assert whole["events"] == by_handle["events"]
 
 
 def test_as_many_run_as_are_allowed_and_all_work_is_admitted() -> None:

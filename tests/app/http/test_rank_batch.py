@@ -21,6 +21,7 @@ from app.http import rank_batch
 from app.http.application import create_app
 from app.request.codec import Codec, Packed
 from app.settings import Batching, Limits, Queue, Settings
+from loadtest.generate.samples import server_timing
 from model.engine import Item, Outcome
 from tests.app.bounds import bounded
 from tests.app.fakes import FakeEngine, running, until
@@ -55,6 +56,19 @@ def test_the_headers_name_the_model_as_the_results_do(client: TestClient, items:
     reply = client.post("/rank/batch", json=items)
     assert reply.status_code == 200
     assert reply.headers["x-model-version"] == reply.json()[0]["model"]["version"]
+
+
+def test_the_time_of_taking_a_batch_apart_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = rank_batch.BatchDecoder.split
+
+    def slow(decoder: Any, body: Any) -> Any:
+        time.sleep(0.05)
+        return split(decoder, body)
+
+    monkeypatch.setattr(rank_batch.BatchDecoder, "split", slow)
+    with served() as (client, _):
+        reply = client.post("/rank/batch", json=[good()])
+    assert server_timing(reply.headers["server-timing"])["parse"] >= 50
 
 
 @pytest.mark.parametrize("bare", [True, False])

@@ -394,6 +394,12 @@ def test_a_search_whose_client_leaves_is_not_made(path: str, tmp_path: Path, mon
     asyncio.run(main())
 
 
+def test_a_fault_of_the_reply_is_told(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.http.retrieve.reply.render", lambda *given, **named: 1 / 0)
+    reply = client.post("/recommend", json=asked())
+    assert (reply.status_code, reply.json()["code"]) == (500, "internal")
+
+
 def test_without_a_corpus_the_others_serve_on() -> None:
     with served() as (client, _):
         for path in ("/retrieve", "/recommend"):
