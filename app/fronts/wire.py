@@ -208,7 +208,7 @@ def _methods(owner: type) -> Iterator[Method]:
             (key, int if key == served else Seconds if key == "deadline" else hint) for key, hint in hints.items()
         ]
         result = None if result in get_args(Served) else result  # the fronts have heard what serves now
-        question = msgspec.defstruct(name, fields, bases=(Question,), tag=name)
+        question = msgspec.defstruct(name, fields, bases=(Question,))  # its tag is its name
         answer = msgspec.defstruct(f"{name}_answer", [("result", result)], bases=(Answer,), tag=name)
         yield Method(owner, name, question, answer, tuple(hints), served, done is not None, result is not None)
 
