@@ -57,6 +57,11 @@ async def test_fronts_know_both_and_hear_of_every_change() -> None:
         await until(lambda: "planted" in late.second.reason)  # type: ignore[union-attr]
 
 
+async def test_where_none_is_configured_there_is_none() -> None:
+    async with linked(FakeEngine()) as found:
+        assert found.fronts[0].second is None
+
+
 async def test_the_shadow_lives_in_the_engine_process_and_leaves_explanations_out() -> None:
     second = FakeEngine(2)
     groups = {"shadow": GROUPS["shadow"]}

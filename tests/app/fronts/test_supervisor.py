@@ -90,6 +90,7 @@ def test_a_start_a_drain_and_exit_0() -> None:
         assert server.lines[-1]["exit_code"] == 0
         assert not any(map(alive, began))
         assert {line["front"] for line in server.lines if line["event"] == "listening"} == {1, 2}
+        assert [line["front"] for line in server.lines if line["event"] == "page"] == [1]
 
 
 def test_every_process_gets_the_signal_and_the_drain_is_one() -> None:
