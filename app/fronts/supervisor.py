@@ -139,7 +139,6 @@ class Supervisor:
             if self._ending.is_set():
                 _send(self._engine, signal.SIGTERM)
             code = await self._engine.wait()
-            self._engine = None
             if self._ending.is_set():
                 self._note(code if code == EXIT_ENGINE_LOST else _failed(code))
                 return

@@ -346,6 +346,23 @@ def test_how_the_engine_process_ends_while_all_end_is_how_the_whole_ends(ended_w
     assert asyncio.run(scenario()) == whole_ends_with
 
 
+async def test_an_engine_process_that_starts_when_all_end_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Supervisor(Settings(fronts=1, port=0), *IDLERS)
+    start = whole._start
+
+    async def late(command: list[str], role: Any) -> Any:
+        if command is whole._commands[0]:
+            whole._end(0)
+            await asyncio.sleep(0.3)  # all that runs was told to end
+        return await start(command, role)
+
+    monkeypatch.setattr(whole, "_start", late)
+    began = time.monotonic()
+    assert await whole.run() == 0
+    assert time.monotonic() - began < 10
+    assert not any(alive(process.pid) for process in whole._started)
+
+
 async def test_fronts_share_one_free_port_and_nobody_is_let_in_while_they_drain() -> None:
     """The supervisor's own listening sockets close: what waits in them would never be accepted."""
     whole = Supervisor(Settings(fronts=2, port=0), *IDLERS)
