@@ -63,7 +63,7 @@ test: $(VENV)/.installed .cache/prometheus/.fetched ## every test that needs no 
 test-quick: $(VENV)/.installed ## all but the files and folders that take longest, for between two edits: a minute and a half
 	$(BIN)/python -m pytest --quick --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
-test-long: $(VENV)/.installed ## the long forms of properties that no other target runs: a quarter of an hour
+test-long: $(VENV)/.installed ## the long forms of properties that no other target runs: half an hour
 	@.ci/debian wrk haproxy nginx-light redis-server
 	$(BIN)/python -m pytest -m long $(ARGS)
 

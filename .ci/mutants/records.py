@@ -35,7 +35,7 @@ CALLERS = {  # the module through which C++ is reached: it is tried by the tests
 }
 READERS = ("tests/app/telemetry/test_events.py", "tests/app/test_errors.py")  # tests of app that read its source
 ALSO = {  # what looks at a folder besides the tests of its modules
-    "app/http/observe.py": ("tests/app/telemetry/test_logs.py", "tests/app/telemetry/test_tracing.py"),
+    "app/http/observe.py": ("tests/app/telemetry/test_logs.py",),
     "app/server/": (
         "tests/reliability/test_b11_budgets.py", "tests/e2e/test_process.py", "tests/reliability/test_b4_slow.py",
     ),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
+import numpy as np
 import pytest
 
 from loadtest.servers.balancer import HAPROXY
 from loadtest.servers.stream import RedisServer
-from loadtest.soak.replicas import kills, under_load
+from loadtest.soak.replicas import fleet, kills, lags, under_load
 
 pytestmark = pytest.mark.skipif(
     not RedisServer.is_installed() or HAPROXY.program is None, reason="needs Debian's redis-server and haproxy"
@@ -35,3 +38,15 @@ def test_r6_a_change_reaches_every_replica_within_a_second() -> None:
     for row in (written, lag):
         assert row.ok, row.to_json()
     assert (searches.tried, searches.failed) >= (800, 0), "milliseconds are judged by the long form"
+
+
+@pytest.mark.timeout(240)
+def test_r6_is_red_where_one_replica_stands_still() -> None:
+    with fleet() as (made, _):
+        one = made.running[0]
+        one.pause()
+        going_on = threading.Timer(2.0, one.resume)
+        going_on.start()
+        found = lags(made, 1.0)
+        going_on.join()
+    assert np.percentile(found, 99) > 1.0

@@ -232,7 +232,7 @@ async def test_what_retrieves_is_replaced_by_way_of_a_front(load: RetrievalLoade
 async def test_a_search_is_refused_where_the_engine_process_takes_no_work(
     load: RetrievalLoader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever its front believes, which hears of it a moment later."""
+    """The front still takes work: it learns a moment later that the engine process does not."""
 
     def closed(key: str | None) -> None:
         raise Draining

@@ -17,7 +17,8 @@ from starlette.testclient import TestClient
 from app.http.application import create_app
 from app.http.call import Steps
 from app.service.service import RankingService
-from app.settings import Auth, Settings
+from app.settings import Auth, Settings, Tracing
+from app.telemetry.tracing import create_tracer
 from tests.app import retrieving
 from tests.app.fakes import FakeEngine, Gate, until
 from tests.app.fakes import running as serving
@@ -180,6 +181,27 @@ def test_neither_an_answer_nor_a_client_that_leaves_keeps_a_task_or_a_place(path
             gate.opened.set()
 
     asyncio.run(scenario())
+
+
+def test_a_request_over_http_has_its_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("opentelemetry.sdk.trace", reason="the tracing extra is not installed")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    memory, settings = InMemorySpanExporter(), Settings(tracing=Tracing(enabled=True))
+    tracer = create_tracer(settings.tracing, SimpleSpanProcessor(memory))
+    monkeypatch.setattr("app.http.application.create_tracer", lambda asked: tracer if asked.enabled else None)
+    with served(settings=settings) as (client, _):
+        memory.clear()
+        began = time.monotonic()
+        reply = client.post("/rank", json=good(), headers={"traceparent": f"00-{7:032x}-{5:016x}-01"})
+        took = time.monotonic() - began
+    spans = {span.name: span for span in memory.get_finished_spans()}
+    assert set(spans) >= {"POST /rank", "parse", "queue", "forward", "serialize"}
+    root = spans["POST /rank"]
+    assert (root.context.trace_id, root.parent.span_id) == (7, 5)
+    assert root.attributes["ranker.request_id"] == reply.headers["x-request-id"]
+    assert 0 < root.end_time - root.start_time < took * 1e9
 
 
 def test_what_serves_posts_is_told(running: tuple[TestClient, RankingService]) -> None:

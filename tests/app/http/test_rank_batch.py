@@ -58,7 +58,7 @@ def test_the_headers_name_the_model_as_the_results_do(client: TestClient, items:
     assert reply.headers["x-model-version"] == reply.json()[0]["model"]["version"]
 
 
-def test_the_time_of_taking_a_batch_apart_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parse_stage_counts_the_splitting_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     split = rank_batch.BatchDecoder.split
 
     def slow(decoder: Any, body: Any) -> Any:

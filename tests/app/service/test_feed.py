@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -224,24 +225,31 @@ async def test_a_milestone_is_shown_exactly(
             assert other.milestone == one.milestone
 
 
+class Nothing:
+    """Of a feed: what no test looks at."""
+
+    def bury(self, entry: object, reason: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Corpus:
+    """Makes whatever it is given, at once."""
+
+    def mark(self) -> Any:
+        return reader.Mark()
+
+    async def follow(self, changes: object, after: str, position: str) -> Any:
+        return SimpleNamespace(mark=reader.Mark(0, "", position))
+
+
 def test_long_entries_are_read_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is held of the feed is bounded by bytes, as far as entries are like those before."""
     asked: list[int] = []
 
-    class Source:
+    class Source(Nothing):
         def after(self, position: str, most: int, wait_seconds: float) -> list[Any]:
             asked.append(most)
             return [reader.Entry(f"{len(asked)}-0", b" " * 2**20, 0.0)] if len(asked) < 3 else []
-
-        def bury(self, entry: object, reason: str) -> None: ...
-        def close(self) -> None: ...
-
-    class Corpus:
-        def mark(self) -> Any:
-            return reader.Mark()
-
-        async def follow(self, changes: object, after: str, position: str) -> Any:
-            return type("", (), {"mark": reader.Mark(0, "", position)})
 
     async def scenario() -> None:
         each = FeedReader(Source(), read, Metrics(), 1.0)
@@ -260,22 +268,16 @@ def test_what_another_process_has_made_is_not_counted_and_read_again(others: boo
     """Only the corpus knows how far it is: where it is elsewhere than this part ends, the next look begins there."""
     body = json.dumps({"delete": ["1"]}).encode()
 
-    class Source:
+    class Source(Nothing):
         def after(self, position: str, most: int, wait_seconds: float) -> list[Any]:
             return [reader.Entry(f"{number}-0", body, 5.0) for number in (1, 2)]
 
-        def bury(self, entry: object, reason: str) -> None: ...
-        def close(self) -> None: ...
-
-    class Corpus:
-        def mark(self) -> Any:
-            return reader.Mark()
-
+    class Ahead(Corpus):
         async def follow(self, changes: object, after: str, position: str) -> Any:
-            return type("", (), {"mark": reader.Mark(9, "", "9-0" if others else position)})
+            return await super().follow(changes, after, "9-0" if others else position)
 
     metrics = Metrics()
-    asyncio.run(FeedReader(Source(), read, metrics, 1.0)._follow(Corpus()))
+    asyncio.run(FeedReader(Source(), read, metrics, 1.0)._follow(Ahead()))
     assert value_of(metrics.render().decode(), 'ranker_feed_entries_total{result="made"}') == (0 if others else 2)
 
 
@@ -285,23 +287,17 @@ def test_what_is_read_at_once_is_made_in_parts_that_one_request_might_change(mon
     now, made = time.time(), list[tuple[int, float | None]]()
     bodies = [json.dumps(change).encode() for change in (upsert(1, 2), {"delete": ["3", "4"]}, upsert(5, 6), upsert(7))]
 
-    class Source:
+    class Source(Nothing):
         def after(self, position: str, most: int, wait_seconds: float) -> list[Any]:
             return [reader.Entry(f"{number}-0", body, now - 60 + number) for number, body in enumerate(bodies)]
 
-        def bury(self, entry: object, reason: str) -> None: ...
-        def close(self) -> None: ...
-
-    class Corpus:
-        def mark(self) -> Any:
-            return reader.Mark()
-
+    class Noting(Corpus):
         async def follow(self, changes: Any, after: str, position: str) -> Any:
             made.append((sum(len(change.delete) + len(change.upsert.post_ids) for change in changes), each.lag_seconds))
-            return type("", (), {"mark": reader.Mark(0, "", position)})
+            return await super().follow(changes, after, position)
 
     each = FeedReader(Source(), read, Metrics(), 1.0)
-    asyncio.run(each._follow(Corpus()))
+    asyncio.run(each._follow(Noting()))
     assert [posts for posts, _ in made] == [4, 3]
     assert made[0][1] == pytest.approx(60, abs=2)
     assert made[1][1] == pytest.approx(59, abs=2)
@@ -311,17 +307,10 @@ def test_a_feed_that_fails_is_not_asked_as_fast_as_it_can(monkeypatch: pytest.Mo
     monkeypatch.setattr(reader, "LEAST_PAUSE_SECONDS", 0.05)
     asked: list[float] = []
 
-    class Source:
+    class Source(Nothing):
         def after(self, position: str, most: int, wait_seconds: float) -> list[Any]:
             asked.append(time.monotonic())
             raise OSError("planted")
-
-        def bury(self, entry: object, reason: str) -> None: ...
-        def close(self) -> None: ...
-
-    class Corpus:
-        def mark(self) -> Any:
-            return reader.Mark()
 
     async def scenario() -> None:
         running = asyncio.ensure_future(FeedReader(Source(), read, Metrics(), 1.0).run(Corpus()))  # type: ignore[arg-type]

@@ -9,10 +9,9 @@ import time
 
 import pytest
 
-from app.settings import Settings, Tracing
+from app.settings import Tracing
 from app.telemetry.exchange import Exchange
 from app.telemetry.tracing import create_tracer
-from tests.app.serving import good, served
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="the tracing extra is not installed")
 PARENT = {b"traceparent": b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
@@ -39,26 +38,6 @@ def test_the_callers_trace_is_continued_with_a_span_a_stage() -> None:
     assert spans["forward"].parent.span_id == root.context.span_id
     assert spans["forward"].end_time - spans["forward"].start_time == 3_000_000
     assert spans["queue"].end_time == spans["forward"].start_time
-
-
-def test_a_request_over_http_has_its_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    memory, settings = InMemorySpanExporter(), Settings(tracing=Tracing(enabled=True))
-    tracer = create_tracer(settings.tracing, SimpleSpanProcessor(memory))
-    monkeypatch.setattr("app.http.application.create_tracer", lambda asked: tracer if asked.enabled else None)
-    with served(settings=settings) as (client, _):
-        memory.clear()
-        began = time.monotonic()
-        reply = client.post("/rank", json=good(), headers={"traceparent": PARENT[b"traceparent"].decode()})
-        took = time.monotonic() - began
-    spans = {span.name: span for span in memory.get_finished_spans()}
-    assert set(spans) >= {"POST /rank", "parse", "queue", "forward", "serialize"}
-    root = spans["POST /rank"]
-    assert root.parent.span_id == 0xB7AD6B7169203331
-    assert root.attributes["ranker.request_id"] == reply.headers["x-request-id"]
-    assert 0 < root.end_time - root.start_time < took * 1e9
 
 
 def test_without_a_parent_a_new_trace_begins_and_the_ratio_decides(monkeypatch: pytest.MonkeyPatch) -> None:
