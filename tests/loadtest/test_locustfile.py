@@ -55,7 +55,8 @@ def test_an_open_loop_run_sees_what_the_server_sees(target):
     server = run.meta["server"]
     assert server["requests"] == len(run.samples)
     assert server["stages_ms"]["forward"] > 0
-    assert sum(server["cache_lookups"].values()) == len(run.samples)
+    # the numbers of the last forward may be counted after the closing scrape: its replies are written first
+    assert len(run.samples) - sum(server["cache_lookups"].values()) in (0, 1)
     assert not np.isnan(run.samples.stages_ms).any()
     hit = run.samples.cache == 1
     assert hit[run.samples.kind == KINDS.index("page")].mean() > 0.6
