@@ -22,6 +22,10 @@ class FeedGap(Exception):
     """The feed no longer holds what followed a position: to go on there would leave changes out. The message is a sentence."""
 
 
+class NotKept(Exception):
+    """The feed's server does not take an entry that cannot be read. The message says why."""
+
+
 class Source(Protocol):
     """A log that others write. Used by one thread at a time; every method may wait for the network and raises what its library raises."""
 
@@ -32,7 +36,7 @@ class Source(Protocol):
         """
 
     def bury(self, entry: Entry, reason: str) -> None:
-        """Put an entry that cannot be read where people find it, with the reason."""
+        """Put an entry that cannot be read where people find it, with the reason. Raises NotKept where it is refused there."""
 
     def close(self) -> None:
         """End the connection."""

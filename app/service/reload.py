@@ -115,6 +115,8 @@ class Reloader:
         """Counts and logs one reload, also whether it changed anything; what is put into the yielded dict is logged with it."""
         began, before, said = time.monotonic(), served_identity(self.service), what
         try:
+            if not self.service.lifecycle.started:
+                raise ReloadInProgress("the first load has not ended")  # and must not find that another one has begun
             yield said
         except Exception as error:
             self.service.metrics.reloads.labels("failure").inc()

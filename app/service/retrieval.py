@@ -196,7 +196,10 @@ class RetrievalService:
         return changed
 
     async def _hold(self, loaded: LoadedRetrieval) -> None:
-        """Be who may change the corpus, and have made all changes to it so far. Raises CheckpointError."""
+        """Be who may change the corpus, and have made all changes to it so far. Raises CheckpointError, and EngineDown where one of them
+        has still to be read again: neither a later one nor a compaction may pass it by."""
+        if loaded is self._behind:
+            raise EngineDown("A change on the disk is not served yet.", retry_after_seconds=1.0)
         for missed in await asyncio.to_thread(loaded.log.hold):
             await self._apply(loaded, missed)
 

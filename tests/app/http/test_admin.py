@@ -344,6 +344,36 @@ def test_the_watch_goes_on_after_a_change_during_the_first_load_or_another_reloa
     asyncio.run(main())
 
 
+def test_a_reload_before_the_first_load_has_ended_does_not_end_the_process(tmp_path: Path) -> None:
+    paths, gates = retrieving.written(tmp_path), (Gate(), Gate())
+
+    def first(steps: Steps) -> LoadedModel:
+        gates[0](None)
+        return loaded(FakeEngine())
+
+    def load(checkpoint: Path, corpus: Path) -> RetrievalLoader:
+        load = retrieval_loader(checkpoint, corpus, Settings(threads=1))
+        return lambda: (gates[1](None), load())[1]
+
+    async def main() -> None:
+        service = RankingService(first, Settings(), Metrics(), retrieval=load(*paths))
+        reloader = Reloader(service, tmp_path, tmp_path / "none", by_name, paths, load)
+        service.start()
+        await gates[0].reached()
+        with pytest.raises(ReloadInProgress):
+            await reloader.reload_retrieval()
+        reloader.reload_soon()
+        await until(lambda: service.metrics.reloads.labels("failure")._value.get() == 3)
+        gates[0].opened.set()
+        await gates[1].reached()
+        gates[1].opened.set()
+        await service.wait_ready()
+        assert service.retrieval.served.corpus.version == "v1"
+        await service.stop(1.0)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
 @pytest.fixture
 def retrieving_client(tmp_path: Path) -> Iterator[tuple[TestClient, RankingService]]:
     """An admin port of a service that serves towers-v1 and corpus-v1; v2 of both lies beside them."""
