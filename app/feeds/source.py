@@ -43,8 +43,13 @@ class Source(Protocol):
 
 
 def parts_of(url: str) -> tuple[str, str]:
-    """`redis://host:6379/posts` → `redis://host:6379` and `posts`. Raises ValueError for another scheme, and without a name."""
-    scheme, (base, _, name) = urlsplit(url).scheme, url.rpartition("/")
-    if scheme not in ("redis", "rediss", "kafka") or not name or base.endswith(":/"):
+    """`redis://host:6379/posts` → `redis://host:6379` and `posts`. Raises ValueError for another scheme or port, and without a name."""
+    base, _, name = url.rpartition("/")
+    try:
+        parts = urlsplit(url)
+        is_known = parts.scheme == "kafka" or (parts.scheme in ("redis", "rediss") and parts.port != 0)
+    except ValueError:  # a port that is none; what stands there may be a piece of a password
+        is_known = False
+    if not is_known or not name or base.endswith(":/"):
         raise ValueError("must be redis://HOST:PORT/STREAM, rediss://… or kafka://HOST:PORT/TOPIC")
     return base, name
