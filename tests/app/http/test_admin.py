@@ -446,6 +446,36 @@ def test_the_second_checkpoint_is_changed_by_name_by_signal_and_by_watching(tmp_
         client.portal.call(service.stop, 1.0)
 
 
+def test_a_reload_that_changed_nothing_says_so_whatever_else_was_reloaded_meanwhile(tmp_path: Path) -> None:
+    for name in ("b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+    gate = Gate()
+
+    def slow(path: Path) -> Loader:
+        return lambda steps: (gate(None), loaded(FakeEngine()))[1]
+
+    async def main() -> None:
+        settings = Settings(shadow=Shadow(checkpoint=tmp_path / "b"))
+        service = RankingService(loader(FakeEngine()), settings, Metrics(), second=by_name(tmp_path / "b"))
+        service.start()
+        await service.wait_ready()
+        await until(lambda: service.second is not None and service.second.model is not None)
+        reloader = Reloader(
+            service, tmp_path, tmp_path / "b", slow, second=tmp_path / "b", second_loader=by_name
+        )  # fmt: skip
+        first = asyncio.ensure_future(reloader.reload())
+        await gate.reached()
+        await reloader.reload(tmp_path / "c", second=True)
+        gate.opened.set()
+        await first
+        told = {result: service.metrics.reloads.labels(result)._value.get() for result in ("success", "unchanged")}
+        assert told == {"success": 1, "unchanged": 1}
+        await service.stop(1.0)
+
+    asyncio.run(main())
+
+
 def test_without_a_second_checkpoint_none_is_changed(client: TestClient) -> None:
     reply = client.post("/admin/reload", json={"second": "v1"}, headers=GOOD)
     assert (reply.status_code, reply.json()["code"]) == (422, "checkpoint_refused")
