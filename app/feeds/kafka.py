@@ -65,13 +65,9 @@ class KafkaFeed:
     def bury(self, entry: Entry, reason: str) -> None:
         """As `Source.bury`: in the topic `TOPIC.unreadable`, keyed by the position; each replica writes it."""
         producer, refused = Producer(self._servers | {"message.max.bytes": MOST_BYTES}), list[Any]()
-        producer.produce(
-            self.topic + UNREADABLE,
-            entry.body,
-            entry.position,
-            headers={"reason": json.dumps(reason)},
-            on_delivery=lambda error, _: refused.append(error),
-        )
+        heads = {"reason": json.dumps(reason)}
+        producer.produce(self.topic + UNREADABLE, entry.body, entry.position, headers=heads,
+                         on_delivery=lambda error, _: refused.append(error))  # fmt: skip
         if producer.flush(NETWORK_SECONDS):
             raise TimeoutError(f"topic {self.topic}{UNREADABLE} does not take a message")
         if refused[0] is not None:

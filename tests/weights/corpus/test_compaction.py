@@ -355,6 +355,20 @@ def test_a_full_disk_leaves_the_old_corpus(directory: Path, encoder: Encoder, mo
         Compaction(directory, load_corpus(directory).manifest, log).write(engine.parts(), 1)
 
 
+def test_a_topic_that_no_post_has_any_more_goes(directory: Path, encoder: Encoder) -> None:
+    """Else topics that come and go would add up to more than a corpus may have, and no compaction would succeed again."""
+    compaction, engine = changed(directory, encoder)
+    log = compacted(compaction, engine, [])
+    assert "chess" in load_corpus(directory).manifest.topics
+    engine, _ = engine_of(directory, encoder)
+    log.append(one := marked(log, change(encoder, [903], [])))
+    engine.change(one)
+    before = posts_of(engine)
+    compacted(Compaction(directory, load_corpus(directory).manifest, log), engine, []).close()
+    assert load_corpus(directory).manifest.topics == retrieving.TOPICS
+    assert posts_of(engine_of(directory, encoder)[0]) == before
+
+
 def test_a_snapshot_is_what_was_compacted_and_stays(directory: Path, encoder: Encoder, tmp_path: Path) -> None:
     compaction, engine = changed(directory, encoder)
     log = compacted(compaction, engine, [])
