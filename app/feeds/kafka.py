@@ -65,7 +65,7 @@ class KafkaFeed:
     def bury(self, entry: Entry, reason: str) -> None:
         """As `Source.bury`: in the topic `TOPIC.unreadable`, keyed by the position; each replica writes it."""
         producer, refused = Producer(self._servers | {"message.max.bytes": MOST_BYTES}), list[Any]()
-        heads = {"reason": json.dumps(reason)}
+        heads: dict[str, str | bytes | None] = {"reason": json.dumps(reason)}
         producer.produce(self.topic + UNREADABLE, entry.body, entry.position, headers=heads,
                          on_delivery=lambda error, _: refused.append(error))  # fmt: skip
         if producer.flush(NETWORK_SECONDS):
