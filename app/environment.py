@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pydantic import BaseModel, ValidationError
 from pydantic_settings import SettingsError
 
-from app.settings import PREFIX, Group, Settings, SettingsProblem
+from app.settings import NO_KEY, PREFIX, Group, Settings, SettingsProblem
 
 FIXED = "its value is fixed now; remove it"
 GONE = {
@@ -64,7 +64,9 @@ def load_settings(argv: Sequence[str] = (), environ: Mapping[str, str] | None = 
             name = flag[2:].split("=")[0].replace(".", "__").replace("-", "_").upper()
             _refuse_gone(flag.split("=")[0], name)
             _refuse_unknown_flag(flag.split("=")[0], name)
-    _refuse_unknown(os.environ if environ is None else environ)
+    _refuse_unknown(found := os.environ if environ is None else environ)
+    if found.get(f"{PREFIX}AUTH__KEYS") == "":  # other settings without a value are those that nobody has set
+        raise SettingsProblem(f"{PREFIX}AUTH__KEYS: {NO_KEY}")
     try:
         return Settings(_cli_parse_args=flags)  # type: ignore[call-arg]  # an initialiser's argument of BaseSettings
     except ValidationError as error:

@@ -84,6 +84,9 @@ class Connections(Group):
         return 0.8 * self.header_seconds
 
 
+NO_KEY = "it names no key, and everybody could ask: remove it to serve without keys"
+
+
 class Auth(Group):
     """API keys. Without any, no key is asked for."""
 
@@ -93,6 +96,8 @@ class Auth(Group):
     @field_validator("keys")
     @classmethod
     def _hashes(cls, keys: dict[str, SecretStr]) -> dict[str, SecretStr]:
+        if not keys:
+            raise ValueError(NO_KEY)
         for name, digest in keys.items():
             if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
                 raise ValueError("a key's name is 1 to 64 letters, digits, dots, dashes or underscores")

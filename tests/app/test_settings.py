@@ -89,6 +89,8 @@ def test_names_that_kubernetes_injects_are_explained() -> None:
         ("RANKER_AUTH__KEYS", '{"feed": "secret"}'),
         ("RANKER_AUTH__KEYS", f'{{"fe ed": "{DIGEST}"}}'),
         ("RANKER_AUTH__KEYS", "nonsense"),
+        ("RANKER_AUTH__KEYS", ""),
+        ("RANKER_AUTH__KEYS", "{}"),
         ("RANKER_ADMIN__PORT", "9"),
         ("RANKER_RETRIEVAL__FEED", "redis://reader:secret/x@redis:6379/posts"),
         ("RANKER_RETRIEVAL__FEED", "redis://redis:secret/posts"),
