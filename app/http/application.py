@@ -129,7 +129,7 @@ def create_app(settings: Settings, service: Service) -> Application:
     async def openapi(request: Request) -> Response:
         return await described.reply(_words(service), request)
 
-    fastapi.add_route("/openapi.json", openapi, include_in_schema=False)
+    fastapi.add_route("/openapi.json", openapi)
     recorder = _recorder(fastapi, routers, service, settings, tracer)
     ranking = Ranking(service, settings)
     endpoints: dict[str, Endpoint] = {

@@ -14,7 +14,7 @@ import pytest
 import structlog
 from starlette.testclient import TestClient
 
-from app.http.application import create_app
+from app.http.application import Application, create_app
 from app.http.call import Steps
 from app.service.service import RankingService
 from app.settings import Auth, Settings, Tracing
@@ -177,10 +177,39 @@ def test_neither_an_answer_nor_a_client_that_leaves_keeps_a_task_or_a_place(path
             ended = await asyncio.gather(asking, return_exceptions=True)
             assert isinstance(ended[0], asyncio.CancelledError) == leaves
             await until(lambda: service.admission.requests == 0)
+            assert not (leaves and gate.left.is_set()), (
+                "the place is free while the engine is held, not when it is done"
+            )
             await until(lambda: asyncio.all_tasks() <= before | {asyncio.current_task()})
             gate.opened.set()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_a_call_that_is_given_up_too_late_or_twice_is_counted_once(
+    running: tuple[TestClient, RankingService], path: str
+) -> None:
+    client, replies = running[0], list[int]()
+    assert isinstance(client.app, Application)
+    assert client.portal is not None
+    endpoint, fields = (
+        client.app.endpoints[path],
+        [(b"content-type", b"application/json"), (b"x-api-key", KEY.encode())],
+    )
+
+    async def scenario() -> None:
+        left, stays = (endpoint.begin(fields, lambda status, *_: replies.append(status)) for _ in range(2))
+        left.abandon()
+        left.abandon()
+        stays.finish(json.dumps(CALLS[path][0]).encode())
+        await until(lambda: bool(replies))
+        stays.abandon()
+
+    with structlog.testing.capture_logs() as lines:
+        client.portal.call(scenario)
+    assert replies == [200]
+    assert [line["status"] for line in lines if line["event"] == "request"] == [499, 200]
 
 
 def test_a_request_over_http_has_its_spans(monkeypatch: pytest.MonkeyPatch) -> None:

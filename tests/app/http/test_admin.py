@@ -533,6 +533,8 @@ def test_who_may_change_posts(client: TestClient, retrieving_client: tuple[TestC
         posts.post("/admin/posts", content=b"{", headers=GOOD | {"content-type": "application/json"}).status_code == 400
     )
     assert change(client, delete=[1])[0] == 503, "no corpus"
+    compaction = posts.post("/admin/posts/compact", json={"delete": [1]}, headers=GOOD)
+    assert (compaction.status_code, compaction.json()["detail"]) == (422, "must be empty")
 
 
 def test_a_link_that_was_changed_is_followed_when_the_present_one_is_read_again(root: Path) -> None:

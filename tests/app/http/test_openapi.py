@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
@@ -65,6 +66,13 @@ def test_every_path_is_there_and_described(document: dict[str, Any], client: Tes
             inferred = path.startswith("/v2") and not path.endswith("infer")
             group = "operations" if path in OPERATIONS else "open inference protocol" if inferred else "ranking"
             assert operation["tags"] == [group], path
+            assert re.fullmatch(r"\w+", operation["operationId"]), (
+                "code that is made from the document takes it for a name"
+            )
+            assert operation.get("security") == ([{}, {"key": []}] if group == "ranking" else None), path
+    names = [operation["operationId"] for operations in document["paths"].values() for operation in operations.values()]
+    assert len(set(names)) == len(names)
+    assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
     assert document["info"]["description"], "what the whole is for"
     assert document["info"]["title"] == "Phoenix ranking server"
     assert document["info"]["version"] == version("phoenix-ranking-server")

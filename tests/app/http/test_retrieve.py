@@ -265,6 +265,17 @@ def test_nothing_visible_is_an_empty_list(client: TestClient, path: str) -> None
     content = reply.json()
     assert content["posts" if path == "/retrieve" else "candidates"] == []
     assert content["visible"] == 0
+    if path == "/recommend":
+        assert content["timings_ms"]["forward"] == 0, "nothing was ranked, in no time"
+
+
+@pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
+def test_by_the_handle_of_a_context_the_reply_is_the_same(client: TestClient, path: str) -> None:
+    viewer = asked(history=[EVENT | {"post_id": number} for number in range(1, 13)])
+    handle = client.post("/context", json=viewer).json()["context"]
+    whole, named = (client.post(path, json=said | {"k": 5}).json() for said in (viewer, {"context": handle}))
+    assert whole["history_used"] + whole["history_dropped"] == 12
+    assert named | {"timings_ms": 0} == whole | {"timings_ms": 0, "context": handle}
 
 
 WRONG: list[tuple[dict[str, Any], int, str]] = [
