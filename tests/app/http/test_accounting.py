@@ -15,7 +15,7 @@ import structlog
 from starlette.testclient import TestClient
 
 from app.http.application import Application, create_app
-from app.http.call import Steps
+from app.http.call import Fields, Steps
 from app.service.service import RankingService
 from app.settings import Auth, Settings, Tracing
 from app.telemetry.tracing import create_tracer
@@ -187,10 +187,10 @@ def test_neither_an_answer_nor_a_client_that_leaves_keeps_a_task_or_a_place(path
 
 
 @pytest.mark.parametrize("path", CALLS)
-def test_a_call_that_is_given_up_too_late_or_twice_is_counted_once(
+def test_a_call_is_answered_and_counted_once_whatever_comes_afterwards(
     running: tuple[TestClient, RankingService], path: str
 ) -> None:
-    client, replies = running[0], list[int]()
+    client, replies = running[0], list[tuple[int, bytes | None]]()
     assert isinstance(client.app, Application)
     assert client.portal is not None
     endpoint, fields = (
@@ -199,17 +199,22 @@ def test_a_call_that_is_given_up_too_late_or_twice_is_counted_once(
     )
 
     async def scenario() -> None:
-        left, stays = (endpoint.begin(fields, lambda status, *_: replies.append(status)) for _ in range(2))
-        left.abandon()
-        left.abandon()
-        stays.finish(json.dumps(CALLS[path][0]).encode())
-        await until(lambda: bool(replies))
-        stays.abandon()
+        def reply(status: int, headers: Fields, *_: Any) -> None:
+            replies.append((status, dict(headers).get(b"retry-after")))
+
+        calls = [endpoint.begin(fields, reply) for _ in range(4)]
+        calls[0].abandon()
+        calls[1].no_room()
+        calls[2].too_long()
+        calls[3].finish(json.dumps(CALLS[path][0]).encode())
+        await until(lambda: len(replies) == 3)
+        for call in calls:
+            call.abandon()
 
     with structlog.testing.capture_logs() as lines:
         client.portal.call(scenario)
-    assert replies == [200]
-    assert [line["status"] for line in lines if line["event"] == "request"] == [499, 200]
+    assert replies == [(429, b"1"), (413, None), (200, None)]
+    assert [line["status"] for line in lines if line["event"] == "request"] == [499, 429, 413, 200]
 
 
 def test_a_request_over_http_has_its_spans(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,16 +7,20 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.responses import StreamingResponse
 
 from app.assembly import build_app
+from app.http.asgi import PagesEndpoint
+from app.http.observe import Recorder, RequestLog
 from app.settings import Settings
+from app.telemetry.metrics import Metrics
 from tests.app.fakes import FakeEngine, Gate
 from tests.app.serving import ask, chunk, good, served, value_of
 from tests.reliability.live import wait_until
@@ -84,6 +88,28 @@ def test_a_body_without_an_end_is_refused_where_it_passes_the_limit() -> None:
         limit = service.settings.limits.max_body_bytes
         sent = asyncio.run(ask(client.app, [chunk(bytes(limit // 2), True)] * 3))
         assert sent[0]["status"] == 413
+
+
+def test_a_page_in_pieces_is_whole() -> None:
+    """While it is written, such a page watches for the end of a client who is still there."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for piece in (b"a", b"b", b"c"):
+            yield piece
+            await asyncio.sleep(0.01)
+
+    async def page(scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["body"] == b"asked"
+        await StreamingResponse(pieces())(scope, receive, send)
+
+    async def main() -> tuple[int, Any, bytes, bool]:
+        replied = asyncio.get_running_loop().create_future()
+        endpoint = PagesEndpoint(page, Recorder(Metrics(), [], RequestLog()), b"POST", b"/page")
+        endpoint.begin([], lambda *reply: replied.set_result(reply)).finish(b"asked")
+        return await replied
+
+    status, _, body, _ = asyncio.run(main())
+    assert (status, body) == (200, b"abc")
 
 
 def test_a_client_that_goes_is_counted_and_its_work_is_dropped() -> None:
