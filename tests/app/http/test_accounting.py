@@ -219,7 +219,7 @@ def test_a_call_is_answered_and_counted_once_whatever_comes_afterwards(
 
 def test_a_request_over_http_has_its_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("opentelemetry.sdk.trace", reason="the tracing extra is not installed")
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     memory, settings = InMemorySpanExporter(), Settings(tracing=Tracing(enabled=True))
@@ -230,6 +230,7 @@ def test_a_request_over_http_has_its_spans(monkeypatch: pytest.MonkeyPatch) -> N
         began = time.monotonic()
         reply = client.post("/rank", json=good(), headers={"traceparent": f"00-{7:032x}-{5:016x}-01"})
         took = time.monotonic() - began
+    assert memory.export(()) is SpanExportResult.FAILURE, "it has been closed, after what waited in it was sent"
     spans = {span.name: span for span in memory.get_finished_spans()}
     assert set(spans) >= {"POST /rank", "parse", "queue", "forward", "serialize"}
     root = spans["POST /rank"]

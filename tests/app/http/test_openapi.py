@@ -84,6 +84,7 @@ def test_every_refusal_is_listed(document: dict[str, Any], path: str) -> None:
     responses = document["paths"][path]["post"]["responses"]
     assert set(responses) == {"200", "400", "401", "404", "406", "412", "413", "415", "422", "429", "500", "503", "504"}
     named = {each["name"] for each in document["paths"][path]["post"]["parameters"]}
+    assert named - {"X-Model-Version"} >= {"X-Request-ID", "X-Request-Timeout-Ms", "traceparent"}
     assert ("X-Model-Version" in named) == (path != "/retrieve")
     text = str(responses)
     for codes in (

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from pydantic import SecretStr
@@ -213,7 +214,8 @@ def test_a_forward_may_be_over_before_the_loop_does_anything_else(
         rank(service, ticket, context, candidates, lambda result: (results.append(result), done(result))[1])
 
     def over(service: RankingService, ticket: Any, context: Any, candidates: Any, done: Any) -> None:
-        asyncio.get_running_loop().call_soon(done, results[0])
+        ranked = msgspec.structs.replace(results[0], queue_seconds=5.0, forward_seconds=7.0)
+        asyncio.get_running_loop().call_soon(done, ranked)
 
     monkeypatch.setattr(RankingService, "rank", noted)
     expected = client.post("/recommend", json=asked(k=20))
@@ -221,6 +223,8 @@ def test_a_forward_may_be_over_before_the_loop_does_anything_else(
     reply = client.post("/recommend", json=asked(k=20))
     assert reply.status_code == expected.status_code == 200, reply.text
     assert reply.json()["candidates"] == expected.json()["candidates"]
+    timings = reply.json()["timings_ms"]
+    assert (timings["queue"] > 5000, timings["forward"]) == (True, 7000), "it waits in two queues"
 
 
 @pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
