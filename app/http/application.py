@@ -158,9 +158,7 @@ def create_pages(routers: Sequence[APIRouter] = (), ranking_paths: Sequence[str]
         version=version("phoenix-ranking-server"),
         description=DESCRIPTION,
         routes=[Route(path, _not_reached, methods=["POST"]) for path in ranking_paths],  # for 405
-        openapi_url=None,  # made once, by `create_app`
-        docs_url=None,  # app.explore has it, without a CDN
-        redoc_url=None,
+        openapi_url=None,  # made once, by `create_app`; and so no /docs, which app.explore has without a CDN
         redirect_slashes=False,  # a redirect would repeat the Host header, which anyone may forge
         exception_handlers=HANDLERS,
     )

@@ -123,6 +123,7 @@ def test_every_example_works(document: dict[str, Any], client: TestClient) -> No
         content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         assert content["examples"]
         for example in content["examples"].values():
+            assert "history" in str(example["value"]), "each shows how events are written"
             reply = client.post(path.replace("{name}", "fake"), json=example["value"])
             assert reply.status_code == 200, reply.text
             assert "error" not in reply.text
