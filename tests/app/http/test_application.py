@@ -62,3 +62,9 @@ def test_other_methods_are_fastapis() -> None:
                 assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
         assert client.post("/rank/").status_code == 404
         assert set(client.get("/openapi.json").json()["paths"]) >= {"/rank", "/rank/batch"}
+
+
+def test_the_lifespan_starts_the_service_and_stops_it() -> None:
+    with served() as (_, service):
+        assert service.health().ready
+    assert service.health().draining

@@ -237,8 +237,12 @@ def test_a_history_beyond_the_window_is_counted(client: TestClient, path: str) -
     assert value_of(client.get("/metrics").text, name) == before + 1
 
 
-def test_fewer_posts_than_were_asked_for_are_ranked(running: tuple[TestClient, RankingService]) -> None:
+def test_fewer_posts_than_were_asked_for_are_ranked(
+    running: tuple[TestClient, RankingService], monkeypatch: pytest.MonkeyPatch
+) -> None:
     client, service = running
+    rank, held = service.rank, list[int]()
+    monkeypatch.setattr(service, "rank", lambda *given: (held.append(service.admission.candidates), rank(*given))[1])
 
     def counted() -> float:
         return value_of(client.get("/metrics").text, 'ranker_reply_probability_count{action="favorite"}')
@@ -246,7 +250,7 @@ def test_fewer_posts_than_were_asked_for_are_ranked(running: tuple[TestClient, R
     before = counted()
     reply = client.post("/recommend", json=asked(k=400))
     assert (reply.status_code, len(reply.json()["candidates"])) == (200, 297), reply.text
-    assert service.admission.candidates == 0
+    assert (held, service.admission.candidates) == ([297], 0), "places for posts that were not found are free at once"
     assert counted() == before + 1
 
 
