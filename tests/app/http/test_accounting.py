@@ -177,9 +177,7 @@ def test_neither_an_answer_nor_a_client_that_leaves_keeps_a_task_or_a_place(path
             ended = await asyncio.gather(asking, return_exceptions=True)
             assert isinstance(ended[0], asyncio.CancelledError) == leaves
             await until(lambda: service.admission.requests == 0)
-            assert not (leaves and gate.left.is_set()), (
-                "the place is free while the engine is held, not when it is done"
-            )
+            assert not (leaves and gate.left.is_set()), "it is free while the engine is held"
             await until(lambda: asyncio.all_tasks() <= before | {asyncio.current_task()})
             gate.opened.set()
 
@@ -193,10 +191,8 @@ def test_a_call_is_answered_and_counted_once_whatever_comes_afterwards(
     client, replies = running[0], list[tuple[int, bytes | None]]()
     assert isinstance(client.app, Application)
     assert client.portal is not None
-    endpoint, fields = (
-        client.app.endpoints[path],
-        [(b"content-type", b"application/json"), (b"x-api-key", KEY.encode())],
-    )
+    endpoint = client.app.endpoints[path]
+    fields = [(b"content-type", b"application/json"), (b"x-api-key", KEY.encode())]
 
     async def scenario() -> None:
         def reply(status: int, headers: Fields, *_: Any) -> None:
