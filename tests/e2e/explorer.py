@@ -13,6 +13,7 @@ import pytest
 from tests.e2e.process import DEMO
 
 api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
 CHROMIUM = shutil.which("chromium")
 NEEDED = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: .ci/debian chromium")
 
@@ -24,6 +25,11 @@ WATCH = """addEventListener('securitypolicyviolation',
 TOO_WIDE = """() => [...document.querySelectorAll('main *')]
   .filter(each => each.getBoundingClientRect().right > innerWidth + 1
     && !each.closest('.chips, .tools, .links, #heat, .detail')).map(each => each.outerHTML)"""
+
+AXE = {  # only violations are described, in a quarter of the time; letters beside a drawn bar and arrows are judged too
+    "resultTypes": ["violations"],
+    "checks": {"color-contrast": {"options": {"ignorePseudo": True, "ignoreUnicode": False}}},
+}
 
 
 class Explorer:
@@ -49,6 +55,11 @@ class Explorer:
         if path.startswith("/explore"):
             self.page.wait_for_selector("body[data-ranked]")
         return self
+
+    def faults(self) -> list[Json]:
+        """What axe finds wrong with the page as it is now."""
+        found: list[Json] = axe.Axe().run(self.page, options=AXE).response["violations"]
+        return found
 
     def of_the_request(self) -> Explorer:
         """The example of the checkpoint, with its own candidates: where the page begins."""
