@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+from datetime import UTC, datetime
 
 import pytest
 import structlog
@@ -50,7 +51,7 @@ def test_the_code_of_a_problem_is_noted_for_the_log() -> None:
 
 def test_the_sink_of_the_process_gets_the_lines_from_its_level_on(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
-    sink = Sink(writer)
+    sink, began = Sink(writer), datetime.now(UTC)
     monkeypatch.setattr("app.telemetry.logs.process_sink", lambda: sink)
     for level in ("info", "warning"):
         configure(Logs(format="json", level=level))
@@ -60,3 +61,4 @@ def test_the_sink_of_the_process_gets_the_lines_from_its_level_on(monkeypatch: p
     sink.drain()
     said = [json.loads(line) for line in os.read(reader, 10_000).splitlines()]
     assert [(line["level"], line["status"]) for line in said] == [("info", 200), ("error", 503), ("error", 503)]
+    assert all(began <= datetime.fromisoformat(line["time"]) <= datetime.now(UTC) for line in said)
