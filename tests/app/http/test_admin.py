@@ -582,7 +582,8 @@ def test_by_default_reloads_are_named_beside_the_first_checkpoint_and_never_from
     )
 
 
-def test_a_body_that_is_no_json_by_its_type_is_refused(client: TestClient) -> None:
+def test_a_body_that_is_long_or_no_json_by_its_headers_is_refused(client: TestClient) -> None:
+    assert client.post("/admin/reload", content=b"{}", headers=GOOD | {"content-length": "4097"}).status_code == 413
     headers = GOOD | {"content-type": "text/plain"}
     reply = client.post("/admin/reload", content=b'{"checkpoint": "v1"}', headers=headers)
     assert (reply.status_code, reply.json()["code"]) == (415, "unsupported_media_type")

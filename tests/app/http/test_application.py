@@ -56,7 +56,15 @@ def test_every_reply_is_counted_once_and_named(client: TestClient, name: str, mo
 
 def test_other_methods_are_fastapis() -> None:
     with served() as (client, _):
-        for path in ("/rank", "/rank/batch"):
+        for path in (
+            "/rank",
+            "/rank/batch",
+            "/rank/fake",
+            "/context",
+            "/explain",
+            "/retrieve",
+            "/v2/models/fake/infer",
+        ):
             for method in ("GET", "HEAD", "PUT"):
                 answer = client.request(method, path)
                 assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
