@@ -168,7 +168,7 @@ def info(
     if directory is not None:
         from weights.commands import checkpoints, corpus
 
-        is_corpus = (directory / "posts.safetensors").is_file()
+        is_corpus = any(directory.glob("posts*.safetensors"))  # a compaction gives the file another name
         (corpus.inspect if is_corpus else checkpoints.inspect)(directory, as_json=as_json)
         return
     from app.request.codec import SOURCE as CODEC

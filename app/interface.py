@@ -273,13 +273,13 @@ class Reloads(Protocol):
         """End the watch and whatever still loads."""
 
 
-def served_identity(service: Service) -> tuple[object, ...]:
-    """What serves now: equal before and after a reload that changed nothing."""
-    second, found = service.second, list[object]()
+def served_identity(service: Service, what: str) -> object:
+    """What serves now as `second`, as `retrieval`, or as the first checkpoint: equal before and after a reload that changed nothing."""
     with suppress(ServiceError):
-        found.append(service.model.manifest.digest)
-    found.append(None if second is None or second.model is None else second.model.manifest.digest)
-    with suppress(ServiceError):
-        served = service.retrieval.served
-        found += [served.manifest.digest, served.corpus.digest, served.hidden]
-    return tuple(found)
+        if what == "retrieval":
+            served = service.retrieval.served
+            return served.manifest.digest, served.corpus.digest, served.hidden
+        held = service.second if what == "second" else None
+        model = service.model if what != "second" else None if held is None else held.model
+        return None if model is None else model.manifest.digest
+    return None

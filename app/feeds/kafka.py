@@ -7,9 +7,10 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 
-from app.feeds.source import Entry, FeedGap
+from app.feeds.source import Entry, FeedGap, NotKept
 
 NETWORK_SECONDS = 5.0
+MOST_BYTES = 10**9  # that a message may have, as far as its producer is asked; the broker has a limit of its own
 UNREADABLE = ".unreadable"  # behind the topic's name: the topic of messages that nobody can read
 
 
@@ -63,10 +64,14 @@ class KafkaFeed:
 
     def bury(self, entry: Entry, reason: str) -> None:
         """As `Source.bury`: in the topic `TOPIC.unreadable`, keyed by the position; each replica writes it."""
-        producer = Producer(self._servers)
-        producer.produce(self.topic + UNREADABLE, entry.body, entry.position, headers={"reason": json.dumps(reason)})
+        producer, refused = Producer(self._servers | {"message.max.bytes": MOST_BYTES}), list[Any]()
+        heads: dict[str, str | bytes | None] = {"reason": json.dumps(reason)}
+        producer.produce(self.topic + UNREADABLE, entry.body, entry.position, headers=heads,
+                         on_delivery=lambda error, _: refused.append(error))  # fmt: skip
         if producer.flush(NETWORK_SECONDS):
             raise TimeoutError(f"topic {self.topic}{UNREADABLE} does not take a message")
+        if refused[0] is not None:
+            raise NotKept(refused[0].str())
 
     def close(self) -> None:
         """As `Source.close`."""

@@ -6,7 +6,6 @@ the oldest snapshot; that entry itself stays, which is how a reader knows that n
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import redis
@@ -14,7 +13,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
-from app.feeds.source import Entry, FeedGap
+from app.feeds.source import Entry, FeedGap, NotKept
 
 CONNECT_SECONDS = 5.0
 UNREADABLE = ":unreadable"  # behind the stream's name: the stream of entries that nobody can read
@@ -37,10 +36,9 @@ class RedisFeed:
             found, info = asked.execute(raise_on_error=False)
         if isinstance(found, RedisError):
             raise found
-        if position and found and found[0][0].decode() == position:
-            found = found[1:]
-        else:
-            self._check_whole(position, info, is_empty=not found)
+        is_there = bool(position and found and found[0][0].decode() == position)
+        self._check_whole(position, info, is_there=is_there, is_empty=not found)
+        found = found[is_there:]
         if not found:
             self._redis.xread({self.stream: position or "0-0"}, count=1, block=max(1, round(1000 * wait_seconds)))
         return [
@@ -48,14 +46,22 @@ class RedisFeed:
             for name, fields in found
         ]
 
-    def _check_whole(self, position: str, info: Any, *, is_empty: bool) -> None:
-        """Raises FeedGap unless the entries behind this position are all there, though its own is not."""
-        if isinstance(info, RedisError):  # there is no such stream
+    def _check_whole(self, position: str, info: Any, *, is_there: bool, is_empty: bool) -> None:
+        """Raises FeedGap unless the entries behind this position are all there; its own may be there, too."""
+        if isinstance(info, RedisError):
+            if "no such key" not in str(info):
+                raise info
             if position:
                 raise FeedGap(f"The stream {self.stream}, which was read up to {position}, is gone.")
             return  # nobody has written yet
         last, length = info["last-generated-id"].decode(), info["length"]
-        if position and not (is_empty and last == position):
+        deleted = info.get("max-deleted-entry-id", b"0-0").decode()  # by XDEL; Redis 7 says it
+        if position and _numbers(deleted) > _numbers(position):
+            raise FeedGap(
+                f"The stream {self.stream} no longer holds {deleted}, which was deleted behind {position}, which was read last: begin "
+                "with a newer snapshot of the corpus."
+            )
+        if position and not is_there and not (is_empty and last == position):
             raise FeedGap(
                 f"The stream {self.stream} no longer holds {position}, which was read last, and ends at {last}: begin with a newer "
                 "snapshot of the corpus, or restore the stream."
@@ -68,9 +74,16 @@ class RedisFeed:
 
     def bury(self, entry: Entry, reason: str) -> None:
         """As `Source.bury`: under its own id in the stream `STREAM:unreadable`, once for all replicas."""
-        with contextlib.suppress(ResponseError):  # another replica was first
+        try:
             self._redis.xadd(self.stream + UNREADABLE, {"change": entry.body, "reason": reason}, id=entry.position)
+        except ResponseError as error:
+            if "equal or smaller" not in str(error):  # else another replica was first
+                raise NotKept(str(error)) from error
 
     def close(self) -> None:
         """As `Source.close`."""
         self._redis.close()
+
+
+def _numbers(position: str) -> tuple[int, ...]:
+    return tuple(map(int, position.split("-")))

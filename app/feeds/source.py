@@ -22,6 +22,10 @@ class FeedGap(Exception):
     """The feed no longer holds what followed a position: to go on there would leave changes out. The message is a sentence."""
 
 
+class NotKept(Exception):
+    """The feed's server does not take an entry that cannot be read. The message says why."""
+
+
 class Source(Protocol):
     """A log that others write. Used by one thread at a time; every method may wait for the network and raises what its library raises."""
 
@@ -32,15 +36,20 @@ class Source(Protocol):
         """
 
     def bury(self, entry: Entry, reason: str) -> None:
-        """Put an entry that cannot be read where people find it, with the reason."""
+        """Put an entry that cannot be read where people find it, with the reason. Raises NotKept where it is refused there."""
 
     def close(self) -> None:
         """End the connection."""
 
 
 def parts_of(url: str) -> tuple[str, str]:
-    """`redis://host:6379/posts` → `redis://host:6379` and `posts`. Raises ValueError for another scheme, and without a name."""
-    scheme, (base, _, name) = urlsplit(url).scheme, url.rpartition("/")
-    if scheme not in ("redis", "rediss", "kafka") or not name or base.endswith(":/"):
+    """`redis://host:6379/posts` → `redis://host:6379` and `posts`. Raises ValueError for another scheme or port, and without a name."""
+    base, _, name = url.rpartition("/")
+    try:
+        parts = urlsplit(url)
+        is_known = parts.scheme == "kafka" or (parts.scheme in ("redis", "rediss") and parts.port != 0)
+    except ValueError:  # a port that is none; what stands there may be a piece of a password
+        is_known = False
+    if not is_known or not name or base.endswith(":/"):
         raise ValueError("must be redis://HOST:PORT/STREAM, rediss://… or kafka://HOST:PORT/TOPIC")
     return base, name

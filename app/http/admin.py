@@ -123,13 +123,15 @@ def create_admin_app(settings: Admin, reloads: Reloads, service: Service) -> App
             what: {"name": manifest.name, "version": manifest.version, "digest": manifest.digest}
             for what, manifest in manifests.items()
         }
-        content["result"] = "unchanged" if served_identity(service) == before else "reloaded"
+        content["result"] = "unchanged" if served_identity(service, next(iter(manifests))) == before else "reloaded"
         return orjson.dumps(content)
 
     async def reload(body: bytes) -> bytes:
-        wanted, before = _requested(body, reloads), served_identity(service)
+        wanted = _requested(body, reloads)
+        retrieves = wanted.keys() & {"retrieval", "corpus"}
+        before = served_identity(service, "retrieval" if retrieves else next(iter(wanted), ""))
         try:
-            if wanted.keys() & {"retrieval", "corpus"}:
+            if retrieves:
                 served = await reloads.reload_retrieval(wanted.get("retrieval"), wanted.get("corpus"))
                 return described(before, retrieval=served.manifest, corpus=served.corpus)
             if "second" in wanted:

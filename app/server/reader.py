@@ -137,7 +137,7 @@ class Reader:
         if self._field_bytes > self._max_header_bytes or self._count > MAX_HEADERS:
             raise Refused("headers")
         if not self._is_in_body:  # trailers are counted and dropped
-            self._headers.append((name.lower(), value))
+            self._headers.append((name.lower(), value.rstrip(b" \t")))  # llhttp leaves out only what stands before it
 
     def on_headers_complete(self) -> None:
         """As httptools calls it."""

@@ -11,7 +11,7 @@ import structlog
 
 from app.budgets import MAX_CHANGED
 from app.errors import CorpusNotLoaded, ServiceError
-from app.feeds.source import MAX_ENTRY_BYTES, Entry, FeedGap, Source
+from app.feeds.source import MAX_ENTRY_BYTES, Entry, FeedGap, NotKept, Source
 from app.interface import Changed
 from app.telemetry.metrics import Metrics
 from model.retrieval.inputs import Mark, PostChange
@@ -49,6 +49,7 @@ class FeedReader:
         self._most_lag_seconds = most_lag_seconds
         self._as_of: float | None = None  # Unix time up to which everything was made
         self._reason = ""
+        self._unreadable = ""  # the position of the last entry that could not be read
         self._longest = MOST_BYTES // 16  # of an entry, in bytes
 
     @property
@@ -131,7 +132,13 @@ class FeedReader:
             reason = f"The entry is longer than {MAX_ENTRY_BYTES} bytes."
         except Exception as error:
             reason = error.detail if isinstance(error, ServiceError) else type(error).__name__
-        self._source.bury(entry, reason)
+        if Mark(position=self._unreadable).reaches(entry.position):
+            return None  # it was said before; what came with it is tried again
+        try:
+            self._source.bury(entry, reason)
+        except NotKept as error:
+            reason = f"{reason} No copy of it is kept: {error}"
+        self._unreadable = entry.position
         self._metrics.feed_entries.labels("unreadable").inc()
         log.error("feed_entry_unreadable", position=entry.position, reason=reason)
         return None

@@ -113,14 +113,17 @@ class Reloader:
     @contextmanager
     def _recorded(self, **what: Any) -> Iterator[dict[str, Any]]:
         """Counts and logs one reload, also whether it changed anything; what is put into the yielded dict is logged with it."""
-        began, before, said = time.monotonic(), served_identity(self.service), what
+        kind = next(iter(what))
+        began, before, said = time.monotonic(), served_identity(self.service, kind), what
         try:
+            if not self.service.lifecycle.started:
+                raise ReloadInProgress("the first load has not ended")  # and must not find that another one has begun
             yield said
         except Exception as error:
             self.service.metrics.reloads.labels("failure").inc()
             log.error("reload_failed", **what, reason=str(error) or type(error).__name__)
             raise
-        is_changed = served_identity(self.service) != before
+        is_changed = served_identity(self.service, kind) != before
         self.service.metrics.reloads.labels("success" if is_changed else "unchanged").inc()
         log.info("reloaded" if is_changed else "unchanged", **said, seconds=round(time.monotonic() - began, 3))
 

@@ -29,9 +29,7 @@ from model.retrieval.inputs import Change, Mark, PostChange, Query
 
 FOLLOW_SECONDS = 0.25  # from one look at what other processes have changed to the next
 MOST_FOLLOW_SECONDS = 60.0  # where what they have left cannot be read
-COMPACT_ROWS = (
-    50_000  # deleted, replaced or new, after which the corpus is written anew: a dozen more scans of 4 096 rows
-)
+COMPACT_ROWS = 50_000  # deleted, replaced or new: then the corpus is written anew; a dozen more scans of 4 096 rows
 
 log = structlog.get_logger("app.service.retrieval")
 
@@ -196,7 +194,9 @@ class RetrievalService:
         return changed
 
     async def _hold(self, loaded: LoadedRetrieval) -> None:
-        """Be who may change the corpus, and have made all changes to it so far. Raises CheckpointError."""
+        """Be who may change the corpus, and have made all changes to it so far. Raises CheckpointError; EngineDown where one is missing."""
+        if loaded is self._behind:
+            raise EngineDown("A change on the disk is not served yet.", retry_after_seconds=1.0)
         for missed in await asyncio.to_thread(loaded.log.hold):
             await self._apply(loaded, missed)
 

@@ -7,20 +7,25 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 
 from app.command import OF_WEIGHTS, PROGRAM, cli, with_demo
 from loadtest.servers.launch import ranking_server
+from model.retrieval.inputs import Mark
 from tests.e2e.process import DEMO, ROOT
 from tests.zygote import zygote
+from weights.checkpoint import load_manifest
 from weights.commands import checkpoints
+from weights.corpus.compaction import Compaction, load_changed
 
 COMMAND = (sys.executable, "-c", "from app.command import main; main()")
 
@@ -91,6 +96,17 @@ def test_info_tells_of_this_installation_and_of_a_checkpoint() -> None:
     assert here["ranker kernel"] == "compiled at the first start"  # a checkout has no compiled kernels
     assert json.loads(told("info", str(DEMO), "--json").stdout)["name"] == "demo"
     assert json.loads(told("info", str(ROOT / "weights/demo-posts"), "--json").stdout)["posts"] > 1000
+
+
+def test_info_tells_of_a_corpus_that_was_compacted(tmp_path: Path) -> None:
+    place = tmp_path / "posts"
+    shutil.copytree(ROOT / "weights/demo-posts", place)
+    stored, log, _ = load_changed(place, load_manifest(ROOT / "weights/demo-towers"))
+    compaction = Compaction(place, stored.manifest, log)
+    written = compaction.write([(stored.corpus, np.arange(7))], Mark(3, "0" * 32))
+    compaction.commit(written.manifest, []).close()
+    log.close()
+    assert json.loads(told("info", str(place), "--json").stdout)["posts"] == 7
 
 
 def test_a_shell_completes_commands_and_options() -> None:

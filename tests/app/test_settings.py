@@ -90,10 +90,14 @@ def test_names_that_kubernetes_injects_are_explained() -> None:
         ("RANKER_AUTH__KEYS", f'{{"fe ed": "{DIGEST}"}}'),
         ("RANKER_AUTH__KEYS", "nonsense"),
         ("RANKER_ADMIN__PORT", "9"),
+        ("RANKER_RETRIEVAL__FEED", "redis://reader:secret/x@redis:6379/posts"),
+        ("RANKER_RETRIEVAL__FEED", "redis://redis:secret/posts"),
     ],
 )
 def test_a_bad_value_is_named_and_not_shown(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
+    for what in ("CHECKPOINT", "CORPUS"):
+        monkeypatch.setenv(f"RANKER_RETRIEVAL__{what}", "here")
     with pytest.raises(SettingsProblem) as caught:
         load_settings()
     assert name.split("__")[0].removeprefix("RANKER_").lower() in str(caught.value).lower()

@@ -12,14 +12,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
+from model.retrieval.inputs import Mark
 from tests.e2e.process import DEMO, ROOT, serving
 from weights.checkpoint import load_checkpoint, load_manifest
-from weights.corpus.store import load_corpus
+from weights.corpus.store import load_corpus, load_corpus_manifest
 from weights.errors import CheckpointError
 from weights.fetch import fetch
 
@@ -76,9 +78,14 @@ def test_what_is_there_is_not_copied_again_and_a_changed_corpus_stays(tmp_path: 
     fetch(str(DEMO), tmp_path, "current")
     assert (tmp_path / "current" / "manifest.json").stat().st_ino == before
     posts, _ = fetch(str(ROOT / "weights/demo-posts"), tmp_path, "posts")
-    (posts / "manifest.json").write_bytes(b"rewritten by a compaction")
+    was = load_corpus_manifest(posts)
+    compacted = replace(was, version=was.label(Mark(7)), mark=Mark(7)).to_json()
+    (posts / "manifest.json").write_bytes(compacted)
     fetch(str(ROOT / "weights/demo-posts"), tmp_path, "posts")
-    assert (posts / "manifest.json").read_bytes() == b"rewritten by a compaction"
+    assert (posts / "manifest.json").read_bytes() == compacted
+    (posts / "manifest.json").write_bytes(replace(was, mark=Mark(0, "", "7-0")).to_json())
+    with pytest.raises(CheckpointError, match="another one of this name and version"):
+        fetch(str(ROOT / "weights/demo-posts"), tmp_path, "posts")
 
 
 def test_a_flipped_bit_anywhere_is_refused_and_the_link_stays(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ from weights.commands.console import (
     score_weights_of,
     show,
 )
+from weights.format.manifest import Manifest
+from weights.format.writer import check_target, refused_writing
 from weights.text_ids import IdKind
 
 if TYPE_CHECKING:
@@ -118,6 +120,13 @@ def train(
         settings = with_settings(TrainSettings(seed=seed), set_)
         impressions, architecture, begun = _what_to_train(log, ids, config, preset, start)
         weights = score_weights_of(score_weights, impressions.action_names)
+        labels: dict[str, Any] = {
+            "name": name, "action_names": impressions.action_names, "score_weights": weights, "ids": ids,
+            "continuous": continuous_outputs(architecture.continuous_actions, dwell_index=0),
+        }  # fmt: skip
+        with refused_writing(f"Checkpoint {out}"):  # refused now, not after the training
+            check_target(out, replace=replace_existing)
+            Manifest(**labels, version="", config=architecture, files={}, tensors={})
         with joined(settings.device) as processes, progress_bar(shown=processes.rank == 0) as bar:
             ranker = run(
                 impressions, architecture, settings, until_ts=until, start=begun, state=state, resume=resume,
@@ -125,11 +134,7 @@ def train(
             )  # fmt: skip
             if processes.rank:
                 return  # the first process writes
-        manifest = save_checkpoint(
-            out, ranker, name=name, action_names=impressions.action_names,
-            continuous=continuous_outputs(architecture.continuous_actions, dwell_index=0),
-            score_weights=weights, ids=ids, replace=replace_existing,
-        )  # fmt: skip
+        manifest = save_checkpoint(out, ranker, **labels, replace=replace_existing)
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
 
 

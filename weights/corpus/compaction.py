@@ -165,8 +165,16 @@ class Compaction:
 
 
 def _topics(old: CorpusManifest, parts: Sequence[Part]) -> list[str]:
-    """Every topic, those of the old corpus first and in their order."""
-    return list(dict.fromkeys([*old.topics, *(name for corpus, _ in parts for name in corpus.topic_names)]))
+    """Every topic that a row has, those of the old corpus first and in their order: those of posts long gone would become too many."""
+    used = {
+        corpus.topic_names[place]
+        for corpus, rows in parts
+        if corpus.topics is not None
+        for place in np.unique(corpus.topics[rows]).tolist()
+        if place >= 0
+    }
+    named = dict.fromkeys([*old.topics, *(name for corpus, _ in parts for name in corpus.topic_names)])
+    return [name for name in named if name in used]
 
 
 def _column(name: str, corpus: Corpus, rows: NDArray[np.int64], topics: dict[str, int]) -> NDArray[np.generic]:
@@ -176,7 +184,7 @@ def _column(name: str, corpus: Corpus, rows: NDArray[np.int64], topics: dict[str
     if name == "topics":
         if corpus.topics is None:
             return np.full(len(rows), -1, np.int32)
-        places = np.array([*(topics[topic] for topic in corpus.topic_names), -1], np.int32)
+        places = np.array([*(topics.get(topic, -1) for topic in corpus.topic_names), -1], np.int32)
         return places[corpus.topics[rows]]  # -1 takes the last
     if name == VECTORS:
         return corpus.vectors[rows]

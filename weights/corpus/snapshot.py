@@ -7,6 +7,7 @@ from pathlib import Path
 
 from weights.corpus.manifest import CorpusManifest
 from weights.corpus.store import load_corpus, load_corpus_manifest
+from weights.errors import CheckpointError
 from weights.format.manifest import MANIFEST_NAME
 from weights.format.writer import refused_writing, write_file, written_beside
 
@@ -20,7 +21,10 @@ def publish(directory: Path, out: Path) -> tuple[Path, CorpusManifest]:
         manifest = load_corpus_manifest(directory)
         target = out / f"{manifest.name}@{manifest.first_mark.sequence}"
         if target.exists():
-            return target, load_corpus_manifest(target)
+            there = load_corpus_manifest(target)
+            if there.first_mark[:2] != manifest.first_mark[:2]:
+                raise CheckpointError(f"Snapshot {target} is not written: one of another corpus is there.")
+            return target, there
         with refused_writing(f"Snapshot {target}"):
             out.mkdir(parents=True, exist_ok=True)
             try:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.exceptions import NoPermissionError
 
 from app.feeds.adapters import open_feed
 from app.feeds.redis import RedisFeed
-from app.feeds.source import FeedGap
+from app.feeds.source import FeedGap, NotKept
 from loadtest.servers.stream import RedisServer
 
 pytestmark = pytest.mark.skipif(not RedisServer.is_installed(), reason="Debian's redis-server is not installed")
@@ -63,6 +64,32 @@ def test_what_was_trimmed_behind_a_position_is_a_gap(redis: RedisServer) -> None
     assert feed.after(places[-1], 10, 0.01) == [], "nothing came behind the last one"
     with pytest.raises(FeedGap):
         feed.after(places[2], 10, 0.01)
+
+
+def test_what_was_deleted_behind_a_position_is_a_gap(redis: RedisServer) -> None:
+    client, feed = redis.client(), open_feed(redis.url("posts"))
+    places = write(client, *"abcd")
+    client.xdel("posts", places[1])
+    assert [entry.body for entry in feed.after(places[2], 10, 0.01)] == [b"d"], "what was read before is nobody's gap"
+    with pytest.raises(FeedGap, match=f"no longer holds {places[1]}, which was deleted behind {places[0]}"):
+        feed.after(places[0], 10, 0.01)
+    client.xdel("posts", places[3])
+    with pytest.raises(FeedGap, match=f"no longer holds {places[3]}"):
+        feed.after(places[2], 10, 0.01)
+
+
+def test_who_may_not_ask_is_told_so_and_not_of_a_gap(redis: RedisServer) -> None:
+    client = redis.client()
+    (last,) = write(client, "a")
+    client.execute_command("ACL", "SETUSER", "reader", "on", ">word", "~posts", "+@all", "-xinfo")
+    feed = open_feed(redis.url("posts").replace("redis://", "redis://reader:word@"))
+    for position in ("", last, "1-0"):
+        with pytest.raises(NoPermissionError):
+            feed.after(position, 10, 0.01)
+    client.execute_command("ACL", "SETUSER", "reader", "+xinfo")
+    (entry,) = feed.after("", 10, 0.01)
+    with pytest.raises(NotKept, match="key"):
+        feed.bury(entry, "is no JSON")
 
 
 def test_a_stream_that_is_gone_or_older_is_a_gap(redis: RedisServer) -> None:

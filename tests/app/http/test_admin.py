@@ -344,6 +344,36 @@ def test_the_watch_goes_on_after_a_change_during_the_first_load_or_another_reloa
     asyncio.run(main())
 
 
+def test_a_reload_before_the_first_load_has_ended_does_not_end_the_process(tmp_path: Path) -> None:
+    paths, gates = retrieving.written(tmp_path), (Gate(), Gate())
+
+    def first(steps: Steps) -> LoadedModel:
+        gates[0](None)
+        return loaded(FakeEngine())
+
+    def load(checkpoint: Path, corpus: Path) -> RetrievalLoader:
+        load = retrieval_loader(checkpoint, corpus, Settings(threads=1))
+        return lambda: (gates[1](None), load())[1]
+
+    async def main() -> None:
+        service = RankingService(first, Settings(), Metrics(), retrieval=load(*paths))
+        reloader = Reloader(service, tmp_path, tmp_path / "none", by_name, paths, load)
+        service.start()
+        await gates[0].reached()
+        with pytest.raises(ReloadInProgress):
+            await reloader.reload_retrieval()
+        reloader.reload_soon()
+        await until(lambda: service.metrics.reloads.labels("failure")._value.get() == 3)
+        gates[0].opened.set()
+        await gates[1].reached()
+        gates[1].opened.set()
+        await service.wait_ready()
+        assert service.retrieval.served.corpus.version == "v1"
+        await service.stop(1.0)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
 @pytest.fixture
 def retrieving_client(tmp_path: Path) -> Iterator[tuple[TestClient, RankingService]]:
     """An admin port of a service that serves towers-v1 and corpus-v1; v2 of both lies beside them."""
@@ -414,6 +444,36 @@ def test_the_second_checkpoint_is_changed_by_name_by_signal_and_by_watching(tmp_
         touch = partial((tmp_path / "c" / "manifest.json").write_text, "{} ")
         client.portal.call(replaced, partial(reloader.watch, 0.01), touch)
         client.portal.call(service.stop, 1.0)
+
+
+def test_a_reload_that_changed_nothing_says_so_whatever_else_was_reloaded_meanwhile(tmp_path: Path) -> None:
+    for name in ("b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+    gate = Gate()
+
+    def slow(path: Path) -> Loader:
+        return lambda steps: (gate(None), loaded(FakeEngine()))[1]
+
+    async def main() -> None:
+        settings = Settings(shadow=Shadow(checkpoint=tmp_path / "b"))
+        service = RankingService(loader(FakeEngine()), settings, Metrics(), second=by_name(tmp_path / "b"))
+        service.start()
+        await service.wait_ready()
+        await until(lambda: service.second is not None and service.second.model is not None)
+        reloader = Reloader(
+            service, tmp_path, tmp_path / "b", slow, second=tmp_path / "b", second_loader=by_name
+        )  # fmt: skip
+        first = asyncio.ensure_future(reloader.reload())
+        await gate.reached()
+        await reloader.reload(tmp_path / "c", second=True)
+        gate.opened.set()
+        await first
+        told = {result: service.metrics.reloads.labels(result)._value.get() for result in ("success", "unchanged")}
+        assert told == {"success": 1, "unchanged": 1}
+        await service.stop(1.0)
+
+    asyncio.run(main())
 
 
 def test_without_a_second_checkpoint_none_is_changed(client: TestClient) -> None:

@@ -12,7 +12,7 @@ from tests.app.serving import listening
 NAMES = {
     "localhost": 200, "LocalHost:8000": 200, "127.0.0.1:1": 200, "[::1]:8000": 200, "evil.example": 421, "localhost.evil.example": 421,
     "10.0.0.7:8000": 421, "": 421, "x y": 400, "[::1": 400, "::1": 400, "a/b": 400, "user@localhost": 400, "localhost:port": 400,
-    "lo%zzcalhost": 400, "l\u00f6calhost": 400,
+    "lo%zzcalhost": 400, "l\u00f6calhost": 400, "localhost \t": 200, " localhost": 200,
 }  # fmt: skip
 
 

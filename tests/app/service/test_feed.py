@@ -32,6 +32,7 @@ from tests.app import retrieving
 from tests.app.fakes import FakeClock, until
 from tests.app.service.test_retrieval import DEADLINE, everything, found, query
 from tests.app.serving import value_of
+from weights.errors import NotStored
 
 pytestmark = [
     pytest.mark.anyio,
@@ -150,6 +151,28 @@ async def test_what_cannot_be_read_is_counted_said_and_kept_and_stops_nobody(
         assert all(line["reason"] and line["position"] for line in said)
     buried = redis.client().xrange("posts:unreadable")
     assert [fields[b"change"].decode() for _, fields in buried] == [*bad, "[]"]
+
+
+async def test_what_cannot_be_read_is_said_once_however_often_it_is_tried(redis: RedisServer) -> None:
+    """Also where it cannot be copied: the entry itself stays in the stream."""
+    client = redis.client()
+    client.execute_command("ACL", "SETUSER", "reader", "on", ">word", "~posts", "+@all")
+    source = open_feed(redis.url("posts").replace("redis://", "redis://reader:word@"))
+    feed, last = FeedReader(source, read, Metrics(), 300.0), write(redis, "{", upsert(900), "[]")
+
+    class Full(Corpus):
+        async def follow(self, changes: object, after: str, position: str) -> Any:
+            raise NotStored("planted")
+
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(3):
+            with pytest.raises(NotStored):
+                await feed._follow(Full())
+        await feed._follow(Corpus())
+    assert feed._metrics.feed_entries.labels("unreadable")._value.get() == 2
+    assert [line["position"] == last for line in logs] == [False, True]
+    assert all("No copy of it is kept" in line["reason"] for line in logs)
+    source.close()
 
 
 async def test_who_is_behind_serves_on_and_says_so(tmp_path: Path, redis: RedisServer) -> None:

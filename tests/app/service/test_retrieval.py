@@ -471,6 +471,29 @@ async def test_a_change_on_the_disk_that_fails_here_is_read_again(
     await service.stop(5.0)
 
 
+@pytest.mark.parametrize("by", ["another change", "a compaction"])
+async def test_a_change_that_is_not_served_yet_is_not_passed_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    monkeypatch.setattr("app.service.retrieval.FOLLOW_SECONDS", 1000.0)
+    service, _ = two_of(tmp_path)
+    await service.load()
+    await service.change(change([3], []))
+    with monkeypatch.context() as patch:
+        patch.setattr(RetrievalEngine, "change", lambda *_: (_ for _ in ()).throw(RuntimeError("planted")))
+        with pytest.raises(EngineDown):
+            await service.change(change([1], []))
+    with pytest.raises(EngineDown, match="not served yet"):
+        await (service.compact() if by == "a compaction" else service.change(change([2], [])))
+    assert service.mark().sequence == 2, "on the disk"
+    assert service._loaded.engine.mark.sequence == 1, "of what is served"
+    assert await service._catch_up() is False
+    await service.swap(service._loaded.again)
+    assert (await service.compact()).mark.sequence == 2
+    assert not {1, 3} & await posts_of(service)
+    await service.stop(5.0)
+
+
 @pytest.mark.parametrize("by", ["swap", "compaction"])
 async def test_the_log_of_what_was_replaced_is_free(tmp_path: Path, by: str) -> None:
     service, _ = two_of(tmp_path)

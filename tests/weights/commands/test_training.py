@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
+import pyarrow.parquet as pq
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
@@ -190,6 +191,29 @@ def test_training_goes_on_from_a_checkpoint(
     refused = run.invoke(app, [*arguments, "--replace", "--preset", "gemma"])
     assert refused.exit_code == 1
     assert "--start brings its architecture along" in refused.stderr
+
+
+@pytest.mark.parametrize("odd", ["name", "action", "place"])
+def test_what_no_checkpoint_may_say_is_refused_before_the_training(odd: str, log: Path, tmp_path: Path) -> None:
+    table, out = pq.read_table(log), tmp_path / "out"
+    names = [f"{name} too" if name == "action.report" and odd == "action" else name for name in table.column_names]
+    pq.write_table(table.rename_columns(names), tmp_path / "log.parquet")
+    (tmp_path / "log.txt").write_text("not a checkpoint's")
+    arguments = [
+        "train",
+        "--log",
+        f"{tmp_path}/log.parquet",
+        "--config",
+        str(log.with_name("config.json")),
+        "--replace",
+    ]
+    arguments += ["--name", "a b" if odd == "name" else "a", "--out", str(tmp_path if odd == "place" else out)]
+    result = CliRunner().invoke(app, [*arguments, "--state", f"{tmp_path}/state", *settings(RUN_SETTINGS)])
+    assert result.exit_code == 1
+    assert "is not written: " in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not out.exists()
+    assert not (tmp_path / "state").exists(), "nothing was trained"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from weights.corpus.changes import ChangeLog
 from weights.corpus.compaction import Compaction, load_changed
 from weights.corpus.records import mark_after
 from weights.corpus.snapshot import publish
-from weights.corpus.store import load_corpus
+from weights.corpus.store import load_corpus, load_corpus_manifest
 from weights.errors import CheckpointError, NotStored
 
 Posts = list[tuple[Any, ...]]
@@ -355,6 +355,20 @@ def test_a_full_disk_leaves_the_old_corpus(directory: Path, encoder: Encoder, mo
         Compaction(directory, load_corpus(directory).manifest, log).write(engine.parts(), 1)
 
 
+def test_a_topic_that_no_post_has_any_more_goes(directory: Path, encoder: Encoder) -> None:
+    """Else topics that come and go would add up to more than a corpus may have, and no compaction would succeed again."""
+    compaction, engine = changed(directory, encoder)
+    log = compacted(compaction, engine, [])
+    assert "chess" in load_corpus(directory).manifest.topics
+    engine, _ = engine_of(directory, encoder)
+    log.append(one := marked(log, change(encoder, [903], [])))
+    engine.change(one)
+    before = posts_of(engine)
+    compacted(Compaction(directory, load_corpus(directory).manifest, log), engine, []).close()
+    assert load_corpus(directory).manifest.topics == retrieving.TOPICS
+    assert posts_of(engine_of(directory, encoder)[0]) == before
+
+
 def test_a_snapshot_is_what_was_compacted_and_stays(directory: Path, encoder: Encoder, tmp_path: Path) -> None:
     compaction, engine = changed(directory, encoder)
     log = compacted(compaction, engine, [])
@@ -368,6 +382,14 @@ def test_a_snapshot_is_what_was_compacted_and_stays(directory: Path, encoder: En
     assert (copied.manifest.digest, changes) == (load_corpus(directory).manifest.digest, [])
     before = path.stat().st_ino
     assert publish(directory, tmp_path / "snapshots")[0].stat().st_ino == before
+    there = load_corpus_manifest(path)
+    (path / "manifest.json").write_bytes(replace(there, mark=there.mark._replace(position="7-0")).to_json())
+    assert publish(directory, tmp_path / "snapshots")[1].mark.position == "7-0", (
+        "another replica's, of the same changes"
+    )
+    (path / "manifest.json").write_bytes(replace(there, mark=there.mark._replace(digest="0" * 32)).to_json())
+    with pytest.raises(CheckpointError, match="one of another corpus is there"):
+        publish(directory, tmp_path / "snapshots")
 
 
 def test_a_snapshot_of_a_damaged_corpus_is_refused(directory: Path, tmp_path: Path) -> None:
