@@ -129,7 +129,7 @@ def create_app(settings: Settings, service: Service) -> Application:
     async def openapi(request: Request) -> Response:
         return await described.reply(_words(service), request)
 
-    fastapi.add_route("/openapi.json", openapi, include_in_schema=False)
+    fastapi.add_route("/openapi.json", openapi)
     recorder = _recorder(fastapi, routers, service, settings, tracer)
     ranking = Ranking(service, settings)
     endpoints: dict[str, Endpoint] = {
@@ -158,9 +158,7 @@ def create_pages(routers: Sequence[APIRouter] = (), ranking_paths: Sequence[str]
         version=version("phoenix-ranking-server"),
         description=DESCRIPTION,
         routes=[Route(path, _not_reached, methods=["POST"]) for path in ranking_paths],  # for 405
-        openapi_url=None,  # made once, by `create_app`
-        docs_url=None,  # app.explore has it, without a CDN
-        redoc_url=None,
+        openapi_url=None,  # made once, by `create_app`; and so no /docs, which app.explore has without a CDN
         redirect_slashes=False,  # a redirect would repeat the Host header, which anyone may forge
         exception_handlers=HANDLERS,
     )

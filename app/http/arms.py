@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import suppress
 
 from app.errors import NotFound
 from app.interface import ServedModel, Service
@@ -39,11 +38,12 @@ def is_second(user_id: int | str, split: Split) -> bool:
     """Whether the split draws this user for the second checkpoint: BLAKE2b of the id, keyed with the experiment's name, lies in the
     lowest share. A larger share keeps whom a smaller one has drawn. User 0, who is nobody in particular, and ids that are none are not.
     """
-    with suppress(ValueError, OverflowError):
+    try:
         data = int(user_id).to_bytes(8, "little")
-        digest = hashlib.blake2b(data, key=split.experiment.encode(), digest_size=8).digest()
-        return any(data) and int.from_bytes(digest, "little") < int(split.users * USERS)
-    return False
+    except (ValueError, OverflowError):
+        return False
+    digest = hashlib.blake2b(data, key=split.experiment.encode(), digest_size=8).digest()
+    return any(data) and int.from_bytes(digest, "little") < int(split.users * USERS)
 
 
 def named(service: Service, name: str, version: str = "") -> ServedModel:

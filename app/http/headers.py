@@ -96,16 +96,14 @@ def timeout_seconds_of(headers: Headers) -> float | None:
     Envoy's header is a proxy's, so a bad one is no fault of the caller and does not count; 0 means no limit there.
     """
     own, envoy = headers.get(b"x-request-timeout-ms"), headers.get(b"x-envoy-expected-rq-timeout-ms")
-    if own is None and envoy is None:
-        return None
-    found = []
+    seconds = None
     if own is not None:
         if not _is_count(own):
             raise InvalidRequest([("X-Request-Timeout-Ms", "must be whole milliseconds")])
-        found.append(int(own) / 1000)
+        seconds = int(own) / 1000
     if envoy is not None and _is_count(envoy) and int(envoy):
-        found.append(int(envoy) / 1000)
-    return min(found, default=None)
+        seconds = int(envoy) / 1000 if seconds is None else min(seconds, int(envoy) / 1000)
+    return seconds
 
 
 def at_least_of(headers: Headers) -> str:

@@ -122,7 +122,7 @@ def describe(service: Service, settings: Settings, corpus: Changed | None) -> di
 def of_settings(settings: Settings) -> dict[str, Any]:
     """What of it stays as long as the process."""
     return {
-        "limits": settings.limits.model_dump(mode="json"),
+        "limits": settings.limits.model_dump(),
         "settings": {name: value for name, value in settings.effective().items() if name not in PRIVATE},
         "build": {
             "version": version("phoenix-ranking-server"),

@@ -92,7 +92,7 @@ class Words:
             if known is manifest:
                 return vocabulary, form
         vocabulary = Vocabulary.of(manifest)
-        codec = next((other.codec for known, other, _ in self._last if _speak_alike(known, manifest)), None)
+        codec = next((other.codec for known, other, _ in self._last if _speech(known) == _speech(manifest)), None)
         if codec is None and self._library is not None:
             codec = Codec(self._library, manifest, vocabulary, self._limits)
         vocabulary, form = replace(vocabulary, codec=codec), replace(ReplyFormat.of(manifest), codec=codec)
@@ -337,11 +337,6 @@ class RankCall(Call):
             self.fail(error)
 
 
-def _speak_alike(one: Manifest, other: Manifest) -> bool:
-    return (one.ids, one.config, one.action_names, one.continuous, one.score_weights) == (
-        other.ids,
-        other.config,
-        other.action_names,
-        other.continuous,
-        other.score_weights,
-    )
+def _speech(manifest: Manifest) -> tuple[Any, ...]:
+    """What a codec is made for."""
+    return manifest.ids, manifest.config, manifest.action_names, manifest.continuous, manifest.score_weights

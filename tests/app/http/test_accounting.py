@@ -14,8 +14,8 @@ import pytest
 import structlog
 from starlette.testclient import TestClient
 
-from app.http.application import create_app
-from app.http.call import Steps
+from app.http.application import Application, create_app
+from app.http.call import Fields, Steps
 from app.service.service import RankingService
 from app.settings import Auth, Settings, Tracing
 from app.telemetry.tracing import create_tracer
@@ -177,15 +177,45 @@ def test_neither_an_answer_nor_a_client_that_leaves_keeps_a_task_or_a_place(path
             ended = await asyncio.gather(asking, return_exceptions=True)
             assert isinstance(ended[0], asyncio.CancelledError) == leaves
             await until(lambda: service.admission.requests == 0)
+            assert not (leaves and gate.left.is_set()), "it is free while the engine is held"
             await until(lambda: asyncio.all_tasks() <= before | {asyncio.current_task()})
             gate.opened.set()
 
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("path", CALLS)
+def test_a_call_is_answered_and_counted_once_whatever_comes_afterwards(
+    running: tuple[TestClient, RankingService], path: str
+) -> None:
+    client, replies = running[0], list[tuple[int, bytes | None]]()
+    assert isinstance(client.app, Application)
+    assert client.portal is not None
+    endpoint = client.app.endpoints[path]
+    fields = [(b"content-type", b"application/json"), (b"x-api-key", KEY.encode())]
+
+    async def scenario() -> None:
+        def reply(status: int, headers: Fields, *_: Any) -> None:
+            replies.append((status, dict(headers).get(b"retry-after")))
+
+        calls = [endpoint.begin(fields, reply) for _ in range(4)]
+        calls[0].abandon()
+        calls[1].no_room()
+        calls[2].too_long()
+        calls[3].finish(json.dumps(CALLS[path][0]).encode())
+        await until(lambda: len(replies) == 3)
+        for call in calls:
+            call.abandon()
+
+    with structlog.testing.capture_logs() as lines:
+        client.portal.call(scenario)
+    assert replies == [(429, b"1"), (413, None), (200, None)]
+    assert [line["status"] for line in lines if line["event"] == "request"] == [499, 429, 413, 200]
+
+
 def test_a_request_over_http_has_its_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("opentelemetry.sdk.trace", reason="the tracing extra is not installed")
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     memory, settings = InMemorySpanExporter(), Settings(tracing=Tracing(enabled=True))
@@ -196,6 +226,7 @@ def test_a_request_over_http_has_its_spans(monkeypatch: pytest.MonkeyPatch) -> N
         began = time.monotonic()
         reply = client.post("/rank", json=good(), headers={"traceparent": f"00-{7:032x}-{5:016x}-01"})
         took = time.monotonic() - began
+    assert memory.export(()) is SpanExportResult.FAILURE, "it has been closed, after what waited in it was sent"
     spans = {span.name: span for span in memory.get_finished_spans()}
     assert set(spans) >= {"POST /rank", "parse", "queue", "forward", "serialize"}
     root = spans["POST /rank"]

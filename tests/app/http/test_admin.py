@@ -593,6 +593,8 @@ def test_who_may_change_posts(client: TestClient, retrieving_client: tuple[TestC
         posts.post("/admin/posts", content=b"{", headers=GOOD | {"content-type": "application/json"}).status_code == 400
     )
     assert change(client, delete=[1])[0] == 503, "no corpus"
+    compaction = posts.post("/admin/posts/compact", json={"delete": [1]}, headers=GOOD)
+    assert (compaction.status_code, compaction.json()["detail"]) == (422, "must be empty")
 
 
 def test_a_link_that_was_changed_is_followed_when_the_present_one_is_read_again(root: Path) -> None:
@@ -640,7 +642,8 @@ def test_by_default_reloads_are_named_beside_the_first_checkpoint_and_never_from
     )
 
 
-def test_a_body_that_is_no_json_by_its_type_is_refused(client: TestClient) -> None:
+def test_a_body_that_is_long_or_no_json_by_its_headers_is_refused(client: TestClient) -> None:
+    assert client.post("/admin/reload", content=b"{}", headers=GOOD | {"content-length": "4097"}).status_code == 413
     headers = GOOD | {"content-type": "text/plain"}
     reply = client.post("/admin/reload", content=b'{"checkpoint": "v1"}', headers=headers)
     assert (reply.status_code, reply.json()["code"]) == (415, "unsupported_media_type")

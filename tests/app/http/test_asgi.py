@@ -7,13 +7,14 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.responses import StreamingResponse
 
 from app.assembly import build_app
 from app.settings import Settings
@@ -84,6 +85,19 @@ def test_a_body_without_an_end_is_refused_where_it_passes_the_limit() -> None:
         limit = service.settings.limits.max_body_bytes
         sent = asyncio.run(ask(client.app, [chunk(bytes(limit // 2), True)] * 3))
         assert sent[0]["status"] == 413
+
+
+def test_a_page_in_pieces_is_whole() -> None:
+    """While it is written, such a page watches for the end of a client who is still there."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for piece in (b"a", b"b"):
+            yield piece
+            await asyncio.sleep(0.01)
+
+    with served() as (client, _):
+        client.app.pages.add_route("/pieces", lambda request: StreamingResponse(pieces()))
+        assert client.get("/pieces").content == b"ab"
 
 
 def test_a_client_that_goes_is_counted_and_its_work_is_dropped() -> None:

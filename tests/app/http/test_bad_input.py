@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import structlog
 from starlette.testclient import TestClient
 
 from app.settings import Limits, Settings
@@ -209,15 +210,17 @@ def client() -> Iterator[TestClient]:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_status_code_and_silence(client: TestClient, case: tuple[str, str, bytes, dict[str, str], int, str]) -> None:
     method, path, body, headers, status, code = case
-    reply = client.request(method, path, content=body, headers=headers)
+    with structlog.testing.capture_logs() as lines:
+        reply = client.request(method, path, content=body, headers=headers)
     assert (reply.status_code, reply.json()["code"]) == (status, code)
+    assert [(line["status"], line["code"]) for line in lines if line["event"] == "request"] == [(status, code)]
     assert reply.headers["content-type"] == "application/problem+json"
     assert reply.json()["status"] == status
     assert {"type", "title", "detail"} <= reply.json().keys()
     assert len(reply.content) <= 4096
     assert reply.headers["x-request-id"] == reply.json()["request_id"]
     assert MARK not in reply.text
-    assert MARK not in str(reply.headers)
+    assert MARK not in str(reply.headers) + str(lines)
 
 
 @pytest.mark.parametrize(("body", "field"), INVALID.values(), ids=INVALID.keys())

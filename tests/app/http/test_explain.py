@@ -28,7 +28,7 @@ from app.telemetry.exchange import Exchange
 from loadtest.fuzz.bodies import in_arrays
 from tests.app import serving
 from tests.app.bounds import fix
-from tests.app.fakes import FakeEngine, Gate, running
+from tests.app.fakes import FakeEngine, Gate, running, until
 from tests.app.published import keeps
 from tests.app.serving import good, served, value_of
 from tests.goldens import imported
@@ -269,8 +269,21 @@ def test_between_contexts_it_only_lets_others_in() -> None:
         assert client.post("/explain", json=question(history=events)).status_code == 200
 
 
-def test_others_come_in_between_the_pieces_of_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns, seen, render = [0], list[int](), explain.explanation.render
+LONG = good(candidates={"post_id": list(range(1, 4101)), "author_id": [1] * 4100}, top_k=...)
+
+
+@pytest.mark.parametrize(
+    ("path", "writer", "body"),
+    [
+        ("/explain", explain.explanation, question()),
+        ("/rank", explain.Ranking, LONG),
+        ("/rank/batch", explain.Ranking, [LONG]),
+    ],
+)
+def test_others_come_in_between_the_pieces_of_a_reply(
+    path: str, writer: Any, body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns, seen, render = [0], list[int](), writer.render
 
     def watched(*given: Any, **named: Any) -> Iterator[bytes]:
         for piece in render(*given, **named):
@@ -279,7 +292,7 @@ def test_others_come_in_between_the_pieces_of_a_reply(monkeypatch: pytest.Monkey
 
     async def main() -> None:
         async with running(FakeEngine()) as service:
-            app = serving.create_app(Settings(), service)
+            app = serving.create_app(Settings(limits=Limits(max_candidates=4100)), service)
             loop = asyncio.get_running_loop()
 
             def turn() -> None:
@@ -287,10 +300,10 @@ def test_others_come_in_between_the_pieces_of_a_reply(monkeypatch: pytest.Monkey
                 loop.call_soon(turn)
 
             turn()
-            messages = [serving.chunk(json.dumps(question()).encode(), False)]
-            assert (await serving.ask(app, messages, path="/explain"))[0]["status"] == 200
+            messages = [serving.chunk(json.dumps(body).encode(), False)]
+            assert (await serving.ask(app, messages, path=path))[0]["status"] == 200
 
-    monkeypatch.setattr(explain.explanation, "render", watched)
+    monkeypatch.setattr(writer, "render", watched)
     asyncio.run(main())
     assert len(set(seen)) == len(seen) >= 2
 
@@ -322,8 +335,11 @@ def test_as_many_run_as_are_allowed_and_all_work_is_admitted() -> None:
         for _ in range(100):
             await asyncio.sleep(0)
         assert service.admission.requests == 1, "the first of its contexts"
-        second = await serving.ask(app, [serving.chunk(body, False)], path="/explain")
+        second, told = await serving.ask(app, [serving.chunk(body, False)], path="/explain"), list[tuple[int, bool]]()
         assert second[0]["status"] == 429
+        fields = [(b"content-type", b"application/json")]
+        app.endpoints["/explain"].begin(fields, lambda status, headers, body, may_wait: told.append((status, may_wait)))
+        assert told == [(429, True)], "who asks again at once need not be told at once"
         gate.opened.set()
         assert (await first)[0]["status"] == 200
         assert service.admission.requests == 0
@@ -400,9 +416,10 @@ def test_a_client_that_disconnects_drops_all_of_it() -> None:
         await gate.reached()
         gone.set()
         await call
+        await until(lambda: service.admission.requests == 0)
+        assert not gate.left.is_set()
         gate.opened.set()
         await asyncio.sleep(0.05)
-        assert service.admission.requests == 0
         assert service.plain_path._executor._work_queue.empty()
         assert (await serving.ask(app, [serving.chunk(body, False)], path="/explain"))[0]["status"] == 200
         await service.stop(1.0)

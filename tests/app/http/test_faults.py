@@ -176,14 +176,14 @@ def test_a_retry_is_never_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("seconds", "headers"), [(10.0, {"x-request-timeout-ms": "60000"}), (60.0, {})])
-@pytest.mark.parametrize("path", ["/rank", "/rank/batch"])
+@pytest.mark.parametrize("path", ["/rank", "/rank/batch", "/explain"])
 def test_no_request_gets_longer_than_the_settings_allow(path: str, seconds: float, headers: dict[str, str]) -> None:
     held = threading.Event()
     settings = Settings(deadline=Deadline(default_seconds=seconds, max_seconds=0.1))
     with served(FakeEngine(before=lambda items: held.wait(3) and None), settings) as (client, _):
-        body = good() if path == "/rank" else {"requests": [good()]}
+        body = {"/rank": good(), "/rank/batch": {"requests": [good()]}, "/explain": good(explain=[90])}[path]
         reply = client.post(path, json=body, headers=headers)
-        codes = [reply.json()] if path == "/rank" else [result["error"] for result in reply.json()["results"]]
+        codes = [result["error"] for result in reply.json().get("results", [{"error": reply.json()}])]
         assert [code["code"] for code in codes] == ["deadline_exceeded"]
         held.set()
 

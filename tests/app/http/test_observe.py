@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
+from datetime import UTC, datetime
+
+import pytest
+import structlog
 
 from app.errors import NotFound
 from app.http.observe import Recorder, RequestLog, new_request_id
+from app.settings import Logs
+from app.telemetry.exchange import Exchange
+from app.telemetry.logs import configure
 from app.telemetry.metrics import Metrics
+from app.telemetry.sink import Sink
 
 
 def test_ids_differ_and_are_well_formed() -> None:
@@ -38,3 +47,18 @@ def test_the_code_of_a_problem_is_noted_for_the_log() -> None:
     assert exchange.code == "not_found"
     assert recorder.problem(KeyError("what the caller sent"), exchange).status == 500
     assert exchange.code == "internal"
+
+
+def test_the_sink_of_the_process_gets_the_lines_from_its_level_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    sink, began = Sink(writer), datetime.now(UTC)
+    monkeypatch.setattr("app.telemetry.logs.process_sink", lambda: sink)
+    for level in ("info", "warning"):
+        configure(Logs(format="json", level=level))
+        for status in (200, 503):
+            RequestLog().write(Exchange("r1", 0.0, method="POST", route="/rank", status=status), 0.001)
+    structlog.reset_defaults()
+    sink.drain()
+    said = [json.loads(line) for line in os.read(reader, 10_000).splitlines()]
+    assert [(line["level"], line["status"]) for line in said] == [("info", 200), ("error", 503), ("error", 503)]
+    assert all(began <= datetime.fromisoformat(line["time"]) <= datetime.now(UTC) for line in said)

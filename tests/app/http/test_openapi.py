@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
@@ -65,6 +66,13 @@ def test_every_path_is_there_and_described(document: dict[str, Any], client: Tes
             inferred = path.startswith("/v2") and not path.endswith("infer")
             group = "operations" if path in OPERATIONS else "open inference protocol" if inferred else "ranking"
             assert operation["tags"] == [group], path
+            assert re.fullmatch(r"\w+", operation["operationId"]), (
+                "code that is made from the document takes it for a name"
+            )
+            assert operation.get("security") == ([{}, {"key": []}] if group == "ranking" else None), path
+    names = [operation["operationId"] for operations in document["paths"].values() for operation in operations.values()]
+    assert len(set(names)) == len(names)
+    assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
     assert document["info"]["description"], "what the whole is for"
     assert document["info"]["title"] == "Phoenix ranking server"
     assert document["info"]["version"] == version("phoenix-ranking-server")
@@ -76,6 +84,7 @@ def test_every_refusal_is_listed(document: dict[str, Any], path: str) -> None:
     responses = document["paths"][path]["post"]["responses"]
     assert set(responses) == {"200", "400", "401", "404", "406", "412", "413", "415", "422", "429", "500", "503", "504"}
     named = {each["name"] for each in document["paths"][path]["post"]["parameters"]}
+    assert named - {"X-Model-Version"} >= {"X-Request-ID", "X-Request-Timeout-Ms", "traceparent"}
     assert ("X-Model-Version" in named) == (path != "/retrieve")
     text = str(responses)
     for codes in (
@@ -114,6 +123,7 @@ def test_every_example_works(document: dict[str, Any], client: TestClient) -> No
         content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         assert content["examples"]
         for example in content["examples"].values():
+            assert "history" in str(example["value"]), "each shows how events are written"
             reply = client.post(path.replace("{name}", "fake"), json=example["value"])
             assert reply.status_code == 200, reply.text
             assert "error" not in reply.text

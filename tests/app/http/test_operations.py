@@ -79,8 +79,8 @@ def test_metrics_move_to_a_port_of_their_own() -> None:
             _, port = build_server(settings, service).ports
             assert (port.host, port.port, port.is_counted) == ("127.0.0.1", 9100, False)
             side = Guest(port.routes, lambda: None, lambda: None)  # type: ignore[arg-type]
-            moved = {"/metrics": 404, "/readyz": 200, "/rank": 405}
-            there = {"/metrics": 200, "/readyz": 200, "/info": 200, "/rank": 404}
+            moved = {"/metrics": 404, "/readyz": 200, "/rank": 405, "/redoc": 404}
+            there = {"/metrics": 200, "/readyz": 200, "/info": 200, "/rank": 404, "/docs": 404, "/openapi.json": 404}
             for given, paths in ((app, moved), (side, there)):
                 async with httpx.AsyncClient(transport=httpx.ASGITransport(given), base_url="http://test") as client:
                     for path, status in paths.items():

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from pydantic import SecretStr
@@ -213,7 +214,8 @@ def test_a_forward_may_be_over_before_the_loop_does_anything_else(
         rank(service, ticket, context, candidates, lambda result: (results.append(result), done(result))[1])
 
     def over(service: RankingService, ticket: Any, context: Any, candidates: Any, done: Any) -> None:
-        asyncio.get_running_loop().call_soon(done, results[0])
+        ranked = msgspec.structs.replace(results[0], queue_seconds=5.0, forward_seconds=7.0)
+        asyncio.get_running_loop().call_soon(done, ranked)
 
     monkeypatch.setattr(RankingService, "rank", noted)
     expected = client.post("/recommend", json=asked(k=20))
@@ -221,6 +223,8 @@ def test_a_forward_may_be_over_before_the_loop_does_anything_else(
     reply = client.post("/recommend", json=asked(k=20))
     assert reply.status_code == expected.status_code == 200, reply.text
     assert reply.json()["candidates"] == expected.json()["candidates"]
+    timings = reply.json()["timings_ms"]
+    assert (timings["queue"] > 5000, timings["forward"]) == (True, 7000), "it waits in two queues"
 
 
 @pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
@@ -233,8 +237,12 @@ def test_a_history_beyond_the_window_is_counted(client: TestClient, path: str) -
     assert value_of(client.get("/metrics").text, name) == before + 1
 
 
-def test_fewer_posts_than_were_asked_for_are_ranked(running: tuple[TestClient, RankingService]) -> None:
+def test_fewer_posts_than_were_asked_for_are_ranked(
+    running: tuple[TestClient, RankingService], monkeypatch: pytest.MonkeyPatch
+) -> None:
     client, service = running
+    rank, held = service.rank, list[int]()
+    monkeypatch.setattr(service, "rank", lambda *given: (held.append(service.admission.candidates), rank(*given))[1])
 
     def counted() -> float:
         return value_of(client.get("/metrics").text, 'ranker_reply_probability_count{action="favorite"}')
@@ -242,7 +250,7 @@ def test_fewer_posts_than_were_asked_for_are_ranked(running: tuple[TestClient, R
     before = counted()
     reply = client.post("/recommend", json=asked(k=400))
     assert (reply.status_code, len(reply.json()["candidates"])) == (200, 297), reply.text
-    assert service.admission.candidates == 0
+    assert (held, service.admission.candidates) == ([297], 0), "places for posts that were not found are free at once"
     assert counted() == before + 1
 
 
@@ -265,6 +273,17 @@ def test_nothing_visible_is_an_empty_list(client: TestClient, path: str) -> None
     content = reply.json()
     assert content["posts" if path == "/retrieve" else "candidates"] == []
     assert content["visible"] == 0
+    if path == "/recommend":
+        assert content["timings_ms"]["forward"] == 0, "nothing was ranked, in no time"
+
+
+@pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
+def test_by_the_handle_of_a_context_the_reply_is_the_same(client: TestClient, path: str) -> None:
+    viewer = asked(history=[EVENT | {"post_id": number} for number in range(1, 13)])
+    handle = client.post("/context", json=viewer).json()["context"]
+    whole, named = (client.post(path, json=said | {"k": 5}).json() for said in (viewer, {"context": handle}))
+    assert whole["history_used"] + whole["history_dropped"] == 12
+    assert named | {"timings_ms": 0} == whole | {"timings_ms": 0, "context": handle}
 
 
 WRONG: list[tuple[dict[str, Any], int, str]] = [

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import pytest
 from starlette.testclient import TestClient
 
+from app.request.codec import Codec
 from app.service.service import RankingService
 from tests.app.fakes import ACTIONS, FakeEngine, loader
 from tests.app.serving import good, served
@@ -34,13 +36,16 @@ def check(client: TestClient, version: str, known: tuple[str, ...], unknown: tup
     assert client.get("/info").json()["actions"] == list(known)
 
 
-def test_after_a_swap_the_words_are_those_of_the_new_model() -> None:
+def test_after_a_swap_the_words_are_those_of_the_new_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[Codec]()
+    monkeypatch.setattr("app.http.rank.Codec", lambda *given: (made.append(Codec(*given)), made[-1])[1])
     with served() as (client, service):
         check(client, "v1", ACTIONS, OTHER)
         swap(client, service, "v2", OTHER)
         check(client, "v2", OTHER, ACTIONS)
         swap(client, service, "v3", ACTIONS)
         check(client, "v3", ACTIONS, OTHER)
+    assert len(made) == 2, "one for the words of v1 and v3, and one for those of v2"
 
 
 def swap(client: TestClient, service: RankingService, version: str, actions: tuple[str, ...]) -> None:

@@ -38,7 +38,7 @@ async def test_a_full_forward_lets_no_more_in_until_one_of_it_ends(size: tuple[i
     window, door = Window(bounded(Batching(max_candidates=10), max_context_tokens=20)), Door()
     one = (min(size[0], 1), min(size[1], 1))
     end, never = asyncio.Event(), asyncio.Event()
-    window.begin(never.wait(), size[0] - one[0], size[1] - one[1])
+    held = window.begin(never.wait(), size[0] - one[0], size[1] - one[1])
     await asyncio.wait_for(window.admit(door), 10)  # a forward holds one more
     window.begin(end.wait(), *one)
     third = asyncio.create_task(window.admit(door))
@@ -48,6 +48,7 @@ async def test_a_full_forward_lets_no_more_in_until_one_of_it_ends(size: tuple[i
     await asyncio.wait_for(third, 10)
     assert (len(window), door.asked) == (1, [(False, True)] * 2)
     await window.close()
+    assert held.cancelled(), "it has ended, and will not end later"
 
 
 async def test_who_is_refused_asks_again_when_one_of_its_own_ends() -> None:
