@@ -13,7 +13,7 @@ import pytest
 import structlog
 
 from app.engine.loading import NICE, LoadedModel
-from app.errors import Draining, EngineDown, NotReady, Overloaded, ServiceError
+from app.errors import DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded, ServiceError
 from app.interface import ranked
 from app.load import HALF_LIFE_SECONDS
 from app.service import watchdog
@@ -174,6 +174,8 @@ async def test_explanations_that_wait_end_with_the_service() -> None:
     await gate.reached()
     assert [thread for thread in threading.enumerate() if thread.name.startswith(PLAIN_THREAD)]
     assert service.has_running_threads(), "the end of the process does not wait for it"
+    with pytest.raises(DeadlineExceeded):
+        await plain.attention(loaded(FakeEngine()), *request(1), 0.05)
     plain.stop()
     gate.opened.set()
     first.result(5)
