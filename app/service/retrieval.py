@@ -54,7 +54,6 @@ class RetrievalService:
         )
         self.batch_done = self.queue.batch_done
         self.excluded = metrics.watch_budget("excluded_ids", Budget(EXCLUDED_IDS))
-        self.clock = clock
         self.contexts: Contexts  # of queries that name theirs by a handle; set by the service
         self.room = metrics.watch_budget("changes", Budget(CHANGES))
         self._load = load
