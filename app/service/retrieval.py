@@ -38,10 +38,9 @@ class RetrievalService:
     """`load` is None where nothing is to be served. All methods belong to the event loop."""
 
     def __init__(self, load: RetrievalLoader | None, settings: Settings, metrics: Metrics, clock: Clock) -> None:
-        self.settings = settings
         self.metrics = metrics
         most = max(1, settings.queue.max_requests // 4) + SCAN_REQUESTS
-        batching = Batching(max_requests=SCAN_REQUESTS, max_candidates=SCAN_REQUESTS)
+        batching = Batching(max_candidates=SCAN_REQUESTS)  # each counts as one
         room = settings.queue.model_copy(
             update={"max_requests": most, "max_candidates": most, "key_candidates_per_second": 0.0}
         )
@@ -53,7 +52,6 @@ class RetrievalService:
         )
         self.batch_done = self.queue.batch_done
         self.excluded = metrics.watch_budget("excluded_ids", Budget(EXCLUDED_IDS))
-        self.clock = clock
         self.contexts: Contexts  # of queries that name theirs by a handle; set by the service
         self.room = metrics.watch_budget("changes", Budget(CHANGES))
         self._load = load

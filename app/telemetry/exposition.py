@@ -43,11 +43,11 @@ class Snapshot:
     model: dict[str, str] | None
     last_forward_timestamp_seconds: float
     device_memory_bytes: int | None
-    engine_steps_down: int | None = None
-    searches_waiting: int = 0
-    corpus: Corpus | None = None
-    milestone: Mark | None = None
-    feed_lag_seconds: float | None = None
+    engine_steps_down: int | None
+    searches_waiting: int
+    corpus: Corpus | None
+    milestone: Mark | None
+    feed_lag_seconds: float | None
 
 
 class Corpus(Protocol):

@@ -13,7 +13,7 @@ import pytest
 import structlog
 
 from app.engine.loading import NICE, LoadedModel
-from app.errors import Draining, EngineDown, NotReady, Overloaded, ServiceError
+from app.errors import DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded, ServiceError
 from app.interface import ranked
 from app.load import HALF_LIFE_SECONDS
 from app.service import watchdog
@@ -174,6 +174,8 @@ async def test_explanations_that_wait_end_with_the_service() -> None:
     await gate.reached()
     assert [thread for thread in threading.enumerate() if thread.name.startswith(PLAIN_THREAD)]
     assert service.has_running_threads(), "the end of the process does not wait for it"
+    with pytest.raises(DeadlineExceeded):
+        await plain.attention(loaded(FakeEngine()), *request(1), 0.05)
     plain.stop()
     gate.opened.set()
     first.result(5)
@@ -344,7 +346,9 @@ async def test_an_end_waits_for_no_thread_and_begins_nothing_that_waited(which: 
         assert await asyncio.wait_for(service.stop(1.0), 5.0)
         assert not hanging.done()
         assert waiting.cancelled()
+        assert service.has_running_threads(), "the process is not to wait for it either"
         gate.opened.set()
+        await until(lambda: not service.has_running_threads())
 
 
 async def test_the_log_names_the_towers_and_the_posts_of_a_reload(tmp_path: Path) -> None:

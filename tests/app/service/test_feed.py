@@ -326,21 +326,27 @@ def test_what_is_read_at_once_is_made_in_parts_that_one_request_might_change(mon
     assert made[1][1] == pytest.approx(59, abs=2)
 
 
-def test_a_feed_that_fails_is_not_asked_as_fast_as_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_feed_that_fails_or_has_little_is_not_asked_as_fast_as_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "LEAST_PAUSE_SECONDS", 0.05)
-    asked: list[float] = []
+    asked, closed = list[float](), list[bool]()
 
     class Source(Nothing):
         def after(self, position: str, most: int, wait_seconds: float) -> list[Any]:
             asked.append(time.monotonic())
+            if len(asked) < 3:
+                return [reader.Entry("1-0", b"{}", 0.0)]
             raise OSError("planted")
+
+        def close(self) -> None:
+            closed.append(True)
 
     async def scenario() -> None:
         running = asyncio.ensure_future(FeedReader(Source(), read, Metrics(), 1.0).run(Corpus()))  # type: ignore[arg-type]
-        await until(lambda: len(asked) == 4)
+        await until(lambda: len(asked) == 6)
+        assert not closed
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(scenario())
-    pauses = np.diff(asked)
-    assert np.all(pauses[:3] >= (0.05, 0.1, 0.2))
+    assert np.all(np.diff(asked)[:5] >= (reader.ROUND_SECONDS, reader.ROUND_SECONDS, 0.05, 0.1, 0.2))
+    assert closed, "its connections end with it"

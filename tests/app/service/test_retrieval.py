@@ -19,6 +19,7 @@ import structlog
 from app.engine.loading import LoadedRetrieval, RetrievalLoader, retrieval_loader
 from app.errors import CorpusNotLoaded, DeadlineExceeded, EngineDown, Overloaded
 from app.interface import Found, ReloadInProgress, ServedRetrieval
+from app.service.feed import FeedReader
 from app.service.retrieval import RetrievalService
 from app.settings import Queue, Settings
 from app.telemetry.metrics import Metrics
@@ -435,6 +436,52 @@ async def test_a_compaction_has_the_changes_that_were_not_followed_yet(
     assert await second.stop(5.0)
 
 
+@pytest.mark.parametrize(("of", "step"), [(ChangeLog, "follow"), (RetrievalEngine, "parts")])
+async def test_a_change_waits_for_what_is_being_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: Any, step: str
+) -> None:
+    """It is made after what another process has changed, and a compaction that begins does not miss it."""
+    gate, real = Gate(), getattr(of, step)
+
+    def held(asked: Any) -> Any:
+        if found := real(asked):
+            gate(None)
+        return found
+
+    monkeypatch.setattr(of, step, held)
+    first, second = two_of(tmp_path)
+    await first.load()
+    if of is ChangeLog:
+        await second.load()
+    await first.change(change([], [900]))
+    await first.stop(5.0)
+    begun = []
+    if of is RetrievalEngine:
+        await second.load()
+        begun = [asyncio.ensure_future(second.compact())]
+    await gate.reached()
+    changing = asyncio.ensure_future(second.change(change([900], [])))
+    await asyncio.wait([changing], timeout=0.1)
+    assert not changing.done()
+    gate.opened.set()
+    assert (await changing).mark.sequence == 2
+    await asyncio.gather(*begun)
+    assert 900 not in await posts_of(second)
+    await second.stop(5.0)
+
+
+async def test_a_change_of_the_feed_that_another_process_has_made_is_not_made_again(tmp_path: Path) -> None:
+    first, second = two_of(tmp_path)
+    await first.load(), await second.load()
+    first.feed = second.feed = FeedReader(None, None, Metrics(), 1.0)  # type: ignore[arg-type]  # which nobody asks
+    await first.follow([change([1], [])], "", "1-0")
+    await first.stop(5.0)
+    marks = [(await second.follow([change([1], [])], "", "1-0")).mark for _ in range(2)]
+    assert [(mark.sequence, mark.position) for mark in marks] == [(1, "1-0")] * 2
+    assert (await second.follow([change([2], [])], "1-0", "2-0")).mark.sequence == 2, "what comes behind it is made"
+    await second.stop(5.0)
+
+
 async def test_a_journal_that_is_removed_costs_readiness_until_the_corpus_is_read_again(tmp_path: Path) -> None:
     service, _ = two_of(tmp_path)
     await service.load()
@@ -572,6 +619,27 @@ def test_the_end_does_not_wait_for_a_compaction(tmp_path: Path, held_writing: Ga
     asyncio.run(scenario())
     assert not held_writing.left.is_set(), "nor does the event loop"
     held_writing.opened.set()
+
+
+async def test_the_end_waits_for_a_change_though_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate()
+
+    def full(*asked: Any) -> None:
+        gate(asked)
+        raise NotStored("planted")
+
+    monkeypatch.setattr(LoadedRetrieval, "record", full)
+    service, _ = two_of(tmp_path)
+    await service.load()
+    changing = asyncio.ensure_future(service.change(change([1], [])))
+    await gate.reached()
+    stopping = asyncio.ensure_future(service.stop(5.0))
+    await asyncio.wait([stopping], timeout=0.1)
+    assert not stopping.done()
+    gate.opened.set()
+    assert await stopping
+    with pytest.raises(NotStored, match="planted"):
+        await changing
 
 
 def test_the_end_does_not_wait_for_a_load() -> None:

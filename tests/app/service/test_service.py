@@ -10,6 +10,7 @@ import weakref
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from app.telemetry.metrics import Metrics
 from loadtest.machine import ROOT
 from model.engine import EngineError
 from model.native.engine import NativeEngine
-from model.retrieval.inputs import Filters, Query
+from model.retrieval.inputs import Filters, Mark, Query
 from model.synthetic import random_request
 from tests.app import retrieving
 from tests.app.bounds import overrun
@@ -465,8 +466,12 @@ async def test_no_body_begins_a_garbage_collection_and_cycles_are_collected_all_
     body = HOSTILE["nested objects as candidates"].body(2**20)
     begun: list[str] = []
     gc.callbacks.append(lambda phase, info: begun.append(phase))
+    gc.unfreeze()
+    of_the_load = weakref.ref(Cycle())
     try:
         async with running(FakeEngine()) as service:
+            assert of_the_load() is None
+            assert gc.get_freeze_count() > 10_000, "no collection walks over code and weights"
             for _ in range(20):
                 begun.clear()
                 with pytest.raises(InvalidRequest):
@@ -509,8 +514,12 @@ async def test_a_process_that_was_stopped_for_a_while_is_not_stuck(
         assert len(lost) == told
 
 
-async def test_a_scrape_says_how_many_searches_are_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_scrape_says_how_far_searches_and_changes_of_posts_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"search_queue_requests": 7, 'corpus_check{at="milestone"}': 8_000_000_010, "feed_lag_seconds": 2.5}
     async with running(FakeEngine()) as service:
-        assert value_of(service.metrics.render().decode(), "ranker_search_queue_requests") == 0
-        monkeypatch.setattr(type(service.retrieval.versions), "waiting", 7)
-        assert value_of(service.metrics.render().decode(), "ranker_search_queue_requests") == 7
+        for expected in (dict.fromkeys(figures, 0.0), figures):
+            said = service.metrics.render().decode()
+            assert {name: value_of(said, f"ranker_{name}") for name in figures} == expected
+            monkeypatch.setattr(type(service.retrieval.versions), "waiting", 7)
+            service.retrieval.milestone = Mark(8, "00000000000a" + "f" * 20)
+            service.retrieval.feed = SimpleNamespace(lag_seconds=2.5, problem="")  # type: ignore[assignment]
