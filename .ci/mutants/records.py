@@ -174,7 +174,7 @@ class Tests:
         home, name = tree.parent / "records" / file.replace("/", "."), f"{tree} {file}"
         if name not in self.records and (home / "record").exists():
             kept = Record(**json.loads((home / "record").read_text()))
-            if kept.data == str(home / "lines"):  # a copied one names the files of another tree, and nothing would reach a line
+            if kept.data == str(home / "lines"):  # a copied one names files of another tree: nothing would reach a line
                 self.records[name] = kept
         now = {path: digest(tree / path) for path in [file, *about]}
         if name not in self.records or not now.items() <= self.records[name].digests.items():

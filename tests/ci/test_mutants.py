@@ -172,6 +172,15 @@ def test_a_mutant_is_killed_by_the_tests_that_reach_it(tests: Any, tree: Path, m
     assert TOOL["verdict"](tests, tree, hangs) == "killed"
 
 
+def test_a_record_that_was_copied_from_another_tree_is_made_anew(tests: Any, tree: Path, tmp_path: Path) -> None:
+    """It names the lines of files there."""
+    tests.record(tree, FILE, [])
+    copy = tmp_path / "copy"
+    shutil.copytree(tree, copy / "tree")
+    shutil.copytree(tmp_path / "records", copy / "records")
+    assert tests.record(copy / "tree", FILE, []).reaching(copy / "tree", "app/half.py", 6)
+
+
 def test_what_no_test_looks_at_survives(tests: Any, tree: Path) -> None:
     constant = mutant_of(tree, "0 → (0 + 1)", "LEAST = 0")  # half of 0 is 0 either way: such a one is judged equivalent
     assert TOOL["verdict"](tests, tree, constant) == "survived"
