@@ -823,4 +823,6 @@ async def test_after_the_end_nobody_waits_and_no_thread_is_to_be_had(load: Retri
     assert refused.value.retry_after_seconds is not None
     with pytest.raises(RuntimeError, match="shutdown"):
         service._slow.submit(print)
+    await until(lambda: all(follower.cancelled() for follower in service._followers))
+    assert service._followers, "who looks at the disk and at a feed looks no longer"
     gate.opened.set()
