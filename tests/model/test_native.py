@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import select
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +60,9 @@ def test_a_forward_that_was_begun_gives_what_a_forward_gives() -> None:
         assert not select.select([descriptor], [], [], 0)[0]
     assert engine.cache_stats() == other.cache_stats()
     engine.begin(items)
+    running = len(os.listdir("/proc/self/task"))
     engine.close()  # waits for what was begun
+    assert len(os.listdir("/proc/self/task")) < running
     with pytest.raises(EngineError, match="closed"):
         engine.begin(items)
 

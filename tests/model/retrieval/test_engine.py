@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,16 @@ def wanted(context: Context, k: int = 50, **filters: Any) -> Query:
 
 def same(ours: Retrieved, theirs: Retrieved) -> bool:
     return ours.post_ids.tobytes() == theirs.post_ids.tobytes() and ours.scores.tobytes() == theirs.scores.tobytes()
+
+
+def test_a_closed_user_tower_leaves_no_thread_and_serves_nobody(encoder: Encoder, contexts: list[Context]) -> None:
+    tower = NativeTower(encoder.towers, threads=3)
+    tower.encode(contexts[:2])
+    running = len(os.listdir("/proc/self/task"))
+    tower.close()
+    assert len(os.listdir("/proc/self/task")) < running
+    with pytest.raises(EngineError, match="closed"):
+        tower.encode(contexts[:1])
 
 
 def test_a_user_tower_with_a_trunk_that_the_kernel_refuses_is_served_by_torch(
