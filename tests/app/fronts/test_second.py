@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.errors import DeadlineExceeded, InternalError
+from app.errors import DeadlineExceeded, InternalError, NotReady
 from app.fronts.remote import RemoteReloads, RemoteService
 from app.http.arms import Arms, is_second
 from app.interface import ranked
@@ -55,6 +55,23 @@ async def test_fronts_know_both_and_hear_of_every_change() -> None:
             assert await answered_by(front, B, 1)
         late = await found.front()
         await until(lambda: "planted" in late.second.reason)  # type: ignore[union-attr]
+
+
+async def test_a_second_checkpoint_that_is_given_up_when_it_is_loaded_is_told_so() -> None:
+    async with linked(
+        FakeEngine(), 1, loader(FakeEngine(3), "v3"), second=loader(FakeEngine(2), "v2"), **GROUPS
+    ) as found:
+        [front], ask = found.fronts, found.fronts[0].uplink.ask
+
+        async def loaded_and_lost(*asked: object) -> None:
+            await ask(*asked)  # type: ignore[arg-type]
+            found.service.second_checkpoint.engine_lost("planted")
+            await until(lambda: holds(front, None))
+
+        front.uplink.ask = loaded_and_lost  # type: ignore[assignment,method-assign]
+        with pytest.raises(NotReady, match="given up") as refused:
+            await RemoteReloads(front).reload(second=True)
+        assert refused.value.retry_after_seconds is not None
 
 
 async def test_where_none_is_configured_there_is_none() -> None:
