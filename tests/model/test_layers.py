@@ -7,6 +7,7 @@ import math
 import torch
 
 from model.layers import activate, attention, ranking_mask, rms_norm, rope_tables, rotate
+from tests.model.builders import random_config, random_ranker
 
 
 def test_rms_norm_scale_is_a_plain_factor() -> None:
@@ -70,3 +71,10 @@ def test_gate_is_the_tanh_gelu_not_erf() -> None:
     assert abs(actual - expected) < 1e-6 < abs(actual - erf)
     assert abs(activate(x, "gelu").item() - erf) < 1e-6
     assert abs(activate(x, "silu").item() - 1.7 / (1 + math.exp(-1.7))) < 1e-6
+
+
+def test_random_weights_differ_from_each_other() -> None:
+    """Equal rows would hide every wrong look-up from the tests that use them."""
+    for name, parameter in random_ranker(random_config()).named_parameters():
+        spread, mean = parameter.std().item(), parameter.mean().item()
+        assert abs(mean - (1.0 if name.endswith("norm") else 0.0)) < spread, name
