@@ -157,7 +157,9 @@ def python_drops(source: str) -> Iterator[Change]:
             first, second = node.args[:2]
             between = text.raw[text.at(first, end=True) : text.at(second)].decode()
             swapped = text.of(second) + between + text.of(first)
-            if ast.dump(first) != ast.dump(second) and not any(isinstance(one, ast.Starred) for one in (first, second)):
+            if ast.dump(first) != ast.dump(second) and not any(
+                isinstance(one, ast.Starred | ast.Yield) for one in (first, second)
+            ):
                 yield text.at(first), text.of(first, second), swapped, "swap", first.lineno
 
     def walk(node: ast.AST) -> Iterator[Change]:

@@ -69,6 +69,7 @@ def admit(self, é, lock):
     finally:
         self.close()
         log.info("é", **self.labels)
+    partial(self.tell, (yield lock))
     for one in zip(self.seen, lock, strict=True):
         await self.tell(*one, later=True, at=1)
     return file
@@ -96,6 +97,12 @@ def test_wiring_that_is_dropped() -> None:
         ("statement", "self.close()", "pass", "self.close()"),
         ("finally", f"self.close() {ends}", "pass", "self.close()"),
         ("statement", ends, "pass", ends),
+        (
+            "statement",
+            passed := "partial(self.tell, (yield lock))",
+            "pass",
+            passed,
+        ),  # swapped it would need its brackets
         ("swap", "self.seen, lock", "lock, self.seen", "for one in zip(self.seen, lock, strict=True):"),
         ("statement", f"{told}(*one, later=True, at=1)", "pass", f"{told}(*one, later=True, at=1)"),
         ("keyword", "later=True,", "", f"{told}(*one, later=True, at=1)"),
