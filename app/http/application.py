@@ -15,10 +15,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from app.errors import InternalError, NotReady
+from app.errors import NotFound, NotReady
 from app.explore.pages import Kept, pages
 from app.http import operations
-from app.http.asgi import Guest, PagesEndpoint
+from app.http.asgi import Guest, PagesEndpoint, split_target
 from app.http.call import Endpoint
 from app.http.explain import ExplainEndpoint
 from app.http.headers import CONTEXT, INFER, RANK
@@ -69,10 +69,10 @@ class Application(dict[tuple[bytes, bytes], Endpoint]):
         self._guest = Guest(self, service.start, self._stop)
 
     def __missing__(self, asked: tuple[bytes, bytes]) -> Endpoint:
-        """Who takes any other request. A path with a query or escapes is looked up without them."""
+        """Who takes any other request. A path with a host, a query or escapes is looked up without them."""
         method, target = asked
         if method == b"POST":
-            path = unquote_to_bytes(target.partition(b"?")[0])
+            path = unquote_to_bytes(split_target(target)[0])
             found = self.get((method, path)) or self._of_one_model(path.decode("latin-1"))
             if found is not None:
                 return found
@@ -180,7 +180,7 @@ def _recorder(
 
 
 async def _not_reached(request: Request) -> Response:
-    raise InternalError
+    raise NotFound  # a line feed behind the path: `$` of Starlette's patterns matches before it
 
 
 def _words(service: Service) -> tuple[Sequence[str], IdKind]:

@@ -18,15 +18,21 @@ Routes = Mapping[tuple[bytes, bytes], Endpoint]
 """Method and request target → who takes the request; there is somebody for every one."""
 
 
+def split_target(target: bytes) -> tuple[bytes, bytes]:
+    """Path and query of a request target; of the absolute form, as to a proxy, without scheme and host."""
+    path, _, query = target.partition(b"?")
+    if not path.startswith(b"/") and b"://" in path:
+        path = b"/" + path.partition(b"://")[2].partition(b"/")[2]
+    return path, query
+
+
 class PagesEndpoint(Endpoint):
     """One request to an ASGI application whose replies are made whole, such as FastAPI's pages."""
 
     def __init__(
         self, app: ASGIApp, recorder: Recorder, method: bytes, target: bytes, max_body_bytes: int = MAX_PAGE_BODY_BYTES
     ) -> None:
-        raw_path, _, query = target.partition(b"?")
-        if b"://" in raw_path:  # the absolute form, as to a proxy
-            raw_path = b"/" + raw_path.partition(b"://")[2].partition(b"/")[2]
+        raw_path, query = split_target(target)
         path = urllib.parse.unquote(raw_path.decode("latin-1"))
         super().__init__(recorder, path, max_body_bytes, method.decode("latin-1"))
         self.app = app

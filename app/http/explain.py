@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from app.budgets import EXPLANATIONS, MAX_EXPLAINED, MAX_EXPLAINED_EVENTS, Budget
 from app.errors import Overloaded
 from app.http.call import Answer, Call, Endpoint, Fields, Reply, TaskCall, timings_ms
-from app.http.headers import BATCH, check_accept
+from app.http.headers import BATCH, by_name, check_accept
 from app.http.observe import Recorder
 from app.http.rank import Ranking, Terms
 from app.http.rank_batch import JSON_HEADER
@@ -58,7 +58,7 @@ class ExplainEndpoint(Endpoint):
 
     def begin(self, headers: Fields, reply: Reply) -> Call:
         """As `Endpoint.begin`."""
-        return ExplainCall(self, dict(headers), reply)
+        return ExplainCall(self, by_name(headers), reply)
 
     def check_room(self) -> None:
         """Raises Overloaded where all places are taken."""

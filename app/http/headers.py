@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from app.errors import InvalidRequest, NotAcceptable, TooLarge, Unauthorized, UnsupportedMediaType
 from app.request.coding import check_coding
@@ -18,11 +18,21 @@ Headers = Mapping[bytes, bytes]
 Wires = Mapping[bytes, Wire]
 
 SCHEME = b"bearer "
+LISTS = {b"accept", b"content-encoding"}
 JSON_TYPES = (JSON, JSON + b";charset=utf-8")
 BATCH: Wires = dict.fromkeys(JSON_TYPES, OBJECTS)
 CONTEXT: Wires = dict.fromkeys(JSON_TYPES, CONTEXTS)
 RANK: Wires = {**BATCH, BINARY: TENSORS}
 INFER: Wires = dict.fromkeys((b"", BINARY, *JSON_TYPES), TENSORS)  # clients of that protocol name no type
+
+
+def by_name(fields: Sequence[tuple[bytes, bytes]]) -> Headers:
+    """Fields by their names, the last one of a name; a list that comes in several fields is one list."""
+    found = dict(fields)
+    if len(found) < len(fields):
+        for name in LISTS & found.keys():
+            found[name] = b", ".join([value for other, value in fields if other == name])
+    return found
 
 
 class KeyRing:
@@ -55,7 +65,7 @@ class KeyRing:
 def wire_of(headers: Headers, wires: Wires) -> Wire:
     """The wire of a body. Raises UnsupportedMediaType."""
     sent = headers.get(b"content-type", b"")
-    found = wires.get(sent) or wires.get(sent.lower().replace(b" ", b"").replace(b'"', b"").rstrip(b";"))
+    found = wires.get(sent) or wires.get(sent.lower().translate(None, b' \t"').rstrip(b";"))
     if found is None or (not sent and b"origin" in headers):  # a page elsewhere may send a body without a type unasked
         raise UnsupportedMediaType
     return found

@@ -17,6 +17,7 @@ from app.http.headers import (
     Headers,
     KeyRing,
     Wires,
+    by_name,
     check_accept,
     check_length,
     is_compressed,
@@ -276,7 +277,7 @@ class RankEndpoint(Endpoint):
 
     def begin(self, headers: Fields, reply: Reply) -> RankCall:
         """As `Endpoint.begin`."""
-        return RankCall(self, dict(headers), reply)
+        return RankCall(self, by_name(headers), reply)
 
 
 class RankCall(Call):

@@ -13,7 +13,7 @@ import orjson
 from app.budgets import Budget, rest_seconds
 from app.errors import Overloaded, ServiceError, TooLarge
 from app.http.call import Answer, Call, Endpoint, Fields, Reply, TaskCall
-from app.http.headers import BATCH, check_accept
+from app.http.headers import BATCH, by_name, check_accept
 from app.http.observe import Recorder
 from app.http.rank import Parsed, Prepared, Ranking, Terms
 from app.http.window import Window
@@ -50,7 +50,7 @@ class BatchEndpoint(Endpoint):
 
     def begin(self, headers: Fields, reply: Reply) -> Call:
         """As `Endpoint.begin`."""
-        return BatchCall(self, dict(headers), reply)
+        return BatchCall(self, by_name(headers), reply)
 
 
 class BatchCall(TaskCall):

@@ -10,7 +10,7 @@ import numpy as np
 
 from app.errors import ServiceError
 from app.http.call import Call, Endpoint, Fields, Reply, timings_ms
-from app.http.headers import BATCH, Headers, at_least_of, check_accept
+from app.http.headers import BATCH, Headers, at_least_of, by_name, check_accept
 from app.http.observe import Recorder
 from app.http.rank import Ranking, Words
 from app.http.rank_batch import JSON_HEADER
@@ -46,7 +46,7 @@ class PostsEndpoint(Endpoint):
 
     def begin(self, headers: Fields, reply: Reply) -> PostsCall:
         """As `Endpoint.begin`."""
-        return self.call(self, dict(headers), reply)
+        return self.call(self, by_name(headers), reply)
 
 
 class PostsCall(Call):

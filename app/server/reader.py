@@ -144,6 +144,8 @@ class Reader:
         parser = self._parser
         method, version = parser.get_method(), parser.get_http_version()
         self._check(method, version)
+        if version == "1.0":  # such a client takes a 100 for the reply
+            self._headers = [field for field in self._headers if field[0] != b"expect"]
         if parser.should_upgrade():
             return  # llhttp would take the body for another protocol: see `_declined`
         self._is_in_body, self._head_bytes = True, 0

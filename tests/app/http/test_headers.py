@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from app.errors import InvalidRequest, NotAcceptable, TooLarge, UnsupportedMediaType
-from app.http.headers import BATCH, INFER, RANK, at_least_of, check_accept, check_length, timeout_seconds_of, wire_of
+from app.http.headers import (
+    BATCH,
+    INFER,
+    RANK,
+    at_least_of,
+    by_name,
+    check_accept,
+    check_length,
+    timeout_seconds_of,
+    wire_of,
+)
 from app.request.wires import BINARY, JSON, OBJECTS, TENSORS
 
 
@@ -38,12 +48,28 @@ def test_accept(accept: bytes, takes_json: bool, takes_binary: bool) -> None:
                 check_accept({b"accept": accept}, media_type)
 
 
+@pytest.mark.parametrize("accepts", [[b"application/json", b"text/html"], [b"text/html", b"application/json"]])
+def test_a_list_in_several_fields_is_one_list(accepts: list[bytes]) -> None:
+    fields = [(b"x-api-key", b"one"), *((b"accept", value) for value in accepts), (b"x-api-key", b"two")]
+    headers = by_name(fields)
+    check_accept(headers, JSON)
+    with pytest.raises(NotAcceptable):
+        check_accept(headers, BINARY)
+    assert (headers[b"accept"], headers[b"x-api-key"]) == (b", ".join(accepts), b"two")
+
+
 def test_a_caller_that_says_nothing_takes_everything() -> None:
     check_accept({}, JSON)
 
 
 @pytest.mark.parametrize(
-    "sent", [b"application/json", b"Application/JSON; Charset=UTF-8", b'application/json; charset="utf-8";']
+    "sent",
+    [
+        b"application/json",
+        b"Application/JSON; Charset=UTF-8",
+        b'application/json; charset="utf-8";',
+        b"application/json;\tcharset=utf-8",
+    ],
 )
 def test_json_is_the_wire_of_its_path(sent: bytes) -> None:
     assert [wire_of({b"content-type": sent}, wires) for wires in (RANK, BATCH, INFER)] == [OBJECTS, OBJECTS, TENSORS]

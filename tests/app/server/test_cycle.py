@@ -363,3 +363,49 @@ def test_upgrades_in_one_read_are_declined_one_after_another(count: int) -> None
         *others, last = statuses(reply)
         assert set(others) == {415}
         assert (len(others), last) == (count, 415) or count > connection.MAX_PIPELINED
+
+
+def status_of(port: int, path: str, method: str = "POST") -> list[int]:
+    request = post("localhost", path, rank_body(1), {"Connection": "close"})
+    return statuses(exchange(port, request.replace(b"POST", method.encode(), 1)))
+
+
+@pytest.mark.parametrize(("path", "status"), [("/rank", 200), ("/rank/fake", 200), ("/rank/none", 404), (INFER, 422)])
+def test_a_target_with_scheme_and_host_is_its_path(path: str, status: int) -> None:
+    with live(FakeEngine()) as server:
+        for target in (path, f"http://localhost{path}", f"HTTP://localhost:80{path}?next=http://b/c"):
+            assert status_of(server.port, target) == [status]
+
+
+def test_what_is_nearly_a_path_is_not_found() -> None:
+    with live(FakeEngine()) as server:
+        for path in ("/rank%0A", "/rank/batch%0A", f"{INFER}%0A", "/x://localhost/rank"):
+            assert status_of(server.port, path) == [404]
+        assert status_of(server.port, "/x://localhost/livez", "GET") == [404]
+        assert status_of(server.port, "http://localhost/livez", "GET") == [200]
+
+
+@pytest.mark.parametrize(("version", "begins"), [(b"1.1", b"HTTP/1.1 100 "), (b"1.0", b"HTTP/1.1 200 ")])
+def test_a_client_of_http_1_0_gets_no_interim_reply(version: bytes, begins: bytes) -> None:
+    head, _, body = rank_request(1, headers={"Expect": "100-continue", "Connection": "close"}).partition(b"\r\n\r\n")
+    with live(FakeEngine()) as server, connect(server.port) as sock:
+        sock.sendall(head.replace(b"HTTP/1.1", b"HTTP/" + version) + b"\r\n\r\n")
+        if version == b"1.1":
+            assert sock.recv(100).startswith(begins)
+            sock.sendall(body)
+        else:
+            sock.sendall(body)
+            assert read_all(sock).startswith(begins)
+
+
+@pytest.mark.parametrize("path", ["/rank", "/rank/batch", "/retrieve", "/recommend"])
+def test_accept_in_two_fields_is_one_list(path: str) -> None:
+    def status_with(*accepts: str) -> list[int]:
+        fields = {"Accept": "\r\nAccept: ".join(accepts), "Connection": "close"}
+        return statuses(
+            exchange(server.port, post("localhost", path, rank_body(1) if path == "/rank" else b"[]", fields))
+        )
+
+    with live(FakeEngine()) as server:
+        assert status_with("application/json, text/html") == status_with("application/json", "text/html") != [406]
+        assert status_with("text/html", "text/*") == [406]
