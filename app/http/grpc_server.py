@@ -17,7 +17,7 @@ from app.budgets import (
     calls_of_a_connection,
     shared_rest_seconds,
 )
-from app.errors import BadRequest, RequestTimeout, ServiceError
+from app.errors import BadRequest, DeadlineExceeded, RequestTimeout, ServiceError
 from app.http.arms import named
 from app.http.headers import Headers, timeout_seconds_of
 from app.http.observe import Recorder
@@ -46,6 +46,7 @@ METHODS = ("ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMe
 ROUTES = tuple(f"/{protobuf.SERVICE}/{name}" for name in METHODS)
 
 GREETING_MS = 5000
+LATE_SECONDS = 0.05  # before its deadline here a call may have ended at that of its caller, whose clock began earlier
 
 Answer = Callable[[Any, "Call"], Awaitable[bytes]]
 
@@ -59,6 +60,7 @@ class Call:
         self.fields: list[tuple[bytes, bytes]] = []
         seconds = context.time_remaining()
         self.seconds: float | None = None if seconds is None else max(0.0, seconds)
+        self.deadline: float | None = None  # of a ranking, as in `Terms`
 
 
 class InferenceServer:
@@ -131,7 +133,8 @@ class InferenceServer:
             try:
                 if name == METHODS[-1]:
                     self.ranking.enter(headers, exchange)  # a caller without a key is not waited for
-                data = await _message(messages, self.patience_seconds)
+                    call.deadline = self.ranking.deadline(call.seconds, timeout_seconds_of(headers))
+                data = await _message(messages, self.patience_seconds, context)
                 reply = await answer(protobuf.read(f"{name}Request", data), call)
                 exchange.status = 200
             except Exception as error:
@@ -180,23 +183,25 @@ class InferenceServer:
     async def _infer(self, request: Any, call: Call) -> bytes:
         ranking, exchange = self.ranking, call.exchange
         wanted = ranking.wanted(call.headers, request.model_name, request.model_version)
-        deadline = ranking.deadline(call.seconds, timeout_seconds_of(call.headers))
         parsed = ranking.decode(lambda vocabulary: protobuf.tensors_of(request, ranking.limits), exchange, wanted)
-        job = ranking.prepare(parsed, TENSORS, deadline, exchange, wanted)
+        job = ranking.prepare(parsed, TENSORS, call.deadline, exchange, wanted)
         result = await ranked(ranking.service, job.ticket, job.context, job.candidates)
         (reply,) = ranking.render(job, result, exchange.stages["parse"], exchange, protobuf.reply)
         call.fields = ranking.headers(job.model, [result], exchange)
         return reply
 
 
-async def _message(messages: AsyncIterator[bytes], seconds: float) -> bytes:
-    """The only message of a call. Raises RequestTimeout and BadRequest."""
+async def _message(messages: AsyncIterator[bytes], seconds: float, context: Any) -> bytes:
+    """The only message of a call. Raises RequestTimeout, DeadlineExceeded and BadRequest."""
     try:
         async with asyncio.timeout(seconds):
             return await anext(messages)
     except TimeoutError:
         raise RequestTimeout from None
     except StopAsyncIteration:
+        left = context.time_remaining()
+        if left is not None and left < LATE_SECONDS:  # the call has ended at its deadline
+            raise DeadlineExceeded from None
         raise BadRequest("The call holds no message, or a longer one than grpc takes.") from None
 
 

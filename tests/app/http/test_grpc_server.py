@@ -411,6 +411,29 @@ def test_a_call_without_a_message_is_a_bad_request(server: RankingServer) -> Non
         assert channel.stream_unary(INFER).future(iter(())).exception(10).code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+def late(seconds: float) -> Iterator[bytes]:
+    time.sleep(seconds)
+    yield message()
+
+
+def test_a_deadline_counts_from_the_headers_as_over_http(server: RankingServer) -> None:
+    with grpc.insecure_channel(address(server)) as channel:
+        for milliseconds, code in (("200", grpc.StatusCode.DEADLINE_EXCEEDED), ("60000", grpc.StatusCode.OK)):
+            asked = channel.stream_unary(INFER).future(late(0.4), metadata=[("x-request-timeout-ms", milliseconds)])
+            assert asked.code() is code
+
+
+def test_a_call_that_ends_at_its_deadline_is_no_bad_request(server: RankingServer, http: httpx.Client) -> None:
+    before = {code: counted(http, code) for code in ("400", "504")}
+    never = threading.Event()
+    with grpc.insecure_channel(address(server)) as channel:
+        asked = channel.stream_unary(INFER).future(iter(never.wait, True), timeout=0.2)
+        assert asked.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        wait_until(lambda: sum(counted(http, code) for code in before) > sum(before.values()))
+        never.set()
+    assert {code: counted(http, code) - count for code, count in before.items()} == {"400": 0, "504": 1}
+
+
 def test_connections_beyond_the_bound_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     fix(monkeypatch, CALL_CONNECTIONS=2)
     with listening(settings=SETTINGS) as server:
