@@ -20,7 +20,7 @@ from tenacity import (
 )
 from tenacity.stop import stop_base
 
-from phoenix_ranker_client.messages import DeadlineExceeded, ServerFault, Unavailable, error_from
+from phoenix_ranker_client.messages import DeadlineExceeded, RequestRefused, ServerFault, Unavailable, error_from
 
 T = TypeVar("T")
 GRACE_SECONDS = 0.05  # the server's own 504 says more than a connection that was closed at the same moment
@@ -102,6 +102,8 @@ class Call(Generic[T]):
             raise Unavailable(0, "no_connection", str(error) or type(error).__name__, self.request_id) from error
         except (httpx.TimeoutException, TimeoutError) as error:
             raise self._too_late("No reply came in time.") from error
+        except (httpx.LocalProtocolError, UnicodeEncodeError) as error:
+            raise RequestRefused(0, "invalid_request", f"A header cannot be sent: {error}", self.request_id) from error
         except httpx.HTTPError as error:
             raise ServerFault(0, "transport", str(error), self.request_id) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -67,6 +68,10 @@ class Calls:
     api_key: str | None = field(repr=False)
     routing_secret: bytes = field(repr=False)
     wire: Wire = "json"
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and not re.fullmatch("[!-~]([ -~]*[!-~])?", self.api_key):
+            raise ValueError("api_key must be printable ASCII without white space around it, such as a line's end")
 
     def context(
         self,
@@ -210,7 +215,7 @@ class Calls:
             headers = headers | {"authorization": f"Bearer {self.api_key}"}
         if requests:
             headers = headers | {"x-routing-key": routing_key(requests[0].user_id, self.routing_secret)}
-        return Call(f"{self.base_url}/{path}", body, parse, timeout_seconds, request_id, headers)
+        return Call(f"{self.base_url.rstrip('/')}/{path}", body, parse, timeout_seconds, request_id, headers)
 
 
 class KnownCalls:
@@ -248,5 +253,5 @@ class KnownCalls:
 def _tensors(request: RankingRequest, request_id: str) -> tuple[bytes, dict[str, str]]:
     try:
         return tensors.write(request)
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError, AttributeError) as error:
         raise RequestRefused(0, "invalid_request", f"The request is no tensors: {error}", request_id) from error

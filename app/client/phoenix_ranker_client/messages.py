@@ -180,7 +180,7 @@ class ContextUnknown(RequestRefused):
 
 
 class Unavailable(RankerError):
-    """No room, not ready, draining, engine down, or no connection. Was tried again as often as time allowed."""
+    """No room, not ready, draining, engine down, no connection, or the request came too slowly. Tried again as time allowed."""
 
 
 class DeadlineExceeded(RankerError):
@@ -198,6 +198,7 @@ def error_from(status: int, body: Any, request_id: str, retry_after_seconds: flo
     """
     body = body if isinstance(body, dict) else {}
     kinds = {
+        408: Unavailable,
         412: ContextUnknown if body.get("code") == "context_unknown" else RequestRefused,
         429: Unavailable,
         502: Unavailable,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
@@ -21,16 +22,16 @@ def write(request: RankingRequest) -> tuple[bytes, dict[str, str]]:
     """A request's body and the headers that it needs. Raises ValueError, TypeError or OverflowError for what is no such number."""
     candidates, history = request.candidates, request.history if request.context is None else ()
     columns: dict[str, tuple[str, Sequence[Any]]] = {
-        "candidates.post_id": ("UINT64", [int(candidate.post_id) for candidate in candidates]),
-        "candidates.author_id": ("UINT64", [int(candidate.author_id) for candidate in candidates]),
+        "candidates.post_id": ("UINT64", [_id(candidate.post_id) for candidate in candidates]),
+        "candidates.author_id": ("UINT64", [_id(candidate.author_id) for candidate in candidates]),
         "candidates.product_surface": ("INT64", [candidate.product_surface for candidate in candidates]),
         "candidates.created_at": ("INT64", [candidate.created_at for candidate in candidates]),
     }
     if request.context is None:
         columns |= {
-            "user_id": ("UINT64", [int(request.user_id)]),
-            "history.post_id": ("UINT64", [int(event.post_id) for event in history]),
-            "history.author_id": ("UINT64", [int(event.author_id) for event in history]),
+            "user_id": ("UINT64", [_id(request.user_id)]),
+            "history.post_id": ("UINT64", [_id(event.post_id) for event in history]),
+            "history.author_id": ("UINT64", [_id(event.author_id) for event in history]),
             "history.product_surface": ("INT64", [event.product_surface for event in history]),
             "history.dwell_time": ("FP32", [min(event.dwell_time, MAX_SECONDS) for event in history]),
         }
@@ -38,7 +39,7 @@ def write(request: RankingRequest) -> tuple[bytes, dict[str, str]]:
     parameters: dict[str, Any] = {"binary_data_output": True}
     names = list(dict.fromkeys([*(action for event in history for action in event.actions), *(request.weights or ())]))
     if names or request.weights is not None:
-        parameters["actions"] = ",".join(names)
+        parameters["actions"] = _joined(names)
         if request.context is None:
             columns["history.actions"] = ("FP32", _matrix(request, names))
             shapes["history.actions"] = [len(history), len(names)]
@@ -49,7 +50,7 @@ def write(request: RankingRequest) -> tuple[bytes, dict[str, str]]:
         if (value := getattr(request, name)) is not None:
             parameters[name] = value
     if request.actions_wanted is not None:
-        parameters["actions_wanted"] = ",".join(request.actions_wanted)
+        parameters["actions_wanted"] = _joined(request.actions_wanted)
     inputs, data = [], []
     for name, (datatype, values) in columns.items():
         data.append(_little(array(CODES[datatype], values)).tobytes())
@@ -105,6 +106,19 @@ def _matrix(request: RankingRequest, names: Sequence[str]) -> list[float]:
             value = event.actions[action] if isinstance(event.actions, Mapping) else 1.0
             cells[row * len(names) + places[action]] = value
     return cells
+
+
+def _id(value: int | str) -> int:
+    """An id as a number. Raises ValueError or TypeError for what is none in JSON either: a fraction, a sign, white space."""
+    if isinstance(value, str | bool) and str(int(value)) != str(value):
+        raise ValueError("an id must be an integer, or its decimal string without leading zeros")
+    return operator.index(int(value) if isinstance(value, str) else value)
+
+
+def _joined(names: Sequence[str]) -> str:
+    if any(not name or "," in name for name in names):
+        raise ValueError("a name must not be empty, and have no comma")
+    return ",".join(names)
 
 
 def _rows(values: Sequence[float], width: int, count: int) -> list[list[float]]:

@@ -99,6 +99,7 @@ def test_a_call_names_itself_and_its_deadline() -> None:
     [
         refusal(429, "overloaded"),
         refusal(503, "not_ready"),
+        refusal(408, "request_timeout"),
         httpx.ConnectError("no"),
         httpx.ReadError("cut"),
         httpx.Response(502, text="<html>"),  # a balancer's: the process died
@@ -312,6 +313,21 @@ def test_what_no_body_can_hold_is_refused_unsent(wire: str) -> None:
     assert (caught.value.request_id, seen) == ("page-7", [])
 
 
+@pytest.mark.parametrize("key", ["secret\n", " secret", "secret\u00e9", ""])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(ValueError, match="api_key must be") as caught:
+        RankerClient("http://test", api_key=key)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("request_id", ["page\n7", "page\u00e9"])
+def test_a_name_that_no_header_can_hold_is_refused(request_id: str) -> None:
+    with listening() as server, RankerClient(f"http://127.0.0.1:{port_of(server)}/") as client:
+        with pytest.raises(RequestRefused):
+            client.rank(1, CANDIDATES, request_id=request_id)
+        assert client.rank(1, CANDIDATES, request_id="page-7").model_name == "fake"  # with a slash behind the address
+
+
 def test_a_batch_of_nothing_has_no_routing_key() -> None:
     client, seen = scripted(refusal(422, "invalid_request"))
     with pytest.raises(RequestRefused):
@@ -411,6 +427,10 @@ def test_errors_of_the_binary_wire_are_those_of_json() -> None:
             (7, CANDIDATES, {"weights": {"zq9marker": 1}}),
             (-7, CANDIDATES, {}),
             ("x", CANDIDATES, {}),
+            *[(wrong, CANDIDATES, {}) for wrong in ("+7", " 7", "07", 7.0, True)],
+            (7, [Candidate(90.7, 7)], {}),
+            (7, CANDIDATES, {"actions_wanted": ["favorite,reply"]}),
+            (7, CANDIDATES, {"actions_wanted": [""]}),
         ):
             with pytest.raises(RankerError) as caught:
                 await client.rank(user, candidates, **options)
