@@ -233,6 +233,9 @@ class RankingService:
 
     def _worker(self, model: ServedModel) -> Worker[RankJob]:
         """Who serves this very model. Raises NotReady where it is gone."""
+        current = self.versions.current
+        if current is not None and current.model.served is model:
+            return current  # nearly always: no look into another file
         worker = self.versions.find(model) or self.second_checkpoint.versions.find(model)
         if worker is None:
             raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
