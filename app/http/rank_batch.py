@@ -62,6 +62,7 @@ class BatchCall(TaskCall):
 
     def open(self) -> None:
         """As `TaskCall.open`."""
+        self.exchange.is_named_by_caller = True  # or not at all: the name of one of its requests is not the batch's
         self._terms = self._endpoint.ranking.open(self.headers, self.exchange, BATCH)
         check_accept(self.headers, JSON)
 

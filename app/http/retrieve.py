@@ -8,7 +8,8 @@ from abc import abstractmethod
 
 import numpy as np
 
-from app.errors import ServiceError
+from app.errors import CorpusNotLoaded, ServiceError
+from app.http.arms import HEADER
 from app.http.call import Call, Endpoint, Fields, Reply, timings_ms
 from app.http.headers import BATCH, Headers, at_least_of, by_name, check_accept
 from app.http.observe import Recorder
@@ -106,6 +107,8 @@ class PostsCall(Call):
             self._model = own
             models = self._models()
             typed = read_posts(body, self.ranking.limits, models)
+        if models[0].vocabulary.ids != models[-1].vocabulary.ids:
+            raise CorpusNotLoaded("No corpus is served whose ids are of the same kind as the ranking model's.")
         posts, history = typed.posts, typed.history_length
         exchange.candidates += posts
         exchange.history += history
@@ -161,6 +164,12 @@ class RetrieveCall(PostsCall):
 
     __slots__ = ()
 
+    def _open(self) -> None:
+        self.headers = {
+            name: value for name, value in self.headers.items() if name != HEADER
+        }  # no ranking model answers
+        super()._open()
+
     def _go_on(self) -> None:
         began, posts, request = time.perf_counter(), self._found.posts, self._request
         used = self._found.history_used
@@ -206,7 +215,8 @@ class RecommendCall(PostsCall):
             asyncio.get_running_loop().call_soon(self._prepare)  # while the forward runs
         else:
             widths = config.actions, config.actions, config.continuous_actions
-            self._write(Scores(*(np.empty((0, width), np.float32) for width in widths)), cached=False)
+            nothing = Scores(*(np.empty((0, width), np.float32) for width in widths))
+            self._write(nothing, cached=False, handle=request.handle or "")
 
     def _prepare(self) -> None:
         """What the reply says whatever the scores are; a second time does nothing."""

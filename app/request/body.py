@@ -79,9 +79,9 @@ class Body:
 
     @property
     def posts(self) -> int:
-        """How many posts are to be retrieved."""
+        """How many posts are to be retrieved; what is no such number costs as much as none."""
         k = self.value.get("k")
-        return k if type(k) is int else DEFAULT_K
+        return k if type(k) is int and k > 0 else DEFAULT_K
 
     @property
     def history_length(self) -> int:

@@ -230,7 +230,7 @@ class RetrieveReply(Reply, kw_only=True):
     model: Annotated[ModelVersion, about("The retrieval checkpoint.")]
     corpus: Annotated[CorpusVersion, about("What was searched.")]
     posts: Annotated[list[RetrievedPost], about("Best first; none where the filters leave none.")]
-    visible: Annotated[int, about("Posts that the filters left.")]
+    visible: Annotated[int, about("Posts that the filters left, but for `min_score`.")]
     timings_ms: Annotated[RetrieveTimings, about("Where the time went.")]
 
 
@@ -261,7 +261,7 @@ class RecommendReply(Reply, kw_only=True):
     corpus: Annotated[CorpusVersion, about("What was searched.")]
     actions: Annotated[list[str], about("Names of the probability columns.")]
     candidates: Annotated[list[RecommendedPost], about("Best first.")]
-    visible: Annotated[int, about("Posts that the filters left.")]
+    visible: Annotated[int, about("Posts that the filters left, but for `min_score`.")]
     timings_ms: Annotated[RecommendTimings, about("Where the time went.")]
 
 

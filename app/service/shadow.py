@@ -27,6 +27,7 @@ from weights.agreement import agreement, score_weights
 Pair = tuple[Worker[RankJob], Worker[RankJob]]  # the first checkpoint's and the second's
 MAX_WAIT_SECONDS = 1.0  # for a moment without requests, until a request that waits is dropped
 READ_ALIKE = ("history_length", "product_surfaces", "post_age_granularity_minutes", "post_age_buckets")
+WORDS = ("action_names", "ids")
 
 log = structlog.get_logger("app.service.shadow")
 
@@ -110,7 +111,7 @@ class Shadow:
         if pair != self._pair:
             one, other = (worker.model.served.manifest for worker in pair)
             differing = [name for name in READ_ALIKE if getattr(one.config, name) != getattr(other.config, name)]
-            differing += ["action_names"] if one.action_names != other.action_names else []
+            differing += [name for name in WORDS if getattr(one, name) != getattr(other, name)]
             self._pair, self.reason = pair, ""
             if differing:
                 self.reason = (

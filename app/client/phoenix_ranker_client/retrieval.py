@@ -48,7 +48,7 @@ class RetrievedPost:
 
 @dataclass(frozen=True, slots=True)
 class Retrieval(Reply):
-    """The best posts, best first. `visible`: how many the filters left; `corpus`: `name`, `version`, `posts`, `changes`."""
+    """The best posts, best first. `visible`: how many the filters but `min_score` left; `corpus`: `name`, `version`, `posts`, `changes`."""
 
     ROWS = "posts", RetrievedPost
     model_name: str

@@ -83,6 +83,15 @@ def test_an_item_that_fails_carries_its_own_problem(client: TestClient, bare: bo
     assert [results[place]["candidates"] for place in (0, 4)] == alone
 
 
+@pytest.mark.parametrize("name", [None, "the-batch"])
+def test_a_batch_has_no_name_of_one_of_its_requests(client: TestClient, name: str | None) -> None:
+    items = [good(request_id="one"), good(request_id="two")]
+    reply = client.post("/rank/batch", json=items, headers={} if name is None else {"X-Request-ID": name})
+    assert [result["request_id"] for result in reply.json()] == ["one", "two"]
+    assert reply.headers["x-request-id"] not in ("one", "two")
+    assert name in (None, reply.headers["x-request-id"])
+
+
 def test_a_whole_batch_may_fail_one_by_one(client: TestClient) -> None:
     reply = client.post("/rank/batch", json=[{}, {}])
     assert reply.status_code == 200

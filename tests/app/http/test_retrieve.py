@@ -168,6 +168,23 @@ def test_filters(client: TestClient) -> None:
     assert {tuple(post["topics"]) for post in everything} == {(), ("sport",), ("news",), ("art",)}
 
 
+def test_what_is_visible_does_not_depend_on_the_least_score_as_docs_say(client: TestClient) -> None:
+    content = client.post("/retrieve", json=asked(k=400, exclude_history=False, min_score=0.1)).json()
+    assert 0 < len(content["posts"]) < content["visible"] == 299
+    schemas = client.get("/openapi.json").json()["components"]["schemas"]
+    told = [schema["properties"]["visible"]["description"] for schema in schemas.values() if "visible" in str(schema)]
+    assert len(told) == 2
+    assert all("min_score" in description for description in told)
+
+
+@pytest.mark.parametrize(("path", "status"), [("/retrieve", 200), ("/recommend", 404)])
+def test_a_version_names_a_ranking_model_and_is_read_where_one_answers(
+    client: TestClient, path: str, status: int
+) -> None:
+    no_ranker = {"X-Model-Version": "of-the-towers"}
+    assert client.post(path, json=asked(), headers=no_ranker).status_code == status
+
+
 def test_k_is_a_prefix(client: TestClient) -> None:
     most = posts_of(client, k=299)
     for k in (1, 2, 63, 200):
@@ -286,6 +303,12 @@ def test_by_the_handle_of_a_context_the_reply_is_the_same(client: TestClient, pa
     assert named | {"timings_ms": 0} == whole | {"timings_ms": 0, "context": handle}
 
 
+def test_a_handle_is_named_though_nothing_was_ranked(client: TestClient) -> None:
+    handle = client.post("/context", json=asked()).json()["context"]
+    reply = client.post("/recommend", json={"context": handle, "topics": []})
+    assert (reply.json()["candidates"], reply.json()["context"], reply.headers["x-context"]) == ([], handle, handle)
+
+
 WRONG: list[tuple[dict[str, Any], int, str]] = [
     ({"user_id": ...}, 422, "user_id: is required"),
     ({"user_id": -1}, 422, "user_id: must be an unsigned"),
@@ -353,6 +376,17 @@ def test_a_refused_or_answered_request_leaves_no_place_taken(
     for changes in ({}, {"topics": []}, {"user_id": 0, "history": []}, {"k": 0}, {"exclude": [-1]}):
         client.post("/recommend", json=asked(**changes))
     assert (running[1].admission.requests, running[1].admission.candidates) == (0, 0)
+
+
+def test_less_than_no_post_gives_a_key_nothing_of_its_rate_back(tmp_path: Path) -> None:
+    keys = {"caller": SecretStr(hashlib.sha256(b"secret").hexdigest())}
+    settings = Settings(auth=Auth(keys=keys), queue=Queue(key_candidates_per_second=10.0))
+    with served(settings=settings, retrieval=retrieving.loader(tmp_path)) as (client, service):
+        client.headers["X-API-Key"] = "secret"
+        assert client.post("/recommend", json=asked(k=100)).status_code == 200
+        assert client.post("/recommend", json=asked(k=-(2**40))).status_code != 200
+        assert client.post("/recommend", json=asked(k=100)).status_code == 429
+        assert service.admission.offered.forwards_per_second(service.clock()) > 0
 
 
 def test_a_deadline_that_has_passed(client: TestClient) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -20,7 +21,7 @@ from model.ranking import combine
 from tests.app import retrieving
 from tests.app.request.test_text_ids import CONFIG, TEXTS, WORDS
 from tests.app.serving import served
-from weights.text_ids import text_id
+from weights.text_ids import IdKind, text_id
 
 USER = {"user_id": TEXTS["user_id"], "history": TEXTS["history"]}
 
@@ -70,6 +71,17 @@ def test_posts_come_with_their_texts(client: TestClient) -> None:
     alone = client.post("/rank", json=USER | {"candidates": candidates}).json()["candidates"]
     scores = {post["post_id"]: post["score"] for post in alone}
     assert {post["post_id"]: post["score"] for post in ranked} == scores
+
+
+@pytest.mark.parametrize(("ranker", "posts"), [("text", "uint64"), ("uint64", "text")])
+def test_posts_are_not_ranked_by_a_model_of_other_ids(tmp_path: Path, ranker: IdKind, posts: IdKind) -> None:
+    event = {"post_id": "1", "author_id": "1"}
+    with served(None, Settings(), retrieving.loader(tmp_path, ids=posts), "v1", ACTIONS, ranker) as (client, service):
+        for user_id in ("5", "u:5", 5):
+            reply = client.post("/recommend", json={"user_id": user_id, "history": [event]})
+            assert (reply.status_code, reply.json()["code"]) == (503, "corpus_not_loaded")
+        assert not service.admission.requests
+        assert client.post("/retrieve", json={"user_id": "5", "history": [event]}).status_code == 200
 
 
 def test_a_change_brings_a_text(running: tuple[TestClient, RankingService]) -> None:

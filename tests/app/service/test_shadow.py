@@ -301,11 +301,14 @@ async def test_both_may_be_swapped_while_requests_come() -> None:
         assert new.forwards == [[3]]
 
 
-async def test_one_that_reads_requests_otherwise_shadows_nothing_and_says_why() -> None:
-    async with both(FakeEngine(), loader(FakeEngine(2), "v2", ("like", "reply", "report"))) as service:
+@pytest.mark.parametrize(
+    ("differs", "words"), [("action_names", (("like", "reply", "report"),)), ("ids", (ACTIONS, "text"))]
+)
+async def test_one_that_reads_requests_otherwise_shadows_nothing_and_says_why(differs: str, words: Any) -> None:
+    async with both(FakeEngine(), loader(FakeEngine(2), "v2", *words)) as service:
         assert right(await rank(service, 1), 1)
         await asyncio.sleep(0.05)
-        assert "action_names" in service.second.reason
+        assert f"({differs})" in service.second.reason
         assert results(service) == {}
 
 
