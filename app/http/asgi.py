@@ -34,6 +34,8 @@ class PagesEndpoint(Endpoint):
     ) -> None:
         raw_path, query = split_target(target)
         path = urllib.parse.unquote(raw_path.decode("latin-1"))
+        if path.endswith("\n"):  # the `$` of a route matches before it
+            path = raw_path.decode("latin-1")
         super().__init__(recorder, path, max_body_bytes, method.decode("latin-1"))
         self.app = app
         self.scope: Scope = {

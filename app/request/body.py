@@ -63,7 +63,8 @@ class Body:
     @property
     def reply(self) -> Any:
         """As in `Request`."""
-        return self.value.get("reply")
+        reply = self.value.get("reply")
+        return reply if type(reply) is str else None  # tensors alone are asked for by a map
 
     @property
     def user_id(self) -> int | str:

@@ -7,7 +7,7 @@ import hashlib
 import re
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import httpx
@@ -17,6 +17,7 @@ from phoenix_ranker_client import tensors
 from phoenix_ranker_client.call import Call
 from phoenix_ranker_client.messages import (
     Candidate,
+    ContextUnknown,
     Event,
     Explanation,
     Id,
@@ -102,7 +103,7 @@ class Calls:
     ) -> Call[Ranking]:
         """Rank one user's candidates; `options` are the other fields of RankingRequest. Raises RankerError."""
         request = RankingRequest(user_id, candidates, history, **options)
-        if self.wire == "json":
+        if self.wire == "json" or not tensors.can_carry(request):
             return self._json("rank", request.to_json(), [request], Ranking.from_json, timeout_seconds, request_id)
         request_id = request_id or uuid.uuid4().hex
         body, headers = _tensors(request, request_id)
@@ -124,8 +125,27 @@ class Calls:
 
         The call goes where the first request's user is cached: put one user's requests together.
         """
-        body = {"requests": [request.to_json() for request in requests]}
-        return self._json("rank/batch", body, requests, batch_results, timeout_seconds, request_id)
+
+        def sent(some: Sequence[RankingRequest], read: Callable[[Any], T], seconds: float, name: str | None) -> Call[T]:
+            body = {"requests": [request.to_json() for request in some]}
+            return self._json("rank/batch", body, some, read, seconds, name)
+
+        def read(reply: dict[str, Any]) -> list[Ranking | RankerError]:
+            results = batch_results(reply)
+            unknown = {place: error for place, error in enumerate(results) if isinstance(error, ContextUnknown)}
+            if not unknown:
+                return results
+            whole = [replace(requests[place], context=None) for place in unknown]
+
+            def merged(reply: dict[str, Any]) -> list[Ranking | RankerError]:
+                found = dict(zip(unknown, batch_results(reply), strict=True))
+                return [found.get(place, result) for place, result in enumerate(results)]
+
+            call.make_whole = lambda seconds: sent(whole, merged, seconds, call.request_id)
+            raise next(iter(unknown.values()))
+
+        call = sent(requests, read, timeout_seconds, request_id)
+        return call
 
     @_whole_where_unknown
     def explain(

@@ -35,13 +35,13 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class RankingRequest:
     """One user's request. `history` runs oldest → newest; None leaves the service's default. `context`: a handle that the service gave for
-    this user and history, and that is sent in their place."""
+    this user and history, and that is sent in their place. `weights`: by action, or the name of published ones."""
 
     user_id: Id
     candidates: Sequence[Candidate]
     history: Sequence[Event] = ()
     impression_ts: int | None = None
-    weights: Mapping[str, float] | None = None
+    weights: Mapping[str, float] | str | None = None
     top_k: int | None = None
     actions_wanted: Sequence[str] | None = None
     context: str | None = None

@@ -23,7 +23,7 @@ class RetrievalRequest:
     min_score: float | None = None
     max_age_seconds: int | None = None
     impression_ts: int | None = None
-    weights: Mapping[str, float] | None = None
+    weights: Mapping[str, float] | str | None = None
     top_k: int | None = None
     actions_wanted: Sequence[str] | None = None
     context: str | None = None

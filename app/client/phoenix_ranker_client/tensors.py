@@ -18,6 +18,13 @@ CODES = {"UINT64": "Q", "INT64": "q", "FP32": "f", "FP64": "d"}
 MAX_SECONDS = 1e30  # a dwell time beyond it is cut off anyway, and fits a float32
 
 
+def can_carry(request: RankingRequest) -> bool:
+    """Whether no id is a text."""
+    posts: list[Any] = [*request.candidates, *request.history]
+    ids = [request.user_id, *(value for post in posts for value in (post.post_id, post.author_id))]
+    return all(not isinstance(value, str) or value.isdecimal() for value in ids)
+
+
 def write(request: RankingRequest) -> tuple[bytes, dict[str, str]]:
     """A request's body and the headers that it needs. Raises ValueError, TypeError or OverflowError for what is no such number."""
     candidates, history = request.candidates, request.history if request.context is None else ()
@@ -37,15 +44,18 @@ def write(request: RankingRequest) -> tuple[bytes, dict[str, str]]:
         }
     shapes = {name: [len(values)] for name, (_, values) in columns.items()}
     parameters: dict[str, Any] = {"binary_data_output": True}
-    names = list(dict.fromkeys([*(action for event in history for action in event.actions), *(request.weights or ())]))
-    if names or request.weights is not None:
+    weights = None if isinstance(request.weights, str) else request.weights
+    names = list(dict.fromkeys([*(action for event in history for action in event.actions), *(weights or ())]))
+    if names or weights is not None:
         parameters["actions"] = _joined(names)
         if request.context is None:
             columns["history.actions"] = ("FP32", _matrix(request, names))
             shapes["history.actions"] = [len(history), len(names)]
-    if request.weights is not None:
-        columns["weights"] = ("FP64", [request.weights.get(name, 0.0) for name in names])
+    if weights is not None:
+        columns["weights"] = ("FP64", [weights.get(name, 0.0) for name in names])
         shapes["weights"] = [len(names)]
+    elif request.weights is not None:
+        parameters["weights"] = request.weights
     for name in ("top_k", "impression_ts", "context"):
         if (value := getattr(request, name)) is not None:
             parameters[name] = value

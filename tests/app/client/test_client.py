@@ -37,7 +37,8 @@ from phoenix_ranker_client import (
 
 from app.http.application import create_app
 from app.settings import Settings
-from tests.app.fakes import FakeEngine, running
+from loadtest.soak.fake_engine import ACTIONS
+from tests.app.fakes import FakeEngine, loader, running_on
 from tests.app.serving import listening, port_of
 from tests.reliability.live import wait_until
 
@@ -344,11 +345,11 @@ def test_no_log_line_holds_the_user_id(caplog: pytest.LogCaptureFixture) -> None
     assert str(user) not in caplog.text
 
 
-def in_process(main: Callable[[AsyncRankerClient], Any], **options: Any) -> Any:
-    """Run with a client of the real application around a fake engine."""
+def in_process(main: Callable[[AsyncRankerClient], Any], load: Any = None, **options: Any) -> Any:
+    """Run with a client of the real application around a fake engine, or what this loads."""
 
     async def run() -> Any:
-        async with running(FakeEngine()) as service:
+        async with running_on(load or loader(FakeEngine())) as service:
             http = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(Settings(), service)))
             async with AsyncRankerClient("http://test", http=http, **options) as client:
                 return await main(client)
@@ -377,7 +378,10 @@ WEIGHED = {"weights": {"favorite": 1, "report": -2.5}, "actions_wanted": ["reply
 DATED = {"impression_ts": 1780000000, "top_k": 1}
 
 
-@pytest.mark.parametrize("options", [{}, WEIGHED | DATED, {"weights": {}, "actions_wanted": []}])
+NAMED = {"weights": "x-2026-09"}
+
+
+@pytest.mark.parametrize("options", [{}, WEIGHED | DATED, NAMED, {"weights": {}, "actions_wanted": []}])
 @pytest.mark.parametrize("history", [HISTORY, [], [Event("9", 1, (), 2, 1e300)]])
 def test_both_wires_give_the_same_ranking(options: dict[str, Any], history: list[Event]) -> None:
     async def main(client: AsyncRankerClient) -> Ranking:
@@ -439,6 +443,17 @@ def test_errors_of_the_binary_wire_are_those_of_json() -> None:
 
     for one, other in zip(in_process(main), in_process(main, wire="binary"), strict=True):
         assert (type(one), one.code) == (type(other), other.code)
+
+
+@pytest.mark.parametrize("wire", ["json", "binary"])
+def test_texts_are_ids_on_either_wire(wire: str) -> None:
+    candidates = [Candidate("post:1", "author:1"), Candidate("2", "author:2")]
+
+    async def main(client: AsyncRankerClient) -> Ranking:
+        return await client.rank("user:7", candidates, [Event("post:3", "author:1", ["favorite"])])
+
+    ranking = in_process(main, loader(FakeEngine(), "v1", ACTIONS, "text"), wire=wire)
+    assert [candidate.post_id for candidate in ranking.candidates] == ["post:1", "2"]
 
 
 @BOTH
@@ -520,6 +535,31 @@ def test_every_call_of_a_context_is_sent_whole_where_it_is_unknown() -> None:
                 assert asked.keys() - again.keys() == {"context"}
 
     asyncio.run(main())
+
+
+def test_the_unknown_contexts_of_a_batch_are_sent_whole_and_no_others() -> None:
+    unknown, wrong = (
+        {"error": {"status": status, "code": code}} for status, code in ((412, "context_unknown"), (422, "x"))
+    )
+    first, second = GOOD | {"history_used": 1}, GOOD | {"history_used": 2}
+    replies = ([first, unknown, wrong, unknown], [second, wrong], [first, second])
+    client, seen = scripted(*(httpx.Response(200, json={"results": results}) for results in replies))
+    requests = [RankingRequest(user, CANDIDATES, HISTORY, context=FIRST) for user in range(4)]
+    results = client.rank_batch(requests, timeout_seconds=5, request_id="page")
+    assert [getattr(result, "history_used", type(result)) for result in results] == [
+        1,
+        2,
+        RequestRefused,
+        RequestRefused,
+    ]
+    asked, again = (orjson.loads(request.content)["requests"] for request in seen)
+    assert [body.get("context") for body in asked] == [FIRST] * 4
+    assert again == [RankingRequest(user, CANDIDATES, HISTORY).to_json() for user in (1, 3)]
+    assert {request.headers["x-request-id"] for request in seen} == {"page"}
+    deadlines = [int(request.headers["x-request-timeout-ms"]) for request in seen]
+    assert deadlines[1] <= deadlines[0] <= 5000, "one for both"
+    assert [result.history_used for result in client.rank_batch(requests[:2])] == [1, 2]
+    assert len(seen) == 3, "where all are known nothing is sent again"
 
 
 def test_a_handle_alone_is_not_sent_whole_and_says_what_it_is() -> None:

@@ -158,6 +158,11 @@ OTHER: dict[str, tuple[str, str, bytes, dict[str, str], int, str]] = {
     "gzip bomb, batch": ("POST", "/rank/batch", BOMB, JSON | {"content-encoding": "gzip"}, 413, "too_large"),
     "gzip bomb, tensors": ("POST", INFER, BOMB, {"content-encoding": "gzip"}, 413, "too_large"),
     "accept": ("POST", "/rank", json.dumps(good()).encode(), JSON | {"accept": "text/html"}, 406, "not_acceptable"),
+    "reply as a map, accept": (
+        "POST", "/rank", json.dumps(good(reply={MARK: 1})).encode(), JSON | {"accept": "application/json"}, 422, "invalid_request",
+    ),
+    "a line feed behind a page": ("GET", "/metrics%0A", b"", {}, 404, "not_found"),
+    "a line feed behind a probe": ("GET", "/livez%0A", b"", {}, 404, "not_found"),
     "accept, batch": ("POST", "/rank/batch", b"[]", JSON | {"accept": "text/html"}, 406, "not_acceptable"),
     "accept, tensors": ("POST", INFER, TENSORS, {"accept": "application/octet-stream"}, 406, "not_acceptable"),
     "another model": ("POST", f"/v2/models/{MARK}/infer", TENSORS, {}, 404, "not_found"),
