@@ -102,11 +102,11 @@ def named(calls: Sequence[Call], first: int) -> list[Call]:
 
 
 def plain(answer: Answer) -> Any:
-    """A reply without what is new in each."""
+    """A reply without what is new in each, or after each reload, as handles of contexts are."""
     content = orjson.loads(answer.body)
     if isinstance(content, list):  # of a batch
         return content
-    return {name: value for name, value in content.items() if name not in ("timings_ms", "request_id")}
+    return {name: value for name, value in content.items() if name not in ("timings_ms", "request_id", "context")}
 
 
 async def learn(target: Target, bodies: Sequence[bytes]) -> Known:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import sys
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -96,6 +100,68 @@ def test_all_that_wait_at_the_close_are_taken(in_a_turn: int, monkeypatch: pytes
         with knocking(listener.socket.getsockname()):
             await listener.close()
             assert Counting.begun == WAITING
+
+    run(go())
+
+
+class Greeting(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.write(b"!")  # type: ignore[attr-defined]
+        transport.close()
+
+
+def connect_until_refused(address: Any, ends: Counter[str]) -> None:
+    """A client every millisecond; how each of them ended."""
+    clients = []
+    with suppress(ConnectionRefusedError):
+        while True:
+            clients.append(socket.create_connection(address, timeout=5))
+            time.sleep(0.001)
+    for client in clients:
+        with client:
+            try:
+                ends["greeted" if client.recv(1) else "closed"] += 1
+            except ConnectionResetError:
+                ends["reset"] += 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs SO_ATTACH_FILTER")
+@pytest.mark.parametrize("attach", [module.SO_ATTACH_FILTER, 0x7FFF], ids=["as it is", "control"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_who_connects_between_the_last_accept_and_the_end_is_not_reset(
+    host: str, attach: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SO_ATTACH_FILTER", attach)
+
+    async def go() -> None:
+        listener = Listener(host, 0, backlog=1024, protocol=Greeting)
+        listener.start()
+        address, ends = listener.socket.getsockname()[:2], Counter[str]()
+        clients = threading.Thread(target=connect_until_refused, args=(address, ends))
+        clients.start()
+        await asyncio.sleep(0.1)
+        accept = listener._accept
+        monkeypatch.setattr(listener, "_accept", lambda: accept() or time.sleep(0.02))  # the process has to wait here
+        await listener.close()
+        await asyncio.to_thread(clients.join)
+        assert ends["greeted"] > 8
+        assert (ends["reset"] + ends["closed"] > 0) == (attach != 26), ends
+
+    run(go())
+
+
+def test_a_front_accepts_on_the_socket_that_another_one_has_left() -> None:
+    async def go() -> None:
+        first = Listener("127.0.0.1", 0, backlog=128, protocol=Greeting)
+        left = first.socket.dup()
+        first.start()
+        await first.close()
+        second = Listener("127.0.0.1", 0, backlog=128, protocol=Counting, given=left)
+        second.start()
+        with knocking(second.socket.getsockname(), 1):
+            await turns(8)
+            assert Counting.begun == 1
+        await second.close()
 
     run(go())
 
