@@ -19,6 +19,7 @@ MAX_HEADER_BYTES = 32_768  # of all headers of a request
 EXCLUDED_IDS = 2**20  # post ids that all searches which wait exclude, by name or as history
 CHANGES = 4  # of posts that wait or are made: they are made one by one
 SCAN_REQUESTS = 32  # searches that share one scan of the corpus
+TOPIC_FILTERS = 32  # `model.retrieval.corpus.KEPT_TOPICS`, a bit a post for each
 USER_VECTOR_BYTES = 16 * 2**20  # of user vectors seen before
 EXPLANATIONS = 1  # computed at once, so that they never crowd out ranking
 MAX_EXPLAINED = 32  # candidates of one request
@@ -97,7 +98,7 @@ def _retrieval_bytes(settings: Settings, towers: ModelConfig, posts: int, token:
     """Of searches: contexts and excluded ids of those that wait, the rows that a batch may see, what is found, user vectors seen before."""
     batch = SCAN_REQUESTS
     waiting = (settings.queue.max_requests // 4 + batch) * (REQUEST_BYTES + (1 + towers.history_length) * token)
-    masks = (batch * posts) // 8 + 2 * posts
+    masks = (batch + TOPIC_FILTERS) * posts // 8 + 2 * posts
     found = (
         batch + 2
     ) * settings.limits.max_retrieved + settings.queue.max_candidates  # and rendered, and waiting for their scores

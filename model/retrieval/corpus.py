@@ -12,6 +12,7 @@ from model.inputs import Ids
 from model.retrieval.inputs import Filters, NewPosts
 from model.retrieval.search import WORD_ROWS, Bits, Index, bits_of, mask_of
 
+KEPT_TOPICS = 32  # filters by topics whose rows a segment remembers: a bit a row for each
 ROWS_PER_STEP = 65536  # how many vectors are looked at at once
 TEXT_END = b"\xff"  # fills up a text in a row of bytes; UTF-8 never has it
 
@@ -106,16 +107,15 @@ class Segment:
         self.corpus = corpus
         self.index = index
         self.shown: Bits = bits_of(~corpus.hidden)
-        self._topic_bits: dict[str, Bits] = {}
+        names = () if corpus.topics is None else corpus.topic_names
+        self._topic_places = {name: place for place, name in enumerate(names)}
+        self._topic_bits: dict[tuple[int, ...], Bits] = {}  # the latest is the last
 
     def visible(self, filters: Filters) -> Bits:
         """The bits of the rows that are left."""
         bits = self.shown
         if filters.topics is not None:
-            wanted = np.zeros_like(bits)
-            for topic in filters.topics:
-                wanted |= self._bits_of_topic(topic)
-            bits = bits & wanted
+            bits = bits & self._bits_of_topics(filters.topics)
         if filters.created_after is not None:
             created = self.corpus.created_at
             recent = (
@@ -151,19 +151,29 @@ class Segment:
         """Free the index."""
         self.index.close()
 
-    def _bits_of_topic(self, topic: str) -> Bits:
-        corpus = self.corpus
-        if corpus.topics is None or topic not in corpus.topic_names:
+    def _bits_of_topics(self, topics: Sequence[str]) -> Bits:
+        """The bits of the rows of any of these topics. However many they are, the column is read once."""
+        places = tuple(sorted({self._topic_places[topic] for topic in topics if topic in self._topic_places}))
+        if not places or self.corpus.topics is None:
             return np.zeros_like(self.shown)
-        if topic not in self._topic_bits:
-            self._topic_bits[topic] = bits_of(corpus.topics == corpus.topic_names.index(topic))
-        return self._topic_bits[topic]
+        bits = self._topic_bits.pop(places, None)
+        if bits is None:
+            wanted = np.zeros(
+                len(self._topic_places) + 1, np.bool_
+            )  # the last: rows without a topic, whose place is -1
+            wanted[list(places)] = True
+            bits = bits_of(wanted[self.corpus.topics])
+        self._topic_bits[places] = bits
+        if len(self._topic_bits) > KEPT_TOPICS:
+            del self._topic_bits[next(iter(self._topic_bits))]
+        return bits
 
 
 def segment_of(like: Corpus, posts: NewPosts, index: Index) -> Segment:
     """New posts as a segment of their own, beside the corpus that they are for."""
-    names = tuple(dict.fromkeys(topic for topic in posts.topics if topic is not None))
-    topics = np.array([-1 if topic is None else names.index(topic) for topic in posts.topics], np.int32)
+    places: dict[str | None, int] = {None: -1}
+    topics = np.array([places.setdefault(topic, len(places) - 1) for topic in posts.topics], np.int32)
+    names = tuple(name for name in places if name is not None)
     columns = posts.post_ids, posts.author_ids, posts.vectors, posts.created_at
     texts = packed(posts.texts) if posts.texts else None
     return Segment(Corpus(like.name, like.version, like.encoder, *columns, topics, names, texts), index)

@@ -11,10 +11,11 @@ from pydantic import SecretStr
 from torch.profiler import ProfilerActivity, profile
 
 from app import budgets
-from app.budgets import CALL_AHEAD_BYTES, Budget, attention_bytes, most_bytes, rest_seconds
+from app.budgets import CALL_AHEAD_BYTES, TOPIC_FILTERS, Budget, attention_bytes, most_bytes, rest_seconds
 from app.settings import Admin, Batching, Budgets, Cache, Grpc, Limits, Queue, Settings, Shadow
 from loadtest.machine import ROOT
 from model.dense import candidate_attention
+from model.retrieval.corpus import KEPT_TOPICS
 from tests.app.bounds import bounded
 from tests.model.builders import random_config, random_ranker, random_request
 from weights.checkpoint import load_manifest
@@ -74,6 +75,14 @@ def test_each_fixed_bound_is_in_the_sum(name: str, monkeypatch: pytest.MonkeyPat
     before = most_bytes(ALL, CONFIG, TOWERS, 1000)["total"]
     monkeypatch.setattr(budgets, name, getattr(budgets, name) // 64)
     assert most_bytes(ALL, CONFIG, TOWERS, 1000)["total"] < before
+
+
+def test_topics_that_a_segment_remembers_are_in_the_sum() -> None:
+    assert TOPIC_FILTERS == KEPT_TOPICS
+    one_more = (
+        most_bytes(ALL, CONFIG, TOWERS, 1001 * 8)["retrieval"] - most_bytes(ALL, CONFIG, TOWERS, 1000 * 8)["retrieval"]
+    )
+    assert one_more >= TOPIC_FILTERS + 16
 
 
 def test_what_does_not_serve_takes_nothing() -> None:

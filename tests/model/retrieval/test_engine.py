@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,10 +16,11 @@ from model.inputs import Context
 from model.native.kernel import Kernel
 from model.native.tower import NativeTower
 from model.presets import with_preset
-from model.retrieval.corpus import Corpus
+from model.retrieval import corpus as module
+from model.retrieval.corpus import KEPT_TOPICS, Corpus, segment_of
 from model.retrieval.engine import RetrievalEngine, RetrievalOptions
 from model.retrieval.inputs import Change, Filters, Mark, NewPosts, Query, Retrieved
-from model.retrieval.search import TorchIndex
+from model.retrieval.search import Index, TorchIndex, bits_of, mask_of
 from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
@@ -187,6 +188,39 @@ def test_filters_come_before_the_best(engine: RetrievalEngine, contexts: list[Co
         assert answer.scores.tobytes() == everything.scores[places[: request.k]].tobytes()
         if request.least == -np.inf:
             assert answer.visible == len(places)
+
+
+class Counted(str):
+    """A topic that counts how often it is compared."""
+
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return str.__eq__(self, other)
+
+
+def test_many_topics_cost_one_look_at_the_rows_and_are_not_all_remembered(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = np.arange(len(corpus))
+    posts = NewPosts(
+        corpus.post_ids, corpus.author_ids, rows, [Counted(f"t{row % 700}") if row % 5 else None for row in rows],
+        corpus.vectors,
+    )  # fmt: skip
+    monkeypatch.setattr(Counted, "compared", 0)
+    segment = segment_of(corpus, posts, cast("Index", None))
+    assert Counted.compared < 3 * len(rows), "not each with each"
+    looks = list[int]()
+    monkeypatch.setattr(module, "bits_of", lambda wanted: looks.append(len(wanted)) or bits_of(wanted))
+    for first in range(100):
+        topics = tuple(f"t{place}" for place in range(first, 1000))
+        for _ in range(2):
+            shown = mask_of(segment.visible(Filters(NONE, topics)), len(rows))
+            assert shown.tolist() == [row % 5 > 0 and row % 700 >= first and not corpus.hidden[row] for row in rows]
+    assert looks == 80 * [len(rows)], "once for each set of topics that are there, and then remembered"
+    assert len(segment._topic_bits) == KEPT_TOPICS
 
 
 def test_without_times_a_maximum_age_hides_all(engine: RetrievalEngine, contexts: list[Context]) -> None:
