@@ -142,8 +142,8 @@ class Segment:
 
     def hide(self, post_ids: Ids) -> int:
         """From the next search on, return none of these posts. How many of them could be returned until now."""
-        rows = self.corpus.rows_of(post_ids)
-        hidden = int(mask_of(self.shown, len(self.corpus))[rows].sum())
+        words, bits = _places_of(self.corpus.rows_of(post_ids))
+        hidden = int(np.count_nonzero(self.shown[words] & bits))
         self.shown = without(self.shown, self.corpus, post_ids)
         return hidden
 
@@ -184,7 +184,13 @@ def without(bits: Bits, corpus: Corpus, post_ids: Ids) -> Bits:
     rows = corpus.rows_of(post_ids)
     if not len(rows):
         return bits
-    words, places = np.divmod(rows.astype(np.uint64), np.uint64(WORD_ROWS))
+    words, places = _places_of(rows)
     left = bits.copy()
-    np.bitwise_and.at(left, words.astype(np.int64), ~(np.uint64(1) << places))
+    np.bitwise_and.at(left, words, ~places)
     return left
+
+
+def _places_of(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], Bits]:
+    """The word of each row, and its bit there."""
+    words, places = np.divmod(rows, WORD_ROWS)
+    return words, np.uint64(1) << places.astype(np.uint64)
