@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import Counter
 
 from app.errors import DeadlineExceeded
+from app.service import watchdog
 from app.service.service import RankingService
 from app.telemetry.metrics import Histograms, Metrics
 from tests.app.fakes import FakeEngine, Gate, rank, right, running
@@ -92,3 +93,14 @@ async def test_a_clock_of_a_hundred_years_serves_and_keeps_deadlines(start: floa
         gate.opened.set()
         async with asyncio.timeout(5):
             assert right(await rank(service, 2), 2)
+
+
+@pytest.mark.anyio
+async def test_the_load_of_a_service_at_work_is_looked_at_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "WATCHDOG_SECONDS", 0.01)
+    async with running(FakeEngine(before=lambda items: time.sleep(0.02))) as service:
+        before = service.load.value
+        for user in range(1, 20):
+            await rank(service, user)
+        assert service.load.value > before
+        assert service.metrics.busy_seconds > 0.2
