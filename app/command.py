@@ -98,7 +98,7 @@ def with_demo(arguments: Sequence[str], environ: Any) -> list[str]:
 @cli.command()
 def bench(
     url: Annotated[str, typer.Argument(help="The server's address.")] = "http://127.0.0.1:8000",
-    rate: Annotated[float, typer.Option(min=0.1, help="Requests a second, whatever the server does.")] = 100.0,
+    rate: Annotated[float, typer.Option(min=0.1, max=1e5, help="Requests a second, whatever the server does.")] = 100.0,
     seconds: Annotated[float, typer.Option(min=1, help="Length of the measured part.")] = 10.0,
     warmup: Annotated[float, typer.Option(min=0, help="Traffic before it that is not measured.")] = 2.0,
     candidates: Annotated[int, typer.Option(min=0, help="Of each request; 0: as a feed would have them.")] = 0,

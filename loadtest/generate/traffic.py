@@ -63,14 +63,12 @@ class TrafficSettings:
     @classmethod
     def production(cls, seed: int = 1) -> TrafficSettings:
         """The published service's own sizes: 1 022 events and 2 800 candidates in every request, in columns."""
-        sizes = cls(
-            seed=seed, history_window=1022, full_histories=True, as_is=True, objects_share=0.0, max_candidates=2800
-        )
-        return sizes.with_fixed_candidates(sizes.max_candidates)
+        sizes = cls(seed=seed, history_window=1022, full_histories=True, as_is=True, objects_share=0.0)
+        return sizes.with_fixed_candidates(2800)
 
     def with_fixed_candidates(self, count: int) -> TrafficSettings:
         """The same with exactly `count` candidates a page."""
-        return replace(self, candidates=Sizes([SizeBand(count, count, 1.0)]))
+        return replace(self, candidates=Sizes([SizeBand(count, count, 1.0)]), max_candidates=count)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, for a run's metadata."""

@@ -28,3 +28,8 @@ def test_nothing_is_dropped_and_no_bit_depends_on_the_others_or_on_the_wire() ->
                 first | {"candidates": {name: column * 2 for name, column in first["candidates"].items()}},
                 "columns",
             )
+
+
+def test_a_fixed_number_of_candidates_is_sent_though_it_is_above_the_usual_most() -> None:
+    (page,) = Traffic(TrafficSettings(objects_share=1.0).with_fixed_candidates(600)).take(1)
+    assert len(orjson.loads(page.body)["candidates"]) == 600
