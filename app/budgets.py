@@ -1,43 +1,43 @@
-"""What all callers together may take of the process, and the most memory that comes of it."""
+"""Limits shared by all callers of a process, and the most memory that they can lead to."""
 
 from __future__ import annotations
 
 from app.settings import Settings
 from model.config import ModelConfig
 
-MAX_CHANGED, MAX_CHANGE_VALUES = 10_000, 60_000  # posts in a change: a search waits until so many are indexed
-BUFFER_BYTES = 2**20  # of log lines that wait: three thousand, or seconds of full load
-CONNECTION_BYTES = 48 * 2**10  # objects of one connection, its parser and the reply that it begins
-WRITE_HIGH_BYTES = 2**14  # of replies that a connection keeps without being counted
-CHUNK_BYTES = 64  # a piece of a body beside its bytes
-VALUE_BYTES = 256  # a JSON value, typed and plain
-CANDIDATE_BYTES = 256  # an admitted candidate: ids as sent and as numbers, its scores
-REQUEST_BYTES = 2**14  # an admitted request beside its candidates and history
+MAX_CHANGED, MAX_CHANGE_VALUES = 10_000, 60_000  # posts in one change; searches wait while these are indexed
+BUFFER_BYTES = 2**20  # of waiting log lines: about three thousand, a few seconds at full load
+CONNECTION_BYTES = 48 * 2**10  # of one connection: its objects, its parser and the reply being written
+WRITE_HIGH_BYTES = 2**14  # of replies that a connection may buffer uncounted
+CHUNK_BYTES = 64  # overhead of one received piece of a body
+VALUE_BYTES = 256  # a parsed JSON value, plain and typed
+CANDIDATE_BYTES = 256  # an admitted candidate: its ids as sent and as numbers, and its scores
+REQUEST_BYTES = 2**14  # an admitted request without its candidates and history
 
 BACKLOG = 2048  # connections that may wait to be accepted
 MAX_HEADER_BYTES = 32_768  # of all headers of a request
-EXCLUDED_IDS = 2**20  # post ids that all searches which wait exclude, by name or as history
-CHANGES = 4  # of posts that wait or are made: they are made one by one
+EXCLUDED_IDS = 2**20  # post ids excluded by all waiting searches together, by name or as history
+CHANGES = 4  # changes of posts that wait or are being made, one at a time
 SCAN_REQUESTS = 32  # searches that share one scan of the corpus
 TOPIC_FILTERS = 32  # `model.retrieval.corpus.KEPT_TOPICS`, a bit a post for each
-USER_VECTOR_BYTES = 16 * 2**20  # of user vectors seen before
-EXPLANATIONS = 1  # computed at once, so that they never crowd out ranking
+USER_VECTOR_BYTES = 16 * 2**20  # of the cache of user vectors
+EXPLANATIONS = 1  # computed at the same time; more would crowd out ranking
 MAX_EXPLAINED = 32  # candidates of one request
-MAX_EXPLAINED_EVENTS = 256  # newest history items that an explanation leaves out one by one
+MAX_EXPLAINED_EVENTS = 256  # newest history items that an explanation leaves out, one at a time
 SHADOW_WAITING = 16  # answered requests that wait to be scored by the second checkpoint
 CALL_CONNECTIONS = 256  # over gRPC
-POST_BYTES = 512  # a post that is found or changed: its columns, its topic, its part of a reply
-CALL_COPIES = 3  # of a message over gRPC: as it comes, as bytes, as tensors
-CALL_AHEAD_BYTES = 16 * 1024  # what a client may send of a call before anybody has looked at it
+POST_BYTES = 512  # a post that is found or changed: its columns, its topic, its share of a reply
+CALL_COPIES = 3  # copies of a gRPC message: as received, as bytes, as tensors
+CALL_AHEAD_BYTES = 16 * 1024  # how much of a call a client may send before the server has looked at it
 
 REST_FROM_SECONDS = 0.002  # a caller whose request held the event loop for longer
-REST_TIMES = 4.0  # rests for so many times as long before the next one
+REST_TIMES = 4.0  # waits this many times as long before its next request is read
 MOST_REST_SECONDS = 0.25
-REFUSED_SECONDS = 0.00025  # about what reading and refusing a wrong request takes
+REFUSED_SECONDS = 0.00025  # roughly what reading and refusing a bad request takes
 
 
 class Budget:
-    """So much of something, for the whole process. Belongs to the event loop."""
+    """An amount shared by the whole process, such as bytes of bodies. Used by the event loop only."""
 
     __slots__ = ("limit", "refused", "used")
 
@@ -47,7 +47,7 @@ class Budget:
         self.refused = 0
 
     def take(self, amount: int) -> bool:
-        """Whether there was room, which is taken then."""
+        """Take this much if there is room; return whether there was."""
         if self.used + amount > self.limit:
             self.refused += 1
             return False
@@ -55,12 +55,12 @@ class Budget:
         return True
 
     def give(self, amount: int) -> None:
-        """Take back what was taken."""
+        """Give back what `take` took."""
         self.used -= amount
 
 
 def rest_seconds(held_seconds: float) -> float:
-    """How long a caller's next request waits for those of others when one has held the event loop for so long."""
+    """How long a caller's next request waits after one of its requests held the event loop this long."""
     return REST_TIMES * held_seconds if held_seconds > REST_FROM_SECONDS else 0.0
 
 
@@ -71,7 +71,7 @@ def shared_rest_seconds(held_seconds: float, resting: int) -> float:
 
 
 def calls_of_a_connection(settings: Settings) -> int:
-    """Most calls over gRPC on one connection: a quarter of all, so that no caller takes every place with one."""
+    """The most gRPC calls on one connection: a quarter of all, so that one connection cannot take every place."""
     return max(1, settings.batching.max_requests // 4)
 
 
@@ -87,7 +87,7 @@ def attention_bytes(config: ModelConfig, candidates: int) -> int:
 
 
 def _explanation_bytes(config: ModelConfig, reply: int) -> int:
-    """Of one explanation: attention, the scores of all its contexts, and its reply, of 24 letters a number."""
+    """Memory of one explanation: attention, the scores of all its contexts, and its reply at 24 letters a number."""
     events = min(config.history_length, MAX_EXPLAINED_EVENTS)
     numbers = MAX_EXPLAINED * ((events + 4) * (1 + config.actions) + config.layers * (3 * config.query_heads + events))
     scores = MAX_EXPLAINED * (events + 3) * reply
@@ -106,7 +106,7 @@ def _retrieval_bytes(settings: Settings, towers: ModelConfig, posts: int, token:
 
 
 def _shadow_bytes(settings: Settings, token: int, tokens: int, reply: int) -> int:
-    """Of a second checkpoint: requests that wait for it with their scores, one that it scores, and its context cache."""
+    """Memory of a second checkpoint: waiting requests with their scores, the one being scored, and its context cache."""
     one = REQUEST_BYTES + tokens * token + settings.limits.max_candidates * (CANDIDATE_BYTES + reply)
     return (SHADOW_WAITING + 2) * one + settings.cache.host_bytes
 

@@ -94,7 +94,7 @@ class Unauthorized(ServiceError, status=401, code="unauthorized"):
 
 
 class NotFound(ServiceError, status=404, code="not_found", is_general=False):
-    """Nothing lives at this path."""
+    """There is nothing at this path."""
 
     default_detail = "There is nothing at this path."
 
@@ -130,7 +130,7 @@ class UnsupportedMediaType(ServiceError, status=415, code="unsupported_media_typ
 
 
 class UnsupportedCoding(UnsupportedMediaType):
-    """The body has a content coding that is not taken. The header says which are: it may stand in no other 415."""
+    """The body has an unsupported content coding. Only this 415 has the header that lists the supported ones."""
 
     default_detail = "The body may be compressed with gzip, and with nothing else."
     headers: ClassVar[Mapping[str, str]] = {"Accept-Encoding": "gzip"}
@@ -161,7 +161,7 @@ class NotReady(ServiceError, status=503, code="not_ready"):
 
 
 class Draining(ServiceError, status=503, code="draining"):
-    """The process is about to stop and takes nothing new."""
+    """The process is about to stop and takes no new request."""
 
     default_detail = "The service is shutting down."
 

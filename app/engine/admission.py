@@ -35,14 +35,14 @@ from app.settings import Batching, Queue
 
 Reason = Literal["queue_full", "key_rate", "loop_overrun", "deadline"]
 
-KEY_BURST_SECONDS = 2.0  # a key that was silent may ask for that much of its rate at once
-FILLED_TIMES = 1.5  # arrivals are random: with as many as fill it once on average, it would often not be full
-NO_RATE_RETRY_SECONDS = 1.0  # what a refusal says before the first forward was seen
+KEY_BURST_SECONDS = 2.0  # a key that was silent may use this many seconds of its rate at once
+FILLED_TIMES = 1.5  # arrivals are random: if they filled it only once on average, it would often run half empty
+NO_RATE_RETRY_SECONDS = 1.0  # `Retry-After` before the first forward was measured
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request may not join, and after how many seconds it would fit at the observed rate."""
+    """Why a request may not join, and in how many seconds it would fit at the observed rate."""
 
     reason: Reason
     detail: str
@@ -58,7 +58,7 @@ class Wait(NamedTuple):
 
 @dataclass(slots=True)
 class _Held:
-    """Unfinished work of one API key."""
+    """The unfinished work of one API key."""
 
     candidates: int = 0
     context_tokens: int = 0
@@ -84,28 +84,28 @@ class Admission:
         self.context_tokens = 0
         self._full, self._most_context_tokens = Full.of(batching), queue.max_context_tokens
         self._running = running
-        self._held: dict[str | None, _Held] = {}  # of keys with unfinished work
-        self._rate_used_until: dict[str, float] = {}  # when a key's candidates so far are within its rate
+        self._held: dict[str | None, _Held] = {}  # by key, for keys with unfinished work
+        self._rate_used_until: dict[str, float] = {}  # by key: when its candidates so far are within its rate again
 
     @property
     def cost(self) -> int:
-        """Unfinished, in tokens."""
+        """Unfinished work in tokens."""
         return self.candidates + self.context_tokens
 
     def full(self, key: str | None = None) -> Refusal | None:
-        """Whether even the smallest request of this key would be refused, of which one has come."""
+        """Would this key's smallest request be refused? Records one arrival."""
         refusal = self.closed(key)
         if refusal is not None:
             self.offered.observe(self.clock())
         return refusal
 
     def closed(self, key: str | None = None) -> Refusal | None:
-        """The same as a look. With keys, None stands for a key that has nothing here: no other finds more room."""
+        """As `full`, without recording an arrival. With keys, None stands for a key with no work here, which finds the most room."""
         smallest = Job(candidates=1, context_tokens=1, deadline=float("inf"), key=key)
         return self._no_room(smallest) or self._over_wait(self.wait(smallest)) if self.requests else None
 
     def refusal(self, job: Job, *, again: bool = False) -> Refusal | None:
-        """None when the job may join now. `again`: it was refused before, so it is no more work than was offered then."""
+        """None when the job may join now. `again`: it was refused before, so its work is already counted as offered."""
         now = self.clock()
         if not again:
             self.offered.observe(now, forwards_of(1, job.candidates, job.context_tokens, self._full))
@@ -139,13 +139,13 @@ class Admission:
         self._count(job, +1)
 
     def has_context(self, job: Job, context_tokens: int) -> None:
-        """The job's context, which it named by a handle, is so long."""
+        """Set the length of the job's context, which it named by a handle."""
         self._count(job, -1)
         job.context_tokens = context_tokens
         self._count(job, +1)
 
     def wait(self, job: Job) -> Wait:
-        """What this job would have before it."""
+        """What this job would wait for."""
         now = self._running()
         left = max(0.0, (self.forward_time.seconds(now.cost) or 0.0) - now.seconds) if now.requests else 0.0
         forwards = forwards_of(
@@ -154,19 +154,19 @@ class Admission:
             self.context_tokens - now.context_tokens,
             self._full,
         )
-        if forwards < 1:  # whatever is before the job, they share a forward
+        if forwards < 1:  # the job shares a forward with whatever is before it
             return Wait(left, 0)
         full_seconds = self.forward_time.seconds((self.cost - now.cost) / forwards) or 0.0
         ahead = int(forwards * self._share_ahead(job) + 1e-9)
         return Wait(left + ahead * full_seconds, ahead)
 
     def behind_seconds(self) -> float:
-        """What a small request that comes now would wait for forwards that are not begun yet."""
+        """How long a small request that arrives now would wait for forwards that have not begun."""
         wait = self.wait(Job(candidates=1, context_tokens=1, deadline=math.inf))
         return wait.seconds if wait.forwards else 0.0
 
     def _share_ahead(self, job: Job) -> float:
-        """Which part of the queue is served before the job: all that its key holds, and as much of each other key's work."""
+        """The part of the queue that is served before the job: all work of its own key, and as much of each other key's."""
         own = self._held[job.key].cost if job.key in self._held else 0
         if own == self.cost:
             return 1.0
@@ -193,7 +193,7 @@ class Admission:
         return None
 
     def _over_share(self, job: Job) -> int:
-        """How much more than its share the key would hold."""
+        """By how much the key would exceed its share."""
         queue = self.queue
         if job.key is None or queue.max_share_per_key >= 1:
             return 0
@@ -205,7 +205,7 @@ class Admission:
         )
 
     def _fills_without_it(self) -> bool:
-        """Whether requests that come late enough to wait within the limit fill the next forward."""
+        """Whether requests that arrive late enough to stay within the wait limit would fill the next forward."""
         forwards = self.offered.forwards_per_second(self.clock()) * self.queue.max_wait_seconds
         return forwards >= FILLED_TIMES
 
@@ -226,7 +226,7 @@ class Admission:
         return Refusal("key_rate", "the key is over its rate", wait) if wait > 1e-9 else None
 
     def _seconds_of(self, cost: int) -> float:
-        """How long that much of the queue takes at the observed rate of full forwards."""
+        """Seconds for this much of the queue at the observed rate of full forwards."""
         full = min(self.cost, self._full.candidates + self._full.context_tokens)
         seconds = self.forward_time.seconds(full)
         return NO_RATE_RETRY_SECONDS if seconds is None else seconds * cost / max(full, 1)

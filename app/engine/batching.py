@@ -30,7 +30,7 @@ class Job:
 
     @property
     def cost(self) -> int:
-        """One number to add up: tokens that run through the model."""
+        """Tokens that run through the model, as one number to add up."""
         return self.candidates + self.context_tokens
 
 
@@ -56,13 +56,13 @@ class Chunk(msgspec.Struct, Generic[JobT], frozen=True, eq=False):
 
 
 def chunk_count(candidates: int, batching: Batching) -> int:
-    """In how many chunks a request of that many candidates is served."""
+    """How many chunks a request of this many candidates is served in."""
     most = min(batching.chunk_candidates, batching.max_candidates)
     return 1 if candidates <= most else -(-candidates // most)
 
 
 class Full(NamedTuple):
-    """What fills a forward: any of these."""
+    """The limits of a forward: reaching any one fills it."""
 
     requests: int
     candidates: int
@@ -70,12 +70,12 @@ class Full(NamedTuple):
 
     @classmethod
     def of(cls, batching: Batching) -> Full:
-        """By the settings, some of which follow from others."""
+        """From the settings."""
         return cls(batching.max_requests, batching.max_candidates, batching.max_context_tokens)
 
 
 def forwards_of(requests: int, candidates: int, context_tokens: int, full: Full) -> float:
-    """How many full forwards this much work makes."""
+    """How many full forwards this much work needs."""
     return max(requests / full.requests, candidates / full.candidates, context_tokens / full.context_tokens)
 
 
@@ -104,7 +104,7 @@ class Batcher(Generic[JobT]):
         self._append(job)
 
     def put_back(self, job: JobT) -> None:
-        """Queue a job again whose chunk was served; its age stays."""
+        """Queue a job again after one of its chunks was served; its age stays."""
         self._append(job)
 
     def remove(self, job: JobT) -> bool:
@@ -127,11 +127,11 @@ class Batcher(Generic[JobT]):
         return jobs
 
     def oldest(self) -> float | None:
-        """When the job arrived that has been here longest."""
+        """When the oldest queued job arrived."""
         return min((job.arrived for job in self.jobs()), default=None)
 
     def window_end(self) -> float:
-        """Until when a busy engine lets the next forward grow; the past where that is full, or the queue empty."""
+        """Until when a busy engine lets the next forward grow; a past time if that is full or the queue is empty."""
         batching = self.batching
         full = self._length >= batching.max_requests or self.candidates >= batching.max_candidates
         if full or not self._length or not batching.window_seconds:
@@ -139,7 +139,7 @@ class Batcher(Generic[JobT]):
         return (self.oldest() or 0.0) + batching.window_seconds
 
     def take(self, now: float) -> tuple[list[Chunk[JobT]], list[JobT]]:
-        """Take out of the queue the next forward, and the jobs whose deadline has passed."""
+        """Take the next forward out of the queue, and the jobs whose deadline has passed."""
         expired = [job for job in self.jobs() if job.deadline <= now]
         for job in expired:
             self._pop(job)
@@ -153,7 +153,7 @@ class Batcher(Generic[JobT]):
             chunk = self._next_chunk(next(iter(self._queues[key])))
             size = chunk.stop - chunk.start
             if chunks and (size > candidates or chunk.context_tokens > tokens):
-                break  # it leads the next forward; passing it over would starve what is large
+                break  # it leads the next forward; passing it over would starve large jobs
             self._floor = self._served[key]
             self._served[key] += chunk.cost
             self._pop(chunk.job)
@@ -169,7 +169,7 @@ class Batcher(Generic[JobT]):
     def _append(self, job: JobT) -> None:
         if job.key not in self._queues:
             self._queues[job.key] = {}
-            self._served[job.key] = max(self._served.get(job.key, 0), self._floor)  # silence earns no credit
+            self._served[job.key] = max(self._served.get(job.key, 0), self._floor)  # a silent key saves up no credit
         self._queues[job.key][job] = None
         self._length += 1
         self.candidates += job.candidates - job.served

@@ -9,7 +9,7 @@ from typing import NamedTuple
 class ForwardTime:
     """Seconds of a forward as `fixed + per_token · cost`, both fitted to the recent past and never negative.
 
-    Where only one size was seen, the time is taken to be fixed: the optimist lets batches grow, and so learns what they cost.
+    While only one size has been seen, the time is assumed fixed: batches then grow, which shows what larger ones cost.
     """
 
     def __init__(self, half_life_seconds: float = 2.0) -> None:
@@ -41,7 +41,7 @@ class ForwardTime:
 
 
 class Running(NamedTuple):
-    """The work of the forward that runs, and for how many seconds it has run. Without requests, none does."""
+    """The work of the running forward and for how many seconds it has run; zero requests when none runs."""
 
     requests: int = 0
     candidates: int = 0
@@ -59,13 +59,13 @@ class Offered:
 
     def __init__(self, memory_seconds: float = 0.5) -> None:
         self.memory_seconds = memory_seconds
-        self._forwards = 0.0  # asked for within the memory
-        self._of_a_request = 0.0  # the part of a forward that a request fills, on average of the last ones
-        self._read = 0  # how many of them, 20 at most
+        self._forwards = 0.0  # work asked for within the memory
+        self._of_a_request = 0.0  # the share of a forward that a request fills, averaged over recent requests
+        self._read = 0  # how many requests that average covers, at most 20
         self._at = 0.0
 
     def observe(self, now: float, forwards: float | None = None, requests: int = 1) -> None:
-        """A request came that fills this part of a forward; such as were refused unread count as average ones."""
+        """A request arrived that fills this part of a forward. Requests refused unread count as average-sized."""
         if forwards is None:
             forwards = requests * self._of_a_request
         else:
@@ -75,7 +75,7 @@ class Offered:
         self._at = now
 
     def forwards_per_second(self, now: float) -> float:
-        """How many full forwards a second of such traffic makes."""
+        """Full forwards per second that this traffic needs."""
         return self._remembered(now) / self.memory_seconds
 
     def _remembered(self, now: float) -> float:

@@ -1,4 +1,4 @@
-"""One request on one engine: its place in the queue, its work, and who is told of the result."""
+"""One request on one engine: its place in the queue, its work, and the callback that gets the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = structlog.get_logger("app.engine.job")
 
 
 class Place(Protocol):
-    """What a job needs of its worker."""
+    """What a job needs from its worker."""
 
     @property
     def model(self) -> Any:
@@ -27,11 +27,11 @@ class Place(Protocol):
         ...
 
     def hold(self) -> None:
-        """One job more holds a place here."""
+        """Count one more job."""
         ...
 
     def leave(self) -> None:
-        """One job less holds a place here."""
+        """Count one job less."""
         ...
 
     def submit(self, job: Any) -> None:
@@ -39,7 +39,7 @@ class Place(Protocol):
         ...
 
     def cancel(self, job: Any) -> None:
-        """The job is not computed unless it is in the forward that runs."""
+        """Drop the job unless the running forward has it."""
         ...
 
 
@@ -56,10 +56,10 @@ class QueuedJob(Job):
     done: Callable[[Any], object] | None = None
     started: float | None = None  # when its first forward began
     forward_seconds: float = 0.0
-    state: Any = None  # of its context, from one chunk to the next
+    state: Any = None  # of its context, passed from one chunk to the next
 
     def release(self) -> None:
-        """Free the place, and drop what is not computed; a second time does nothing."""
+        """Free the place and drop what is not computed yet; a second call does nothing."""
         if self.reserved:
             self.reserved = False
             self.on_release(self)
@@ -76,7 +76,7 @@ class QueuedJob(Job):
         raise NotImplementedError
 
     def result(self) -> Any:
-        """What `done` is told, once all parts are computed."""
+        """What `done` gets once all parts are computed."""
         raise NotImplementedError
 
     @property
@@ -85,9 +85,9 @@ class QueuedJob(Job):
         return 0.0 if self.started is None else self.started - self.arrived
 
     def finish(self, error: ServiceError | None = None) -> None:
-        """Free the place and tell the caller: the result, or this error. Only the first time counts.
+        """Free the place and give the caller the result, or this error. Later calls do nothing.
 
-        What the caller raises is logged, so that its mates in a batch are answered all the same.
+        An exception in the callback is logged, so that the other requests of the batch are still answered.
         """
         done, self.done = self.done, None
         if done is None:

@@ -28,7 +28,7 @@ from weights.corpus.records import mark_after, no_posts
 from weights.corpus.store import StoredCorpus
 from weights.errors import NotStored
 
-NICE = 10  # about a tenth of the time of a thread that serves, where both want the same core
+NICE = 10  # about a tenth of a serving thread's time where both want the same core
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +43,7 @@ class LoadedModel:
         self.served = ServedModel(self.checkpoint.manifest, self.engine.info)
 
     def changed_file(self) -> str:
-        """A sentence where a file that is served from was written to since it was read; else empty."""
+        """A sentence if a file that is being served was written to after it was read; else empty."""
         return self.checkpoint.mapped.changed()
 
     def labels(self) -> dict[str, str]:
@@ -58,7 +58,7 @@ class LoadedModel:
         }
 
     def steps_down(self) -> int:
-        """How many faster ways of computing failed their checks here: 0 for an engine that has one way."""
+        """How many faster ways of computing failed their checks here; 0 for an engine with one way."""
         return len(self.engine.info.notes.get("steps_down", ()))
 
     def device_memory_bytes(self) -> int | None:
@@ -67,24 +67,24 @@ class LoadedModel:
 
 
 class Steps:
-    """What a load says on its way, and is told: used in the engine's thread, but for `stop`."""
+    """Progress and cancellation of a load. Used in the engine's thread, except `stop`."""
 
     def __init__(self, warming: Callable[[], None]) -> None:
         self._warming = warming
         self._stopped = threading.Event()
 
     def warming(self) -> None:
-        """The checkpoint is read, and the warm-up begins."""
+        """The checkpoint has been read and the warm-up begins."""
         self.go_on()
         self._warming()
 
     def go_on(self, *_: object) -> None:
-        """To be called often. Raises EngineError once this load was given up."""
+        """Call this often. Raises EngineError once `stop` was called."""
         if self._stopped.is_set():
             raise EngineError("the load was given up")
 
     def stop(self) -> None:
-        """This load is given up: the next `go_on` raises."""
+        """Give up this load: the next `go_on` raises."""
         self._stopped.set()
 
 
@@ -93,7 +93,7 @@ Loader = Callable[[Steps], LoadedModel]
 
 
 def stand_back() -> None:
-    """From now on this thread, and all that it starts, run after others that want the same core."""
+    """From now on this thread, and every thread that it starts, yields to others that want the same core."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
@@ -142,7 +142,7 @@ class LoadedRetrieval:
     """Reads the same checkpoint and corpus once more."""
 
     def state(self, deleted: int = 0) -> Changed:
-        """The corpus as it is now, after a change that has `deleted` so many by name."""
+        """The present state of the corpus, after a change that deleted this many posts by name."""
         return Changed(self.served.corpus, self.engine.posts, self.engine.changes, deleted, self.engine.mark)
 
     def changed_file(self) -> str:
@@ -150,7 +150,7 @@ class LoadedRetrieval:
         return self.encoder.mapped.changed() or self.stored.mapped.changed()
 
     def _check_files(self) -> None:
-        """Nothing is written that was made from wrong numbers. Raises NotStored."""
+        """Refuse to write anything that was computed from changed files. Raises NotStored."""
         if changed := self.changed_file():
             raise NotStored(changed)
 

@@ -25,13 +25,13 @@ class Queue(Generic[J]):
         self.admission = admission
         self.metrics = metrics
         self.answered = self.refused = 0  # since the start
-        self.idle = asyncio.Event()  # nothing is admitted and unanswered
+        self.idle = asyncio.Event()  # set while every admitted job is answered
         self.idle.set()
         self._record = record
         self._on_idle = on_idle
 
     def join(self, job: J, *, again: bool = False) -> Refusal | None:
-        """Reserve a place for the job, whose `on_release` is `leave`; or why there is none. `again`: it was asked for before, in vain."""
+        """Reserve a place for the job, whose `on_release` is `leave`, or return why there is none. `again`: the job was refused before."""
         job.reserved = False
         refusal = self.admission.refusal(job, again=again)
         if refusal is None:
@@ -48,7 +48,7 @@ class Queue(Generic[J]):
         if job.done is not None:
             job.done = None
             self.metrics.cancelled.labels("queue" if job.started is None else "forward").inc()
-        if job.started is None or job.served < job.candidates:  # a context alone has no candidates
+        if job.started is None or job.served < job.candidates:  # a job that computes only a context has no candidates
             job.worker.cancel(job)
         job.worker.leave()
         if not self.admission.requests:
@@ -63,7 +63,7 @@ class Queue(Generic[J]):
         self._record(report)
 
     def error(self, refusal: Refusal, *, counted: bool = True, may_wait: bool = False) -> ServiceError:
-        """What the caller is told. A deadline that has passed is counted in any case."""
+        """The error that the caller gets. A passed deadline is counted in any case."""
         kind: type[ServiceError] = DeadlineExceeded if refusal.reason == "deadline" else Overloaded
         if counted or kind is DeadlineExceeded:
             self.refused += 1

@@ -24,7 +24,7 @@ from model.retrieval.inputs import Answers, Query
 
 ENGINE_THREAD, RETRIEVAL_THREAD = "engine", "retrieval"
 
-HAND_OVER_SECONDS = 100e-6  # measured: waking the other thread, being woken up, and caches that are cold then
+HAND_OVER_SECONDS = 100e-6  # measured: waking the other thread, being woken, and its cold caches
 
 EARLY_CANDIDATES = 384
 """With so many waiting, an idle native engine's forward begins at once, not at the end of the loop's turn: the loop reads the next
@@ -79,7 +79,7 @@ class EngineThread:
         self.closed: asyncio.Future[None] = loop.create_future()
         self._load = load
         self._loop = loop
-        self._steps = Steps(functools.partial(_post, loop, warming))  # not of `self`: that would be a circle
+        self._steps = Steps(functools.partial(_post, loop, warming))  # not of `self`: that would be a cycle
         self._clock = clock
         self._engine: Any = None
         self._work: SimpleQueue[tuple[Callable[[], Any], OnResult] | None] = SimpleQueue()
@@ -103,15 +103,15 @@ class EngineThread:
         self._work.put(None)
 
     def abandon(self) -> None:
-        """Nobody waits for `ready` any more: the load ends at its next step, and what it has made is freed."""
+        """Give up the load: it ends at its next step, and what it has made is freed."""
         self._steps.stop()
-        self.ready.add_done_callback(lambda ready: ready.exception())  # it is nobody's
+        self.ready.add_done_callback(lambda ready: ready.exception())  # nobody waits for it
         self.close()
 
     def _main(self) -> None:
         try:
             model = self._load(self._steps)
-        except BaseException as error:  # it belongs to the one who waits for `ready`
+        except BaseException as error:  # whoever waits for `ready` owns it
             _clear_frames(error)
             _post(self._loop, self.ready.set_exception, error)
         else:
@@ -128,10 +128,10 @@ class EngineThread:
             except BaseException as error:  # even SystemExit: the worker decides what it means
                 result = error
             _post(self._loop, on_result, result, self._clock())
-            del work, call, on_result, result  # what they hold would live until the next batch
+            del work, call, on_result, result  # else they would live until the next batch
         try:
             self._engine.close()
-        except Exception as error:  # a device that is lost: whoever waits for the end is told all the same
+        except Exception as error:  # the device may be lost; whoever waits for the end must still be told
             structlog.get_logger("app").error("engine_not_closed", exc_info=error)
         self._engine = None
 
@@ -141,7 +141,7 @@ def _forward(engine: Engine, parts: Sequence[Item]) -> Sequence[Outcome]:
 
 
 def _checked(parts: Sequence[Item], outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
-    """Raises EngineError where an engine breaks its promise: nobody may get another one's scores."""
+    """Raises EngineError when an engine answers for the wrong number of candidates: nobody may get another request's scores."""
     if [len(outcome.scores.logits) for outcome in outcomes] != [len(part.candidates.post_ids) for part in parts]:
         raise EngineError("the engine answered for another number of candidates")
     return outcomes
@@ -202,10 +202,10 @@ class NativeForwards:
             self._loop.call_soon(on_result, *self._result(lambda: self._engine.forward(parts)))
 
     def close(self) -> None:
-        """As `Runner.close`. A second time does nothing: the number of its descriptor may be another one's by then."""
+        """As `Runner.close`. A second call does nothing: its descriptor's number may belong to something else by then."""
         if self._descriptor is not None:
             self._loop.remove_reader(self._descriptor)
-            self._descriptor = self._on_result = None  # the second leads back to who has this
+            self._descriptor = self._on_result = None  # the second refers back to the owner of this object
             self._thread.close()
 
     def _ready(self) -> None:
@@ -272,13 +272,13 @@ class SearchForwards:
             on_result([(answers, place) for place in range(len(parts))], finished)
 
     def _is_short(self, queries: Sequence[Query], users: Users) -> bool:
-        """Whether all of them take less than handing them over is worth."""
+        """Whether the whole batch takes less time than handing it to another thread."""
         encode = self._encode_time.seconds(users.unknown_tokens) if users.unknown_tokens else 0.0
         search = self._search_time.seconds(_search_cost(queries))
         return encode is not None and search is not None and encode + search < SHORT_SEARCH_SECONDS
 
     def _learn(self, queries: Sequence[Query], answers: Answers) -> None:
-        """What a batch took, for the forecasts and the metrics."""
+        """Record how long a batch took, for forecasts and metrics."""
         metrics, found = self._metrics, answers.retrieved
         made = sum(1 + len(query.context) for query, posts in zip(queries, found, strict=True) if not posts.cached)
         self._encode_time.observe(made, answers.encode_seconds)
@@ -293,12 +293,12 @@ class SearchForwards:
 
 
 def _search_cost(queries: Sequence[Query]) -> int:
-    """What a search takes besides the scan: posts to be found, and ids to be hidden."""
+    """The cost of a search besides the scan: posts to return and ids to hide."""
     return sum(1 + query.k + len(query.filters.exclude) for query in queries)
 
 
 def rank_runner(thread: EngineThread, loop: asyncio.AbstractEventLoop, clock: Clock) -> Runner:
-    """For the engine that this thread has loaded: native threads where it has them, else the thread itself."""
+    """The runner for this thread's engine: native threads where the engine has them, else the thread itself."""
     engine = thread.ready.result().engine
     if isinstance(engine, OverlappingEngine) and (descriptor := engine.open()) is not None:
         return NativeForwards(thread, engine, descriptor, loop, clock)

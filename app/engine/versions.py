@@ -39,8 +39,8 @@ class Versions(Generic[J]):
         self.current: Worker[J] | None = None
         self._make_runner = make_runner
         self._thread_name = thread_name
-        self._held: dict[Any, Worker[J]] = {}  # by what they serve
-        self._loading: EngineThread | None = None  # also one that was given up, as long as others wait for its end
+        self._held: dict[Any, Worker[J]] = {}  # by the model that they serve
+        self._loading: EngineThread | None = None  # the load under way, or one that was given up and has not ended
         self._waited_for_until = float("inf")
         self._gone = CacheStats()
 
@@ -76,12 +76,12 @@ class Versions(Generic[J]):
             old.retire(self._free)
 
     def find(self, served: Any) -> Worker[J] | None:
-        """Who serves this very model, None when it is gone."""
+        """The worker of exactly this model, None when it is gone."""
         return self._held.get(served)
 
     @property
     def held(self) -> list[Worker[J]]:
-        """All that are not freed, the oldest first."""
+        """All workers that are not freed, the oldest first."""
         return list(self._held.values())
 
     def _free(self, worker: Worker[J]) -> None:
@@ -110,11 +110,11 @@ class Versions(Generic[J]):
         return Running() if self.current is None else self.current.running()
 
     def abandon(self) -> list[J]:
-        """Take every queued job out; none of them will be computed."""
+        """Take every job out of the queues; none of them will be computed."""
         return [job for worker in self._held.values() for job in worker.abandon()]
 
     def drop(self) -> list[J]:
-        """Serve nothing any more, without waiting for an engine that may hang; the jobs that it had."""
+        """Stop serving, without waiting for an engine that may hang; return its jobs."""
         jobs, workers = self.abandon(), self.held
         self.current = None
         for worker in workers:
@@ -122,7 +122,7 @@ class Versions(Generic[J]):
         return jobs
 
     async def close(self, timeout_seconds: float) -> None:
-        """Free all engines after their present forward; one that hangs is left behind."""
+        """Free each engine after its present forward; one that hangs is left behind."""
         workers = self.held
         for worker in workers:
             worker.close()

@@ -21,7 +21,7 @@ from app.telemetry.metrics import BatchReport
 from model.engine import EngineError
 
 RETRY_AFTER_SECONDS = 5.0
-LOOK_SECONDS = 0.001  # at least, from one look at all deadlines to the next
+LOOK_SECONDS = 0.001  # the shortest time between two looks at all deadlines
 
 J = TypeVar("J", bound=QueuedJob)
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Events(Protocol):
         ...
 
     def engine_lost(self, reason: str) -> None:
-        """The engine cannot work any more, and only a new process can help."""
+        """The engine is lost for good; only a new process can help."""
         ...
 
 
@@ -61,22 +61,22 @@ class Worker(Generic[J]):
         self._runner = runner
         self._events = events
         self._loop = asyncio.get_running_loop()
-        self._alone: deque[Chunk[J]] = deque()  # of a batch that failed: each is tried by itself
+        self._alone: deque[Chunk[J]] = deque()  # chunks of a batch that failed, each to be tried alone
         self._calls: deque[tuple[Callable[[], object], asyncio.Future[Any]]] = deque()  # to be made between forwards
-        self._call: asyncio.Future[Any] | None = None  # the one that runs
+        self._call: asyncio.Future[Any] | None = None  # the one being made
         self._running: list[Chunk[J]] = []
         self._running_since = self._collated = 0.0
         self._candidates = self._tokens = 0  # of what runs
-        self._queue_seconds: list[float] = []  # of the jobs whose first forward runs
-        self._busy_since = 0.0  # clock seconds when work came to an engine without any
+        self._queue_seconds: list[float] = []  # of jobs whose first forward is running
+        self._busy_since = 0.0  # clock seconds when work came to an idle engine
         self._last_forward = 0.0  # clock seconds when one last finished
         self._next: asyncio.Handle | None = None  # will begin a forward
-        self._look: asyncio.TimerHandle | None = None  # at the deadlines of all jobs
-        self._look_at = math.inf  # clock seconds, of the earliest of them or before
-        self.is_closing = False  # it takes no work any more
+        self._look: asyncio.TimerHandle | None = None  # for the deadlines of all jobs
+        self._look_at = math.inf  # clock seconds: not later than the earliest deadline
+        self.is_closing = False  # takes no more work
 
     def submit(self, job: J) -> None:
-        """Queue a job that has its work and its `done`; it is told of its end by `finish`."""
+        """Queue a job that has its work and its `done`; `finish` ends it."""
         if self.is_closing:  # the engine is lost, or was given up
             self._loop.call_soon(job.finish, EngineDown(self.failure, retry_after_seconds=RETRY_AFTER_SECONDS))
             return
@@ -96,14 +96,14 @@ class Worker(Generic[J]):
         if is_due and self._runner.is_native and self.batcher.candidates >= EARLY_CANDIDATES:
             self._begin()
         else:
-            self._next = self._loop.call_soon(self._begin)  # what else arrives in this turn of the loop joins
+            self._next = self._loop.call_soon(self._begin)  # whatever else arrives in this turn of the loop joins
 
     def cancel(self, job: J) -> None:
         """The caller has its answer or has gone: the job is not computed unless it is in the forward that runs."""
         self.batcher.remove(job)
 
     async def between(self, call: Callable[[], T]) -> T:
-        """What `call` returns, made in the engine's thread between two forwards. Raises what it raises, EngineError at the end."""
+        """Make this call in the engine's thread between two forwards; return or raise what it does. Raises EngineError once closed."""
         future: asyncio.Future[T] = self._loop.create_future()
         if self.is_closing:
             raise EngineError("the engine is closed")
@@ -114,7 +114,7 @@ class Worker(Generic[J]):
         return await future
 
     def abandon(self) -> list[J]:
-        """Every job that waits or is being computed; those that wait leave the queue."""
+        """Return every job that waits or is being computed; waiting ones leave the queue."""
         alone, self._alone = self._alone, deque()
         return [chunk.job for chunk in (*self._running, *alone)] + self.batcher.clear()
 
@@ -132,7 +132,7 @@ class Worker(Generic[J]):
             self._runner.close()
 
     def hold(self) -> None:
-        """One job more needs this version, or somebody may still ask for it, until `leave`."""
+        """Keep this version, for one more job or for somebody who may still ask for it, until `leave`."""
         self.unfinished += 1
 
     def leave(self) -> None:
@@ -159,7 +159,7 @@ class Worker(Generic[J]):
         return Running(len(self._running), self._candidates, self._tokens, self.clock() - self._running_since)
 
     def silent_seconds(self) -> float:
-        """How long work has been waiting while no forward finished; 0 while there is no work."""
+        """For how long work has waited while no forward finished; 0 without work."""
         return self.clock() - max(self._busy_since, self._last_forward) if self.has_work else 0.0
 
     @property
@@ -177,7 +177,7 @@ class Worker(Generic[J]):
         self._look = self._loop.call_later(seconds, self._expire) if at < math.inf else None
 
     def _expire(self) -> None:
-        """Answer the jobs whose deadline has passed. Most end long before theirs, so one timer serves all of them."""
+        """Answer jobs whose deadline has passed. Most end long before, so one timer serves all of them."""
         now = self.clock()
         chunks = (*self._running, *self._alone)
         jobs = {job for job in (*(chunk.job for chunk in chunks), *self.batcher.jobs()) if job.done is not None}
@@ -224,7 +224,7 @@ class Worker(Generic[J]):
             self._begin_next()
 
     def _end(self, result: Result, finished: float) -> None:
-        """The forward is over: begin the next one, then answer."""
+        """The forward has ended: begin the next one, then answer."""
         chunks, self._running, self._last_forward = self._running, [], finished
         seconds = finished - self._collated
         for chunk in chunks:
@@ -271,7 +271,7 @@ class Worker(Generic[J]):
             self._begin()
 
     def _keep(self, chunks: Sequence[Chunk[J]], outcomes: Sequence[Any]) -> list[Ended[J]]:
-        """Give the jobs what was computed; those that end with this forward."""
+        """Hand out what was computed; return the jobs that end with this forward."""
         ended: list[Ended[J]] = []
         for chunk, outcome in zip(chunks, outcomes, strict=True):
             job = chunk.job
@@ -287,9 +287,9 @@ class Worker(Generic[J]):
         return ended
 
     def _failed(self, chunks: Sequence[Chunk[J]], error: BaseException) -> list[Ended[J]]:
-        """A batch that raises is split, so that only the job that is to blame fails."""
+        """Split a batch that raised, so that only the job at fault fails."""
         log.error("forward_failed", items=len(chunks), exc_info=error)
-        if not isinstance(error, Exception):  # a bug of ours: say so, the process restarts
+        if not isinstance(error, Exception):  # a bug of ours: log it and let the process restart
             self.failure = f"the engine thread died: {type(error).__name__}: {error}"
         elif isinstance(error, EngineError) and error.sticky:
             self.failure = f"the engine is lost: {error}"

@@ -22,7 +22,7 @@ class Arms:
         self._split = split
 
     def model(self, user_id: int | str, wanted: tuple[str, str] = ANY) -> ServedModel:
-        """The user's model if it is the wanted one, else the wanted one. Raises NotFound or NotReady."""
+        """The user's model if it matches the requested one, else the requested one. Raises NotFound or NotReady."""
         own = self._of(user_id)
         return own if wanted == ANY or _is(own, wanted) else named(self._service, *wanted)
 
@@ -36,7 +36,7 @@ class Arms:
 
 def is_second(user_id: int | str, split: Split) -> bool:
     """Whether the split draws this user for the second checkpoint: BLAKE2b of the id, keyed with the experiment's name, lies in the
-    lowest share. A larger share keeps whom a smaller one has drawn. User 0, who is nobody in particular, and ids that are none are not.
+    lowest share. A larger share keeps whom a smaller one has drawn. User 0 (anonymous) and invalid ids are never drawn.
     """
     try:
         data = int(user_id).to_bytes(8, "little")

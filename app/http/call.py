@@ -30,13 +30,13 @@ def timings_ms(stages: Mapping[str, float]) -> dict[str, float]:
 
 
 class Steps:
-    """Runs a coroutine and knows how long its longest step has held the event loop, in processor time of its thread."""
+    """Runs a coroutine and measures how long its longest step held the event loop, in processor time of the thread."""
 
     def __init__(self) -> None:
         self._longest = self._began = 0.0
 
     def held_seconds(self) -> float:
-        """Called by the coroutine, it counts the present step as well."""
+        """The longest step so far; when the coroutine calls this, its present step counts too."""
         return max(self._longest, time.thread_time() - self._began)
 
     @types.coroutine
@@ -68,7 +68,7 @@ class Endpoint(ABC):
 
     @abstractmethod
     def begin(self, headers: Fields, reply: Reply) -> Call:
-        """The headers have arrived; `reply` is called once, at once perhaps, unless the call is abandoned before."""
+        """The headers have arrived. `reply` is called once, possibly right away, unless the call is abandoned first."""
 
 
 class Call(ABC):
@@ -96,11 +96,11 @@ class Call(ABC):
         self.fail(too_long(self.max_body_bytes))
 
     def no_room(self) -> None:
-        """Too much is being read for all callers."""
+        """The bodies being read for all callers take too much room."""
         self.fail(Overloaded("Too many bytes of requests are being read.", retry_after_seconds=1.0))
 
     def abandon(self, answered: tuple[int, str] | None = None) -> None:
-        """The client has disconnected, or the connection has answered in our place: status and code."""
+        """The client has disconnected, or the connection has already answered with this status and code."""
         if self._reply is None:
             return
         if answered is not None:
@@ -141,7 +141,7 @@ class Call(ABC):
         return bool(self._tickets)
 
     def _leave(self) -> None:
-        """Nothing more is said, nothing more is computed."""
+        """Send and compute nothing more."""
         self._reply = None
         for ticket in self._tickets:
             ticket.release()
@@ -162,7 +162,7 @@ class TaskCall(Call):
             self.fail(error)
 
     def open(self) -> None:
-        """The headers have arrived: refuse what needs no body, by raising."""
+        """The headers have arrived. Raise here for refusals that need no body."""
 
     @abstractmethod
     async def reply_to(self, body: bytes | bytearray) -> Answer:
