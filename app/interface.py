@@ -94,7 +94,7 @@ class Ticket(Protocol):
     """A reserved place in the queue of one model version. Give one of `Service.admit` to `Service.rank`, or release it."""
 
     def release(self) -> None:
-        """Free the place, and drop what is not computed: nobody is told any more. A second time does nothing."""
+        """Free the place and drop what is not computed: `done` is not called any more. A second call does nothing."""
 
 
 FoundDone = Callable[[Found | ServiceError], None]
@@ -111,7 +111,7 @@ class Retrieval(Protocol):
     def retrieve(
         self, served: ServedRetrieval, query: Query, deadline: float, key: str | None, done: FoundDone
     ) -> Ticket:
-        """Find the best posts, from what `served` was for the request of this API key. `done` is called once, later, unless the ticket
+        """Find the best posts in `served`, for a request of this API key. `done` is called once, later, unless the ticket
         is released before.
 
         Raises Overloaded, DeadlineExceeded, CorpusBehind, CorpusNotLoaded where `served` is gone, or ContextUnknown, also where what is
@@ -179,19 +179,19 @@ class Service(Protocol):
         again: bool = False,
         waits: bool = False,
     ) -> Ticket:
-        """Reserve room for one request on `model`. `again`: it was asked for before, in vain. `waits`: want of room is no refusal yet.
+        """Reserve room for one request on `model`. `again`: the request was refused before. `waits`: a full queue is not yet a refusal.
 
         Raises NotReady, Draining, EngineDown, Overloaded or DeadlineExceeded."""
 
     def shrink(self, ticket: Ticket, candidates: int) -> None:
-        """There are fewer candidates than the ticket was asked for; before `rank`."""
+        """Reduce the ticket's count of candidates. Call it before `rank`."""
 
     def rank(self, ticket: Ticket, context: Context | str, candidates: Candidates, done: Done) -> None:
         """Score the candidates, in their order: for a context, or one that is known by its handle. Without candidates the context alone is
         computed. `done` is called once, later, unless the ticket is released before. Raises ContextUnknown."""
 
     async def context(self, model: ServedModel, handle: str, key: str | None) -> Context:
-        """What has this handle. Raises NotReady where `model` is gone, ContextUnknown, or EngineDown."""
+        """The context of this handle. Raises NotReady if `model` is gone, ContextUnknown, or EngineDown."""
 
     async def attention(
         self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
@@ -220,11 +220,11 @@ class Service(Protocol):
         """Finish what was admitted, then free the engines. False when the time was not enough."""
 
     def has_running_threads(self) -> bool:
-        """Whether native code still runs that an orderly end of the process would wait for."""
+        """Whether native code still runs for which an orderly exit would wait."""
 
 
 async def ranked(service: Service, ticket: Ticket, context: Context | str, candidates: Candidates) -> Ranked:
-    """`Service.rank` for a task. Raises the error that it ended with; cancelling it drops the work."""
+    """`Service.rank` as a coroutine. Raises the error that the request ended with; cancelling drops the work."""
     ended: asyncio.Future[Ranked | ServiceError] = asyncio.get_running_loop().create_future()
 
     def done(result: Ranked | ServiceError) -> None:
@@ -246,7 +246,7 @@ class CheckpointNotFound(LookupError):
 
 
 class ReloadInProgress(RuntimeError):
-    """One reload at a time."""
+    """Another reload is under way."""
 
 
 class Reloads(Protocol):
@@ -256,7 +256,7 @@ class Reloads(Protocol):
         """The directory that a relative name means. Raises CheckpointNotFound."""
 
     async def reload(self, path: Path | None = None, *, second: bool = False) -> ServedModel:
-        """Serve that checkpoint, or the present one read again; or hold it as the `second` one.
+        """Serve this checkpoint, or read the present one again; with `second`, do so for the second checkpoint.
 
         Raises CheckpointError, EngineError, ReloadInProgress, Draining."""
 
@@ -264,13 +264,13 @@ class Reloads(Protocol):
         """Serve that retrieval checkpoint and that corpus, or the present ones read again: both as one. Raises as `reload`."""
 
     def reload_soon(self) -> None:
-        """Read the present checkpoint again in the background, and then what retrieves, if anything does."""
+        """Read the present checkpoint again in the background, then the towers and the corpus, if any."""
 
     def watch(self, seconds: float) -> None:
-        """From now on, look that often for another manifest, and load it then."""
+        """From now on, look this often for a new manifest, and load it."""
 
     def stop(self) -> None:
-        """End the watch and whatever still loads."""
+        """End the watch and any load under way."""
 
 
 def served_identity(service: Service, what: str) -> object:

@@ -1,4 +1,4 @@
-"""How much of what this process can do is asked of it: the one figure that Ray Serve and Kubernetes count replicas by."""
+"""The load of this process, in units of what it should carry: Ray Serve and Kubernetes count replicas by it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import math
 import time
 from collections.abc import Callable
 
-BUSY = 0.6  # of the time an engine may work, or the event loop: beyond it requests meet one another
-WAIT_SECONDS = 0.02  # behind the forward that runs, a request may wait so long
-MOST = 2.0  # a process that is flooded cannot know how much more than twice is asked
+BUSY = 0.6  # share of the time that engine or event loop may work; beyond it requests wait for one another
+WAIT_SECONDS = 0.02  # a request may wait this long behind the running forward
+MOST = 2.0  # a flooded process cannot tell how much more than twice its load is asked
 TOLERANCE = 0.1
 HALF_LIFE_SECONDS = 30.0
 
 
 def load_of(busy: float, wait_seconds: float) -> float:
-    """1 where a process has as much to do as it should, by the share of the time that it is busy or by the wait of a request."""
+    """1 if a process has as much to do as it should: the larger of its busy time and a request's wait, each by its limit."""
     return min(MOST, max(busy / BUSY, wait_seconds / WAIT_SECONDS))
 
 
 def replicas_for(running: int, loads: list[float]) -> int:
-    """How many replicas would have a load of 1 with what `running` ones have now, as Kubernetes' autoscaler counts: a tenth is noise."""
+    """How many replicas would each have a load of 1, given those that run now. Kubernetes' formula: differences of a tenth are ignored."""
     mean = sum(loads) / max(1, len(loads))
     return running if abs(mean - 1) <= TOLERANCE else max(1, math.ceil(running * mean - 1e-9))
 
@@ -43,7 +43,7 @@ class Load:
         return load_of(max(self._engine, self._loop), self._wait)
 
     def look(self) -> None:
-        """To be called every half second or so."""
+        """Called every half second or so."""
         now = self._clock(), self._busy_seconds(), time.thread_time()
         seconds, engine, loop = (after - before for after, before in zip(now, self._before, strict=True))
         if seconds <= 0:

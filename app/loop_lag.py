@@ -24,12 +24,12 @@ from typing import NamedTuple
 
 Clock = Callable[[], float]  # seconds that never run backwards
 
-TICK_SECONDS = 0.01  # from one tick to when the next is due
+TICK_SECONDS = 0.01  # from one tick to the next
 FULL_SECONDS = 0.025  # of work
-FULL_REQUESTS = 64  # a faster loop could have more in 25 ms, who would wait many times as long as few callers do
-LATE_SECONDS = 0.002  # less, and the loop has time to spare
+FULL_REQUESTS = 64  # more may be 25 ms of work, but callers would wait many times as long
+LATE_SECONDS = 0.002  # with less, the loop has time to spare
 STANDING_SECONDS = 0.1
-RECOVERED_SECONDS = 1.0  # with less, refusing itself, which shortens the wait, would end the overrun
+RECOVERED_SECONDS = 1.0  # with less, the refusals themselves would shorten the wait and end the overrun
 MEMORY_SECONDS = 0.5  # of what a request costs
 LATE_MEMORY_SECONDS = 0.1
 REFUSAL_SHARE = 0.1  # of what a request costs that is answered
@@ -45,7 +45,7 @@ class Work(NamedTuple):
 
 
 class LoopLag:
-    """Told of each tick, in seconds of any clock."""
+    """Judges the loop from its ticks, in seconds of any clock."""
 
     def __init__(self) -> None:
         self.overrun = False
@@ -57,15 +57,15 @@ class LoopLag:
 
     @property
     def is_short_of_time(self) -> bool:
-        """Whether whatever else the loop does, such as refusing, takes time from those whom it serves."""
+        """Whether other work of the loop, such as refusing, takes time from the requests that it serves."""
         return self.overrun or self._late_seconds >= LATE_SECONDS
 
     def wait_seconds(self, unanswered: int) -> float:
-        """In which the loop answers that many requests."""
+        """Seconds in which the loop answers this many requests."""
         return unanswered * self._cpu_seconds / self._requests if self._requests else 0.0
 
     def full(self, unanswered: int) -> float:
-        """How full the loop is with that many requests in hand: 1 is as many as may wait."""
+        """How full the loop is with this many requests in hand: 1 is the most that may wait."""
         return max(self.wait_seconds(unanswered) / FULL_SECONDS, unanswered / FULL_REQUESTS) if self._requests else 0.0
 
     def tick(self, now: float, work: Work) -> None:
@@ -87,7 +87,7 @@ class LoopLag:
             self.overrun = False
 
     def refuses(self, unanswered: int) -> bool:
-        """Whether a request is refused that comes after so many others."""
+        """Whether to refuse a request that arrives behind this many others."""
         return self.overrun and self.full(unanswered) > 1
 
     def _learn(self, seconds: float, before: Work, now: Work) -> None:
@@ -110,7 +110,7 @@ class LoopClock:
         self._work = work
 
     def begin(self) -> None:
-        """A request has come, and nothing ticks. Ticks go on for a while after the last request."""
+        """Start ticking: a request has come. Ticks go on for a while after the last request."""
         self.is_ticking, self.lag = True, LoopLag()
         self.last_request = self._clock()
         self._tick()
@@ -118,6 +118,6 @@ class LoopClock:
     def _tick(self) -> None:
         now = self._clock()
         self.lag.tick(now, self._work())
-        self.is_ticking = now - self.last_request < RECOVERED_SECONDS  # an idle process need not wake up
+        self.is_ticking = now - self.last_request < RECOVERED_SECONDS  # an idle process does not wake up
         if self.is_ticking:
             asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)

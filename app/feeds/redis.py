@@ -30,7 +30,7 @@ class RedisFeed:
 
     def after(self, position: str, most: int, wait_seconds: float) -> list[Entry]:
         """As `Source.after`."""
-        with self._redis.pipeline(transaction=True) as asked:  # both of one moment
+        with self._redis.pipeline(transaction=True) as asked:  # both at one moment
             asked.xrange(self.stream, position or "-", "+", most + bool(position))
             asked.xinfo_stream(self.stream)
             found, info = asked.execute(raise_on_error=False)
@@ -77,7 +77,7 @@ class RedisFeed:
         try:
             self._redis.xadd(self.stream + UNREADABLE, {"change": entry.body, "reason": reason}, id=entry.position)
         except ResponseError as error:
-            if "equal or smaller" not in str(error):  # else another replica was first
+            if "equal or smaller" not in str(error):  # else another replica has already put it there
                 raise NotKept(str(error)) from error
 
     def close(self) -> None:

@@ -30,13 +30,13 @@ class Source(Protocol):
     """A log that others write. Used by one thread at a time; every method may wait for the network and raises what its library raises."""
 
     def after(self, position: str, most: int, wait_seconds: float) -> list[Entry]:
-        """At most so many entries behind this position, from the beginning where it is ""; none where none comes in that time.
+        """At most this many entries after this position, or from the beginning if it is ""; an empty list if none comes in time.
 
         Raises FeedGap.
         """
 
     def bury(self, entry: Entry, reason: str) -> None:
-        """Put an entry that cannot be read where people find it, with the reason. Raises NotKept where it is refused there."""
+        """Put an unreadable entry, with the reason, where people find it. Raises NotKept if the server refuses it."""
 
     def close(self) -> None:
         """End the connection."""

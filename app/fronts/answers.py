@@ -35,7 +35,7 @@ class Front:
     flushed: int = 0
 
     def release(self, number: int) -> None:
-        """Nobody waits for this answer any more."""
+        """Forget a question: nobody waits for its answer."""
         if (ticket := self.tickets.pop(number, None)) is not None:
             ticket.release()
 
@@ -56,7 +56,7 @@ class Answering:
 
 
 class Answers:
-    """Each of `by_question` raises ValueError for what no front of ours sends. Belongs to the event loop."""
+    """Answers questions by their type. Each method in `by_question` raises ValueError for a message that our fronts never send."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Answers:
         self._flush = flush
 
     def _served(self, front: Front, question: Any, number: int, kind: type[Any]) -> Any:
-        """What a question is for. Nothing after this looks whether it makes sense, and native code reads tables by its numbers."""
+        """The model or corpus that a question names. This is the last check: native code then reads tables by the numbers in it."""
         if question.id in front.tickets:
             raise ValueError("a question of a number that another has")
         found = self._kept[number].model.served if number in front.served else None
@@ -92,7 +92,7 @@ class Answers:
         return found
 
     def _rank(self, method: wire.Method, front: Front, asked: Any) -> None:
-        """Admit and rank, or say why not."""
+        """Admit and rank, or answer with the refusal."""
         model, service = self._served(front, asked, asked.model, ServedModel), self._service
         context, candidates = asked.context, asked.candidates
         if isinstance(context, str) and not len(candidates):
@@ -133,7 +133,7 @@ class Answers:
                 argument.check(config)
         if not method.has_done:
             task = keep(self.tasks, self._await(method, front, question.id, arguments))
-            if "deadline" in arguments:  # else it ends, whoever waits
+            if "deadline" in arguments:  # else it runs to its end
                 front.tickets[question.id] = Answering(task)
             return
         try:
@@ -144,7 +144,7 @@ class Answers:
             front.fail(question.id, error)
 
     async def _await(self, method: wire.Method, front: Front, number: int, arguments: dict[str, Any]) -> None:
-        """The answer to a question, once every front has heard of what it has changed."""
+        """Answer a question once every front has heard what it changed."""
         work = self._scrapes.get if method.name == "exposition" else getattr(self._owners[method.owner], method.name)
         try:
             for name, argument in arguments.items():
@@ -177,7 +177,7 @@ class Answers:
 
 
 def keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Run it in a task that `tasks` holds to its end."""
+    """Run this in a task that `tasks` keeps until it ends."""
     task = asyncio.get_running_loop().create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)

@@ -16,7 +16,7 @@ from app.server.process import Handler, RankingServer, serve
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
 
-LINK_SECONDS = 1.0  # connections wait so long for the link, so that a front that was started again refuses none of them
+LINK_SECONDS = 1.0  # how long connections wait for the link, so that a restarted front refuses none of them
 
 
 class FrontServer(RankingServer):
@@ -31,7 +31,7 @@ class FrontServer(RankingServer):
         await super().startup(sockets)
 
     def handlers(self) -> dict[signal.Signals, Handler]:
-        """Those of the terminal are ignored since `Role.inherited`."""
+        """The terminal's signals are ignored since `Role.inherited`."""
         return {signal.SIGTERM: self.handle_drain, signal.SIGUSR1: self.handle_stop}
 
     def handle_drain(self, sig: int, frame: FrameType | None) -> None:
@@ -44,10 +44,10 @@ class FrontServer(RankingServer):
 
 
 def run(settings: Settings, role: Role) -> int:
-    """Serve as the front that this process is made; its exit code."""
+    """Serve as a front; return the exit code."""
     number, sockets = role.wait_assigned()
     service = RemoteService(settings, role.path, number, Metrics())
     server = build_server(settings, service, RemoteReloads(service), FrontServer)
     server.tells = number == 1
-    gc.freeze()  # what is there now stays, and need not be walked again
+    gc.freeze()  # objects that exist now stay: the collector need not walk them again
     return serve(server, sockets, front=number)

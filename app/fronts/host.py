@@ -23,11 +23,11 @@ from app.settings import Settings
 from app.telemetry.exposition import Scrapes
 from app.telemetry.sums import Sums
 
-LOOK_SECONDS = 0.005  # how often it is looked whether a queue that is full still is
-IDLE_LOOK_SECONDS = 0.05  # the same for everything else that fronts are told
+LOOK_SECONDS = 0.005  # from one look at a full queue to the next
+IDLE_LOOK_SECONDS = 0.05  # from one look at everything else that fronts are told to the next
 CLOSED_SECONDS = 0.05  # between two notes of how long a full queue takes
 SIGN_OF_LIFE_SECONDS = 1.0
-FLUSH_SECONDS = 0.2  # what a front has to answer a question in; a stopped one delays others so long
+FLUSH_SECONDS = 0.2  # time for a front to answer; a stopped front delays the others this long
 LAST_WORDS_SECONDS = 1.0  # for replies to reach the fronts before the process ends
 WAIT_SECONDS = 0.01
 
@@ -43,11 +43,11 @@ class EngineHost:
         self.settings = settings
         self.exit_code = 0
         self._fronts: dict[Link, Front] = {}
-        self._links: set[Link] = set()  # those without a Hello too
-        self._kept: dict[int, Worker[Any]] = {}  # what serves, and what a front may still ask for, held
+        self._links: set[Link] = set()  # also those that have not said Hello
+        self._kept: dict[int, Worker[Any]] = {}  # what serves, and what a front may still ask for
         self._numbers = itertools.count(1)
         self._state: wire.State | None = None
-        self._told = 0.0  # when fronts were last told how it is
+        self._told = 0.0  # when fronts were last told the state
         self._sums = Sums()
         self._scrapes = Scrapes(self._exposition)
         self._flushes = itertools.count(1)
@@ -109,7 +109,7 @@ class EngineHost:
         self._ended.set()
 
     def _fatal(self, reason: str) -> None:
-        """Everyone who waits was answered, and only a new process can help."""
+        """Only a new process can help. Everyone who waited has been answered."""
         self.exit_code = EXIT_ENGINE_LOST if self.service.health().started else EXIT_FAILED
         self._look()
         self._ended.set()
@@ -138,7 +138,7 @@ class EngineHost:
         log.info("front_linked", front=front.number)
 
     def _lose(self, link: Link) -> None:
-        """Its requests are dropped, and nothing of it stays but what it has counted."""
+        """Drop the requests of a front that is gone. Only its counts stay."""
         self._links.discard(link)
         front = self._fronts.pop(link, None)
         if front is None:
@@ -183,7 +183,7 @@ class EngineHost:
         return state
 
     def _number(self, worker: Worker[Any] | None) -> int:
-        """By which fronts know what this worker serves, which they are told when it is new; 0 for none."""
+        """The number by which fronts know what this worker serves; new ones are announced first. 0 for none."""
         if worker is None:
             return 0
         for number, kept in self._kept.items():
@@ -200,7 +200,7 @@ class EngineHost:
         front.link.send(wire.Serve.of(number, self._kept[number].model.served))
 
     def _leave(self, front: Front, number: int) -> None:
-        """This front will ask for that no more."""
+        """A front has dropped this model or corpus and will not ask for it again."""
         front.served.discard(number)
         self._free(number)
 
@@ -221,7 +221,7 @@ class EngineHost:
         self.service.admission.offered.observe(self.service.clock(), requests=refused.requests)
 
     async def _flush(self) -> None:
-        """Return when every front has taken all that was sent to it, and told what it has counted; a stopped one is not waited for."""
+        """Return when every front has read what was sent to it and reported its counts. A stopped front is not waited for."""
         asked, number = list(self._fronts.values()), next(self._flushes)
         for front in asked:
             front.link.send(wire.Flush(number))

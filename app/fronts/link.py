@@ -17,7 +17,7 @@ import structlog
 
 from app.fronts.wire import LENGTH, MAX_BYTES, Message, encode
 
-JOINED_BYTES = 65_536  # more than the socket takes at once
+JOINED_BYTES = 65_536  # unwritten bytes at which a turn's messages are written at once
 CREDENTIALS = struct.Struct("3i")  # of the peer: process, user, group
 
 log = structlog.get_logger("app.fronts.link")
@@ -61,7 +61,7 @@ class Link(asyncio.Protocol):
                 self._write()
 
     def close(self) -> None:
-        """End it when everything is written."""
+        """Close the link once everything is written."""
         self._write()
         if self._transport is not None:
             self._transport.close()
@@ -109,7 +109,7 @@ class Link(asyncio.Protocol):
             self._rest += data[taken:]
 
     def _frames(self, data: bytes | bytearray) -> int:
-        """Take every whole frame; it returns how many bytes they are."""
+        """Take every complete frame; return how many bytes these had."""
         start, size = 0, len(data)
         with memoryview(data) as view:
             while self._transport is not None and size - start >= LENGTH.size:
@@ -128,7 +128,7 @@ class Link(asyncio.Protocol):
         return min(start, size)
 
     def _end(self, reason: str) -> None:
-        """The peer misbehaves, and nobody else shall feel it."""
+        """End the link with a misbehaving peer, without effect on others."""
         log.error("link_broken", reason=reason[:200])
         if self._transport is not None:
             self._transport.abort()

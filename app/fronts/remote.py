@@ -27,7 +27,7 @@ from model.retrieval.inputs import PostChange, Query
 
 RETRY_AFTER_SECONDS = 2.0  # while the engine process starts
 OVERRUN_RETRY_SECONDS = 1.0
-SILENT_SECONDS = 4.0  # without a sign of life; there is one a second
+SILENT_SECONDS = 4.0  # without a sign of life, which comes every second
 SCRAPE_SECONDS = 5.0
 STARTING = wire.State(Health(False, False, False, False, "The engine process is starting."))
 ENDED = wire.State(Health(False, False, True, False, "The engine process has ended."))
@@ -48,7 +48,7 @@ class Place:
     asked: Asked | None = None
 
     def release(self) -> None:
-        """Free the place and drop what is not computed; a second time does nothing."""
+        """Free the place and drop what is not computed yet; a second call does nothing."""
         self.used = True
         if self.asked is not None:
             self.asked.release()
@@ -118,7 +118,7 @@ class RemoteService:
             self.linked.set()
 
     def _lose(self) -> None:
-        """The engine process has ended: whoever waits is told at once."""
+        """The engine process has ended: answer everyone who waits at once."""
         self.linked.clear()
         self.serves.clear()
         self.numbers.clear()
@@ -175,7 +175,7 @@ class RemoteService:
         again: bool = False,
         waits: bool = False,
     ) -> Place:
-        """Prepare a request on `model`; the engine process decides when it is sent. Raises NotReady, Draining or EngineDown."""
+        """Prepare a request on `model`. The engine process admits it once it is sent. Raises NotReady, Draining or EngineDown."""
         self._check_able()
         self._check_served(model)
         deadline = self.clock() + self.settings.deadline.default_seconds if deadline is None else deadline
@@ -209,10 +209,10 @@ class RemoteService:
     # ranking
 
     def shrink(self, ticket: Ticket, candidates: int) -> None:
-        """Nothing: the engine process hears how many candidates there are when they are sent."""
+        """No-op: the count is sent with the request."""
 
     def rank(self, ticket: Ticket, context: Context | str, candidates: Candidates, done: Done) -> None:
-        """Send it. `done` is called once, later, unless the ticket is released before; it is told of a handle that is unknown."""
+        """Send the request. `done` is called once, later, unless the ticket is released first; an unknown handle reaches it as an error."""
         assert isinstance(ticket, Place)
         if ticket.used:
             raise ValueError("this ticket was used before")
@@ -310,7 +310,7 @@ class RemoteReloads:
         self.service = service
 
     def resolve(self, name: str) -> Path:
-        """The name as it is."""
+        """Return the name unchanged; the engine process resolves it."""
         return Path(name)
 
     async def reload(self, path: Path | None = None, *, second: bool = False) -> ServedModel:
@@ -329,10 +329,10 @@ class RemoteReloads:
         return self.service.retrieval.served
 
     def reload_soon(self) -> None:
-        """Nothing: SIGHUP is the engine process's."""
+        """No-op: the engine process gets the SIGHUP."""
 
     def watch(self, seconds: float) -> None:
-        """Nothing: the engine process watches."""
+        """No-op: the engine process watches."""
 
     def stop(self) -> None:
-        """Nothing of its own is under way."""
+        """No-op: a front has no reload of its own."""

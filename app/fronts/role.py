@@ -9,7 +9,7 @@ import socket
 
 import msgspec
 
-VARIABLE = "_RANKER_ROLE"  # outside of the settings: nobody sets it by hand
+VARIABLE = "_RANKER_ROLE"  # not a setting: nobody sets it by hand
 PR_SET_PDEATHSIG = 1
 
 
@@ -42,7 +42,7 @@ class Role(msgspec.Struct, frozen=True):
 
     @property
     def is_front(self) -> bool:
-        """Else it is the engine process."""
+        """Whether this is a front; else it is the engine process."""
         return self.assignment is not None
 
     def wait_assigned(self) -> tuple[int, list[socket.socket]]:

@@ -38,9 +38,9 @@ from app.settings import Settings
 from app.telemetry import logs
 
 PREFIX, SOCKET = "ranker-engine-", "engine"  # of a directory below the temporary one, and in it
-SOON_SECONDS = 1.0  # a front that lived less is started again after a pause
-PAUSE_SECONDS = 0.5  # also before a start that the system refused is tried again
-ENGINE_SECONDS = 5.0  # an engine process that lived less is not started again
+SOON_SECONDS = 1.0  # a front that lived for less is restarted after a pause
+PAUSE_SECONDS = 0.5  # also the pause after the system refused to start a process
+ENGINE_SECONDS = 5.0  # an engine process that lived for less is not restarted
 PATIENCE_SECONDS = 10.0  # beyond what draining may take
 
 log = structlog.get_logger("app.fronts.supervisor")
@@ -180,7 +180,7 @@ class Supervisor:
     async def _take_spare(self) -> Spare:
         async with self._starting:
             taken, self._spare = self._spare or await self._start_spare(), None
-            with contextlib.suppress(OSError):  # whoever needs the next one says why there is none
+            with contextlib.suppress(OSError):  # whoever needs the next one reports the reason
                 self._spare = await self._start_spare()
         return taken
 
@@ -199,7 +199,7 @@ class Supervisor:
     # ends
 
     def _reload(self) -> None:
-        """An engine process that does not listen yet would be ended by the signal, and reads the checkpoint anyway."""
+        """Pass SIGHUP on, unless the engine process is still starting: the signal would end it, and it reads the checkpoint anyway."""
         if self._engine is not None and os.path.exists(self._path):
             _send(self._engine, signal.SIGHUP)
 
@@ -220,7 +220,7 @@ class Supervisor:
             self._ending.set()
 
     async def _all_end(self, engine: asyncio.Task[None], fronts: list[asyncio.Task[None]]) -> None:
-        """Before the fronts close their listening sockets nobody else may have them: what waits there would never be accepted."""
+        """End every process. Close our copies of the listening sockets first: a connection waiting on one would never be accepted."""
         async with self._starting:
             for process in self._started:
                 if process is not self._engine and process not in self._fronts.values():
@@ -241,7 +241,7 @@ class Supervisor:
             self._note(EXIT_FAILED)
 
     def _note(self, code: int) -> None:
-        """The loss of the engine says more than a failed drain."""
+        """Keep the exit code that says most: the loss of the engine outranks a failed drain."""
         self.exit_code = code if code == EXIT_ENGINE_LOST else self.exit_code or code
 
     def _kill(self) -> None:
@@ -257,13 +257,13 @@ def _locked_directory() -> tuple[str, int]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if os.path.exists(directory):
             return directory, lock
-        os.close(lock)  # another supervisor has just taken it for one left behind
+        os.close(lock)  # another supervisor has just removed it as left behind
 
 
 def _remove_left_behind() -> None:
-    """Directories of supervisors of ours that were killed: nobody locks them."""
+    """Remove the directories of our supervisors that were killed: nobody holds their locks."""
     for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # somebody else's, locked, or gone by now
+        with contextlib.suppress(OSError):  # not ours, locked, or already gone
             lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -273,7 +273,7 @@ def _remove_left_behind() -> None:
 
 
 def _remove(directory: str | Path) -> None:
-    """The socket and its directory, where nothing else lies in it."""
+    """Remove the socket, and its directory if that is empty."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(directory, SOCKET))
     with contextlib.suppress(OSError):

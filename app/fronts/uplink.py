@@ -1,4 +1,4 @@
-"""Keeps a front linked to the engine process, and knows what that was asked and has not answered. Does not know what is asked."""
+"""Keeps a front linked to the engine process and tracks unanswered questions. Does not know their meaning."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from app.telemetry.sums import Deltas
 
 CONNECT_SECONDS = 0.02  # between two attempts
 TURN_SECONDS = 0.1
-COUNTS_TURNS = 5  # between two reports of what was counted; a front that is killed takes so much with it
-GRACE_SECONDS = 0.25  # after a deadline, for the engine process to say so itself
+COUNTS_TURNS = 5  # between two reports of counts; a killed front loses at most this much
+GRACE_SECONDS = 0.25  # after a deadline, for the engine process to answer it itself
 CLOSE_SECONDS = 1.0
 
 log = structlog.get_logger("app.fronts.uplink")
 
 
 def _nobody(result: Any) -> None:
-    """Hears the result of a question that has ended."""
+    """Ignore the result of a question that has ended."""
 
 
 class Asked:
@@ -45,17 +45,17 @@ class Asked:
         uplink.asked[self.number] = self
 
     def release(self) -> None:
-        """Nobody waits any more; a second time does nothing."""
+        """Nobody waits any more; a second call does nothing."""
         if self.uplink.asked.pop(self.number, None) is not None:
             self.done = _nobody
             self.uplink.send(wire.Cancel(self.number))
 
     def end(self, result: Any) -> None:
-        """Tell who asked, unless the question was released or has ended."""
+        """Give the result to whoever asked, unless the question was released or has ended."""
         if self.uplink.asked.pop(self.number, None) is None:
             return
         self.uplink.answered += 1
-        done, self.done = self.done, _nobody  # whoever asked holds this: without a circle both go at once
+        done, self.done = self.done, _nobody  # whoever asked holds this object: without a cycle both are freed at once
         try:
             done(result)
         except Exception as error:  # a fault in one request must not end the link of all
@@ -108,12 +108,12 @@ class Uplink:
                 await asyncio.wait_for(self._ended.wait(), CLOSE_SECONDS)
 
     def send(self, message: wire.Message) -> None:
-        """Nothing without a link."""
+        """Send a message; does nothing without a link."""
         if self.link is not None:
             self.link.send(message)
 
     def tell(self, flush: int = 0) -> None:
-        """What was counted, as the answer to a `Flush` of that number."""
+        """Report what was counted, as the answer to the `Flush` of this number."""
         if self.link is not None:
             self.link.send(wire.Counts(flush, self._deltas.take()))
 
@@ -149,7 +149,7 @@ class Uplink:
         return result
 
     async def _tend(self) -> None:
-        """Tell what was refused and counted, and answer whom the engine process does not answer in time."""
+        """Report refusals and counts, and answer questions that the engine process did not answer in time."""
         for turn in itertools.count(1):
             await asyncio.sleep(TURN_SECONDS)
             if self.refused:
@@ -171,7 +171,7 @@ class Uplink:
             link = Link(wire.from_engine, self._receive, self._made, self._lose)
             try:
                 await loop.create_unix_connection(lambda link=link: link, self._path)  # type: ignore[misc]
-            except OSError:  # it starts, or starts again
+            except OSError:  # the engine process is starting
                 await asyncio.sleep(CONNECT_SECONDS)
             else:
                 await self._ended.wait()

@@ -70,11 +70,11 @@ class Question(Message):
 
 
 class Cancel(Question):
-    """Nobody waits for this answer any more: a client disconnected, or a deadline has passed."""
+    """Nobody waits for the answer any more: the client disconnected, or a deadline passed."""
 
 
 class Left(Message):
-    """No question about this model, or corpus, will come any more."""
+    """The front will ask nothing more about this model or corpus."""
 
     number: Number
 
@@ -87,7 +87,7 @@ class Counts(Message):
 
 
 class Refused(Message):
-    """So many requests were refused unread since the last one."""
+    """How many requests the front refused unread since its last report."""
 
     requests: Number
 
@@ -105,7 +105,7 @@ class Serve(Message):
 
     @classmethod
     def of(cls, number: int, served: Served) -> Serve:
-        """What fronts are told of it."""
+        """The message about this model or corpus."""
         if isinstance(served, ServedModel):
             return cls(number, served.manifest.to_json(), served.engine)
         corpus = served.corpus.to_json()
@@ -122,7 +122,7 @@ class Serve(Message):
 
 
 class State(Message):
-    """How the engine process is; sent when it changes, and as a sign of life. `closed`: why every request would be refused. `model`,
+    """The state of the engine process; sent when it changes, and as a sign of life. `closed`: why every request would be refused. `model`,
     `corpus`, `second`: the numbers of what serves, 0 for none; `second_reason`, `answers`: as in `interface.Second`."""
 
     health: Health
@@ -223,7 +223,7 @@ _DTYPES: dict[Any, np.dtype[Any]] = {kind: np.dtype(get_args(get_args(kind)[1])[
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """What msgspec cannot read: columns, as views, and paths. Raises ValueError for bytes that are no such column."""
+    """Read what msgspec cannot: columns, as views, and paths. Raises ValueError for bytes that are not such a column."""
     if type(value) is bytes:
         return np.frombuffer(value, _DTYPES[kind])
     if kind is Path:

@@ -69,7 +69,7 @@ class Application(dict[tuple[bytes, bytes], Endpoint]):
         self._guest = Guest(self, service.start, self._stop)
 
     def __missing__(self, asked: tuple[bytes, bytes]) -> Endpoint:
-        """Who takes any other request. A path with a host, a query or escapes is looked up without them."""
+        """The endpoint for any other request. A path with a host, a query or escapes is looked up without these."""
         method, target = asked
         if method == b"POST":
             path = unquote_to_bytes(split_target(target)[0])
@@ -87,7 +87,7 @@ class Application(dict[tuple[bytes, bytes], Endpoint]):
         return None
 
     def close(self) -> None:
-        """At the end of the process."""
+        """Called at the end of the process."""
         if self._tracer is not None:
             self._tracer.close()
 

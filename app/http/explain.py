@@ -1,4 +1,4 @@
-"""`POST /explain`: what would change if something were left out, and what the model attends to. In the order in which things may fail."""
+"""`POST /explain`: what changes when something is left out, and what the model attends to. In the order of possible failures."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from app.settings import Batching
 from app.telemetry.exchange import Exchange
 from model.inputs import Candidates, Context, Scores
 
-TURN_SECONDS = 0.0025  # about what an explanation ranks at a time takes
-REST_TIMES = 2.0  # after which it rests for so many times as long, until half of its time is over
+TURN_SECONDS = 0.0025  # roughly the time of what an explanation ranks at once
+REST_TIMES = 2.0  # then it rests this many times as long, until half of its time is over
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class ExplainEndpoint(Endpoint):
         written = []
         for piece in pieces:
             written.append(piece)
-            await asyncio.sleep(0)  # lets other requests in between
+            await asyncio.sleep(0)  # let other requests in
         exchange.stages["serialize"] = time.perf_counter() - started
         self.ranking.metrics.stage["attention"].observe(exchange.stages["attention"])
         return b"".join(written), own
@@ -131,7 +131,7 @@ class ExplainEndpoint(Endpoint):
     async def _ranked(
         self, asked: Asked, work: Iterable[tuple[Context, Candidates]], exchange: Exchange
     ) -> list[Ranked]:
-        """Each of them through the queue and the engine, some at a time, with rests in which others find the engine free."""
+        """Rank each context through the queue and the engine, a few at a time, with rests that leave the engine to others."""
         service, window, tasks = self.service, Window(self.batching), []
         begun, turn, together = time.perf_counter(), 0, 1
         rests_until = (service.clock() + asked.deadline) / 2
@@ -148,7 +148,7 @@ class ExplainEndpoint(Endpoint):
                 ticket = await window.admit(admit)
                 ranking = ranked(service, ticket, context, candidates)
                 tasks.append(window.begin(ranking, len(candidates), 1 + len(context)))
-                await asyncio.sleep(0)  # lets other requests in between
+                await asyncio.sleep(0)  # let other requests in
                 if len(tasks) - turn >= together:
                     await asyncio.wait(tasks[turn:])
                     took, turn = time.perf_counter() - begun, len(tasks)
@@ -176,7 +176,7 @@ class ExplainCall(TaskCall):
         """As `TaskCall.open`."""
         self._terms = self._endpoint.ranking.open(self.headers, self.exchange, BATCH)
         check_accept(self.headers, JSON)
-        self._endpoint.check_room()  # the place is taken with the body: who sends none holds none
+        self._endpoint.check_room()  # the place is taken with the body, so a client that sends none holds none
 
     async def reply_to(self, body: bytes | bytearray) -> Answer:
         """As `TaskCall.reply_to`. It takes its place before anything is read."""

@@ -46,13 +46,13 @@ METHODS = ("ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMe
 ROUTES = tuple(f"/{protobuf.SERVICE}/{name}" for name in METHODS)
 
 GREETING_MS = 5000
-LATE_SECONDS = 0.05  # before its deadline here a call may have ended at that of its caller, whose clock began earlier
+LATE_SECONDS = 0.05  # the caller's clock began earlier, so the call may already have ended at the caller's deadline
 
 Answer = Callable[[Any, "Call"], Awaitable[bytes]]
 
 
 class Call:
-    """One call as its method sees it: headers as over HTTP, what is noted, what goes back besides the message."""
+    """One call as its method sees it: headers as over HTTP, its log record, and the metadata of its reply."""
 
     def __init__(self, context: Any, exchange: Exchange, headers: Headers) -> None:
         self.headers = headers
@@ -86,10 +86,10 @@ class InferenceServer:
                     "grpc.max_receive_message_length",
                     settings.limits.max_body_bytes,
                 ),  # and once inflated: since 1.85 at least
-                ("grpc.max_concurrent_streams", calls_of_a_connection(settings)),  # further ones wait, or are reset
-                # else a client that keeps to it is refused as well: calls that are answered count until all of them is freed
+                ("grpc.max_concurrent_streams", calls_of_a_connection(settings)),  # more calls wait, or are reset
+                # else a client that obeys the limit is refused too: an answered call counts until it is freed completely
                 ("grpc.http2.max_deallocating_streams", settings.batching.max_requests),
-                ("grpc.http2.settings_timeout", GREETING_MS),  # also for one who says nothing at all
+                ("grpc.http2.settings_timeout", GREETING_MS),  # also for a client that sends nothing at all
                 ("grpc.http2.lookahead_bytes", CALL_AHEAD_BYTES),
                 ("grpc.http2.bdp_probe", 0),  # it would let a fast client send megabytes of each call
                 ("grpc.max_allowed_incoming_connections", CALL_CONNECTIONS),
@@ -132,7 +132,7 @@ class InferenceServer:
             reply, problem = b"", None
             try:
                 if name == METHODS[-1]:
-                    self.ranking.enter(headers, exchange)  # a caller without a key is not waited for
+                    self.ranking.enter(headers, exchange)  # do not wait for a caller without a key
                     call.deadline = self.ranking.deadline(call.seconds, timeout_seconds_of(headers))
                 data = await _message(messages, self.patience_seconds, context)
                 reply = await answer(protobuf.read(f"{name}Request", data), call)
@@ -155,7 +155,7 @@ class InferenceServer:
         return handle
 
     async def _rest(self) -> None:
-        """A call that ranked nothing is answered the later the more of them there are: together they leave the event loop to others."""
+        """Delay the reply to a call that ranked nothing. More of them wait longer, so that they leave the event loop to others."""
         self._resting += 1
         try:
             await asyncio.sleep(shared_rest_seconds(REFUSED_SECONDS, self._resting))

@@ -1,4 +1,4 @@
-"""What the headers of a request say: who asks, the wire of the body and of the reply, how long the caller waits, the request's name."""
+"""Reads the headers of a request: API key, formats of body and reply, deadline, request id."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def by_name(fields: Sequence[tuple[bytes, bytes]]) -> Headers:
 
 
 class KeyRing:
-    """Knows the SHA-256 of each key, never a key. Without any key everybody is let in, as nobody in particular."""
+    """Knows the SHA-256 of each key, never a key itself. Without keys everybody is let in, without a name."""
 
     def __init__(self, settings: Auth) -> None:
         self._digests = {
@@ -66,7 +66,7 @@ def wire_of(headers: Headers, wires: Wires) -> Wire:
     """The wire of a body. Raises UnsupportedMediaType."""
     sent = headers.get(b"content-type", b"")
     found = wires.get(sent) or wires.get(sent.lower().translate(None, b' \t"').rstrip(b";"))
-    if found is None or (not sent and b"origin" in headers):  # a page elsewhere may send a body without a type unasked
+    if found is None or (not sent and b"origin" in headers):  # a foreign page may send a body without a type, unasked
         raise UnsupportedMediaType
     return found
 

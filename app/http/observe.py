@@ -1,4 +1,4 @@
-"""Names, counts and logs every request, and says which problem answers a fault of ours. A log line holds nothing that a caller sent."""
+"""Names, counts and logs every request, and turns our faults into problems. A log line holds nothing that a caller sent."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from app.telemetry.tracing import RequestTracer
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 UNMATCHED = "unmatched"
 OTHER = "other"
-LONG_LINE = 2048  # of a request: one value may be too long
+LONG_LINE = 2048  # of a request: a value may be too long
 CLIENT_GONE = 499  # the status under which a disconnect is logged and counted
 
 log = structlog.get_logger("app.http.observe")
 _ids = random.Random(
     os.urandom(32)
-)  # unlike uuid4, no system call an id, in which another thread takes the interpreter lock
+)  # unlike uuid4 it makes no system call, during which another thread would take the interpreter lock
 os.register_at_fork(after_in_child=lambda: _ids.seed(os.urandom(32)))
 
 

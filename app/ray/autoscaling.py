@@ -8,7 +8,7 @@ from typing import Any
 from app.load import replicas_for
 
 LOAD = "load"  # `app.load.Load.value` of each replica
-SPARE = 0.95  # of the load may those have that stay, or the next moment brings the replica back
+SPARE = 0.95  # the share of the load that the remaining replicas may have, or a removed one would come back at once
 
 
 class ByLoad:
@@ -24,9 +24,9 @@ class ByLoad:
 def replicas_wanted(running: int, target: int, loads: list[float]) -> int:
     """`running` replicas, `target` of them wanted so far; `loads`: one for each replica that reports."""
     if not loads or len(loads) < running:
-        return target  # a replica that is silent may be the busiest
+        return target  # a silent replica may be the busiest
     if (wanted := replicas_for(running, loads)) > running:
         return max(target, wanted)
     if running > 1 and sum(loads) < (running - 1) * SPARE:
-        return min(target, running - 1)  # its users come to caches that do not know them
+        return min(target, running - 1)  # its users move to replicas that have not cached them
     return target

@@ -47,7 +47,7 @@ class Asked(NamedTuple):
     body: bytes
 
     def scope(self) -> Scope:
-        """What an ASGI application is called with."""
+        """The ASGI scope of the request."""
         return {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "root_path": "", "method": self.method,
             "path": self.path, "raw_path": self.path.encode(), "query_string": self.query, "headers": self.headers,
@@ -56,7 +56,7 @@ class Asked(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What comes back."""
+    """A replica's reply to one request."""
 
     status: int
     headers: Fields
@@ -111,11 +111,11 @@ class Ingress:
         return bytes(body[: limit + 1])
 
     async def _ask(self, asked: Asked, headers: Headers, began: float) -> Reply:
-        """Of the replica of its key; where that dies, of the one that has its place."""
+        """Ask the replica of the request's key, or the one that takes its place if it dies."""
         deadline = began + self._seconds(headers)
         handle = self.ranker.options(session_id=headers.get(ROUTING_KEY, b"").decode("latin-1")).answer
         for _ in range(self.attempts):
-            left = max(0.0, deadline - time.monotonic())  # with none left, a replica refuses it
+            left = max(0.0, deadline - time.monotonic())  # with no time left, a replica refuses it
             try:
                 return Reply(*await asyncio.wait_for(handle.remote(with_time(asked, left)), left + GRACE_SECONDS))
             except TimeoutError:

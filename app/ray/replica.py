@@ -42,7 +42,7 @@ class Replica:
             await self.reloads.reload(path)
 
     def build(self, settings: Settings) -> RankingService:
-        """The service inside."""
+        """Build the service that this replica runs."""
         return build_service(settings, Metrics())
 
     async def _start(self, settings: Settings) -> None:
@@ -55,7 +55,7 @@ class Replica:
         self.reloads = create_reloader(self.service, settings)
 
     async def answer(self, asked: Asked) -> Reply:
-        """What the application replies. Cancelling it means that the client has disconnected."""
+        """The application's reply. Cancelling this means that the client has disconnected."""
         started: Message = {}
         body: list[bytes] = []
         gone = asyncio.Event()
@@ -83,11 +83,11 @@ class Replica:
         return f"{socket.gethostname()}:{os.getpid()}", self.service.metrics.render()
 
     async def check_health(self) -> None:
-        """Raise where only a new process can help: Ray Serve then ends this one, and starts another."""
+        """Raise if only a new process can help: Ray Serve then replaces this one."""
         health = self.service.health()
         if health.failed:
             raise NotReady(health.reason)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `autoscaling.ByLoad` decides by, as of now."""
+        """The present load, by which `autoscaling.ByLoad` decides."""
         return {LOAD: self.service.load.value}

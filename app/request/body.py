@@ -27,7 +27,7 @@ from app.settings import Limits
 
 
 class Typed(Protocol):
-    """What a wire makes of bytes before a place in the queue is asked for: how much work it is, not whether it is right."""
+    """A body as read before a place in the queue is asked for: its sizes are known, its correctness is not."""
 
     @property
     def timeout_seconds(self) -> float | None:
@@ -39,11 +39,11 @@ class Typed(Protocol):
 
     @property
     def user_id(self) -> int | str:
-        """As it was sent: it may still be none; 0 where it was not sent."""
+        """As sent, which may not be a valid id; 0 where it was not sent."""
 
     @property
     def handle(self) -> str | None:
-        """Of a context, as it was sent in place of user and history: it may still be none."""
+        """The handle sent in place of user and history, which may not be a valid one."""
 
     def count(self, name: str) -> int:
         """Items of `candidates` or `history`."""
@@ -64,11 +64,11 @@ class Body:
     def reply(self) -> Any:
         """As in `Request`."""
         reply = self.value.get("reply")
-        return reply if type(reply) is str else None  # tensors alone are asked for by a map
+        return reply if type(reply) is str else None  # only a request for tensors has a map here
 
     @property
     def user_id(self) -> int | str:
-        """As it was sent: it may still be none."""
+        """As sent, which may not be a valid id."""
         user_id = self.value.get("user_id")
         return user_id if isinstance(user_id, int | str) else 0
 
@@ -80,7 +80,7 @@ class Body:
 
     @property
     def posts(self) -> int:
-        """How many posts are to be retrieved; what is no such number costs as much as none."""
+        """How many posts are to be retrieved; an invalid number counts as the default."""
         k = self.value.get("k")
         return k if type(k) is int and k > 0 else DEFAULT_K
 
@@ -165,7 +165,7 @@ def retrieval_rule(vocabularies: Sequence[Vocabulary], *without: str) -> Rule:
 
 
 def check_cost(body: bytes | bytearray, max_values: int) -> None:
-    """Raise TooLarge for what is slow to read, by its bytes alone: values are counted by the bytes that begin, separate or escape them."""
+    """Raise TooLarge for a body that is slow to read. Counts values without parsing, by the bytes that begin, separate or escape them."""
     if len(body) > max_values and len(body) - len(body.translate(None, b",[{\\")) > max_values:
         raise TooLarge(f"The body holds more than {max_values} values.")
 
@@ -175,7 +175,7 @@ class BatchDecoder:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        # Of an array that is longer than its struct the rest is skipped: a million items cost no objects.
+        # The rest of an array that is longer than its struct is skipped: a million items make no objects.
         fields = [(f"item_{place}", Raw, UNSET) for place in range(limit + 1)]
         items = msgspec.defstruct("Items", fields, array_like=True)
         named = msgspec.defstruct("Named", [("requests", items)], forbid_unknown_fields=True)
@@ -199,7 +199,7 @@ class BatchDecoder:
                 return self._named.decode(body).requests, False  # type: ignore[attr-defined]
             with suppress(msgspec.ValidationError):
                 return self._bare.decode(body), True
-            msgspec.json.decode(body, type=Raw)  # neither; is it JSON?
+            msgspec.json.decode(body, type=Raw)  # neither form; is it JSON at all?
         except msgspec.DecodeError as error:
             raise MalformedJson(f"The body is not valid JSON: {error}.") from None
         except RecursionError:

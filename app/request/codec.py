@@ -1,4 +1,4 @@
-"""The compiled short cut for requests as most callers write them: JSON → columns, scores → JSON. What it declines, Python does.
+"""The compiled fast path for requests as most callers write them: JSON → columns, scores → JSON. Python reads what it declines.
 
 `schema`, `validate`, `features` and `reply` are the plain definition of the same; tests hold both to the same columns and bytes. Its
 bounds are those of `schema`, the checkpoint and the settings, given once.
@@ -113,7 +113,7 @@ class Codec:
         self._read, self._rank, self._write = library.codec_functions(ctypes.byref(words))
 
     def read(self, body: bytes | bytearray) -> Packed | None:
-        """A valid request; None for any other, and for one that is written in an unusual way."""
+        """Read a valid request; None for an invalid one, and for one that is written in an unusual way."""
         data = self._read(body, True)
         if not data:
             return None
@@ -150,7 +150,7 @@ class Codec:
         return None
 
     def _wishes(self, text: bytes) -> Wishes | None:
-        """None where they are not right. They are the same in most requests, but for the name and the context."""
+        """What else a request asks for; None if that is invalid. Most requests differ only in their id and context, so it is cached."""
         try:
             rest = parse(text)
             if ("request_id" in rest and not is_request_id(rest["request_id"])) or (
@@ -210,7 +210,7 @@ class Codec:
 
 
 def _numbers(scores: Scores, request: Request) -> tuple[Any, ...]:
-    """What scores are combined of, as the compiled functions take it."""
+    """The numbers that scores are combined from, as the compiled functions take them."""
     weights, sums = request.weights, b""
     if request.has_offset:
         sums = array("d", magnitudes(weights[: scores.probabilities.shape[1]])).tobytes()

@@ -18,7 +18,7 @@ def context_of(request: Request | Viewer, config: ModelConfig) -> Context:
     first = len(request.history) - kept
 
     def newest(column: NDArray[Any]) -> NDArray[Any]:
-        return column[first:].copy() if first else column  # a view would keep all of it while the request waits
+        return column[first:].copy() if first else column  # a view would keep the whole history while the request waits
 
     # The model clips there anyway; clipping here makes equal tokens equal keys of the cache, and 1e300 fit a float32.
     dwell = np.minimum(newest(request.dwell_seconds), MAX_DWELL_SECONDS).astype(np.float32)

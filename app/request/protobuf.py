@@ -54,15 +54,15 @@ MESSAGES = {
 
 MOST_AXES = 3  # one more than any tensor has
 VARINT, DELIMITED, FIXED_BYTES = 0, 2, {1: 8, 5: 4}  # wire types
-MOST_FIELDS = 1024  # of a message, sizes of shapes by the byte; a request with every tensor has a tenth of them
-SHORT_BYTES = 4096  # which no number of fields makes slow to read
+MOST_FIELDS = 1024  # of a message, counting each byte of a shape; a request with every tensor has a tenth of these
+SHORT_BYTES = 4096  # a message this short is never slow to read
 RAW = "must hold the little-endian data of each input, in their order; `contents` is not taken"
 RULE = struct_rule(InferRequest, None, "inputs", "outputs")
 Field = descriptor_pb2.FieldDescriptorProto
 
 
 def _entries(fields: str) -> Iterator[tuple[bool, str, str, int]]:
-    """Of each field whether it is repeated, its kind, its name and its number."""
+    """For each field: whether it is repeated, its kind, its name and its number."""
     for entry in filter(None, fields.split("; ")):
         *label, kind, name, _, number = entry.split()
         yield bool(label), kind, name, int(number)

@@ -1,4 +1,4 @@
-"""What a client still sends: a request, which must come in time, or what is thrown away behind its last reply."""
+"""Watches what a client sends: a request, which must arrive in time, or input after the last reply, which is thrown away."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from app.settings import Connections
 
 LEAST_BODY_SECONDS = 1.0  # after slow headers, a body still gets this long
 LEAST_BODY_BYTES = 4096  # in each `stall_seconds`
-MOST_BYTES = 64 * 2**20  # several times what honest clients send by mistake
-TURN_SECONDS = 2.0  # in each such span the client has to send LEAST_BYTES, or it is done
+MOST_BYTES = 64 * 2**20  # several times what honest clients send unread
+TURN_SECONDS = 2.0  # in each span this long the client must send LEAST_BYTES, or it is cut off
 LEAST_BYTES = 64 * 2**10
 MOST_SECONDS = 30.0
 DRAIN_SECONDS = 5.0  # the same while the process drains, which waits for lingering connections
@@ -39,11 +39,11 @@ class Arrival:
         self._until = 0.0
 
     def watch_head(self) -> None:
-        """A request has begun, and what was read does not end its headers."""
+        """A request has begun and its headers are not complete."""
         self._wait(self.begun + self._limits.header_seconds - self._loop.time(), self._refuse, "slow")
 
     def watch_body(self) -> None:
-        """The headers are complete, and what was read does not end the body."""
+        """The headers are complete and the body is not."""
         self._until = max(self.begun + self._limits.body_seconds, self._loop.time() + LEAST_BODY_SECONDS)
         self._watch()
 
@@ -68,7 +68,7 @@ class Leftover:
         self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, wait: Wait, cut: Callable[[str], None]
     ) -> None:
         """`cut` ends the connection, with the reason."""
-        self.bytes = 0  # thrown away since the request was begun
+        self.bytes = 0  # bytes thrown away
         self._loop = loop
         self._transport = transport
         self._wait = wait
@@ -76,20 +76,20 @@ class Leftover:
         self._until = 0.0
 
     def drop(self, count: int) -> None:
-        """So many bytes have come."""
+        """Count bytes that arrived and were thrown away."""
         self.bytes += count
         if self.bytes > MOST_BYTES:
             self._cut("endless_body")
 
     def linger(self, *, draining: bool) -> None:
-        """Close our half of the connection, and the rest once the client has read, or sends no more."""
+        """Close our half of the connection, and the other half once the client has read the reply or sends nothing more."""
         self._until = self._loop.time() + (DRAIN_SECONDS if draining else MOST_SECONDS)
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self._watch()
 
     def hurry(self) -> None:
-        """The process drains."""
+        """Shorten the wait: the process drains."""
         self._until = min(self._until, self._loop.time() + DRAIN_SECONDS)
 
     def _watch(self) -> None:

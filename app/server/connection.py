@@ -39,7 +39,7 @@ from app.server.reader import ANY_HOST, REFUSALS, Headers, Hosts, Reader, Refuse
 from app.settings import Connections
 
 MAX_PIPELINED = 16
-GRACE_SECONDS = 1.0  # at shutdown, how long a connection must have been silent to be closed
+GRACE_SECONDS = 1.0  # at shutdown, how long a connection must be silent before it is closed
 
 
 class State(Enum):
@@ -71,16 +71,16 @@ class Connection(asyncio.Protocol):
         self.routes = routes
         self.hosts = hosts
         self.observer = observer
-        self.is_counted = is_counted  # has a place among the connections of the process
+        self.is_counted = is_counted  # has one of the process's places for connections
         self.state = State.IDLE
         self.due_at = math.inf  # the deadline of the present state, in seconds of the loop's clock
         self.cycle: Cycle | None = None  # of the last request
         self.pending: list[Cycle] = []  # requests without a complete reply, oldest first
-        self.waiting: deque[Cycle] = deque()  # those of them whose turn has not come
+        self.waiting: deque[Cycle] = deque()  # those of `pending` whose turn has not come
         self.arrival = Arrival(loop, limits, self.wait, self._refuse)
         self.idle_since = loop.time()
-        self.held: dict[Cycle, int] = {}  # bytes of bodies that are being read, as they were counted
-        self.rests = 0  # that are not over: other connections come first for a while
+        self.held: dict[Cycle, int] = {}  # counted bytes of each body being read
+        self.rests = 0  # rests that are not over, in which other connections come first
         self.is_unread = False  # the client leaves replies unread
         self.is_paused = False  # nothing is read
         self.refused_at = -float("inf")
@@ -114,7 +114,7 @@ class Connection(asyncio.Protocol):
         self.observer.open.discard(self)
         self.cycle = None
         self.reader.close()
-        del self._overdue, self.arrival, self.leftover  # what leads back here
+        del self._overdue, self.arrival, self.leftover  # references back to this object
 
     def pause_writing(self) -> None:
         """The client leaves replies unread."""
@@ -202,7 +202,7 @@ class Connection(asyncio.Protocol):
             raise
 
     def _count_bodies(self) -> None:
-        """Take room for what was read and nobody has taken yet. Raises Refused where there is none."""
+        """Count the bytes of bodies that were read and not handed on. Raises Refused if there is no room."""
         for cycle in self.pending:
             count = cycle.held_bytes - self.held.get(cycle, 0)
             if count <= 0:
@@ -215,12 +215,12 @@ class Connection(asyncio.Protocol):
     # what cycles tell
 
     def release(self, cycle: Cycle) -> None:
-        """The body of a request is needed no more."""
+        """The body of a request is no longer needed."""
         if cycle in self.held:
             self.observer.body_bytes.give(self.held.pop(cycle))
 
     def on_response_complete(self) -> None:
-        """A reply is written whole."""
+        """A reply has been written completely."""
         self.pending = [cycle for cycle in self.pending if not cycle.response_complete]
         self._go_on()
         if self.state is State.IDLE:
@@ -229,7 +229,7 @@ class Connection(asyncio.Protocol):
     def rest(self, seconds: float, *, shares: bool = False) -> None:
         """A request has held the event loop for so long: other connections come first for a while. `shares`: it ranked nothing, or
         was wrong; all connections with such requests share a part of the loop."""
-        resting = self.observer.resting if self.is_counted else 1  # no crowd delays an operator
+        resting = self.observer.resting if self.is_counted else 1  # operators are never delayed
         if wait := shared_rest_seconds(seconds, resting) if shares else rest_seconds(seconds):
             self.rests += 1
             self.observer.resting += 1
@@ -237,14 +237,14 @@ class Connection(asyncio.Protocol):
             self.loop.call_later(wait, self._rest_ends)
 
     def end_with_reply(self) -> None:
-        """The last reply is written."""
+        """The last reply has been written: close the connection."""
         if self.state not in (State.LINGERING, State.CLOSED) and not self.transport.is_closing():
             self._enter(State.LINGERING)
             self._resume()
             self.leftover.linger(draining=self.observer.draining)
 
     def is_impatient(self) -> bool:
-        """Told of a request that is refused: whether the one before it was, a moment ago."""
+        """Record a refused request; return whether the one before it was refused a moment ago."""
         before, self.refused_at = self.refused_at, self.loop.time()
         return self.refused_at - before < REPEAT_SECONDS
 
@@ -302,7 +302,7 @@ class Connection(asyncio.Protocol):
             if cycle.response_started:
                 self.cut(refusal)
                 return
-            cycle.disconnect(REFUSALS[refusal][:2])  # its endpoint says nothing more
+            cycle.disconnect(REFUSALS[refusal][:2])  # its endpoint sends nothing more
             self.release(cycle)
             self.pending.remove(cycle)
             if cycle in self.waiting:
@@ -322,9 +322,9 @@ class Connection(asyncio.Protocol):
         self._end_if_silent()
 
     def _end_if_silent(self) -> None:
-        """The client may just have sent its next request, so silence has to last a little."""
+        """End a silent connection. The client may just have sent a request, so the silence must have lasted a little."""
         if self.pending or self.transport.is_closing() or not (self.state is State.IDLE or self._is_answered()):
-            return  # a reply ends it, or has
+            return  # a reply ends it, or already has
         left = self.idle_since + GRACE_SECONDS - self.loop.time()
         if left > 0 or self.state is State.BODY or has_unread(self.transport):
             self.loop.call_later(max(left, GRACE_SECONDS / 100), self._end_if_silent)
@@ -342,7 +342,7 @@ class Connection(asyncio.Protocol):
         self.transport.abort()
 
     def _is_answered(self) -> bool:
-        """Whether a body still arrives whose reply is out, on a connection that stays."""
+        """Whether a body is still arriving after its reply was sent, on a connection that stays open."""
         return self.state is State.BODY and self.cycle is not None and self.cycle.response_complete
 
     def _enter(self, state: State) -> None:

@@ -12,15 +12,15 @@ from app.http.asgi import Routes
 from app.http.call import Call, Fields
 from app.server.observer import Observer
 
-COPY_SECONDS = 5e-10  # about what the kernel takes to copy a byte of a reply, behind the step that writes it
-SHORT_BYTES = 2**13  # no body of that length holds the event loop; asking for processor time is a system call
+COPY_SECONDS = 5e-10  # roughly the kernel's time to copy a byte of a reply after the write
+SHORT_BYTES = 2**13  # no body shorter than this holds the event loop, and asking for processor time is a system call
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 class Connection(Protocol):
-    """What a cycle needs of its connection."""
+    """What a cycle needs from its connection."""
 
     observer: Observer
 
@@ -60,7 +60,7 @@ class Cycle:
         self._size = 0
         self._is_read = self._is_wrong = self._ranks = False
         self._held = 0.0
-        self._bytes = b""  # of a reply that waits
+        self._bytes = b""  # of a waiting reply
 
     def start(self) -> None:
         """It is this request's turn: those before it on the connection have their replies."""
@@ -75,7 +75,7 @@ class Cycle:
 
     @property
     def held_bytes(self) -> int:
-        """Of the body, which nobody has taken yet."""
+        """Bytes of the body that nobody has taken yet."""
         return self._size + CHUNK_BYTES * len(self._body) if self._body else 0
 
     def feed(self, data: bytes) -> None:
@@ -103,7 +103,7 @@ class Cycle:
             self._finish()
 
     def disconnect(self, answered: tuple[int, str] | None = None) -> None:
-        """Nobody reads a reply any more; `answered` as of `Call.abandon`."""
+        """Nobody reads the reply any more; `answered` as in `Call.abandon`."""
         self.disconnected = True
         self._connection.observer.refusals.forget(self._write)
         if self._handler is not None and not self.response_started:
@@ -140,7 +140,7 @@ class Cycle:
             self._ranks = self._handler.ranks and status < 400
             steps = self._handler.steps
             self._held = (steps.held_seconds() if steps else 0.0) + (0.0 if self._ranks else len(body) * COPY_SECONDS)
-        self._handler = None  # what the request held would else stay until the connection's next one
+        self._handler = None  # else the request's objects would stay until the connection's next request
         self._bytes = b"".join((STATUS_LINES[status], connection.observer.date, fields, end, body))
         is_impatient = may_wait and connection.is_impatient()
         if not is_impatient or not connection.observer.refusals.hold(self._write):

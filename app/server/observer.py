@@ -47,7 +47,7 @@ class Observer:
 
     def __init__(self, metrics: Metrics, settings: Settings) -> None:
         self.draining = False
-        self.resting = 0  # connections, whose next requests wait for those of others
+        self.resting = 0  # connections that rest: their next requests wait for those of others
         self.open: set[Reader] = set()
         self.date = b""  # a header line, written anew by `tick`
         self.tick()
@@ -59,11 +59,11 @@ class Observer:
         self._unsent: dict[Reader, int] = {}  # by connection, the one that was paused first in front
 
     def tick(self) -> None:
-        """To be called every second."""
+        """Called every second."""
         self.date = b"date: %b\r\n" % formatdate(usegmt=True).encode()
 
     def look(self, now: float) -> None:
-        """Tell connections whose deadlines have passed; to be called often, with the loop's time. Setting a deadline costs nothing so."""
+        """Tell connections whose deadline has passed. Called often, with the loop's time, so that setting a deadline costs nothing."""
         for reader in [reader for reader in self.open if reader.due_at <= now]:
             reader.pass_deadline()
 
@@ -72,12 +72,12 @@ class Observer:
         self._closed.labels(reason).inc()
 
     def drain(self) -> None:
-        """From here on every reply ends its connection, and none waits."""
+        """From now on every reply closes its connection, and no refusal waits."""
         self.draining = True
         self.refusals.end_all()
 
     def unsent(self, reader: Reader, count: int) -> None:
-        """So many bytes wait for this connection's client. Beyond the budget, who has waited longest is cut off."""
+        """Set how many bytes wait for this connection's client. Beyond the budget the connection that has waited longest is cut off."""
         self.reply_bytes.give(self._unsent.get(reader, 0))
         if not count:
             self._unsent.pop(reader, None)
@@ -92,7 +92,7 @@ class Observer:
 
 
 class Refusals:
-    """Of all connections of a process; at most `most` wait."""
+    """Refusals that wait, of all connections of a process; at most `most`."""
 
     def __init__(self, most: int, metrics: Metrics) -> None:
         self.most = most
@@ -103,7 +103,7 @@ class Refusals:
         return len(self._held)
 
     def hold(self, write: Callable[[], None]) -> bool:
-        """Whether the refusal waits; then `write` is called once, later, unless it is forgotten before."""
+        """Hold a refusal back if there is room; return whether. `write` is then called once, later, unless `forget` comes first."""
         if len(self._held) >= self.most:
             return False
         self._held[write] = asyncio.get_running_loop().call_later(HOLD_SECONDS, self._end, write)
@@ -116,7 +116,7 @@ class Refusals:
             timer.cancel()
 
     def end_all(self) -> None:
-        """Write all of them now, and hold none from here on."""
+        """Write all of them now and hold none from now on."""
         self.most = 0
         for write, timer in list(self._held.items()):
             timer.cancel()

@@ -65,7 +65,7 @@ def serve(server: RankingServer, sockets: list[socket.socket] | None = None, fro
     server.run(sockets)
     if server.service.has_running_threads():
         logs.process_sink().drain()
-        os._exit(server.exit_code)  # a thread that loads or hangs in native code does not survive an orderly end
+        os._exit(server.exit_code)  # an orderly exit would wait for a thread that loads or hangs in native code
     return server.exit_code
 
 
@@ -104,7 +104,7 @@ class RankingServer:
         self.others = others
         self.observer = Observer(service.metrics, settings)
         self.should_exit = self.started = False
-        self.tells = True  # where it listens; of several fronts the first one does
+        self.tells = True  # logs where it listens; of several fronts only the first does
         self.exit_code = 0
         self.listeners: list[Listener] = []
         self._close = close
@@ -135,7 +135,7 @@ class RankingServer:
         """Only a new process can help: answer who waits, then exit with a code that says so."""
         self.exit_code = EXIT_ENGINE_LOST if self.service.health().started else EXIT_FAILED
         self.should_exit = True
-        log.error("fatal", reason=reason)  # what must happen comes before what tells of it
+        log.error("fatal", reason=reason)  # the log may fail: what must happen comes first
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen; loading goes on in the background. `sockets` listen already, one for each port in the order of `Settings.addresses`."""
@@ -180,7 +180,7 @@ class RankingServer:
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Own the signals while serving, in the main thread."""
+        """Handle the process's signals while serving, in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -192,7 +192,7 @@ class RankingServer:
                 signal.signal(number, handler)
 
     def handlers(self) -> dict[signal.Signals, Handler]:
-        """What is done at each signal."""
+        """The handler of each signal."""
         return {signal.SIGTERM: self.handle_exit, signal.SIGINT: self.handle_exit, signal.SIGHUP: self.handle_reload}
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -212,7 +212,7 @@ class RankingServer:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(call)
         elif call == self.drain:
-            self.should_exit = True  # nothing has begun
+            self.should_exit = True  # the loop has not started
 
     def drain(self) -> None:
         """Lose readiness now, go on serving for the delay, then stop."""
@@ -264,7 +264,7 @@ class RankingServer:
 
 
 def _tell(settings: Settings, host: str, port: int) -> None:
-    """Tell of the page, where there is one, and of a request that works, where the checkpoint brings an example."""
+    """Print the address of the page if there is one, and a working request if the checkpoint brings an example."""
     reached = "127.0.0.1" if host in ANY_ADDRESS else host
     url = f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"
     example = settings.checkpoint.absolute() / "example.json"

@@ -39,12 +39,12 @@ class Refused(Exception):
 
 
 class Hosts:
-    """The names that a port answers to: a page of somebody else whose own name leads here, by rebinding, says another one."""
+    """The host names that a port answers to. A hostile page that reaches this port by DNS rebinding sends another name."""
 
     def __init__(self, names: Collection[str] = ()) -> None:
-        """Without names, any; `[::1]` is one."""
+        """Without names, any host is let in; `[::1]` counts as a name."""
         self._names = frozenset(name.lower().encode() for name in names)
-        self._last: bytes | None = None  # that was let in
+        self._last: bytes | None = None  # the last one that was let in
 
     def check(self, host: bytes) -> None:
         """Raises Refused."""
@@ -62,7 +62,7 @@ ANY_HOST = Hosts()
 
 
 class Hearer(Protocol):
-    """Who is told of the requests. Its methods may raise Refused."""
+    """Gets the requests as they are read. Its methods may raise Refused."""
 
     def on_begin(self) -> None:
         """A request's first byte is read."""
@@ -112,7 +112,7 @@ class Reader:
         return None
 
     def close(self) -> None:
-        """Nothing more is read; the parser leads back here."""
+        """Stop reading, and drop the parser, which refers back to this object."""
         del self._parser, self._hearer, self.on_body
 
     # parser callbacks
@@ -120,7 +120,7 @@ class Reader:
     def on_message_begin(self) -> None:
         """As httptools calls it."""
         self._target, self._headers = b"", []
-        self._field_bytes, self._count = 0, 1  # the target counts as one
+        self._field_bytes, self._count = 0, 1  # the target counts as a header
         self._hearer.on_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -144,7 +144,7 @@ class Reader:
         parser = self._parser
         method, version = parser.get_method(), parser.get_http_version()
         self._check(method, version)
-        if version == "1.0":  # such a client takes a 100 for the reply
+        if version == "1.0":  # an HTTP/1.0 client takes a 100 for the reply
             self._headers = [field for field in self._headers if field[0] != b"expect"]
         if parser.should_upgrade():
             return  # llhttp would take the body for another protocol: see `_declined`
@@ -160,11 +160,11 @@ class Reader:
 
     def _new_parser(self) -> httptools.HttpRequestParser:
         parser = httptools.HttpRequestParser(self)
-        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # what follows a last request is thrown away
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # input after the last request is thrown away
         return parser
 
     def _check(self, method: bytes, version: str) -> None:
-        """What llhttp lets through and a proxy may read otherwise, and names of hosts that are not ours. Raises Refused."""
+        """Refuse what llhttp lets through but a proxy may read differently, and foreign host names. Raises Refused."""
         if version not in ("1.1", "1.0"):
             raise Refused("version")
         hosts, codings = [], []

@@ -1,4 +1,4 @@
-"""Follows a feed: reads what is behind the corpus's mark, and has it made in order, each entry once. Knows no library of a feed."""
+"""Follows a feed: reads entries after the corpus's mark and applies them in order, each once. Knows no feed's library."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Follower(Protocol):
         """Of the corpus that serves. Raises CorpusNotLoaded."""
 
     async def follow(self, changes: Sequence[PostChange], after: str, position: str) -> Changed:
-        """Make these changes as one, those behind `after` up to `position`; none where they were made meanwhile."""
+        """Make the changes after `after` up to `position` as one; none if they were made meanwhile."""
 
 
 class FeedReader:
@@ -54,12 +54,12 @@ class FeedReader:
 
     @property
     def lag_seconds(self) -> float | None:
-        """How old the newest state of the feed is that the corpus surely has; None before the first."""
+        """Seconds since the newest state of the feed that the corpus certainly has; None before the first."""
         return None if self._as_of is None else max(0.0, time.time() - self._as_of)
 
     @property
     def problem(self) -> str:
-        """Why this process is not to be asked: a sentence, empty where it is as near to its feed as it has to be."""
+        """Why this process should not be asked, as a sentence; empty while it is close enough to its feed."""
         lag = self.lag_seconds
         if lag is not None and lag <= self._most_lag_seconds:
             return ""
@@ -67,7 +67,7 @@ class FeedReader:
         return f"The posts {said}.{self._reason and ' '}{self._reason}"
 
     async def run(self, corpus: Follower) -> None:
-        """Follow the feed until this is cancelled. What fails is tried again; what is missing in the feed is not passed over."""
+        """Follow the feed until cancelled. Failures are retried; a gap in the feed is never skipped."""
         pause = 0.0
         try:
             while True:
@@ -80,7 +80,7 @@ class FeedReader:
                     told = isinstance(error, (FeedGap, CheckpointError))
                     reason = str(error) if told else f"{type(error).__name__}: {error}"
                     if isinstance(error, CorpusNotLoaded) or type(error) is NotStored:
-                        pause, self._reason = LEAST_PAUSE_SECONDS, reason  # another process may change our directory
+                        pause, self._reason = LEAST_PAUSE_SECONDS, reason  # another process may change it
                 if reason != self._reason:
                     self._reason = reason
                     log.error("feed_stopped", reason=reason) if reason else log.info("feed_goes_on")
@@ -89,7 +89,7 @@ class FeedReader:
             self._source.close()
 
     async def _follow(self, corpus: Follower) -> None:
-        """Make what is there, or wait for a moment for something."""
+        """Apply what is there, or wait a moment for new entries."""
         began, mark = time.time(), corpus.mark()
         position = mark.position
         most = max(1, min(MOST_ENTRIES, MOST_BYTES // self._longest))
@@ -105,7 +105,7 @@ class FeedReader:
             position, self._as_of = part[-1].position, part[-1].unix_seconds
         if len(entries) < most:
             self._as_of = began
-            await asyncio.sleep(ROUND_SECONDS if entries else 0.0)  # more of them cost little more
+            await asyncio.sleep(ROUND_SECONDS if entries else 0.0)  # more of them cost little extra
 
     def _parts(self, entries: Sequence[Entry], sequence: int) -> list[tuple[list[Entry], list[PostChange]]]:
         """Entries with what they change, parted so that no part changes more posts than one request may, or goes beyond a milestone."""
@@ -125,7 +125,7 @@ class FeedReader:
         return parts
 
     def _readable(self, entry: Entry) -> PostChange | None:
-        """What the entry changes; None where it cannot be read, which is counted and said, and stops nobody."""
+        """The change in an entry; None if it is unreadable, which is counted and logged and stops nothing."""
         try:
             if len(entry.body) <= MAX_ENTRY_BYTES:
                 return self._read(entry.body)
@@ -133,7 +133,7 @@ class FeedReader:
         except Exception as error:
             reason = error.detail if isinstance(error, ServiceError) else type(error).__name__
         if Mark(position=self._unreadable).reaches(entry.position):
-            return None  # it was said before; what came with it is tried again
+            return None  # it was already logged; the entries that came with it are tried again
         try:
             self._source.bury(entry, reason)
         except NotKept as error:

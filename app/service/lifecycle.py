@@ -1,4 +1,4 @@
-"""Where the process stands between start and stop, and why. Not for signals or sockets: those are the server's."""
+"""The state of the process between start and stop, and the reason for it. Signals and sockets belong to the server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self.state = State.STARTING
-        self.started = False  # a model was ready once, whatever came after
+        self.started = False  # a model has been ready at least once
         self.failure: str | None = None
 
     def move(self, state: State) -> None:
@@ -54,7 +54,7 @@ class Lifecycle:
         return self.failure or REASONS[self.state]
 
     def health(self, stall: str, problem: str = "") -> Health:
-        """What the probes say, given a sentence on a stalled engine or none, and one on why others should be asked, or none."""
+        """What the probes report. `stall`: a sentence if an engine hangs; `problem`: one if other processes should be asked; else empty."""
         reason = self.reason or stall or problem
         failed = self.failure is not None or (self.state is State.READY and bool(stall))
         return Health(ready=not reason, started=self.started, failed=failed, draining=self.draining, reason=reason)

@@ -1,4 +1,4 @@
-"""The plain path beside the engine, for explanations: in a thread of its own, one at a time, after everything else."""
+"""Runs the plain definition beside the engine, for explanations: in its own thread, one at a time, at the lowest priority."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ class PlainPath:
             raise EngineDown("The plain path failed on this request.", retry_after_seconds=1.0) from error
 
     def stop(self) -> None:
-        """Begin nothing more."""
+        """Begin no further computation."""
         self._executor.shutdown(wait=False, cancel_futures=True)

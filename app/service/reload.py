@@ -1,4 +1,4 @@
-"""Changing a running service's checkpoint, or its towers and corpus: by name, by signal, by watching. Not for how engines are swapped."""
+"""Reloads checkpoints, towers and corpora of a running service: by name, by signal, by watching. Does not swap engines itself."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Reloader:
         return path
 
     def _target(self, path: Path) -> Path:
-        """Where a place below the root leads now. Raises CheckpointNotFound."""
+        """Resolve a path below the root, links included. Raises CheckpointNotFound."""
         try:
             root, target = self.root.resolve(strict=True), path.resolve(strict=True)
             is_found = root in target.parents and (target / MANIFEST_NAME).is_file()
@@ -112,7 +112,7 @@ class Reloader:
 
     @contextmanager
     def _recorded(self, **what: Any) -> Iterator[dict[str, Any]]:
-        """Counts and logs one reload, also whether it changed anything; what is put into the yielded dict is logged with it."""
+        """Count and log one reload and whether it changed anything; the entries of the yielded dict are logged with it."""
         kind = next(iter(what))
         began, before, said = time.monotonic(), served_identity(self.service, kind), what
         try:
@@ -132,11 +132,11 @@ class Reloader:
         self._keep(self._everything())
 
     def watch(self, seconds: float) -> None:
-        """From now on, look that often whether the present checkpoint has another manifest, and load it then."""
+        """From now on, look this often for a new manifest of the present checkpoint, and load it."""
         self._keep(self._watch(seconds))
 
     def stop(self) -> None:
-        """End the watch and whatever still loads."""
+        """End the watch and any load under way."""
         for task in self._tasks:
             task.cancel()
 
@@ -145,7 +145,7 @@ class Reloader:
         while True:
             await asyncio.sleep(seconds)
             if not self.service.lifecycle.started:
-                continue  # what the first load has read is not known yet
+                continue  # nothing is known yet about what the first load reads
             posts = await asyncio.to_thread(self._posts)
             # a compaction replaces the manifest, too
             if (
@@ -156,10 +156,10 @@ class Reloader:
                 seen_posts = posts
             for place, found in enumerate(await asyncio.to_thread(self._both)):
                 if found not in (None, seen[place]) and await self._follow(second=bool(place)):
-                    seen[place] = found  # one that is refused is not tried again until it changes
+                    seen[place] = found  # a refused one is not tried again until it changes
 
     async def _follow(self, *, second: bool) -> bool:
-        """Serve, or hold, the checkpoint that lies there now; False where that has to be tried again."""
+        """Load the checkpoint that is there now; False if that must be tried again."""
         path, held = (self.second, self.service.second) if second else (self.current, None)
         model = self.service.model if not second else None if held is None else held.model
         if path is None or (model is not None and await asyncio.to_thread(_digest, path) == model.manifest.digest):
@@ -174,7 +174,7 @@ class Reloader:
             await self._try(self.reload_retrieval())
 
     async def _try(self, reload: Awaitable[object]) -> bool:
-        """Whether it has ended, in whatever way, and was not kept out by another one."""
+        """Run a reload. False if another reload was under way, so that it must be tried again."""
         try:
             await reload
         except ReloadInProgress:
@@ -184,15 +184,15 @@ class Reloader:
         return True
 
     def _both(self) -> list[tuple[int, int, int] | None]:
-        """What changes when the manifest of the first or of the second checkpoint is replaced."""
+        """A value that changes when the manifest of the first or second checkpoint is replaced."""
         return [None if path is None else _identity(path) for path in (self.current, self.second)]
 
     def _posts(self) -> list[tuple[int, int, int] | None]:
-        """What changes when one of the manifests of what retrieves is replaced."""
+        """A value that changes when the manifest of the towers or of the corpus is replaced."""
         return [_identity(path) for path in self.retrieval if path is not None]
 
     def _retrieves_already(self) -> bool:
-        """Whether the towers and the corpus that serve are those that lie there."""
+        """Whether the towers and the corpus on the disk are those that serve."""
         checkpoint, corpus = self.retrieval
         try:
             served = self.service.retrieval.served
@@ -212,7 +212,7 @@ class Reloader:
 
 
 def _identity(checkpoint: Path) -> tuple[int, int, int] | None:
-    """What changes when the manifest is replaced; None while there is none."""
+    """A value that changes when the manifest is replaced; None while there is none."""
     try:
         found = os.stat(checkpoint / MANIFEST_NAME)
     except OSError:

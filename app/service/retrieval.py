@@ -1,4 +1,4 @@
-"""Retrieval without HTTP: what serves, swaps of towers and corpus as one, changes and compaction beside running searches."""
+"""Retrieval without HTTP: serves a corpus, swaps towers and corpus together, changes and compacts posts beside running searches."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from app.settings import Batching, Settings
 from app.telemetry.metrics import Metrics
 from model.retrieval.inputs import Change, Mark, PostChange, Query
 
-FOLLOW_SECONDS = 0.25  # from one look at what other processes have changed to the next
-MOST_FOLLOW_SECONDS = 60.0  # where what they have left cannot be read
-COMPACT_ROWS = 50_000  # deleted, replaced or new: then the corpus is written anew; a dozen more scans of 4 096 rows
+FOLLOW_SECONDS = 0.25  # between two looks at what other processes have changed
+MOST_FOLLOW_SECONDS = 60.0  # the longest such pause, while their files cannot be read
+COMPACT_ROWS = 50_000  # deleted, replaced or new rows before a compaction begins: a dozen segments of 4 096 rows
 
 log = structlog.get_logger("app.service.retrieval")
 
@@ -58,16 +58,16 @@ class RetrievalService:
         self._loading = False
         self._swapping = asyncio.Lock()  # a swap waits for a compaction
         self._changing = asyncio.Lock()  # held by a swap, too: no change may fall between a load and its installation
-        self._changes: set[asyncio.Task[Any]] = set()  # that have begun, and a compaction that is being put in force
+        self._changes: set[asyncio.Task[Any]] = set()  # changes that have begun, and a compaction being put in force
         self._compaction: asyncio.Task[Changed] | None = None
-        self._since: list[Change] | None = None  # since the compaction that runs has begun
-        self._compact_at: int  # changed rows at which a compaction begins; each corpus that is loaded sets it
+        self._since: list[Change] | None = None  # changes since the running compaction began
+        self._compact_at: int  # changed rows at which a compaction begins; set with each loaded corpus
         self.feed: FeedReader | None = None
         """Where changes come from, if not from `change`."""
         self.milestone: Mark | None = None  # the last one
         self._files_problem = ""
         self._followers: list[asyncio.Task[None]] = []
-        self._behind: LoadedRetrieval | None = None  # its log has a change that its engine could not make
+        self._behind: LoadedRetrieval | None = None  # the log of this one has a change that its engine could not make
         # for what takes long, and is not waited for at the end of the process: see `RankingService.has_running_threads`
         self._slow = ThreadPoolExecutor(1, thread_name_prefix=f"{RETRIEVAL_THREAD}-slow")
 
@@ -99,7 +99,7 @@ class RetrievalService:
 
     @property
     def problem(self) -> str:
-        """Why this process is not to be asked, though what it serves is whole: a sentence, empty where nothing speaks against it."""
+        """Why this process should not be asked, though it serves nothing wrong, as a sentence; else empty."""
         return self._files_problem or ("" if self.feed is None else self.feed.problem)
 
     # life
@@ -192,14 +192,14 @@ class RetrievalService:
         return changed
 
     async def _hold(self, loaded: LoadedRetrieval) -> None:
-        """Be who may change the corpus, and have made all changes to it so far. Raises CheckpointError; EngineDown where one is missing."""
+        """Take the corpus's lock and apply every change made so far. Raises CheckpointError, and EngineDown if one cannot be applied."""
         if loaded is self._behind:
             raise EngineDown("A change on the disk is not served yet.", retry_after_seconds=1.0)
         for missed in await asyncio.to_thread(loaded.log.hold):
             await self._apply(loaded, missed)
 
     async def _apply(self, loaded: LoadedRetrieval, recorded: Change) -> Changed:
-        """Make a change that is on the disk. Raises EngineDown where that fails: all is read again then."""
+        """Apply a change that is on the disk. Raises EngineDown if that fails; the corpus is then read again."""
         try:
             changed = await self._worker.between(lambda: loaded.state(loaded.engine.change(recorded)))
             self.milestone = self.milestone if recorded.mark.sequence % MILESTONE else recorded.mark
@@ -212,7 +212,7 @@ class RetrievalService:
     # what other processes change
 
     async def _follow(self) -> None:
-        """Make the changes that other processes make to the corpus, and see to it that its files are those that were read."""
+        """Apply the changes that other processes make to the corpus, and check that its files are still those that were read."""
         seconds = FOLLOW_SECONDS
         while True:
             await asyncio.sleep(seconds)
@@ -231,7 +231,7 @@ class RetrievalService:
                 log.error("corpus_files", reason=problem) if problem else log.info("corpus_files_right_again")
 
     async def _catch_up(self) -> bool:
-        """False where the corpus has to be read again. Raises CheckpointError and EngineDown."""
+        """False if the corpus must be read again. Raises CheckpointError and EngineDown."""
         async with self._changing:
             loaded = self._loaded
             if loaded is self._behind:
@@ -275,7 +275,7 @@ class RetrievalService:
                     try:
                         self._install(await self.versions.load(lambda steps: loaded))
                     except BaseException:
-                        loaded.log.close()  # nobody would: what is in force is read again by who follows
+                        loaded.log.close()  # nobody else would: `_follow` reads what is in force again
                         raise
             except Exception as error:
                 self._compact_at = engine.changed_rows + COMPACT_ROWS
@@ -329,7 +329,7 @@ class RetrievalService:
         self.queue.leave(job)
 
     def abandon(self, error: Callable[[], ServiceError]) -> None:
-        """Answer everyone who waits, or whose search is being computed, with this."""
+        """Answer every waiting or running search with this error."""
         for job in self.versions.abandon():
             job.finish(error())
 
@@ -339,9 +339,9 @@ class RetrievalService:
         return SearchForwards(thread, thread.ready.result().engine, loop, clock, self.metrics)
 
     def warming(self) -> None:
-        """A corpus is read: that changes nothing for others."""
+        """A corpus is being read; the service's state does not change."""
 
     def engine_lost(self, reason: str) -> None:
-        """Its searches were answered; those to come are refused until another corpus is loaded."""
+        """The engine is lost and its searches are answered. New ones are refused until another corpus is loaded."""
         log.error("retrieval_lost", reason=reason)
         self.versions.drop()

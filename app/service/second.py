@@ -1,4 +1,4 @@
-"""The second checkpoint of a process: held beside the first, and given up alone when it breaks. What it scores besides: `shadow`."""
+"""The second checkpoint of a process: held beside the first, and given up alone when it breaks. `shadow` scores past requests with it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = structlog.get_logger("app.service.second")
 
 
 class Beside(Protocol):
-    """What it needs of the service."""
+    """What the second checkpoint needs from the service."""
 
     def batch_done(self, report: BatchReport) -> None: ...
 
@@ -79,7 +79,7 @@ class SecondCheckpoint:
         return None if current is None else current.model.labels()
 
     def running(self) -> Running:
-        """What is being computed for callers: where both checkpoints answer them, they share the machine."""
+        """What is being computed for callers, by either checkpoint: they share the machine."""
         if not self.is_split:
             return self._first.running()
         one, other = self._first.running(), self.versions.running()
@@ -98,7 +98,7 @@ class SecondCheckpoint:
     # life
 
     async def load(self) -> None:
-        """The first time, after the first checkpoint serves. A failure is said, and nothing else comes of it."""
+        """The first load, once the first checkpoint serves. A failure is logged and otherwise ignored."""
         if self._load is None:
             return
         try:
@@ -110,14 +110,14 @@ class SecondCheckpoint:
             log.info("second_checkpoint", version=model.manifest.version, digest=model.manifest.digest)
 
     async def swap(self, load: Loader) -> ServedModel:
-        """Load and warm another one, then hold that. Raises what `load` raises and ReloadInProgress; the old one is held on."""
+        """Load and warm another checkpoint and hold it. Raises what `load` raises and ReloadInProgress; the old one then stays."""
         worker = await self.versions.load(load)
         self.versions.install(worker)
         served: ServedModel = worker.model.served
         return served
 
     def look(self) -> None:
-        """To be called now and then: one that hangs is given up."""
+        """Give up a checkpoint that hangs. Called every half second."""
         silent = self.versions.silent_seconds()
         before, self._hangs = self._hangs, silent > self._queue.stall_exit_seconds
         if before and self._hangs:
@@ -133,14 +133,14 @@ class SecondCheckpoint:
         return self._shadow.watched(job, done)
 
     def soon(self) -> None:
-        """There may be nothing else to do."""
+        """Called when the queue may be empty."""
         if self._shadow is not None:
             self._shadow.soon()
 
     # what its engine tells
 
     def warming(self) -> None:
-        """It warms up: that changes nothing for others."""
+        """The second checkpoint warms up; the service's state does not change."""
 
     def batch_done(self, report: BatchReport) -> None:
         """A forward finished."""
@@ -148,7 +148,7 @@ class SecondCheckpoint:
             self._service.batch_done(report)
 
     def engine_lost(self, reason: str) -> None:
-        """It is given up: its requests are answered 503, its users by the first checkpoint from now on. A reload brings it back."""
+        """Give it up: its requests get 503, and the first checkpoint answers its users from now on. A reload brings it back."""
         if self.versions.current is None:
             return
         self.failure = f"The second checkpoint was given up: {reason}"

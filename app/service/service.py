@@ -37,8 +37,8 @@ from app.telemetry.exposition import Snapshot
 from app.telemetry.metrics import Metrics
 from model.inputs import Candidates, Context
 
-RETRY_AFTER_START_SECONDS, RETRY_AFTER_DOWN_SECONDS = 2.0, 5.0  # while loading, nobody knows better
-CROWDED_SECONDS = 0.1  # after a refusal, whether there is room is looked at before a request is read
+RETRY_AFTER_START_SECONDS, RETRY_AFTER_DOWN_SECONDS = 2.0, 5.0  # `Retry-After` while loading: a guess
+CROWDED_SECONDS = 0.1  # for this long after a refusal, room is checked before a request is read
 OVERRUN = Refusal("loop_overrun", "requests arrive faster than they can be answered", retry_after_seconds=1.0)
 
 log = structlog.get_logger("app.service")
@@ -84,7 +84,7 @@ class RankingService:
         self._load = load
         self._load_error: Exception | None = None
         self._refusing = False
-        self._stall = ""  # a sentence while work waits and nothing finishes, as of the last tick
+        self._stall = ""  # as of the last tick: a sentence while work waits and nothing finishes
         self._crowded_until = 0.0
         self._tasks: list[asyncio.Task[None]] = []  # of `start`: the first loads and the watchdog
         metrics.watch(self)
@@ -215,7 +215,7 @@ class RankingService:
         if self._refusing:
             self.metrics.rejected.labels("draining").inc()
             raise Draining(retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
-        if self._stall:  # it may have come to an end since the last tick
+        if self._stall:  # the stall may have ended since the last tick
             self._stall = self.watchdog.stall()
         if down := self.lifecycle.failure or self._stall:
             raise EngineDown(down, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
@@ -232,7 +232,7 @@ class RankingService:
         return self.queue.error(refusal, counted=counted, may_wait=self.loop_clock.lag.is_short_of_time)
 
     def _worker(self, model: ServedModel) -> Worker[RankJob]:
-        """Who serves this very model. Raises NotReady where it is gone."""
+        """The worker of exactly this model. Raises NotReady if it is gone."""
         current = self.versions.current
         if current is not None and current.model.served is model:
             return current  # nearly always: no look into another file
@@ -242,14 +242,14 @@ class RankingService:
         return worker
 
     def is_busy(self) -> bool:
-        """Whether anything is there to be done for callers."""
+        """Whether any caller's work waits or runs."""
         waiting = self.admission.requests or self.retrieval.queue.admission.requests
         return bool(waiting or self.loop_clock.lag.is_short_of_time or self.lifecycle.draining)
 
     # ranking
 
     def shrink(self, ticket: Ticket, candidates: int) -> None:
-        """There are fewer candidates than the ticket was asked for; before `rank`."""
+        """Reduce the ticket's count of candidates. Call it before `rank`."""
         assert isinstance(ticket, RankJob)
         if not ticket.reserved or not 0 < candidates <= ticket.candidates:
             raise ValueError("this ticket was used before, or is for fewer candidates")
@@ -330,11 +330,11 @@ class RankingService:
     # what engines tell
 
     def warming(self) -> None:
-        """A checkpoint is read, and its engine warms up; beside an engine that serves, that changes nothing."""
+        """A checkpoint was read and its engine warms up. Changes the state only while nothing serves."""
         self.lifecycle.move(State.WARMING)
 
     def engine_lost(self, reason: str) -> None:
-        """An engine broke for good."""
+        """An engine is lost for good."""
         self._fatal(reason)
 
     async def swap(self, load: Loader) -> ServedModel:

@@ -1,4 +1,4 @@
-"""Looks now and then whether engines, searches and the event loop itself still go on, and collects garbage between two requests."""
+"""Checks regularly that engines, searches and the event loop still make progress, and collects garbage between two requests."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Watchdog:
         self._searches = searches
         self._second = second
         self._load = load
-        self._looks: int | None = None  # of `hang`; None before and after it
+        self._looks: int | None = None  # turns of `hang`; None while it does not run
 
     async def hang(self) -> str:
-        """Wait until something has hung for too long to come back; a sentence about it.
+        """Return, as a sentence, what has hung for too long; wait until something has.
 
         Two checks in a row must find it, as in `SecondCheckpoint.look`: after a pause of the process the first may run before the event
         loop has handled the forwards that finished.
@@ -50,7 +50,7 @@ class Watchdog:
         self._looks = 0
         before = silence = ""
         try:
-            while not (before and silence):  # time is the event
+            while not (before and silence):  # nothing to wait for but time
                 await asyncio.sleep(WATCHDOG_SECONDS)
                 self._looks += 1
                 collect_garbage()
@@ -67,7 +67,7 @@ class Watchdog:
         threading.Thread(target=self._watch_loop, name="loop-watch", daemon=True).start()
 
     def _watch_loop(self) -> None:
-        """It counts its own turns, not the time: a process that was stopped for a while is not stuck."""
+        """Counts its own turns instead of time: a process that was stopped for a while is not stuck."""
         seen, still = self._looks, 0
         while still * WATCHDOG_SECONDS <= self._queue.stall_exit_seconds:
             time.sleep(WATCHDOG_SECONDS)
@@ -80,13 +80,13 @@ class Watchdog:
         os._exit(EXIT_ENGINE_LOST)
 
     def stall(self) -> str:
-        """A sentence when work waits and nothing finishes, or when a file that is served from was written to, else nothing."""
+        """A sentence if work waits and nothing finishes, or if a served file was written to; else empty."""
         serving = [worker.model for worker in (self._versions.current, self._searches.current) if worker is not None]
         changed = (model.changed_file() for model in serving)
         return self._silence(self._queue.stall_seconds) or next(filter(None, changed), "")
 
     def _silence(self, seconds: float) -> str:
-        """A sentence when a forward or a search has taken longer than that."""
+        """A sentence if a forward or a search has taken longer than this."""
         if (silent := self._versions.silent_seconds()) > seconds:
             return f"The engine has work and has finished no forward for {silent:.1f} s."
         if (silent := self._searches.silent_seconds()) > seconds:
