@@ -1,4 +1,4 @@
-"""The posts that a search runs over, as arrays; which rows are hidden, where an id lies, and which rows a request may see."""
+"""The posts that a search runs over, as arrays: which rows are hidden, which row has an id, and which rows a request may see."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from model.inputs import Ids
 from model.retrieval.inputs import Filters, NewPosts
 from model.retrieval.search import WORD_ROWS, Bits, Index, bits_of, mask_of
 
-ROWS_PER_STEP = 65536  # how many vectors are looked at at once
-TEXT_END = b"\xff"  # fills up a text in a row of bytes; UTF-8 never has it
+ROWS_PER_STEP = 65536  # how many vectors are checked at once
+TEXT_END = b"\xff"  # pads a text in a row of bytes; UTF-8 never contains it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,7 +23,7 @@ class Corpus:
     `encoder` is the digest of the checkpoint that made the vectors. `texts`: uint8 `[n, 2, W]`, where ids are texts: those of post and
     author as UTF-8, each followed by `TEXT_END`; else None.
 
-    `hidden`, bool `[n]`, are the rows that no search returns: zero vectors, and every post but the first of an id.
+    `hidden`, bool `[n]`, are the rows that no search returns: zero vectors, and all rows of an id but the first.
     """
 
     name: str
@@ -68,26 +68,26 @@ class Corpus:
         return found
 
     def texts_of(self, rows: NDArray[np.int64]) -> list[tuple[str, str]]:
-        """The ids of post and author as texts; none where ids are integers."""
+        """The ids of post and author as texts; empty if ids are integers."""
         return [] if self.texts is None else unpacked(self.texts[rows])
 
 
 def packed(texts: Sequence[tuple[str, str]], width: int = 0) -> NDArray[np.uint8]:
-    """Texts as in `Corpus.texts`; W is `width`, or as much as these texts need where that is more."""
+    """Texts as in `Corpus.texts`; W is `width`, or more if these texts need it."""
     data = [text.encode() for pair in texts for text in pair]
     width = max(width, 1 + max(map(len, data), default=0))
     return np.frombuffer(b"".join(text.ljust(width, TEXT_END) for text in data), np.uint8).reshape(-1, 2, width)
 
 
 def unpacked(texts: NDArray[np.uint8]) -> list[tuple[str, str]]:
-    """What `packed` was given; bytes that are no UTF-8 become U+FFFD."""
+    """The inverse of `packed`; bytes that are not UTF-8 become U+FFFD."""
     data = np.ascontiguousarray(texts).reshape(-1, texts.shape[2]).view(f"S{texts.shape[2]}")[:, 0].tolist()
     each = iter([text.rstrip(TEXT_END).decode("utf-8", "replace") for text in data])
     return list(zip(each, each, strict=True))
 
 
 def worst_norm(vectors: NDArray[np.float32]) -> tuple[int, float]:
-    """The row whose length is farthest from 1, and that length; zero rows are as they should be. NaN counts as farthest."""
+    """The row whose length is farthest from 1, and that length; zero rows count as correct. NaN counts as farthest."""
     worst, worst_length, worst_off = 0, 1.0, 0.0
     for start in range(0, len(vectors), ROWS_PER_STEP):
         rows = vectors[start : start + ROWS_PER_STEP]
@@ -109,7 +109,7 @@ class Segment:
         self._topic_bits: dict[str, Bits] = {}
 
     def visible(self, filters: Filters) -> Bits:
-        """The bits of the rows that are left."""
+        """The bits of the rows that pass the filters."""
         bits = self.shown
         if filters.topics is not None:
             wanted = np.zeros_like(bits)
@@ -141,7 +141,7 @@ class Segment:
         return np.flatnonzero(mask_of(self.shown, len(self.corpus)))
 
     def hide(self, post_ids: Ids) -> int:
-        """From the next search on, return none of these posts. How many of them could be returned until now."""
+        """Return none of these posts from the next search on. Returns how many of them could be returned until now."""
         rows = self.corpus.rows_of(post_ids)
         hidden = int(mask_of(self.shown, len(self.corpus))[rows].sum())
         self.shown = without(self.shown, self.corpus, post_ids)
@@ -161,7 +161,7 @@ class Segment:
 
 
 def segment_of(like: Corpus, posts: NewPosts, index: Index) -> Segment:
-    """New posts as a segment of their own, beside the corpus that they are for."""
+    """New posts as a separate segment of the corpus `like`."""
     names = tuple(dict.fromkeys(topic for topic in posts.topics if topic is not None))
     topics = np.array([-1 if topic is None else names.index(topic) for topic in posts.topics], np.int32)
     columns = posts.post_ids, posts.author_ids, posts.vectors, posts.created_at
@@ -170,7 +170,7 @@ def segment_of(like: Corpus, posts: NewPosts, index: Index) -> Segment:
 
 
 def without(bits: Bits, corpus: Corpus, post_ids: Ids) -> Bits:
-    """The bits less those of some posts; the same object where the corpus has none of them."""
+    """The bits without those of some posts; the same object if the corpus has none of them."""
     rows = corpus.rows_of(post_ids)
     if not len(rows):
         return bits
