@@ -45,7 +45,7 @@ class EngineOptions:
 
 
 def create_engine(ranker: Ranker, options: EngineOptions) -> Engine:
-    """Build an engine; call its `warm_up` before the first forward. Raises EngineError where it cannot run here."""
+    """Build an engine; call its `warm_up` before the first forward. Raises EngineError if it cannot run here."""
     device = find_device(options.device)
     if problem := shortage(engine_bytes(ranker), device):
         raise EngineError(f"the engine of this checkpoint does not fit: {problem}")

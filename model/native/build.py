@@ -184,7 +184,7 @@ def _private_directory() -> tempfile.TemporaryDirectory[str]:
 
 
 def _is_whole(library: Path, *, ours: bool = True) -> bool:
-    """Whether this is a regular file that ends with the SHA-256 of all before it, as `seal` leaves it. `ours`: see also `_foreign`.
+    """Whether this is a regular file that ends with the SHA-256 of all before it, as `seal` leaves it. `ours`: it also passes `_foreign`.
 
     A library is checked before it is mapped, because a missing page would kill the process.
     """

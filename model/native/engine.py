@@ -207,7 +207,7 @@ class _Plan:
         self.work = Work(self._contexts, jobs, columns, (address, address + 4 * size, address + 8 * size))
 
     def _keys_of(self, item: Item) -> tuple[int, _Found]:
-        """The index of the job that makes the keys of an item's context, -1 if nothing is to compute, and what was found for it."""
+        """The index of the job that makes the keys of an item's context, -1 if there is nothing to compute, and what was found."""
         if item.state is not None:
             return -1, (item.state, "hit", "", None)
         engine = self._engine
