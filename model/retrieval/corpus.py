@@ -12,7 +12,7 @@ from model.inputs import Ids
 from model.retrieval.inputs import Filters, NewPosts
 from model.retrieval.search import WORD_ROWS, Bits, Index, bits_of, mask_of
 
-ROWS_PER_STEP = 65536  # how many vectors are checked at once
+ROWS_PER_STEP = 65536  # how many vectors are looked at at once
 TEXT_END = b"\xff"  # pads a text in a row of bytes; UTF-8 never contains it
 
 
@@ -109,7 +109,7 @@ class Segment:
         self._topic_bits: dict[str, Bits] = {}
 
     def visible(self, filters: Filters) -> Bits:
-        """The bits of the rows that pass the filters."""
+        """The bits of the rows that are left."""
         bits = self.shown
         if filters.topics is not None:
             wanted = np.zeros_like(bits)
@@ -141,7 +141,7 @@ class Segment:
         return np.flatnonzero(mask_of(self.shown, len(self.corpus)))
 
     def hide(self, post_ids: Ids) -> int:
-        """Return none of these posts from the next search on. Returns how many of them could be returned until now."""
+        """From the next search on, return none of these posts. How many of them could be returned until now."""
         rows = self.corpus.rows_of(post_ids)
         hidden = int(mask_of(self.shown, len(self.corpus))[rows].sum())
         self.shown = without(self.shown, self.corpus, post_ids)
@@ -161,7 +161,7 @@ class Segment:
 
 
 def segment_of(like: Corpus, posts: NewPosts, index: Index) -> Segment:
-    """New posts as a separate segment of the corpus `like`."""
+    """New posts as a segment of their own, beside the corpus that they are for."""
     names = tuple(dict.fromkeys(topic for topic in posts.topics if topic is not None))
     topics = np.array([-1 if topic is None else names.index(topic) for topic in posts.topics], np.int32)
     columns = posts.post_ids, posts.author_ids, posts.vectors, posts.created_at
