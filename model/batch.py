@@ -1,4 +1,4 @@
-"""Requests as one set of padded tensors, ids hashed as the published pipeline hashes them: what the plain ranker and training consume."""
+"""Turns requests into one set of padded tensors, with ids hashed as in the published pipeline, for the plain ranker and training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Batch:
     user_rows int64 `[B, n]`; history_post_rows, history_author_rows int64 `[B, H, n]`; history_actions float32 `[B, H, A]`;
     history_surfaces int64 `[B, H]`; history_dwell_seconds float32 `[B, H]`; candidate_post_rows, candidate_author_rows
     int64 `[B, C, n]`; candidate_surfaces, candidate_age_buckets int64 `[B, C]`; positions int64 `[B, 1 + H + C]`.
-    H and C are those of the longest request, or more.
+    H and C are at least those of the longest request.
     """
 
     user_rows: Tensor
@@ -98,7 +98,7 @@ def history_positions(length: int, config: ModelConfig) -> NDArray[np.int64]:
 
 
 def history_start(length: Length, config: ModelConfig) -> Length | int:
-    """RoPE position of the oldest of so many history items; of several histories at once where lengths are an array."""
+    """RoPE position of the oldest of `length` history items. An array of lengths gives an array of positions."""
     return config.history_length + 1 - length if config.right_anchored else 1
 
 
@@ -112,7 +112,7 @@ def slot_positions(candidates: Candidates, config: ModelConfig, mode: CandidateP
 
 
 def slot_period(config: ModelConfig, mode: CandidatePositions) -> int:
-    """After how many slots the positions of candidates repeat."""
+    """Number of slots after which candidate positions repeat."""
     return 1 if mode == "shared" or config.right_anchored else config.candidate_length
 
 

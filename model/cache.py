@@ -1,6 +1,6 @@
-"""Context states by the exact user and history that made them, least recently used out first, and the handles by which callers name them.
+"""An LRU cache of context states, keyed by the exact user and history that made them, and the handles that callers name them by.
 
-Belongs to one thread but for `stats` and `context_of`.
+Used by one thread only, except `stats` and `context_of`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from model.inputs import Context
 
 State = TypeVar("State")
 
-# What an entry takes beside its numbers: key, dictionary places, the state's own objects. Measured on small entries, less
-# their numbers: 630 to 1130 bytes of the native engine; the torch engine on a CPU takes about 300 more.
+# Bytes of an entry besides its numbers: key, dictionary slots, the state's own objects. Measured on small entries, without their
+# numbers: 630 to 1130 bytes with the native engine; the torch engine on a CPU takes about 300 more.
 ENTRY_BYTES = 1536
-HANDLE_BYTES = 768  # what a handle takes: its text, whom it is for, places in two dictionaries
+HANDLE_BYTES = 768  # of a handle: its text, its caller, slots in two dictionaries
 DIGEST_BYTES = 16
 
 
@@ -39,7 +39,7 @@ class ContextKey(NamedTuple):
         return cls(context.user_id, context.events(config))
 
     def grew_from(self, older: ContextKey) -> bool:
-        """Whether this is the older history of the same user with new events after it."""
+        """Whether this is the same user's older history with new events appended."""
         if self.user_id != older.user_id or len(self.events[0]) <= len(older.events[0]):
             return False
         return all(new.startswith(old) for new, old in zip(self.events, older.events, strict=True))
@@ -47,8 +47,8 @@ class ContextKey(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[State]):
-    """A kept state. `handles`: by whom they are for, and how many older items of the history were dropped. `digest`: of the key, made with
-    the first handle. `is_kept`: until it is evicted."""
+    """A kept state. `handles`: by caller and number of older history items dropped. `digest`: of the key, made with the first handle.
+    `is_kept`: False once it is evicted."""
 
     key: ContextKey
     state: State
@@ -59,20 +59,20 @@ class Entry(Generic[State]):
 
 
 class ContextCache(Generic[State]):
-    """At most `byte_budget` bytes of entries, all that they take included.
+    """Holds entries of at most `byte_budget` bytes in all, their overhead included.
 
-    `prefixes` allows a longer history to find the state of its own beginning, which is exact only where a context row never
-    sees a later one and positions do not shift: causal and left-anchored.
+    `prefixes` lets a longer history find the state of its own beginning, which is exact only if a context row never sees a later
+    one and positions do not shift: causal and left-anchored.
 
-    A handle is a keyed digest of the key's bytes and of whom it is for. The secret is this cache's own, so that another process, and the
-    next load of the same checkpoint, has other handles, and nobody can tell a history, or another caller's handle, from one.
+    A handle is a keyed digest of the key's bytes, the caller and the number of dropped items. Each cache has its own secret, so another
+    process, or the next load of the same checkpoint, has different handles, and a handle reveals neither a history nor another handle.
     """
 
     def __init__(self, byte_budget: int, *, prefixes: bool) -> None:
         self.byte_budget = byte_budget
         self._prefixes = prefixes
         self._entries: OrderedDict[ContextKey, Entry[State]] = OrderedDict()
-        self._latest: dict[int, ContextKey] = {}  # the user's most recent key, where a prefix is looked for
+        self._latest: dict[int, ContextKey] = {}  # the user's most recent key, the only one tried as a prefix
         self._handles: dict[
             str, tuple[ContextKey, str, int]
         ] = {}  # the entry's key, the caller, and how many items were dropped
@@ -80,13 +80,13 @@ class ContextCache(Generic[State]):
         self._bytes = self._hits = self._extended = self._misses = self._evictions = 0
 
     def find(self, key: ContextKey) -> Entry[State] | None:
-        """The entry of exactly this context; counts a hit. A miss is counted by `find_prefix`."""
+        """The entry of exactly this context; counts a hit. `find_prefix` counts the misses."""
         entry = self._entries.get(key)
         if entry is None:
             return None
         self._hits += 1
         self._entries.move_to_end(key)
-        self._latest[key.user_id] = entry.key  # equal, but its bytes are counted
+        self._latest[key.user_id] = entry.key  # equal to `key`, but it is this object whose bytes are counted
         return entry
 
     def find_prefix(self, key: ContextKey) -> State | None:
@@ -99,7 +99,7 @@ class ContextCache(Generic[State]):
         return None
 
     def insert(self, key: ContextKey, state: State, size_bytes: int) -> Entry[State] | None:
-        """Keep a state of `size_bytes` numbers, unless it alone exceeds the budget, and evict what no longer fits. What is kept."""
+        """Keep a state with `size_bytes` of numbers, evict what no longer fits, return the entry; None if it alone exceeds the budget."""
         size_bytes += sum(map(len, key.events)) + ENTRY_BYTES
         if size_bytes > self.byte_budget:
             return None
@@ -111,14 +111,14 @@ class ContextCache(Generic[State]):
         return entry
 
     def handle(self, entry: Entry[State], item: Item) -> str:
-        """The entry's handle for the caller of this item; empty where none is wanted or the entry is not kept."""
+        """The entry's handle for the caller of this item; empty if none is wanted or the entry is not kept."""
         if item.caller is None or not item.context.is_kept:
             return ""
         found = entry.handles.get(whose := (item.caller, item.context.dropped))
         return self._make_handle(entry, whose) if found is None else found
 
     def name(self, item: Item, config: ModelConfig) -> str:
-        """The handle of an item's context, kept without a state; as `handle`."""
+        """The handle of an item's context, which is kept without a state; empty as in `handle`."""
         if item.caller is None:
             return ""
         key = ContextKey.of(item.context, config)
@@ -126,9 +126,9 @@ class ContextCache(Generic[State]):
         return "" if entry is None else self.handle(entry, item)
 
     def context_of(self, handle: str, caller: str, config: ModelConfig) -> Context | None:
-        """The context with this handle of this caller, None where it is not kept. Safe to call from any thread, without a lock: it is one
-        look into a dictionary of strings, which the interpreter makes whole, and what is found there never changes. Where the entry is
-        evicted a moment later, the context is computed again from these columns.
+        """The context of this caller's handle, None if it is not kept. Safe to call from any thread without a lock: it is one lookup in a
+        dictionary of strings, which the interpreter makes atomic, and the values never change. If the entry is evicted a moment later,
+        the context is computed again from these columns.
         """
         key, owner, dropped = self._handles.get(handle, (None, "", 0))
         if key is None or owner != caller:

@@ -22,8 +22,8 @@ MAX_POST_AGE_MINUTES = 4800
 MAX_DWELL_SECONDS = 30.0
 DWELL_HIDDEN_WIDTH = 64
 
-# The most that a checkpoint may ask for: beyond every ranker known to us, and little enough that no memory or time is spent
-# before the shapes of its tensors are compared. Lengths matter most: no tensor of the checkpoint is as long as they say.
+# Upper bounds for a checkpoint: above every ranker known to us, yet small enough that little memory or time is spent before the
+# shapes of its tensors are compared. Lengths matter most, since no tensor of the checkpoint has that length to compare with.
 LARGEST = {
     "width": 65_536, "layers": 1024, "query_heads": 1024, "kv_heads": 1024, "head_width": 1024, "widening": 64,
     "history_length": 32_768, "candidate_length": 32_768, "actions": 4096, "product_surfaces": 65_536,
@@ -31,14 +31,14 @@ LARGEST = {
 }  # fmt: skip
 MAX_HASHES = 16  # hash functions of one entity
 MAX_CONTEXT_NUMBERS = 2**33  # keys and values of one full context: 16 GiB in bf16
-MAX_FACTOR = 1e30  # float32 still holds such a factor, and its inverse, with room to multiply
+MAX_FACTOR = 1e30  # float32 can hold this factor and its inverse, with room to multiply
 MAX_FFN_WIDTH = LARGEST["widening"] * LARGEST["width"]
 
 CHOICES = {
     "context_attention": get_args(ContextAttention), "norm": get_args(Norm), "positions": get_args(Positions),
     "activation": get_args(Activation), "cap_form": get_args(CapForm),
 }  # fmt: skip
-# What later trunks have and Grok has not: left out of a manifest at its default, so that those of Grok stay as they are.
+# Options that Grok's trunk lacks. A manifest omits them at their defaults, so that Grok manifests stay unchanged.
 TRUNK_OPTIONS = (
     "norm", "sandwich", "positions", "cap_form", "activation", "gated", "biases", "explicit_ffn_width", "input_scale", "qk_norm",
 )  # fmt: skip
@@ -88,7 +88,7 @@ class ModelConfig:
     kv_heads: int  # G
     head_width: int  # K
     history_length: int  # H
-    candidate_length: int  # slots in a chunk of the published pipeline; positions in sequential mode repeat after it
+    candidate_length: int  # slots in a chunk of the published pipeline; sequential positions repeat after this many
     actions: int  # A
     user_hashes: HashSpec
     post_hashes: HashSpec
@@ -176,7 +176,7 @@ class ModelConfig:
         return MAX_POST_AGE_MINUTES // self.post_age_granularity_minutes + 2
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; `from_dict` inverts it. Options of the trunk are left out where they are Grok's."""
+        """Plain JSON values; `from_dict` is the inverse. Trunk options with Grok's values are left out."""
         grok = {field.name: field.default for field in fields(self) if field.name in TRUNK_OPTIONS}
         return {name: value for name, value in asdict(self).items() if name not in grok or value != grok[name]}
 
@@ -195,7 +195,7 @@ class ModelConfig:
 
 
 def _short(number: float) -> str:
-    """A number for a sentence: one of 300 digits is cut."""
+    """The number as text for an error message, cut if it is long."""
     text = repr(number)
     return text if len(text) <= 24 else f"{text[:20]}…"
 
@@ -232,7 +232,7 @@ def _check_type(value: Any, annotation: str, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RetrievalConfig(ModelConfig):
-    """Everything that shapes the two towers: the same inputs and trunk without dwell and post age, causal, no heads.
+    """Everything that shapes the two towers: the ranker's inputs and trunk, causal, without dwell, post age or heads.
 
     `candidate_length` has no meaning here. Without `linear_projection` a candidate is the mean of its hash embeddings.
     """

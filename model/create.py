@@ -45,7 +45,7 @@ class EngineOptions:
 
 
 def create_engine(ranker: Ranker, options: EngineOptions) -> Engine:
-    """Build an engine; call its `warm_up` before the first forward. Raises EngineError where it cannot run here."""
+    """Build an engine; call its `warm_up` before the first forward. Raises EngineError if it cannot run here."""
     device = find_device(options.device)
     if problem := shortage(engine_bytes(ranker), device):
         raise EngineError(f"the engine of this checkpoint does not fit: {problem}")
@@ -94,7 +94,7 @@ def _native(ranker: Ranker, options: EngineOptions, device: torch.device) -> Eng
 
 
 def _split(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engine:
-    from model.split.engine import SplitEngine  # late: its kernels are of no use where the native engine runs
+    from model.split.engine import SplitEngine  # imported late: its kernels are not needed where the native engine runs
 
     dtype = _dtype(options.dtype, device)
     cache_bytes = cache_budget(options.cache_bytes, device)
@@ -102,14 +102,14 @@ def _split(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engi
 
 
 def cache_budget(wanted: int | None, device: torch.device) -> int:
-    """Bytes of the context cache; by the device's size, not by what is free, so that a reload gets the same."""
+    """Bytes of the context cache: from the device's total memory, not what is free, so that a reload gets the same."""
     if wanted is not None:
         return wanted
     return torch.cuda.mem_get_info(device)[1] // 8 if device.type == "cuda" else HOST_CACHE_BYTES
 
 
 def find_device(wanted: Device) -> torch.device:
-    """The device that an operator's word means here. Raises EngineError where there is none."""
+    """The torch device for an operator's choice on this machine. Raises EngineError if there is none."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise EngineError("device 'cuda' was asked for, but torch sees no CUDA device here: choose 'auto' or 'cpu'")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")

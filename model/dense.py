@@ -1,4 +1,4 @@
-"""The plain definition as an engine (one dense forward an item: the reference, and the slow baseline), and what it attends to."""
+"""The plain definition as an engine (one dense forward per item: the reference and slow baseline), and its attention weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from model.trunk import Seen
 class DenseEngine:
     """Runs `Ranker.forward` in the given dtype on the ranker's own device. Bits may depend on how many candidates an item has.
 
-    It keeps no states: of a context with a handle at most `cache_bytes` hold what it was made of.
+    It keeps no states. Of contexts with a handle it keeps the input columns, in at most `cache_bytes`.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class DenseEngine:
 
     @torch.inference_mode()
     def forward(self, items: Sequence[Item]) -> list[Outcome]:
-        """One forward an item, each with the full mask."""
+        """One forward per item, each with the full mask."""
         outcomes = []
         for item in items:
             batch = collate([(item.context, item.candidates)], self.config, self.info.candidate_positions)
@@ -62,7 +62,7 @@ class DenseEngine:
         return CacheStats()
 
     def close(self) -> None:
-        """The ranker belongs to the caller."""
+        """Drop the kept contexts. The ranker belongs to the caller."""
         self._named.clear()
 
 
@@ -71,7 +71,7 @@ def candidate_attention(
     ranker: Ranker, context: Context, candidates: Candidates, positions: CandidatePositions = "shared"
 ) -> NDArray[np.float32]:
     """Attention weights of the candidates' rows by layer and head, `[L, N, C, 1 + h + 1]`: on the user, on each event of the history
-    and on the candidate itself. Rows sum to 1; padding gets 0. One layer's weights are held at a time. In fp32, for people who ask why."""
+    and on the candidate itself. Rows sum to 1; padding gets 0. One layer's weights are held at a time. In fp32, to explain scores."""
     config, device = ranker.config, ranker.heads.norm.device
     batch = collate([(context, candidates)], config, positions).to(device)
     length = 1 + len(context)

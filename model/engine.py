@@ -1,6 +1,6 @@
 """The contract between the server and the model: items of work in, outcomes out.
 
-Not for policy: who is served next is the batcher's business.
+Holds no policy: the batcher decides what is served next.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ CacheResult = Literal["hit", "prefix", "miss"]
 
 @dataclass(slots=True)
 class Item:
-    """Some or all candidates of one request, or none where only its context is to be computed. `state` is what an earlier forward of the
-    same request returned, else None. `caller`: who may ask for the context by its handle, None where no handle is wanted."""
+    """Some or all candidates of one request, or none to compute only its context. `state` is what an earlier forward of the same
+    request returned, else None. `caller`: the caller that may ask for the context by its handle, None if no handle is wanted."""
 
     context: Context
     candidates: Candidates
@@ -28,10 +28,10 @@ class Item:
 
 @dataclass(slots=True)
 class Outcome:
-    """Scores of an item, in its order. With `state` the next item of the same request needs no context; the caller only keeps it.
+    """Scores of an item's candidates, in their order. Given the opaque `state`, the next item of the same request needs no context.
 
-    `cache` says whether the context came whole (`hit`) or with its beginning (`prefix`) from the cache. `handle`: by which
-    `Engine.context_of` finds it as long as the cache keeps it; empty where none is wanted, or it is not kept.
+    `cache` says whether all of the context (`hit`), its beginning (`prefix`) or none of it (`miss`) came from the cache.
+    `handle`: `Engine.context_of` finds the context by it while the cache keeps it; empty if none is wanted or it is not kept.
     """
 
     scores: Scores
@@ -54,7 +54,7 @@ class CacheStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What runs, for people: e.g. device `cpu`, dtype `float32`, backend `native`.
+    """What is running, for people to read: e.g. device `cpu`, dtype `float32`, backend `native`.
 
     `notes` holds plain JSON values: why a choice was made, what was checked at warm-up.
     """
@@ -67,7 +67,7 @@ class EngineInfo:
 
 
 class Engine(Protocol):
-    """A loaded model that scores items. Used by one thread at a time; nothing compiles after `warm_up` returned."""
+    """A loaded model that scores items. Used by one thread at a time; nothing compiles after `warm_up` has returned."""
 
     config: ModelConfig
     info: EngineInfo
@@ -81,7 +81,7 @@ class Engine(Protocol):
         ...
 
     def context_of(self, handle: str, caller: str) -> Context | None:
-        """The context for which an outcome for this caller had this handle, None where it is not kept. Safe to call from any thread."""
+        """The context of a handle that an outcome gave this caller, None if it is not kept. Safe to call from any thread."""
         ...
 
     def cache_stats(self) -> CacheStats:
@@ -95,21 +95,22 @@ class Engine(Protocol):
 
 @runtime_checkable
 class OverlappingEngine(Engine, Protocol):
-    """An engine that can also compute in native threads while its caller goes on: one forward at a time, begun, then finished.
+    """An engine that can also compute in native threads while its caller goes on: `begin` a forward, then `finish` it, one at a time.
 
-    After `open`, all but `context_of`, `cache_stats` and `close` belong to one thread, and `forward` waits for nothing that was begun.
+    After `open`, only one thread may call anything but `context_of`, `cache_stats` and `close`. `forward` does not wait for a forward
+    that was begun.
     """
 
     def open(self) -> int | None:
-        """A descriptor that becomes readable when a forward has ended; None where the system has no thread left for it."""
+        """A descriptor that becomes readable when a forward has ended; None if the system has no thread left for it."""
         ...
 
     def begin(self, items: Sequence[Item]) -> None:
-        """Begin what `forward` does. Raises EngineError where it cannot begin; then there is nothing to finish."""
+        """Start a forward. Raises EngineError if it cannot start; then there is nothing to finish."""
         ...
 
     def finish(self) -> list[Outcome]:
-        """What `forward` returns, of the forward that has ended. Raises EngineError."""
+        """The outcomes of the forward that has ended, as `forward` returns them. Raises EngineError."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""What one request is to the model: ids and features in numpy, before hashing. Not for JSON and not for tensors on a device.
+"""One request as the model sees it: ids and features in numpy, before hashing. Neither JSON nor tensors on a device.
 
-Nobody changes these values. They are not `frozen`, which takes several times as long to make, and each request makes some.
+Treat these values as immutable. They are not `frozen`: every request makes some, and frozen ones take several times as long to make.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Context:
 
     `post_ids, author_ids`: uint64 `[h]`. `actions`: float32 `[h, A]`, the action values, 1 where set.
     `surfaces`: int64 `[h]`. `dwell_seconds`: float32 `[h]`, 0 where unknown.
-    A user id or post id of 0 is padding: that token influences nothing, yet its place in the sequence stays taken.
-    `is_kept`: whether the context cache may keep it; not where nobody will ask for it again. `dropped`: how many older items there were
-    that did not fit.
+    A user id or post id of 0 is padding: that token influences nothing, but keeps its place in the sequence.
+    `is_kept`: whether the context cache may keep it; False if it will not be asked for again. `dropped`: how many older items
+    did not fit.
     """
 
     user_id: int
@@ -39,8 +39,8 @@ class Context:
         return len(self.post_ids)
 
     def check(self, config: ModelConfig) -> None:
-        """Raises ValueError for columns of other lengths, a history that is longer than the model's, and numbers that its tables lack:
-        engines look at none of these."""
+        """Raises ValueError for columns of different lengths, a history longer than the model's, and numbers outside its tables:
+        engines check none of these."""
         events = len(self.post_ids)
         if not events == len(self.author_ids) == len(self.surfaces) == len(
             self.dwell_seconds
@@ -55,11 +55,11 @@ class Context:
             raise ValueError("a user id beyond 64 bits, or no number of items")
 
     def first(self, length: int) -> Context:
-        """The same user with the oldest `length` items alone, as views."""
+        """The same user with only the oldest `length` items, as views."""
         return self.rows(slice(length))
 
     def last(self, length: int) -> Context:
-        """The same user with the newest `length` items alone, or all where there are no more, as views; the others are dropped."""
+        """The same user with only the newest `length` items, or all if there are fewer, as views. The others count as dropped."""
         older = max(0, len(self) - length)
         return self.rows(slice(older, None), self.dropped + older)
 
@@ -76,14 +76,14 @@ class Context:
         )
 
     def events(self, config: ModelConfig) -> tuple[bytes, ...]:
-        """The exact bytes of every column of the history that this checkpoint can see, oldest first: equal bytes, equal tokens."""
+        """The exact bytes of every column of the history that this checkpoint can see, oldest first. Equal bytes give equal tokens."""
         posts, authors, actions = self.post_ids.tobytes(), self.author_ids.tobytes(), self.actions.tobytes()
         dwell = (self.dwell_seconds.tobytes(),) if config.has_dwell else ()
         return posts, authors, actions, self.surfaces.tobytes(), *dwell
 
     @classmethod
     def of_events(cls, user_id: int, events: tuple[bytes, ...], config: ModelConfig, dropped: int = 0) -> Context:
-        """The context whose `events` these are, as views of them; what the checkpoint does not see is 0."""
+        """The context that has these `events`, as views of them. Columns that the checkpoint does not see are 0."""
         posts, authors, actions, surfaces, *dwell = events
         length = len(posts) // 8
         return cls(
@@ -111,7 +111,7 @@ class Candidates:
     first_slot: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ValueError for columns of unequal length or other width: engines join the columns of many requests as bytes."""
+        """Raises ValueError for columns of unequal length or not 64 bits wide: engines join the columns of many requests as bytes."""
         size = 8 * len(self.post_ids)
         if (
             not size
@@ -134,7 +134,7 @@ class Candidates:
             raise ValueError("candidates beyond the model's slots")
 
     def rows(self, places: NDArray[np.int64]) -> Candidates:
-        """Some of them, as a list of their own: their slots are forgotten."""
+        """The candidates at these places, as a new list. Their original slots are lost."""
         return Candidates(
             self.post_ids[places], self.author_ids[places], self.surfaces[places], self.age_buckets[places]
         )
@@ -151,7 +151,7 @@ class Candidates:
 class Scores:
     """`logits` float32 `[C, A]`; `probabilities` float32 `[C, A]`, their sigmoid; `continuous` float32 `[C, Z]`, in 0 … 1.
 
-    Z is 0 for a checkpoint without a continuous head. `finite`: whether an engine has seen that every number is.
+    Z is 0 for a checkpoint without a continuous head. `finite`: an engine has already checked that every number is finite.
     """
 
     logits: NDArray[np.float32]
@@ -167,7 +167,7 @@ class Scores:
         return Scores(self.logits[places], self.probabilities[places], self.continuous[places])
 
     def is_finite(self) -> bool:
-        """Whether every number may be shown to a caller."""
+        """Whether all logits and continuous scores are finite, so that a caller may see them."""
         return self.finite or bool(np.isfinite(self.logits).all() and np.isfinite(self.continuous).all())
 
     @staticmethod
@@ -183,15 +183,15 @@ class Scores:
 
 
 def _are_rows(values: NDArray[np.int64], count: int) -> bool:
-    """Whether each is a row of a table of so many. Read without a sign, a negative number is a large one: one look at both ends."""
+    """Whether each is a row of a table with `count` rows. Read as unsigned, a negative number is large: one comparison is enough."""
     return not len(values) or int(np.maximum.reduce(values.view(np.uint64))) < count
 
 
 def age_bucket(
     impression_ts: int | NDArray[np.int64], created_at: NDArray[np.int64], config: ModelConfig
 ) -> NDArray[np.int64]:
-    """Row of the post-age table for posts created at the given Unix seconds, shown at one time or each at its own; 0 where a time is 0
-    or the age is negative."""
+    """Row of the post-age table for posts created at the given Unix seconds. `impression_ts` is one time for all posts or one for each.
+    The row is 0 where a time is 0 or the age is negative."""
     seconds = impression_ts - created_at
     buckets: NDArray[np.int64] = seconds // (60 * config.post_age_granularity_minutes) + 1
     np.minimum(buckets, config.post_age_buckets - 1, out=buckets)

@@ -48,7 +48,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def sinusoids(positions: Tensor, width: int) -> Tensor:
-    """What positions `[...]` add to their tokens, fp32 `[..., D]` (Vaswani et al. 2017): `sin(p · 10000^(−2i/D))` at feature 2i,
+    """Embeddings of positions `[...]`, to add to tokens, fp32 `[..., D]` (Vaswani et al. 2017): `sin(p · 10000^(−2i/D))` at feature 2i,
     the cosine at 2i + 1.
     """
     half = width // 2
@@ -89,7 +89,7 @@ def attention_logits(query: Tensor, key: Tensor, multiplier: float) -> Tensor:
 
 def soft_cap(logits: Tensor, cap: float | None, form: CapForm = "tanh") -> Tensor:
     """`cap · tanh(logits / cap)`, or `logits / (1 + |logits| / cap)` (`softsign`): close to the identity far below the cap, and
-    never beyond it. None: as they are."""
+    never beyond it. A cap of None leaves them unchanged."""
     if cap is None:
         return logits
     return cap * torch.tanh(logits / cap) if form == "tanh" else logits / (1 + logits.abs() / cap)

@@ -1,5 +1,5 @@
-"""How much memory a model takes and how much there is, so that one which asks for too much is refused before it takes any. And how many
-threads there are."""
+"""How much memory a model needs and how much is free, so that a model that needs too much is refused before it takes any. Also how many
+threads to use."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 from model.ranker import Ranker
 
-# Of addresses, where they are limited (RLIMIT_AS): stacks and thread-local data of a load's threads. A C library that finds no room for the
-# latter ends the process, so this much is left alone. A load of the demo took 20 MiB in all.
+# Address space kept free, where it is limited (RLIMIT_AS), for stacks and thread-local data of a load's threads. A C library that finds no
+# room for thread-local data ends the process. A load of the demo took 20 MiB in all.
 RESERVED_BYTES = 32 * 2**20
 
 
 def engine_bytes(ranker: Ranker) -> int:
-    """What an engine takes beside the tables: its parameters, rotations, and the contexts of its self-test, all in float32."""
+    """Bytes that an engine needs besides the tables: its parameters, rotations, and the contexts of its self-test, all in float32."""
     config = ranker.config
     own = sum(values.numel() for name, values in ranker.named_parameters() if not name.startswith("tables."))
     positions = 1 + config.history_length
@@ -29,7 +29,7 @@ def engine_bytes(ranker: Ranker) -> int:
 
 
 def shortage(needed_bytes: int, device: torch.device | None = None) -> str:
-    """A clause that says how much is missing, empty where there is enough and some left. Without a device: in this process's memory."""
+    """A clause that says how much is needed and how much is free, empty if there is enough: on a CUDA device, else for this process."""
     free = torch.cuda.mem_get_info(device)[0] if device is not None and device.type == "cuda" else free_bytes()
     if needed_bytes <= free:
         return ""
@@ -41,7 +41,7 @@ def _amount(count: float) -> str:
 
 
 def free_bytes(root: Path = Path("/")) -> float:
-    """What the machine, this process's control group (version 2) and its limit of addresses still give; infinity where none says."""
+    """Bytes that the machine, this process's control group (version 2) and its RLIMIT_AS still allow; infinity if none can be read."""
     free = [float("inf")]
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
@@ -50,13 +50,13 @@ def free_bytes(root: Path = Path("/")) -> float:
         free.append(1024 * available)
     group = root / "sys/fs/cgroup"
     if limit := _number(group / "memory.max", r"(\d+)"):
-        cached = _number(group / "memory.stat", r"(?m)^inactive_file (\d+)")  # is given up when memory is short
+        cached = _number(group / "memory.stat", r"(?m)^inactive_file (\d+)")  # freed when memory is short
         free.append(limit - _number(group / "memory.current", r"(\d+)") + cached)
     return min(free)
 
 
 def usable_threads(root: Path = Path("/")) -> int:
-    """Torch's number, but no more than the processors that this process's control group (version 2) may keep busy."""
+    """Torch's number of threads, but no more than the processors that this process's control group (version 2) may keep busy."""
     cores = torch.get_num_threads()
     try:
         quota, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
@@ -66,7 +66,7 @@ def usable_threads(root: Path = Path("/")) -> int:
 
 
 def _number(file: Path, pattern: str) -> int:
-    """The first number in a file that stands there; 0 where it cannot be had."""
+    """The number that `pattern` finds first in a file; 0 if it finds none or the file cannot be read."""
     try:
         found = re.search(pattern, file.read_text())
     except OSError:

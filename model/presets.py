@@ -1,4 +1,4 @@
-"""The trunks of the sources, each as a dict of `ModelConfig` fields: docs/trunks.md says whose model each is."""
+"""Known trunks, each as a dict of `ModelConfig` fields. docs/trunks.md names the model behind each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from model.config import ConfigError, ModelConfig
 
 AnyConfig = TypeVar("AnyConfig", bound=ModelConfig)
 
-GEMMA2_WINDOW = 4096  # every second layer of Gemma 2 sees no further back
+GEMMA2_WINDOW = 4096  # every second layer of Gemma 2 looks back at most this many tokens
 
 GROK: dict[str, Any] = {
     "norm": "rms", "norm_epsilon": 1e-5, "sandwich": True, "input_scale": 1.0,
@@ -72,9 +72,9 @@ PRESETS = tuple(_DIFFERENCES)
 
 
 def preset(name: str, shape: ModelConfig) -> dict[str, Any]:
-    """The fields that make a model of this shape have trunk `name`, one of `PRESETS`; `phoenix-2026` is experimental.
+    """The `ModelConfig` fields that give a model of this shape the trunk `name`, one of `PRESETS`; `phoenix-2026` is experimental.
 
-    Raises ConfigError for an unknown name, and for a shape that this trunk cannot have.
+    Raises ConfigError for an unknown name, and for a shape that this trunk does not support.
     """
     if name not in _DIFFERENCES:
         raise ConfigError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")

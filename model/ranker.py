@@ -29,7 +29,7 @@ def look_up(table: Tensor, rows: Tensor) -> Tensor:
 
 
 class TokenBuilder(nn.Module):
-    """Users, history items and, where a model scores them, candidates as fp32 tokens of width D."""
+    """Turns users, history items and, if the model scores them, candidates into fp32 tokens of width D."""
 
     def __init__(self, config: ModelConfig, *, candidates: bool = True) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Heads(nn.Module):
 
 
 class Ranker(nn.Module):
-    """The whole model. Its `state_dict` names and shapes are the checkpoint's tensors; all weights start at 0, as upstream's."""
+    """The whole model. Its `state_dict` names and shapes are the checkpoint's tensors; all weights start at 0, as upstream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Ranker(nn.Module):
     def forward(
         self, batch: Batch, dtype: torch.dtype = torch.float32, watch: Watch | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Score every candidate of a padded batch with the dense mask; the trunk runs in `dtype`, and tells `watch` of each layer.
+        """Score every candidate of a padded batch with the dense mask; the trunk runs in `dtype`, and each layer calls `watch`.
 
         Returns logits fp32 `[B, C, A]` and continuous values fp32 `[B, C, Z]`; those of padded slots mean nothing.
         """
@@ -144,7 +144,7 @@ class Ranker(nn.Module):
         return logits, continuous
 
     def mask(self, context: int, valid: Tensor) -> Tensor:
-        """Which key each row sees, bool `[B, T, T]`, with a context of that many tokens. `valid` as `embed` returns it."""
+        """Which keys each row sees, bool `[B, T, T]`; the first `context` tokens are the context. `valid` as `embed` returns it."""
         bidirectional = self.config.context_attention == "bidirectional"
         candidates = valid.shape[1] - context
         return ranking_mask(context, candidates, bidirectional=bidirectional, device=valid.device) & valid[:, None, :]

@@ -1,4 +1,4 @@
-"""From probabilities to one score a candidate, and from scores to an order: online and offline, the same bits. numpy alone."""
+"""Turns probabilities into one score per candidate, and scores into an order, with the same bits online and offline. Needs only numpy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 def combine(probabilities: NDArray[np.float32], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Σ weight × probability, float64 `[C]`, from `[C, A]` and `[A]`.
 
-    Added action by action, each step elementwise: a matrix product would let a candidate's last bits depend on how many
-    others there are, and so would a sum over one column, which is why there is another.
+    Adds action by action, each step elementwise: with a matrix product a candidate's last bits would depend on how many
+    others there are. So they would with a sum over a single column, so there is always a second one.
     """
     terms = np.zeros((1 + len(weights), 1 + len(probabilities)))  # a sum that begins with 0 is never −0
     np.multiply(probabilities.T, weights[:, None], out=terms[1:, 1:])
@@ -19,7 +19,7 @@ def combine(probabilities: NDArray[np.float32], weights: NDArray[np.float64]) ->
 
 
 def magnitudes(weights: NDArray[np.float64]) -> tuple[float, float]:
-    """Of the negative weights and of all of them, added in their order."""
+    """The sums of |weight| over the negative weights and over all weights, added in order."""
     sizes = [abs(weight) for weight in weights.tolist()]
     return float(sum(size for size, weight in zip(sizes, weights.tolist(), strict=True) if weight < 0)), float(
         sum(sizes)

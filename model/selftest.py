@@ -1,4 +1,4 @@
-"""Checks on a live engine, on random requests: bits do not depend on the batch, and numbers are the definition's. Run at warm-up."""
+"""Checks a live engine with random requests at warm-up: bits do not depend on the batch, and numbers match the definition's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_isolation(engine: Engine, candidate_counts: Sequence[int] = CANDIDATE_
     """Score random requests together, each request alone, and its candidates one by one; every bit must agree.
 
     Returns how many comparisons were made. Raises EngineError at the first difference, naming what differed, and for scores
-    that are no finite numbers: such a model could answer nobody.
+    that are not finite: such a model could answer no request.
     """
     requests = list(_requests(engine.config, candidate_counts))
     together = engine.forward([Item(*request) for request in requests])
@@ -42,7 +42,7 @@ def check_isolation(engine: Engine, candidate_counts: Sequence[int] = CANDIDATE_
 
 
 class Definition:
-    """What the plain definition says, in fp32 where the ranker lies, to a few random requests; computed when first asked for."""
+    """The plain definition's scores for a few random requests, in fp32 on the ranker's device. Computed on first use."""
 
     def __init__(self, ranker: Ranker) -> None:
         config = ranker.config
@@ -52,8 +52,8 @@ class Definition:
         self._expected: list[Scores] | None = None
 
     def check(self, engine: Engine) -> float:
-        """The largest difference of a logit. Raises EngineError beyond the tolerance of the engine's dtype, to which twice what the
-        definition itself loses in that dtype is added: weights of large logits lose more.
+        """The largest difference of a logit. Raises EngineError if it exceeds the tolerance of the engine's dtype plus twice the
+        definition's own error in that dtype: weights that give large logits lose more.
         """
         if self._expected is None:
             self._expected = self._scores(torch.float32, engine)
@@ -72,7 +72,7 @@ class Definition:
 
 
 def largest_difference(found: Sequence[Scores], expected: Sequence[Scores]) -> float:
-    """Of any logit; NaN where one is none."""
+    """The largest absolute difference of any logit; NaN if one is NaN."""
     pairs = zip(found, expected, strict=True)
     return float(np.max([np.abs(ours.logits - theirs.logits).max() for ours, theirs in pairs]))
 

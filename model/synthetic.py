@@ -1,4 +1,4 @@
-"""Random non-zero weights and requests of any architecture, for self-tests, benchmarks and tests. Never served to anyone."""
+"""Random non-zero weights and requests of any architecture, for self-tests, benchmarks and tests. Never served."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from model.ranker import Ranker
 def random_ranker(config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu") -> Ranker:
     """Weights that keep every activation near 1: linear weights scaled by their fan-in, norm scales in 0.7 … 1.3.
 
-    Row 0 of the tables is not zero, as upstream's split tables allow; it must read as zero all the same. Drawn on the device.
+    Row 0 of the tables is not zero, which upstream's split tables allow, but must still read as zero. Drawn on the device.
     """
     generator = torch.Generator(device).manual_seed(seed)
     with torch.device(device), torch.no_grad():

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Largest absolute differences: of logits, of values in 0 … 1, and (relative, too) of one operation on numbers near 1."""
+    """Largest absolute differences: of logits, of values in 0 … 1, and (also relative) of one operation on numbers near 1."""
 
     logits: float
     probabilities: float
@@ -25,7 +25,7 @@ PARITY = {
 
 @dataclass(frozen=True, slots=True)
 class RetrievalTolerance:
-    """Largest absolute differences: of a user vector's elements, of scores, and of a post vector's from tables of this dtype."""
+    """Largest absolute differences: of a user vector's elements, of scores, and of a post vector's elements with tables of this dtype."""
 
     elements: float
     scores: float

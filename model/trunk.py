@@ -19,8 +19,8 @@ def zeros(*shape: int) -> nn.Parameter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """What one layer computed: `query [B, T, N, K]` and `key [B, T, G, K]` as they meet, the stream before it and what its attention
-    and its feed-forward network added to it, each `[B, T, D]`."""
+    """What one layer computed: `query [B, T, N, K]` and `key [B, T, G, K]` as attention multiplies them, the residual stream before the
+    layer, and what its attention and its feed-forward network added to the stream, each `[B, T, D]`."""
 
     query: Tensor
     key: Tensor
@@ -30,7 +30,7 @@ class Seen:
 
 
 Watch = Callable[[Seen], None]
-"""Called by each layer in turn."""
+"""Each layer calls it once, in order."""
 
 
 def declare_norm(module: nn.Module, name: str, config: ModelConfig) -> None:
@@ -41,7 +41,7 @@ def declare_norm(module: nn.Module, name: str, config: ModelConfig) -> None:
 
 
 def normed(module: nn.Module, name: str, x: Tensor, config: ModelConfig) -> Tensor:
-    """x `[..., D]` through the norm that `declare_norm` gave."""
+    """Apply the norm that `declare_norm` declared to x `[..., D]`."""
     if config.norm == "rms":
         return rms_norm(x, getattr(module, name), config.norm_epsilon)
     return layer_norm(x, getattr(module, name), getattr(module, f"{name}_bias"), config.norm_epsilon)
@@ -104,7 +104,7 @@ class DecoderLayer(nn.Module):
         return hidden + attended + fed
 
     def _heads(self, hidden: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values as they meet."""
+        """Queries, keys and values as attention uses them, with norm and RoPE applied."""
         config = self.config
         x = normed(self, "attention_norm", hidden, config)
         query = self._linear("query", x).unflatten(-1, (config.query_heads, config.head_width))
@@ -138,7 +138,7 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
 
     def decoder_layers(self) -> list[DecoderLayer]:
-        """The layers in order, by their type."""
+        """The layers in order, typed as `DecoderLayer`."""
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
     def forward(self, hidden: Tensor, positions: Tensor, mask: Tensor, watch: Watch | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Finds the kernels for this machine among those that a wheel brings, or compiles them once and keeps them. Knows nothing of models."""
+"""Finds the kernels for this machine among those that a wheel contains, or compiles them once and keeps them. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from typing import Literal
 
 from model.engine import EngineError
 
-# Contraction is off so that only the fma that the source writes is one: the same bits in every tile.
+# Contraction is off so that the compiler adds no fma to those written in the source: the same bits in every tile.
 FLAGS: tuple[str, ...] = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
-Vectors = Literal["auto", "avx2", "neon"]  # `auto` is the widest of the processor
+Vectors = Literal["auto", "avx2", "neon"]  # `auto` is the widest that the processor has
 MARCH: dict[Vectors, str] = {"auto": "-march=native", "avx2": "-march=x86-64-v3", "neon": "-march=armv8-a"}
 NEEDED: dict[Vectors, set[str]] = {
     "auto": set(),
     "avx2": {"avx2", "fma", "bmi2"},
     "neon": {"asimd"},
-}  # as /proc/cpuinfo has it
+}  # as spelled in /proc/cpuinfo
 COMPILE_SECONDS = 300
 PREBUILT = "prebuilt"  # the folder beside a source where a wheel has its kernels
 DIGEST_BYTES = 32
@@ -45,7 +45,7 @@ class KernelUnavailable(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class BuiltKernel:
-    """A shared library that is whole and ours. `note` says, for people, what was unusual about it, else it is empty."""
+    """A shared library that is complete and trusted. `note` tells people what was unusual about it, else it is empty."""
 
     path: Path
     note: str
@@ -53,8 +53,8 @@ class BuiltKernel:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One of the processors that a wheel's kernels are compiled for: the compiler's flags, what /proc/cpuinfo must have, and the
-    sources that gain by it."""
+    """A kind of processor that a wheel's kernels are compiled for: the compiler's flags, the words that /proc/cpuinfo must have, and
+    the sources that gain from it."""
 
     name: str
     machine: str
@@ -78,7 +78,7 @@ LEVELS = (
 
 
 def find_prebuilt(source: Path, vectors: Vectors = "auto") -> Path | None:
-    """The widest kernel of this very source that came with the wheel and that this processor runs; None where there is none."""
+    """The widest kernel of exactly this source that the wheel contains and this processor can run; None if there is none."""
     if not (source.parent / PREBUILT).is_dir():
         return None
     words, digest = _processor_words(), source_digest(source)
@@ -91,7 +91,7 @@ def find_prebuilt(source: Path, vectors: Vectors = "auto") -> Path | None:
 
 
 def source_digest(source: Path) -> str:
-    """Names a source with its headers, so that a kernel of other sources is never taken for it."""
+    """A digest of a source and its headers, so that a kernel of other sources is never mistaken for it."""
     hashed = hashlib.sha256()
     for file in sorted([source, *source.parent.glob("*.h")]):
         hashed.update(file.read_bytes())
@@ -99,7 +99,7 @@ def source_digest(source: Path) -> str:
 
 
 def seal(library: Path) -> None:
-    """Append the SHA-256 of what is there: a loader ignores what follows a library's sections."""
+    """Append the SHA-256 of the library's bytes to it. A loader ignores what follows a library's sections."""
     with library.open("r+b") as output:
         output.write(hashlib.sha256(output.read()).digest())
         output.flush()
@@ -110,13 +110,13 @@ def seal(library: Path) -> None:
 def build_kernel(
     directory: Path | None = None, *defines: str, source: Path = HERE / "kernel.cpp", vectors: Vectors = "auto"
 ) -> BuiltKernel:
-    """The compiled `source` as the wheel brings it; else from `directory` (default: the user's cache), or built into it: about ten
-    seconds for the ranker. A given `directory` or `defines` are never answered by the wheel's.
+    """The compiled `source` from the wheel, else from `directory` (default: the user's cache), else built into it: about ten
+    seconds for the ranker. With a `directory` or `defines` the wheel's kernel is never used.
 
-    A file that is cut, empty, foreign or a link is replaced. A directory that others may write to, or that cannot be
-    written, is not used: a private temporary one takes its place, the same for the whole process. `defines` are
-    preprocessor symbols, for tests and profiles. Raises KernelUnavailable without a C++ compiler, where the disk is full and
-    where the processor lacks the `vectors`.
+    A file that is truncated, empty, a link, or another user's is replaced. A directory that others may write to, or that
+    cannot be written, is not used: a private temporary one takes its place, the same for the whole process. `defines` are
+    preprocessor symbols, for tests and profiles. Raises KernelUnavailable without a C++ compiler, if the disk is full, and
+    if the processor lacks the `vectors`.
     """
     if missing := NEEDED[vectors] - _processor_words():
         raise KernelUnavailable(f"this processor has no {vectors} vectors: it lacks {', '.join(sorted(missing))}")
@@ -139,7 +139,7 @@ def _kept_or_built(directory: Path | None, compiler: str, flags: tuple[str, ...]
     try:
         directory = directory or Path.home() / ".cache" / "phoenix-ranking-server"
         problem = _problem_of(directory)
-    except RuntimeError as error:  # no home
+    except RuntimeError as error:  # no home directory
         problem = str(error)
     if directory is None or problem:
         notes.append(f"{problem}: the kernel is kept in a temporary directory")
@@ -157,7 +157,7 @@ def _kept_or_built(directory: Path | None, compiler: str, flags: tuple[str, ...]
 
 
 def _problem_of(directory: Path) -> str:
-    """Why a kernel in this directory cannot be trusted; makes the directory where there is none."""
+    """Why a kernel in this directory cannot be trusted, empty if it can. Makes the directory if it does not exist."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -169,7 +169,7 @@ def _problem_of(directory: Path) -> str:
 
 
 def _foreign(path: Path, found: os.stat_result) -> str:
-    """Why another user may have written this; empty where only we, or root, can have."""
+    """Why another user may have written this; empty if only we or root can have."""
     if found.st_uid not in (0, os.geteuid()):
         return f"{path} belongs to another user"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -179,14 +179,14 @@ def _foreign(path: Path, found: os.stat_result) -> str:
 
 @functools.cache
 def _private_directory() -> tempfile.TemporaryDirectory[str]:
-    """One for the process, removed when it ends."""
+    """A temporary directory for this process, removed when it ends."""
     return tempfile.TemporaryDirectory(prefix="phoenix-ranking-server-")
 
 
 def _is_whole(library: Path, *, ours: bool = True) -> bool:
-    """Whether this is a regular file that ends with the SHA-256 of all before it, as `seal` left it. `ours`: and nobody else's.
+    """Whether this is a regular file that ends with the SHA-256 of all before it, as `seal` leaves it. `ours`: it also passes `_foreign`.
 
-    A library is checked before it is mapped: a page that is missing would kill the process.
+    A library is checked before it is mapped, because a missing page would kill the process.
     """
     try:
         with open(os.open(library, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
@@ -201,7 +201,7 @@ def _is_whole(library: Path, *, ours: bool = True) -> bool:
 
 
 def _fingerprint(compiler: str, flags: tuple[str, ...], source: Path) -> str:
-    """Names what the binary depends on: sources, flags, compiler, processor."""
+    """A digest of what the binary depends on: sources, flags, compiler, processor."""
     hashed = hashlib.sha256(" ".join(flags).encode())
     for file in sorted([source, *source.parent.glob("*.h"), Path(__file__)]):
         hashed.update(file.read_bytes())
@@ -224,7 +224,7 @@ def _processor_words() -> set[str]:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], source: Path, library: Path) -> None:
-    """Build, seal, and rename only what is on the disk."""
+    """Build and seal the library, and rename it into place once it is on the disk."""
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         built = Path(scratch) / library.name
         command = [compiler, *flags, str(source), "-o", str(built)]

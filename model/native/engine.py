@@ -1,4 +1,4 @@
-"""`NativeEngine`: contexts from the cache or the kernel, candidates against them, one kernel call a forward."""
+"""`NativeEngine`: takes contexts from the cache or computes them, and scores candidates against them, in one kernel call per forward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from model.selftest import check_isolation
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Keys:
-    """Packed keys and values of every layer for `rows` context tokens, room for `blocks` blocks of 64."""
+    """Packed keys and values of every layer for `rows` context tokens, with room for `blocks` blocks of 64."""
 
     buffer: NDArray[np.uint8]
     address: int
@@ -38,10 +38,9 @@ class Keys:
 class NativeEngine:
     """The engine contract on a CPU. The bits of a candidate's scores depend on nothing but its request's own features.
 
-    `dtype` None takes what a short measured probe finds faster; `threads` 0 takes `usable_threads`, and where the system
-    refuses so many, those that it gives; `vectors`, `only_if_fast` and KernelUnavailable as of `load_kernel`. Raises EngineError
-    where memory ends. `ranker` must live on the CPU; its tables are read in place. `kernel` is a build of one's own, for
-    profiles and tests.
+    `dtype` None takes the one that a short measured probe finds faster. `threads` 0 takes `usable_threads`; the system may give
+    fewer threads than asked for. `vectors`, `only_if_fast` and KernelUnavailable are as in `load_kernel`. Raises EngineError
+    if memory runs out. `ranker` must be on the CPU; its tables are read in place. `kernel` is a custom build, for profiles and tests.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class NativeEngine:
         """See `OverlappingEngine`."""
         begun = self._plan(items)
         self._kernel.begin(self._handle, begun.work)
-        self._begun = begun  # the kernel reads its arrays
+        self._begun = begun  # kept alive: the kernel reads its arrays
 
     def finish(self) -> list[Outcome]:
         """See `OverlappingEngine`."""
@@ -168,11 +167,11 @@ class NativeEngine:
 
 
 _Found = tuple[Keys, CacheResult, str, ContextKey | None]
-"""Of an item: its keys, what the cache said, the handle where its context was there before, and the key where it is made."""
+"""Of an item: its keys, the cache result, the handle if its context was cached, and the key if this forward makes the context."""
 
 
 class _Plan:
-    """One forward: which contexts must be made, the kernel's `work`, and the arrays that its results go to."""
+    """One forward: which contexts to make, the kernel's `work`, and the arrays for its results."""
 
     def __init__(self, engine: NativeEngine, items: Sequence[Item]) -> None:
         self.items = items
@@ -208,7 +207,7 @@ class _Plan:
         self.work = Work(self._contexts, jobs, columns, (address, address + 4 * size, address + 8 * size))
 
     def _keys_of(self, item: Item) -> tuple[int, _Found]:
-        """The index of the job that will make the keys of an item's context, or -1, and what was found of it."""
+        """The index of the job that makes the keys of an item's context, -1 if there is nothing to compute, and what was found."""
         if item.state is not None:
             return -1, (item.state, "hit", "", None)
         engine = self._engine
@@ -235,10 +234,10 @@ class _Plan:
 
 
 class ContextRows:
-    """The rows of a context that its keys lack, from row `start` on, and the arrays that the kernel reads them from.
+    """The rows of a context that are not computed yet, from row `start` on, and the arrays that the kernel reads them from.
 
-    Padding is left out, and positions are carried along. `rows` are those of the whole context. Raises EngineError for actions
-    that are not those of the checkpoint.
+    Padding is left out; the other rows keep their positions. `rows` counts the whole context. Raises EngineError if the shape of
+    the actions does not fit the checkpoint.
     """
 
     def __init__(self, context: Context, config: ModelConfig, start: int = 0) -> None:
@@ -261,7 +260,7 @@ class ContextRows:
         return len(self._positions) == 0
 
     def packed(self, blocks: int, keys: int, outputs: int = 0) -> bytes:
-        """The kernel's job: keys at an address, with room for so many blocks, and where the rows' outputs go, if anywhere."""
+        """The packed job. `keys`: their address, with room for `blocks` blocks; `outputs`: the address for the rows' outputs, or 0."""
         pointers = (column.ctypes.data for column in (self._positions, *self._columns))
         sizes = (len(self._positions), self._start, blocks, self._with_user, self._first_position)
         return CONTEXT_JOB(*sizes, self._user_id, keys, *pointers, outputs)

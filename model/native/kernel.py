@@ -1,4 +1,4 @@
-"""The compiled kernel as Python calls it: structs compared at load, every status checked. Knows nothing of caches."""
+"""Calls the compiled kernel from Python: compares structs at load and checks every status. Knows nothing of caches."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Kernel:
     """A loaded library. `note` says what was unusual about its file, else it is empty."""
 
     def __init__(self, path: Path, note: str = "") -> None:
-        """Raises KernelUnavailable where the file does not load, EngineError where its structs are not those of `packing`."""
+        """Raises KernelUnavailable if the file does not load, EngineError if its structs are not those of `packing`."""
         self.note = note
         self.library = open_library(path, STRUCTS)
         for name in ("strip", "enable_amx", "probe", "create", "forward", "open"):
             getattr(self.library, f"ranker_{name}").restype = Int64
         self.library.ranker_vectors.restype = ctypes.c_char_p
-        # What returns at once keeps the interpreter lock: giving it away and waiting for it would cost more.
+        # Calls that return at once keep the interpreter lock: releasing it and waiting for it would cost more.
         holding = ctypes.PyDLL(str(path))
         self._forward, self._begin, self._finish = (
             self.library.ranker_forward,
@@ -57,20 +57,20 @@ class Kernel:
         self._begin.restype = self._finish.restype = Int64
 
     def vectors(self) -> str:
-        """What it was compiled for: avx512, avx2, neon, or plain, which is slow."""
+        """The vectors it was compiled for: avx512, avx2, neon, or plain, which is slow."""
         name: bytes = self.library.ranker_vectors()
         return name.decode()
 
     def strip(self) -> int:
-        """The columns that it reads together of a packed matrix."""
+        """How many columns of a packed matrix it reads together."""
         return int(self.library.ranker_strip())
 
     def enable_tiles(self) -> bool:
-        """Whether bf16 products run on tile registers from now on."""
+        """Run bf16 products on tile registers from now on, if there are any; returns whether they do."""
         return bool(self.library.ranker_enable_amx())
 
     def probe(self) -> dict[str, float]:
-        """Milliseconds of one matrix product on one core, by dtype: which of the two this processor is faster at."""
+        """Milliseconds of one matrix product on one core, by dtype, to see which of the two is faster on this processor."""
         milliseconds = {}
         for name, bf16 in (("float32", 0), ("bfloat16", 1)):
             seconds = ctypes.c_double()
@@ -79,27 +79,27 @@ class Kernel:
         return milliseconds
 
     def create(self, model: ctypes.Structure, threads: int, *, bf16: bool) -> tuple[ctypes.c_void_p, int]:
-        """An engine for `destroy`, and how many threads it has: fewer where the system refuses more."""
+        """Make an engine, which `destroy` frees. Returns its handle and how many threads it has: fewer if the system refuses more."""
         handle, given = ctypes.c_void_p(), Int64(threads)
         status = self.library.ranker_create(ctypes.byref(model), Int64(bf16), ctypes.byref(given), ctypes.byref(handle))
         check_status(status, "make an engine")
         return handle, given.value
 
     def forward(self, handle: ctypes.c_void_p | None, work: Work) -> bool:
-        """Run one forward; whether every score is finite."""
+        """Run one forward; returns whether every score is finite."""
         return _is_finite(self._forward(handle, *work.arguments))
 
     def open(self, handle: ctypes.c_void_p | None) -> int | None:
-        """A descriptor that becomes readable whenever a forward ends that `begin` began; None where there is none to be had."""
+        """A descriptor that becomes readable whenever a forward started by `begin` ends; None if none can be had."""
         descriptor = ctypes.c_int(-1)
         return descriptor.value if self.library.ranker_open(handle, ctypes.byref(descriptor)) == 0 else None
 
     def begin(self, handle: ctypes.c_void_p | None, work: Work) -> None:
-        """Begin one forward in the kernel's own threads; there must not be another one."""
+        """Start one forward in the kernel's own threads. No other one may be running."""
         check_status(self._begin(handle, *work.arguments), "begin a forward")
 
     def finish(self, handle: ctypes.c_void_p | None) -> bool:
-        """What `forward` returns, of the one that has ended."""
+        """For the forward that has ended, returns whether every score is finite."""
         return _is_finite(self._finish(handle))
 
     def destroy(self, handle: ctypes.c_void_p) -> None:
@@ -132,9 +132,9 @@ def open_library(path: Path, structs: Sequence[type[ctypes.Structure]]) -> ctype
 def load_kernel(
     directory: Path | None = None, *defines: str, vectors: Vectors = "auto", only_if_fast: bool = False
 ) -> Kernel:
-    """The kernel of this machine; arguments and errors as of `build_kernel`.
+    """The kernel of this machine; arguments and errors as in `build_kernel`.
 
-    With `only_if_fast` raises KernelUnavailable too where the processor lacks the vectors that the kernel is blocked for.
+    With `only_if_fast` it also raises KernelUnavailable if the processor lacks the vectors that the kernel is blocked for.
     """
     built = build_kernel(directory, *defines, vectors=vectors)
     kernel = Kernel(built.path, built.note)
@@ -149,7 +149,7 @@ def _is_finite(status: int) -> bool:
 
 
 def check_status(status: int, what: str) -> None:
-    """Raises EngineError where a call says that it failed."""
+    """Raises EngineError if the status says that the call failed."""
     if status:
         reason = "there is not enough memory" if status == OUT_OF_MEMORY else "the system refused"
         raise EngineError(f"the native kernel could not {what}: {reason}")

@@ -59,13 +59,13 @@ STRUCTS = (Layer, Entity, Model, ContextJob, CandidateJob)  # mirrored in layout
 
 
 def refusal(config: ModelConfig) -> str | None:
-    """Why the kernel cannot take an architecture, as a sentence; None where it can."""
+    """Why the kernel does not support an architecture, as a sentence; None if it does."""
     others = [name for name, known in KERNEL_TAKES.items() if getattr(config, name) not in known]
     return f"the native kernel does not know this trunk's {', '.join(others)}" if others else None
 
 
 def writer(struct: type[ctypes.Structure]) -> Callable[..., bytes]:
-    """Writes a job of 64-bit members from their values in order: a fifth of the time that a ctypes object takes."""
+    """A function that packs a job from its 64-bit members in order, in a fifth of the time of a ctypes object."""
     letters = {Int64: "q", UInt64: "Q", Pointer: "Q"}
     return Struct("".join(letters[field[1]] for field in struct._fields_)).pack
 
@@ -75,7 +75,7 @@ CONTEXT_JOB, CANDIDATE_JOB = writer(ContextJob), writer(CandidateJob)
 
 @dataclass(slots=True)
 class Packed:
-    """The C model and the tensors its pointers lead into, which must live as long."""
+    """The C model and the tensors its pointers point into, which must live as long as it does."""
 
     model: ctypes.Structure
     tensors: list[Tensor] = field(default_factory=list)
@@ -88,7 +88,7 @@ def round_up(number: int, step: int) -> int:
 
 
 def strips(weight: Tensor, depth: int, dtype: torch.dtype, columns: int) -> Tensor:
-    """A weight `[in, out]` in strips of so many columns, zero-padded to `depth` rows and a multiple of 64 columns.
+    """A weight `[in, out]` in strips of `columns` columns, zero-padded to `depth` rows and a multiple of 64 columns.
 
     bf16 puts two rows of the depth side by side, as the dot-product instructions read them.
     """
@@ -99,7 +99,7 @@ def strips(weight: Tensor, depth: int, dtype: torch.dtype, columns: int) -> Tens
 
 
 def pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """Zeros below and to the right."""
+    """Pad with zeros below and to the right, to `[rows, columns]`."""
     return functional.pad(matrix, (0, columns - matrix.shape[1], 0, rows - matrix.shape[0]))
 
 
@@ -115,7 +115,7 @@ def pack(
 ) -> Packed:
     """The kernel's model in `dtype` (torch.float32 or torch.bfloat16). The embedding tables are pointed at, not copied.
 
-    `strip`: how many columns the kernel reads together. Of two towers it is the user's: contexts alone, without candidates and heads.
+    `strip`: how many columns the kernel reads together. Of `Towers` only the user tower is packed: contexts, no candidates or heads.
     """
     config, tokens = model.config, model.tokens
     width = round_up(config.width, GRAIN)
@@ -157,7 +157,7 @@ def pack(
 
 
 def entity(table: Tensor, spec: HashSpec, keep: Callable[[Tensor], int]) -> ctypes.Structure:
-    """A table with the hash functions that lead into it."""
+    """A table with the hash functions that index it."""
     functions = (keep(torch.from_numpy(values)) for values in hash_functions(spec))
     return Entity(keep(table.detach().contiguous()), *functions, spec.count, spec.modulus, spec.vocab_size)
 

@@ -27,9 +27,9 @@ CWish = structure(
 
 
 class NativeIndex:
-    """Rows of 8 bits beside the fp32 rows that they stand for, which are read in place and must not change.
+    """An index with an 8-bit copy of each fp32 row. The fp32 rows are read in place and must not change.
 
-    Used by one thread at a time. Raises KernelUnavailable where the kernel cannot be built, EngineError where memory ends.
+    Used by one thread at a time. Raises KernelUnavailable if the kernel cannot be built, EngineError if memory runs out.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class NativeIndex:
         kind: Vectors = "auto",
         defines: Sequence[str] = (),
     ) -> None:
-        """vectors: float32 `[n, D]`, C-ordered, finite. `threads` 0 takes torch's number; `kind` is the processor's vectors."""
+        """vectors: float32 `[n, D]`, C-ordered, finite. `threads` 0: `usable_threads`; `kind`: the vector instructions."""
         if vectors.dtype != np.float32 or not vectors.flags.c_contiguous or vectors.ndim != 2 or not len(vectors):
             raise ValueError("vectors must be C-ordered float32 [n, D], one row at least")
         self._handle: ctypes.c_void_p | None = None
@@ -61,7 +61,7 @@ class NativeIndex:
         return len(self._vectors)
 
     def search(self, wishes: Sequence[Wish]) -> list[Found]:
-        """The best rows for each wish. A row's score has the same bits whatever else is asked, and whichever row it is."""
+        """The best rows for each wish. A row's score has the same bits whatever else is searched for, and wherever it stands."""
         if self._handle is None:
             raise EngineError("the index is closed")
         kept, results = [], []

@@ -1,4 +1,4 @@
-"""`NativeTower`: user vectors from the kernel that the ranker's contexts come from, with the trunk's outputs averaged."""
+"""`NativeTower`: computes user vectors with the kernel of the ranker's contexts, by averaging the trunk's outputs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from model.retrieval.towers import SMALLEST_SQUARE, Towers
 class NativeTower:
     """The user tower on a CPU. A user's bits depend on nothing but that user's own context.
 
-    `threads` 0 takes torch's number; `vectors`, `only_if_fast` and KernelUnavailable as of `load_kernel`. Raises EngineError
-    where memory ends.
+    `threads` 0 takes `usable_threads`; `vectors`, `only_if_fast` and KernelUnavailable are as in `load_kernel`. Raises EngineError
+    if memory runs out.
     """
 
     def __init__(

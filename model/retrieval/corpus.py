@@ -1,4 +1,4 @@
-"""The posts that a search runs over, as arrays; which rows are hidden, where an id lies, and which rows a request may see."""
+"""The posts that a search runs over, as arrays: which rows are hidden, which row has an id, and which rows a request may see."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from model.retrieval.search import WORD_ROWS, Bits, Index, bits_of, mask_of
 
 KEPT_TOPICS = 32  # filters by topics whose rows a segment remembers: a bit a row for each
 ROWS_PER_STEP = 65536  # how many vectors are looked at at once
-TEXT_END = b"\xff"  # fills up a text in a row of bytes; UTF-8 never has it
+TEXT_END = b"\xff"  # pads a text in a row of bytes; UTF-8 never contains it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +24,7 @@ class Corpus:
     `encoder` is the digest of the checkpoint that made the vectors. `texts`: uint8 `[n, 2, W]`, where ids are texts: those of post and
     author as UTF-8, each followed by `TEXT_END`; else None.
 
-    `hidden`, bool `[n]`, are the rows that no search returns: zero vectors, and every post but the first of an id.
+    `hidden`, bool `[n]`, are the rows that no search returns: zero vectors, and all rows of an id but the first.
     """
 
     name: str
@@ -69,26 +69,26 @@ class Corpus:
         return found
 
     def texts_of(self, rows: NDArray[np.int64]) -> list[tuple[str, str]]:
-        """The ids of post and author as texts; none where ids are integers."""
+        """The ids of post and author as texts; empty if ids are integers."""
         return [] if self.texts is None else unpacked(self.texts[rows])
 
 
 def packed(texts: Sequence[tuple[str, str]], width: int = 0) -> NDArray[np.uint8]:
-    """Texts as in `Corpus.texts`; W is `width`, or as much as these texts need where that is more."""
+    """Texts as in `Corpus.texts`; W is `width`, or more if these texts need it."""
     data = [text.encode() for pair in texts for text in pair]
     width = max(width, 1 + max(map(len, data), default=0))
     return np.frombuffer(b"".join(text.ljust(width, TEXT_END) for text in data), np.uint8).reshape(-1, 2, width)
 
 
 def unpacked(texts: NDArray[np.uint8]) -> list[tuple[str, str]]:
-    """What `packed` was given; bytes that are no UTF-8 become U+FFFD."""
+    """The inverse of `packed`; bytes that are not UTF-8 become U+FFFD."""
     data = np.ascontiguousarray(texts).reshape(-1, texts.shape[2]).view(f"S{texts.shape[2]}")[:, 0].tolist()
     each = iter([text.rstrip(TEXT_END).decode("utf-8", "replace") for text in data])
     return list(zip(each, each, strict=True))
 
 
 def worst_norm(vectors: NDArray[np.float32]) -> tuple[int, float]:
-    """The row whose length is farthest from 1, and that length; zero rows are as they should be. NaN counts as farthest."""
+    """The row whose length is farthest from 1, and that length; zero rows count as correct. NaN counts as farthest."""
     worst, worst_length, worst_off = 0, 1.0, 0.0
     for start in range(0, len(vectors), ROWS_PER_STEP):
         rows = vectors[start : start + ROWS_PER_STEP]
@@ -180,7 +180,7 @@ def segment_of(like: Corpus, posts: NewPosts, index: Index) -> Segment:
 
 
 def without(bits: Bits, corpus: Corpus, post_ids: Ids) -> Bits:
-    """The bits less those of some posts; the same object where the corpus has none of them."""
+    """The bits without those of some posts; the same object if the corpus has none of them."""
     rows = corpus.rows_of(post_ids)
     if not len(rows):
         return bits

@@ -24,7 +24,7 @@ from model.retrieval.search import Found, Index, TorchIndex, Wish
 from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
 
-SEGMENT_ROWS = 4096  # new posts that are indexed together, and anew with each change until there are so many
+SEGMENT_ROWS = 4096  # new posts share a segment, reindexed with each change until it has this many rows
 CHECKED_POSTS = 64  # of the corpus, at warm-up
 
 
@@ -60,9 +60,9 @@ class TorchTower:
 
 @dataclass(frozen=True, slots=True)
 class RetrievalOptions:
-    """What an operator may choose; as `EngineOptions`, but that `auto` is float32: a user vector is cached, and its last bits
-    decide which posts are near ties. `cache_bytes` bounds the cache of user vectors. `device` is where the corpus is searched, if
-    the search passes its check there: a card, or tensors on the host with an index, as in `cpu:0`; `cpu` runs the kernel.
+    """What an operator may choose, as in `EngineOptions`, but dtype `auto` is float32: a user vector is cached, and its last bits
+    decide near ties between posts. `cache_bytes` bounds the cache of user vectors. `device` is where the corpus is searched, if
+    the search passes its check there: a card, `cpu:0` for torch on the host, or `cpu` for the kernel.
     """
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -75,8 +75,8 @@ class RetrievalOptions:
 
 
 class Users(NamedTuple):
-    """Those of one batch, `keys` in its order: vectors of the known, float32 `[D]`, and contexts of the unknown, each key in one of
-    both. `unknown_tokens`: what the user tower has to read; `seconds`: what looking them up took."""
+    """The users of one batch, `keys` in its order. `known`: vectors from the cache, float32 `[D]`; `unknown`: contexts to encode; each
+    key is in one of the two. `unknown_tokens`: tokens that the user tower has to read; `seconds`: how long the look-up took."""
 
     keys: list[ContextKey]
     known: dict[ContextKey, NDArray[np.float32]]
@@ -86,9 +86,9 @@ class Users(NamedTuple):
 
 
 class RetrievalEngine:
-    """Two towers and the corpus that their candidate tower made. Used by one thread at a time but for `cache_stats`.
+    """Two towers and the corpus that their candidate tower made. Used by one thread at a time, except `cache_stats`.
 
-    Raises ValueError for a corpus of another width; EngineError where the choice cannot run here.
+    Raises ValueError for a corpus of another width, EngineError if the options cannot run here.
     """
 
     def __init__(self, towers: Towers, corpus: Corpus, options: RetrievalOptions = RetrievalOptions()) -> None:
@@ -106,13 +106,13 @@ class RetrievalEngine:
         self.changes = 0
         """Calls of `change` so far."""
         self.mark = Mark()
-        """Of the corpus with them, as its owner has set it and `change` moves it on."""
+        """The corpus's mark with these changes: its owner sets it, and `change` advances it."""
         self._gone = 0  # posts that were deleted or replaced
         self._users: ContextCache[NDArray[np.float32]] = ContextCache(options.cache_bytes, prefixes=False)
 
     @property
     def corpus(self) -> Corpus:
-        """What is searched, but for changes."""
+        """The corpus without its changes."""
         return self._segments[0].corpus
 
     def warm_up(self) -> None:
@@ -132,7 +132,7 @@ class RetrievalEngine:
         self._users.clear()
 
     def look_up(self, queries: Sequence[Query]) -> Users:
-        """Which of these users have a vector in the cache; each that has counts as a hit."""
+        """Look up which of these users have a vector in the cache; each one found counts as a hit."""
         began = time.perf_counter()
         keys: list[ContextKey] = []
         known: dict[ContextKey, NDArray[np.float32]] = {}
@@ -149,9 +149,9 @@ class RetrievalEngine:
         return Users(keys, known, unknown, tokens, time.perf_counter() - began)
 
     def retrieve(self, queries: Sequence[Query], users: Users | None = None) -> Answers:
-        """Answers in the order of the queries, which share one scan of the corpus. What one gets does not depend on the others.
+        """Answers in the order of the queries, which share one scan of the corpus. An answer does not depend on the other queries.
 
-        `users`: what `look_up` made of the same queries, if nothing was retrieved since.
+        `users`: the result of `look_up` for the same queries, if nothing was retrieved since.
         """
         users = self.look_up(queries) if users is None else users
         began = time.perf_counter()
@@ -171,8 +171,8 @@ class RetrievalEngine:
         return Answers(retrieved, users.seconds + encoded - began, time.perf_counter() - encoded)
 
     def change(self, change: Change) -> int:
-        """From the next search on, the deleted posts are gone, and the new ones stand in place of what had their ids. How many
-        posts were deleted by name. Raises EngineError where an index cannot be made; then nothing has changed."""
+        """Delete posts and add new ones, which replace those with the same ids, from the next search on. Returns how many posts
+        `change.delete` removed. Raises EngineError if an index cannot be made; then nothing has changed."""
         added, is_merged = self._added(change) if len(change.posts) else (None, False)
         hidden = [
             sum(segment.hide(ids) for segment in self._segments) for ids in (change.delete, change.posts.post_ids)
@@ -191,7 +191,7 @@ class RetrievalEngine:
         return hidden[0]
 
     def _added(self, change: Change) -> tuple[Segment, bool]:
-        """The segment of the new posts, and whether it takes the place of the last one, whose posts it holds too then."""
+        """The segment of the new posts, and whether it replaces the last segment, whose posts it then holds too."""
         posts, last = change.posts, self._segments[-1]
         is_merged = len(self._segments) > 1 and len(last.corpus) < SEGMENT_ROWS
         if is_merged:
@@ -213,7 +213,7 @@ class RetrievalEngine:
 
     @property
     def changed_rows(self) -> int:
-        """Rows of the corpus that are gone, and rows that lie beside it: what a compaction would tidy up."""
+        """Rows that are gone plus rows in segments beside the corpus: what a compaction would tidy up."""
         beside = sum(len(segment.corpus) for segment in self._segments[1:])
         return beside + self._gone
 
@@ -247,7 +247,7 @@ class RetrievalEngine:
             return TorchTower(self.towers, dtype, str(error))
 
     def _main_index(self, vectors: NDArray[np.float32]) -> Index:
-        """On the device that was asked for, or in this process's memory where that does not work: the bits are the same."""
+        """The corpus's index on the requested device, or in this process's memory if that fails. The bits are the same."""
         device, reason = self.options.device, ""
         if device != "cpu" and self.options.backend != "native":
             try:
@@ -255,7 +255,7 @@ class RetrievalEngine:
                 index = TorchIndex(vectors, device)
                 self.notes["search"] = {"backend": "torch", "device": device}
                 return index
-            except (EngineError, RuntimeError) as error:  # the second: its memory is full, or the device is lost
+            except (EngineError, RuntimeError) as error:  # RuntimeError: out of memory, or the device is lost
                 reason = f"{device}: {str(error).splitlines()[0]}"
         made = self._make_index(vectors, self.options.threads)
         if reason:
@@ -271,7 +271,7 @@ class RetrievalEngine:
                 vectors, threads=threads, kernel_directory=options.kernel_directory, kind=options.vectors
             )
             note = {"backend": "native"} | ({"kernel_file": index.note} if index.note else {})
-            self.notes.setdefault("search", note)  # of the corpus itself, which comes first
+            self.notes.setdefault("search", note)  # describes the corpus's own index, which is made first
             return index
         except KernelUnavailable as error:
             if options.backend == "native":
@@ -280,7 +280,7 @@ class RetrievalEngine:
             return TorchIndex(vectors)
 
     def _encode(self, users: Users) -> list[NDArray[np.float32]]:
-        """A unit vector, float32 `[D]`, for each key; those that were unknown are in the cache from here on."""
+        """A unit vector, float32 `[D]`, for each key; the unknown ones are encoded and put into the cache."""
         known = dict(users.known)
         if users.unknown:
             for key, vector in zip(users.unknown, self.tower.encode(list(users.unknown.values())), strict=True):

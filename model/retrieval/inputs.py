@@ -1,6 +1,6 @@
-"""What one retrieval asks for and gets, in numpy. Not for JSON, and not for tensors on a device.
+"""What one retrieval asks for and gets, in numpy. Neither JSON nor tensors on a device.
 
-Nobody changes these values. Those that each request makes are not `frozen`, which takes several times as long to make.
+Treat these values as immutable. Those that each request makes are not `frozen`, because that takes several times as long to make.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ AT_LEAST = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?", re.ASCII)
 
 
 class Mark(NamedTuple):
-    """Which changes a corpus has had. `sequence`: how many, ever. `digest`: hex, of all of them in their order: equal for two corpora that
-    began as one and have had the same. `position`: where the last one stands in the feed that it came from, "" without a feed."""
+    """Which changes a corpus has had. `sequence`: how many in all. `digest`: hex, of all of them in order: equal for two corpora that
+    began the same and have had the same changes. `position`: that of the last one in its feed, "" without a feed."""
 
     sequence: int = 0
     digest: str = ""
     position: str = ""
 
     def reaches(self, wanted: str) -> bool:
-        """Whether the corpus has had so many changes, or where `wanted` is a position of its feed, that one: two numbers and a dash."""
+        """Whether the corpus has had `wanted` changes, or the one at `wanted` if that is a feed position: two numbers and a dash."""
         if "-" not in wanted:
             return self.sequence >= int(wanted or 0)
         return bool(self.position) and _numbers(self.position) >= _numbers(wanted)
@@ -54,9 +54,9 @@ class Filters:
 
 @dataclass(slots=True, eq=False)
 class Query:
-    """One retrieval: the best `k` posts for a context, of those that the filters leave, with a score of `least` or more, from a corpus
-    whose `Mark` reaches `at_least`. Where it has a `handle`, the ranker has the context, which is empty here, and `excludes_history` says
-    whether the filters are to exclude its posts too."""
+    """One retrieval: the best `k` posts for a context that pass the filters and score `least` or more, from a corpus whose `Mark`
+    reaches `at_least`. With a `handle`, the ranker has the context, which is empty here, and `excludes_history` says whether the
+    filters should exclude its posts too."""
 
     context: Context
     k: int
@@ -67,7 +67,7 @@ class Query:
     excludes_history: bool = False
 
     def check(self, config: ModelConfig) -> None:
-        """As `Context.check`, and ValueError for a `k`, a `least`, a time or an `at_least` that is none."""
+        """As `Context.check`; also raises ValueError for an invalid `k`, `least`, time or `at_least`."""
         if not self.handle:
             self.context.check(config)
         after = self.filters.created_after
@@ -79,7 +79,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewPosts:
-    """Posts that take the place of those with the same ids, or are new. Ids as in `Corpus`, each once; `created_at`: int64 `[n]`, 0
+    """Posts to add, which replace those with the same ids. Ids as in `Corpus`, each once; `created_at`: int64 `[n]`, 0
     where unknown; `topics`: a name or None for each; `vectors`: float32 `[n, D]`; `texts`: as in `PostRows`."""
 
     post_ids: Ids
@@ -95,7 +95,7 @@ class NewPosts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """What happens to a corpus in one step: posts that go, by id, and posts that come. No id is in both. `mark`: of the corpus then.
+    """One change of a corpus: ids of posts to delete, and posts to add. No id is in both. `mark`: that of the corpus afterwards.
     `delete_texts`: as in `PostChange`."""
 
     delete: Ids
@@ -118,7 +118,7 @@ class PostRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PostChange:
-    """What happens to the corpus in one step. No id is in both. `delete_texts`: where ids are texts, those of `delete`; else empty."""
+    """One change of the corpus, before encoding. No id is in both. `delete_texts`: where ids are texts, those of `delete`; else empty."""
 
     delete: Ids
     upsert: PostRows
@@ -126,7 +126,7 @@ class PostChange:
 
     @classmethod
     def merged(cls, changes: Sequence[PostChange]) -> PostChange:
-        """One change that leaves the posts, and their order, as these do one after the other; none of none."""
+        """One change that gives the same posts in the same order as these one after the other; an empty one for no changes."""
         gone: dict[int, str | None] = {}
         rows: dict[int, tuple[int, int, str | None, tuple[str, str] | None]] = {}
         for change in changes:
@@ -151,7 +151,7 @@ class PostChange:
         return cls(np.array(list(gone), np.uint64), upsert, [text for text in gone.values() if text is not None])
 
     def check(self, config: ModelConfig | None = None) -> None:
-        """Raises ValueError where nothing changes or columns differ in length, for a post that comes twice or is none, and for a time
+        """Raises ValueError if nothing changes or columns differ in length, for a post that comes twice or has id 0, and for a time
         before 1970."""
         rows = self.upsert
         if len({len(column) for column in (rows.post_ids, rows.author_ids, rows.created_at, rows.topics)}) > 1:
@@ -166,8 +166,8 @@ class PostChange:
 @dataclass(slots=True, eq=False)
 class Retrieved:
     """Posts, best first, equal scores by row. `post_ids, author_ids`: uint64 `[r]`; `scores`: float32 `[r]`; `created_at`: int64
-    `[r]`, 0 where unknown; `topics`: a name or None for each. `visible`: rows that the filters left. `scored`: rows that were
-    scored in fp32. `cached`: whether the user's vector came from the cache. `posts`, `changes` and `mark`: what the corpus was then, as
+    `[r]`, 0 where unknown; `topics`: a name or None for each. `visible`: rows that passed the filters. `scored`: rows that were
+    scored in fp32. `cached`: whether the user's vector came from the cache. `posts`, `changes` and `mark`: of the corpus then, as
     `RetrievalEngine` counts them. `texts`: where ids are texts, those of each post and its author; else empty."""
 
     post_ids: Ids
@@ -189,7 +189,7 @@ class Retrieved:
 
 @dataclass(slots=True, eq=False)
 class Answers:
-    """What one batch gave, in the order of its queries, and how long its two parts took."""
+    """The results of one batch, in the order of its queries, and how long its two parts took."""
 
     retrieved: list[Retrieved]
     encode_seconds: float

@@ -32,7 +32,7 @@ Bits = NDArray[np.uint64]
 class Wish:
     """What to look for: the best `k` rows for `query` (float32 `[D]`) that are visible and score `least` or more.
 
-    `visible`: a bit a row, row r in word `r // 64`, bit `r % 64`; None for every row. See `bits_of`.
+    `visible`: one bit per row, row r in word `r // 64`, bit `r % 64`; None for every row. See `bits_of`.
     """
 
     query: NDArray[np.float32]
@@ -41,18 +41,18 @@ class Wish:
     least: float = -np.inf
 
     def checked(self, rows: int, width: int) -> tuple[NDArray[np.float32], Bits | None]:
-        """Query and mask for an index of that many rows and that width. Raises ValueError, as the next two do."""
+        """Query and mask for an index of `rows` rows of this width. Raises ValueError, as the next two do."""
         return self.checked_query(width), None if self.visible is None else self.checked_bits(rows)
 
     def checked_query(self, width: int) -> NDArray[np.float32]:
-        """The query, C-ordered. Raises ValueError for another width, for numbers that are not finite, and for a k below 1."""
+        """The query, C-ordered. Raises ValueError for another width, numbers that are not finite, a k below 1, or a `least` of NaN."""
         query = np.ascontiguousarray(self.query, np.float32)
         if query.shape != (width,) or not np.isfinite(query).all() or self.k < 1 or np.isnan(self.least):
             raise ValueError(f"a wish needs a finite query of width {width}, a k of 1 or more, and no NaN")
         return query
 
     def checked_bits(self, rows: int) -> Bits:
-        """The mask. Raises ValueError where it has not a bit a row."""
+        """The mask. Raises ValueError if it does not have one bit per row."""
         if self.visible is None or self.visible.dtype != np.uint64 or self.visible.shape != (-(-rows // WORD_ROWS),):
             raise ValueError(f"visible must be uint64 with a bit for each of {rows} rows")
         return np.ascontiguousarray(self.visible)
@@ -90,15 +90,15 @@ def bits_of(visible: NDArray[np.bool_]) -> Bits:
 
 
 def mask_of(bits: Bits, rows: int) -> NDArray[np.bool_]:
-    """`bits_of` undone."""
+    """The inverse of `bits_of`."""
     return np.unpackbits(bits.astype("<u8").view(np.uint8), count=rows, bitorder="little").astype(np.bool_)
 
 
 def score_rows(vectors: Tensor, query: Tensor) -> Tensor:
     """Scores fp32 `[n]` of rows `[n, D]`: the definition, in bits.
 
-    Sixteen running sums, a product added at a time, then halves onto halves: every device that adds and multiplies as IEEE 754
-    says gives the same bits, for any n. A score is never −0.
+    Adds one product at a time to sixteen running sums, then folds the sums in halves: every device that adds and multiplies as
+    in IEEE 754 gives the same bits, for any n. A score is never −0.
     """
     products = functional.pad(vectors * query, (0, -vectors.shape[1] % LANES)).unflatten(-1, (-1, LANES))
     sums = torch.zeros_like(products[:, 0])
@@ -113,21 +113,21 @@ def score_rows(vectors: Tensor, query: Tensor) -> Tensor:
 def best(
     rows: NDArray[np.int64], scores: NDArray[np.float32], wish: Wish
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Of scored rows, those that the wish wants: best first, equal scores by row."""
+    """The scored rows that fit the wish: best first, equal scores by row."""
     order = np.lexsort((rows, -scores))
     order = order[scores[order] >= wish.least][: wish.k]
     return rows[order], scores[order]
 
 
 class TorchIndex:
-    """The search in torch alone, on any device: products of every row by the device's own routine, whose rounding is bounded,
-    then `score_rows` for those that can be among the best. With `exhaustive` it scores every row: the definition.
+    """The search in torch alone, on any device: multiplies every row with the device's own routine, whose rounding is bounded,
+    then runs `score_rows` on rows that can be among the best. With `exhaustive` it scores every row: the definition.
     """
 
     def __init__(
         self, vectors: NDArray[np.float32], device: torch.device | str = "cpu", *, exhaustive: bool = False
     ) -> None:
-        """Raises EngineError where products on the device are not of fp32."""
+        """Raises EngineError if products on the device are not computed in fp32."""
         self._vectors = torch.from_numpy(vectors).to(device)
         if self._vectors.is_cuda and torch.get_float32_matmul_precision() != "highest":
             raise EngineError("the search on a card needs products in fp32, and this process has asked torch for less")
@@ -173,5 +173,5 @@ class TorchIndex:
         return (words[:, None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1).view(-1)[:count].bool()
 
     def close(self) -> None:
-        """Vectors on the host belong to the caller."""
+        """Drop the vectors; those on the host belong to the caller."""
         self._vectors = self._vectors[:0].clone()

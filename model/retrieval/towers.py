@@ -17,7 +17,7 @@ from model.ranker import Tables, TokenBuilder, look_up
 from model.trunk import Trunk, zeros
 
 SMALLEST_SQUARE = 1e-12
-"""What a squared norm is taken for at least: nobody's vector is zero, not a NaN."""
+"""Lower bound of a squared norm, so that the vector of an empty context is zero instead of NaN."""
 
 _NO_IDS, _NO_FEATURES = np.empty(0, np.uint64), np.empty(0, np.int64)
 NO_CANDIDATES = Candidates(_NO_IDS, _NO_IDS, _NO_FEATURES, _NO_FEATURES)

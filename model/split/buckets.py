@@ -36,12 +36,12 @@ from model.split.tables import TableSource
 from model.split.trunk import SplitTrunk
 from model.split.write import StepWriter
 
-WHOLE_ROWS = 512  # up to here a step is often one size, body and tail alike
+WHOLE_ROWS = 512  # up to here body and tail of a step often have the same size
 SLOTS = 2  # host buffers: one is filled while the device reads the other
 PROBE_CANDIDATES = 16
 Collect = Callable[[], NDArray[np.float32]]
 Probe = Callable[[int], StepPlan]
-"""A plan of so many rows; to be checked, exactly so many, with the same candidates first and last."""
+"""A plan of at most this many rows. For checks it has exactly as many, with the same candidates first and last."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ def row_sizes(capacity: int) -> list[int]:
 
 
 def recording_order(sizes: Sequence[int]) -> list[int]:
-    """The largest first, then those with the largest power of two, so that any beginning of the list serves every step."""
+    """The largest first, then those with the largest power of two, so that any prefix of the list can serve every step."""
     return sorted(sizes, key=lambda size: (size != max(sizes), -(size & -size), size))
 
 
@@ -106,8 +106,8 @@ class StepRunner:
         return self._recorder.recorded
 
     def warm_up(self, notes: dict[str, Any], probe: Probe, trial: Probe) -> None:
-        """Compile, choose kernels by plans of `trial`, record every size, then drop those that with plans of `probe` give other bits
-        than the plain run, or than the largest size. Says in `notes` what was checked; raises EngineError when a check fails."""
+        """Compile, choose kernels with plans from `trial`, record every size, then drop sizes where plans from `probe` give other bits
+        than the plain run or the largest size. Writes to `notes` what was checked; raises EngineError when a check fails."""
         kernels = self._trunk.kernels
         if not self._is_recorded:
             notes["products"] = self._trunk.choose(lambda size: self._written(trial(size)), [TILE_ROWS])
@@ -160,8 +160,8 @@ class StepRunner:
         return left_out
 
     def run(self, plans: Sequence[StepPlan]) -> list[NDArray[np.float32]]:
-        """Raw head outputs fp32 `[candidates, A + Z]` of each step. A host buffer is written again only when its step has left the
-        device."""
+        """Raw head outputs fp32 `[candidates, A + Z]` of each step. A host buffer is written again only after its step has ended
+        on the device."""
         outputs: list[NDArray[np.float32]] = []
         waiting: list[Collect] = []
         for number, plan in enumerate(plans):
@@ -172,8 +172,8 @@ class StepRunner:
         return outputs
 
     def rehearse(self, plans: Sequence[StepPlan]) -> Callable[[], None]:
-        """What the device does in `run`, for measurements: steps are written now, every call queues them again and
-        returns at once. Raises EngineError where tables are on the host, whose work would be missing.
+        """The device's work in `run`, for measurements: steps are written now, every call of the result queues them again and
+        returns at once. Raises EngineError if tables are on the host, because their work would be missing.
         """
         if self._source.placement != "device":
             raise EngineError("only steps whose tables are on the device can be queued again")
@@ -228,13 +228,13 @@ class StepRunner:
         return next(size for size in self._sizes if rows <= size and tiles <= tile_slots(size))
 
     def _sent(self, staged: Tensor, host: StepArrays, states: Sequence[ContextState]) -> Step:
-        """Start the copy of what the step uses, and no more."""
+        """Start copying the parts of the buffer that the step uses."""
         for used in used_bytes(host, self._config, self._capacity):
             self._arrived[used].copy_(staged[used], non_blocking=True)
         return Step(self._trunk.mixed, self._device, host, states)
 
     def _written(self, plan: StepPlan) -> Step:
-        """The plan on the device."""
+        """Write the plan and start copying it to the device."""
         self._writer.write(plan, self._host[0])
         self._source.prepare(self._host[0], 0)
         return self._sent(self._staging[0], self._host[0], plan.states())
@@ -249,8 +249,8 @@ class StepRunner:
         return outputs
 
     def _passes(self, plan: StepPlan, expected: NDArray[np.float32], trusted: NDArray[np.float32]) -> bool:
-        """Whether the recorded step, in one and in two halves, gives the bits of the plain one, and the probe's candidates, which come
-        first and again last, the bits that they have in the largest step.
+        """Whether the recorded step, whole and in two halves, gives the bits of the plain one, and the probe's candidates, which come
+        both first and last, have the same bits as in the largest step.
         """
         outputs, whole = self.run([plan]), self._whole
         self._whole = {}

@@ -29,17 +29,17 @@ from model.synthetic import random_candidates, random_context
 KernelChoice = Literal["auto", "portable", "fused"]
 Work = tuple[ContextWork | None, int, Candidates, ContextState]
 Found = tuple[ContextState, CacheResult, str]
-"""The state that an item's candidates see, what the cache said, and the handle where the context was there before."""
+"""The state that an item's candidates see, the cache result, and the handle if the context was cached."""
 
 
 class SplitEngine:
     """The engine contract over flat rows: every request's context and candidates share the matrix products of a step.
 
-    A candidate's bits depend on nothing but its own request's features. `capacity` bounds the rows of a step; longer work
+    A candidate's bits depend on nothing but its own request's features. `capacity` bounds the rows of a step; more work
     takes several. `kernels` `auto` means Triton on CUDA and plain torch on a CPU. `placement` says where the embedding
-    tables live, None decides by size; a `recorder` makes a CPU engine run in padded sizes, as CUDA does. `plain`: only the kernels
-    that others are checked by, on CUDA launched one by one, each after the end of the one before.
-    Raises EngineError where the device or the checkpoint cannot be served.
+    tables live, None decides by size; a `recorder` makes a CPU engine run in padded sizes, as CUDA does. `plain`: only the
+    reference kernels, on CUDA launched one by one, each after the previous one has ended.
+    Raises EngineError if the device or the checkpoint is not supported.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class SplitEngine:
             self._trunk = SplitTrunk(config, weights, source.tables, self._kernels, capacity, dtype)
             shared = (config, candidate_positions, self._trunk, source, capacity)
             if self._stream is not None and recorder is None:
-                # the portable kernels loop on the host, which no graph holds
+                # the portable kernels loop on the host, which no graph can record
                 recorder = CudaRecorder(self._stream, replay=fused and not plain)
             self._runner = StepRunner(*shared, recorder)
         self._capacity = capacity
@@ -108,7 +108,7 @@ class SplitEngine:
     def forward(self, items: Sequence[Item]) -> list[Outcome]:
         """Outcomes in the order of the items; a context that several items share is computed once.
 
-        Where the device runs out of memory, the context cache is emptied and the batch tried once more, in two halves.
+        If the device runs out of memory, the context cache is emptied and the batch is tried once more, in two halves.
         """
         try:
             return self._forward(items)
@@ -148,8 +148,8 @@ class SplitEngine:
 
     @torch.inference_mode()
     def rehearse(self, items: Sequence[Item]) -> Callable[[], None]:
-        """What the device does in this forward, to be queued again by every call of the result; for measurements. Contexts are
-        computed unless an item brings its state. Raises EngineError where the tables are on the host.
+        """Prepare the device's work of this forward; every call of the result queues it again. For measurements. Contexts are
+        computed unless an item brings its state. Raises EngineError if the tables are on the host.
         """
         with self._on_device():
             again = self._runner.rehearse(plan_steps(self._works(items, {})[0], self._capacity))
@@ -159,8 +159,8 @@ class SplitEngine:
 
     @torch.inference_mode()
     def run_through(self, kernels: Kernels, items: Sequence[Item]) -> None:
-        """Compute the items once, unrecorded, by other kernels on the same weights; for checks."""
-        own, self._kernels = self._kernels, kernels  # states get room for what they need
+        """Compute the items once, without recording, with other kernels on the same weights. For checks."""
+        own, self._kernels = self._kernels, kernels  # so that states get the room that these kernels need
         self._trunk.kernels = kernels
         try:
             with self._on_device():
@@ -170,7 +170,7 @@ class SplitEngine:
             self._kernels = self._trunk.kernels = own
 
     def late_compilations(self) -> int:
-        """Kernels compiled and graphs recorded since `warm_up`: none, or readiness was declared too early."""
+        """Kernels compiled and graphs recorded since `warm_up`; if there are any, readiness was declared too early."""
         return self._compilations() - self._prepared
 
     def padding_ratio(self) -> float:
@@ -196,14 +196,14 @@ class SplitEngine:
                 torch.cuda.empty_cache()  # the next version is loading into the same memory
 
     def _on_device(self) -> AbstractContextManager[object]:
-        """Device and stream are properties of the calling thread, and the engine's thread did not build the engine."""
+        """Enter the engine's stream: it is a property of the calling thread, and the engine's thread did not build the engine."""
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
     def _compilations(self) -> int:
         return self._runner.recorded + self._kernels.compiled()
 
     def _probe(self, rows: int) -> StepPlan:
-        """A step of exactly `rows` rows, see `run.Probe`: one request's candidates, another's, the first ones again."""
+        """A step of exactly `rows` rows, see `buckets.Probe`: one request's candidates, another's, the first ones again."""
         config = self.config
         first, second = (random_context(config, min(config.history_length, n), seed=n) for n in (20, 5))
         candidates = random_candidates(config, PROBE_CANDIDATES, seed=1)
@@ -218,7 +218,7 @@ class SplitEngine:
         return plan
 
     def _trial(self, rows: int) -> StepPlan:
-        """A step of not quite so many rows: a new context, and candidates of another, as long as there are, of random numbers."""
+        """A step of slightly fewer rows: a new context, and candidates of another one of full length with random keys and values."""
         config = self.config
         plan, generator = StepPlan(), torch.Generator(self._device).manual_seed(rows)
         new = random_context(config, min(config.history_length, 20), seed=3)
@@ -230,7 +230,7 @@ class SplitEngine:
         return plan
 
     def _works(self, items: Sequence[Item], made: dict[ContextKey, ContextState]) -> tuple[list[Work], list[Found]]:
-        """What is to be computed, and what was found of each item's context."""
+        """The work to compute, and what was found for each item's context."""
         works: list[Work] = []
         results: list[Found] = []
         for number, item in enumerate(items):
@@ -240,7 +240,7 @@ class SplitEngine:
         return works, results
 
     def _context_of(self, item: Item, made: dict[ContextKey, ContextState]) -> tuple[ContextWork | None, Found]:
-        """What must be computed before an item's candidates, if anything, and what was found."""
+        """The context to compute before an item's candidates, if any, and what was found."""
         if item.state is not None:
             return None, (item.state, "hit", "")
         key = ContextKey.of(item.context, self.config)
@@ -256,7 +256,7 @@ class SplitEngine:
         return work, (state, "prefix" if older else "miss", "")
 
     def _allocate(self, context: Context, older: ContextState | None) -> ContextState:
-        """Room for a context's keys and values, those of its known beginning copied in."""
+        """Room for a context's keys and values, with those of its known beginning copied in."""
         config = self.config
         length = int(context.user_id != 0) + int(np.count_nonzero(context.post_ids))
         capacity = -(-length // self._kernels.key_tile) * self._kernels.key_tile
@@ -288,7 +288,7 @@ class SplitEngine:
 
 
 def sigmoid(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """`1 / (1 + exp(-x))` in fp32; an overflow of exp is the right 0."""
+    """`1 / (1 + exp(-x))` in fp32; where exp overflows, 0 is the right result."""
     with np.errstate(over="ignore"):
         result: NDArray[np.float32] = np.reciprocal(1 + np.exp(-np.ascontiguousarray(x)), dtype=np.float32)
     return result

@@ -36,7 +36,7 @@ class Recorder(Protocol):
 
 class CudaRecorder:
     """CUDA graphs that share one memory pool, captured on the engine's own `stream`. Recording waits for that stream alone;
-    replaying waits for nothing. A single graph must never be dropped before the others, as one would be whose recording fails: the
+    replaying waits for nothing. No graph may be dropped before the others, not even one whose recording fails: the
     library would clear the workspace that they share. With `replay` off a recording is the work itself, run anew each time.
     """
 
@@ -88,9 +88,9 @@ CALLS, READINGS = 20, 5
 
 
 def device_seconds(run: Callable[[int], object], layers: int, device: torch.device) -> float:
-    """What one call of `run`, which takes the number of a layer, takes on the device: the least of a few replays of a graph of `CALLS`
-    of them, over the layers in turn, between two events. The host's time to start a kernel is not in it. On a CPU by its clock."""
-    run(0)  # compiles, and shows errors where they are understood
+    """Seconds that one call of `run(layer)` takes on the device: the least of a few replays of a graph of `CALLS` calls, over the
+    layers in turn, between two events. The host's time to start a kernel is not included. On a CPU it uses the host's clock."""
+    run(0)  # compiles, and raises errors before the capture begins
     if device.type != "cuda":
         start = time.perf_counter()
         run(0)

@@ -1,4 +1,4 @@
-"""Ways of computing on one device, fastest first, of which the first that passes its own checks serves: a card never means no service."""
+"""Tries ways of computing on one device, fastest first, and serves with the first that passes its own checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from model.selftest import Definition
 from model.split.engine import SplitEngine
 from model.split.graphs import Recorder
 
-TRIES = 2  # starts that may end within one rung before it is left out
+TRIES = 2  # starts that may be lost within one rung before it is left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def cuda_rungs(
     cache_bytes: int,
     **options: Any,
 ) -> list[Rung]:
-    """All ways for CUDA, fastest first. `options` are further ones of `SplitEngine`; a `recorder` in them is made anew each time."""
+    """All ways for CUDA, fastest first. `options` go to `SplitEngine`; `recorder` in them makes a new one each time."""
     make_recorder: Callable[[], Recorder] | None = options.pop("recorder", None)
 
     def split(*, plain: bool) -> Engine:
@@ -56,9 +56,9 @@ def cuda_rungs(
 
 
 class LadderEngine:
-    """Implements `Engine` by the first of `rungs` that passes its own warm-up and gives the definition's numbers.
+    """Implements `Engine` with the first of `rungs` that passes its own warm-up and gives the definition's numbers.
 
-    `info.notes` name the rung, and the ones above it with the reason why each was left. `tried` remembers, over starts, the rung
+    `info.notes` name the rung, and the ones above it with the reason why each was left. `tried` remembers across starts the rung
     in which a process was lost.
     """
 
@@ -87,7 +87,7 @@ class LadderEngine:
         raise EngineError("; ".join(f"{each['rung']}: {each['reason']}" for each in left))
 
     def _try(self, rung: Rung) -> str:
-        """Build and check it; why it must not serve, empty where it may."""
+        """Build and check it. Returns why it must not serve, empty if it may."""
         engine: Engine | None = None
         try:
             engine = rung.build()
@@ -126,14 +126,14 @@ class LadderEngine:
 
 
 class Tried:
-    """Remembers in a file, for one device and one build of everything, in which rung starts ended without a word."""
+    """Remembers in a file, for one device and one build of everything, in which rung starts ended without notice."""
 
     def __init__(self, directory: Path | None, build: str) -> None:
         self._file = directory and directory / "rungs.json"
         self._build = build
 
     def begin(self, rung: str) -> str:
-        """Note that this rung is tried; why it must not be, where `TRIES` starts were lost in it, else empty."""
+        """Note that this rung is being tried. Returns why it must not be if `TRIES` starts were lost in it, else an empty text."""
         starts = self._read()
         if starts.get(rung, 0) >= TRIES:
             return f"{TRIES} starts, or the device, were lost in it; delete {self._file} to try it again"
@@ -141,13 +141,13 @@ class Tried:
         return ""
 
     def end(self) -> None:
-        """The rung that was begun last ended, well or not: it may be tried again."""
+        """Note that the rung begun last has ended, well or not: it may be tried again."""
         starts = self._read()
         starts.pop(starts.pop("now", ""), None)
         self._write(starts)
 
     def lost(self, rung: str) -> None:
-        """The device was lost in this rung: no start is to try it again."""
+        """Note that the device was lost in this rung: no start tries it again."""
         self._write(self._read() | {rung: TRIES})
 
     def _read(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One step of the split engine as flat rows: who is in it, and the arrays that describe it. Numpy and layout only, no arithmetic.
+"""One step of the split engine as flat rows: what is in it, and the arrays that describe it. Numpy and layout only, no arithmetic.
 
 A step's rows are its candidates, then history items, then users, tightly packed over all requests. Attention
 works on tiles: at most `TILE_ROWS` neighbouring rows of one kind and one request. Padding tokens have no row at all.
@@ -76,13 +76,13 @@ class StepPlan:
     tiles: int = 0
 
     def add_context(self, work: ContextWork, rows: int) -> None:
-        """Take a context of `rows` tokens."""
+        """Add a context of `rows` tokens."""
         self.contexts.append(work)
         self.rows += rows
         self.tiles += context_tiles(rows)
 
     def add_candidates(self, work: CandidateWork) -> None:
-        """Take some candidates."""
+        """Add some candidates."""
         self.candidates.append(work)
         self.rows += len(work.candidates)
         self.tiles += -(-len(work.candidates) // TILE_ROWS)
@@ -94,14 +94,14 @@ class StepPlan:
 
 
 def tile_slots(rows: int) -> int:
-    """How many tiles, hence requests, a step of up to `rows` rows has room for: from 384 rows on 64, for many requests of few
-    candidates, and else little more than one request needs, since attention starts a program a head for each, with work or
-    without."""
+    """How many tiles, hence requests, a step of up to `rows` rows has room for: at least 64 from 384 rows on, for many requests of
+    few candidates; below that little more than one request needs, since attention starts a program per head for each slot, used
+    or not."""
     return max(rows // 32 + 16, 64 if rows >= 384 else 0)
 
 
 def context_tiles(rows: int) -> int:
-    """Tiles that a context of `rows` new tokens needs: one for the user, the history in tiles of its own."""
+    """Tiles that a context of `rows` new tokens needs: one for the user, and separate ones for the history."""
     return 1 + -(-rows // TILE_ROWS)
 
 
@@ -137,11 +137,11 @@ def plan_steps(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepArrays:
-    """What describes one step, for up to `R` rows and `X` slots, in one buffer. Tensors; `numpy` shows the same bytes to the host.
+    """The arrays that describe one step, for up to `R` rows and `X` slots, in one buffer: tensors, or from `host_arrays` numpy views.
 
         slot X−1 … slot 1, slot 0 | counts | row 0, row 1 …      and, apart     dwell 1, dwell 0 | actions 0, actions 1 …
 
-    Slots and dwell seconds grow downwards, so that what a step uses lies together and is copied at once. Slot t, int32 `[8]`:
+    Slots and dwell seconds grow downwards, so that what a step uses is contiguous and copied at once. Slot t, int32 `[8]`:
     tile t (first row, rows, request, index in the context of the first row, −1 for candidates, whose tiles come first); then of
     request t: where its state starts (int64, in elements from an anchor tensor), the state's length and capacity. A row, int32
     `[8]`: ids of post and author (int64; of the user and 0), position, surface, owner (its request, or a candidate's age bucket),
@@ -231,5 +231,5 @@ def _history_start(capacity: int) -> int:
 
 
 def embeddings_per_token(config: ModelConfig) -> int:
-    """Room for the hash embeddings of any kind of token."""
+    """The most hash embeddings that any kind of token has."""
     return max(config.post_hashes.count + config.author_hashes.count, config.user_hashes.count)

@@ -34,7 +34,7 @@ class TableSource(Protocol):
 def table_source(
     ranker: Ranker, device: torch.device, capacity: int, placement: Placement | None = None
 ) -> TableSource:
-    """The tables where `placement` says, None leaves it to `default_placement`. Raises EngineError where they differ in dtype."""
+    """The tables in this `placement`, None for `default_placement`. Raises EngineError unless all are float32 or all bfloat16."""
     tables = ranker.tables
     three = [parameter.detach() for parameter in (tables.user, tables.post, tables.author)]
     if len({table.dtype for table in three}) > 1 or three[0].dtype not in (torch.float32, torch.bfloat16):
@@ -48,7 +48,7 @@ def table_source(
 
 
 def default_placement(table_bytes: int, device: torch.device) -> Placement:
-    """On a CUDA device whose memory, free or not, could hold them three times: a reload decides as the start did. CPUs read in place."""
+    """`host` if a CUDA device's memory, free or not, cannot hold them three times, else `device`. A reload decides as the start did."""
     if device.type == "cuda" and 3 * table_bytes > torch.cuda.mem_get_info(device)[1]:
         return "host"
     return "device"
@@ -68,7 +68,7 @@ class DeviceTables:
 
 class HostTables:
     """Tables that stay in host memory. Each step's distinct rows are gathered into pinned memory and copied to the device with
-    their new numbers, by which the step's rows then go; row 0 stays 0.
+    new row numbers, which the step then uses; row 0 stays 0.
     """
 
     placement: Placement = "host"

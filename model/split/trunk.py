@@ -1,4 +1,4 @@
-"""The trunk over flat rows: context and candidates go through the layers side by side. The step says which rows, the kernels how."""
+"""The trunk over flat rows: context and candidates go through the layers side by side. The step says which rows to run, the kernels how."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ class SplitTrunk:
         return list({tuple(weight.shape): weight for weight in weights if weight is not None}.values())
 
     def _fusable_names(self) -> list[Projected | Literal["gate_value"]]:
-        """Weights between whose product and the gate, or RoPE, that follows there is nothing."""
+        """Weights whose product is followed directly by the gate or RoPE, with no bias or norm in between."""
         first, last = self.weights.layers[0], self.weights.layers[-1]
         names: list[Projected | Literal["gate_value"]] = ["gate_value"] if self.config.gated else []
         names += ["qkv", "query", "key_value"] if first.head_norms is None else []
         return [name for name in names if name not in (first.biases.keys() | last.biases.keys())]
 
     def choose(self, step: Callable[[int], Step], sizes: Sequence[int]) -> dict[str, Any]:
-        """See `Kernels.choose`; `step` makes one of at most so many rows."""
+        """See `Kernels.choose`; `step` makes a step of at most the given number of rows."""
         return self.kernels.choose(self.linear_weights(), lambda rows: self.parts(step(rows).at(rows)), sizes)
 
     def parts(self, step: Step) -> list[Part]:
-        """Each kind of operation of a forward by itself, on the trunk's own activations; products before what they are part of."""
+        """Each kind of operation of a forward separately, on the trunk's own activations; plain products before fused ones."""
         between = {
             "qkv": (self.normed, self.qkv), "query": (self.normed, self.query), "key_value": (self.normed, self.key_value),
             "output": (self.mixed, self.projected), "gate_value": (self.normed, self.gate_value),
@@ -95,7 +95,7 @@ class SplitTrunk:
     def _fused(
         self, step: Step, name: Projected | Literal["gate_value"], x: Tensor, out: Tensor, weights: list[Tensor]
     ) -> Part:
-        """A product with the gate, or with RoPE."""
+        """A product fused with the gate or with RoPE."""
         kernels, hidden, inputs = self.kernels, self.hidden, [x[: step.rows]]
         if name == "gate_value":
 
@@ -162,7 +162,7 @@ class SplitTrunk:
         self.kernels.multiply(step, self.final, self.weights.heads, self.logits)
 
     def whole(self, step: Step) -> None:
-        """Both halves, of as many rows each."""
+        """Both halves, with the same number of rows each."""
         self.body(step)
         self.tail(step)
 
@@ -186,7 +186,7 @@ class SplitTrunk:
             out[: step.rows] += layer.biases[name]
 
     def _project(self, step: Step, part: Projected, out: Tensor, index: int) -> None:
-        """Queries, keys and values as they meet: each head normed where the trunk does so, then turned."""
+        """Queries, keys and values as attention uses them: each head normed if the trunk does so, then rotated."""
         kernels, config, layer = self.kernels, self.config, self.weights.layers[index]
         if part in self._fusable:
             kernels.multiply_rotate(step, self.normed, getattr(layer, part), out, part, index)

@@ -1,4 +1,4 @@
-"""A ranker's weights as the split engine reads them: merged, cast and on the device. Not for the embedding tables."""
+"""A ranker's weights as the split engine reads them: merged, cast and on the device. Embedding tables are in `tables`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LayerWeights:
     """Linear weights `[in, out]` in the engine's dtype.
 
     gate_value `[D, 2·F']` and ffn_output `[F', D]` have F' = F rounded up to a multiple of `FFN_COLUMNS`, with zeros; without a
-    gate there is no value beside it. `query` `[D, N·K]` and `key_value` `[D, 2·G·K]` lie side by side in `qkv`; the last layer
+    gate gate_value is `[D, F']`. `query` `[D, N·K]` and `key_value` `[D, 2·G·K]` lie side by side in `qkv`; the last layer
     has them apart instead, because its context needs no queries. `biases` holds those of the linear weights, by the field's
     name; `head_norms` fp32 the scales for each head's query and key, `[K]` each.
     """
@@ -72,8 +72,8 @@ class TokenWeights:
 @dataclass(frozen=True, slots=True)
 class SplitWeights:
     """The whole trunk. heads fp32 `[D, A + Z + padding]`, columns up to a multiple of `HEAD_COLUMNS`;
-    rope fp32 `[2, positions, K/2]`: cosines and sines of every position; ones and zeros, which turn nothing, where positions are
-    sinusoidal: then `sinusoids` fp32 `[positions, D]` are added to the tokens.
+    rope fp32 `[2, positions, K/2]`: cosines and sines of every position. For sinusoidal positions they are ones and zeros, which
+    rotate nothing, and `sinusoids` fp32 `[positions, D]` are added to the tokens.
     """
 
     layers: tuple[LayerWeights, ...]

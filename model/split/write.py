@@ -25,7 +25,7 @@ class StepWriter:
         self.anchor = anchor
 
     def write(self, plan: StepPlan, arrays: StepArrays) -> None:
-        """Every array up to the plan's counts; what lies beyond stays as it was, and is not read."""
+        """Fill every array up to the plan's counts. What lies beyond stays as it was and is not read."""
         states = plan.states()
         requests = {id(state): number for number, state in enumerate(states)}
         self._write_states(states, arrays)
@@ -124,7 +124,7 @@ _NO_SPANS = np.zeros((3, 0), np.int64)
 
 
 def _join(parts: Sequence[NDArray[Any]], target: NDArray[Any], pick: NDArray[np.bool_] | None = None) -> None:
-    """The parts one after another, or those of their elements that are picked, into the target."""
+    """Write the parts one after another into the target, or only their elements in `pick`."""
     if pick is None:
         np.concatenate(parts, out=target, casting="same_kind")
     else:
@@ -132,7 +132,7 @@ def _join(parts: Sequence[NDArray[Any]], target: NDArray[Any], pick: NDArray[np.
 
 
 def _counting(counts: Integers, starts: Integers) -> NDArray[np.int32]:
-    """For each count so many successive integers from its start on, one after another."""
+    """For each count, that many successive integers from its start on, all concatenated."""
     ends = np.cumsum(counts)
     shift = (starts - (ends - counts)).astype(np.int32)
     numbers: NDArray[np.int32] = np.repeat(shift, counts)
@@ -142,7 +142,7 @@ def _counting(counts: Integers, starts: Integers) -> NDArray[np.int32]:
 
 def _cut(spans: Integers) -> tuple[NDArray[np.int32], Integers]:
     """Tiles `[n, 4]` over spans of rows `[3, m]` that lie one after another, given by count, owner and index (or −1): first row,
-    rows, owner, index. Returns how many tiles each span has, too."""
+    rows, owner, index. Also returns how many tiles each span has."""
     counts, _, indices = spans
     pieces = -(-counts // TILE_ROWS)
     within = TILE_ROWS * _counting(pieces, np.zeros_like(pieces))

@@ -1,7 +1,7 @@
 """Triton: attention of query tiles over the contexts of many requests. Launched by `model.split.kernels.fused`.
 
-The cap bounds every logit, so no running maximum is kept but where FORM is `none` (Milakov and Gimelshein 2018). Keys go in chunks,
-each added up by itself, TILE_KEYS at a time: the order of additions depends on nothing but the row's own context.
+The cap bounds every logit, so a running maximum is kept only where FORM is `none` (Milakov and Gimelshein 2018). Keys are summed in
+chunks, each separately, TILE_KEYS at a time: the order of additions depends on nothing but the row's own context.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
@@ -29,7 +29,7 @@ def fast_tanh(x, EMULATED: tl.constexpr):
 
 @triton.jit
 def fast_exp2(x, EMULATED: tl.constexpr):
-    """`2^x` in one instruction; below 2⁻¹²⁶, where no weight under a cap lies, 0."""
+    """`2^x` in one instruction; results below 2⁻¹²⁶ become 0, but no weight under a cap is that small."""
     if EMULATED:
         return tl.exp2(x)
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
@@ -60,11 +60,11 @@ def attend_keys(
     HEAD_WIDTH: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr, RISE: tl.constexpr, FALL: tl.constexpr,
     PRECISION: tl.constexpr, EMULATED: tl.constexpr, TILE_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Adds keys `first … last − 1`, TILE_KEYS at a time, to `sums`: `Σ p` and `Σ p·v` of every row of q `[rows, width]`, and the
-    maximum of `SCALE · q·k` that p is relative to where FORM is `none`; what was summed is scaled down when it rises.
+    """Adds keys `first … last − 1`, TILE_KEYS at a time, to `sums`: `Σ p` and `Σ p·v` of every row of q `[rows, width]`, and,
+    where FORM is `none`, the maximum of `SCALE · q·k` that p is relative to; the sums are scaled down when it rises.
 
-    MASKED: a row sees its first `seen[row]` of `length` keys; else all of whole tiles. A token's keys lie TOKEN elements after
-    those of the one before.
+    MASKED: a row sees its first `seen[row]` of `length` keys; else it sees all keys of whole tiles. The keys of successive tokens
+    lie TOKEN elements apart.
     """
     total, mixed, maximum = sums
     for first_key in range(first, last, TILE_KEYS):
@@ -101,7 +101,7 @@ def attend_self(
     sums, q, own, there, TOKEN: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr, RISE: tl.constexpr,
     FALL: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    """Adds to `sums`, see `attend_keys`, each row's own key, to which `own` points `[rows, width]`, and value, TOKEN elements on."""
+    """Adds to `sums`, see `attend_keys`, each row's own key, at `own` `[rows, width]`, and own value, TOKEN elements further on."""
     total, mixed, maximum = sums
     own_key = tl.load(own, mask=there, other=0.0).to(tl.float32)
     own_value = tl.load(own + TOKEN, mask=there, other=0.0).to(tl.float32)
@@ -120,7 +120,7 @@ def attend_self(
 
 @triton.jit
 def merged(sums, part, FORM: tl.constexpr):
-    """Two sums of `attend_keys`, over the keys before and those that follow; said as the device is to round them."""
+    """Merges two sums of `attend_keys`, over earlier and later keys; explicit fma fixes how the device rounds."""
     total, mixed, maximum = sums
     if FORM == "none":
         higher = tl.maximum(maximum, part[2])
@@ -143,11 +143,11 @@ def attend_chunks(
     TOKEN: tl.constexpr, HEAD_WIDTH: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr, RISE: tl.constexpr,
     FALL: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr, TILE_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Adds keys `begin … end − 1` to `sums`, see `attend_keys`: CHUNKED, each chunk of CHUNK_KEYS by itself first."""
+    """Adds keys `begin … end − 1` to `sums`, see `attend_keys`. If CHUNKED, each chunk of CHUNK_KEYS is summed separately first."""
     empty = no_sums(q.shape[0], q.shape[1])
     for chunk in range(begin, end, CHUNK_KEYS):
         stop = tl.minimum(chunk + CHUNK_KEYS, end)
-        # a context row's mask depends on where its tile begins, so that its tiles of keys all go one way
+        # a context row's mask depends on where its tile begins, so all its tiles of keys take the masked path
         whole = tl.where(place < 0, stop // TILE_KEYS * TILE_KEYS, chunk)
         part = empty
         if not CHUNKED:
@@ -168,7 +168,7 @@ def attend_chunks(
 
 @triton.jit
 def keys_seen(place, number, length, CAUSAL: tl.constexpr):
-    """How many keys of a context of `length` a row sees, the `number`-th (1 …) of a tile whose first row has that place."""
+    """How many keys of a context of `length` keys row `number` (1 …) of a tile sees; `place` is that of the tile's first row."""
     if CAUSAL:
         return tl.where(place >= 0, tl.minimum(place + number, length), length)
     return length + 0 * number
@@ -176,8 +176,8 @@ def keys_seen(place, number, length, CAUSAL: tl.constexpr):
 
 @triton.jit
 def tile_and_state(counts, counted, tile):
-    """Of a tile of rows: the first row, how many, the first's place in its context (−1 for candidates), and where the context's state
-    starts, its length and its capacity. Zeros for a tile past `counts[counted]`, whose slot may hold anything."""
+    """For a tile: its first row, its number of rows, the first row's place in its context (−1 for candidates), and the start, length and
+    capacity of the context's state. The number of rows is 0 for a tile past `counts[counted]`, whose slot may hold anything."""
     there = tile < tl.load(counts + counted)
     slot = counts - _RECORD * (tile + 1)
     request = tl.load(slot + 2, mask=there, other=0)
@@ -197,7 +197,7 @@ def attend_tiles(
     """`out = Σ p·v / Σ p`, `p = exp(soft_cap(multiplier · q·k) − shift)`: softmax with soft-capped logits (Grok-1; spec section 1).
     A row's own key comes first, then the keys of its context from the first on.
 
-    One program a query head and tile of rows. A tile belongs to one request, whose keys and values start at `anchor` plus the
+    One program per query head and tile of rows. A tile belongs to one request, whose keys and values start at `anchor` plus the
     request's offset, `[L, 2, capacity, G, K]`. Context rows see keys up to their own place (CAUSAL) or all; candidates (place −1)
     see all keys, whole tiles of them without a mask, and their own key and value, which stand in `own` `[rows, 2, G, K]`.
     SPREAD: a program takes one chunk, and `add_chunks` adds up what it leaves in fp32 `partial` `[chunks, rows, N, K]` and
@@ -246,7 +246,7 @@ def attend_tiles(
 
 @triton.jit
 def chunk_of(partial, totals, row, columns, there, row_there, HEAD_WIDTH: tl.constexpr):
-    """What a program of `attend_tiles` left of one chunk."""
+    """The sums that a program of `attend_tiles` stored for one chunk."""
     total = tl.load(totals + 2 * row, mask=row_there, other=1.0)
     mixed = tl.load(partial + row[:, None] * HEAD_WIDTH + columns[None, :], mask=there, other=0.0)
     return total, mixed, tl.load(totals + 2 * row + 1, mask=row_there, other=0.0)
@@ -258,7 +258,7 @@ def add_chunks(
     HEAD_WIDTH: tl.constexpr, HEAD_BLOCK: tl.constexpr, FORM: tl.constexpr, TILE_ROWS: tl.constexpr,
     CHUNK_KEYS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Ends what `attend_tiles` begins where it is SPREAD: chunks are added from the context's first on, as one program would."""
+    """Completes `attend_tiles` where it is SPREAD: adds the chunks from the context's first on, as one program would."""
     head = tl.program_id(0)
     first_row, row_count, place, _, last, _ = tile_and_state(counts, counted, tl.program_id(1))
     wait_for_previous(DEPENDENT)

@@ -1,4 +1,4 @@
-"""Compiles every kernel that an engine would launch, as the engine would, and reads from the machine code what each takes; needs no GPU.
+"""Compiles every kernel that an engine would launch, as the engine would, and reads what each uses from the machine code; needs no GPU.
 
 `python -m model.split.kernels.build` prints the table: registers, stack, spills, wide copies, matrix and special instructions.
 """
@@ -37,14 +37,14 @@ from model.split.weights import split_weights
 
 
 class Target:
-    """Stands in for a driver, so that Triton's own dispatcher compiles for a device that is not there. Its number is its capability:
-    Triton keeps what it compiled by device."""
+    """Stands in for a driver, so that Triton's own dispatcher compiles for an absent device. The device's number is its capability,
+    because Triton caches compiled kernels by device."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
 
     def get_current_target(self) -> GPUTarget:
-        """What to compile for."""
+        """The target to compile for."""
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
@@ -58,7 +58,7 @@ class Target:
 
 @contextmanager
 def compiling_for(capability: int) -> Iterator[None]:
-    """Inside, Triton compiles for this capability, on threads, whatever is here."""
+    """Inside, Triton compiles for this capability, on threads, whatever device is present."""
     before = driver._active
     driver.set_active(Target(capability))
     try:
@@ -89,7 +89,7 @@ def compiled(
     kinds: Sequence[Kind] = COMPILED,
     names: Collection[str] | None = None,
 ) -> list[Compiled]:
-    """What an engine of this architecture may launch on such a device, each binary once; of all kernels or those of `names`."""
+    """What an engine of this architecture may launch on such a device, each binary once; of all kernels or only those in `names`."""
     found: dict[int, Compiled] = {}
 
     def note(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
@@ -123,8 +123,8 @@ def forward(
     config: ModelConfig, dtype: torch.dtype, capability: int, launcher: Launcher, kinds: Sequence[Kind], rows: int = TILE_ROWS,
     tail: int | None = None, between: Callable[[], object] = lambda: None
 ) -> None:  # fmt: skip
-    """Every launch of one forward with kernels of each kind, of `rows` rows and `tail` in its second half, before which `between` is
-    called."""
+    """Make every launch of one forward with kernels of each kind, with `rows` rows and with `tail` in the second half. Calls `between`
+    before that half."""
     trunk, step = weightless(config, dtype, capability, launcher, rows)
     for kind in kinds:
         trunk.kernels.choices.forced = kind  # type: ignore[attr-defined]
@@ -134,7 +134,7 @@ def forward(
 
 
 def readings(config: ModelConfig, capability: int) -> int:
-    """How many device times a bf16 engine reads at most when it chooses kinds: where others than the reference prove equal."""
+    """The most device times that a bf16 engine reads when it chooses kinds: if all kinds prove equal to the reference."""
     sizes = row_sizes(default_capacity(config))
     trunk, step = weightless(config, torch.bfloat16, capability, warm_up, max(sizes))
     kinds = trunk.kernels.choices.kinds  # type: ignore[attr-defined]
@@ -144,7 +144,7 @@ def readings(config: ModelConfig, capability: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """What one kernel's machine code takes and holds. Counts are of instructions, each once, whatever loop it stands in.
+    """What one kernel's machine code uses and contains. Instructions are counted once each, even in loops.
 
     `spills`: loads and stores of the stack; `stack_bytes`: of one thread. `wide_copies`: of 16 bytes at once from global
     memory; `narrow_copies`: of less, into shared memory. `matrix`: on the units of Hopper and later; `matrix_old`: of earlier
@@ -172,7 +172,7 @@ COUNTED = {
 
 
 def read_code(cubin: bytes) -> Code:
-    """What stands in the machine code of one kernel, as NVIDIA's own tools, which come with Triton, read it."""
+    """Read the machine code of one kernel with NVIDIA's own tools, which come with Triton."""
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -205,8 +205,8 @@ def describe(each: Compiled) -> dict[str, Any]:
 
 
 def launches(config: ModelConfig, kind: Kind, requests: int, context: int, candidates: int) -> tuple[int, int, int]:
-    """Of one bf16 forward on Hopper, for so many requests of `context` new tokens and candidates each: launches, programs, those
-    with work."""
+    """Launches, programs and programs with work of one bf16 forward on Hopper, for `requests` requests, each with `context` new tokens
+    and `candidates` candidates."""
     kinds = [candidates * requests, max(0, context - 1) * requests, min(context, 1) * requests]
     each = [candidates, max(0, context - 1), min(context, 1)]
     totals = [0, 0, 0]

@@ -1,4 +1,4 @@
-"""What the split trunk asks of a set of kernels. Two implementations: `portable` (torch, any device) and `fused` (Triton)."""
+"""The interface of a set of kernels for the split trunk. Two implementations: `portable` (torch, any device) and `fused` (Triton)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from model.split.step import CANDIDATES, ROWS, ContextState, StepArrays
 from model.split.weights import Norm, TokenWeights
 
 Projected = Literal["qkv", "query", "key_value"]  # which of queries, keys and values a product makes
-FUSABLE = ("gate_value", "qkv", "query", "key_value")  # weights whose product can go on with the gate or with RoPE
+FUSABLE = ("gate_value", "qkv", "query", "key_value")  # weights whose product can be fused with the gate or RoPE
 SAFE_EXPONENT = 80.0  # exp of ± this is a normal fp32 number and leaves room for a sum over a context
 
 
 def softmax_shift(cap: float | None) -> float:
-    """What a softmax over logits within ± cap subtracts in place of their maximum; 0 without a cap, where a maximum is kept.
-    Raises EngineError for a cap too wide."""
+    """The shift that a softmax over logits within ± cap subtracts instead of their maximum; 0 without a cap, where a maximum is kept.
+    Raises EngineError for a cap too large."""
     if cap is None:
         return 0.0
     if cap > SAFE_EXPONENT:
@@ -34,7 +34,7 @@ def softmax_shift(cap: float | None) -> float:
 class Tables:
     """Embedding tables `[rows, D]`, fp32 or bf16, all of one dtype and on the engine's device. Row 0 reads as zero.
 
-    `numbers` int32 `[R, E]`: which rows of the tables each of a step's rows embeds; None where that is for the kernels to hash.
+    `numbers` int32 `[R, E]`: which rows of the tables each of a step's rows embeds; None if the kernels hash the ids.
     """
 
     user: Tensor
@@ -60,17 +60,17 @@ class Step:
     tail: bool = False
 
     def at(self, rows: int, *, tail: bool = False) -> Step:
-        """The same step, to be run on so many rows."""
+        """The same step, to be run on `rows` rows."""
         return replace(self, rows=rows, tail=tail)
 
     @property
     def counted(self) -> int:
-        """The place in the counts of how many rows mean something."""
+        """The index in the counts of the number of rows in use."""
         return CANDIDATES if self.tail else ROWS
 
     @property
     def used(self) -> int:
-        """How many rows mean something."""
+        """The number of rows in use; the others hold garbage."""
         return int(self.host.counts[self.counted])
 
 
@@ -78,8 +78,8 @@ class Step:
 class Part:
     """One operation of a forward, to be run by itself on a step's `rows`: `run` takes the number of one of `layers`.
 
-    `name` is one of `FUSABLE` for a product with what follows it, `embed`, `attend`, `norm`, or the shape of a product's weight.
-    inputs: what it reads of activations and states; outputs: the rows of what it writes that mean something; weights: one a layer.
+    `name` is one of `FUSABLE` for a product fused with what follows, `embed`, `attend`, `norm`, or the shape of a product's weight.
+    inputs: the activations and states it reads; outputs: the rows in use of what it writes; weights: one per layer.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Part:
 
 class Kernels(Protocol):
     """Operations on the rows of a step; rows past its own hold garbage before and after. No row ever influences another
-    but through `attend`, and a row's bits depend neither on `Step.rows`, nor on its place, nor on its neighbours. States have
+    except through `attend`, and a row's bits depend neither on `Step.rows`, nor on its place, nor on its neighbours. States have
     room for a multiple of `key_tile` tokens.
     """
 
@@ -136,19 +136,19 @@ class Kernels(Protocol):
         self.rotate(step, *split_part(self.config, part, out), layer)
 
     def compile(self, forward: Callable[[], object]) -> None:
-        """Compile what `forward` launches, with kernels of every kind, where that is done beforehand; nothing is computed then."""
+        """Compile what `forward` launches, with kernels of every kind, if this set compiles beforehand. Nothing is computed."""
         return
 
     def choose(
         self, weights: Sequence[Tensor], parts: Callable[[int], Sequence[Part]], sizes: Sequence[int]
     ) -> dict[str, Any]:
         """Find the fastest ways that give the bits of the reference, for products with weights of these shapes, or for the `parts`
-        of a forward with each of `sizes` rows, and use them from now on. Says what was found. Raises EngineError when the
+        of a forward with each of `sizes` rows, and use them from now on. Returns what was found. Raises EngineError when the
         reference itself fails.
         """
 
     def keep_choices(self) -> None:
-        """What was chosen has been checked in whole forwards: the next start may begin with it."""
+        """Keep the choices for the next start: they have been checked in whole forwards."""
         return
 
     def use_reference(self) -> None:
@@ -160,7 +160,7 @@ class Kernels(Protocol):
 
 
 def split_part(config: ModelConfig, part: Projected, out: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Queries, and keys with values, of the columns of `part`, as views."""
+    """The queries, and the keys with values, among the columns of `part`, as views; None for what it lacks."""
     queries = 0 if part == "key_value" else config.query_heads * config.head_width
     return (out[:, :queries] if queries else None), (None if part == "query" else out[:, queries:])
 

@@ -45,9 +45,9 @@ TILE_KEYS, CHUNK_KEYS = 64, 256
 
 
 class FusedKernels(Launching, Kernels):
-    """Implements `Kernels`. `plain`: the reference alone, and no kernel is started before the one before it has ended; else kinds are
-    chosen, and kernels overlap on Hopper and later, see `order`. `launcher` and `capability` are replaced where launches are to
-    be collected, or compiled for another device.
+    """Implements `Kernels`. `plain`: only the reference, and each kernel starts after the previous one has ended; else kinds are
+    chosen, and kernels overlap on Hopper and later, see `order`. `launcher` and `capability` are replaced to collect launches or
+    to compile for another device.
     """
 
     key_tile = 1  # the kernels mask
@@ -77,7 +77,7 @@ class FusedKernels(Launching, Kernels):
         self._softmax = softmax_constants(config.attention_multiplier, config.attention_cap, config.cap_form, dtype)
         self._chunks = cdiv(1 + config.history_length, CHUNK_KEYS) if dtype == torch.bfloat16 else 1
         self.choices = Choices(capability, narrow=dtype == torch.bfloat16, spread=self._chunks > 1)
-        # what programs for single chunks leave; rows beyond those of a step are written by no one
+        # sums stored by programs for single chunks; rows beyond those of a step are never written
         shape = (self._chunks if self._chunks > 1 else 0, FEW_ROWS + TILE_ROWS, config.query_heads)
         self._partial = torch.empty(*shape, config.head_width, device=device)
         self._totals = torch.empty(*shape, 2, device=device)
@@ -143,7 +143,7 @@ class FusedKernels(Launching, Kernels):
             WIDTH_BLOCK=power_of_two(width),
             num_warps=min(
                 32, max(1, power_of_two(width) // 128)
-            ),  # with more numbers a thread some leave the registers
+            ),  # with more numbers per thread some leave the registers
         )
 
     def norm_heads(self, step: Step, heads: Tensor, count: int, scale: Tensor) -> None:
@@ -214,7 +214,7 @@ class FusedKernels(Launching, Kernels):
             PRECISION=EXACT,
             WIDEN=INTERPRETED,
             TILE_KEYS=TILE_KEYS if is_narrow else TILE_KEYS // 2,
-            CHUNK_KEYS=CHUNK_KEYS if is_narrow else 2**30,  # two sets of sums would leave the registers
+            CHUNK_KEYS=CHUNK_KEYS if is_narrow else 2**30,  # two sets of sums would not fit into the registers
             CHUNKED=is_narrow,
             SPREAD=is_spread,
             num_warps=8 if is_narrow and config.head_width > 64 else 4,
@@ -327,5 +327,5 @@ def embedding_slots(config: ModelConfig, tables: Tables) -> Tensor:
 
 
 def _scale_and_bias(norm: Norm) -> tuple[Tensor, Tensor]:
-    """The bias is not read where there is none."""
+    """Scale and bias; without a bias the scale takes its place and is not read as one."""
     return norm.scale, norm.scale if norm.bias is None else norm.bias

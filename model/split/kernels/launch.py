@@ -58,12 +58,12 @@ def warm_up(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **co
 
 
 def paired(tile: Tile) -> Tile:
-    """The tile of a product whose columns go in pairs."""
+    """The same tile for a product whose columns go in pairs."""
     return replace(tile, out=tile.out // 2)
 
 
 def source_key() -> str:
-    """Changes with the source of any kernel."""
+    """A key that changes with the source of any kernel."""
     return " ".join(str(getattr(kernel, "cache_key", "")) for kernel in KERNELS)
 
 
@@ -73,12 +73,12 @@ def compiled_variants() -> int:
 
 
 def _caches() -> list[dict[Any, Any]]:
-    """Triton's own, by kernel and device."""
+    """Triton's own caches of compiled kernels, by kernel and device."""
     return [cache[0] for kernel in KERNELS for cache in getattr(kernel, "device_caches", {}).values()]
 
 
 def softmax_constants(multiplier: float, cap: float | None, form: CapForm, dtype: torch.dtype) -> dict[str, Any]:
-    """FORM, SCALE, RISE and FALL of `bounded_weight`; without a cap SCALE alone matters."""
+    """FORM, SCALE, RISE and FALL of `bounded_weight`; without a cap only SCALE matters."""
     shift = softmax_shift(cap)
     if cap is None:
         return {"FORM": "none", "SCALE": LOG2_E * multiplier, "RISE": 0.0, "FALL": 0.0}
@@ -95,7 +95,7 @@ def softmax_constants(multiplier: float, cap: float | None, form: CapForm, dtype
 
 
 class Launching:
-    """Launches, by `launcher`, on a device with so much shared memory for a program; `dependent`: see `order`."""
+    """Launches kernels with `launcher` on a device with `shared_bytes` of shared memory per program; `dependent`: see `order`."""
 
     def __init__(self, launcher: Launcher, shared_bytes: int, *, dependent: bool) -> None:
         self._launcher, self._shared_bytes, self._dependent = launcher, shared_bytes, dependent
@@ -115,7 +115,7 @@ class Launching:
         *given: Any,
         **named: Any,
     ) -> None:
-        """A kernel of products over `columns`, or pairs of columns, of every depth in `inner`."""
+        """Launch a kernel of products over `columns`, or pairs of columns, of every depth in `inner`."""
         out = min(tile.out, power_of_two(columns))
         self._launch(
             kernel,
@@ -134,7 +134,7 @@ class Launching:
         )
 
     def compile_on_threads(self, work: Callable[[], object]) -> None:
-        """Compile what `work` launches, start nothing. What does not compile is seen when it is tried."""
+        """Compile what `work` launches, start nothing. A kernel that does not compile raises only when it is tried."""
         if INTERPRETED:
             return
         launcher, self._launcher = self._launcher, warm_up
@@ -144,9 +144,9 @@ class Launching:
                 work()
 
         try:
-            copy_context().run(compile_all)  # the mode would outlive an error
+            copy_context().run(compile_all)  # otherwise the mode would outlive an error
         finally:
             self._launcher = launcher
             for cache in _caches():
                 for key in [key for key, kernel in cache.items() if isinstance(kernel, FutureKernel)]:
-                    del cache[key]  # failed: whoever needs it sees why
+                    del cache[key]  # failed: its next use raises the error

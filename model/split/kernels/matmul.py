@@ -1,4 +1,4 @@
-"""Triton: matrix products with fixed tiles, in which no row can influence another, alone or with what follows them, the gate or RoPE.
+"""Triton: matrix products with fixed tiles, in which no row can influence another, alone or fused with the gate or RoPE that follows.
 
 Sizes are arguments, not constants, so that weights of all shapes share a binary. Launched by `model.split.kernels.fused`.
 """
@@ -25,8 +25,8 @@ def multiply_inner(
     """`Σ left · right` in fp32 over `depth` inner elements, TILE_IN at a time from the first: the order of additions is the same
     for every row and for every number of rows. PAIRED: also for the columns `apart` from those; else the second result is zeros.
 
-    left: where each of the rows starts, `[TILE_ROWS, 1]`, those that are `there`; right: where each of the `wide` columns does,
-    `[1, TILE_OUT]`, `stride` elements apart from row to row. WHOLE_IN, WHOLE_OUT: tiles divide both axes. WIDEN is for the
+    left: where each row that is `there` starts, `[TILE_ROWS, 1]`; right: where each `wide` column starts, `[1, TILE_OUT]`, with
+    rows `stride` elements apart. WHOLE_IN, WHOLE_OUT: tiles divide both axes. WIDEN is for the
     interpreter, which cannot multiply bf16.
     """
     inner = tl.arange(0, TILE_IN)
@@ -68,7 +68,7 @@ def multiply_tiles(
 ):  # fmt: skip
     """`out = x @ weight`, accumulated in fp32. x `[rows, inner]`, weight `[inner, out_columns]` contiguous.
 
-    One program a tile of the result, the whole inner axis in it. Tiles past `counts[counted]` rows end at once.
+    One program per tile of the result, over the whole inner axis. Tiles past `counts[counted]` rows end at once.
     """
     row_count = tl.load(counts + counted)
     first_column = tl.program_id(0) * TILE_OUT
@@ -95,7 +95,7 @@ def multiply_gate_tiles(
     TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`out = activation(g) · v`, `[g, v] = x @ weight`; x `[rows, inner]`, weight `[inner, 2·out_columns]`, out
-    `[rows, out_columns]`. See `rows.gate_rows`; products are rounded as where they are stored in between: the bits are
+    `[rows, out_columns]`. See `rows.gate_rows`; products are rounded as if they were stored in between, so the bits are
     those of separate kernels."""
     row_count = tl.load(counts + counted)
     first_column = tl.program_id(0) * TILE_OUT
@@ -122,7 +122,7 @@ def multiply_gate_tiles(
 def keep_pairs(
     first, second, anchor, counts, record, layer, there, is_value, columns, wanted, token, HALF: tl.constexpr
 ):  # fmt: skip
-    """Pairs of keys and values, at these columns of a token's, to the states of those rows that belong to a context."""
+    """Stores pairs of keys and values, at these columns of a token, in the states of the rows that belong to a context."""
     place = tl.load(record + 7, mask=there, other=-1)
     kept = place >= 0
     slot = counts - _RECORD * (tl.load(record + 6, mask=kept, other=0) + 1)
@@ -142,10 +142,10 @@ def multiply_rotate_tiles(
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_OUT: tl.constexpr,
     TILE_IN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """`out = x @ weight`, queries and keys turned and the keys and values of context rows also written to their request's state:
-    see `attention.rotate_rows`. weight `[inner, out_columns]` makes queries, keys and values; either number of heads may be 0.
+    """`out = x @ weight`, with queries and keys rotated; the keys and values of context rows are also written to their request's
+    state: see `rows.rotate_rows`. weight `[inner, out_columns]` makes queries, keys and values; either number of heads may be 0.
 
-    One program a tile of rows and of TILE_OUT pairs of columns, half a head apart; rounded as in `multiply_gate_tiles`.
+    One program per tile of rows and of TILE_OUT pairs of columns, half a head apart; rounded as in `multiply_gate_tiles`.
     """
     half: tl.constexpr = HEAD_WIDTH // 2
     dtype: tl.constexpr = out.dtype.element_ty

@@ -1,4 +1,4 @@
-"""Triton: the order of kernels that are started before the one before them has ended (programmatic dependent launch, Hopper and later)."""
+"""Triton: orders kernels that start before the previous one has ended (programmatic dependent launch, Hopper and later)."""
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 from __future__ import annotations
@@ -10,9 +10,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def wait_for_previous(DEPENDENT: tl.constexpr):
-    """Every program comes here, those without work too: nothing that a kernel writes is read before, and nothing is written, until
-    the kernel before this one has ended. Then the next kernel may be started, which will wait here for this one. What no
-    kernel of a forward writes (counts, weights, tables) may be read before."""
+    """Waits until the previous kernel has ended, then lets the next one start, which waits here for this one. Every program must call
+    it, even one without work. Before the call it may write nothing, and may read only what no kernel of a forward writes (counts,
+    weights, tables)."""
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
@@ -20,7 +20,7 @@ def wait_for_previous(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def fetch_ahead(weight, first, inner, columns, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Asks for the first tile of a bf16 weight `[inner, columns]`, its columns from `first` on, to be in the L2 cache; before waiting."""
+    """Prefetches the first tile of a bf16 weight `[inner, columns]`, its columns from `first` on, into the L2 cache, before waiting."""
     if DEPENDENT:
         LINES: tl.constexpr = (TILE_OUT + 63) // 64  # of 128 bytes
         row = tl.minimum(tl.arange(0, TILE_IN), inner - 1).to(tl.int64)

@@ -24,12 +24,12 @@ from model.split.step import CANDIDATE_TILES as TAIL_TILES
 from model.split.weights import Norm, TokenWeights
 
 KEY_TILE = 128  # states are allocated in multiples of it, so that every product has the same shape
-WIDE_ROW_SIZES = (1024, 256)  # products of so many rows, where they give the bits of TILE_ROWS
-PIECE = 16384  # elements: torch runs so many without splitting them over threads; of gelu no more, unlike of all else
+WIDE_ROW_SIZES = (1024, 256)  # rows of larger products, used where they give the bits of TILE_ROWS
+PIECE = 16384  # elements that torch computes without splitting them over threads; only gelu has so low a limit
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`function` over the elements of a contiguous tensor whose size is a multiple of 64, in pieces that start at multiples."""
+    """`function` over the elements of a contiguous tensor whose size is a multiple of 64, in pieces of `PIECE`."""
     flat = x.reshape(-1)
     if flat.numel() <= PIECE:
         return function(flat).view(x.shape)
@@ -37,7 +37,7 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class PortableKernels(Kernels):
-    """Implements `Kernels`. Matrix products run on TILE_ROWS rows a call, or on more where a check found the same bits:
+    """Implements `Kernels`. Matrix products run on TILE_ROWS rows per call, or on more where a check found the same bits:
     `row_sizes` holds the checked counts by weight shape, descending.
     """
 
@@ -82,14 +82,14 @@ class PortableKernels(Kernels):
         return torch.cat(found, 1)
 
     def _small_inputs(self, step: Step, tokens: TokenWeights, tile: slice) -> Tensor:
-        """What actions and dwell seconds give a history item, see `TokenWeights`: fp32 `[TILE_ROWS, A or A + 64]`."""
+        """Inputs of a history item from actions and dwell seconds, see `TokenWeights`: fp32 `[TILE_ROWS, A or A + 64]`."""
         first = int(step.host.counts[CANDIDATES])
         actions = _padded(step.arrays.actions[tile.start - first : tile.stop - first])
         signs = torch.where((actions != 0).any(-1, keepdim=True), 2 * actions - 1, 0.0)
         if not self.config.has_dwell:
             return signs
         last = len(step.arrays.dwell) + first
-        dwell = step.arrays.dwell[last - tile.stop : last - tile.start, None].flip(0)  # it grows downwards
+        dwell = step.arrays.dwell[last - tile.stop : last - tile.start, None].flip(0)  # dwell grows downwards
         fraction = _padded(dwell).clamp(0, 30) / 30
         return torch.cat((signs, elementwise(lambda x: activate(x, "gelu_tanh"), fraction * tokens.dwell_input)), 1)
 
@@ -144,7 +144,7 @@ class PortableKernels(Kernels):
         for first, count, request, index in self._tiles(step):
             state = step.states[request]
             if request not in wide:
-                # [2, G, capacity, K]: one conversion a request and layer
+                # [2, G, capacity, K]: one conversion per request and layer
                 wide[request] = state.keys_values[layer].float().transpose(1, 2).contiguous()
             tile = slice(first, first + TILE_ROWS)
             mixed = self._attend_tile(query[tile], key_value[tile], wide[request], state, count, index)
@@ -244,8 +244,8 @@ def rows_are_independent(
 class _Softmax:
     """A softmax over blocks of keys in their order: `total` Σ p and `mixed` Σ p·v so far, `p = exp(logit − shift)`.
 
-    A cap bounds every logit, so that one shift does for all. Without a cap it is the maximum so far, and what was summed is scaled
-    down whenever that rises: a matter between a row and the keys that it sees.
+    A cap bounds every logit, so one shift is enough for all. Without a cap the shift is the maximum so far, and the sums are scaled
+    down whenever it rises, which depends only on a row and the keys that it sees.
     """
 
     def __init__(self, config: ModelConfig, query: Tensor) -> None:
@@ -279,7 +279,7 @@ class _Softmax:
 
 
 def _padded(x: Tensor) -> Tensor:
-    """Zero rows after the last one, up to a whole tile."""
+    """Append zero rows, up to a whole tile."""
     return torch.cat((x, x.new_zeros(TILE_ROWS - len(x), *x.shape[1:]))) if len(x) < TILE_ROWS else x
 
 

@@ -1,4 +1,4 @@
-"""Kinds of matrix products and of attention: which ways of computing an operation give equal bits, which of them is fastest here."""
+"""Finds which ways of computing a matrix product or attention, called kinds, give equal bits, and which of them is fastest here."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from model.split.kernels.contract import FUSABLE, Part
 
 Kind = str  # one of PRODUCT_TILES, `LIBRARY`, `SPREAD`, or `FUSED` and one of PRODUCT_TILES
 LIBRARY, SPREAD, FUSED = "library", "spread", "fused "
-REFERENCE: Kind = "64x64"  # for what is not named: this tile, separate kernels, one program for all chunks of keys
+REFERENCE: Kind = "64x64"  # where none is chosen: this tile, separate kernels, one program for all chunks of keys
 PROOFS = 3  # random inputs on which bits are compared
 FEW_ROWS = 256  # up to here small tiles fill more of the device, from here on large ones and the library
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Tile of a matrix product: rows, columns and inner step, and how Triton is to schedule it. Where the columns go in pairs, of
-    gate and value or of the two halves of a head, it has half as many pairs."""
+    """Tile of a matrix product: rows, columns and inner step, and how Triton is to schedule it. Where columns go in pairs
+    (gate and value, or the two halves of a head), it has half as many pairs."""
 
     rows: int
     out: int
@@ -38,7 +38,7 @@ class Tile:
     num_stages: int
 
     def stages(self, shared_bytes: int, size: int = 2) -> int:
-        """As many as the device's shared memory holds, of numbers of `size` bytes, with a little left for what else is there."""
+        """As many of `num_stages` as fit into shared memory, for numbers of `size` bytes, with 4 KiB left for other uses."""
         return min(self.num_stages, (shared_bytes - 4096) // (self.inner * (self.rows + self.out) * size))
 
 
@@ -58,7 +58,7 @@ COMPILED: tuple[Kind, ...] = (
 
 
 def fits(kind: Kind, name: str, capability: int) -> bool:
-    """Whether a tile stays within the registers, as compiling shows: the widest not where tokens are made, with pairs only for the gate,
+    """Whether a tile fits into the registers, as compiling has shown: the widest does not for `embed`, and with pairs only for the gate
     on Hopper and later."""
     if kind == FUSED + WIDEST:
         return name == "gate_value" and capability >= 90
@@ -66,35 +66,35 @@ def fits(kind: Kind, name: str, capability: int) -> bool:
 
 
 class Choices:
-    """Which kind computes what. `chosen` says it by the operation's name and the number of rows; what is not named runs as the
-    reference. `forced` takes the place of all choices, where an operation has that kind."""
+    """Which kind computes each operation. `chosen` maps an operation's name and number of rows to a kind; all else runs as the
+    reference. `forced` overrides all choices, for operations that have that kind."""
 
     def __init__(self, capability: int, *, narrow: bool, spread: bool) -> None:
-        """narrow: bf16, else there is nothing to choose; spread: contexts may be of more than one chunk."""
+        """narrow: bf16, else there is nothing to choose; spread: contexts may have more than one chunk."""
         self.chosen: dict[tuple[str, int], Kind] = {}
         self.forced: Kind | None = None
         self._capability, self._narrow, self._spread = capability, narrow, spread
         self._file: Path | None = None
 
     def kind(self, name: str, rows: int) -> Kind:
-        """What computes `name` with so many rows."""
+        """The kind that computes `name` with `rows` rows."""
         forced = self.forced if self._narrow else None
         return forced or self.chosen.get((name, rows), REFERENCE)
 
     def tile(self, name: str, rows: int, columns: int) -> Tile:
-        """The tile of a product by itself; no wider one than its columns fill."""
+        """The tile of a separate product, no wider than its columns fill."""
         kind = self.kind(name, rows)
         tile = PRODUCT_TILES.get(kind if fits(kind, name, self._capability) else REFERENCE)
         return tile if tile and tile.out <= power_of_two(columns) else PRODUCT_TILES[REFERENCE]
 
     def fused(self, name: str, rows: int) -> Tile | None:
-        """The tile of a product that goes on with what follows it; None for separate kernels."""
+        """The tile of a product fused with what follows it; None for separate kernels."""
         kind = self.kind(name, rows)
         is_fused = kind.startswith(FUSED) and fits(kind, name, self._capability)
         return PRODUCT_TILES[kind.removeprefix(FUSED)] if is_fused else None
 
     def kinds(self, part: Part) -> list[Kind]:
-        """Kinds to try beside the reference, for bf16 alone: small tiles for few rows, large ones and the library for many."""
+        """Kinds to try besides the reference, for bf16 only: small tiles for few rows, large ones and the library for many."""
         few, many = part.rows <= FEW_ROWS, part.rows >= FEW_ROWS
         tiles = [kind for kind, tile in PRODUCT_TILES.items() if (few if tile.rows == 64 else many)]
         if not self._narrow:
@@ -110,8 +110,8 @@ class Choices:
         return []
 
     def choose(self, parts: Callable[[int], Sequence[Part]], sizes: Sequence[int], build: str) -> dict[str, Any]:
-        """Of the kinds that give the reference's bits, itself included, the fastest, by name and size; timed at `timed_sizes`, the
-        others go by the nearest of them. Or what was kept for the same `build`, which whoever asks must check."""
+        """Choose, by name and size, the fastest kind that gives the reference's bits (the reference included). Times `timed_sizes`;
+        other sizes follow the nearest of them. Or takes what was kept for the same `build`, which the caller must check."""
         described = f"{build} {sorted(sizes)} {PRODUCT_TILES} {triton.__version__}"
         self._file = (
             Path(triton.knobs.cache.dir) / f"choices-{hashlib.sha256(described.encode()).hexdigest()[:24]}.json"
@@ -135,7 +135,7 @@ class Choices:
             for part in parts(size):
                 passes = (
                     kind for kind in ranked[part.name, nearest] if kind != LIBRARY or self.is_equal(part, kind)
-                )  # the library takes another kernel for any size
+                )  # the library may take another kernel for any size
                 self.chosen[part.name, size] = next(passes)
         return self._found("timed")
 
@@ -146,20 +146,20 @@ class Choices:
         return {"how": how, **found}
 
     def keep(self) -> None:
-        """Leave what was chosen to the next start, beside Triton's compiled kernels; nothing where that cannot be written."""
+        """Save the choices for the next start, beside Triton's compiled kernels; does nothing if that cannot be written."""
         with suppress(OSError):
             if self._file:
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 self._file.write_text(json.dumps([(*key, kind) for key, kind in self.chosen.items()]))
 
     def seconds(self, part: Part, kind: Kind) -> float:
-        """On the device, for one call; over the weights of several layers, which the cache does not hold together."""
+        """Device time of one call, over the weights of several layers, which do not fit into the cache together."""
         self.chosen[part.name, part.rows] = kind
         return device_seconds(part.run, part.layers, part.outputs[0].device)
 
     def is_equal(self, part: Part, kind: Kind) -> bool:
-        """Whether a kind gives the reference's bits on several inputs, and leaves alone what the reference leaves alone. A kind that
-        does not compile or run does not. Raises AcceleratorError when the device is lost by it."""
+        """Whether a kind gives the reference's bits on several inputs, and leaves alone what the reference leaves alone. False if it
+        does not compile or run. Raises AcceleratorError if it loses the device."""
         for seed in range(PROOFS):
             wanted = self._outputs(part, REFERENCE, seed)
             try:
@@ -178,7 +178,7 @@ class Choices:
         x.normal_(generator=generator)
 
     def _outputs(self, part: Part, kind: Kind, seed: int) -> list[Tensor]:
-        """What the operation leaves on random inputs, its outputs poisoned before."""
+        """The operation's outputs on random inputs; they are filled with NaN before."""
         self.chosen[part.name, part.rows] = kind
         generator = torch.Generator(part.outputs[0].device).manual_seed(seed)
         for each in part.inputs:
@@ -198,7 +198,7 @@ def timed_sizes(sizes: Sequence[int]) -> list[int]:
 def settle_library() -> None:
     """Have cuBLAS keep one order of additions where it can: no split of the inner axis, no reduction in bf16, one workspace.
 
-    What is set already stays. Effective in a process that has multiplied nothing yet.
+    What is set already stays. Effective only in a process that has multiplied nothing yet.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
@@ -213,5 +213,5 @@ def cdiv(a: int, b: int) -> int:
 
 
 def power_of_two(n: int) -> int:
-    """The smallest that is not below n."""
+    """The smallest power of two that is not below n."""
     return 1 << max(0, (n - 1).bit_length())

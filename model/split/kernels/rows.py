@@ -15,7 +15,7 @@ _HEAD, _RECORD = tl.constexpr(COUNTS), tl.constexpr(RECORD)
 @triton.jit
 def normed(x, scale, bias, there, epsilon, WIDTH: tl.constexpr, CENTRED: tl.constexpr):
     """`scale · x / sqrt(mean(x²) + ε)` (Zhang and Sennrich 2019); CENTRED: of `x − mean(x)`, plus a bias (Ba et al. 2016).
-    Scale and bias are the columns' numbers."""
+    Scale and bias hold one number per column."""
     if CENTRED:
         x = tl.where(there, x - tl.sum(x, 0) / WIDTH, 0.0)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon)
@@ -31,10 +31,10 @@ def norm_rows(
     HAS_POST: tl.constexpr, CENTRED: tl.constexpr, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """`r ← r + post(m)`, then `out = norm(r)`; see `normed`. Without HAS_POST `r ← r + m`, without HAS_MIXED not even that.
+    """`r ← r + post(m)`, then `out = norm(r)`; see `normed`. Without HAS_POST `r ← r + m`, without HAS_MIXED r stays as it is.
     residual fp32 `[rows, D]` in place.
 
-    One program a row: a row's sums are always taken in the same order.
+    One program per row: a row's sums are always taken in the same order.
     """
     row = tl.program_id(0).to(tl.int64)
     row_count = tl.load(counts + counted)
@@ -67,7 +67,7 @@ def norm_head_rows(
     x, x_stride, scale, counts, counted, epsilon, HEAD_WIDTH: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm in place of each head of a row, scale `[K]`. One program a row and head."""
+    """RMSNorm in place of each head of a row, scale `[K]`. One program per row and head."""
     row = tl.program_id(0).to(tl.int64)
     row_count = tl.load(counts + counted)
     columns = tl.arange(0, HEAD_BLOCK)
@@ -125,14 +125,14 @@ def state_of(counts, request):
 
 @triton.jit
 def store_halves(target, first, second, there, HALF: tl.constexpr):
-    """The two halves of each head, HALF elements apart."""
+    """Stores the two halves of each head, HALF elements apart."""
     tl.store(target, first, mask=there)
     tl.store(target + HALF, second, mask=there)
 
 
 @triton.jit
 def turned(first, second, cos, sin):
-    """`x1·cos − x2·sin`, `x2·cos + x1·sin`; said as the device is to round them, so that all kernels give the same bits."""
+    """`x1·cos − x2·sin`, `x2·cos + x1·sin`; explicit fma fixes the rounding, so that all kernels give the same bits."""
     return tl.fma(first, cos, -(second * sin)), tl.fma(second, cos, first * sin)
 
 
@@ -156,7 +156,7 @@ def rotate_rows(
 ):  # fmt: skip
     """RoPE (Su et al. 2021), half-split pairs: `x1 ← x1·cos − x2·sin`, `x2 ← x2·cos + x1·sin`, in place, in fp32.
 
-    One program a row. `rope` fp32 `[2, rope_positions, K/2]`. QUERY_HEADS or KV_HEADS may be 0. The keys and values of
+    One program per row. `rope` fp32 `[2, rope_positions, K/2]`. QUERY_HEADS or KV_HEADS may be 0. The keys and values of
     context rows are also written to their request's state.
     """
     row = tl.program_id(0).to(tl.int64)

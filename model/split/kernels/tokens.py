@@ -28,8 +28,8 @@ def small_inputs(
     target, history_actions, item, dwell_input, ACTIONS: tl.constexpr, DWELL_WIDTH: tl.constexpr, SMALL: tl.constexpr,
     SMALL_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What actions, and dwell seconds where DWELL_WIDTH is not 0, give a history item: SMALL numbers. Its dwell seconds stand before
-    all actions, `StepArrays`."""
+    """Stores the SMALL inputs of a history item from its actions and, where DWELL_WIDTH is not 0, its dwell seconds, which lie before
+    all actions, see `StepArrays`."""
     columns = tl.arange(0, SMALL_BLOCK)
     actions = tl.load(history_actions + item * ACTIONS + columns, mask=columns < ACTIONS, other=0.0)
     acted = tl.max((actions != 0.0).to(tl.int32), 0)
@@ -50,9 +50,9 @@ def gather_rows(
     WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr, ACTIONS: tl.constexpr, DWELL_WIDTH: tl.constexpr,
     SMALL: tl.constexpr, SMALL_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The inputs of tokens, see `TokenWeights`, to out `[rows, inputs]`; embedding row 0 reads as zero.
+    """Writes the inputs of tokens, see `TokenWeights`, to out `[rows, inputs]`; embedding row 0 reads as zero.
 
-    One program a row and embedding, and one more for what actions and dwell seconds (DWELL_WIDTH 0: none) give a history item.
+    One program per row and embedding, and one more for a history item's actions and dwell seconds (DWELL_WIDTH 0: none).
     slots int64 `[E + U, 5]`: where the embedding's table starts, in elements from `table`, and its hash function. NUMBERED:
     rows of the tables stand in `numbers` `[rows, ROW_SLOTS]`.
     """
@@ -107,7 +107,7 @@ def project_tiles(
 ):  # fmt: skip
     """`token = inputs @ projection of its kind + surface + age`, see `TokenWeights`; out fp32 `[rows, D]`.
 
-    One program a tile of rows of one kind and of columns, the whole inner axis in it: see `matmul.multiply_tiles`.
+    One program per tile of rows of one kind and of columns, over the whole inner axis: see `matmul.multiply_tiles`.
     """
     first, stop, kind = tile_of_kind(counts, tl.program_id(1), TILE_ROWS)
     first_column = tl.program_id(0) * TILE_OUT
