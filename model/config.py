@@ -63,7 +63,7 @@ class HashSpec:
     def __post_init__(self) -> None:
         if not self.scales or len(self.scales) != len(self.biases):
             raise ConfigError(
-                f"hash scales and biases must be equally many and not empty, got {len(self.scales)} and {len(self.biases)}"
+                f"hash scales and biases must have the same non-zero length, got {len(self.scales)} and {len(self.biases)}"
             )
         if len(self.scales) > MAX_HASHES:
             raise ConfigError(f"an entity may have at most {MAX_HASHES} hash functions, got {len(self.scales)}")

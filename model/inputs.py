@@ -52,7 +52,7 @@ class Context:
         if events > config.history_length or not _are_rows(self.surfaces, config.product_surfaces):
             raise ValueError("a context beyond the model's history or surfaces")
         if not 0 <= self.user_id < 2**64 or not 0 <= self.dropped < 2**63:
-            raise ValueError("a user id beyond 64 bits, or no number of items")
+            raise ValueError("a user id beyond 64 bits, or an invalid number of dropped items")
 
     def first(self, length: int) -> Context:
         """The same user with only the oldest `length` items, as views."""

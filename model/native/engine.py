@@ -242,7 +242,7 @@ class ContextRows:
 
     def __init__(self, context: Context, config: ModelConfig, start: int = 0) -> None:
         if context.actions.shape != (len(context), config.actions):
-            raise EngineError("the actions of a context are not those of the checkpoint")
+            raise EngineError("the actions of a context do not have the checkpoint's shape")
         present = np.flatnonzero(context.post_ids)
         has_user = int(context.user_id != 0)
         self.rows = has_user + len(present)

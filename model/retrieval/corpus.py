@@ -13,7 +13,7 @@ from model.retrieval.inputs import Filters, NewPosts
 from model.retrieval.search import WORD_ROWS, Bits, Index, bits_of, mask_of
 
 KEPT_TOPICS = 32  # filters by topics whose rows a segment remembers: a bit a row for each
-ROWS_PER_STEP = 65536  # how many vectors are looked at at once
+ROWS_PER_STEP = 65536  # how many vectors are checked at once
 TEXT_END = b"\xff"  # pads a text in a row of bytes; UTF-8 never contains it
 
 
@@ -112,7 +112,7 @@ class Segment:
         self._topic_bits: dict[tuple[int, ...], Bits] = {}  # the latest is the last
 
     def visible(self, filters: Filters) -> Bits:
-        """The bits of the rows that are left."""
+        """The bits of the rows that pass the filters."""
         bits = self.shown
         if filters.topics is not None:
             bits = bits & self._bits_of_topics(filters.topics)
@@ -141,7 +141,7 @@ class Segment:
         return np.flatnonzero(mask_of(self.shown, len(self.corpus)))
 
     def hide(self, post_ids: Ids) -> int:
-        """From the next search on, return none of these posts. How many of them could be returned until now."""
+        """Return none of these posts from the next search on. Returns how many of them could be returned until now."""
         words, bits = _places_of(self.corpus.rows_of(post_ids))
         hidden = int(np.count_nonzero(self.shown[words] & bits))
         self.shown = without(self.shown, self.corpus, post_ids)
@@ -170,7 +170,7 @@ class Segment:
 
 
 def segment_of(like: Corpus, posts: NewPosts, index: Index) -> Segment:
-    """New posts as a segment of their own, beside the corpus that they are for."""
+    """New posts as a separate segment of the corpus `like`."""
     places: dict[str | None, int] = {None: -1}
     topics = np.array([places.setdefault(topic, len(places) - 1) for topic in posts.topics], np.int32)
     names = tuple(name for name in places if name is not None)

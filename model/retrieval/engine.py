@@ -324,5 +324,5 @@ class RetrievalEngine:
             wish = Wish(vector, k)
             (ours,), (theirs,) = index.search([wish]), plain.search([wish])
             if ours.rows.tobytes() != theirs.rows.tobytes() or ours.scores.tobytes() != theirs.scores.tobytes():
-                raise EngineError("the search does not give the definition's rows and bits on this device")
+                raise EngineError("the search's rows and scores differ from the definition's on this device")
         index.close()

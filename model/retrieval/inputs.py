@@ -72,9 +72,9 @@ class Query:
             self.context.check(config)
         after = self.filters.created_after
         if self.at_least and not AT_LEAST.fullmatch(self.at_least):
-            raise ValueError("a query of a corpus after no number of changes")
+            raise ValueError("at_least is neither a number of changes nor a feed position")
         if not 0 < self.k < 2**31 or np.isnan(self.least) or not (after is None or -(2**63) <= after < 2**63):
-            raise ValueError("a query for no posts, or by no number")
+            raise ValueError("k, least or created_after is out of range")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,10 +157,10 @@ class PostChange:
         if len({len(column) for column in (rows.post_ids, rows.author_ids, rows.created_at, rows.topics)}) > 1:
             raise ValueError("a change with columns of different lengths")
         if len(rows.texts) not in (0, len(rows.post_ids)) or len(self.delete_texts) not in (0, len(self.delete)):
-            raise ValueError("a change that has texts of some posts alone")
+            raise ValueError("a change with text ids for only some of its posts")
         ids = np.concatenate((rows.post_ids, self.delete))
         if not len(ids) or len(np.unique(ids)) < len(ids) or not rows.post_ids.all() or (rows.created_at < 0).any():
-            raise ValueError("no change of different posts")
+            raise ValueError("a change must name at least one post, each id once and not 0, with times from 1970 on")
 
 
 @dataclass(slots=True, eq=False)

@@ -274,7 +274,7 @@ def test_a_device_that_gives_other_bits_or_no_memory_searches_nothing(
         made(index, vectors, device, **options)
 
     for name, broken, said in (
-        ("search", off_by_a_bit, "cpu:0: the search does not give the definition's rows and bits on this device"),
+        ("search", off_by_a_bit, "cpu:0: the search's rows and scores differ from the definition's on this device"),
         ("__init__", no_memory, "cpu:0: out of memory"),
     ):
         with monkeypatch.context() as patch:
