@@ -89,7 +89,7 @@ def test_a_missing_key_is_named() -> None:
 
 
 def test_hash_functions_must_pair_up() -> None:
-    with pytest.raises(ConfigError, match="equally many"):
+    with pytest.raises(ConfigError, match="same non-zero length"):
         HashSpec((1, 2), (3,), 97, 10)
     with pytest.raises(ConfigError, match="at most 16 hash functions"):
         HashSpec((1,) * 17, (1,) * 17, 97, 10)
