@@ -1,4 +1,4 @@
-"""Where the process stands between start and stop, and why. Not for signals or sockets: those are the server's."""
+"""Where the process stands between start and stop, and why. Signals and sockets are the server's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self.state = State.STARTING
-        self.started = False  # a model was ready once, whatever came after
+        self.started = False  # a model has been ready at least once
         self.failure: str | None = None
 
     def move(self, state: State) -> None:
@@ -45,7 +45,7 @@ class Lifecycle:
 
     @property
     def draining(self) -> bool:
-        """The process is shutting down, or has."""
+        """Whether the process is shutting down or has stopped."""
         return ORDER.index(self.state) > ORDER.index(State.READY)
 
     @property
@@ -54,7 +54,7 @@ class Lifecycle:
         return self.failure or REASONS[self.state]
 
     def health(self, stall: str, problem: str = "") -> Health:
-        """What the probes say, given a sentence on a stalled engine or none, and one on why others should be asked, or none."""
+        """Return what the probes report. `stall`: why the engine is stalled, or ""; `problem`: why others should be asked, or ""."""
         reason = self.reason or stall or problem
         failed = self.failure is not None or (self.state is State.READY and bool(stall))
         return Health(ready=not reason, started=self.started, failed=failed, draining=self.draining, reason=reason)
