@@ -35,7 +35,7 @@ log = structlog.get_logger("app.fronts.host")
 
 
 class EngineHost:
-    """Serves fronts until a signal or the loss of the engine. All methods belong to the event loop."""
+    """Serves fronts until a signal or the loss of the engine. Used by the event loop only."""
 
     def __init__(self, service: RankingService, reloads: Reloader, settings: Settings) -> None:
         self.service = service

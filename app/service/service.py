@@ -167,7 +167,7 @@ class RankingService:
 
     @property
     def second(self) -> Second | None:
-        """The second checkpoint; None where none is configured."""
+        """The second checkpoint; None if none is configured."""
         return self.second_checkpoint.state
 
     def check_open(self, key: str | None = None) -> None:
