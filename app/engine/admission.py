@@ -1,24 +1,24 @@
-"""Decides whether a request may join the queue: bounded work, predicted wait, fair shares. Pure policy with a clock; knows no order.
+"""Decides whether a request may join the queue: bounded work, predicted wait, fair shares. Pure policy with a clock; orders nothing.
 
-The rules, in their order. Work is counted in candidates and context tokens; *unfinished* is what is admitted and not answered.
-An engine without work takes any request that keeps the first two.
+The rules, in the order they are checked. Work is counted in candidates and context tokens; *unfinished* work is admitted and not
+yet answered. An engine without work takes any request that passes the first two.
 
     rule       refuses                                          by                               default  setting
-    late       a request that is late when it arrives           its deadline                     10.0     deadline.default_seconds
-    key rate   a key that asks for more a second (0: any rate)  candidates of the key            0.0      queue.key_candidates_per_second
-    size       what the queue has no room for                   unfinished requests              4096     queue.max_requests
+    late       a request that arrives past its deadline         its deadline                     10.0     deadline.default_seconds
+    key rate   a key that asks for more a second (0: no limit)  candidates of the key            0.0      queue.key_candidates_per_second
+    size       a request the queue has no room for              unfinished requests              4096     queue.max_requests
                                                                 unfinished candidates            32768    queue.max_candidates
                                                                 unfinished context tokens        262144   queue.max_context_tokens
-    key share  a key that has more than its share of the room   unfinished work of the key       0.5      queue.max_share_per_key
-    wait       what waits longer and beyond the next forward    seconds until its first forward  0.5      queue.max_wait_seconds
-    deadline   what would be done too late                      that, and its own forwards       10.0     deadline.default_seconds
+    key share  a key that would hold more than its share        unfinished work of the key       0.5      queue.max_share_per_key
+    wait       a longer wait, if beyond the next forward        seconds until its first forward  0.5      queue.max_wait_seconds
+    deadline   a request that would end too late                that, and its own forwards       10.0     deadline.default_seconds
 
-*Key share* is the dynamic threshold of Choudhury and Hahne (1998): a key may hold share / (1 − share) times what is free. Alone
-it fills its share of the queue; the fuller the queue is, the less each key may hold, so that a newcomer finds room.
+*Key share* is the dynamic threshold of Choudhury and Hahne (1998): a key may hold share / (1 − share) times the free room. A key
+that is alone fills its share of the queue; the fuller the queue, the less each key may hold, so that a newcomer finds room.
 
-*Wait.* Joining the next forward takes no longer than the forward that runs, and a place that is refused there may stay empty. So
-it is allowed also where a forward takes longer than the limit, unless so much is asked for that requests which come later, and
-wait within the limit, fill the next forward `FILLED_TIMES` over.
+*Wait.* A request that joins the next forward waits no longer than the running one takes, and a place refused there may stay empty.
+So it may join even if a forward takes longer than the limit, unless demand is so high that later requests, which wait within the
+limit, fill the next forward `FILLED_TIMES` over.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from app.settings import Batching, Queue
 
 Reason = Literal["queue_full", "key_rate", "loop_overrun", "deadline"]
 
-KEY_BURST_SECONDS = 2.0  # a key that was silent may use this many seconds of its rate at once
-FILLED_TIMES = 1.5  # arrivals are random: if they filled it only once on average, it would often run half empty
-NO_RATE_RETRY_SECONDS = 1.0  # `Retry-After` before the first forward was measured
+KEY_BURST_SECONDS = 2.0  # an idle key may use this many seconds of its rate at once
+FILLED_TIMES = 1.5  # arrivals are random: demand that fills it once on average would often leave it partly empty
+NO_RATE_RETRY_SECONDS = 1.0  # `retry_after_seconds` before the first forward was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Refusal:
 
 
 class Wait(NamedTuple):
-    """What a job would have before it: seconds until its first forward, and how many full forwards come before that one."""
+    """A job's predicted wait: seconds until its first forward, and how many full forwards come before that one."""
 
     seconds: float
     forwards: int
@@ -69,7 +69,7 @@ class _Held:
 
 
 class Admission:
-    """Counts unfinished jobs. Used by the event loop only. `running` tells what is being computed right now."""
+    """Counts unfinished jobs. Used by the event loop only. `running` returns what is being computed now."""
 
     def __init__(
         self, queue: Queue, batching: Batching, clock: Clock, running: Callable[[], Running] = Running
@@ -84,28 +84,28 @@ class Admission:
         self.context_tokens = 0
         self._full, self._most_context_tokens = Full.of(batching), queue.max_context_tokens
         self._running = running
-        self._held: dict[str | None, _Held] = {}  # by key, for keys with unfinished work
-        self._rate_used_until: dict[str, float] = {}  # by key: when its candidates so far are within its rate again
+        self._held: dict[str | None, _Held] = {}  # of keys with unfinished work
+        self._rate_used_until: dict[str, float] = {}  # clock seconds when a key's candidates so far fit its rate
 
     @property
     def cost(self) -> int:
-        """Unfinished work in tokens."""
+        """Unfinished candidates plus context tokens."""
         return self.candidates + self.context_tokens
 
     def full(self, key: str | None = None) -> Refusal | None:
-        """Would this key's smallest request be refused? Records one arrival."""
+        """Return why even this key's smallest request would be refused, or None. Records one arrival if refused."""
         refusal = self.closed(key)
         if refusal is not None:
             self.offered.observe(self.clock())
         return refusal
 
     def closed(self, key: str | None = None) -> Refusal | None:
-        """As `full`, without recording an arrival. With keys, None stands for a key with no work here, which finds the most room."""
+        """As `full`, but records nothing. With keys, None stands for a key without unfinished work, which finds the most room."""
         smallest = Job(candidates=1, context_tokens=1, deadline=float("inf"), key=key)
         return self._no_room(smallest) or self._over_wait(self.wait(smallest)) if self.requests else None
 
     def refusal(self, job: Job, *, again: bool = False) -> Refusal | None:
-        """None when the job may join now. `again`: it was refused before, so its work is already counted as offered."""
+        """Return why the job may not join now, or None. `again`: it was refused before, so its work is not recorded as offered again."""
         now = self.clock()
         if not again:
             self.offered.observe(now, forwards_of(1, job.candidates, job.context_tokens, self._full))
@@ -121,7 +121,7 @@ class Admission:
         return self._over_wait(wait) or self._over_deadline(job, wait.seconds)
 
     def add(self, job: Job) -> None:
-        """The job joins."""
+        """Count a job that joins."""
         self._count(job, +1)
         rate = self.queue.key_candidates_per_second
         if rate and job.key is not None:
@@ -129,23 +129,23 @@ class Admission:
             self._rate_used_until[job.key] = max(self._rate_used_until.get(job.key, now), now) + job.candidates / rate
 
     def remove(self, job: Job) -> None:
-        """The job is answered, cancelled or expired."""
+        """Stop counting a job that was answered, was cancelled or expired."""
         self._count(job, -1)
 
     def shrink(self, job: Job, candidates: int) -> None:
-        """The job has fewer candidates than it was admitted for."""
+        """Lower the number of candidates of an admitted job."""
         self._count(job, -1)
         job.candidates, job.chunks = candidates, chunk_count(candidates, self.batching)
         self._count(job, +1)
 
     def has_context(self, job: Job, context_tokens: int) -> None:
-        """Set the length of the job's context, which it named by a handle."""
+        """Set the length of an admitted job's context, which it named by a handle."""
         self._count(job, -1)
         job.context_tokens = context_tokens
         self._count(job, +1)
 
     def wait(self, job: Job) -> Wait:
-        """What this job would wait for."""
+        """Predict the wait of this job."""
         now = self._running()
         left = max(0.0, (self.forward_time.seconds(now.cost) or 0.0) - now.seconds) if now.requests else 0.0
         forwards = forwards_of(
@@ -154,19 +154,19 @@ class Admission:
             self.context_tokens - now.context_tokens,
             self._full,
         )
-        if forwards < 1:  # the job shares a forward with whatever is before it
+        if forwards < 1:  # the job shares a forward with all work before it
             return Wait(left, 0)
         full_seconds = self.forward_time.seconds((self.cost - now.cost) / forwards) or 0.0
         ahead = int(forwards * self._share_ahead(job) + 1e-9)
         return Wait(left + ahead * full_seconds, ahead)
 
     def behind_seconds(self) -> float:
-        """How long a small request that arrives now would wait for forwards that have not begun."""
+        """Seconds a small request that comes now would wait; 0 if it would join the next forward."""
         wait = self.wait(Job(candidates=1, context_tokens=1, deadline=math.inf))
         return wait.seconds if wait.forwards else 0.0
 
     def _share_ahead(self, job: Job) -> float:
-        """The part of the queue that is served before the job: all work of its own key, and as much of each other key's."""
+        """Fraction of the queue served before the job: its key's work, and of each other key at most that plus the job's own work."""
         own = self._held[job.key].cost if job.key in self._held else 0
         if own == self.cost:
             return 1.0
@@ -205,7 +205,7 @@ class Admission:
         )
 
     def _fills_without_it(self) -> bool:
-        """Whether requests that arrive late enough to stay within the wait limit would fill the next forward."""
+        """Whether the next forward fills up with requests that arrive late enough to wait within the limit."""
         forwards = self.offered.forwards_per_second(self.clock()) * self.queue.max_wait_seconds
         return forwards >= FILLED_TIMES
 
@@ -226,7 +226,7 @@ class Admission:
         return Refusal("key_rate", "the key is over its rate", wait) if wait > 1e-9 else None
 
     def _seconds_of(self, cost: int) -> float:
-        """Seconds for this much of the queue at the observed rate of full forwards."""
+        """Seconds that this much of the queue takes at the observed rate of full forwards."""
         full = min(self.cost, self._full.candidates + self._full.context_tokens)
         seconds = self.forward_time.seconds(full)
         return NO_RATE_RETRY_SECONDS if seconds is None else seconds * cost / max(full, 1)

@@ -14,9 +14,9 @@ from app.settings import Batching
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job:
-    """One request in the queue, as policy sees it: how much work it is, whose it is, and until when.
+    """One request in the queue, as policy sees it: its work, its API key and its deadline.
 
-    `context_tokens` are user and history. `served` counts the candidates of finished chunks, of which there are `chunks`.
+    `context_tokens` are user and history. `chunks` is how many chunks it is served in, `served` counts the candidates of finished ones.
     Times are clock seconds; `key` is the caller's API key, by name.
     """
 
@@ -30,7 +30,7 @@ class Job:
 
     @property
     def cost(self) -> int:
-        """Tokens that run through the model, as one number to add up."""
+        """Tokens that run through the model."""
         return self.candidates + self.context_tokens
 
 
@@ -56,13 +56,13 @@ class Chunk(msgspec.Struct, Generic[JobT], frozen=True, eq=False):
 
 
 def chunk_count(candidates: int, batching: Batching) -> int:
-    """How many chunks a request of this many candidates is served in."""
+    """Number of chunks in which a request of this many candidates is served."""
     most = min(batching.chunk_candidates, batching.max_candidates)
     return 1 if candidates <= most else -(-candidates // most)
 
 
 class Full(NamedTuple):
-    """The limits of a forward: reaching any one fills it."""
+    """The limits of a forward. Any one of them fills it."""
 
     requests: int
     candidates: int
@@ -70,12 +70,12 @@ class Full(NamedTuple):
 
     @classmethod
     def of(cls, batching: Batching) -> Full:
-        """From the settings."""
+        """Return the limits that the settings give."""
         return cls(batching.max_requests, batching.max_candidates, batching.max_context_tokens)
 
 
 def forwards_of(requests: int, candidates: int, context_tokens: int, full: Full) -> float:
-    """How many full forwards this much work needs."""
+    """Number of full forwards that this work fills."""
     return max(requests / full.requests, candidates / full.candidates, context_tokens / full.context_tokens)
 
 
@@ -104,11 +104,11 @@ class Batcher(Generic[JobT]):
         self._append(job)
 
     def put_back(self, job: JobT) -> None:
-        """Queue a job again after one of its chunks was served; its age stays."""
+        """Queue a job again after one of its chunks was served; it keeps its arrival time."""
         self._append(job)
 
     def remove(self, job: JobT) -> bool:
-        """Forget a job that is cancelled or expired; False when it is not queued (it is being computed, say)."""
+        """Remove a cancelled or expired job. Return False if it is not queued, for example because it is being computed."""
         queue = self._queues.get(job.key)
         if queue is None or job not in queue:
             return False
@@ -116,7 +116,7 @@ class Batcher(Generic[JobT]):
         return True
 
     def jobs(self) -> Iterator[JobT]:
-        """Every job that waits; none may come or go meanwhile."""
+        """Iterate over the waiting jobs; none may be added or removed meanwhile."""
         return itertools.chain.from_iterable(self._queues.values())
 
     def clear(self) -> list[JobT]:
@@ -127,11 +127,11 @@ class Batcher(Generic[JobT]):
         return jobs
 
     def oldest(self) -> float | None:
-        """When the oldest queued job arrived."""
+        """Arrival time of the oldest job, or None without jobs."""
         return min((job.arrived for job in self.jobs()), default=None)
 
     def window_end(self) -> float:
-        """Until when a busy engine lets the next forward grow; a past time if that is full or the queue is empty."""
+        """Clock seconds until which a busy engine lets the next forward grow; -inf if it is full, without jobs or without a window."""
         batching = self.batching
         full = self._length >= batching.max_requests or self.candidates >= batching.max_candidates
         if full or not self._length or not batching.window_seconds:
@@ -139,7 +139,7 @@ class Batcher(Generic[JobT]):
         return (self.oldest() or 0.0) + batching.window_seconds
 
     def take(self, now: float) -> tuple[list[Chunk[JobT]], list[JobT]]:
-        """Take the next forward out of the queue, and the jobs whose deadline has passed."""
+        """Remove and return the chunks of the next forward, and the jobs whose deadline has passed."""
         expired = [job for job in self.jobs() if job.deadline <= now]
         for job in expired:
             self._pop(job)
@@ -169,7 +169,7 @@ class Batcher(Generic[JobT]):
     def _append(self, job: JobT) -> None:
         if job.key not in self._queues:
             self._queues[job.key] = {}
-            self._served[job.key] = max(self._served.get(job.key, 0), self._floor)  # a silent key saves up no credit
+            self._served[job.key] = max(self._served.get(job.key, 0), self._floor)  # an idle key earns no credit
         self._queues[job.key][job] = None
         self._length += 1
         self.candidates += job.candidates - job.served

@@ -1,4 +1,4 @@
-"""How long forwards take and how much work is asked for, from the recent past. Pure arithmetic, not for deciding who is admitted."""
+"""Estimates from the recent past how long forwards take and how much work is offered. Pure arithmetic; `admission` decides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 class ForwardTime:
     """Seconds of a forward as `fixed + per_token · cost`, both fitted to the recent past and never negative.
 
-    While only one size has been seen, the time is assumed fixed: batches then grow, which shows what larger ones cost.
+    While only one size was seen, the time counts as fixed. This optimistic guess lets batches grow, which shows what they cost.
     """
 
     def __init__(self, half_life_seconds: float = 2.0) -> None:
@@ -18,7 +18,7 @@ class ForwardTime:
         self._fixed = self._per_token = 0.0  # seconds, as fitted
 
     def observe(self, cost: int, seconds: float) -> None:
-        """A forward of that many tokens took that long. One that took no measurable time says nothing."""
+        """Record that a forward of `cost` tokens took `seconds`. One without measurable time is ignored."""
         if seconds <= 0 or cost <= 0:
             return
         keep = 0.5 ** (seconds / self.half_life_seconds)
@@ -36,12 +36,12 @@ class ForwardTime:
         self._fixed = mean_seconds - self._per_token * mean_cost
 
     def seconds(self, cost: float) -> float | None:
-        """Predicted seconds of one forward; None before the first was seen."""
+        """Predicted seconds of one forward; None before the first was recorded."""
         return self._fixed + self._per_token * cost if self._weight else None
 
 
 class Running(NamedTuple):
-    """The work of the running forward and for how many seconds it has run; zero requests when none runs."""
+    """The work of the running forward, and for how many seconds it has run. No requests means no forward."""
 
     requests: int = 0
     candidates: int = 0
@@ -50,22 +50,22 @@ class Running(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """One number to add up: tokens that run through the model."""
+        """Tokens that run through the model."""
         return self.candidates + self.context_tokens
 
 
 class Offered:
-    """Work asked for lately, refused or not, in forwards a second: an average that forgets with `memory_seconds`."""
+    """Work requested lately, refused or not, in forwards a second: a moving average over about `memory_seconds`."""
 
     def __init__(self, memory_seconds: float = 0.5) -> None:
         self.memory_seconds = memory_seconds
-        self._forwards = 0.0  # work asked for within the memory
-        self._of_a_request = 0.0  # the share of a forward that a request fills, averaged over recent requests
-        self._read = 0  # how many requests that average covers, at most 20
+        self._forwards = 0.0  # requested within the memory
+        self._of_a_request = 0.0  # the part of a forward that a recent request fills on average
+        self._read = 0  # requests in that average, 20 at most
         self._at = 0.0
 
     def observe(self, now: float, forwards: float | None = None, requests: int = 1) -> None:
-        """A request arrived that fills this part of a forward. Requests refused unread count as average-sized."""
+        """Record a request that fills this part of a forward, or `requests` refused unread, which count as average-sized."""
         if forwards is None:
             forwards = requests * self._of_a_request
         else:
@@ -75,7 +75,7 @@ class Offered:
         self._at = now
 
     def forwards_per_second(self, now: float) -> float:
-        """Full forwards per second that this traffic needs."""
+        """Number of full forwards that one second of recent traffic fills."""
         return self._remembered(now) / self.memory_seconds
 
     def _remembered(self, now: float) -> float:

@@ -1,4 +1,4 @@
-"""One request on one engine: its place in the queue, its work, and the callback that gets the result."""
+"""One request on one engine: its place in the queue, its work, and the callback for its result."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ log = structlog.get_logger("app.engine.job")
 
 
 class Place(Protocol):
-    """What a job needs from its worker."""
+    """The part of its worker that a job uses."""
 
     @property
     def model(self) -> Any:
-        """What was loaded: `LoadedModel` or `LoadedRetrieval`."""
+        """The loaded model: `LoadedModel` or `LoadedRetrieval`."""
         ...
 
     def hold(self) -> None:
@@ -35,19 +35,19 @@ class Place(Protocol):
         ...
 
     def submit(self, job: Any) -> None:
-        """Queue a job that has its work and its `done`."""
+        """Queue a job whose work and `done` are set."""
         ...
 
     def cancel(self, job: Any) -> None:
-        """Drop the job unless the running forward has it."""
+        """Drop a job, unless it is in the running forward."""
         ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True, repr=False)
 class QueuedJob(Job):
-    """An `interface.Ticket`: a reserved place, and once it has `done`, work. Belongs to the event loop.
+    """An `interface.Ticket`: a reserved place, and work once `done` is set. Used by the event loop only.
 
-    `on_release` is called once, when the place becomes free; a job that is dropped releases itself.
+    `on_release` is called once, when the place becomes free; a job that is garbage-collected releases itself.
     """
 
     worker: Place
@@ -56,10 +56,10 @@ class QueuedJob(Job):
     done: Callable[[Any], object] | None = None
     started: float | None = None  # when its first forward began
     forward_seconds: float = 0.0
-    state: Any = None  # of its context, passed from one chunk to the next
+    state: Any = None  # its context's state, passed from one chunk to the next
 
     def release(self) -> None:
-        """Free the place and drop what is not computed yet; a second call does nothing."""
+        """Free the place and drop work not yet computed. A second call does nothing."""
         if self.reserved:
             self.reserved = False
             self.on_release(self)
@@ -68,26 +68,26 @@ class QueuedJob(Job):
         self.release()
 
     def part(self, start: int, stop: int) -> Any:
-        """Candidates `start … stop - 1` as the engine takes them."""
+        """Return candidates `start … stop - 1` as the engine takes them."""
         raise NotImplementedError
 
     def take(self, outcome: Any) -> ServiceError | None:
-        """Keep what the engine gave for the last part. An error ends the job."""
+        """Keep the engine's outcome for the last part. Return an error to end the job."""
         raise NotImplementedError
 
     def result(self) -> Any:
-        """What `done` gets once all parts are computed."""
+        """Return the result for `done`, once all parts are computed."""
         raise NotImplementedError
 
     @property
     def queue_seconds(self) -> float:
-        """From its arrival to its first forward; 0 before that."""
+        """Seconds from its arrival to its first forward; 0 before that."""
         return 0.0 if self.started is None else self.started - self.arrived
 
     def finish(self, error: ServiceError | None = None) -> None:
-        """Free the place and give the caller the result, or this error. Later calls do nothing.
+        """Free the place and call `done` with the result or this error. Only the first call counts.
 
-        An exception in the callback is logged, so that the other requests of the batch are still answered.
+        Errors raised by `done` are logged, so that the other jobs of the batch are still answered.
         """
         done, self.done = self.done, None
         if done is None:
@@ -95,7 +95,7 @@ class QueuedJob(Job):
         self.release()
         try:
             result = error or self.result()
-        except Exception as fault:  # no memory, say
+        except Exception as fault:  # out of memory, for example
             log.error("scores_not_joined", exc_info=fault)
             result = told(fault)
         try:
@@ -144,7 +144,7 @@ class SearchJob(QueuedJob):
     """One search. It counts as one candidate without context."""
 
     query: Query
-    found: tuple[Answers, int] | None = None  # of its batch, and its place there
+    found: tuple[Answers, int] | None = None  # the answers of its batch, and its place in them
 
     def part(self, start: int, stop: int) -> Query:
         """As `QueuedJob.part`."""

@@ -1,4 +1,4 @@
-"""What an engine thread runs first: verify a checkpoint, build its engine, warm it up. Not for what happens to a request."""
+"""Loads in an engine thread: verifies a checkpoint, builds its engine and warms it up. The same for retrieval and a corpus."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from weights.corpus.records import mark_after, no_posts
 from weights.corpus.store import StoredCorpus
 from weights.errors import NotStored
 
-NICE = 10  # about a tenth of a serving thread's time where both want the same core
+NICE = 10  # gets about a tenth of the time of a serving thread on the same core
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +43,7 @@ class LoadedModel:
         self.served = ServedModel(self.checkpoint.manifest, self.engine.info)
 
     def changed_file(self) -> str:
-        """A sentence if a file that is being served was written to after it was read; else empty."""
+        """A sentence if a file that is served from was written to since it was read, else empty."""
         return self.checkpoint.mapped.changed()
 
     def labels(self) -> dict[str, str]:
@@ -58,11 +58,11 @@ class LoadedModel:
         }
 
     def steps_down(self) -> int:
-        """How many faster ways of computing failed their checks here; 0 for an engine with one way."""
+        """How many faster ways of computing failed their checks here; 0 for an engine that has only one way."""
         return len(self.engine.info.notes.get("steps_down", ()))
 
     def device_memory_bytes(self) -> int | None:
-        """Held by tensors on the CUDA device; None on a CPU."""
+        """Bytes held by tensors on the CUDA device; None on a CPU."""
         return torch.cuda.memory_allocated() if self.engine.info.device.startswith("cuda") else None
 
 
@@ -74,17 +74,17 @@ class Steps:
         self._stopped = threading.Event()
 
     def warming(self) -> None:
-        """The checkpoint has been read and the warm-up begins."""
+        """Report that the checkpoint was read and the warm-up begins."""
         self.go_on()
         self._warming()
 
     def go_on(self, *_: object) -> None:
-        """Call this often. Raises EngineError once `stop` was called."""
+        """Call this often. Raises EngineError once the load was given up."""
         if self._stopped.is_set():
             raise EngineError("the load was given up")
 
     def stop(self) -> None:
-        """Give up this load: the next `go_on` raises."""
+        """Give this load up: the next `go_on` raises."""
         self._stopped.set()
 
 
@@ -93,13 +93,13 @@ Loader = Callable[[Steps], LoadedModel]
 
 
 def stand_back() -> None:
-    """From now on this thread, and every thread that it starts, yields to others that want the same core."""
+    """From now on run this thread, and all that it starts, at low priority."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def checkpoint_loader(path: Path, settings: Settings, *, stands_back: bool = False) -> Loader:
-    """Loads this checkpoint. `stands_back`: on a CPU, the threads in which its engine computes stand back behind all others.
+    """Return a loader of this checkpoint. `stands_back`: on a CPU, its engine's threads run at low priority.
 
     Raises CheckpointError or EngineError, with a sentence for people.
     """
@@ -118,7 +118,7 @@ def checkpoint_loader(path: Path, settings: Settings, *, stands_back: bool = Fal
             engine.warm_up()
         except (CheckpointError, EngineError):
             raise
-        except (MemoryError, RuntimeError) as error:  # the second is how torch and threading say it
+        except (MemoryError, RuntimeError) as error:  # torch and threading raise the second
             raise EngineError(
                 f"{path} cannot be loaded: {(str(error) or 'not enough memory').splitlines()[0]}"
             ) from error
@@ -131,7 +131,7 @@ def checkpoint_loader(path: Path, settings: Settings, *, stands_back: bool = Fal
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedRetrieval:
-    """A retrieval checkpoint and a corpus with their warm engine, which is used by one thread only, and the log of its changes."""
+    """A retrieval checkpoint and a corpus with their warm engine, which only one thread uses, and the corpus's change log."""
 
     engine: RetrievalEngine
     served: ServedRetrieval
@@ -142,23 +142,23 @@ class LoadedRetrieval:
     """Reads the same checkpoint and corpus once more."""
 
     def state(self, deleted: int = 0) -> Changed:
-        """The present state of the corpus, after a change that deleted this many posts by name."""
+        """Return the present state of the corpus. `deleted` is how many posts the last change deleted by name."""
         return Changed(self.served.corpus, self.engine.posts, self.engine.changes, deleted, self.engine.mark)
 
     def changed_file(self) -> str:
-        """As `LoadedModel.changed_file`, of both."""
+        """As `LoadedModel.changed_file`, for the encoder and the corpus."""
         return self.encoder.mapped.changed() or self.stored.mapped.changed()
 
     def _check_files(self) -> None:
-        """Refuse to write anything that was computed from changed files. Raises NotStored."""
+        """Raise NotStored if a file has changed, so that nothing made from wrong numbers is written."""
         if changed := self.changed_file():
             raise NotStored(changed)
 
     def record(self, changes: Sequence[PostChange], position: str) -> Change:
-        """Encode the new posts and write the changes to the log, which is held, as one; it is on the disk then. In any thread, one at a
-        time. `position`: of the last one in its feed.
+        """Encode the new posts and write the changes to the log, which must be held, as one change that is then on the disk. Runs in
+        any thread, one call at a time. `position` is that of the last change in its feed.
 
-        Raises CheckpointError, and then nothing has changed.
+        Raises CheckpointError; nothing has changed then.
         """
         mark = self.log.mark
         for one in changes:
@@ -175,9 +175,9 @@ class LoadedRetrieval:
         return recorded
 
     def compact(self, parts: Sequence[Part], mark: Mark) -> CompactedRetrieval:
-        """Write the corpus anew, as its engine's `parts` with this mark, and make an engine of that. It serves nobody yet.
+        """Rewrite the corpus from its engine's `parts` and this mark, and build an engine on it. It does not serve yet.
 
-        In any thread, one at a time. Raises CheckpointError or EngineError; the old corpus stays in force then.
+        Runs in any thread, one call at a time. Raises CheckpointError or EngineError; the old corpus stays in use then.
         """
         compaction = Compaction(self.stored.path.resolve(), self.stored.manifest, self.log)
         self._check_files()
@@ -194,7 +194,7 @@ class LoadedRetrieval:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompactedRetrieval:
-    """A corpus that was written anew, with its warm engine, and that is not in force yet."""
+    """A rewritten corpus with its warm engine, not yet in use."""
 
     engine: RetrievalEngine
     encoder: Encoder
@@ -203,7 +203,7 @@ class CompactedRetrieval:
     again: RetrievalLoader
 
     def commit(self, changes: Sequence[Change]) -> LoadedRetrieval:
-        """Put it in force, on the disk too, with what has changed since. Raises CheckpointError; then the old corpus stays in force."""
+        """Put it in use, on the disk too, with the changes made since. Raises CheckpointError; the old corpus then stays in use."""
         for change in changes:
             self.engine.change(change)
         try:
@@ -219,7 +219,7 @@ RetrievalLoader = Callable[[], LoadedRetrieval]
 
 
 def retrieval_loader(checkpoint: Path, corpus: Path, settings: Settings) -> RetrievalLoader:
-    """Loads both, as one. Raises CheckpointError or EngineError, with a sentence for people."""
+    """Return a loader of both together. It raises CheckpointError or EngineError, with a sentence for people."""
 
     def load() -> LoadedRetrieval:
         encoder = load_encoder(checkpoint)
@@ -256,7 +256,7 @@ def _loaded(
 
 
 def engine_options(settings: Settings) -> EngineOptions:
-    """The part of the settings that the engine understands."""
+    """Return the engine's part of the settings."""
     return EngineOptions(
         device=settings.device,
         dtype=settings.dtype,

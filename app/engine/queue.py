@@ -1,4 +1,4 @@
-"""Who is admitted for one kind of work, from the reserved place to the answer."""
+"""Tracks the admitted jobs of one kind of work, from admission to answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from app.telemetry.metrics import BatchReport, Metrics
 
 
 class Queue(Generic[J]):
-    """Belongs to the event loop. `record` counts a forward; `on_idle` is called when the last admitted job has left."""
+    """Used by the event loop only. `record` counts a forward; `on_idle` is called when the last admitted job has left."""
 
     def __init__(
         self,
@@ -25,13 +25,13 @@ class Queue(Generic[J]):
         self.admission = admission
         self.metrics = metrics
         self.answered = self.refused = 0  # since the start
-        self.idle = asyncio.Event()  # set while every admitted job is answered
+        self.idle = asyncio.Event()  # set while no admitted job is unanswered
         self.idle.set()
         self._record = record
         self._on_idle = on_idle
 
     def join(self, job: J, *, again: bool = False) -> Refusal | None:
-        """Reserve a place for the job, whose `on_release` is `leave`, or return why there is none. `again`: the job was refused before."""
+        """Reserve a place for the job, whose `on_release` is `leave`, or return why there is none. `again`: it was refused before."""
         job.reserved = False
         refusal = self.admission.refusal(job, again=again)
         if refusal is None:
@@ -42,7 +42,7 @@ class Queue(Generic[J]):
         return refusal
 
     def leave(self, job: J) -> None:
-        """The job is answered, cancelled or expired."""
+        """Remove a job that was answered, was cancelled or expired."""
         self.answered += 1
         self.admission.remove(job)
         if job.done is not None:
@@ -57,13 +57,13 @@ class Queue(Generic[J]):
                 self._on_idle()
 
     def batch_done(self, report: BatchReport) -> None:
-        """As `worker.Events.batch_done`. How long forwards take decides who is admitted."""
+        """As `worker.Events.batch_done`. Admission predicts waits from the forward times."""
         if not report.failed:
             self.admission.forward_time.observe(report.cost, report.forward_seconds)
         self._record(report)
 
     def error(self, refusal: Refusal, *, counted: bool = True, may_wait: bool = False) -> ServiceError:
-        """The error that the caller gets. A passed deadline is counted in any case."""
+        """Return the caller's error, and count the refusal if `counted` or if its reason is the deadline."""
         kind: type[ServiceError] = DeadlineExceeded if refusal.reason == "deadline" else Overloaded
         if counted or kind is DeadlineExceeded:
             self.refused += 1

@@ -1,4 +1,4 @@
-"""Where forwards run: in the thread of an engine, in native threads, or in the event loop where they are short."""
+"""Runs forwards in an engine's thread, in native threads or, if they are short, in the event loop."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from model.retrieval.inputs import Answers, Query
 
 ENGINE_THREAD, RETRIEVAL_THREAD = "engine", "retrieval"
 
-HAND_OVER_SECONDS = 100e-6  # measured: waking the other thread, being woken, and its cold caches
+HAND_OVER_SECONDS = 100e-6  # measured: waking the other thread, being woken by it, and cold caches
 
 EARLY_CANDIDATES = 384
-"""With so many waiting, an idle native engine's forward begins at once, not at the end of the loop's turn: the loop reads the next
-requests while the kernel's threads compute these."""
+"""With this many waiting, an idle native engine begins its forward at once, not at the end of the loop iteration: the loop reads the
+next requests while the kernel's threads compute these."""
 
 SHORT_SEARCH_SECONDS = 1e-3
 """A batch of searches predicted to take less is computed in the event loop. Most of it is Python, so in another thread it would hold
-the interpreter lock all the same, and the hand-over there and back adds two switches between threads."""
+the interpreter lock anyway, and handing over and back adds two thread switches."""
 
 Result = Sequence[Any] | BaseException
 OnResult = Callable[[Any, float], None]
-"""Called in the event loop with the result, or the exception, and the clock seconds when it was there."""
+"""Called in the event loop with the result or exception, and the clock seconds at which it was ready."""
 
 
 class Runner(Protocol):
-    """Computes forwards of one engine, one at a time. Belongs to the event loop. An exception is a result."""
+    """Computes forwards of one engine, one at a time. Used by the event loop only. Exceptions are passed as results."""
 
     closed: asyncio.Future[None]
-    is_native: bool  # the event loop goes on while native threads compute
+    is_native: bool  # the event loop keeps running while native threads compute
 
     def forward(self, parts: Sequence[Any], cost: int, on_result: OnResult) -> None:
         """Compute one batch of that many tokens."""
         ...
 
     def call(self, call: Callable[[], Any], on_result: OnResult) -> None:
-        """Make this call in the engine's thread."""
+        """Run this call in the engine's thread."""
         ...
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class Runner(Protocol):
 
 
 class EngineThread:
-    """Loads an engine, computes what its `Runner` hands over, and frees it. `ready` and `closed` belong to the event loop."""
+    """Loads an engine, computes what its `Runner` hands over, and frees it. `ready` and `closed` are for the event loop only."""
 
     is_native = False
 
@@ -71,15 +71,15 @@ class EngineThread:
         clock: Clock,
         name: str = ENGINE_THREAD,
     ) -> None:
-        """`load` returns what has the `engine`. `warming` is called in the loop when the checkpoint is read and the warm-up begins.
+        """`load` returns an object with an `engine`. `warming` is called in the loop when the checkpoint was read and the warm-up begins.
 
-        Raises EngineError without a thread.
+        Raises EngineError if no thread can be started.
         """
         self.ready: asyncio.Future[Any] = loop.create_future()
         self.closed: asyncio.Future[None] = loop.create_future()
         self._load = load
         self._loop = loop
-        self._steps = Steps(functools.partial(_post, loop, warming))  # not of `self`: that would be a cycle
+        self._steps = Steps(functools.partial(_post, loop, warming))  # no reference to `self`: that would be a cycle
         self._clock = clock
         self._engine: Any = None
         self._work: SimpleQueue[tuple[Callable[[], Any], OnResult] | None] = SimpleQueue()
@@ -99,11 +99,11 @@ class EngineThread:
         self._work.put((call, on_result))
 
     def close(self) -> None:
-        """Free the engine after what was handed over; `closed` is done then."""
+        """Free the engine after the work handed over so far; `closed` is done then."""
         self._work.put(None)
 
     def abandon(self) -> None:
-        """Give up the load: it ends at its next step, and what it has made is freed."""
+        """Give the load up: it ends at its next step, and whatever it has made is freed."""
         self._steps.stop()
         self.ready.add_done_callback(lambda ready: ready.exception())  # nobody waits for it
         self.close()
@@ -111,7 +111,7 @@ class EngineThread:
     def _main(self) -> None:
         try:
             model = self._load(self._steps)
-        except BaseException as error:  # whoever waits for `ready` owns it
+        except BaseException as error:  # raised to whoever waits for `ready`
             _clear_frames(error)
             _post(self._loop, self.ready.set_exception, error)
         else:
@@ -128,10 +128,10 @@ class EngineThread:
             except BaseException as error:  # even SystemExit: the worker decides what it means
                 result = error
             _post(self._loop, on_result, result, self._clock())
-            del work, call, on_result, result  # else they would live until the next batch
+            del work, call, on_result, result  # else what they hold lives until the next batch
         try:
             self._engine.close()
-        except Exception as error:  # the device may be lost; whoever waits for the end must still be told
+        except Exception as error:  # a lost device, for example: `closed` is set all the same
             structlog.get_logger("app").error("engine_not_closed", exc_info=error)
         self._engine = None
 
@@ -141,7 +141,7 @@ def _forward(engine: Engine, parts: Sequence[Item]) -> Sequence[Outcome]:
 
 
 def _checked(parts: Sequence[Item], outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
-    """Raises EngineError when an engine answers for the wrong number of candidates: nobody may get another request's scores."""
+    """Raise EngineError if the numbers of scores are wrong: no request may get another's scores."""
     if [len(outcome.scores.logits) for outcome in outcomes] != [len(part.candidates.post_ids) for part in parts]:
         raise EngineError("the engine answered for another number of candidates")
     return outcomes
@@ -160,10 +160,10 @@ def _post(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments
 
 
 class NativeForwards:
-    """Forwards of an engine that computes in native threads: the event loop begins each, and is told by a descriptor.
+    """Forwards of an engine that computes in native threads: the event loop begins each, and a descriptor signals the end.
 
-    No Python runs beside the loop, so no thread competes for the interpreter lock. A forward that takes less time than handing it over
-    does is not handed over.
+    No Python runs beside the loop, so no thread competes for the interpreter lock. A forward that is shorter than
+    the hand-over runs in the event loop.
     """
 
     is_native = True
@@ -202,10 +202,10 @@ class NativeForwards:
             self._loop.call_soon(on_result, *self._result(lambda: self._engine.forward(parts)))
 
     def close(self) -> None:
-        """As `Runner.close`. A second call does nothing: its descriptor's number may belong to something else by then."""
+        """As `Runner.close`. A second call does nothing: another file may have the descriptor's number by then."""
         if self._descriptor is not None:
             self._loop.remove_reader(self._descriptor)
-            self._descriptor = self._on_result = None  # the second refers back to the owner of this object
+            self._descriptor = self._on_result = None  # the callback refers back to this runner's owner
             self._thread.close()
 
     def _ready(self) -> None:
@@ -247,7 +247,7 @@ class SearchForwards:
         self._encode_time, self._search_time = ForwardTime(), ForwardTime()
 
     def forward(self, parts: Sequence[Query], cost: int, on_result: OnResult) -> None:
-        """As `Runner.forward`; a result is the answers of the batch and a place there."""
+        """As `Runner.forward`; each result is the answers of the batch and a place in them."""
         try:
             users = self._engine.look_up(parts)
             is_short = self._is_short(parts, users)
@@ -268,17 +268,17 @@ class SearchForwards:
         if isinstance(answers, BaseException):
             on_result(answers, finished)
         else:
-            self._loop.call_soon(self._learn, parts, answers)  # after the forward that was asked for has begun
+            self._loop.call_soon(self._learn, parts, answers)  # later: `on_result` begins the next forward first
             on_result([(answers, place) for place in range(len(parts))], finished)
 
     def _is_short(self, queries: Sequence[Query], users: Users) -> bool:
-        """Whether the whole batch takes less time than handing it to another thread."""
+        """Whether the batch is predicted to take less than `SHORT_SEARCH_SECONDS`."""
         encode = self._encode_time.seconds(users.unknown_tokens) if users.unknown_tokens else 0.0
         search = self._search_time.seconds(_search_cost(queries))
         return encode is not None and search is not None and encode + search < SHORT_SEARCH_SECONDS
 
     def _learn(self, queries: Sequence[Query], answers: Answers) -> None:
-        """Record how long a batch took, for forecasts and metrics."""
+        """Record the batch's times for the forecasts and the metrics."""
         metrics, found = self._metrics, answers.retrieved
         made = sum(1 + len(query.context) for query, posts in zip(queries, found, strict=True) if not posts.cached)
         self._encode_time.observe(made, answers.encode_seconds)
@@ -293,12 +293,12 @@ class SearchForwards:
 
 
 def _search_cost(queries: Sequence[Query]) -> int:
-    """The cost of a search besides the scan: posts to return and ids to hide."""
+    """Cost of a batch of searches besides the scan: posts to find and ids to exclude."""
     return sum(1 + query.k + len(query.filters.exclude) for query in queries)
 
 
 def rank_runner(thread: EngineThread, loop: asyncio.AbstractEventLoop, clock: Clock) -> Runner:
-    """The runner for this thread's engine: native threads where the engine has them, else the thread itself."""
+    """Return the runner for the engine that this thread has loaded: native threads if it has them, else the thread itself."""
     engine = thread.ready.result().engine
     if isinstance(engine, OverlappingEngine) and (descriptor := engine.open()) is not None:
         return NativeForwards(thread, engine, descriptor, loop, clock)

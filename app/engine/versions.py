@@ -1,4 +1,4 @@
-"""Loaded versions of one kind of engine: the one that serves, those that still finish, the one that loads."""
+"""Keeps the versions of one kind of engine: the one that serves, those finishing their requests, the one that loads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MakeRunner = Callable[[EngineThread, asyncio.AbstractEventLoop, Clock], Runner]
 
 
 class Versions(Generic[J]):
-    """One worker a version. Used by the event loop only."""
+    """Holds one worker for each version. Used by the event loop only."""
 
     def __init__(
         self,
@@ -39,16 +39,16 @@ class Versions(Generic[J]):
         self.current: Worker[J] | None = None
         self._make_runner = make_runner
         self._thread_name = thread_name
-        self._held: dict[Any, Worker[J]] = {}  # by the model that they serve
-        self._loading: EngineThread | None = None  # the load under way, or one that was given up and has not ended
+        self._held: dict[Any, Worker[J]] = {}  # by the model they serve
+        self._loading: EngineThread | None = None  # also one that was given up, while others wait for its end
         self._waited_for_until = float("inf")
         self._gone = CacheStats()
 
     async def load(self, load: Callable[[Steps], Any]) -> Worker[J]:
         """Load and warm a model in a thread of its own. Raises what `load` raises, ReloadInProgress, or EngineError when it takes too long.
 
-        The thread of a load that was given up, or cancelled, ends at its next step. It may hang in native code, so another load waits
-        for that no longer than it had time itself.
+        The thread of a load that was given up, or cancelled, ends at its next step. It may hang in native code, so another load is
+        refused for at most `load_seconds` after that.
         """
         if self._loading is not None and not self._loading.closed.done() and self.clock() < self._waited_for_until:
             raise ReloadInProgress("another checkpoint is being loaded")
@@ -69,19 +69,19 @@ class Versions(Generic[J]):
         return Worker(model, self._make_runner(thread, loop, self.clock), self.batching, self.events, self.clock)
 
     def install(self, worker: Worker[J]) -> None:
-        """Serve new requests with it; the one before is freed when its last request is answered."""
+        """Serve new requests with this worker. The previous one is freed when its last request is answered."""
         old, self.current = self.current, worker
         self._held[worker.model.served] = worker
         if old is not None:
             old.retire(self._free)
 
     def find(self, served: Any) -> Worker[J] | None:
-        """The worker of exactly this model, None when it is gone."""
+        """Return the worker that serves exactly this model, or None if it is gone."""
         return self._held.get(served)
 
     @property
     def held(self) -> list[Worker[J]]:
-        """All workers that are not freed, the oldest first."""
+        """All workers not yet freed, the oldest first."""
         return list(self._held.values())
 
     def _free(self, worker: Worker[J]) -> None:
@@ -90,7 +90,7 @@ class Versions(Generic[J]):
             worker.close()
 
     def cache_stats(self) -> CacheStats:
-        """Of all engines since start; bytes and entries of those that live."""
+        """Cache counts of all engines since the start; bytes and entries only of those still held."""
         stats = self._gone
         for worker in self._held.values():
             stats = add_stats(stats, worker.model.engine.cache_stats(), keep_gauges=True)
@@ -98,7 +98,7 @@ class Versions(Generic[J]):
 
     @property
     def waiting(self) -> int:
-        """Jobs that are not being computed."""
+        """Number of jobs that wait to be computed."""
         return sum(worker.waiting for worker in self._held.values())
 
     def silent_seconds(self) -> float:
@@ -106,7 +106,7 @@ class Versions(Generic[J]):
         return max((worker.silent_seconds() for worker in self._held.values()), default=0.0)
 
     def running(self) -> Running:
-        """What the current engine is computing."""
+        """Return what the current engine is computing."""
         return Running() if self.current is None else self.current.running()
 
     def abandon(self) -> list[J]:
@@ -114,7 +114,7 @@ class Versions(Generic[J]):
         return [job for worker in self._held.values() for job in worker.abandon()]
 
     def drop(self) -> list[J]:
-        """Stop serving, without waiting for an engine that may hang; return its jobs."""
+        """Stop serving without waiting for an engine that may hang; return the jobs of all engines."""
         jobs, workers = self.abandon(), self.held
         self.current = None
         for worker in workers:

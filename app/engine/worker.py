@@ -1,4 +1,4 @@
-"""One engine and its queue: which jobs make the next forward, and what becomes of them."""
+"""One engine and its queue: picks the jobs of each forward and gives them their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from app.telemetry.metrics import BatchReport
 from model.engine import EngineError
 
 RETRY_AFTER_SECONDS = 5.0
-LOOK_SECONDS = 0.001  # the shortest time between two looks at all deadlines
+LOOK_SECONDS = 0.001  # the least time between two checks of all deadlines
 
 J = TypeVar("J", bound=QueuedJob)
 T = TypeVar("T")
@@ -31,10 +31,10 @@ log = structlog.get_logger("app")
 
 
 class Events(Protocol):
-    """What a worker tells the service."""
+    """What a worker reports to the service."""
 
     def warming(self) -> None:
-        """The checkpoint is read, and the engine warms up."""
+        """The checkpoint was read, and the engine warms up."""
         ...
 
     def batch_done(self, report: BatchReport) -> None:
@@ -47,13 +47,13 @@ class Events(Protocol):
 
 
 class Worker(Generic[J]):
-    """Belongs to the event loop; forwards run elsewhere, one at a time."""
+    """Queues jobs for one engine. Used by the event loop only; forwards run elsewhere, one at a time."""
 
     def __init__(self, model: Any, runner: Runner, batching: Batching, events: Events, clock: Clock) -> None:
-        """`model` is what was loaded, with its `served` and its `engine`."""
+        """`model` is the loaded model, which has `served` and `engine`."""
         self.model = model
         self.clock = clock
-        self.unfinished = 0  # jobs that hold a place here
+        self.unfinished = 0  # calls of `hold` that `leave` has not undone
         self.on_unused: Callable[[Worker[J]], None] | None = None  # set once another version serves
         self.failure: str | None = None
         self.closed = runner.closed
@@ -61,23 +61,23 @@ class Worker(Generic[J]):
         self._runner = runner
         self._events = events
         self._loop = asyncio.get_running_loop()
-        self._alone: deque[Chunk[J]] = deque()  # chunks of a batch that failed, each to be tried alone
+        self._alone: deque[Chunk[J]] = deque()  # chunks of a failed batch; each is tried by itself
         self._calls: deque[tuple[Callable[[], object], asyncio.Future[Any]]] = deque()  # to be made between forwards
         self._call: asyncio.Future[Any] | None = None  # the one being made
         self._running: list[Chunk[J]] = []
         self._running_since = self._collated = 0.0
-        self._candidates = self._tokens = 0  # of what runs
-        self._queue_seconds: list[float] = []  # of jobs whose first forward is running
-        self._busy_since = 0.0  # clock seconds when work came to an idle engine
-        self._last_forward = 0.0  # clock seconds when one last finished
+        self._candidates = self._tokens = 0  # of the forward that runs
+        self._queue_seconds: list[float] = []  # of the jobs whose first forward runs
+        self._busy_since = 0.0  # clock seconds when the idle engine got work
+        self._last_forward = 0.0  # clock seconds when a forward or call last finished
         self._next: asyncio.Handle | None = None  # will begin a forward
-        self._look: asyncio.TimerHandle | None = None  # for the deadlines of all jobs
-        self._look_at = math.inf  # clock seconds: not later than the earliest deadline
+        self._look: asyncio.TimerHandle | None = None  # checks the deadlines of all jobs
+        self._look_at = math.inf  # clock seconds: the earliest deadline or sooner
         self.is_closing = False  # takes no more work
 
     def submit(self, job: J) -> None:
-        """Queue a job that has its work and its `done`; `finish` ends it."""
-        if self.is_closing:  # the engine is lost, or was given up
+        """Queue a job whose work and `done` are set. The worker calls its `finish` when it ends."""
+        if self.is_closing:  # the engine is lost or was closed
             self._loop.call_soon(job.finish, EngineDown(self.failure, retry_after_seconds=RETRY_AFTER_SECONDS))
             return
         now = self.clock()
@@ -96,14 +96,14 @@ class Worker(Generic[J]):
         if is_due and self._runner.is_native and self.batcher.candidates >= EARLY_CANDIDATES:
             self._begin()
         else:
-            self._next = self._loop.call_soon(self._begin)  # whatever else arrives in this turn of the loop joins
+            self._next = self._loop.call_soon(self._begin)  # jobs that arrive in this loop iteration join
 
     def cancel(self, job: J) -> None:
-        """The caller has its answer or has gone: the job is not computed unless it is in the forward that runs."""
+        """Drop a job whose caller was answered or has gone. If it is in the running forward, that still computes it."""
         self.batcher.remove(job)
 
     async def between(self, call: Callable[[], T]) -> T:
-        """Make this call in the engine's thread between two forwards; return or raise what it does. Raises EngineError once closed."""
+        """Run `call` in the engine's thread between two forwards; return its result. Raises what it raises; EngineError when closing."""
         future: asyncio.Future[T] = self._loop.create_future()
         if self.is_closing:
             raise EngineError("the engine is closed")
@@ -114,7 +114,7 @@ class Worker(Generic[J]):
         return await future
 
     def abandon(self) -> list[J]:
-        """Return every job that waits or is being computed; waiting ones leave the queue."""
+        """Return every job that waits or is being computed, and empty the queue."""
         alone, self._alone = self._alone, deque()
         return [chunk.job for chunk in (*self._running, *alone)] + self.batcher.clear()
 
@@ -132,24 +132,24 @@ class Worker(Generic[J]):
             self._runner.close()
 
     def hold(self) -> None:
-        """Keep this version, for one more job or for somebody who may still ask for it, until `leave`."""
+        """Keep this version until `leave`, for one more job or for a caller that may still use it."""
         self.unfinished += 1
 
     def leave(self) -> None:
-        """As of `hold`. A version that was replaced is freed with the last."""
+        """Undo one `hold`. The last one frees a version that was replaced."""
         self.unfinished -= 1
         if self.on_unused is not None and not self.unfinished:
             self.on_unused(self)
 
     def retire(self, on_unused: Callable[[Worker[J]], None]) -> None:
-        """Another version serves new requests: `on_unused` is called once nobody needs this one."""
+        """Note that another version serves new requests. Calls `on_unused` once nobody holds this one."""
         self.on_unused = on_unused
         if not self.unfinished:
             on_unused(self)
 
     @property
     def waiting(self) -> int:
-        """Jobs that are not being computed."""
+        """Number of jobs that wait to be computed."""
         return len(self.batcher) + len(self._alone)
 
     def running(self) -> Running:
@@ -159,7 +159,7 @@ class Worker(Generic[J]):
         return Running(len(self._running), self._candidates, self._tokens, self.clock() - self._running_since)
 
     def silent_seconds(self) -> float:
-        """For how long work has waited while no forward finished; 0 without work."""
+        """Seconds that work has waited without any forward finishing; 0 without work."""
         return self.clock() - max(self._busy_since, self._last_forward) if self.has_work else 0.0
 
     @property
@@ -177,7 +177,7 @@ class Worker(Generic[J]):
         self._look = self._loop.call_later(seconds, self._expire) if at < math.inf else None
 
     def _expire(self) -> None:
-        """Answer jobs whose deadline has passed. Most end long before, so one timer serves all of them."""
+        """Answer the jobs whose deadline has passed. Most jobs end long before theirs, so one timer serves all."""
         now = self.clock()
         chunks = (*self._running, *self._alone)
         jobs = {job for job in (*(chunk.job for chunk in chunks), *self.batcher.jobs()) if job.done is not None}
@@ -189,7 +189,7 @@ class Worker(Generic[J]):
     # a forward
 
     def _begin(self) -> None:
-        """Take the next batch out of the queue and have it computed, or make a call that has to be made between two."""
+        """Run the next call of `between`, or else take the next batch out of the queue and have it computed."""
         self._next = None
         if self._running or self._call is not None or self.is_closing or self.failure is not None:
             return
@@ -219,7 +219,7 @@ class Worker(Generic[J]):
             self._collated = self.clock()
             self._runner.forward(parts, self._candidates + self._tokens, self._end)
         for job in expired:
-            self._loop.call_soon(job.finish, DeadlineExceeded())  # later: one of them may be just being submitted
+            self._loop.call_soon(job.finish, DeadlineExceeded())  # later: one of them may still be in `submit`
         if not chunks:
             self._begin_next()
 
@@ -261,7 +261,7 @@ class Worker(Generic[J]):
         self._begin_next()
 
     def _begin_next(self) -> None:
-        """An engine that was busy lets the next batch grow for the window."""
+        """Begin the next forward once its batch has grown for the window."""
         if self._next is not None or not self.has_work:
             return
         grow_seconds = 0.0 if self._alone or self._calls else self.batcher.window_end() - self.clock()
@@ -271,7 +271,7 @@ class Worker(Generic[J]):
             self._begin()
 
     def _keep(self, chunks: Sequence[Chunk[J]], outcomes: Sequence[Any]) -> list[Ended[J]]:
-        """Hand out what was computed; return the jobs that end with this forward."""
+        """Give the jobs their results; return those that end with this forward."""
         ended: list[Ended[J]] = []
         for chunk, outcome in zip(chunks, outcomes, strict=True):
             job = chunk.job
@@ -287,9 +287,9 @@ class Worker(Generic[J]):
         return ended
 
     def _failed(self, chunks: Sequence[Chunk[J]], error: BaseException) -> list[Ended[J]]:
-        """Split a batch that raised, so that only the job at fault fails."""
+        """Split a batch that raised, so that only the job to blame fails. Return the jobs that fail now."""
         log.error("forward_failed", items=len(chunks), exc_info=error)
-        if not isinstance(error, Exception):  # a bug of ours: log it and let the process restart
+        if not isinstance(error, Exception):  # a bug in our code: report it, and the process restarts
             self.failure = f"the engine thread died: {type(error).__name__}: {error}"
         elif isinstance(error, EngineError) and error.sticky:
             self.failure = f"the engine is lost: {error}"

@@ -25,8 +25,8 @@ log = structlog.get_logger("app.fronts.answers")
 
 @dataclass(slots=True, eq=False)
 class Front:
-    """One linked front. `tickets`: of its questions, by their numbers; `served`: the numbers of what it may still ask for; `flushed`:
-    the last flush that it has answered."""
+    """One linked front. `tickets`: those of its questions, by number; `served`: numbers of the models it may still ask for;
+    `flushed`: the last flush that it has answered."""
 
     link: Link
     number: int
@@ -35,7 +35,7 @@ class Front:
     flushed: int = 0
 
     def release(self, number: int) -> None:
-        """Forget a question: nobody waits for its answer."""
+        """Release a question whose answer nobody waits for."""
         if (ticket := self.tickets.pop(number, None)) is not None:
             ticket.release()
 
@@ -45,18 +45,18 @@ class Front:
 
 
 class Answering:
-    """`interface.Ticket` of a question that a task answers."""
+    """The `interface.Ticket` of a question that a task answers."""
 
     def __init__(self, task: asyncio.Task[None]) -> None:
         self._task = task
 
     def release(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancel the task: nobody waits for its answer."""
         self._task.cancel()
 
 
 class Answers:
-    """Answers questions by their type. Each method in `by_question` raises ValueError for a message that our fronts never send."""
+    """Each handler in `by_question` raises ValueError for a question that no front of ours sends. Used by the event loop only."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class Answers:
         look: Callable[[], object],
         flush: Callable[[], Awaitable[None]],
     ) -> None:
-        """`kept`: what fronts may ask for, by number; `scrapes`: the metrics of all processes; `look` tells fronts what has changed;
-        `flush` returns when they have read it."""
+        """`kept`: workers that fronts may ask for, by number; `scrapes`: the metrics of all processes; `look` tells fronts what has
+        changed; `flush` returns when they have read it."""
         self.tasks: set[asyncio.Task[None]] = set()
         ways = {name: self._rank if name == "rank" else self._ask for name in wire.METHODS}
         self.by_question: dict[type, Callable[[Front, Any], None]] = {
@@ -83,7 +83,7 @@ class Answers:
         self._flush = flush
 
     def _served(self, front: Front, question: Any, number: int, kind: type[Any]) -> Any:
-        """The model or corpus that a question names. This is the last check: native code then reads tables by the numbers in it."""
+        """Return the model that a question names. Raises ValueError for a wrong one: nothing later checks it, and native code trusts it."""
         if question.id in front.tickets:
             raise ValueError("a question of a number that another has")
         found = self._kept[number].model.served if number in front.served else None
@@ -92,7 +92,7 @@ class Answers:
         return found
 
     def _rank(self, method: wire.Method, front: Front, asked: Any) -> None:
-        """Admit and rank, or answer with the refusal."""
+        """Admit and rank a request, or answer with the error."""
         model, service = self._served(front, asked, asked.model, ServedModel), self._service
         context, candidates = asked.context, asked.candidates
         if isinstance(context, str) and not len(candidates):
@@ -133,7 +133,7 @@ class Answers:
                 argument.check(config)
         if not method.has_done:
             task = keep(self.tasks, self._await(method, front, question.id, arguments))
-            if "deadline" in arguments:  # else it runs to its end
+            if "deadline" in arguments:  # others run to their end, even if nobody waits
                 front.tickets[question.id] = Answering(task)
             return
         try:
@@ -144,7 +144,7 @@ class Answers:
             front.fail(question.id, error)
 
     async def _await(self, method: wire.Method, front: Front, number: int, arguments: dict[str, Any]) -> None:
-        """Answer a question once every front has heard what it changed."""
+        """Call the method and answer the question, once every front has heard of any change it made."""
         work = self._scrapes.get if method.name == "exposition" else getattr(self._owners[method.owner], method.name)
         try:
             for name, argument in arguments.items():
@@ -177,7 +177,7 @@ class Answers:
 
 
 def keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Run this in a task that `tasks` keeps until it ends."""
+    """Run `work` in a task that `tasks` holds until it ends."""
     task = asyncio.get_running_loop().create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)

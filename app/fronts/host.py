@@ -23,11 +23,11 @@ from app.settings import Settings
 from app.telemetry.exposition import Scrapes
 from app.telemetry.sums import Sums
 
-LOOK_SECONDS = 0.005  # from one look at a full queue to the next
-IDLE_LOOK_SECONDS = 0.05  # from one look at everything else that fronts are told to the next
-CLOSED_SECONDS = 0.05  # between two notes of how long a full queue takes
+LOOK_SECONDS = 0.005  # between two checks whether a full queue is still full
+IDLE_LOOK_SECONDS = 0.05  # the same for everything else that is sent to fronts
+CLOSED_SECONDS = 0.05  # between two messages on how long a queue stays full
 SIGN_OF_LIFE_SECONDS = 1.0
-FLUSH_SECONDS = 0.2  # time for a front to answer; a stopped front delays the others this long
+FLUSH_SECONDS = 0.2  # the time a front has to answer a flush; a stopped front delays others by this much
 LAST_WORDS_SECONDS = 1.0  # for replies to reach the fronts before the process ends
 WAIT_SECONDS = 0.01
 
@@ -35,7 +35,7 @@ log = structlog.get_logger("app.fronts.host")
 
 
 class EngineHost:
-    """Serves fronts until a signal or the loss of the engine. All methods belong to the event loop."""
+    """Serves fronts until a signal or the loss of the engine. Used by the event loop only."""
 
     def __init__(self, service: RankingService, reloads: Reloader, settings: Settings) -> None:
         self.service = service
@@ -43,11 +43,11 @@ class EngineHost:
         self.settings = settings
         self.exit_code = 0
         self._fronts: dict[Link, Front] = {}
-        self._links: set[Link] = set()  # also those that have not said Hello
-        self._kept: dict[int, Worker[Any]] = {}  # what serves, and what a front may still ask for
+        self._links: set[Link] = set()  # also those that have not sent a Hello
+        self._kept: dict[int, Worker[Any]] = {}  # held: workers that serve, or that a front may still ask for
         self._numbers = itertools.count(1)
         self._state: wire.State | None = None
-        self._told = 0.0  # when fronts were last told the state
+        self._told = 0.0  # clock seconds when fronts were last sent the state
         self._sums = Sums()
         self._scrapes = Scrapes(self._exposition)
         self._flushes = itertools.count(1)
@@ -65,7 +65,7 @@ class EngineHost:
         service.on_fatal = self._fatal
 
     async def serve(self, path: str) -> int:
-        """Serve until SIGTERM or the loss of the engine; the exit code. SIGHUP reads the present checkpoint again."""
+        """Serve until SIGTERM or the loss of the engine; return the exit code. SIGHUP reads the present checkpoint again."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self.drain)
         loop.add_signal_handler(signal.SIGHUP, self.reloads.reload_soon)
@@ -77,7 +77,7 @@ class EngineHost:
         return self.exit_code
 
     async def start(self, path: str) -> asyncio.Server:
-        """Begin to load, and listen on a socket."""
+        """Begin loading, and listen on a socket."""
         self.service.start()
         if self.settings.reload.watch_seconds:
             self.reloads.watch(self.settings.reload.watch_seconds)
@@ -86,7 +86,7 @@ class EngineHost:
         return server
 
     async def stop(self) -> None:
-        """Answer what was admitted, then end every link."""
+        """Answer the admitted requests, then end every link."""
         self.reloads.stop()
         if not await self.service.stop(self.settings.drain.timeout_seconds):
             self.exit_code = self.exit_code or EXIT_FAILED
@@ -98,7 +98,7 @@ class EngineHost:
             task.cancel()
 
     def drain(self) -> None:
-        """Lose readiness, serve the fronts that are linked, and end with the last of them. A second time does nothing."""
+        """Report not ready, serve the linked fronts, and end with the last of them. A second call does nothing."""
         if not self.service.lifecycle.draining:
             self.service.begin_drain()
             keep(self._tasks, self._end_with_fronts())
@@ -109,7 +109,7 @@ class EngineHost:
         self._ended.set()
 
     def _fatal(self, reason: str) -> None:
-        """Only a new process can help. Everyone who waited has been answered."""
+        """End the process. All waiting requests were answered, and only a new process can help."""
         self.exit_code = EXIT_ENGINE_LOST if self.service.health().started else EXIT_FAILED
         self._look()
         self._ended.set()
@@ -138,7 +138,7 @@ class EngineHost:
         log.info("front_linked", front=front.number)
 
     def _lose(self, link: Link) -> None:
-        """Drop the requests of a front that is gone. Only its counts stay."""
+        """Drop the front's requests and keep nothing of it but its counts."""
         self._links.discard(link)
         front = self._fronts.pop(link, None)
         if front is None:
@@ -150,7 +150,7 @@ class EngineHost:
         self._sums.forget(front)
         log.info("front_gone", front=front.number, requests=len(front.tickets))
 
-    # what fronts are told
+    # messages to fronts
 
     async def _look_on(self) -> None:
         while True:
@@ -159,7 +159,7 @@ class EngineHost:
             await asyncio.sleep(LOOK_SECONDS if is_closed else IDLE_LOOK_SECONDS)
 
     def _look(self) -> wire.State:
-        """Tell every front what has changed: what serves, health, whether there is room."""
+        """Tell every front if anything has changed: what serves, health, whether there is room."""
         service, second, refusal = self.service, self.service.second, self.service.admission.closed()
         state = wire.State(
             service.health(),
@@ -183,7 +183,7 @@ class EngineHost:
         return state
 
     def _number(self, worker: Worker[Any] | None) -> int:
-        """The number by which fronts know what this worker serves; new ones are announced first. 0 for none."""
+        """Return the number by which fronts know this worker's model, 0 for none. A new one is announced to them."""
         if worker is None:
             return 0
         for number, kept in self._kept.items():
@@ -200,7 +200,7 @@ class EngineHost:
         front.link.send(wire.Serve.of(number, self._kept[number].model.served))
 
     def _leave(self, front: Front, number: int) -> None:
-        """A front has dropped this model or corpus and will not ask for it again."""
+        """Note that this front will ask for this model no more."""
         front.served.discard(number)
         self._free(number)
 
@@ -211,7 +211,7 @@ class EngineHost:
         if number in self._kept and not is_wanted:
             self._kept.pop(number).leave()
 
-    # what fronts tell
+    # messages from fronts
 
     def _count(self, front: Front, counts: wire.Counts) -> None:
         self._sums.add(front, counts.families)
@@ -221,7 +221,7 @@ class EngineHost:
         self.service.admission.offered.observe(self.service.clock(), requests=refused.requests)
 
     async def _flush(self) -> None:
-        """Return when every front has read what was sent to it and reported its counts. A stopped front is not waited for."""
+        """Wait until every front has read all that was sent to it and has sent its counts, at most `FLUSH_SECONDS`."""
         asked, number = list(self._fronts.values()), next(self._flushes)
         for front in asked:
             front.link.send(wire.Flush(number))

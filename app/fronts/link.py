@@ -1,6 +1,6 @@
-"""One end of the socket between a front and the engine process: bytes ↔ frames. Not for what a frame asks for.
+"""One end of the socket between a front and the engine process: bytes ↔ frames.
 
-What is sent in one turn of the loop is written by one system call: one for each frame would be a fifth of a busy engine process's time.
+Frames sent in one loop iteration are written by one system call: one call each would take a fifth of a busy engine process's time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = structlog.get_logger("app.fronts.link")
 
 
 class Link(asyncio.Protocol):
-    """`take` is called with each frame; one that it refuses with ValueError ends the link, as bytes that are no frame do.
+    """`take` is called with each frame. If it raises ValueError, or if bytes are not a frame, the link ends.
 
     `lost` is called once at the end, unless the peer was a stranger. Used by the event loop only.
     """
@@ -36,21 +36,21 @@ class Link(asyncio.Protocol):
         made: Callable[[Link], None],
         lost: Callable[[Link], None],
     ) -> None:
-        self.congested = False  # the peer reads more slowly than is written
+        self.congested = False  # the peer reads more slowly than we write
         self._decode = decoder.decode
         self._take = take
         self._made = made
         self._lost = lost
         self._known = False
-        self._rest = bytearray()  # the beginning of a frame
-        self._unwritten: list[bytes] = []  # of this turn of the loop
+        self._rest = bytearray()  # the beginning of an incomplete frame
+        self._unwritten: list[bytes] = []  # frames of this loop iteration
         self._unwritten_bytes = 0
         self._transport: asyncio.Transport | None = None
 
     def send(self, message: Message) -> None:
-        """Write a frame; nothing on a link that has ended. Raises ValueError for one that is too long.
+        """Write a frame, unless the link has ended. Raises ValueError for one that is too long.
 
-        A peer that has long taken nothing is cut off: what waits for it has a bound.
+        A peer that stops reading is cut off once more than `MAX_BYTES` wait for it.
         """
         if self._transport is not None:
             if not self._unwritten:
@@ -61,7 +61,7 @@ class Link(asyncio.Protocol):
                 self._write()
 
     def close(self) -> None:
-        """Close the link once everything is written."""
+        """End the link when everything is written."""
         self._write()
         if self._transport is not None:
             self._transport.close()
@@ -109,7 +109,7 @@ class Link(asyncio.Protocol):
             self._rest += data[taken:]
 
     def _frames(self, data: bytes | bytearray) -> int:
-        """Take every complete frame; return how many bytes these had."""
+        """Take every whole frame; return how many bytes they are."""
         start, size = 0, len(data)
         with memoryview(data) as view:
             while self._transport is not None and size - start >= LENGTH.size:
@@ -128,7 +128,7 @@ class Link(asyncio.Protocol):
         return min(start, size)
 
     def _end(self, reason: str) -> None:
-        """End the link with a misbehaving peer, without effect on others."""
+        """Cut off a misbehaving peer, so that it does not affect others."""
         log.error("link_broken", reason=reason[:200])
         if self._transport is not None:
             self._transport.abort()

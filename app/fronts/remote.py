@@ -27,7 +27,7 @@ from model.retrieval.inputs import PostChange, Query
 
 RETRY_AFTER_SECONDS = 2.0  # while the engine process starts
 OVERRUN_RETRY_SECONDS = 1.0
-SILENT_SECONDS = 4.0  # without a sign of life, which comes every second
+SILENT_SECONDS = 4.0  # the longest time without a sign of life, which comes once a second
 SCRAPE_SECONDS = 5.0
 STARTING = wire.State(Health(False, False, False, False, "The engine process is starting."))
 ENDED = wire.State(Health(False, False, True, False, "The engine process has ended."))
@@ -37,7 +37,7 @@ log = structlog.get_logger("app.fronts.remote")
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """`interface.Ticket`: a request that is first prepared, then sent, at last answered or released."""
+    """`interface.Ticket`: a request that is prepared, then sent, and finally answered or released."""
 
     model: ServedModel
     deadline: float
@@ -48,26 +48,26 @@ class Place:
     asked: Asked | None = None
 
     def release(self) -> None:
-        """Free the place and drop what is not computed yet; a second call does nothing."""
+        """Free the place and drop work not yet computed. A second call does nothing."""
         self.used = True
         if self.asked is not None:
             self.asked.release()
 
 
 class RemoteService:
-    """`interface.Service` of one front. All methods belong to the event loop. `serves`: what new requests are for, by the numbers of the
-    engine process; `numbers`: those of all that it still has.
+    """`interface.Service` of one front. Used by the event loop only. `serves`: the models for new requests, by the engine process's
+    numbers; `numbers`: the numbers of all models that the front still has.
 
-    The engine process keeps a model until no front has it any more: a front says so when its own last reference is gone.
+    The engine process keeps a model until no front has it. A front tells it when the front's last reference is gone.
     """
 
     def __init__(self, settings: Settings, path: str, front: int, metrics: Metrics) -> None:
-        """`path`: of the engine process's socket."""
+        """`path` is that of the engine process's socket."""
         self.settings = settings
         self.metrics = metrics
         self.clock = time.monotonic
         self.on_fatal: Callable[[str], None] = lambda reason: None  # nothing here is fatal: the supervisor decides
-        self.linked = asyncio.Event()  # the engine process has said how it is
+        self.linked = asyncio.Event()  # set while the engine process's state is known
         self.uplink = Uplink(path, front, Deltas(metrics.registry), self._receive, self._lose, self._down)
         self.retrieval = RemoteRetrieval(self)
         self.state = STARTING
@@ -80,15 +80,15 @@ class RemoteService:
     # life
 
     def start(self) -> None:
-        """Keep a link to the engine process from now on; a second time does nothing."""
+        """Keep a link to the engine process from now on. A second call does nothing."""
         self.uplink.start()
 
     def begin_drain(self) -> None:
-        """Readiness is lost; requests are still served."""
+        """Report not ready, but keep serving requests."""
         self._draining = True
 
     async def stop(self, timeout_seconds: float) -> bool:
-        """Wait for what is under way, then end the link. False when the time was not enough."""
+        """Wait for requests under way, then end the link. Return False if time ran out."""
         self._draining = self._refusing = True
         until = self.clock() + timeout_seconds
         while self.uplink.asked and self.clock() < until:  # noqa: ASYNC110  # once in a life
@@ -98,10 +98,10 @@ class RemoteService:
         return finished
 
     def has_running_threads(self) -> bool:
-        """None here."""
+        """Always False: a front has no engine threads."""
         return False
 
-    # what the engine process says
+    # messages from the engine process
 
     def _receive(self, message: Any) -> None:
         if isinstance(message, wire.Serve):
@@ -118,7 +118,7 @@ class RemoteService:
             self.linked.set()
 
     def _lose(self) -> None:
-        """The engine process has ended: answer everyone who waits at once."""
+        """Forget the state of an engine process that has ended."""
         self.linked.clear()
         self.serves.clear()
         self.numbers.clear()
@@ -142,14 +142,14 @@ class RemoteService:
 
     @property
     def second(self) -> Second | None:
-        """The second checkpoint, as the engine process told last; None where none is configured."""
+        """The second checkpoint as last reported by the engine process; None if none is configured."""
         if self.settings.shadow.checkpoint is None:
             return None
         held = cast(ServedModel | None, self.serves.get(self.state.second))
         return Second(held, self.state.second_reason, self.state.answers and held is not None)
 
     def check_open(self, key: str | None = None) -> None:
-        """Raise what any request would get now, as far as this front knows: NotReady, Draining, EngineDown or Overloaded."""
+        """Raise NotReady, Draining, EngineDown or Overloaded if, as far as this front knows, every request would get it now."""
         self._check_able()
         self._loop_clock.last_request = self.clock()
         if not self._loop_clock.is_ticking:
@@ -175,7 +175,7 @@ class RemoteService:
         again: bool = False,
         waits: bool = False,
     ) -> Place:
-        """Prepare a request on `model`. The engine process admits it once it is sent. Raises NotReady, Draining or EngineDown."""
+        """Prepare a request on `model`; the engine process decides on it when it is sent. Raises NotReady, Draining or EngineDown."""
         self._check_able()
         self._check_served(model)
         deadline = self.clock() + self.settings.deadline.default_seconds if deadline is None else deadline
@@ -209,10 +209,10 @@ class RemoteService:
     # ranking
 
     def shrink(self, ticket: Ticket, candidates: int) -> None:
-        """No-op: the count is sent with the request."""
+        """Do nothing: the number of candidates is sent with the request."""
 
     def rank(self, ticket: Ticket, context: Context | str, candidates: Candidates, done: Done) -> None:
-        """Send the request. `done` is called once, later, unless the ticket is released first; an unknown handle reaches it as an error."""
+        """Send the request. `done` is called once, later, unless the ticket is released first. It also hears of an unknown handle."""
         assert isinstance(ticket, Place)
         if ticket.used:
             raise ValueError("this ticket was used before")
@@ -256,7 +256,7 @@ class RemoteService:
         return Health(ready=not reason, started=self._started, failed=failed, draining=draining, reason=reason)
 
     async def corpus(self) -> Changed | None:
-        """As `interface.Service.corpus`. Raises EngineDown where it cannot be had."""
+        """As `interface.Service.corpus`. Raises NotReady or EngineDown without a link, and DeadlineExceeded."""
         return cast(Changed | None, await self.uplink.ask("corpus", deadline=self.clock() + SCRAPE_SECONDS))
 
     async def exposition(self) -> bytes:
@@ -269,7 +269,7 @@ class RemoteService:
 
 
 class RemoteRetrieval:
-    """`interface.Retrieval` of one front. All methods belong to the event loop."""
+    """`interface.Retrieval` of one front. Used by the event loop only."""
 
     def __init__(self, service: RemoteService) -> None:
         self._service = service
@@ -277,7 +277,7 @@ class RemoteRetrieval:
 
     @property
     def served(self) -> ServedRetrieval:
-        """What serves new requests. Raises CorpusNotLoaded."""
+        """The towers and corpus that serve new requests. Raises CorpusNotLoaded."""
         served = self._service.serves.get(self._service.state.corpus)
         if served is None:
             is_wanted = self._service.settings.retrieval.checkpoint is not None
@@ -288,7 +288,7 @@ class RemoteRetrieval:
     def retrieve(
         self, served: ServedRetrieval, query: Query, deadline: float, key: str | None, done: FoundDone
     ) -> Ticket:
-        """As `interface.Retrieval.retrieve`; whether there is room is decided by the engine process."""
+        """As `interface.Retrieval.retrieve`; the engine process decides whether there is room."""
         number = self._service.numbers.get(served)
         if number is None:
             raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)
@@ -310,11 +310,11 @@ class RemoteReloads:
         self.service = service
 
     def resolve(self, name: str) -> Path:
-        """Return the name unchanged; the engine process resolves it."""
+        """Return the name unchanged."""
         return Path(name)
 
     async def reload(self, path: Path | None = None, *, second: bool = False) -> ServedModel:
-        """As `interface.Reloads.reload`, of a name below the root."""
+        """As `interface.Reloads.reload`, for a name below the root."""
         await self.service.uplink.ask("reload", path, second)
         held = self.service.second
         if not second:
@@ -329,10 +329,10 @@ class RemoteReloads:
         return self.service.retrieval.served
 
     def reload_soon(self) -> None:
-        """No-op: the engine process gets the SIGHUP."""
+        """Do nothing: the engine process handles SIGHUP."""
 
     def watch(self, seconds: float) -> None:
-        """No-op: the engine process watches."""
+        """Do nothing: the engine process watches."""
 
     def stop(self) -> None:
-        """No-op: a front has no reload of its own."""
+        """Do nothing: a front has no reload of its own."""

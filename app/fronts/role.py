@@ -1,4 +1,4 @@
-"""What a supervisor tells the processes that it starts: which one to be, and where to find the others."""
+"""What a supervisor passes to each process it starts: its role, and where to find the others."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PR_SET_PDEATHSIG = 1
 
 
 class Role(msgspec.Struct, frozen=True):
-    """`path`: of the engine process's socket. A front also gets the descriptors of every front's listening sockets, by number,
-    and one on which it reads its own number, when it is needed."""
+    """`path` is that of the engine process's socket. A front also gets the descriptors of every front's listening sockets, by front
+    number, and one from which it reads its own number when it is needed."""
 
     path: str
     supervisor: int
@@ -24,7 +24,7 @@ class Role(msgspec.Struct, frozen=True):
 
     @classmethod
     def inherited(cls) -> Role | None:
-        """Of this process, which then ends with its supervisor and leaves the signals of a terminal to it; None without a role."""
+        """Return this process's role, or None. With a role, the process dies with its supervisor and leaves a terminal's signals to it."""
         told = os.environ.pop(VARIABLE, None)
         if told is None:
             return None
@@ -33,20 +33,20 @@ class Role(msgspec.Struct, frozen=True):
             signal.signal(number, signal.SIG_IGN)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != role.supervisor:
-            os._exit(1)  # it has ended in the meantime
+            os._exit(1)  # the supervisor has ended meanwhile
         return role
 
     def environment(self) -> dict[str, str]:
-        """Of a process with this role."""
+        """Return the environment for a process with this role."""
         return {**os.environ, VARIABLE: msgspec.json.encode(self).decode()}
 
     @property
     def is_front(self) -> bool:
-        """Whether this is a front; else it is the engine process."""
+        """Whether it is a front; else it is the engine process."""
         return self.assignment is not None
 
     def wait_assigned(self) -> tuple[int, list[socket.socket]]:
-        """The number of this front and its listening sockets. It returns when the front is needed."""
+        """Wait until this front is needed; return its number and its listening sockets."""
         assert self.assignment is not None
         number = int(os.read(self.assignment, 16) or b"0")
         if not number:

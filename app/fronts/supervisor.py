@@ -1,17 +1,17 @@
-"""Starts the engine process and the fronts, starts again what ends, and ends them in order. Needs neither torch nor HTTP.
+"""Starts the engine process and the fronts, restarts those that end, and stops all of them in order. Needs neither torch nor HTTP.
 
-what comes                     what the supervisor does                                            exits with
+event                          what the supervisor does                                            exits with
 SIGTERM, SIGINT                every process drains; the engine process ends after the last front  0; 1 after a timeout
-the same a second time         ends all at once                                                    128 + signal
-SIGHUP                         hands it to the engine process                                      –
-a front ends                   starts it again; one that cannot use its settings ends the whole    its code
-no process can be had          tries again after a pause                                           –
+a second such signal           kills all processes                                                 128 + signal
+SIGHUP                         passes it to the engine process                                     –
+a front ends                   restarts it; stops all if it cannot use its settings                its code
+a process cannot be started    tries again after a pause                                           –
 the engine process ends:
   the first load failed        fronts stop as after the drain delay                                1
-  otherwise                    starts it again, or the same: RANKER_ENGINE_LOSS                    70
-no address to listen on        ends                                                                3
+  otherwise                    restarts it, or stops: see RANKER_ENGINE_LOSS                       70
+cannot listen on an address    ends                                                                3
 
-It holds every listening socket of every front: what waits to be accepted by a front that ends is accepted by the next one.
+It holds all listening sockets of the fronts. So when a front ends, the next one accepts the connections that waited there.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from app.fronts.role import Role
 from app.settings import Settings
 from app.telemetry import logs
 
-PREFIX, SOCKET = "ranker-engine-", "engine"  # of a directory below the temporary one, and in it
-SOON_SECONDS = 1.0  # a front that lived for less is restarted after a pause
-PAUSE_SECONDS = 0.5  # also the pause after the system refused to start a process
-ENGINE_SECONDS = 5.0  # an engine process that lived for less is not restarted
-PATIENCE_SECONDS = 10.0  # beyond what draining may take
+PREFIX, SOCKET = "ranker-engine-", "engine"  # names of a directory in the temporary one, and of the socket in it
+SOON_SECONDS = 1.0  # a front that lived less is restarted after a pause
+PAUSE_SECONDS = 0.5  # also before retrying a start that the system refused
+ENGINE_SECONDS = 5.0  # an engine process that lived less is not restarted
+PATIENCE_SECONDS = 10.0  # beyond the time that draining may take
 
 log = structlog.get_logger("app.fronts.supervisor")
 
@@ -55,7 +55,7 @@ class Spare:
 
 
 class Supervisor:
-    """All methods belong to its event loop."""
+    """Keeps the engine process and the fronts running. Used by its event loop only."""
 
     def __init__(self, settings: Settings, engine: Sequence[str], front: Sequence[str]) -> None:
         """`engine` and `front` are the commands of the two kinds of processes."""
@@ -65,16 +65,16 @@ class Supervisor:
         self._listening: dict[int, list[socket.socket]] = {}
         self._fronts: dict[int, asyncio.subprocess.Process] = {}
         self._engine: asyncio.subprocess.Process | None = None
-        self._started: list[asyncio.subprocess.Process] = []  # all that may still run
+        self._started: list[asyncio.subprocess.Process] = []  # processes that may still run
         self._spare: Spare | None = None
         self._starting = asyncio.Lock()  # one spare at a time
         self._path = ""
         self._ending = asyncio.Event()
-        self._sent: signal.Signals  # what tells the fronts to end
+        self._sent: signal.Signals  # the signal that tells the fronts to end
         self._signals = 0
 
     async def run(self) -> int:
-        """Until a signal, or until something ends that is not started again; the exit code."""
+        """Run until a signal, or until a process ends that is not restarted; return the exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end_by, number)
@@ -105,7 +105,7 @@ class Supervisor:
             try:
                 found = _free(host, port)
                 if (host, port) not in shared:
-                    continue  # gRPC takes no socket that is there already: each front listens by itself
+                    continue  # gRPC cannot use an existing socket: each front opens its own
                 for number in numbers:
                     self._listening[number].append(_listener(host, found, BACKLOG))
             except OSError as error:
@@ -127,7 +127,7 @@ class Supervisor:
         while True:
             began = time.monotonic()
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)  # of the one before
+                os.unlink(self._path)  # the socket of the engine process before
             try:
                 self._engine = await self._start(self._commands[0], Role(self._path, os.getpid()))
             except OSError as error:
@@ -180,7 +180,7 @@ class Supervisor:
     async def _take_spare(self) -> Spare:
         async with self._starting:
             taken, self._spare = self._spare or await self._start_spare(), None
-            with contextlib.suppress(OSError):  # whoever needs the next one reports the reason
+            with contextlib.suppress(OSError):  # tried again, and logged, when the next one is needed
                 self._spare = await self._start_spare()
         return taken
 
@@ -199,7 +199,7 @@ class Supervisor:
     # ends
 
     def _reload(self) -> None:
-        """Pass SIGHUP on, unless the engine process is still starting: the signal would end it, and it reads the checkpoint anyway."""
+        """Pass on SIGHUP. An engine process that does not listen yet would die of it, and reads the checkpoint anyway."""
         if self._engine is not None and os.path.exists(self._path):
             _send(self._engine, signal.SIGHUP)
 
@@ -220,7 +220,7 @@ class Supervisor:
             self._ending.set()
 
     async def _all_end(self, engine: asyncio.Task[None], fronts: list[asyncio.Task[None]]) -> None:
-        """End every process. Close our copies of the listening sockets first: a connection waiting on one would never be accepted."""
+        """End all processes. Only fronts may hold listening sockets when they close them: else waiting connections are never accepted."""
         async with self._starting:
             for process in self._started:
                 if process is not self._engine and process not in self._fronts.values():
@@ -241,7 +241,7 @@ class Supervisor:
             self._note(EXIT_FAILED)
 
     def _note(self, code: int) -> None:
-        """Keep the exit code that says most: the loss of the engine outranks a failed drain."""
+        """Set the exit code. A lost engine overrides all others; else the first failure stays."""
         self.exit_code = code if code == EXIT_ENGINE_LOST else self.exit_code or code
 
     def _kill(self) -> None:
@@ -250,7 +250,7 @@ class Supervisor:
 
 
 def _locked_directory() -> tuple[str, int]:
-    """A directory for the socket that nobody else may enter, and a descriptor whose lock ends with this process, however it ends."""
+    """Return a private directory for the socket, and a descriptor whose lock ends with this process, however it ends."""
     while True:
         directory = tempfile.mkdtemp(prefix=PREFIX)  # 0700
         lock = os.open(directory, os.O_RDONLY)
@@ -261,9 +261,9 @@ def _locked_directory() -> tuple[str, int]:
 
 
 def _remove_left_behind() -> None:
-    """Remove the directories of our supervisors that were killed: nobody holds their locks."""
+    """Remove the directories of our supervisors that were killed: nobody locks them."""
     for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # not ours, locked, or already gone
+        with contextlib.suppress(OSError):  # another user's, locked, or gone by now
             lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -273,7 +273,7 @@ def _remove_left_behind() -> None:
 
 
 def _remove(directory: str | Path) -> None:
-    """Remove the socket, and its directory if that is empty."""
+    """Remove the socket, and its directory if nothing else is in it."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(directory, SOCKET))
     with contextlib.suppress(OSError):
@@ -291,12 +291,12 @@ async def _pause(error: OSError) -> None:
 
 
 def _failed(code: int) -> int:
-    """The exit code of the whole for that of a process that was told to end; one that had not begun ends by the signal."""
+    """Turn the exit code of a process that was told to end into ours. A process that had not begun dies of the signal."""
     return 0 if code in (0, -signal.SIGTERM, -signal.SIGUSR1) else EXIT_FAILED
 
 
 def _free(host: str, port: int) -> int:
-    """The port, or a free one for 0. Raises OSError where somebody listens: sharing a port is for the fronts of one service."""
+    """Return the port, or a free one for 0. Raises OSError if somebody listens there: only fronts of one service share a port."""
     with socket.socket(_family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
@@ -313,13 +313,13 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def run(settings: Settings, arguments: Sequence[str] = (), engine: Sequence[str] | None = None) -> int:
-    """Serve with several fronts until the end; the exit code.
+    """Serve with several fronts until the end; return the exit code.
 
-    `arguments` are the settings on the command line; `engine` is the command of another engine process than ours.
+    `arguments` are the settings on the command line; `engine` replaces the command of our own engine process.
     """
     logs.configure(settings.logs)
     safe = (
         () if Path(__file__).parents[2] == Path.cwd() else ("-P",)
-    )  # else somebody's app.py in the working directory would start
+    )  # else an app.py in the working directory would start
     front = [sys.executable, *safe, "-m", "app", *arguments]
     return asyncio.run(Supervisor(settings, engine or front, front).run())

@@ -1,4 +1,4 @@
-"""Keeps a front linked to the engine process and tracks unanswered questions. Does not know their meaning."""
+"""Keeps a front linked to the engine process, and tracks its unanswered questions whatever they ask."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from app.telemetry.sums import Deltas
 
 CONNECT_SECONDS = 0.02  # between two attempts
 TURN_SECONDS = 0.1
-COUNTS_TURNS = 5  # between two reports of counts; a killed front loses at most this much
-GRACE_SECONDS = 0.25  # after a deadline, for the engine process to answer it itself
+COUNTS_TURNS = 5  # between two reports of what was counted; a killed front loses the counts of this time
+GRACE_SECONDS = 0.25  # after a deadline, for the engine process to answer first
 CLOSE_SECONDS = 1.0
 
 log = structlog.get_logger("app.fronts.uplink")
@@ -31,8 +31,8 @@ def _nobody(result: Any) -> None:
 
 
 class Asked:
-    """`interface.Ticket`: a question until it is answered or released. `deadline`: seconds of CLOCK_MONOTONIC; `answer`: the only type of
-    message that answers it, but for `Failed`; `done` is called once with the result or the error."""
+    """`interface.Ticket`: a question until it is answered or released. `deadline`: seconds of CLOCK_MONOTONIC; `answer`: the type of
+    message that answers it, besides `Failed`; `done` is called once with the result or the error."""
 
     __slots__ = ("answer", "deadline", "done", "number", "uplink")
 
@@ -45,17 +45,17 @@ class Asked:
         uplink.asked[self.number] = self
 
     def release(self) -> None:
-        """Nobody waits any more; a second call does nothing."""
+        """Drop the question and tell the engine process. A second call does nothing."""
         if self.uplink.asked.pop(self.number, None) is not None:
             self.done = _nobody
             self.uplink.send(wire.Cancel(self.number))
 
     def end(self, result: Any) -> None:
-        """Give the result to whoever asked, unless the question was released or has ended."""
+        """Call `done` with the result, unless the question was released or has ended."""
         if self.uplink.asked.pop(self.number, None) is None:
             return
         self.uplink.answered += 1
-        done, self.done = self.done, _nobody  # whoever asked holds this object: without a cycle both are freed at once
+        done, self.done = self.done, _nobody  # the caller holds this object: without a cycle both are freed at once
         try:
             done(result)
         except Exception as error:  # a fault in one request must not end the link of all
@@ -63,8 +63,8 @@ class Asked:
 
 
 class Uplink:
-    """Used by the event loop only. `receive` gets what answers nothing, `lost` is called when a link has ended, `down` is the error
-    of whoever asks without one.
+    """Used by the event loop only. `receive` gets messages that are not answers, `lost` is called when a link has ended, `down` returns
+    the error for questions without a link.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Uplink:
         self.numbers = itertools.count(1)
         self.asked: dict[int, Asked] = {}
         self.answered = 0
-        self.refused = 0  # requests, unread, since the engine process was told of them
+        self.refused = 0  # requests refused unread since the last report to the engine process
         self._path = path
         self._front = front
         self._deltas = deltas
@@ -92,13 +92,13 @@ class Uplink:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Keep a link from now on; a second time does nothing."""
+        """Keep a link from now on. A second call does nothing."""
         if not self._tasks:
             loop = asyncio.get_running_loop()
             self._tasks = [loop.create_task(self._keep()), loop.create_task(self._tend())]
 
     async def stop(self) -> None:
-        """Tell the last counts, and end."""
+        """Send the last counts, and end."""
         for task in self._tasks:
             task.cancel()
         if self.link is not None:
@@ -108,26 +108,26 @@ class Uplink:
                 await asyncio.wait_for(self._ended.wait(), CLOSE_SECONDS)
 
     def send(self, message: wire.Message) -> None:
-        """Send a message; does nothing without a link."""
+        """Send a message; do nothing without a link."""
         if self.link is not None:
             self.link.send(message)
 
     def tell(self, flush: int = 0) -> None:
-        """Report what was counted, as the answer to the `Flush` of this number."""
+        """Send the counts, as the answer to the `Flush` of this number, or 0."""
         if self.link is not None:
             self.link.send(wire.Counts(flush, self._deltas.take()))
 
     # questions and answers
 
     def begin(self, name: str, deadline: float, done: Callable[[Any], None], *arguments: Any) -> Asked:
-        """Ask for what this method of the interface does; the arguments in the order of `Method.arguments`."""
+        """Ask the engine process to call this method of the interface. The arguments are in the order of `Method.arguments`."""
         method = wire.METHODS[name]
         asked = Asked(self, method.answer, deadline, done)
         self.send(method.question(asked.number, *arguments))
         return asked
 
     async def ask(self, name: str, *arguments: Any, deadline: float = math.inf) -> Any:
-        """The result of a method of the interface. Raises `down` without a link, DeadlineExceeded, or the error that is the answer.
+        """Return the result of a method of the interface. Raises `down` without a link, DeadlineExceeded, or the error it is answered with.
 
         Cancelling it tells the engine process.
         """
@@ -136,7 +136,7 @@ class Uplink:
         ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         def done(result: Any) -> None:
-            if not ended.done():  # a cancelled task has yet to release it
+            if not ended.done():  # a cancelled task may not have released it yet
                 ended.set_result(result)
 
         asked = self.begin(name, deadline, done, *arguments)
@@ -149,7 +149,7 @@ class Uplink:
         return result
 
     async def _tend(self) -> None:
-        """Report refusals and counts, and answer questions that the engine process did not answer in time."""
+        """Report refusals and counts, and end questions that the engine process does not answer in time."""
         for turn in itertools.count(1):
             await asyncio.sleep(TURN_SECONDS)
             if self.refused:
@@ -171,7 +171,7 @@ class Uplink:
             link = Link(wire.from_engine, self._receive, self._made, self._lose)
             try:
                 await loop.create_unix_connection(lambda link=link: link, self._path)  # type: ignore[misc]
-            except OSError:  # the engine process is starting
+            except OSError:  # the engine process is starting or restarting
                 await asyncio.sleep(CONNECT_SECONDS)
             else:
                 await self._ended.wait()

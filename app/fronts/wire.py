@@ -1,4 +1,4 @@
-"""What a front and the engine process say to each other: messages derived from `app/interface.py` (docs/fronts.md).
+"""The messages between a front and the engine process, derived from `app/interface.py` (docs/fronts.md).
 
 Each method of the interface that is awaited, or that takes `done`, becomes two messages: a question with its arguments and an answer
 with its result. Does not decide when messages are sent.
@@ -48,12 +48,12 @@ FAILURES = {
 }  # fmt: skip
 
 Served = ServedModel | ServedRetrieval
-Seconds = Annotated[float, Meta(ge=0)]  # so that it is a number
+Seconds = Annotated[float, Meta(ge=0)]  # `ge` also refuses NaN
 Number = Annotated[int, Meta(ge=0)]
 
 
 class Message(msgspec.Struct, array_like=True, gc=False, tag=str.lower):
-    """Its name is the first element of the array."""
+    """Base of all messages. Its lower-case name is the first element of the array."""
 
 
 class Hello(Message):
@@ -64,7 +64,7 @@ class Hello(Message):
 
 
 class Question(Message):
-    """Base of what a front asks. `id`: of the answer too."""
+    """Base of a front's questions. The answer has the same `id`."""
 
     id: Number
 
@@ -74,26 +74,26 @@ class Cancel(Question):
 
 
 class Left(Message):
-    """The front will ask nothing more about this model or corpus."""
+    """The front will ask no more questions about this model or corpus."""
 
     number: Number
 
 
 class Counts(Message):
-    """What was counted since the last one, and gauges as they are. `flush`: the number of the `Flush` that it answers, or 0."""
+    """Counts since the last message, and present gauges. `flush`: the number of the `Flush` that it answers, or 0."""
 
     flush: Number
     families: list[Family]
 
 
 class Refused(Message):
-    """How many requests the front refused unread since its last report."""
+    """Number of requests refused unread since the last message."""
 
     requests: Number
 
 
 class Serve(Message):
-    """A model, or a retrieval model with its corpus, that fronts may name by its number from now on. Manifests are as on the disk."""
+    """A model, or a retrieval model with its corpus, that fronts may name by its number from now on. Manifests are as on disk."""
 
     number: Number
     manifest: bytes
@@ -105,14 +105,14 @@ class Serve(Message):
 
     @classmethod
     def of(cls, number: int, served: Served) -> Serve:
-        """The message about this model or corpus."""
+        """Return the message that announces it to fronts."""
         if isinstance(served, ServedModel):
             return cls(number, served.manifest.to_json(), served.engine)
         corpus = served.corpus.to_json()
         return cls(number, served.manifest.to_json(), None, corpus, served.hidden, served.duplicates, served.notes)
 
     def served(self) -> Served:
-        """What `of` was given. Raises CheckpointError for a manifest that is none."""
+        """Return what `of` was given. Raises CheckpointError for an invalid manifest."""
         manifest = Manifest.from_json(self.manifest)
         if self.engine is not None:
             return ServedModel(manifest, self.engine)
@@ -122,7 +122,7 @@ class Serve(Message):
 
 
 class State(Message):
-    """The state of the engine process; sent when it changes, and as a sign of life. `closed`: why every request would be refused. `model`,
+    """State of the engine process; sent when it changes, and as a sign of life. `closed`: why every request would be refused. `model`,
     `corpus`, `second`: the numbers of what serves, 0 for none; `second_reason`, `answers`: as in `interface.Second`."""
 
     health: Health
@@ -142,7 +142,7 @@ class Flush(Message):
 
 
 class Answer(Message):
-    """Base of what the engine process answers; each but `Failed` has the field `result`. `id`: of the question."""
+    """Base of the engine process's answers; all but `Failed` have the field `result`. `id` is that of the question."""
 
     id: Number
 
@@ -156,14 +156,14 @@ class Failed(Answer):
 
     @classmethod
     def of(cls, number: int, error: Exception) -> Failed:
-        """The form in which an error reaches a front."""
+        """Return the message that carries an error to a front."""
         if isinstance(error, ServiceError):
             return cls(number, error.code, error.detail, error.retry_after_seconds)
         known = (kind.__name__ for kind in type(error).__mro__ if kind.__name__ in FAILURES)
         return cls(number, next(known, "internal_error"), str(error))
 
     def error(self) -> Exception:
-        """What `of` was given, or its nearest known base."""
+        """Return the error that `of` was given, or one of its nearest known base."""
         if self.code in FAILURES:
             return FAILURES[self.code](self.detail)
         return error_class(self.code)(self.detail, retry_after_seconds=self.retry_after_seconds)
@@ -171,9 +171,9 @@ class Failed(Answer):
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One method of the interface as it travels. `owner`: Service, Retrieval or Reloads; `arguments`: the names of what is sent; `served`:
-    the one of them that is sent as a number, "" for none; `has_done`: it calls back and is not awaited; `has_result`: the answer says
-    more than that it is done."""
+    """One method of the interface as it travels. `owner`: Service, Retrieval or Reloads; `arguments`: the names of those sent; `served`:
+    the one that is sent as a number, "" for none; `has_done`: it calls back and is not awaited; `has_result`: the answer carries
+    a result."""
 
     owner: type
     name: str
@@ -200,14 +200,14 @@ def _methods(owner: type) -> Iterator[Method]:
             continue
         if done is not None:  # Callable[[Ranked | ServiceError], None]
             result = get_args(get_args(done)[0][0])[0]
-        if hints.pop("ticket", None) is not None:  # a front admits nothing: the place is asked for with the request
+        if hints.pop("ticket", None) is not None:  # a front admits nothing: the request also asks for the place
             place = get_type_hints(Service.admit)
             hints = {key: place[key] for key in ("model", "deadline", "key", "again", "waits")} | hints
         served = next((key for key, hint in hints.items() if hint in get_args(Served)), "")
         fields = [
             (key, int if key == served else Seconds if key == "deadline" else hint) for key, hint in hints.items()
         ]
-        result = None if result in get_args(Served) else result  # the fronts have heard what serves now
+        result = None if result in get_args(Served) else result  # the fronts already know what serves now
         question = msgspec.defstruct(name, fields, bases=(Question,))  # its tag is its name
         answer = msgspec.defstruct(f"{name}_answer", [("result", result)], bases=(Answer,), tag=name)
         yield Method(owner, name, question, answer, tuple(hints), served, done is not None, result is not None)
@@ -237,7 +237,7 @@ def _write(value: Any) -> Any:
         return value.tobytes() if value.ndim == 1 else (value.shape, value.tobytes())
     if isinstance(value, Path):
         return str(value)
-    raise NotImplementedError(type(value))  # as msgspec asks for
+    raise NotImplementedError(type(value))  # as msgspec requires
 
 
 from_front = msgspec.msgpack.Decoder(reduce(or_, _QUESTIONS), dec_hook=_read)

@@ -1,4 +1,4 @@
-"""Contexts that requests name by a handle: what the caches of the engines that serve still have of them."""
+"""Looks up contexts that requests name by a handle, in the caches of the engines that serve."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from weights.format.manifest import Manifest
 
 
 class Contexts:
-    """Belongs to the event loop; engines insert and evict in their own threads meanwhile. Each method raises ContextUnknown."""
+    """Used by the event loop only; engines insert and evict in their own threads meanwhile. Each method raises ContextUnknown."""
 
     def __init__(self, metrics: Metrics, *versions: Versions[RankJob]) -> None:
         self._count = metrics.context_handles
         self._versions = versions
 
     def of(self, worker: Place, handle: str, key: str | None) -> Context:
-        """The context of this handle of this API key, as this worker's engine has it."""
+        """Return the context that this API key's handle names in this worker's engine."""
         context: Context | None = worker.model.engine.context_of(handle, key or "")
         return self._counted(context)
 
     def query(self, query: Query, towers: Manifest, key: str | None) -> Query:
-        """A query that names its context, with what the user tower reads of the whole request."""
+        """Fill in a query that names its context by a handle: with what the user tower would read of the whole request."""
         for current in (versions.current for versions in self._versions):
             if current is not None and (found := current.model.engine.context_of(query.handle, key or "")) is not None:
                 context = self._counted(_as_read(found, current.model.served.manifest, towers, query.excludes_history))
@@ -37,7 +37,7 @@ class Contexts:
                     excluded = np.concatenate((excluded, found.post_ids))
                 return replace(query, context=context, filters=replace(query.filters, exclude=excluded), handle="")
         self._counted(None)
-        raise AssertionError  # that raises
+        raise AssertionError  # `_counted` raises
 
     def _counted(self, context: Context | None) -> Context:
         self._count.labels("unknown" if context is None else "found").inc()
@@ -47,8 +47,8 @@ class Contexts:
 
 
 def _as_read(context: Context, ranker: Manifest, towers: Manifest, excludes_history: bool) -> Context | None:
-    """What the user tower reads of a request of which the ranker has kept this; None where it may read, or exclude, more than was kept,
-    where it reads it otherwise, and where nothing is known of the user."""
+    """Return what the user tower reads of a request whose context the ranker kept. None if the tower may read, or exclude, more than was
+    kept, if it reads requests differently, or if nothing is known of the user."""
     ours, theirs = ranker.config, towers.config
     lacks_events = context.dropped and (excludes_history or theirs.history_length > ours.history_length)
     lacks_dwell = theirs.has_dwell and not ours.has_dwell

@@ -1,4 +1,4 @@
-"""Follows a feed: reads entries after the corpus's mark and applies them in order, each once. Knows no feed's library."""
+"""Follows a feed: reads the entries after the corpus's mark and has them applied in order, each once. Uses no feed's library."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from app.telemetry.metrics import Metrics
 from model.retrieval.inputs import Mark, PostChange
 from weights.errors import CheckpointError, NotStored
 
-MOST_ENTRIES = 2000  # that are read at once
-MOST_BYTES = 16 * 2**20  # of them, as long as they are like those before
+MOST_ENTRIES = 2000  # read at once
+MOST_BYTES = 16 * 2**20  # read at once, if entries are as long as those before
 WAIT_SECONDS = 0.2
 ROUND_SECONDS = 0.05
-MILESTONE = 2**16  # changes: replicas that are scraped a few seconds apart show their digests after the same one
+MILESTONE = 2**16  # changes: replicas scraped a few seconds apart show their digests after the same change
 LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.2, 10.0  # after a failure, doubled each time
 
 log = structlog.get_logger("app.service.feed")
 
 
 class Follower(Protocol):
-    """What the feed changes."""
+    """The corpus that the feed changes."""
 
     def mark(self) -> Mark:
-        """Of the corpus that serves. Raises CorpusNotLoaded."""
+        """Return the mark of the corpus that serves. Raises CorpusNotLoaded."""
 
     async def follow(self, changes: Sequence[PostChange], after: str, position: str) -> Changed:
-        """Make the changes after `after` up to `position` as one; none if they were made meanwhile."""
+        """Make these changes as one, from `after` up to `position`. Make none if the corpus is no longer at `after`."""
 
 
 class FeedReader:
-    """`read` makes a change of an entry's body, or raises a ServiceError. All methods belong to the event loop."""
+    """`read` turns an entry's body into a change, or raises a ServiceError. Used by the event loop only."""
 
     def __init__(
         self, source: Source, read: Callable[[bytes], PostChange], metrics: Metrics, most_lag_seconds: float
@@ -47,19 +47,19 @@ class FeedReader:
         self._read = read
         self._metrics = metrics
         self._most_lag_seconds = most_lag_seconds
-        self._as_of: float | None = None  # Unix time up to which everything was made
+        self._as_of: float | None = None  # Unix time up to which all changes were made
         self._reason = ""
         self._unreadable = ""  # the position of the last entry that could not be read
-        self._longest = MOST_BYTES // 16  # of an entry, in bytes
+        self._longest = MOST_BYTES // 16  # bytes of the longest recent entry
 
     @property
     def lag_seconds(self) -> float | None:
-        """Seconds since the newest state of the feed that the corpus certainly has; None before the first."""
+        """Age of the newest state of the feed that the corpus is sure to have; None before the first."""
         return None if self._as_of is None else max(0.0, time.time() - self._as_of)
 
     @property
     def problem(self) -> str:
-        """Why this process should not be asked, as a sentence; empty while it is close enough to its feed."""
+        """A sentence saying why this process should get no requests, empty if its lag is within the limit."""
         lag = self.lag_seconds
         if lag is not None and lag <= self._most_lag_seconds:
             return ""
@@ -89,14 +89,14 @@ class FeedReader:
             self._source.close()
 
     async def _follow(self, corpus: Follower) -> None:
-        """Apply what is there, or wait a moment for new entries."""
+        """Make the changes that are there, or wait a moment for some."""
         began, mark = time.time(), corpus.mark()
         position = mark.position
         most = max(1, min(MOST_ENTRIES, MOST_BYTES // self._longest))
         entries = await asyncio.to_thread(self._source.after, position, most, WAIT_SECONDS)
         self._longest = max(self._longest // 2, 1024, *(len(entry.body) for entry in entries))
         if entries:
-            self._as_of = entries[0].unix_seconds  # what was written before it has been made
+            self._as_of = entries[0].unix_seconds  # everything written before it has been made
         for part, changes in await asyncio.to_thread(self._parts, entries, mark.sequence):
             changed = await corpus.follow(changes, position, part[-1].position)
             if changed.mark.position != part[-1].position:
@@ -105,10 +105,10 @@ class FeedReader:
             position, self._as_of = part[-1].position, part[-1].unix_seconds
         if len(entries) < most:
             self._as_of = began
-            await asyncio.sleep(ROUND_SECONDS if entries else 0.0)  # more of them cost little extra
+            await asyncio.sleep(ROUND_SECONDS if entries else 0.0)  # a larger round costs little more
 
     def _parts(self, entries: Sequence[Entry], sequence: int) -> list[tuple[list[Entry], list[PostChange]]]:
-        """Entries with what they change, parted so that no part changes more posts than one request may, or goes beyond a milestone."""
+        """Return entries with their changes, split so that no part changes more posts than one request may, or crosses a milestone."""
         parts: list[tuple[list[Entry], list[PostChange]]] = []
         posts = 0
         for entry in entries:
@@ -125,7 +125,7 @@ class FeedReader:
         return parts
 
     def _readable(self, entry: Entry) -> PostChange | None:
-        """The change in an entry; None if it is unreadable, which is counted and logged and stops nothing."""
+        """Return the entry's change, or None if it cannot be read. That is counted and logged, and the feed goes on."""
         try:
             if len(entry.body) <= MAX_ENTRY_BYTES:
                 return self._read(entry.body)
@@ -133,7 +133,7 @@ class FeedReader:
         except Exception as error:
             reason = error.detail if isinstance(error, ServiceError) else type(error).__name__
         if Mark(position=self._unreadable).reaches(entry.position):
-            return None  # it was already logged; the entries that came with it are tried again
+            return None  # already logged; only the entries read with it are tried again
         try:
             self._source.bury(entry, reason)
         except NotKept as error:

@@ -1,4 +1,4 @@
-"""The state of the process between start and stop, and the reason for it. Signals and sockets belong to the server."""
+"""Where the process stands between start and stop, and why. Signals and sockets are the server's."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Lifecycle:
 
     @property
     def draining(self) -> bool:
-        """The process is shutting down, or has."""
+        """Whether the process is shutting down or has stopped."""
         return ORDER.index(self.state) > ORDER.index(State.READY)
 
     @property
@@ -54,7 +54,7 @@ class Lifecycle:
         return self.failure or REASONS[self.state]
 
     def health(self, stall: str, problem: str = "") -> Health:
-        """What the probes report. `stall`: a sentence if an engine hangs; `problem`: one if other processes should be asked; else empty."""
+        """Return what the probes report. `stall`: why the engine is stalled, or ""; `problem`: why others should be asked, or ""."""
         reason = self.reason or stall or problem
         failed = self.failure is not None or (self.state is State.READY and bool(stall))
         return Health(ready=not reason, started=self.started, failed=failed, draining=self.draining, reason=reason)

@@ -1,4 +1,4 @@
-"""Runs the plain definition beside the engine, for explanations: in its own thread, one at a time, at the lowest priority."""
+"""Runs the plain path beside the engine, for explanations: in its own thread, one at a time, at low priority."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = structlog.get_logger("app.service.plain_path")
 
 
 class PlainPath:
-    """Belongs to the event loop."""
+    """Computes attention by the plain path. Used by the event loop only."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=PLAIN_THREAD, initializer=stand_back)
@@ -40,10 +40,10 @@ class PlainPath:
             return found
         except TimeoutError:
             raise DeadlineExceeded from None
-        except (MemoryError, RuntimeError) as error:  # the second is how torch says it
+        except (MemoryError, RuntimeError) as error:  # torch raises the second
             log.error("attention_failed", error=type(error).__name__)
             raise EngineDown("The plain path failed on this request.", retry_after_seconds=1.0) from error
 
     def stop(self) -> None:
-        """Begin no further computation."""
+        """Start no more computations."""
         self._executor.shutdown(wait=False, cancel_futures=True)

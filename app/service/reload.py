@@ -1,4 +1,4 @@
-"""Reloads checkpoints, towers and corpora of a running service: by name, by signal, by watching. Does not swap engines itself."""
+"""Changing a running service's checkpoint, or its towers and corpus: by name, by signal, by watching."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class Reloader:
         second_loader: Callable[[Path], Loader] | None = None,
     ) -> None:
         """`current` is the checkpoint that was loaded first, `retrieval` the retrieval checkpoint and the corpus, `second` the second
-        checkpoint, if any were; the loaders make what another thread runs."""
+        checkpoint, if there are any. The loaders return functions that another thread runs."""
         self.service = service
         self.root = root
         self.current = current
         self.second = second
         self.retrieval = retrieval
-        self._given = current, second  # by the settings: these may lie anywhere
+        self._given = current, second  # paths from the settings, which may lie anywhere
         self._loader = loader
         self._retrieval_loader = retrieval_loader
         self._second_loader = second_loader
         self._tasks: set[asyncio.Task[None]] = set()
 
     def resolve(self, name: str) -> Path:
-        """The place that a relative name means; a link stays one. Raises CheckpointNotFound, also for what leads out of the root."""
+        """Return the path for a relative name, without following links. Raises CheckpointNotFound, also if it leads out of the root."""
         if not name or len(name) > MAX_NAME_LENGTH or "\0" in name or name.startswith(("/", "~")) or "\\" in name:
             raise CheckpointNotFound
         if any(part in ("..", ".", "") for part in name.rstrip("/").split("/")):
@@ -64,7 +64,7 @@ class Reloader:
         return path
 
     def _target(self, path: Path) -> Path:
-        """Resolve a path below the root, links included. Raises CheckpointNotFound."""
+        """Resolve a path below the root, following links. Raises CheckpointNotFound."""
         try:
             root, target = self.root.resolve(strict=True), path.resolve(strict=True)
             is_found = root in target.parents and (target / MANIFEST_NAME).is_file()
@@ -75,10 +75,10 @@ class Reloader:
         return target
 
     async def reload(self, path: Path | None = None, *, second: bool = False) -> ServedModel:
-        """Serve the checkpoint at `path`, which `resolve` has found, or the present one read again: a link that was changed is followed.
-        Or the same for the `second` one.
+        """Serve the checkpoint at `path`, which `resolve` has found, or read the present one again, following a changed link.
+        `second` does the same for the second checkpoint.
 
-        Raises CheckpointError, EngineError, CheckpointNotFound, ReloadInProgress, Draining; then the model that served before serves on.
+        Raises CheckpointError, EngineError, CheckpointNotFound, ReloadInProgress, Draining; the old model then keeps serving.
         """
         path = path or (self.second if second else self.current)
         with self._recorded(**{"second" if second else "checkpoint": str(path)}) as said:
@@ -97,9 +97,9 @@ class Reloader:
         return model
 
     async def reload_retrieval(self, checkpoint: Path | None = None, corpus: Path | None = None) -> ServedRetrieval:
-        """Serve that retrieval checkpoint and that corpus, or the present ones read again: both as one.
+        """Serve this retrieval checkpoint and this corpus, or read the present ones again; both are replaced together.
 
-        Raises CorpusNotLoaded where one is neither named nor present, and what `reload` raises.
+        Raises CorpusNotLoaded if one is neither named nor present, and what `reload` raises.
         """
         checkpoint, corpus = checkpoint or self.retrieval[0], corpus or self.retrieval[1]
         if checkpoint is None or corpus is None or self._retrieval_loader is None:
@@ -112,12 +112,12 @@ class Reloader:
 
     @contextmanager
     def _recorded(self, **what: Any) -> Iterator[dict[str, Any]]:
-        """Count and log one reload and whether it changed anything; the entries of the yielded dict are logged with it."""
+        """Count and log one reload and whether it changed anything. Entries added to the yielded dict are logged too."""
         kind = next(iter(what))
         began, before, said = time.monotonic(), served_identity(self.service, kind), what
         try:
             if not self.service.lifecycle.started:
-                raise ReloadInProgress("the first load has not ended")  # and must not find that another one has begun
+                raise ReloadInProgress("the first load has not ended")  # and would fail if another load had begun
             yield said
         except Exception as error:
             self.service.metrics.reloads.labels("failure").inc()
@@ -128,15 +128,15 @@ class Reloader:
         log.info("reloaded" if is_changed else "unchanged", **said, seconds=round(time.monotonic() - began, 3))
 
     def reload_soon(self) -> None:
-        """Read the present checkpoint again in the background, then what retrieves; outcomes are logged and counted. For SIGHUP."""
+        """Read the present checkpoints again in the background, then towers and corpus. Outcomes are logged and counted. For SIGHUP."""
         self._keep(self._everything())
 
     def watch(self, seconds: float) -> None:
-        """From now on, look this often for a new manifest of the present checkpoint, and load it."""
+        """Check every `seconds` whether the manifest of a present checkpoint or corpus has changed, and then load it."""
         self._keep(self._watch(seconds))
 
     def stop(self) -> None:
-        """End the watch and any load under way."""
+        """End the watch and any reload under way."""
         for task in self._tasks:
             task.cancel()
 
@@ -145,7 +145,7 @@ class Reloader:
         while True:
             await asyncio.sleep(seconds)
             if not self.service.lifecycle.started:
-                continue  # nothing is known yet about what the first load reads
+                continue  # not known yet what the first load has read
             posts = await asyncio.to_thread(self._posts)
             # a compaction replaces the manifest, too
             if (
@@ -159,7 +159,7 @@ class Reloader:
                     seen[place] = found  # a refused one is not tried again until it changes
 
     async def _follow(self, *, second: bool) -> bool:
-        """Load the checkpoint that is there now; False if that must be tried again."""
+        """Load the checkpoint that is there now, unless it is loaded. Return False if that has to be tried again."""
         path, held = (self.second, self.service.second) if second else (self.current, None)
         model = self.service.model if not second else None if held is None else held.model
         if path is None or (model is not None and await asyncio.to_thread(_digest, path) == model.manifest.digest):
@@ -174,7 +174,7 @@ class Reloader:
             await self._try(self.reload_retrieval())
 
     async def _try(self, reload: Awaitable[object]) -> bool:
-        """Run a reload. False if another reload was under way, so that it must be tried again."""
+        """Run a reload. Return False if another reload kept it out, else True, even if it failed."""
         try:
             await reload
         except ReloadInProgress:
@@ -184,15 +184,15 @@ class Reloader:
         return True
 
     def _both(self) -> list[tuple[int, int, int] | None]:
-        """A value that changes when the manifest of the first or second checkpoint is replaced."""
+        """Identities of the manifests of the first and second checkpoint; they change when a manifest is replaced."""
         return [None if path is None else _identity(path) for path in (self.current, self.second)]
 
     def _posts(self) -> list[tuple[int, int, int] | None]:
-        """A value that changes when the manifest of the towers or of the corpus is replaced."""
+        """The same for the manifests of the retrieval checkpoint and the corpus."""
         return [_identity(path) for path in self.retrieval if path is not None]
 
     def _retrieves_already(self) -> bool:
-        """Whether the towers and the corpus on the disk are those that serve."""
+        """Whether the towers and the corpus that serve are those on the disk."""
         checkpoint, corpus = self.retrieval
         try:
             served = self.service.retrieval.served
@@ -212,7 +212,7 @@ class Reloader:
 
 
 def _identity(checkpoint: Path) -> tuple[int, int, int] | None:
-    """A value that changes when the manifest is replaced; None while there is none."""
+    """Inode, time and size of the manifest, which change when it is replaced; None while there is none."""
     try:
         found = os.stat(checkpoint / MANIFEST_NAME)
     except OSError:
@@ -221,7 +221,7 @@ def _identity(checkpoint: Path) -> tuple[int, int, int] | None:
 
 
 def _digest(checkpoint: Path) -> str | None:
-    """The digest that a manifest claims; None where it cannot be read, which a reload will explain."""
+    """The digest that a manifest claims; None if it cannot be read, which a reload will explain."""
     try:
         return load_manifest(checkpoint).digest
     except Exception:

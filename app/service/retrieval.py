@@ -1,4 +1,4 @@
-"""Retrieval without HTTP: serves a corpus, swaps towers and corpus together, changes and compacts posts beside running searches."""
+"""Retrieval without HTTP: runs searches, swaps towers and corpus together, and changes and compacts the corpus meanwhile."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from app.settings import Batching, Settings
 from app.telemetry.metrics import Metrics
 from model.retrieval.inputs import Change, Mark, PostChange, Query
 
-FOLLOW_SECONDS = 0.25  # between two looks at what other processes have changed
-MOST_FOLLOW_SECONDS = 60.0  # the longest such pause, while their files cannot be read
-COMPACT_ROWS = 50_000  # deleted, replaced or new rows before a compaction begins: a dozen segments of 4 096 rows
+FOLLOW_SECONDS = 0.25  # between two checks for changes by other processes
+MOST_FOLLOW_SECONDS = 60.0  # the longest pause, while their files cannot be read
+COMPACT_ROWS = 50_000  # deleted, replaced or new: then the corpus is rewritten; a dozen more scans of 4 096 rows
 
 log = structlog.get_logger("app.service.retrieval")
 
 
 class RetrievalService:
-    """`load` is None where nothing is to be served. All methods belong to the event loop."""
+    """Serves searches over one corpus. `load` is None if there is none to serve. Used by the event loop only."""
 
     def __init__(self, load: RetrievalLoader | None, settings: Settings, metrics: Metrics, clock: Clock) -> None:
         self.metrics = metrics
         most = max(1, settings.queue.max_requests // 4) + SCAN_REQUESTS
-        batching = Batching(max_candidates=SCAN_REQUESTS)  # each counts as one
+        batching = Batching(max_candidates=SCAN_REQUESTS)  # each search counts as one
         room = settings.queue.model_copy(
             update={"max_requests": most, "max_candidates": most, "key_candidates_per_second": 0.0}
         )
@@ -52,28 +52,28 @@ class RetrievalService:
         )
         self.batch_done = self.queue.batch_done
         self.excluded = metrics.watch_budget("excluded_ids", Budget(EXCLUDED_IDS))
-        self.contexts: Contexts  # of queries that name theirs by a handle; set by the service
+        self.contexts: Contexts  # for queries that name their context by a handle; set by the service
         self.room = metrics.watch_budget("changes", Budget(CHANGES))
         self._load = load
         self._loading = False
         self._swapping = asyncio.Lock()  # a swap waits for a compaction
         self._changing = asyncio.Lock()  # held by a swap, too: no change may fall between a load and its installation
-        self._changes: set[asyncio.Task[Any]] = set()  # changes that have begun, and a compaction being put in force
+        self._changes: set[asyncio.Task[Any]] = set()  # changes under way, and a compaction being installed
         self._compaction: asyncio.Task[Changed] | None = None
         self._since: list[Change] | None = None  # changes since the running compaction began
-        self._compact_at: int  # changed rows at which a compaction begins; set with each loaded corpus
+        self._compact_at: int  # changed rows at which a compaction begins; each corpus that is loaded sets it
         self.feed: FeedReader | None = None
-        """Where changes come from, if not from `change`."""
+        """The source of changes; while set, `change` is refused."""
         self.milestone: Mark | None = None  # the last one
         self._files_problem = ""
         self._followers: list[asyncio.Task[None]] = []
-        self._behind: LoadedRetrieval | None = None  # the log of this one has a change that its engine could not make
-        # for what takes long, and is not waited for at the end of the process: see `RankingService.has_running_threads`
+        self._behind: LoadedRetrieval | None = None  # its log has a change that its engine could not make
+        # for long work that the end of the process does not wait for: see `RankingService.has_running_threads`
         self._slow = ThreadPoolExecutor(1, thread_name_prefix=f"{RETRIEVAL_THREAD}-slow")
 
     @property
     def served(self) -> ServedRetrieval:
-        """What serves new requests. Raises CorpusNotLoaded."""
+        """The towers and corpus that serve new requests. Raises CorpusNotLoaded."""
         return self._loaded.served
 
     @property
@@ -90,7 +90,7 @@ class RetrievalService:
         return loaded
 
     def state(self) -> Changed | None:
-        """The corpus that serves as it is now, None without one."""
+        """Return the present state of the corpus that serves, or None without one."""
         return None if self.versions.current is None else self._loaded.state()
 
     def mark(self) -> Mark:
@@ -99,13 +99,13 @@ class RetrievalService:
 
     @property
     def problem(self) -> str:
-        """Why this process should not be asked, though it serves nothing wrong, as a sentence; else empty."""
+        """A sentence saying why this process should get no requests although its corpus is intact, else empty."""
         return self._files_problem or ("" if self.feed is None else self.feed.problem)
 
     # life
 
     async def load(self) -> None:
-        """Load what there is to load. Raises what the loader raises."""
+        """Load the corpus, if there is one, and start following changes. Raises what the loader raises."""
         if self._load is not None:
             await self.swap(self._load)
         work = [self._follow(), *(() if self.feed is None else [self.feed.run(self)])]
@@ -115,7 +115,7 @@ class RetrievalService:
         """Load another checkpoint and corpus beside those that serve, then serve new requests with both.
 
         Requests that began on the old ones end on them; then their memory is freed. Raises what `load` raises, and
-        ReloadInProgress; the old ones serve on.
+        ReloadInProgress; the old ones then keep serving.
         """
         if self._loading:
             raise ReloadInProgress("another corpus is being loaded")
@@ -138,11 +138,11 @@ class RetrievalService:
         self.versions.install(worker)
 
     async def stop(self, timeout_seconds: float) -> bool:
-        """Finish the searches that were admitted, then free the engines. False when the time was not enough."""
+        """Finish the admitted searches, then free the engines. Return False if time ran out."""
         for follower in self._followers:
             follower.cancel()
         if self._compaction is not None and self._compaction not in self._changes:
-            self._compaction.cancel()  # what it wrote is not in force
+            self._compaction.cancel()  # its files are not in use
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 await self.queue.idle.wait()
@@ -158,7 +158,7 @@ class RetrievalService:
     # changes
 
     async def change(self, change: PostChange) -> Changed:
-        """As `interface.Retrieval.change`. What has been begun ends, whoever waits for it."""
+        """As `interface.Retrieval.change`. A change that has begun is finished even if the caller has gone."""
         if self.feed is not None:
             raise ChangedByFeed
         if not self.room.take(1):
@@ -168,7 +168,7 @@ class RetrievalService:
         return await asyncio.shield(task)
 
     async def follow(self, changes: Sequence[PostChange], after: str, position: str) -> Changed:
-        """Make changes of a feed, those behind `after` up to `position`, as `change` does; none where they were made meanwhile."""
+        """Make the changes of a feed from `after` up to `position`, as `change` does. Make none if the log is no longer at `after`."""
         return await asyncio.shield(self._begin_change(changes, after, position))
 
     def _begin_change(self, changes: Sequence[PostChange], after: str, position: str) -> asyncio.Task[Changed]:
@@ -192,14 +192,14 @@ class RetrievalService:
         return changed
 
     async def _hold(self, loaded: LoadedRetrieval) -> None:
-        """Take the corpus's lock and apply every change made so far. Raises CheckpointError, and EngineDown if one cannot be applied."""
+        """Take the right to change the corpus and make all changes so far. Raises CheckpointError, and EngineDown if one cannot be made."""
         if loaded is self._behind:
             raise EngineDown("A change on the disk is not served yet.", retry_after_seconds=1.0)
         for missed in await asyncio.to_thread(loaded.log.hold):
             await self._apply(loaded, missed)
 
     async def _apply(self, loaded: LoadedRetrieval, recorded: Change) -> Changed:
-        """Apply a change that is on the disk. Raises EngineDown if that fails; the corpus is then read again."""
+        """Make a change that is on the disk. Raises EngineDown if that fails; `_follow` then reads the corpus again."""
         try:
             changed = await self._worker.between(lambda: loaded.state(loaded.engine.change(recorded)))
             self.milestone = self.milestone if recorded.mark.sequence % MILESTONE else recorded.mark
@@ -209,10 +209,10 @@ class RetrievalService:
             log.error("change_not_made", reason=reason)
             raise EngineDown("The change is on the disk and not served yet.", retry_after_seconds=5.0) from error
 
-    # what other processes change
+    # changes by other processes
 
     async def _follow(self) -> None:
-        """Apply the changes that other processes make to the corpus, and check that its files are still those that were read."""
+        """Make the changes that other processes make to the corpus, and load it again when following them is not enough."""
         seconds = FOLLOW_SECONDS
         while True:
             await asyncio.sleep(seconds)
@@ -231,7 +231,7 @@ class RetrievalService:
                 log.error("corpus_files", reason=problem) if problem else log.info("corpus_files_right_again")
 
     async def _catch_up(self) -> bool:
-        """False if the corpus must be read again. Raises CheckpointError and EngineDown."""
+        """Make the changes of other processes. Return False if the corpus has to be read again. Raises CheckpointError and EngineDown."""
         async with self._changing:
             loaded = self._loaded
             if loaded is self._behind:
@@ -242,7 +242,7 @@ class RetrievalService:
         return changes is not None
 
     async def compact(self) -> Changed:
-        """As `interface.Retrieval.compact`. What has been begun ends, whoever waits for it."""
+        """As `interface.Retrieval.compact`. A compaction that has begun is finished even if the caller has gone."""
         _ = self.served
         if self._swapping.locked():
             raise ReloadInProgress("the corpus is being replaced")
@@ -251,7 +251,7 @@ class RetrievalService:
     def _begin_compaction(self) -> asyncio.Task[Changed]:
         if self._compaction is None or self._compaction.done():
             self._compaction = asyncio.get_running_loop().create_task(self._compact())
-            self._compaction.add_done_callback(lambda task: task.cancelled() or task.exception())  # it is logged
+            self._compaction.add_done_callback(lambda task: task.cancelled() or task.exception())  # already logged
         return self._compaction
 
     async def _compact(self) -> Changed:
@@ -275,7 +275,7 @@ class RetrievalService:
                     try:
                         self._install(await self.versions.load(lambda steps: loaded))
                     except BaseException:
-                        loaded.log.close()  # nobody else would: `_follow` reads what is in force again
+                        loaded.log.close()  # nobody else would; `_follow` reads the files in use again
                         raise
             except Exception as error:
                 self._compact_at = engine.changed_rows + COMPACT_ROWS
@@ -329,19 +329,19 @@ class RetrievalService:
         self.queue.leave(job)
 
     def abandon(self, error: Callable[[], ServiceError]) -> None:
-        """Answer every waiting or running search with this error."""
+        """Answer every search that waits or is being computed with this error."""
         for job in self.versions.abandon():
             job.finish(error())
 
-    # what its engine tells
+    # reported by its engine
 
     def _runner(self, thread: EngineThread, loop: asyncio.AbstractEventLoop, clock: Clock) -> Runner:
         return SearchForwards(thread, thread.ready.result().engine, loop, clock, self.metrics)
 
     def warming(self) -> None:
-        """A corpus is being read; the service's state does not change."""
+        """A corpus was read; nothing else changes."""
 
     def engine_lost(self, reason: str) -> None:
-        """The engine is lost and its searches are answered. New ones are refused until another corpus is loaded."""
+        """The engine broke, and its searches were answered. Refuse new ones until another corpus is loaded."""
         log.error("retrieval_lost", reason=reason)
         self.versions.drop()

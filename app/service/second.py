@@ -1,4 +1,4 @@
-"""The second checkpoint of a process: held beside the first, and given up alone when it breaks. `shadow` scores past requests with it."""
+"""Holds a second checkpoint beside the first, and gives up only that one when it breaks. `shadow` has it score requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = structlog.get_logger("app.service.second")
 
 
 class Beside(Protocol):
-    """What the second checkpoint needs from the service."""
+    """The part of the service that it uses."""
 
     def batch_done(self, report: BatchReport) -> None: ...
 
@@ -34,9 +34,9 @@ class Beside(Protocol):
 
 
 class SecondCheckpoint:
-    """`load` is None where none is configured; then nothing here does anything. All methods belong to the event loop.
+    """`load` is None if none is configured; then nothing here does anything. Used by the event loop only.
 
-    Its forwards count as the service's where it answers users; where it only shadows, no figure of the service knows them.
+    If it answers users, its forwards count in the service's figures; if it only shadows, they do not.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SecondCheckpoint:
         self._queue = settings.queue
         self._service = service
         self._shadow: Shadow | None = None
-        self._hangs = False  # at the last look
+        self._hangs = False  # at the last `look`
         if load is not None:
             series = ShadowMetrics(metrics.registry, self.labels)
             self._shadow = Shadow(settings, first, self.versions, series, clock, service.is_busy)
@@ -74,12 +74,12 @@ class SecondCheckpoint:
         return Second(current.model.served, self._shadow.reason, answers)
 
     def labels(self) -> dict[str, str] | None:
-        """Those of `second_info`; None while none is held."""
+        """The labels of `second_info`; None while none is held."""
         current = self.versions.current
         return None if current is None else current.model.labels()
 
     def running(self) -> Running:
-        """What is being computed for callers, by either checkpoint: they share the machine."""
+        """What is being computed for callers: by both checkpoints if both answer them, since they share the machine."""
         if not self.is_split:
             return self._first.running()
         one, other = self._first.running(), self.versions.running()
@@ -91,14 +91,14 @@ class SecondCheckpoint:
         )
 
     def cache_stats(self) -> CacheStats:
-        """Of the engines that answer callers."""
+        """Cache counts of the engines that answer callers."""
         stats = self._first.cache_stats()
         return add_stats(stats, self.versions.cache_stats(), keep_gauges=True) if self.is_split else stats
 
     # life
 
     async def load(self) -> None:
-        """The first load, once the first checkpoint serves. A failure is logged and otherwise ignored."""
+        """Load it once the first checkpoint serves. A failure is logged and otherwise ignored."""
         if self._load is None:
             return
         try:
@@ -110,14 +110,14 @@ class SecondCheckpoint:
             log.info("second_checkpoint", version=model.manifest.version, digest=model.manifest.digest)
 
     async def swap(self, load: Loader) -> ServedModel:
-        """Load and warm another checkpoint and hold it. Raises what `load` raises and ReloadInProgress; the old one then stays."""
+        """Load and warm another one, then hold that. Raises what `load` raises and ReloadInProgress; the old one is then kept."""
         worker = await self.versions.load(load)
         self.versions.install(worker)
         served: ServedModel = worker.model.served
         return served
 
     def look(self) -> None:
-        """Give up a checkpoint that hangs. Called every half second."""
+        """Call this now and then: it gives up a checkpoint that hangs for two calls."""
         silent = self.versions.silent_seconds()
         before, self._hangs = self._hangs, silent > self._queue.stall_exit_seconds
         if before and self._hangs:
@@ -137,10 +137,10 @@ class SecondCheckpoint:
         if self._shadow is not None:
             self._shadow.soon()
 
-    # what its engine tells
+    # reported by its engine
 
     def warming(self) -> None:
-        """The second checkpoint warms up; the service's state does not change."""
+        """It warms up; nothing else changes."""
 
     def batch_done(self, report: BatchReport) -> None:
         """A forward finished."""
@@ -148,7 +148,7 @@ class SecondCheckpoint:
             self._service.batch_done(report)
 
     def engine_lost(self, reason: str) -> None:
-        """Give it up: its requests get 503, and the first checkpoint answers its users from now on. A reload brings it back."""
+        """Give it up: its requests are answered 503, and from now on the first checkpoint answers its users. A reload brings it back."""
         if self.versions.current is None:
             return
         self.failure = f"The second checkpoint was given up: {reason}"

@@ -1,4 +1,4 @@
-"""The ranking service without HTTP: admits requests, has them computed, knows its own health. What HTTP sees of it: `interface`."""
+"""The ranking service without HTTP: admits requests, has them computed and reports its health. HTTP sees it through `interface`."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from app.telemetry.exposition import Snapshot
 from app.telemetry.metrics import Metrics
 from model.inputs import Candidates, Context
 
-RETRY_AFTER_START_SECONDS, RETRY_AFTER_DOWN_SECONDS = 2.0, 5.0  # `Retry-After` while loading: a guess
-CROWDED_SECONDS = 0.1  # for this long after a refusal, room is checked before a request is read
+RETRY_AFTER_START_SECONDS, RETRY_AFTER_DOWN_SECONDS = 2.0, 5.0  # guesses: nobody knows how long it takes
+CROWDED_SECONDS = 0.1  # for this long after a refusal, check for room before reading a request
 OVERRUN = Refusal("loop_overrun", "requests arrive faster than they can be answered", retry_after_seconds=1.0)
 
 log = structlog.get_logger("app.service")
 
 
 class RankingService:
-    """One process's service. All methods belong to the event loop; engines compute elsewhere.
+    """The service of one process. Used by the event loop only; engines compute elsewhere.
 
     `load` loads and warms the first model in the engine's thread, `second` a second checkpoint, if there is one. `on_fatal(reason)` is
-    called once when only a new process can help, after everyone who waited was answered.
+    called once, when only a new process can help and all waiting requests have been answered.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RankingService:
         self._load = load
         self._load_error: Exception | None = None
         self._refusing = False
-        self._stall = ""  # as of the last tick: a sentence while work waits and nothing finishes
+        self._stall = ""  # as of the last tick: a sentence while work waits and nothing finishes, else empty
         self._crowded_until = 0.0
         self._tasks: list[asyncio.Task[None]] = []  # of `start`: the first loads and the watchdog
         metrics.watch(self)
@@ -92,36 +92,36 @@ class RankingService:
     # life
 
     def start(self) -> None:
-        """Begin to load in the background; returns at once. A second time does nothing."""
+        """Begin loading in the background and return at once. A second call does nothing."""
         if self.lifecycle.state is State.STARTING:
             self.lifecycle.move(State.LOADING)
             loop = asyncio.get_running_loop()
             self._tasks = [loop.create_task(self._first_load()), loop.create_task(self._watch())]
 
     async def wait_ready(self) -> None:
-        """Return when requests can be served; call it after `start`. Raises what made loading fail."""
+        """Return when requests can be served; call it after `start`. Raises the error that made loading fail."""
         await asyncio.wait(self._tasks[:1])
         if self._load_error is not None:
             raise self._load_error
 
     def begin_drain(self) -> None:
-        """Readiness is lost; requests are still served."""
+        """Report that the service is not ready, but keep serving requests."""
         self.lifecycle.move(State.DRAINING)
 
     def refuse_new(self) -> None:
-        """From now on nothing is admitted."""
+        """Admit no more requests."""
         self.begin_drain()
         self._refusing = True
 
     async def stop(self, timeout_seconds: float) -> bool:
-        """Finish what was admitted, then free the engines. False when the time was not enough; the rest is answered 503."""
+        """Finish the admitted requests, then free the engines. Return False if time ran out; the rest are answered 503."""
         self.refuse_new()
         until = self.clock() + timeout_seconds
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.queue.idle.wait(), timeout_seconds)
         finished = not self.admission.requests
         if self.lifecycle.failure is not None:
-            until = self.clock() + 1.0  # its thread may hang for good
+            until = self.clock() + 1.0  # the engine's thread may hang forever
         self._fail_all(lambda: Draining(retry_after_seconds=RETRY_AFTER_DOWN_SECONDS))
         self.plain_path.stop()
         finished &= await self.retrieval.stop(max(0.1, until - self.clock()))
@@ -143,14 +143,14 @@ class RankingService:
         else:
             self.versions.install(worker)
             gc.collect()
-            gc.freeze()  # once: code and weights are never walked again; a swap adds little, and must not pause the loop
-            gc.disable()  # until `stop`: a long body would begin a collection in the middle of its reading; see `watchdog.collect_garbage`
+            gc.freeze()  # once: the collector never walks code and weights again; a swap adds little and must not pause the loop
+            gc.disable()  # until `stop`: reading a long body would start a collection; see `watchdog.collect_garbage`
             log.info("memory", **{f"{name}_bytes": count for name, count in self.most_bytes().items()})
             self.lifecycle.move(State.READY)
             self._tasks.append(asyncio.get_running_loop().create_task(self.second_checkpoint.load()))
 
     def most_bytes(self) -> dict[str, int]:
-        """As `budgets.most_bytes`, for what serves. Raises NotReady."""
+        """Return `budgets.most_bytes` for the model and corpus that serve. Raises NotReady."""
         corpus = self.retrieval.state()
         searched = () if corpus is None else (self.retrieval.served.manifest.config, corpus.posts)
         return most_bytes(self.settings, self.model.manifest.config, *searched)
@@ -167,11 +167,11 @@ class RankingService:
 
     @property
     def second(self) -> Second | None:
-        """The second checkpoint; None where none is configured."""
+        """The second checkpoint; None if none is configured."""
         return self.second_checkpoint.state
 
     def check_open(self, key: str | None = None) -> None:
-        """Raise what any request of this API key would get: NotReady, Draining, EngineDown or Overloaded. Reads nothing of it."""
+        """Raise NotReady, Draining, EngineDown or Overloaded if every request of this API key would get it. Reads no request."""
         ticks = self.loop_clock
         ticks.last_request = now = self.clock()
         if not ticks.is_ticking:
@@ -224,7 +224,7 @@ class RankingService:
             raise NotReady(self.lifecycle.reason, retry_after_seconds=RETRY_AFTER_START_SECONDS)
 
     def _work(self) -> Work:
-        """Called at every tick of the loop clock, the first of them before the request that began it is looked at."""
+        """Called at every tick of the loop clock. The first tick comes before the request that started the clock is checked."""
         self._stall = self.watchdog.stall()
         return Work(time.thread_time(), self.queue.answered, self.queue.refused, self.admission.requests)
 
@@ -232,24 +232,24 @@ class RankingService:
         return self.queue.error(refusal, counted=counted, may_wait=self.loop_clock.lag.is_short_of_time)
 
     def _worker(self, model: ServedModel) -> Worker[RankJob]:
-        """The worker of exactly this model. Raises NotReady if it is gone."""
+        """Return the worker that serves exactly this model. Raises NotReady if it was replaced."""
         current = self.versions.current
         if current is not None and current.model.served is model:
-            return current  # nearly always: no look into another file
+            return current  # nearly always; the look-ups below are rare
         worker = self.versions.find(model) or self.second_checkpoint.versions.find(model)
         if worker is None:
             raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
         return worker
 
     def is_busy(self) -> bool:
-        """Whether any caller's work waits or runs."""
+        """Whether there is work to do for callers."""
         waiting = self.admission.requests or self.retrieval.queue.admission.requests
         return bool(waiting or self.loop_clock.lag.is_short_of_time or self.lifecycle.draining)
 
     # ranking
 
     def shrink(self, ticket: Ticket, candidates: int) -> None:
-        """Reduce the ticket's count of candidates. Call it before `rank`."""
+        """Lower the number of candidates of a ticket. Call it before `rank`."""
         assert isinstance(ticket, RankJob)
         if not ticket.reserved or not 0 < candidates <= ticket.candidates:
             raise ValueError("this ticket was used before, or is for fewer candidates")
@@ -274,7 +274,7 @@ class RankingService:
     async def attention(
         self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
     ) -> NDArray[np.float32]:
-        """What the candidates attend to; as `interface.Service.attention`."""
+        """Return what the candidates attend to, as `interface.Service.attention`."""
         return await self.plain_path.attention(self._worker(model).model, context, candidates, deadline - self.clock())
 
     def health(self) -> Health:
@@ -287,7 +287,7 @@ class RankingService:
         return any(thread.name.startswith(ours) for thread in threading.enumerate())
 
     async def corpus(self) -> Changed | None:
-        """What `retrieval` serves as it is now."""
+        """Return the present state of the corpus, or None without one."""
         return self.retrieval.state()
 
     async def exposition(self) -> bytes:
@@ -295,7 +295,7 @@ class RankingService:
         return self.metrics.render()
 
     def snapshot(self) -> Snapshot:
-        """For a scrape of the metrics."""
+        """Return the values that a scrape of the metrics reads."""
         current = self.versions.current
         return Snapshot(
             ready=self.health().ready,
@@ -327,10 +327,10 @@ class RankingService:
         for job in self.versions.abandon() + self.second_checkpoint.versions.abandon():
             job.finish(error())
 
-    # what engines tell
+    # reported by engines
 
     def warming(self) -> None:
-        """A checkpoint was read and its engine warms up. Changes the state only while nothing serves."""
+        """A checkpoint was read and its engine warms up. Changes nothing while another engine serves."""
         self.lifecycle.move(State.WARMING)
 
     def engine_lost(self, reason: str) -> None:
@@ -340,7 +340,7 @@ class RankingService:
     async def swap(self, load: Loader) -> ServedModel:
         """Load and warm another model beside the one that serves, then serve new requests with it. One swap at a time.
 
-        Requests admitted before finish on the old one, whose memory is then freed. Raises what `load` raises; the old one serves on.
+        Requests admitted before finish on the old one, whose memory is then freed. Raises what `load` raises; the old one keeps serving.
         """
         worker = await self.versions.load(load)
         if self.lifecycle.draining:

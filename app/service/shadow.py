@@ -1,4 +1,4 @@
-"""Lets the second checkpoint score a share of the answered requests while the process is idle."""
+"""Has the second checkpoint score a share of the requests that the first has answered, while the service is idle."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = structlog.get_logger("app.service.shadow")
 
 @dataclass(slots=True, eq=False)
 class _Shadowed:
-    """An answered request: its input, the first checkpoint's scores, and the second's scores so far."""
+    """An answered request, with the first checkpoint's scores and the second's scores so far."""
 
     arrived: float
     pair: Pair
@@ -50,7 +50,7 @@ class _Shadowed:
 
 
 class Shadow:
-    """Belongs to the event loop. At most one chunk of one request is computed at a time, begun only when `is_busy` says no."""
+    """Used by the event loop only. Computes at most one chunk of one request at a time, and begins it only if `is_busy` is False."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Shadow:
     ) -> None:
         self.batching = settings.batching
         self.share = 0.0 if settings.split.users else settings.shadow.share
-        self.reason = ""  # why nothing is scored, if the two checkpoints read requests differently
+        self.reason = ""  # why nothing is scored: the two read requests differently
         self._first, self._second = first, second
         self._metrics = metrics
         self._clock = clock
@@ -76,8 +76,8 @@ class Shadow:
         self._pair: Pair | None = None  # the pair that `reason` is about
 
     def watched(self, job: RankJob, done: Done) -> Done:
-        """`done`, after which the request may be scored again. Contexts that nobody asks for again, as of explanations, and
-        contexts without candidates are left out."""
+        """Return `done`, or a wrapper of it after which the request may be scored again. Contexts that are not kept, such as those
+        of explanations, and contexts without candidates are left out."""
         context, candidates, second = job.context, job.items, self._second.current
         assert context is not None
         assert candidates is not None
@@ -102,12 +102,12 @@ class Shadow:
         return answered
 
     def soon(self) -> None:
-        """Schedule the next chunk for the next turn of the event loop."""
+        """Continue in the next iteration of the event loop, after whatever arrives in this one."""
         if self._waiting and self._running is None and self._next is None:
             self._next = asyncio.get_running_loop().call_soon(self._go_on)
 
     def _reads_alike(self, pair: Pair) -> bool:
-        """Whether both checkpoints read a request the same way. Checked once for each pair."""
+        """Whether both checkpoints read the same from a request. Checked once for each pair."""
         if pair != self._pair:
             one, other = (worker.model.served.manifest for worker in pair)
             differing = [name for name in READ_ALIKE if getattr(one.config, name) != getattr(other.config, name)]
@@ -126,21 +126,21 @@ class Shadow:
             self.soon()
 
     def _is_full(self) -> bool:
-        """Whether no more requests may wait; counts the one that is dropped for it."""
+        """Whether the waiting list is full. If so, count the request that found it full."""
         self._drop_late()
         if full := len(self._waiting) >= SHADOW_WAITING:
             self._metrics.ended[FULL].inc()
         return full
 
     def _drop_late(self) -> None:
-        """Drop requests that waited too long, or for a second checkpoint that is gone."""
+        """Drop requests that have waited too long, or for a second checkpoint that is gone."""
         worker, oldest = self._second.current, self._clock() - MAX_WAIT_SECONDS
         while self._waiting and (self._waiting[0].arrived < oldest or self._waiting[0].pair[1] is not worker):
             self._waiting.popleft()
             self._metrics.ended[LATE].inc()
 
     def _go_on(self) -> None:
-        """Begin the next chunk of the oldest request, unless callers have work."""
+        """Begin the next chunk of the oldest request, unless the service is busy."""
         self._next = None
         self._drop_late()
         worker = self._second.current
@@ -171,7 +171,7 @@ class Shadow:
         self.soon()
 
     def _compare(self, request: _Shadowed) -> None:
-        """Record the figures of `weights compare` for one request, each score with its own checkpoint's weights."""
+        """Record the figures of `weights compare` for one request; each score uses its own checkpoint's weights."""
         metrics, (first, second) = self._metrics, (worker.model.served.manifest for worker in request.pair)
         pair = (first, request.scores), (second, Scores.concatenate(request.found))
         metrics.ended[SCORED].inc()

@@ -1,4 +1,4 @@
-"""Checks regularly that engines, searches and the event loop still make progress, and collects garbage between two requests."""
+"""Checks now and then that engines, searches and the event loop make progress, and collects garbage between two requests."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from app.telemetry import logs
 
 WATCHDOG_SECONDS = 0.5
 COLLECT_OBJECTS = 10_000
-COLLECT_TIMES = 10  # collections of a generation before the next older one has its turn
+COLLECT_TIMES = 10  # collections of a generation before the next older one is collected
 
 
 class Watchdog:
-    """Belongs to the event loop, but for the thread that watches the loop."""
+    """Used by the event loop only, except the thread that watches the loop."""
 
     def __init__(
         self,
@@ -39,10 +39,10 @@ class Watchdog:
         self._searches = searches
         self._second = second
         self._load = load
-        self._looks: int | None = None  # turns of `hang`; None while it does not run
+        self._looks: int | None = None  # checks made by `hang`; None before and after it
 
     async def hang(self) -> str:
-        """Return, as a sentence, what has hung for too long; wait until something has.
+        """Wait until something has hung too long to recover; return a sentence about it.
 
         Two checks in a row must find it, as in `SecondCheckpoint.look`: after a pause of the process the first may run before the event
         loop has handled the forwards that finished.
@@ -62,12 +62,12 @@ class Watchdog:
         return silence
 
     def watch_loop(self) -> None:
-        """From now on, end this process where the event loop hangs, in a forward or a search so short that it is computed there:
-        nothing in the loop could say so."""
+        """From now on, end this process if the event loop hangs, as in a short forward or search that it computes itself:
+        nothing in the loop could report that."""
         threading.Thread(target=self._watch_loop, name="loop-watch", daemon=True).start()
 
     def _watch_loop(self) -> None:
-        """Counts its own turns instead of time: a process that was stopped for a while is not stuck."""
+        """Count rounds rather than time: a process that was stopped for a while is not stuck."""
         seen, still = self._looks, 0
         while still * WATCHDOG_SECONDS <= self._queue.stall_exit_seconds:
             time.sleep(WATCHDOG_SECONDS)
@@ -80,13 +80,13 @@ class Watchdog:
         os._exit(EXIT_ENGINE_LOST)
 
     def stall(self) -> str:
-        """A sentence if work waits and nothing finishes, or if a served file was written to; else empty."""
+        """A sentence if work waits and nothing finishes, or if a file that is served from was written to; else empty."""
         serving = [worker.model for worker in (self._versions.current, self._searches.current) if worker is not None]
         changed = (model.changed_file() for model in serving)
         return self._silence(self._queue.stall_seconds) or next(filter(None, changed), "")
 
     def _silence(self, seconds: float) -> str:
-        """A sentence if a forward or a search has taken longer than this."""
+        """A sentence if no forward or no search has finished for longer than this, else empty."""
         if (silent := self._versions.silent_seconds()) > seconds:
             return f"The engine has work and has finished no forward for {silent:.1f} s."
         if (silent := self._searches.silent_seconds()) > seconds:
@@ -95,7 +95,7 @@ class Watchdog:
 
 
 def collect_garbage() -> None:
-    """Collect cycles if enough objects were made to hold some: what Python does by itself, but between two requests."""
+    """Collect cycles if enough objects were made to hold some, as Python does by itself, but between two requests."""
     young, middle, old = gc.get_count()
     if young > COLLECT_OBJECTS:
         gc.collect(2 if old > COLLECT_TIMES else 1 if middle > COLLECT_TIMES else 0)
