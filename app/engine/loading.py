@@ -79,9 +79,9 @@ class Steps:
         self._warming()
 
     def go_on(self, *_: object) -> None:
-        """Call this often. Raises EngineError once the load was given up."""
+        """Call this often. Raises EngineError once the load was cancelled."""
         if self._stopped.is_set():
-            raise EngineError("the load was given up")
+            raise EngineError("the load was cancelled")
 
     def stop(self) -> None:
         """Give this load up: the next `go_on` raises."""

@@ -84,11 +84,11 @@ class EngineThread:
         self._engine: Any = None
         self._work: SimpleQueue[tuple[Callable[[], Any], OnResult] | None] = SimpleQueue()
         if problem := shortage(0):
-            raise EngineError(f"no thread can be had to load a model in: {problem}")
+            raise EngineError(f"cannot start a thread to load a model: {problem}")
         try:
             threading.Thread(target=self._main, name=name, daemon=True).start()
         except RuntimeError as error:
-            raise EngineError(f"no thread can be had to load a model in: {error}") from error
+            raise EngineError(f"cannot start a thread to load a model: {error}") from error
 
     def forward(self, parts: Sequence[Item], cost: int, on_result: OnResult) -> None:
         """As `Runner.forward`."""
@@ -143,7 +143,7 @@ def _forward(engine: Engine, parts: Sequence[Item]) -> Sequence[Outcome]:
 def _checked(parts: Sequence[Item], outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
     """Raise EngineError if the numbers of scores are wrong: no request may get another's scores."""
     if [len(outcome.scores.logits) for outcome in outcomes] != [len(part.candidates.post_ids) for part in parts]:
-        raise EngineError("the engine answered for another number of candidates")
+        raise EngineError("the engine returned the wrong number of scores")
     return outcomes
 
 

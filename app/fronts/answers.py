@@ -85,10 +85,10 @@ class Answers:
     def _served(self, front: Front, question: Any, number: int, kind: type[Any]) -> Any:
         """Return the model that a question names. Raises ValueError for a wrong one: nothing later checks it, and native code trusts it."""
         if question.id in front.tickets:
-            raise ValueError("a question of a number that another has")
+            raise ValueError("a question with a number already in use")
         found = self._kept[number].model.served if number in front.served else None
         if not isinstance(found, kind):
-            raise ValueError("a question about nothing that serves")
+            raise ValueError("a question about a model that is not served")
         return found
 
     def _rank(self, method: wire.Method, front: Front, asked: Any) -> None:
@@ -96,7 +96,7 @@ class Answers:
         model, service = self._served(front, asked, asked.model, ServedModel), self._service
         context, candidates = asked.context, asked.candidates
         if isinstance(context, str) and not len(candidates):
-            raise ValueError("a request of nothing")
+            raise ValueError("a request without candidates")
         try:
             if not asked.waits:
                 service.check_open(asked.key)

@@ -127,7 +127,7 @@ class EngineHost:
         elif front is None and type(message) is wire.Hello and message.version == wire.VERSION:
             self._welcome(Front(link, message.front))
         else:
-            raise ValueError("a front says Hello first, once, and in this version")
+            raise ValueError("a front must send Hello first, only once, and with the same version")
 
     def _welcome(self, front: Front) -> None:
         state = self._look()

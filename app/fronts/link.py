@@ -70,7 +70,7 @@ class Link(asyncio.Protocol):
         if self._transport is not None and self._unwritten:
             self._transport.write(b"".join(self._unwritten))
             if self.congested and self._transport.get_write_buffer_size() > MAX_BYTES:
-                self._end("takes nothing of what is sent")
+                self._end("has stopped reading")
         self._unwritten.clear()
         self._unwritten_bytes = 0
 

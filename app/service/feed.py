@@ -137,7 +137,7 @@ class FeedReader:
         try:
             self._source.bury(entry, reason)
         except NotKept as error:
-            reason = f"{reason} No copy of it is kept: {error}"
+            reason = f"{reason} It could not be saved: {error}"
         self._unreadable = entry.position
         self._metrics.feed_entries.labels("unreadable").inc()
         log.error("feed_entry_unreadable", position=entry.position, reason=reason)

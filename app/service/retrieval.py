@@ -162,7 +162,7 @@ class RetrievalService:
         if self.feed is not None:
             raise ChangedByFeed
         if not self.room.take(1):
-            raise Overloaded("Other changes of posts are being made.", retry_after_seconds=1.0)
+            raise Overloaded("Too many changes of posts are under way.", retry_after_seconds=1.0)
         task = self._begin_change([change], "", "")
         task.add_done_callback(lambda _: self.room.give(1))
         return await asyncio.shield(task)
@@ -194,7 +194,7 @@ class RetrievalService:
     async def _hold(self, loaded: LoadedRetrieval) -> None:
         """Take the right to change the corpus and make all changes so far. Raises CheckpointError, and EngineDown if one cannot be made."""
         if loaded is self._behind:
-            raise EngineDown("A change on the disk is not served yet.", retry_after_seconds=1.0)
+            raise EngineDown("An earlier change is on the disk and not served yet.", retry_after_seconds=1.0)
         for missed in await asyncio.to_thread(loaded.log.hold):
             await self._apply(loaded, missed)
 
@@ -316,7 +316,7 @@ class RetrievalService:
         )
         if excluded and not self.excluded.take(excluded):
             job.reserved = False
-            raise Overloaded("Searches that wait exclude too many posts.", retry_after_seconds=1.0)
+            raise Overloaded("Waiting searches together exclude too many posts.", retry_after_seconds=1.0)
         if (refusal := self.queue.join(job)) is not None:
             self.excluded.give(excluded)
             raise self.queue.error(refusal)

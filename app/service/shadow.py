@@ -115,7 +115,7 @@ class Shadow:
             self._pair, self.reason = pair, ""
             if differing:
                 self.reason = (
-                    f"It shadows nothing: it reads requests otherwise than the first ({', '.join(differing)})."
+                    f"It shadows nothing: it reads requests differently from the first ({', '.join(differing)})."
                 )
                 log.warning("shadow_reads_otherwise", differing=differing)
         return not self.reason

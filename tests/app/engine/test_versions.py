@@ -42,7 +42,7 @@ async def test_a_load_that_takes_too_long_is_given_up_and_lets_others_load() -> 
         await until(lambda: service.versions._loading.closed.done())
         assert (await service.swap(loader(FakeEngine(2), "v2"))).manifest.version == "v2"
         assert right(await rank(service, 1), 1, 2)
-    assert ended == ["the load was given up"]
+    assert ended == ["the load was cancelled"]
 
 
 async def test_a_load_that_hangs_for_good_does_not_lock_others_out_for_ever() -> None:
