@@ -70,7 +70,7 @@ def test_a_forward_that_was_begun_gives_what_a_forward_gives() -> None:
 def test_a_context_of_another_checkpoint_is_refused() -> None:
     engine = NativeEngine(random_ranker(config := random_config()))
     context, candidates = random_request(config, 5, 3)
-    with pytest.raises(EngineError, match="do not have the checkpoint.s shape"):
+    with pytest.raises(EngineError, match="do not have the checkpoint"):
         engine.forward([Item(replace(context, actions=context.actions[:, :-1]), candidates)])
 
 

@@ -32,7 +32,7 @@ def test_a_load_that_nobody_waits_for_stops_while_it_reads(small: Path, monkeypa
     told: list[str] = []
     steps = Steps(lambda: told.append("warming"))
     steps.stop()
-    with pytest.raises(EngineError, match="given up"):
+    with pytest.raises(EngineError, match="the load was cancelled"):
         checkpoint_loader(small, CPU)(steps)
     monkeypatch.setattr(steps, "go_on", lambda *_: None)  # the control: without looking, it goes on to the end
     assert checkpoint_loader(small, CPU)(steps).served.manifest.name == "small"
@@ -48,7 +48,7 @@ def test_a_load_stops_between_making_the_engine_and_warming_it_up(small: Path, m
         return object()  # which cannot be warmed up
 
     monkeypatch.setattr(loading, "create_engine", make)
-    with pytest.raises(EngineError, match="given up"):
+    with pytest.raises(EngineError, match="the load was cancelled"):
         checkpoint_loader(small, CPU)(steps)
     assert len(made) == 1
 
