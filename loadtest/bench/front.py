@@ -38,7 +38,7 @@ TARGETS = {
     LARGE: 0.30,
     COLUMNS: 0.30,
     PRODUCTION: math.inf,
-}  # share of the bare function's rate
+}  # share of the bare function's rate; none for production, where parsing is not the only work
 USERS, PRODUCTION_REQUESTS = 2000, 50  # sent in turn
 FIRST_NEW_USER, NEW_USERS = 10**12, 5_000  # in each reading
 NONE_HELD = (
