@@ -1,4 +1,4 @@
-"""`python -m loadtest`: every measurement there is, one command each. What a command takes stands where it measures."""
+"""`python -m loadtest`: one command for each measurement. A command's options are defined where it measures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib import import_module
 import typer
 
 LOAD, BENCH, SOAK = "Load on a running server", "Benchmarks, sides in turns", "The reliability matrix"
-COMMANDS = {  # name: its function, and where the list of commands shows it
+COMMANDS = {  # name: its function, and the panel of the help that lists it
     "open": ("loadtest.load:open_loop", LOAD),
     "search": ("loadtest.load:search", LOAD),
     "compare": ("loadtest.load:compare", LOAD),
@@ -33,7 +33,7 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opt
 
 @contextmanager
 def refused_politely() -> Iterator[None]:
-    """What cannot be measured ends the program with its message and exit code 2."""
+    """Print the message of a failure to measure, and exit with code 2."""
     from loadtest.servers.target import TargetError
 
     try:
@@ -51,9 +51,9 @@ def gpu(context: typer.Context) -> None:
 
 
 def cli_of(names: Iterable[str]) -> typer.Typer:
-    """The command line with these commands, each of which imports what it needs."""
+    """The command line with these commands. Only their modules are imported."""
     cli = typer.Typer(no_args_is_help=True, add_completion=False, help="Everything that measures the ranking server.")
-    cli.callback()(lambda: None)  # also one command alone has a name
+    cli.callback()(lambda: None)  # keeps the command's name where there is only one
     for name in names:
         place, panel = COMMANDS[name]
         module, _, function = place.partition(":")

@@ -1,4 +1,4 @@
-"""Random compositions of batches against the same candidates scored alone: how many bits differ. The answer must be none."""
+"""Compares random batches with the same candidates scored alone. Not one bit may differ."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POOL = 100  # candidates that every request draws from
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What a run found."""
+    """Counts of one run: candidates compared, candidates whose bits differ, and the cache's hits and prefixes."""
 
     compositions: int
     candidates: int
@@ -40,7 +40,7 @@ class Tally:
 
 
 def small_config(**overrides: Any) -> ModelConfig:
-    """Both features, grouped queries, odd counts: small, so that a hundred thousand compositions take minutes."""
+    """A model with both features, grouped queries and odd counts, small enough for 100 000 compositions in minutes."""
     spec = HashSpec((6364136223846793005, 40503), (1442695040888963407, 17), 2**61 - 1, 509)
     values: dict[str, Any] = {
         "width": 48, "layers": 3, "query_heads": 4, "kv_heads": 2, "head_width": 16, "history_length": max(GROWTH),
@@ -51,9 +51,9 @@ def small_config(**overrides: Any) -> ModelConfig:
 
 
 class Compositions:
-    """Draws forwards of random users, histories that grow, and candidates of a pool; knows each candidate's scores alone.
+    """Draws forwards of random users, growing histories and candidates from a pool, and knows each candidate's scores alone.
 
-    `alone` computes those, one candidate a forward: an engine without a cache, for a check that includes cached contexts.
+    The engine `alone` computes these scores, one candidate per forward. It has no cache, so that cached contexts are checked too.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Compositions:
         ]
 
     def check(self, engine: Engine) -> tuple[int, int]:
-        """One random composition: candidates compared, and how many of them had other bits than alone."""
+        """Check one random composition. Return how many candidates were compared, and how many had other bits than alone."""
         items, expected = [], []
         for _ in range(self._generator.integers(1, 6)):
             which = int(self._generator.integers(len(self._contexts)))
@@ -98,7 +98,7 @@ def run(
     pool: int = POOL,
     progress: Callable[[int], None] | None = None,
 ) -> Tally:
-    """Check that many compositions on `make_engine(cache_bytes)`, its cache small enough to evict all the time."""
+    """Check `compositions` random compositions on `make_engine(cache_bytes)`, with a cache so small that it evicts all the time."""
     draws = Compositions(make_engine(0), seed, pool=pool)
     engine = make_engine(400_000)
     compared = different = 0
@@ -123,9 +123,9 @@ def measure(
     device: Literal["cpu", "cuda"] = "cpu",
     preset: str = "grok",
 ) -> None:
-    """Random batches against the same candidates scored alone: how many bits differ. Exit code 1 where one does.
+    """Compare random batches with the same candidates scored alone. Exit code 1 if a bit differs.
 
-    `compositions` are shared by all dtypes and trunks; `preset`: a trunk by name, or all.
+    `compositions`: in total, split evenly over dtypes and trunks. `preset`: name of a trunk, or all.
     """
     if preset not in ("all", *PRESETS):
         raise ValueError(f"no trunk is named {preset!r}; there are all, {', '.join(PRESETS)}")

@@ -1,4 +1,4 @@
-"""The model configurations that are measured, by name; their weights come from `model.synthetic`."""
+"""The model configurations that benchmarks use, by name. `model.synthetic` makes their weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from model.config import HashSpec, ModelConfig
 from model.ranker import Ranker
 
-TABLE_ROWS = 5000  # embedding rows an entity; their number does not change the work
+TABLE_ROWS = 5000  # embedding rows per entity; their number does not change the work
 
 
 def _geometry(**shape: Any) -> ModelConfig:
@@ -38,7 +38,7 @@ GEOMETRIES: dict[str, ModelConfig] = {
 
 
 def in_dtype(ranker: Ranker, dtype: torch.dtype) -> Ranker:
-    """The ranker with its trunk's matrices already cast, so that the dense reference does not cast them at every call."""
+    """Cast the matrices of the ranker's trunk in place, so that the dense reference does not cast them in every call."""
     for layer in ranker.trunk.layers:
         for name, parameter in layer.named_parameters():
             if not name.endswith("norm"):

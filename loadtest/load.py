@@ -1,4 +1,4 @@
-"""The commands that load a running server, and the comparison with other stacks; measured in `measure` and `peers`."""
+"""The commands that load a running server or compare it with other stacks. `measure` and `peers` do the measuring."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def compare(
     checkpoint: Path = DEMO,
     out: Out = RESULTS / "compare",
 ) -> None:
-    """Is B faster or slower than A, beyond noise? Measured in alternated blocks. Exit code 1 where it is worse."""
+    """Is B faster or slower than A, beyond noise? Measured in alternating blocks. Exit code 1 if B is worse."""
     from loadtest.measure.compare import compare_sides
 
     settings = RunSettings(rate, seconds, warmup, slo=Slo(slo_ms), traffic=_traffic(candidates, production, 0))
@@ -152,7 +152,7 @@ def _traffic(candidates: int, production: bool, seed: int) -> TrafficSettings:
 
 @contextmanager
 def _target(url: str) -> Iterator[Target]:
-    """The server at an address, or one that is started from this checkout."""
+    """The server at this address, or for `start` one started from this checkout."""
     if url != "start":
         yield Target.parse(url)
     else:
@@ -161,7 +161,7 @@ def _target(url: str) -> Iterator[Target]:
 
 
 def _write(out: Path, values: Mapping[str, Any]) -> None:
-    """Store what was found with its report, and show that where it is text."""
+    """Store the results, write their report, and print the report if it is text."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "run.json").write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
     report(out)
@@ -169,5 +169,5 @@ def _write(out: Path, values: Mapping[str, Any]) -> None:
 
 
 def _print(values: Mapping[str, Any], *names: str) -> None:
-    """The last line."""
+    """Print these values as the last line, in JSON."""
     print(json.dumps({name: values[name] for name in names}, sort_keys=True))

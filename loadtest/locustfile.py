@@ -1,4 +1,4 @@
-"""Scenarios for locust: users who page, arrive, burst, vary, and misbehave. A closed loop; for capacity use `python -m loadtest search`."""
+"""Scenarios for locust: feed pages, first visits, bursts, mixed sizes, bad clients. A closed loop; for capacity use `loadtest search`."""
 
 # mypy: disable-error-code="no-untyped-call, untyped-decorator, arg-type, union-attr"
 # Locust's own annotations are partial: its event hooks are untyped, and `data` takes bytes.
@@ -24,16 +24,16 @@ BURST_PAGES = 6
 MIXED_SIZES = Sizes([SizeBand(1, 15, 0.4), SizeBand(16, 256, 0.4), SizeBand(257, 1024, 0.2)])
 SHAPES = ("steady", "ramp", "spike", "soak")
 RAMP_STEPS, SPIKE_FACTOR, SPIKE_FROM, SPIKE_TO, SOAK_RISE = 10, 5, 0.4, 0.6, 0.05
-MISSED = "objective missed"  # how failures begin that the contract allows
+MISSED = "objective missed"  # prefix of failures that the contract allows
 
 log = logging.getLogger(__name__)
 
 
 class Session:
-    """The streams of traffic that the users of one locust process share: none sends the same page twice."""
+    """The traffic that all users of one locust process share, so that no page is sent twice."""
 
     def start(self, host: str, seed: int, payload: str) -> None:
-        """Fit the traffic to the server that is loaded; a server without `/info` gets the usual."""
+        """Fit the traffic to the server's `/info`; without one, use the usual limits."""
         try:
             info = httpx.get(f"{host}/info", timeout=5).json()
         except (httpx.HTTPError, ValueError):
@@ -50,14 +50,14 @@ shared = Session()
 
 
 class RankingUser(FastHttpUser):
-    """Sends pages and checks every reply; the scenarios below say which."""
+    """Sends requests and checks every reply. The scenarios below are its subclasses."""
 
     abstract = True
     connection_timeout = 5.0
     network_timeout = 15.0
 
     def ask(self, path: str, body: bytes, name: str, is_right: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Send one request. Locust's requests less its failures are the goodput; a row for each outcome of the context cache."""
+        """Send one request and judge its reply: requests minus failures is the goodput. Each context-cache result gets its own row."""
         with self.client.post(path, data=body, headers=HEADERS, name=name, catch_response=True) as reply:
             headers, slo_ms = reply.headers or {}, self.environment.parsed_options.slo_ms
             if "X-Context-Cache" in headers and path == "/rank":
@@ -79,7 +79,7 @@ class RankingUser(FastHttpUser):
 
 
 class FeedPage(RankingUser):
-    """Scrolls: the pages of a session one after the other, with the same context and new candidates."""
+    """Scrolls: asks for the pages of a session one after the other, with the same context and new candidates."""
 
     weight = 6
     wait_time = between(0.2, 1.0)
@@ -126,7 +126,7 @@ class MixedSizes(RankingUser):
 
 
 class Discovery(RankingUser):
-    """Asks for posts and for posts with scores, where the server has a corpus; else does nothing."""
+    """Sends /retrieve and /recommend if the server has a corpus; otherwise does nothing."""
 
     weight = 2
     wait_time = between(0.2, 1.0)
@@ -139,7 +139,7 @@ class Discovery(RankingUser):
 
 
 def is_complete(content: Mapping[str, Any], count: int) -> bool:
-    """Whether a reply of /retrieve or /recommend holds as many posts as there are, each once and best first."""
+    """Whether a reply of /retrieve or /recommend has min(`count`, visible) posts, each once and best first."""
     rows = content.get("posts", content.get("candidates", []))
     scores = [row["score"] for row in rows]
     wanted = min(count, content["visible"])
@@ -147,7 +147,7 @@ def is_complete(content: Mapping[str, Any], count: int) -> bool:
 
 
 class BadClient(RankingUser):
-    """Sends what the contract refuses, and fails unless it is refused as promised."""
+    """Sends invalid requests, and fails unless each is refused with the promised status and code."""
 
     weight = 1
     wait_time = between(0.5, 1.5)
@@ -168,9 +168,9 @@ class BadClient(RankingUser):
 
 
 def users_at(shape: str, share: float, users: int) -> int:
-    """How many users there are when `share` of the run is over.
+    """Number of users after this `share` of the run.
 
-    ramp: ten even steps up to `users`. spike: five times as many from 40 % to 60 %. soak: up within the first twentieth.
+    ramp: ten even steps up to `users`. spike: five times as many from 40 % to 60 %. soak: rises during the first 5 %.
     """
     factors = {
         "ramp": min(RAMP_STEPS, int(share * RAMP_STEPS) + 1) / RAMP_STEPS,
@@ -181,7 +181,7 @@ def users_at(shape: str, share: float, users: int) -> int:
 
 
 class Shape(LoadTestShape):
-    """The shape that `--shape` names, with locust's own numbers of users, spawn rate and run time."""
+    """The shape named by `--shape`, with locust's own options for users, spawn rate and run time."""
 
     use_common_options = True
 
@@ -197,7 +197,7 @@ class Shape(LoadTestShape):
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: Any) -> None:
-    """Also on the start page."""
+    """Add our options to locust's command line and start page."""
     parser.add_argument(
         "--payload", choices=("mix", "production"), default="mix", help="production: 1 022 events, 2 800 candidates"
     )
@@ -210,7 +210,7 @@ def add_options(parser: Any) -> None:
 
 @events.test_start.add_listener
 def begin(environment: Any, **_: Any) -> None:
-    """A new stream of traffic for each test; each worker has its own."""
+    """Start a new stream of traffic for each test. Each worker has its own."""
     worker = getattr(environment.runner, "worker_index", 0)
     options = environment.parsed_options
     shared.start(environment.host, (options.traffic_seed or fresh_seed()) + 1000 * max(worker, 0), options.payload)
@@ -218,7 +218,7 @@ def begin(environment: Any, **_: Any) -> None:
 
 @events.quitting.add_listener
 def set_exit_code(environment: Any, **_: Any) -> None:
-    """Replies that missed the objective do not fail the run; any other failure does, as locust has it."""
+    """Exit with 0 if all failures only missed the objective; otherwise keep locust's exit code."""
     errors = environment.stats.errors.values()
     if not environment.runner.exceptions and all(MISSED in str(error.error) for error in errors):
         environment.process_exit_code = 0

@@ -1,4 +1,4 @@
-"""The machine, checkout and commit that figures were taken with."""
+"""The machine and commit that figures were measured on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEMO, RESULTS = ROOT / "weights" / "demo", ROOT / "loadtest" / "results"
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on besides the server: commit, processor, cores, how busy it was."""
+    """What figures depend on besides the server: commit, processor, cores, load average, versions."""
     return {
         "commit": commit(),
         "host": platform.node(),
@@ -30,7 +30,7 @@ def machine() -> dict[str, Any]:
 
 @cache
 def commit(root: Path = ROOT) -> str:
-    """Asked once a process: short hash of the checkout, with `+` where tracked files differ from it; `unknown` outside of git."""
+    """Short hash of the checkout, with `+` if tracked files are modified; `unknown` outside git. Cached per process."""
     try:
         hash_, dirty = (
             subprocess.run(

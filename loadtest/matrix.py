@@ -1,4 +1,4 @@
-"""`Row`: a figure with its limit, of the reliability matrix or of a benchmark; as JSON, in the history of figures, and every table."""
+"""`Row`: a figure with its limit, from the reliability matrix or a benchmark. Writes rows as tables, JSON and history lines."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ HISTORY_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`tried` attempts of which `failed` broke the promise; `figure` is what was measured, in `unit`, and `limit` what may be.
+    """One figure and its limit, both in `unit`. Of `tried` attempts, `failed` broke the promise.
 
-    A figure must not exceed its limit, or must reach it where `at_least`; where the limit is infinite there is none.
-    `spread`: the 10th and 90th percentile of several
-    readings; `sides`: what was divided, where the figure is a ratio, each in milliseconds.
+    The figure must not exceed the limit, or must reach it if `at_least`. An infinite limit means none.
+    `spread`: the 10th and 90th percentile of several readings. `sides`: for a ratio, the two
+    values that were divided, in milliseconds.
     """
 
     row: str
@@ -50,19 +50,19 @@ class Row:
         at_least: bool = False,
         sides: Sequence[Figure] = (),
     ) -> Row:
-        """A benchmark's: a median with its spread. `sides` are seconds."""
+        """A row of a benchmark: a median with its spread. `sides` are in seconds."""
         pair = (1e3 * sides[0].median, 1e3 * sides[1].median) if sides else None
         return cls("bench", what, 1, 0, figure.median, limit, unit, at_least, (figure.low, figure.high), pair)
 
     @property
     def ok(self) -> bool:
-        """Whether the promise held."""
+        """Whether something was tried, nothing failed, and the figure is within its limit."""
         within = self.figure >= self.limit if self.at_least else self.figure <= self.limit
         return self.tried > 0 and not self.failed and (within or math.isinf(self.limit))
 
     @property
     def target(self) -> str:
-        """The limit with its side."""
+        """The limit as text, with ≤ or ≥ and the unit; empty if there is none."""
         if math.isinf(self.limit):
             return ""
         return f"{'≥' if self.at_least else '≤'} {self.limit:g} {self.unit}".strip()
@@ -83,7 +83,7 @@ class Row:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[object]], words: int = 1) -> str:
-    """A table; the first `words` columns hold words, the others numbers."""
+    """A Markdown table. The first `words` columns hold words, the others numbers."""
     kinds = ["---"] * words + ["--:"] * (len(head) - words)
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (head, kinds, *rows))
 
@@ -104,7 +104,7 @@ def targets(rows: Sequence[Row]) -> str:
 
 
 def publish(rows: Sequence[Row], run: Mapping[str, Any], *, history: Path | None = None, **further: Any) -> None:
-    """A benchmark's end: the table, a line a row in the history, and one JSON line with the machine. `run`: what else matters."""
+    """Print the table, append each row to the history, and print one JSON line with the machine. `run`: further facts to record."""
     facts = {**machine(), **run}
     print(targets(rows))
     if history is not None:
@@ -113,7 +113,7 @@ def publish(rows: Sequence[Row], run: Mapping[str, Any], *, history: Path | None
 
 
 def append_history(path: Path, rows: Sequence[Row], run: Mapping[str, Any]) -> None:
-    """One line a row of a benchmark, under a header that is written once."""
+    """Append one CSV line per row; a new file gets a header."""
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
     with path.open("a", newline="") as file:

@@ -1,4 +1,4 @@
-"""Where each microsecond of one request goes, as Markdown: the kernel's stages, Python around it, the service around that."""
+"""Shows where each microsecond of a request goes, as Markdown: the kernel's stages, the Python around it, the service around that."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KERNEL_STAGES = (
 
 
 def kernel_tables(rounds: int) -> Iterator[Table]:
-    """One table a geometry: microseconds of one thread by stage, cold and cached, C = 64 and 512, bf16."""
+    """One table per geometry: microseconds of one thread by stage, cold and cached, C = 64 and 512, bf16."""
     kernel = load_kernel(None, "RANKER_STAGES")
     for name in ("mini", "nano"):
         config = GEOMETRIES[name]
@@ -58,7 +58,7 @@ def _stages(engine: NativeEngine, kernel: Kernel, items: list, rounds: int) -> d
         elapsed = time.perf_counter() - start
         kernel.library.ranker_stages(nanoseconds)
         stages = [value / 1e3 for value in nanoseconds]
-        stages[0] = 0.0  # the time between forwards is no part of a forward
+        stages[0] = 0.0  # the time between forwards does not count
         readings.append([*stages, 1e6 * elapsed - sum(stages)])
     medians = [statistics.median(column) for column in zip(*readings[2:], strict=True)]
     return dict(zip((*KERNEL_STAGES, "Python: keys, hashes, jobs"), medians, strict=True))
@@ -79,7 +79,7 @@ def service_table(requests: int) -> Table:
 def measure(rounds: int = 30, requests: int = 400) -> None:
     """Where each microsecond of a request goes, as Markdown. Builds a kernel with timers.
 
-    `rounds`: forwards of each table. `requests`: of one client through HTTP.
+    `rounds`: forwards per table. `requests`: sent by one client over HTTP.
     """
     run = machine()
     print(

@@ -1,4 +1,4 @@
-"""Times several sides in turns, so that a machine that slows down slows them all. Knows nothing of what it times."""
+"""Times several sides in turns, so that a slowdown of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Figure:
 
     @classmethod
     def of(cls, readings: list[float]) -> Figure:
-        """Needs one reading at least."""
+        """The figure of these readings; there must be at least one."""
         ordered = sorted(readings)
         last = len(ordered) - 1
         return cls(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)])
@@ -36,9 +36,9 @@ def alternate(
     warm_up: int = 2,
     repeats: Mapping[str, int] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of each side in each round: every round runs every side, `repeats` times over, and keeps the mean.
+    """Seconds of each side in each round. Every round runs every side `repeats` times and keeps the mean.
 
-    Garbage collection is off meanwhile and the first `warm_up` rounds are thrown away.
+    Garbage collection is off during the rounds, and the first `warm_up` rounds are discarded.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     gc.collect()
@@ -58,5 +58,5 @@ def alternate(
 
 
 def ratio(numerator: list[float], denominator: list[float]) -> Figure:
-    """Round by round, so that what disturbed a round disturbed both of its sides."""
+    """The ratio of each round, so that a disturbance affects both sides of it."""
     return Figure.of([a / b for a, b in zip(numerator, denominator, strict=True)])

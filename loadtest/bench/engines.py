@@ -1,4 +1,4 @@
-"""Engine rows of the table: ours against the dense eager reference and the bare matrix products, in one process."""
+"""Engine rows of the targets table: our engine against the dense eager reference and bare matrix products, in one process."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from model.synthetic import random_ranker, random_request
 
 CACHE_BYTES = 2**28
 SHAPES = ("mini", "nano")
-NARROWER_COSTS = 2.6  # the registers hold half, the clock is the same
+NARROWER_COSTS = 2.6  # registers are half as wide, at the same clock rate
 SPEED_TARGETS = {("mini", 64): (4, 8), ("mini", 512): (9, 12), ("nano", 64): (3, 16), ("nano", 512): (6, 18)}
-THRICE = {"cold": 3, "cached": 3, "ours": 3, "widest": 3}  # what is quick is timed three times in each round
+THRICE = {"cold": 3, "cached": 3, "ours": 3, "widest": 3}  # quick sides run three times per round
 
 
 def engine_rows(dtype: torch.dtype, rounds: int, compositions: int, vectors: Vectors) -> Iterator[Row]:
-    """All of them. Held to narrower vectors than the widest, presets are left out and our own widest is a reference too."""
+    """All engine rows. With narrower `vectors`, presets are left out and our widest vectors are a reference too."""
     if vectors != "auto":
         yield from vector_rows(rounds, vectors)
     yield from speed_rows(dtype, rounds, vectors)
@@ -44,7 +44,7 @@ def engine_rows(dtype: torch.dtype, rounds: int, compositions: int, vectors: Vec
 
 
 def computed_in(vectors: Vectors) -> str:
-    """The dtype that our engine takes by itself with these vectors."""
+    """The dtype that our engine chooses by default with these vectors."""
     return NativeEngine(random_ranker(small_config()), vectors=vectors).info.dtype
 
 
@@ -63,14 +63,14 @@ def timed(engines: Mapping[str, Engine], item: Item, rounds: int) -> dict[str, l
 def compared(
     what: str, seconds: Mapping[str, list[float]], ours: str, reference: str, target: float, *, faster: bool = True
 ) -> Row:
-    """How many times the reference takes what ours takes; the other way round where we are not `faster`."""
+    """A row with the reference's time ÷ ours; ours ÷ the reference's unless `faster`."""
     sides = [Figure.of(seconds[side]) for side in (ours, reference)]
     over, under = (reference, ours) if faster else (ours, reference)
     return Row.of(what, ratio(seconds[over], seconds[under]), "×", target, at_least=faster, sides=sides)
 
 
 def speed_rows(dtype: torch.dtype, rounds: int, vectors: Vectors = "auto") -> Iterator[Row]:
-    """Cold (no cache) and cached forwards of one request against the dense definition, same dtype and threads."""
+    """Cold (no cache) and cached forwards of one request against the dense definition, with the same dtype and threads."""
     for name in SHAPES:
         config = GEOMETRIES[name]
         ranker = random_ranker(config)
@@ -79,12 +79,12 @@ def speed_rows(dtype: torch.dtype, rounds: int, vectors: Vectors = "auto") -> It
         for candidates in (64, 512):
             seconds = timed({"dense": dense, "cold": cold, "cached": cached}, item_of(config, candidates), rounds)
             for side, widest in zip(("cold", "cached"), SPEED_TARGETS[name, candidates], strict=True):
-                target = widest if vectors == "auto" else 1  # set for the widest vectors that a processor has
+                target = widest if vectors == "auto" else 1  # the targets assume the processor's widest vectors
                 yield compared(f"{name} C={candidates}, {side}, vs dense eager", seconds, side, "dense", target)
 
 
 def preset_rows(dtype: torch.dtype, rounds: int) -> Iterator[Row]:
-    """Every trunk in the shape of mini, by the engine that `auto` takes for it, against the dense definition."""
+    """Every trunk in the shape of mini, on the engine that `auto` chooses for it, against the dense definition."""
     for name in PRESETS:
         ranker = random_ranker(with_preset(GEOMETRIES["mini"], name))
         options = EngineOptions("cpu", "bfloat16" if dtype is torch.bfloat16 else "float32")
@@ -100,7 +100,7 @@ def preset_rows(dtype: torch.dtype, rounds: int) -> Iterator[Row]:
 
 
 def vector_rows(rounds: int, vectors: Vectors) -> Iterator[Row]:
-    """Narrower vectors in fp32 against the widest and against the torch engine, which the caller's environment may hold to them."""
+    """Narrower vectors in fp32 against the widest and the torch engine, which the environment may limit to the same vectors."""
     for name in SHAPES:
         ranker = random_ranker(GEOMETRIES[name])
         for side, kept in (("cold", 0), ("cached", CACHE_BYTES)):
@@ -132,7 +132,7 @@ def product_rows(dtype: torch.dtype, rounds: int, vectors: Vectors = "auto") -> 
 
 
 def bare_products(config: ModelConfig, rows: int, dtype: torch.dtype) -> Callable[[], object]:
-    """The products of every layer for that many rows: no attention, no norms, no tokens, nothing pruned."""
+    """The matrix products of every layer for `rows` rows: no attention, norms or tokens, and nothing pruned."""
     generator = torch.Generator().manual_seed(0)
     queries, keys = config.query_heads * config.head_width, config.kv_heads * config.head_width
     shapes = [(config.width, queries + 2 * keys), (queries, config.width)]
@@ -152,7 +152,7 @@ def bare_products(config: ModelConfig, rows: int, dtype: torch.dtype) -> Callabl
 
 
 def growth_row(dtype: torch.dtype, rounds: int, vectors: Vectors = "auto") -> Row:
-    """The worst doubling of the time as C doubles from 64 to 2048, mini, cached."""
+    """The largest growth in time of any step as C doubles from 64 to 2048, mini, cached."""
     config = GEOMETRIES["mini"]
     engine = NativeEngine(random_ranker(config), dtype, cache_bytes=CACHE_BYTES, vectors=vectors)
     counts = [64 << power for power in range(6)]
@@ -162,7 +162,7 @@ def growth_row(dtype: torch.dtype, rounds: int, vectors: Vectors = "auto") -> Ro
 
 
 def bits_row(compositions: int, vectors: Vectors = "auto") -> Row:
-    """Candidates whose bits change with batch mates, order, parts or cache state."""
+    """Number of candidates whose bits change with batch mates, order, parts or cache state."""
     ranker = random_ranker(small_config())
     different = 0
     for dtype in (torch.float32, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""The table of the thin path: in every round each side takes one reading under each load, so that a slow machine slows all of them."""
+"""The table of what HTTP and fronts cost. In every round each side takes one reading per load, so that a slow machine affects all."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ TARGETS = {
     LARGE: 0.30,
     COLUMNS: 0.30,
     PRODUCTION: math.inf,
-}  # of the bare function's rate; here it does not parse alone
-USERS, PRODUCTION_REQUESTS = 2000, 50  # in turn
+}  # share of the bare function's rate; none for production, where parsing is not the only work
+USERS, PRODUCTION_REQUESTS = 2000, 50  # sent in turn
 FIRST_NEW_USER, NEW_USERS = 10**12, 5_000  # in each reading
 NONE_HELD = (
     *(sys.executable, "-c"),
@@ -49,35 +49,35 @@ FEW, MANY, MOST = 32, 256, 512  # connections that ignore Retry-After
 COMPUTED = ("encode", "search", "forward")
 
 Bodies = Callable[[int], Sequence[bytes]]
-"""By number of the round, since some may be asked once only."""
+"""Bodies by round number, since some may be sent only once."""
 
 
 class Load(NamedTuple):
-    """Requests of a kind, in turn, over so many connections."""
+    """A kind of requests, sent in turn over this many connections."""
 
     requests: str
     connections: int
 
 
 class Reading(NamedTuple):
-    """What wrk counted, and the processor time of the side's processes meanwhile."""
+    """What wrk counted, and the processor time that the side's processes used meanwhile."""
 
     wrk: wrk.Reading
     cpu_seconds: float
 
     @property
     def good(self) -> float:
-        """Replies 200 a second."""
+        """Replies with status 200 per second."""
         return self.wrk.good_per_s
 
     @property
     def beside_computing_ms(self) -> float:
-        """The median latency less the medians of what is computed."""
+        """Median latency minus the medians of the computing stages, in ms."""
         return self.wrk.p50_ms - sum(self.wrk.stages_ms.get(stage, 0.0) for stage in COMPUTED)
 
 
 class Side(NamedTuple):
-    """A server, the processes whose time counts, and a core for wrk alone."""
+    """A server, the processes whose time counts, and a core reserved for wrk."""
 
     server: Server
     processes: Sequence[int]
@@ -93,7 +93,7 @@ class Side(NamedTuple):
 
 
 class Table:
-    """Servers, loads, and what was read of them by side and load."""
+    """The servers and loads, and the readings by side and load."""
 
     def __init__(self, stack: ExitStack, fronts: int, before: Path | None) -> None:
         self.fronts, self.stack = fronts, stack
@@ -133,7 +133,7 @@ class Table:
         return Side(bare, [bare.process.pid])
 
     def _plan_nothing_computed(self) -> None:
-        """One front and several around an engine whose forwards take no time, each process on a core of its own, as far as they go."""
+        """One front and several, around an engine whose forwards take no time. Each process gets its own core while there are enough."""
         self.bodies["nothing"] = lambda _: [rank_body(1, 7)]
         quiet = {"logs__level": "info", "logs__format": "json", "queue__max_wait_seconds": 0}
         for count in (1, self.fronts):
@@ -153,18 +153,18 @@ class Table:
         self.plan |= {("posts", Load(requests, 1)): posts for requests in (KNOWN, NEW)}
 
     def read(self, turn: int, seconds: float) -> None:
-        """One reading of each."""
+        """Take one reading of each side under each load."""
         for (side, load), server in self.plan.items():
             found = server.read(load, self.bodies[load.requests](turn), seconds)
             self.found.setdefault((side, load), []).append(found)
 
     def values(self, side: str, load: Load, name: str = "good") -> list[float]:
-        """A figure of each reading."""
+        """The figure `name` of each reading."""
         found = self.found[side, load]
         return [getattr(each if hasattr(each, name) else each.wrk, name) for each in found]
 
     def rows(self) -> Iterator[Row]:
-        """With targets those of the specification; the others say how one process compares with fronts, and with what it was."""
+        """All rows: shares of the bare function's rate, the gain over `before`, latencies, refusals and scaling."""
         for requests, target in TARGETS.items():
             load, what = Load(requests, 16), f"{requests}, 16 connections"
             for side, named in (("ours", "one process"), ("fronts", "fronts")):
@@ -184,7 +184,7 @@ class Table:
             yield Row.of(f"/recommend of a {user} beside what it computes, p50", Figure.of(rest), "ms", 0.5)
 
     def _impatient(self) -> Iterator[Row]:
-        """Beside the bare function's, because connections cost every server some; and what a refusal costs, where none is held back."""
+        """Impatient clients, also relative to the bare function, as connections cost any server; the cost of an undelayed refusal."""
         ours, bare = (
             [many / few for many, few in zip(*(self.values(side, Load(SMALL, count)) for count in (MANY, FEW)), strict=True)]
             for side in ("ours", "bare")
@@ -203,7 +203,7 @@ class Table:
         yield Row.of(what, ratio(refused, ranked), "", 0.04, sides=sides)
 
     def _scaling(self) -> Iterator[Row]:
-        """By the clock, and by the processor time of the fronts: what they would do with enough cores."""
+        """Scaling by the clock, and by the fronts' processor time, which shows what they would reach with enough cores."""
         one, several = (
             self.found[f"{count} around nothing", Load("nothing", 16 * count)] for count in (1, self.fronts)
         )
@@ -226,9 +226,9 @@ class Table:
 def measure(
     rounds: int = 5, seconds: float = 2.0, fronts: int = 2, before: Path | None = None, history: Path = HISTORY
 ) -> None:
-    """The thin path: rates beside a bare function, one caller, impatient ones, refusals, fronts, replies.
+    """What HTTP costs: rates against a bare function, one caller, impatient callers, refusals, fronts, replies.
 
-    `seconds`: of a reading. `before`: a checkout of another commit, which must not be faster. `history`: gets a line a row.
+    `seconds`: length of a reading. `before`: checkout of another commit, which must not be faster. `history`: CSV file to append to.
     """
     if not wrk.IS_INSTALLED:
         raise FileNotFoundError("wrk is not installed: .ci/debian wrk")
@@ -249,7 +249,7 @@ def measure(
 
 
 def pin(server: Server) -> list[int]:
-    """Fronts take the first cores, everything else the last one; the process ids of the fronts."""
+    """Pin fronts to the first cores and the engine to the next, or to the last core if none is left. Return the fronts' process ids."""
     lines, cores = server.lines, os.cpu_count() or 1
     fronts = {int(line["front"]): int(line["process"]) for line in lines if line["event"] == "front_started"}
     [engine] = [int(line["process"]) for line in lines if line["event"] == "engine_started"]

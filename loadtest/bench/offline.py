@@ -1,4 +1,4 @@
-"""Offline scoring beside the engine alone, and the memory of a job as its log grows tenfold."""
+"""Compares offline scoring with the engine alone, and a job's memory on a log with that on one ten times as large."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ print(rows, seconds, most[1])
 
 
 def speed_rows(log: Path, rounds: int, threads: int) -> list[Row]:
-    """The engine's time for the forwards of a job ÷ the time of the whole job, from Parquet to Parquet: by the clock, and of processors."""
+    """Time of the engine for a job's forwards ÷ time of the whole job, Parquet to Parquet: wall clock, then processor time."""
     scorer = Scorer(load_checkpoint(CHECKPOINT), EngineOptions(threads=threads))
     table = pq.read_table(log)
     where = partition_of(table["user_id"].to_numpy(), PARTITIONS)
@@ -79,7 +79,7 @@ def speed_rows(log: Path, rounds: int, threads: int) -> list[Row]:
 
 
 def copies(log: Path, times: int, directory: Path) -> None:
-    """The log so many times over, each time with other users and requests."""
+    """Write `times` copies of the log, each with other user and request ids."""
     directory.mkdir()
     table = pq.read_table(log)
     for copy in range(times):
@@ -91,11 +91,11 @@ def copies(log: Path, times: int, directory: Path) -> None:
 
 
 def memory_row(rows: int) -> Row:
-    """Jobs over a world's log, and over ten times as much, with partitions of equal size, no larger than a job's own."""
+    """Peak memory of a job on a log ÷ that on a tenth of it; partitions have equal size, at most a job's default."""
     found: list[tuple[int, float]] = []
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        users = max(40, round(rows / 10 / 1250))  # of about 1 250 impressions each
+        users = max(40, round(rows / 10 / 1250))  # about 1 250 impressions per user
         parts = -(-rows // 10 // PARTITION_ROWS)
         write_log(place / "one.parquet", simulate(WorldSettings(users=users, new_users=0)).log)
         for name, times in (("less", 1), ("more", 10)):
@@ -110,7 +110,7 @@ def memory_row(rows: int) -> Row:
 
 
 def measure(rounds: int = 7, threads: int = 0, rows: int = 1_000_000) -> None:
-    """Offline scoring beside the engine alone, and the memory of a job as its log grows tenfold, to so many `rows`; 0 leaves it out."""
+    """Offline scoring against the engine alone, and memory as the log grows tenfold to `rows` impressions (0: no memory row)."""
     threads = threads or torch.get_num_threads()
     with tempfile.TemporaryDirectory() as directory:
         write_log(path := Path(directory) / "log.parquet", simulate(WorldSettings(users=200, new_users=0)).log)

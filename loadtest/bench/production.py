@@ -1,4 +1,4 @@
-"""The production shape over HTTP: requests of 1 022 events and 2 800 candidates, at the default limits, on two models and two wires."""
+"""Measures the production shape over HTTP: 1 022 events, 2 800 candidates, default limits, two models, two wires."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from weights.published.importer import labels_for
 from weights.synthetic.random_weights import random_chunks
 
 SHAPES = ("mini", "nano")
-SHARE = 0.15  # of the cached forward, for reading the request and writing the reply
-ALONE = 50  # candidates that are also asked for one by one
+SHARE = 0.15  # reading the request and writing the reply ÷ the cached forward, at most
+ALONE = 50  # candidates that are also ranked one by one
 Content = dict[str, Any]
 
 
 def production_rows(rounds: int) -> Iterator[Row]:
-    """Those of each model. Raises RuntimeError for a request that is refused."""
+    """The production rows of each model. Raises RuntimeError if a request is refused."""
     for name in SHAPES:
         with checkpoint_of(name) as checkpoint, ranking_server(checkpoint=checkpoint) as server:
             yield from rows_of(f"production, {name}", server, rounds)
@@ -43,7 +43,7 @@ def production_rows(rounds: int) -> Iterator[Row]:
 
 @contextmanager
 def checkpoint_of(name: str, history_length: int | None = None) -> Iterator[Path]:
-    """Random weights of a geometry; its window of another length where that is given."""
+    """A temporary checkpoint with random weights of a geometry, with another window if `history_length` is given."""
     with tempfile.TemporaryDirectory() as directory:
         path, config = Path(directory) / name, GEOMETRIES[name]
         config = replace(config, history_length=history_length or config.history_length)
@@ -54,10 +54,10 @@ def checkpoint_of(name: str, history_length: int | None = None) -> Iterator[Path
 
 
 def rows_of(what: str, server: Server, rounds: int) -> Iterator[Row]:
-    """Of a server that has answered nothing yet: memory of its first request, bits, candidates, latencies, and the shares of the wires."""
+    """Rows of a server that has answered nothing yet: memory of the first request, bits, dropped candidates, latencies, wire shares."""
     traffic = Traffic(TrafficSettings.production())
     first, *pages = (orjson.loads(page.body) for page in traffic.take(1 + 4 * rounds))
-    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")  # the high-water mark begins anew
+    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")  # resets the high-water mark
     held = server.status("VmRSS")
     whole = ask(server, first, "columns")
     grown = (server.status("VmHWM") - held) / 1024
@@ -66,7 +66,7 @@ def rows_of(what: str, server: Server, rounds: int) -> Iterator[Row]:
     dropped, found = 0, dict[tuple[str, str], list[tuple[float, ...]]]()
     for place, page in enumerate(pages):
         wire = ("columns", "binary")[place // 2 % 2]
-        if place % 2 == 0:  # a user's first page, and then the second one
+        if place % 2 == 0:  # a user's first page; the next request is the second
             context = {"user_id": str(10**9 + place), "history": page["history"]}
         reply = ask(server, page | context, wire)
         dropped += len(page["candidates"]["post_id"]) - len(set(scores_of(reply, wire)))
@@ -85,7 +85,7 @@ def rows_of(what: str, server: Server, rounds: int) -> Iterator[Row]:
 
 
 def bits_row(what: str, server: Server, content: Content, reply: Reply) -> Row:
-    """Candidates whose scores have other bits on the other wire, or asked for alone."""
+    """Number of candidates whose scores have other bits on the other wire or when ranked alone."""
     right = scores_of(reply, "columns")
     other = scores_of(ask(server, content, "binary"), "binary")
     different = sum(right[post] != other.get(post) for post in right)
@@ -99,7 +99,7 @@ def bits_row(what: str, server: Server, content: Content, reply: Reply) -> Row:
 
 
 def ask(server: Server, content: Content, wire: str, path: str = "/rank") -> Reply:
-    """One request, and its reply on the same wire."""
+    """Send one request; return its reply, on the same wire."""
     [reply] = answered(server, [payload_of(content, wire, path)])
     return reply
 
@@ -115,7 +115,7 @@ def payload_of(content: Content, wire: str, path: str = "/rank") -> bytes:
 
 
 def answered(server: Server, payloads: Sequence[bytes]) -> list[Reply]:
-    """The replies to requests that follow each other on one connection. Raises RuntimeError for one that is refused."""
+    """Send requests one after the other on one connection; return the replies. Raises RuntimeError if one is refused."""
     replies = ask_all(server.port, payloads, keep_bodies=True, timeout_seconds=60)
     if refused := [reply for reply in replies if reply.status != 200]:
         raise RuntimeError(f"answered {refused[0].status}: {refused[0].body[:300]!r}")
@@ -123,7 +123,7 @@ def answered(server: Server, payloads: Sequence[bytes]) -> list[Reply]:
 
 
 def scores_of(reply: Reply, wire: str) -> dict[int, bytes]:
-    """The bits of every probability, by post."""
+    """The bytes of each post's probabilities, by post id."""
     if wire == "columns":
         columns = orjson.loads(reply.body)["candidates"]
         ids, probabilities = columns["post_id"], np.array(columns["probabilities"], np.float32)

@@ -1,4 +1,4 @@
-"""The exact search beside faiss and the memory's bandwidth, in turns."""
+"""Compares the exact search with faiss and with the memory's bandwidth, in turns."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def unit(rows: NDArray[Any]) -> Rows:
 
 
 def isotropic(rng: np.random.Generator, count: int, width: int) -> Rows:
-    """Directions drawn evenly."""
+    """Unit vectors with uniformly random directions."""
     return unit(rng.standard_normal((count, width), np.float32))
 
 
 def queries_near(rng: np.random.Generator, rows: Rows, count: int) -> Rows:
-    """Users who like something: rows of the corpus, moved a little."""
+    """Queries of users: random rows of the corpus, moved a little."""
     near = rows[rng.integers(0, len(rows), count)]
     return unit(near + 0.05 * rng.standard_normal(near.shape, np.float32))
 
 
 def speed_rows(posts: int, width: int, threads: int, rounds: int) -> Iterator[Row]:
-    """The table: one query and a batch, beside one reading of the fp32 rows and beside faiss's flat index."""
+    """The rows: one query and a batch, against one reading of the fp32 rows and faiss's flat index."""
     import faiss
 
     rng = np.random.default_rng(0)
@@ -70,7 +70,7 @@ def speed_rows(posts: int, width: int, threads: int, rounds: int) -> Iterator[Ro
 
 
 def measure(posts: int = 537_000, width: int = 128, threads: int = 0, rounds: int = 15) -> None:
-    """The exact search beside faiss and the memory's bandwidth."""
+    """The exact search against faiss and the memory's bandwidth."""
     import faiss
 
     threads = threads or torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""HTTP rows of the table: what the service adds to a forward, what batching brings, how soon it is ready."""
+"""HTTP rows of the targets table: what the service adds to a forward, what batching gains, how soon it is ready."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def measure(
     engine_only: bool = False,
     history: Path = HISTORY,
 ) -> None:
-    """The targets table: engines against the dense definition, the service around them. Exit code 0 whatever is missed.
+    """The targets table: engines against the dense definition, and the service around them. Exit code 0 even if targets are missed.
 
-    `rounds`: readings of each side. `seconds`: of a throughput reading. `compositions`: random ones, for the row on bits.
-    `engine_only`: no HTTP rows, as with `vectors`. `history`: gets a line a row.
+    `rounds`: readings of each side. `seconds`: length of a throughput reading. `compositions`: random batches for the row on bits.
+    `engine_only`: no HTTP rows; also so if `vectors` is given. `history`: CSV file to append to.
     """
     if vectors == "avx2" and not os.environ.get("ATEN_CPU_CAPABILITY"):  # torch reads it as it is imported
         os.environ["ATEN_CPU_CAPABILITY"] = "avx2"
@@ -89,7 +89,7 @@ def json_row(target: Target) -> Row:
 
 
 def reply_rows(target: Target) -> Iterator[Row]:
-    """The server's own time to write a reply of 512 candidates on each wire: the event loop does nothing else meanwhile."""
+    """The server's own time to write a reply of 512 candidates on each wire, which blocks the event loop."""
     names = target.info()["actions"]
     bodies = [payload.partition(b"\r\n\r\n")[2] for payload in ranking_bodies(target, 512, 200)]
     payloads: dict[str, list[bytes]] = {"binary": [], "columns": [], "objects": []}
@@ -105,7 +105,7 @@ def reply_rows(target: Target) -> Iterator[Row]:
 
 
 def batching_row(checkpoint: Path, settings: dict[str, Any], seconds: float, rounds: int = 4) -> Row:
-    """Replies a second at 32 clients with batching on, against off: two servers, asked in turns, never at once."""
+    """Replies per second at 32 clients, batching on against off: two servers, loaded in turns, never at once."""
     settings = settings | {"queue__max_wait_seconds": 0}  # a busy machine must not turn slow replies into refusals
     with (
         ranking_server(checkpoint=checkpoint, **settings) as batched,
@@ -122,20 +122,20 @@ def batching_row(checkpoint: Path, settings: dict[str, Any], seconds: float, rou
 
 
 def ranking_bodies(target: Target, candidates: int, count: int) -> list[bytes]:
-    """Requests of the traffic model with that many candidates each, in the column form."""
+    """Whole requests of the traffic model with `candidates` candidates each, in the column form."""
     settings = fit_traffic(TrafficSettings(objects_share=0.0), target.info()).with_fixed_candidates(candidates)
     return [target.request(request.body) for request in Traffic(settings).take(count)]
 
 
 def first_visits(target: Target, candidates: int, users: int, *, as_objects: bool) -> list[bytes]:
-    """The body of one request of each of so many users, whose histories fill the model's window."""
+    """One body for each of `users` new users, whose histories fill the model's window."""
     settings = TrafficSettings(objects_share=float(as_objects), full_histories=True)
     traffic = Traffic(fit_traffic(settings, target.info()).with_fixed_candidates(candidates))
     return [traffic.first_visit().body for _ in range(users)]
 
 
 def all_answered(target: Target, payloads: list[bytes], *, clients: int, seconds: float = 60.0) -> Samples:
-    """Samples of a closed loop, its first requests left out. Raises RuntimeError when a reply is not 200."""
+    """Samples of a closed loop, without its first requests. Raises RuntimeError if a reply is not 200."""
     address = target.host, target.port
     samples = closed_samples(address, payloads, clients=clients, seconds=seconds, warm_up=WARM_UP_REQUESTS)
     if (samples.status != 200).any():

@@ -1,4 +1,4 @@
-"""The trainer beside a bare loop."""
+"""Compares the trainer with a bare training loop."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from weights.training.trainer import Trainer
 from weights.training.world.settings import WorldSettings
 from weights.training.world.simulate import simulate
 
-STEPS, BATCH, IMPRESSIONS = 10, 32, 24  # of a reading; requests of a step; posts of a request
+STEPS, BATCH, IMPRESSIONS = 10, 32, 24  # steps per reading; requests per step; posts per request
 
 
 def speed_row(users: int, rounds: int) -> Row:
-    """The trainer's impressions a second ÷ those of a loop that has its batches and only goes forward and backward."""
+    """The trainer's impressions per second ÷ those of a loop that has the batches ready and only runs forward and backward."""
     log = simulate(WorldSettings(users=users, new_users=0)).log
     settings = TrainSettings(epochs=100)
     examples = Examples(log, demo_config(len(log.action_names)))
@@ -48,5 +48,5 @@ def speed_row(users: int, rounds: int) -> Row:
 
 
 def measure(rounds: int = 7) -> None:
-    """The trainer beside a bare loop."""
+    """The trainer against a bare training loop."""
     publish([speed_row(200, rounds)], {"torch": torch.__version__})

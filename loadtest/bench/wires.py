@@ -1,4 +1,4 @@
-"""What newer forms of a request cost beside those that they replace: ids as texts, actions as masks, contexts by their handle."""
+"""Compares newer forms of a request with the forms that they replace: text ids, action masks, context handles."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from weights.format.manifest import Manifest
 from weights.published.importer import labels_for
 
 CONFIG = GEOMETRIES["mini"]
-READINGS = 200  # of a body, for one round in process
+READINGS = 200  # times a body is read in one round in process
 FIRST_USER = 10**12
 
 
 def wire_rows(rounds: int) -> Iterator[Row]:
-    """All of them; those over HTTP with mini. Raises RuntimeError for a request that is refused, or for scores of other bits."""
+    """All rows of this module, the HTTP ones with mini. Raises RuntimeError if a request is refused or scores have other bits."""
     yield from reading_rows(rounds)
     with checkpoint_of("mini") as checkpoint, ranking_server(checkpoint=checkpoint) as server:
         yield from page_rows(server, 4 * rounds)
@@ -40,7 +40,7 @@ def wire_rows(rounds: int) -> Iterator[Row]:
 
 
 def page_of(candidates: int) -> Content:
-    """A page with 1 022 events."""
+    """A page with 1 022 events and this many candidates."""
     page: Content = orjson.loads(next(Traffic(TrafficSettings.production().with_fixed_candidates(candidates))).body)
     return page
 
@@ -55,7 +55,7 @@ def in_texts(value: Any, name: str = "") -> Any:
 
 
 def reading_rows(rounds: int) -> Iterator[Row]:
-    """The compiled reader in process, with the columns that come of it: texts beside integers, masks beside names of actions."""
+    """The compiled reader in process, including unpacking to columns: text ids ÷ integers, action masks ÷ names."""
     library, manifest = (
         load_library(),
         Manifest("bench", "1", CONFIG, STANDARD_ACTIONS, labels_for(CONFIG, "").continuous, {}, {}, {}),
@@ -97,7 +97,7 @@ def reading_rows(rounds: int) -> Iterator[Row]:
 
 
 def page_rows(server: Server, readings: int) -> Iterator[Row]:
-    """Masks beside dense floats in binary; a page by its context's handle beside the whole request."""
+    """Masks against dense floats in binary, and a page by context handle against the whole request."""
     page, count = page_of(64), readings + 1
     named = by_handle(server, page)
     dense, whole = [payload_of(page, "binary")] * count, [payload_of(page, "columns")] * count
@@ -110,7 +110,7 @@ def page_rows(server: Server, readings: int) -> Iterator[Row]:
 
 
 def prewarmed_row(server: Server, window: str, readings: int) -> Row:
-    """A first page of 512 candidates, its context computed ahead, beside one of another user that finds nothing."""
+    """A first page of 512 candidates whose context was computed ahead, against one whose context is not cached."""
     page, users = page_of(512), iter(range(FIRST_USER, 2 * FIRST_USER))
     pages = [[page | {"user_id": next(users)} for _ in range(readings + 1)] for _ in range(2)]
     prewarmed = [payload_of(by_handle(server, each), "columns") for each in pages[0]]
@@ -119,14 +119,14 @@ def prewarmed_row(server: Server, window: str, readings: int) -> Row:
 
 
 def by_handle(server: Server, content: Content) -> Content:
-    """The same page with the handle of its context, which the server has then."""
+    """Send the page's context to the server; return the page with its handle instead."""
     context = {name: content[name] for name in ("user_id", "history")}
     handle = orjson.loads(ask(server, context, "columns", "/context").body)["context"]
     return {"context": handle} | {name: value for name, value in content.items() if name not in context}
 
 
 def times(server: Server, ours: Sequence[bytes], reference: Sequence[bytes], wire: str = "") -> list[Figure]:
-    """Ratios of ours to the reference's, in turns: parse, the server's stages together, the client's wait."""
+    """Send both sides in turns. Return ratios of ours to the reference: parse, sum of the server's stages, the client's wait."""
     replies, found = answered(server, list(chain(*zip(ours, reference, strict=True)))), []
     for pair in zip(replies[2::2], replies[3::2], strict=True):
         if wire and scores_of(pair[0], wire) != scores_of(pair[1], wire):

@@ -1,4 +1,4 @@
-"""Random requests, right and nearly right, as hypothesis strategies. Shared with the property tests; sends nothing."""
+"""Hypothesis strategies for valid and nearly valid requests. Shared with the property tests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ whole = st.fixed_dictionaries(
     {"user_id": ids, "candidates": shown}, optional=options | {"history": st.lists(event, max_size=20)}
 )
 by_handle = st.fixed_dictionaries({"context": handles, "candidates": shown}, optional=options)
-valid = st.integers(0, 4).flatmap(lambda number: whole if number else by_handle)  # which no server knows
+valid = st.integers(0, 4).flatmap(lambda number: whole if number else by_handle)  # no server knows these handles
 
 wanted_posts = st.fixed_dictionaries(
     {"user_id": ids},
@@ -79,7 +79,7 @@ reloads = st.fixed_dictionaries(
 
 
 def columnar(body: dict[str, Any]) -> dict[str, Any]:
-    """The same request in arrays."""
+    """The same request with history and candidates as arrays."""
     shaped = {name: in_arrays(body[name]) for name in ("history", "candidates") if body.get(name)}
     return body | shaped
 
@@ -114,8 +114,8 @@ fields = st.sampled_from(
 
 @st.composite
 def nearly_valid(draw: st.DrawFn) -> Any:
-    """A valid request in either shape, with up to two places changed, added or taken away."""
-    body = copy.deepcopy(draw(valid))  # what sampled_from gives is shared
+    """A valid request in either shape, with up to two places changed, added or removed."""
+    body = copy.deepcopy(draw(valid))  # sampled_from returns shared objects
     body = columnar(body) if draw(st.booleans()) else body
     for _ in range(draw(st.integers(0, 2))):
         place = _somewhere(draw, body)
@@ -133,7 +133,7 @@ def nearly_valid(draw: st.DrawFn) -> Any:
 
 
 def _somewhere(draw: st.DrawFn, value: Any) -> Any:
-    """One of the containers in it."""
+    """A random container inside the value, or the value itself."""
     inner = [item for item in (value.values() if isinstance(value, dict) else value) if isinstance(item, dict | list)]
     if not inner or draw(st.booleans()):
         return value

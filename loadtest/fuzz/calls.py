@@ -1,4 +1,4 @@
-"""One call as a fuzzer sends it, and what every reply to it must be."""
+"""One call of a fuzzer, and the rules for every reply."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from loadtest.generate.tensors import LENGTH
 
 JSON_TYPE = (b"content-type", b"application/json")
 REQUEST_ID = b"x-request-id"
-MARK = "zq9marker"  # part of many bad values; no reply may show it
+MARK = "zq9marker"  # part of many bad values; no error reply may show it
 ALLOWED = {200, 400, 401, 404, 405, 406, 409, 412, 413, 415, 422, 429, 504}
-CLOSING = {400, 408, 431}  # of refusals by the connection itself, which name no request
+CLOSING = {400, 408, 431}  # refusals by the connection itself, which carry no request id
 MAX_PROBLEM_BYTES = 4096
 OUTPUT_DTYPES = {"UINT64": "<u8", "INT64": "<i8", "FP32": "<f4", "FP64": "<f8"}
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request on the level of ASGI."""
+    """A request at the level of ASGI."""
 
     body: bytes
     path: str = "/rank"
@@ -37,7 +37,7 @@ class Call:
 
 @dataclass(slots=True)
 class Answer:
-    """What came back; `fault` says what the application raised. `is_last`: the connection ended with it."""
+    """A reply. `fault`: what the application raised, or no reply. `is_last`: the connection ended with it."""
 
     status: int = 0
     headers: dict[bytes, bytes] = field(default_factory=dict)
@@ -47,14 +47,14 @@ class Answer:
 
 
 async def send(app: ASGIApp, call: Call) -> Answer:
-    """The application's answer to one call, without a socket between."""
+    """Call the application without a socket; return its answer."""
     answer = Answer()
     messages = iter([{"type": "http.request", "body": call.body, "more_body": False}])
 
     async def receive() -> Any:
         for message in messages:
             return message
-        return await asyncio.get_running_loop().create_future()  # the client waits
+        return await asyncio.get_running_loop().create_future()  # the client stays connected
 
     async def collect(message: Any) -> None:
         if message["type"] == "http.response.start":
@@ -75,7 +75,7 @@ async def send(app: ASGIApp, call: Call) -> Answer:
 
 
 def send_direct(endpoint: Endpoint, call: Call) -> asyncio.Future[Answer]:
-    """The endpoint's own answer, as a connection of ours asks it: no ASGI between."""
+    """Call the endpoint directly, as our HTTP connection does, without ASGI."""
     found: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
     handler = endpoint.begin(
         call.headers, lambda status, fields, body, may_wait: found.set_result(Answer(status, dict(fields), body))
@@ -86,7 +86,7 @@ def send_direct(endpoint: Endpoint, call: Call) -> asyncio.Future[Answer]:
 
 
 def complaint(answer: Answer) -> str:
-    """What is wrong with an answer, whatever the call was; empty when nothing is."""
+    """What is wrong with an answer to any call; empty if nothing is."""
     if answer.fault:
         return f"raised {answer.fault}"
     if answer.status not in ALLOWED:

@@ -1,4 +1,4 @@
-"""Corrupted checkpoints: each is a valid one with one change, and the loader has to refuse it."""
+"""Makes corrupted checkpoints, each a valid one with one change. The loader must refuse every one."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ BATCH = 50
 SHAPING = (
     "width", "layers", "query_heads", "kv_heads", "head_width", "actions", "continuous_actions", "product_surfaces",
 )  # fmt: skip
-"""Fields of which no other value fits the tensors. A well-signed change of another one, say `rope_base`, is another model."""
+"""Fields whose other values do not fit the tensors. A signed change of another field, say `rope_base`, is a valid model."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """What was done to the checkpoint in `path`; `meanwhile` is done while it is being loaded."""
+    """A corrupted checkpoint in `path`. `kind` names the corruption; `meanwhile` runs during the load."""
 
     path: Path
     kind: str
@@ -53,13 +53,13 @@ class Mutant:
 
 
 def write_small(path: Path, seed: int) -> None:
-    """A small valid checkpoint; two tables have the same shape, so that swapping them is not caught by shapes."""
+    """Write a small valid checkpoint. Two tables have the same shape, so that a shape check does not catch swapping them."""
     config = replace(mini_config(seed, (40, 40, 41), continuous_actions=2), width=16, layers=1, head_width=4)
     write_checkpoint(path, config, random_chunks(config, seed), labels_for(config, "small"))
 
 
 def mutants(count: int, seed: int, work: Path) -> Iterator[Mutant]:
-    """`count` random mutants of every kind in turn, each below `work` until the next is asked for."""
+    """`count` random mutants, all kinds in turn. Each exists below `work` until the next one is requested."""
     rng = random.Random(seed)
     base, other = work / "base", work / "other"
     write_small(base, seed)
@@ -71,14 +71,14 @@ def mutants(count: int, seed: int, work: Path) -> Iterator[Mutant]:
         path = work / f"mutant-{made}"
         shutil.copytree(base, path)
         meanwhile = make(path, rng, other)
-        if meanwhile or content(path) != content(base):  # a random change may have changed nothing
+        if meanwhile or content(path) != content(base):  # skip a random change without effect
             made += 1
             yield Mutant(path, kind, meanwhile)
         shutil.rmtree(path, ignore_errors=True)
 
 
 def accepted(count: int, seed: int, work: Path) -> list[str]:
-    """The kinds of mutants that loaded, or failed otherwise than by a sentence that names a file of the checkpoint."""
+    """Describe the mutants that loaded, or failed without an error that names a file of the checkpoint."""
     wrong = []
     for mutant in mutants(count, seed, work):
         try:
@@ -94,12 +94,12 @@ def accepted(count: int, seed: int, work: Path) -> list[str]:
 
 
 def content(path: Path) -> dict[str, Any]:
-    """Every file's bytes; a link is its target."""
+    """The bytes of every file; for a link, its target."""
     return {entry.name: os.readlink(entry) if entry.is_symlink() else entry.read_bytes() for entry in path.iterdir()}
 
 
 def sign_again(path: Path, change: Callable[[dict[str, Any]], None] = lambda manifest: None) -> None:
-    """Make lengths, digests and the manifest's own digest right again: what a skilful liar would do."""
+    """Recompute lengths, digests and the manifest's own digest, as a skilled forger would."""
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["digest"]
     for name in manifest["files"]:
@@ -176,7 +176,7 @@ def make_file_of_another_checkpoint(path: Path, rng: random.Random, other: Path)
 def make_link(path: Path, rng: random.Random, other: Path) -> None:
     file = _any_file(path, rng)
     target = path.parent / f"outside-{file.name}"
-    shutil.copyfile(file, target)  # the right content, outside of the directory
+    shutil.copyfile(file, target)  # the right content, but outside the directory
     file.unlink()
     file.symlink_to(target)
 
@@ -199,7 +199,7 @@ def make_signed_renamed_tensor(path: Path, rng: random.Random, _other: Path) -> 
         [name for name in (f"{old}x", "tables.user", "heads.norm", "../../etc/passwd", "\x1b[31m") if name != old]
     )
     edit_header(file, lambda header: header.update({new: header.pop(old)}))
-    both = rng.random() < 0.5  # the manifest has the same change, or only the file has it
+    both = rng.random() < 0.5  # change the manifest too, or only the file
 
     def rename(manifest: dict[str, Any]) -> None:
         manifest["tensors"][new] = manifest["tensors"].pop(old)
@@ -268,14 +268,14 @@ def make_changed_while_reading(path: Path, rng: random.Random, _other: Path) -> 
 
 
 def make_truncated_while_reading(path: Path, rng: random.Random, _other: Path) -> Callable[[], None]:
-    """With a mapped file this would be a fatal signal instead of a refusal."""
+    """If the file were memory-mapped, this would be a fatal signal instead of an error."""
     file = _tensor_file(path, rng)
     length = rng.randrange(file.stat().st_size)
     return lambda: os.truncate(file, length)
 
 
 def damaged(seconds: float) -> Row:
-    """F2: mutants for so long. What got in goes to standard error."""
+    """F2: load mutants for this many seconds. Prints the wrongly accepted to standard error."""
     until, tried, wrong = time.monotonic() + seconds, 0, []
     while time.monotonic() < until:
         with tempfile.TemporaryDirectory() as work:

@@ -1,4 +1,4 @@
-"""Corrupts what a front says to the engine process, and says it over a real link. Not for HTTP: see `mutate` and `wires`."""
+"""Corrupts the messages of a front to the engine process and sends them over a real link. For HTTP see `mutate` and `wires`."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ NONE = np.empty(0, np.uint64)
 
 
 class FrameMutator:
-    """An endless, repeatable source of such calls for one model. A call's body is one message, without its length."""
+    """An endless, repeatable source of corrupted messages for one model. The body of a call is one message, without its length."""
 
     def __init__(self, seed: int, config: ModelConfig) -> None:
         self.mutator = Mutator(seed, [b"{}"])
         self.config = config
 
     def call(self) -> Call:
-        """The next one."""
+        """The next call."""
         random = self.mutator.random
         message = self._others() if random.random() < 0.1 else self._question()
         if random.random() < 0.4:
@@ -56,7 +56,7 @@ class FrameMutator:
         return Call(self.mutator.cut(data) if random.random() < 0.3 else data, path=PATH, headers=())
 
     def _others(self) -> Any:
-        """A message that asks for no scores."""
+        """A message other than a question for scores."""
         empty = PostRows(NONE, NONE, NONE.view(np.int64), [])
         gone = PostChange(np.array([12345678], np.uint64), empty)
         return self.mutator.random.choice(
@@ -67,7 +67,7 @@ class FrameMutator:
         )  # fmt: skip
 
     def _question(self) -> Any:
-        """A request, a search or a question about attention, one number of one column replaced."""
+        """A ranking request, a search or an attention request, often with one number of a column replaced."""
         random = self.mutator.random
         context, candidates = inputs(self.config, random.randint(0, 40))
         column = random.choice((context.surfaces, candidates.surfaces, candidates.age_buckets, candidates.post_ids))
@@ -87,12 +87,12 @@ class FrameMutator:
 
 
 def asked(name: str, number: int, *arguments: Any) -> Any:
-    """The question of that number for a method of the interface."""
+    """The message with id `number` that calls a method of the interface."""
     return wire.METHODS[name].question(number, *arguments)
 
 
 def inputs(config: ModelConfig, history: int = 3) -> tuple[Context, Candidates]:
-    """A user's history and five candidates that are right for any model of this shape."""
+    """A context and five candidates that are valid for any model of this shape."""
     ids, posts = np.arange(1, history + 1, dtype=np.uint64), np.arange(1, 6, dtype=np.uint64)
     actions, zeros = np.zeros((history, config.actions), np.float32), np.zeros(5, np.int64)
     context = Context(7, ids, ids.copy(), actions, np.zeros(history, np.int64), np.zeros(history, np.float32))
@@ -103,7 +103,7 @@ def inputs(config: ModelConfig, history: int = 3) -> tuple[Context, Candidates]:
 async def linked(
     service: RankingService, reloads: Reloader, settings: Settings
 ) -> AsyncIterator[Callable[[Call], Awaitable[Answer]]]:
-    """Who takes calls of frames for this service, over a socket between. What looks after its fronts ends with the loop."""
+    """Yield a function that sends a frame to this service over a real socket. The host's tasks end with the loop."""
     config = service.model.manifest.config
     with tempfile.TemporaryDirectory() as directory:
         server = await EngineHost(service, reloads, settings).start(path := f"{directory}/engine")
@@ -112,7 +112,7 @@ async def linked(
 
 
 async def ask_frame(path: str, config: ModelConfig, call: Call) -> Answer:
-    """What becomes of a message on a link of its own, said as HTTP would; a good one behind it must be answered, or the link has ended."""
+    """Send a message on its own link, then a good one, which must be answered unless the link ends. Return the outcome as in HTTP."""
     reader, writer = await asyncio.open_unix_connection(path)
     told: dict[int, Any] = {}
     try:
@@ -134,21 +134,19 @@ async def ask_frame(path: str, config: ModelConfig, call: Call) -> Answer:
         return Answer(fault="a link that neither answers nor ends")
     finally:
         writer.close()
-    name = (REQUEST_ID, dict(call.headers).get(REQUEST_ID, b""))  # a frame carries none
+    name = (REQUEST_ID, dict(call.headers).get(REQUEST_ID, b""))  # a frame carries no request id
     failed = next(
         (each for each in told.values() if isinstance(each, wire.Failed) and each.code not in wire.FAILURES), None
     )
     if failed is None:
         return Answer(200, dict([(b"content-type", b"application/protobuf"), name]))
     kind = error_class(failed.code)
-    status = (
-        422 if kind is NonFiniteScores else kind.status
-    )  # of floats that were cut into others: no body can hold these
+    status = 422 if kind is NonFiniteScores else kind.status  # corrupted floats, which no HTTP body could hold
     return Answer(status, dict([PROBLEM, name]), orjson.dumps({"status": status, "code": failed.code}))
 
 
 def _for_served(body: bytes, served: dict[str, int]) -> bytes:
-    """The same message for what serves, where it is a message still, and for that at all."""
+    """The message with SERVED replaced by the served numbers; unchanged if it cannot be decoded."""
     with contextlib.suppress(msgspec.MsgspecError, OverflowError, UnicodeDecodeError, ValueError):
         message = wire.from_front.decode(body)
         named = {name: number for name, number in served.items() if getattr(message, name, None) == SERVED}
@@ -157,7 +155,7 @@ def _for_served(body: bytes, served: dict[str, int]) -> bytes:
 
 
 async def _served(reader: asyncio.StreamReader) -> dict[str, int]:
-    """The numbers of what serves, by the names that questions have for them."""
+    """The numbers of the served model and corpus, by their field names in questions."""
     while not isinstance(message := await _next(reader), wire.State):
         pass
     return {"model": message.model, "served": message.corpus}

@@ -1,4 +1,4 @@
-"""Corrupts valid bodies, fast and by seed: their values or their bytes. Does not shrink what fails."""
+"""Corrupts the values or the bytes of valid bodies, fast and seeded. Does not shrink failing bodies."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ MAX_CHANGES = 3
 
 
 class Mutator:
-    """An endless, repeatable source of calls that were good once."""
+    """An endless, repeatable source of corrupted calls."""
 
     def __init__(self, seed: int, corpus: list[bytes]) -> None:
         self.random = random.Random(seed)
         self.corpus = corpus
 
     def call(self) -> Call:
-        """The next one: mostly values, some bytes, some headers, some paths."""
+        """The next call. Mostly values are changed, sometimes bytes, headers or paths."""
         choice, random = self.random.random(), self.random
         body = random.choice(self.corpus)
         if choice < 0.08:
@@ -70,7 +70,7 @@ class Mutator:
         )
 
     def call_to(self, path: str, headers: tuple[tuple[bytes, bytes], ...]) -> Call:
-        """The next one for another endpoint: the body as it is, or with values or bytes changed."""
+        """The next call for another endpoint: a body as it is, or with changed values or bytes."""
         choice, body = self.random.random(), self.random.choice(self.corpus)
         if choice > 0.2:
             body = orjson.dumps(self.corrupted(orjson.loads(body))) if choice < 0.7 else self.cut(body)
@@ -80,13 +80,13 @@ class Mutator:
         return copy.deepcopy(self.random.choice(VALUES))
 
     def corrupted(self, value: Any) -> Any:
-        """The same JSON with up to three places changed."""
+        """The JSON value with up to three places changed."""
         for _ in range(self.random.randint(1, MAX_CHANGES)):
             value = self._changed(value)
         return value
 
     def _changed(self, value: Any) -> Any:
-        """One place in it is another value, gone, or new."""
+        """Replace, remove or add a value in one place."""
         random = self.random
         inner = [key for key, item in _items(value) if isinstance(item, dict | list)]
         if inner and random.random() < 0.7:
@@ -108,7 +108,7 @@ class Mutator:
         return value
 
     def cut(self, body: bytes) -> bytes:
-        """Bytes overwritten, inserted, cut out, doubled."""
+        """The body with some bytes overwritten, inserted, removed or doubled."""
         random, corrupted = self.random, bytearray(body)
         for _ in range(random.randint(1, MAX_CHANGES)):
             place = random.randrange(len(corrupted) + 1)

@@ -1,4 +1,4 @@
-"""Sends calls from all sources to a target, and counts what they break. Makes up no calls itself."""
+"""Sends calls from all sources to a target and counts broken promises."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from loadtest.fuzz.wires import WireMutator
 from loadtest.matrix import Row
 from weights.format.manifest import Manifest
 
-SHARES = {  # of the time
+SHARES = {  # share of the time per source
     "mutations": 0.49, "wires": 0.15, "frames": 0.06, "pages": 0.12, "hypothesis": 0.03, "schemathesis": 0.07, "paths": 0.08,
 }  # fmt: skip
-SLOW = ("hypothesis", "schemathesis")  # to make: waited for in a thread, since the application may share the loop
+SLOW = ("hypothesis", "schemathesis")  # slow to make, so made in a thread, since the application may share the loop
 BLOCK = 64  # calls in flight together
-WARM_UP_PATHS = 2 * BLOCK  # the first ones bring the series that all others share
+WARM_UP_PATHS = 2 * BLOCK  # the first calls create the series that all others share
 KEPT = 5
-LATE = (Overloaded.status, DeadlineExceeded.status)  # what a busy machine answers to a good body
+LATE = (Overloaded.status, DeadlineExceeded.status)  # statuses that a valid body may get on a busy machine
 
 Known = dict[bytes, Any]
 
 
 @dataclass(slots=True)
 class Tally:
-    """What happened. `failures` keeps the first calls that failed, with the reason.
+    """Counts of a run. `failures` keeps the first failed calls with their reasons.
 
-    `known`: replies to bodies that were asked alone; whoever else sends one has to get the same.
+    `known`: replies to bodies that were sent alone. Every later call with such a body must get the same reply.
     """
 
     known: Known = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Tally:
                 self.failures.append((reason, call))
 
     def _crossed(self, call: Call, answer: Answer) -> str:
-        """Whether it is another call's: `named` has given each a name of its own."""
+        """The complaint if the answer belongs to another call. `named` has given each call its own id."""
         name, given = call.headers[-1] if call.headers else (b"", b""), answer.headers.get(REQUEST_ID)
         is_ours = name[0] == REQUEST_ID and name[1].startswith(NAME)
         if is_ours and given not in (name[1], None):
@@ -92,7 +92,7 @@ NAME = b"fuzz-"
 
 
 def named(calls: Sequence[Call], first: int) -> list[Call]:
-    """The same, each with an id of its own as its last header unless it brings one."""
+    """The calls, each with its own request id as last header unless it has one."""
     return [
         call
         if any(name == REQUEST_ID for name, _ in call.headers)
@@ -102,21 +102,21 @@ def named(calls: Sequence[Call], first: int) -> list[Call]:
 
 
 def plain(answer: Answer) -> Any:
-    """A reply without what is new in each, or after each reload, as handles of contexts are."""
+    """A reply without fields that differ in each reply or after a reload: timings, request id, context handle."""
     content = orjson.loads(answer.body)
-    if isinstance(content, list):  # of a batch
+    if isinstance(content, list):  # a batch
         return content
     return {name: value for name, value in content.items() if name not in ("timings_ms", "request_id", "context")}
 
 
 async def learn(target: Target, bodies: Sequence[bytes]) -> Known:
-    """The reply to each body that is answered, asked one by one."""
+    """Send the bodies one by one; return the reply to each that gets 200."""
     answers = [(body, (await target.ask([Call(body)]))[0]) for body in bodies]
     return {body: plain(answer) for body, answer in answers if answer.status == 200}
 
 
 def random_paths(seed: int) -> Iterator[Call]:
-    """Endless paths that nobody serves, with methods that nobody knows."""
+    """Endless calls of random, unserved paths, some with unknown methods."""
     source = random.Random(seed)
     while True:
         method = source.choice(("GET", "POST", "DELETE", f"M{source.getrandbits(24):X}"))
@@ -124,7 +124,7 @@ def random_paths(seed: int) -> Iterator[Call]:
 
 
 def sources(document: dict[str, Any], seed: int, manifest: Manifest, token: str) -> dict[str, Callable[[], Call]]:
-    """The next call of each source, for the model of that manifest; `token` opens the admin port."""
+    """By source, a function that returns its next call for the manifest's model. `token` opens the admin port."""
     bodies = corpus(seed)
     mutator, wires = Mutator(seed, bodies), WireMutator(seed, bodies, manifest.name, manifest.action_names)
     generators = {
@@ -140,7 +140,7 @@ def sources(document: dict[str, Any], seed: int, manifest: Manifest, token: str)
 
 
 def series_by_route(exposition: bytes) -> int:
-    """Series that carry a method and a route, and no status: those that a path could multiply."""
+    """Number of request duration series, which random paths or methods could multiply."""
     return sum(line.startswith(b"ranker_http_request_duration_seconds") for line in exposition.splitlines())
 
 
@@ -155,10 +155,10 @@ async def fuzz(
     on_progress: Callable[[Tally], None] = lambda tally: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Tally:
-    """Send until enough requests were sent or the time is over, every source getting its share of the time by `clock`."""
+    """Send calls until `requests` were sent or the time is over. Each source gets its share of the time by `clock`."""
     tally, spent = Tally(known or {}), dict.fromkeys(calls, 0.0)
     until = clock() + seconds
-    count_series()  # asking may bring a series of its own
+    count_series()  # counting may itself create a series
     while tally.sent.total() < requests and clock() < until:
         source = min(calls, key=lambda name: spent[name] / SHARES[name])
         started = clock()

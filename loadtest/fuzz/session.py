@@ -1,4 +1,4 @@
-"""One run of the fuzzer: the service around a checkpoint, in this process or in one of its own, and its memory meanwhile."""
+"""Runs the fuzzer against a service, in this process or another, and watches the service's memory."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ PROGRESS_SECONDS = 10.0
 TOKEN = "fuzz"  # noqa: S105
 DIGEST = hashlib.sha256(TOKEN.encode()).hexdigest()
 TOWERS, POSTS = ROOT / "weights/demo-towers", ROOT / "weights/demo-posts"
-GROWTH_LIMIT, SLACK_BYTES = 16.0, 16 * 2**20  # a leaked object of each request would be more
-CACHE_BYTES = 8 * 2**20  # of contexts: they come and go with reloads, and memory is compared
+GROWTH_LIMIT, SLACK_BYTES = 16.0, 16 * 2**20  # an object leaked by each request would exceed this
+CACHE_BYTES = 8 * 2**20  # small, since reloads empty the context cache and memory is compared
 
 
 @dataclass(frozen=True)
 class Fuzzed:
-    """What is fuzzed: where calls go, its process, its metrics, its document."""
+    """The fuzzed service: target of the calls, process id, metrics, OpenAPI document."""
 
     target: Target
     process: int
@@ -69,10 +69,10 @@ def measure(
     checkpoints: bool = False,
     slowest: bool = False,
 ) -> None:
-    """Odd requests, so many or so long, or damaged checkpoints: one JSON line a row. Exit code 1 where a promise was broken.
+    """Send odd requests, or load damaged checkpoints; prints one JSON line per row. Exit code 1 if a promise was broken.
 
-    `sockets`: to a server of its own, with what ends a connection. `only_paths`: paths that nobody serves. `checkpoints`: damaged
-    ones in place of requests. `slowest`: search for the bodies that are slowest to read.
+    Stops after `requests` or `seconds`. `sockets`: use a separate server, also for calls that end a connection. `only_paths`: only
+    unserved paths. `checkpoints`: damaged checkpoints instead of requests. `slowest`: search for the slowest bodies to read.
     """
     if slowest:
         for size in SIZES:
@@ -86,12 +86,12 @@ def measure(
 
 
 def session(checkpoint: Path, requests: int, seconds: float, seed: int, sockets: bool, only_paths: bool) -> list[Row]:
-    """Rows of the matrix after so many requests, or so long. The first calls that broke a promise go to standard error."""
-    # native code ends the process where it is given what it must not be
+    """Rows of the matrix after `requests` or `seconds`. Prints the first calls that broke a promise to standard error."""
+    # makes native code end the process if it gets invalid input
     build.FLAGS = (*build.FLAGS, "-DRANKER_CHECKS")
     with open(os.devnull, "w") as nowhere, tempfile.TemporaryDirectory() as work:
         logs.configure(Logs(), nowhere)
-        posts = shutil.copytree(POSTS, Path(work) / POSTS.name)  # changes are written beside it
+        posts = shutil.copytree(POSTS, Path(work) / POSTS.name)  # changes are written next to the corpus
         where = server(checkpoint, posts) if sockets else in_process(checkpoint, posts)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             rows = runner.run(_run(where, requests, seconds, checkpoint, seed, only_paths))
@@ -100,7 +100,7 @@ def session(checkpoint: Path, requests: int, seconds: float, seed: int, sockets:
 
 @asynccontextmanager
 async def in_process(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
-    """The applications in this process."""
+    """Run the applications in this process."""
     settings = Settings(
         checkpoint=checkpoint,
         cache=Cache(bytes=CACHE_BYTES),
@@ -110,7 +110,7 @@ async def in_process(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
         grpc=Grpc(port=0),
         admin=Admin(port=0, token_sha256=DIGEST),  # type: ignore[arg-type]
     )
-    loop_lag.STANDING_SECONDS = math.inf  # making the calls would be taken for answering them
+    loop_lag.STANDING_SECONDS = math.inf  # time spent making calls would count as held by answering them
     service = build_service(settings, Metrics())
     app = create_app(settings, service)
     reloads = create_reloader(service, settings)
@@ -129,7 +129,7 @@ async def in_process(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
 
 @asynccontextmanager
 async def server(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
-    """A process of its own."""
+    """Run the server in another process."""
     admin_port, grpc_port = free_port(), free_port()
     with ranking_server(
         checkpoint=checkpoint,
@@ -164,7 +164,7 @@ async def _run(
         watch = Watch(fuzzed.process)
         calls = sources(fuzzed.document, seed, load_manifest(checkpoint), TOKEN)
         if isinstance(fuzzed.target, Sockets):
-            del calls["frames"]  # one process has no such link
+            del calls["frames"]  # a single-process server has no link between front and engine
         tally = await fuzz(
             fuzzed.target,
             {"paths": calls["paths"]} if only_paths else calls,
@@ -179,7 +179,7 @@ async def _run(
 
 
 class Watch:
-    """Tells on standard error how it goes, and looks at the memory of the process."""
+    """Reports progress on standard error and records the memory of the process."""
 
     def __init__(self, process: int) -> None:
         self.process = process
@@ -188,14 +188,14 @@ class Watch:
         self.memory: list[tuple[int, int]] = []  # requests sent, resident bytes
 
     def look(self, tally: Tally) -> None:
-        """Note the memory now: where the process is this one, without the garbage that waits for the collector."""
+        """Record the memory now. In this process, collect garbage first."""
         if self.process == os.getpid():
             gc.collect()
         pages = int(Path(f"/proc/{self.process}/statm").read_text().split()[1])
         self.memory.append((tally.sent.total(), pages * os.sysconf("SC_PAGE_SIZE")))
 
     def progress(self, tally: Tally) -> None:
-        """What failed at once, the rest now and then."""
+        """Print new failures at once, and a summary now and then."""
         for reason, call in tally.failures[self.told :]:
             print(f"{reason}: {call!r}"[:4000], file=sys.stderr)
         self.told = len(tally.failures)
@@ -209,7 +209,7 @@ class Watch:
             print(f"{said}, failed {dict(tally.failed)}", file=sys.stderr)
 
     def row(self) -> Row:
-        """Memory over requests in the second half, when pools and caches have filled."""
+        """Memory growth per request in the second half of the run, when pools and caches are full."""
         sent, last = self.memory[-1]
         half = next((found for found in self.memory if found[0] >= sent / 2), self.memory[-1])
         grown = max(0, last - half[1] - SLACK_BYTES) / max(1, sent - half[0])

@@ -1,4 +1,4 @@
-"""Bodies of hostile shape that fill a size, what reading one costs, and a search for the slowest. Nothing is sent anywhere."""
+"""Builds hostile bodies of a given size, measures what reading one costs, and searches for the slowest. Sends nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES = (2**16, 2**19, LIMITS.max_body_bytes)
 
 POST = b'{"post_id":1,"author_id":1}'
 POSTS = b'"candidates":[%b]' % POST
-FRAMES = {  # @: the units, in which % is a running number; #: as many ones
+FRAMES = {  # @: the units, in which % is a running number; #: the same number of 1s
     "bytes": b"@", "list": b"[@]", "object": b"{@}", "text": b'"@"', "batch": b'{"requests":[@]}', "user": b'{"user_id":@}',
     "members": b'{"user_id":1,%b,@}' % POSTS,
     "name": b'{"user_id":1,%b,"request_id":"@"}' % POSTS,
@@ -46,7 +46,7 @@ FRAMES = {  # @: the units, in which % is a running number; #: as many ones
     "weights": b'{"user_id":1,%b,"weights":{@}}' % POSTS,
     "wanted": b'{"user_id":1,%b,"actions_wanted":[@]}' % POSTS,
 }  # fmt: skip
-BATCHES = ("batch", "list")  # they are split without their values being read
+BATCHES = ("batch", "list")  # these are split without reading their values
 EVENT = (
     b'{"post_id":9223372036854775809,"author_id":"1","product_surface":3,"actions":["favorite","7"],"dwell_time":12.5}'
 )
@@ -60,12 +60,12 @@ VALUES = (b"0", b"1", b"-1", b"18446744073709551615", b"9223372036854775808", b"
           b"\\n", b"\\u003a", b":", b" ", b"\\ud83d\\ude00", b"x" * 60, b'"%"')  # fmt: skip
 MOST_UNITS = (10**9, LIMITS.max_candidates, LIMITS.max_history, 1)
 NUMBER = b"%07d"
-BATCH = 300  # recipes
+BATCH = 300  # recipes per hypothesis run
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A body that fills a size: the units in turn, at most so many, then the last one, all of them in a frame."""
+    """How to fill a body: `units` in turn, at most `most` of them, then `last`, all inside a frame."""
 
     frame: str
     units: tuple[bytes, ...]
@@ -73,9 +73,9 @@ class Recipe:
     most: int = MOST_UNITS[0]
 
     def body(self, size: int, max_values: int = LIMITS.max_values) -> bytes:
-        """The longest body of at most that many bytes and values, nearly."""
+        """About the longest body with at most `size` bytes and `max_values` values."""
         low, high = 1, size
-        while low < high:  # how many units
+        while low < high:  # search the number of units
             middle = (low + high + 1) // 2
             if self._fits(middle, size, max_values):
                 low = middle
@@ -121,19 +121,19 @@ def _values(piece: bytes) -> int:
 
 
 def read(body: bytes) -> None:
-    """What `POST /rank` does with a body in one turn of the event loop. Raises ServiceError."""
+    """Read a body as `POST /rank` does in one turn of the event loop. Raises ServiceError."""
     request = check(decode(body, LIMITS), VOCABULARY)
     features.context_of(request, MANIFEST.config)
     features.candidates_of(request, MANIFEST.config)
 
 
 def split(body: bytes, decoder: BatchDecoder = BatchDecoder(LIMITS.max_batch_requests)) -> None:  # noqa: B008
-    """What `POST /rank/batch` does with one."""
+    """Split a body as `POST /rank/batch` does."""
     decoder.split(body)
 
 
 def legal() -> bytes:
-    """A request of about the largest size that is served."""
+    """A valid request near the size limits."""
     candidates = LIMITS.max_candidates
     history = min(LIMITS.max_history, (LIMITS.max_values - 5 * candidates - 10) // 8)
     ids = {"post_id": 2**63 + 1, "author_id": str(2**63), "product_surface": 3}
@@ -142,9 +142,9 @@ def legal() -> bytes:
 
 
 def cost(body: bytes, times: int = 3) -> float:
-    """How long a body holds the event loop, on the worse path, in units of what orjson takes to read the largest legal request.
+    """How long a body holds the event loop on the slower path, in units of the time orjson needs for the largest legal request.
 
-    Processor time of this thread, of each the best of some times in turn: the same on a slow machine and beside other work.
+    Takes the best of `times` readings of this thread's processor time, in turns, so that a slow or busy machine changes little.
     """
     sides: tuple[Callable[[], object], ...] = (lambda: orjson.loads(LEGAL), lambda: read(body), lambda: split(body))
     best = [1e9] * len(sides)
@@ -163,9 +163,9 @@ LEGAL = legal()
 
 
 def search(size: int, seconds: float, number: int = 0) -> list[tuple[float, Recipe]]:
-    """The slowest recipe of each frame at that size with its cost, the slowest first; another number is another search.
+    """The slowest recipe of each frame at a size with its cost, the slowest first. Another `number` is another search.
 
-    hypothesis draws recipes and changes those that cost most; a batch is begun anew until the time is over.
+    hypothesis draws recipes and changes the most expensive ones. Runs batch after batch until the time is over.
     """
     worst: dict[str, tuple[float, Recipe]] = {}
     until = time.monotonic() + seconds
@@ -176,7 +176,7 @@ def search(size: int, seconds: float, number: int = 0) -> list[tuple[float, Reci
         body = recipe.body(size)
         found = cost(body, 1)
         if found > worst.get(recipe.frame, (0.0, recipe))[0]:
-            found = cost(body, 7)  # was it the machine?
+            found = cost(body, 7)  # measure again: the machine may have been slow
         target(found)
         worst[recipe.frame] = max(worst.get(recipe.frame, (0.0, recipe)), (found, recipe), key=lambda pair: pair[0])
 
@@ -189,7 +189,7 @@ def search(size: int, seconds: float, number: int = 0) -> list[tuple[float, Reci
 
 
 def shown(found: float, recipe: Recipe, size: int) -> dict[str, Any]:
-    """Plain JSON values. The unit of costs is about 1.7 ms on one core of an EPYC."""
+    """A result as plain JSON values. One unit of cost is about 1.7 ms on one core of an EPYC."""
     units = [unit.decode() for unit in recipe.units]
     facts = {"frame": recipe.frame, "most": recipe.most, "units": units, "last": recipe.last.decode()}
     return {"bytes": size, "cost": round(found, 2), **facts}

@@ -1,4 +1,4 @@
-"""Where calls come from: hypothesis strategies for bodies, and schemathesis from `/openapi.json`. Slower than `mutate`."""
+"""Sources of calls: hypothesis strategies for bodies, and schemathesis from `/openapi.json`. Slower than `mutate`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH = 50  # examples drawn at a time
 
 
 def drawn(strategy: SearchStrategy[Any], number: int, count: int = BATCH) -> list[Any]:
-    """That many examples of a strategy; another number gives others."""
+    """`count` examples of a strategy. Another number gives other examples."""
     found: list[Any] = []
 
     @seed(number)
@@ -44,8 +44,8 @@ def drawn(strategy: SearchStrategy[Any], number: int, count: int = BATCH) -> lis
 
 
 def apart(source: Callable[..., Iterator[Call]], *arguments: Any) -> Iterator[Call]:
-    """The calls of an endless source, made in a process of its own: what hypothesis keeps is no memory of the service, which may share
-    this one. Raises EOFError where that process has ended."""
+    """The calls of an endless source, made in another process, so that memory kept by hypothesis does not count as the service's, which
+    may run in this process. Raises EOFError if the other process has ended."""
     context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     context.Process(target=_send, args=(theirs, source, arguments), daemon=True).start()
@@ -55,13 +55,13 @@ def apart(source: Callable[..., Iterator[Call]], *arguments: Any) -> Iterator[Ca
 
 
 def _send(pipe: Connection, source: Callable[..., Iterator[Call]], arguments: tuple[Any, ...]) -> None:
-    with suppress(BrokenPipeError):  # nobody wants more
+    with suppress(BrokenPipeError):  # the reader has gone
         for call in source(*arguments):  # the pipe holds a few of them
             pipe.send(call)
 
 
 def from_hypothesis(number: int) -> Iterator[Call]:
-    """Endless bodies that are nearly right."""
+    """Endless calls with nearly valid bodies."""
     while True:
         for value in drawn(nearly_valid(), number):
             yield Call(_written(value))
@@ -69,7 +69,7 @@ def from_hypothesis(number: int) -> Iterator[Call]:
 
 
 def from_schemathesis(document: dict[str, Any], number: int) -> Iterator[Call]:
-    """Endless calls of the ranking endpoints, that keep to the document and that do not."""
+    """Endless calls of the POST endpoints in the document, both valid and invalid."""
     schema = schemathesis.openapi.from_dict(document)
     posts = [found.ok() for found in schema.get_all_operations() if found.ok().method == "post"]  # type: ignore[union-attr]
     while True:
@@ -94,7 +94,7 @@ def _from_case(case: Any) -> Call:
 
 
 def from_pages(number: int, token: str) -> Iterator[Call]:
-    """Endless bodies of the endpoints for posts, and of the admin port, whose token is given now and then."""
+    """Endless calls of /retrieve, /recommend and the admin port, nine in ten of the latter with the token."""
     pages = {"/retrieve": wanted_posts, "/recommend": wanted_scores, POSTS: changed_posts, RELOAD: reloads}
     mutators = {path: Mutator(number, corpus(number, bodies)) for path, bodies in pages.items()}
     paths, random = list(pages), Random(number)
@@ -106,10 +106,10 @@ def from_pages(number: int, token: str) -> Iterator[Call]:
 
 
 def corpus(number: int, bodies: SearchStrategy[Any] = valid) -> list[bytes]:
-    """Good bodies, small ones, for the mutator."""
+    """Small valid bodies for the mutator."""
     return [_written(value) for value in drawn(bodies, number)]
 
 
 def _written(value: Any) -> bytes:
-    """As JSON, also where an integer is too long for orjson."""
+    """The value as JSON, even with an integer too large for orjson."""
     return json.dumps(value, separators=(",", ":")).encode()

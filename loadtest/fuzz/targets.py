@@ -1,4 +1,4 @@
-"""Where a fuzzer's calls go: the application in this process, or a server of its own over pipelined connections."""
+"""The targets of a fuzzer's calls: the application in this process, or a separate server over pipelined connections."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from loadtest.fuzz.frames import PATH
 from loadtest.fuzz.wires import ask_grpc
 from loadtest.generate.http_client import Client
 
-CONNECTIONS, DEPTH = 8, 8  # requests are in flight on so many connections, so many on each
+CONNECTIONS, DEPTH = 8, 8  # connections, and requests in flight on each
 REPLY_SECONDS = 60.0
 FRAMING = frozenset({b"content-length", b"transfer-encoding", b"connection", b"upgrade", b"expect"})
 PLAIN = bytes(range(0x21, 0x7F))
 
 
 class Target(Protocol):
-    """Answers calls, several together."""
+    """Answers several calls at once."""
 
     async def ask(self, calls: Sequence[Call]) -> list[Answer]:
-        """In the order of the calls."""
+        """Send the calls together; return the answers in the order of the calls."""
         ...
 
 
 class InProcess:
-    """The applications themselves; `direct` takes its paths as a connection of ours would; the others go the way of ASGI."""
+    """The applications in this process. Paths in `direct` are called as our HTTP connection does, others through ASGI."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class InProcess:
         direct: Mapping[str, Endpoint],
         link: Callable[[Call], Awaitable[Answer]],
     ) -> None:
-        """`link` takes frames."""
+        """`link` takes the calls that are frames."""
         self.link = link
         self.app = app
         self.admin = admin
@@ -65,7 +65,7 @@ class InProcess:
 
 
 class Sockets:
-    """A server's ports, requests pipelined. What may end a connection has one of its own, and so has what another one's end took along."""
+    """The ports of a server, with pipelined requests. A call that may end its connection, or got no reply on one, is sent on its own."""
 
     def __init__(self, host: str, port: int, admin_port: int, channel: grpc.aio.Channel) -> None:
         options: dict[str, Any] = {"timeout_seconds": REPLY_SECONDS, "keep_bodies": True}
@@ -98,7 +98,7 @@ class Sockets:
 
 
 def written(call: Call) -> bytes:
-    """A call as the bytes of a request; it may bring a length of its own."""
+    """A call as the bytes of a request. Host and Content-Length are added unless the call brings them."""
     needed = {b"host": b"localhost", b"content-length": b"%d" % len(call.body)}
     for name, _ in call.headers:
         needed.pop(name, None)
@@ -107,7 +107,7 @@ def written(call: Call) -> bytes:
 
 
 def ends_connection(call: Call) -> bool:
-    """Whether the server may end the connection for it, or take what follows for something else."""
+    """Whether the server may close the connection after this call, or misread what follows it."""
     odd = call.method not in METHODS or call.path.encode().translate(None, PLAIN)
     return bool(odd) or any(
         name in FRAMING or not value.isascii() or not _is_plain(value) for name, value in call.headers

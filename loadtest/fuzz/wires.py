@@ -1,4 +1,4 @@
-"""Corrupts requests of the other wires: tensors in JSON and binary, gzip, gRPC. What is corrupted in JSON is up to `mutate`."""
+"""Corrupts requests on the other wires: tensors in JSON and binary, gzip, gRPC. Uses `mutate` for JSON and bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARAMETERS: tuple[Any, ...] = (0, 1, -1, 2**62, True, "", MARK, "favorite", "0,0
 
 
 class WireMutator:
-    """An endless, repeatable source of such calls for one model."""
+    """An endless, repeatable source of corrupted calls for one model."""
 
     def __init__(self, seed: int, corpus: Sequence[bytes], model: str, action_names: Sequence[str]) -> None:
         self.mutator = Mutator(seed, list(corpus))
@@ -34,7 +34,7 @@ class WireMutator:
         self.path = f"/v2/models/{model}/infer"
 
     def call(self) -> Call:
-        """The next one."""
+        """The next call."""
         choice, random = self.random.random(), self.random
         asked = random.choice(self.corpus)
         if choice < 0.45:
@@ -48,7 +48,7 @@ class WireMutator:
         return Call(self._message(asked), path=random.choice((*ROUTES, *ROUTES[-1:] * 20)), headers=())
 
     def _binary(self, asked: Inference) -> Call:
-        """JSON and data that no longer fit each other, perhaps; or fit, and hold odd numbers."""
+        """A binary request whose JSON and data may not match, or match with odd numbers in the data."""
         random = self.random
         header, data = asked.header(binary=True), asked.data()
         if random.random() < 0.4:
@@ -85,7 +85,7 @@ class WireMutator:
 
 
 async def ask_grpc(channel: grpc.aio.Channel, call: Call) -> Answer:
-    """One call over a real channel, answered as HTTP would: one judge sees the answers of every wire."""
+    """Send a call over a real channel. Return the answer in HTTP form, so that one judge can check all wires."""
     named = tuple((name.decode(), value.decode()) for name, value in call.headers if name == REQUEST_ID)
     try:
         asked = channel.unary_unary(call.path)(call.body, timeout=60, metadata=named)

@@ -1,4 +1,4 @@
-"""Requests that a careless or hostile client sends, with the answers that the contract promises. Made from good ones; sends nothing."""
+"""Makes the requests of careless or hostile clients from good ones, with the replies that the contract promises."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ JSON = "application/json"
 
 @dataclass(frozen=True, slots=True)
 class BadRequest:
-    """A body and its media type; the reply must have this status and this `code`."""
+    """A body and its media type. The reply must have this `status` and this `code`."""
 
     name: str
     body: bytes
@@ -23,7 +23,7 @@ class BadRequest:
 
 
 def bad_requests(good: bytes) -> list[BadRequest]:
-    """One of each sort, corrupted from a good body."""
+    """One bad request of each kind, made from a good body."""
     invalid = [
         BadRequest(name, orjson.dumps(corrupt(orjson.loads(good))), JSON, 422, "invalid_request")
         for name, corrupt in CORRUPTIONS

@@ -1,4 +1,4 @@
-"""Requests that break HTTP/1.1; each must get 400, and its connection must be closed. Sends nothing."""
+"""Requests that violate HTTP/1.1. The server must answer each with 400 and close the connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The random parts of the traffic model: popularity, sizes, ids. Not for requests, and holds no state of its own."""
+"""The random parts of the traffic model: popularity, sizes, ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ID_BITS = 62  # ids look like those of a real feed: large, yet within a signed 6
 
 @dataclass(frozen=True, slots=True)
 class SizeBand:
-    """`share` of the draws lie in `low … high`, both included, each size equally likely."""
+    """A `share` of the draws lies in `low … high`, both included, each size equally likely."""
 
     low: int
     high: int
@@ -23,7 +23,7 @@ class SizeBand:
 
 
 class Sizes:
-    """A distribution of sizes, stated as bands whose shares sum to 1. Raises ValueError where they do not."""
+    """A distribution of sizes, given as bands. Raises ValueError unless the bands are valid and their shares sum to 1."""
 
     def __init__(self, bands: Sequence[SizeBand]) -> None:
         shares = np.array([band.share for band in bands])
@@ -33,12 +33,12 @@ class Sizes:
         self._edges = np.cumsum(shares)[:-1]
 
     def draw(self, random: np.random.Generator) -> int:
-        """One size."""
+        """Draw one size."""
         band = self.bands[int(np.searchsorted(self._edges, random.random(), side="right"))]
         return int(random.integers(band.low, band.high + 1))
 
     def clipped(self, limit: int) -> Sizes:
-        """The same with no size above `limit`: what a server with that limit can be sent."""
+        """The same distribution with larger sizes cut to `limit`, for a server with that limit."""
         return Sizes([SizeBand(min(band.low, limit), min(band.high, limit), band.share) for band in self.bands])
 
 
@@ -58,7 +58,7 @@ class Zipf:
         return np.searchsorted(self._cumulative, random.random(size), side="right").astype(np.int64)
 
     def draw_distinct(self, random: np.random.Generator, size: int, taken: set[int]) -> list[int]:
-        """`size` different ranks, none of `taken`; falls back on the unpopular end where the popular one is used up."""
+        """`size` different ranks, none of them in `taken`. After four draws, fills up from the unpopular end."""
         chosen: dict[int, None] = {}
         for _ in range(4):
             for rank in self.draw(random, 2 * size).tolist():
@@ -75,7 +75,7 @@ class Zipf:
 
 
 def mix(values: NDArray[np.uint64] | NDArray[np.int64], salt: int) -> Ids:
-    """splitmix64 (Steele, Lea and Flood, 2014) of rank + salt: uint64, the same for the same rank on every machine."""
+    """splitmix64 (Steele, Lea and Flood, 2014) of each value and the salt: uint64, the same on every machine."""
     with np.errstate(over="ignore"):
         state = values.astype(np.uint64) + np.uint64(salt) * np.uint64(0x9E3779B97F4A7C15)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -84,5 +84,5 @@ def mix(values: NDArray[np.uint64] | NDArray[np.int64], salt: int) -> Ids:
 
 
 def ids_of(ranks: NDArray[np.int64], salt: int) -> Ids:
-    """Ids that are never 0 (which means padding) and look random, one for each rank."""
+    """One id per rank. Ids look random and are never 0, which means padding."""
     return (mix(ranks, salt) >> np.uint64(64 - ID_BITS)) | np.uint64(1)

@@ -1,4 +1,4 @@
-"""Sends requests on a schedule (open loop) or back to back (closed loop) and fills in samples. Decides no rates."""
+"""Sends requests on a schedule (open loop) or back to back (closed loop) and records samples."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ CPU_LIMIT = 0.85
 
 
 def schedule(kind: Arrivals, rate_rps: float, seconds: float, seed: int = 1) -> NDArray[np.float64]:
-    """When requests are due, in seconds from the start, ascending, all below `seconds`; fixed before the run.
+    """The times at which requests are due, in seconds from the start, ascending, all below `seconds`.
 
-    Poisson arrivals have exponential gaps: independent users; constant has equal ones. Raises ValueError for a rate or length
-    that is not positive.
+    Poisson arrivals have exponential gaps, as from independent users; constant arrivals have equal gaps.
+    Raises ValueError if the rate or the length is not positive.
     """
     if rate_rps <= 0 or seconds <= 0:
         raise ValueError("rate and seconds must be positive")
@@ -41,9 +41,9 @@ def schedule(kind: Arrivals, rate_rps: float, seconds: float, seed: int = 1) -> 
 
 @dataclass(frozen=True, slots=True)
 class GeneratorLoad:
-    """How hard the generator itself worked: share of one core, and how late it was with what was due, in milliseconds.
+    """How hard the generator itself worked: its share of one core, and how late it sent requests, in milliseconds.
 
-    `realtime` tells whether the scheduler ran it ahead of everything else; without, a busy machine makes it late.
+    `realtime`: whether it had realtime priority. Without it, a busy machine makes it late.
     """
 
     cpu_share: float
@@ -54,7 +54,7 @@ class GeneratorLoad:
 
     @property
     def is_bottleneck(self) -> bool:
-        """Whether the figures say more about the generator than about the server."""
+        """Whether the generator was too busy or too late for its figures to describe the server."""
         return self.lag_p99_ms > 1e3 * LAG_LIMIT_SECONDS or self.cpu_share > CPU_LIMIT
 
 
@@ -65,10 +65,10 @@ async def open_loop(
     on_done: Callable[[int], None] = lambda row: None,
     samples: Samples | None = None,
 ) -> Samples:
-    """Fires payload i at `due[i]` seconds, whatever became of the earlier ones, and waits until all are answered or timed out.
+    """Send payload i at `due[i]` seconds, even if earlier ones are unanswered, and wait until all are answered or timed out.
 
-    Errors become samples, never exceptions. `on_done(row)` is called for every reply; `samples` to fill in, if somebody looks
-    at them meanwhile.
+    Errors become samples, not exceptions. Calls `on_done(row)` for every reply. Fills in `samples` if given, so that the caller
+    can read them during the run. Raises ValueError unless there are as many payloads as due times, and at least one.
     """
     if len(payloads) != len(due) or not len(due):
         raise ValueError("as many payloads as due times are needed, and at least one")
@@ -95,9 +95,10 @@ async def open_loop(
 
 
 async def closed_loop(client: Client, payloads: Sequence[bytes], clients: int, seconds: float) -> Samples:
-    """`clients` of them, each sending its next request when its last one is answered, or after the Retry-After of a refusal.
+    """Run `clients` clients, each sending its next request after the last reply, or after the Retry-After of a refusal.
 
-    Until `seconds` passed or the payloads are used up; the samples of what was sent. Hides waiting: a slow server is asked less.
+    Ends after `seconds` or when the payloads are used up; returns the samples of sent requests. Hides waiting: a slow server gets
+    fewer requests. Raises ValueError without a client or a payload.
     """
     if clients < 1 or not payloads:
         raise ValueError("at least one client and one payload are needed")
@@ -110,7 +111,7 @@ async def closed_loop(client: Client, payloads: Sequence[bytes], clients: int, s
             samples.due[row] = samples.fired[row] = now
             reply = await client.ask(payloads[row])
             samples.note(row, reply, start)
-            pause = retry_after_seconds(reply)  # a client that hammers on after a refusal is an attack, not a load
+            pause = retry_after_seconds(reply)  # a client that ignores a refusal is an attack, not a load
             if pause:
                 await asyncio.sleep(min(pause, seconds))
             if asyncio.get_running_loop().time() - start >= seconds:
@@ -121,7 +122,7 @@ async def closed_loop(client: Client, payloads: Sequence[bytes], clients: int, s
 
 
 def retry_after_seconds(reply: Reply) -> float:
-    """When a refused client may come back, in seconds; 0 for any other reply."""
+    """Seconds until a refused client may send again; 0 for any other reply."""
     if reply.status not in (429, 503):
         return 0.0
     try:
@@ -131,7 +132,7 @@ def retry_after_seconds(reply: Reply) -> float:
 
 
 async def measured(run: Awaitable[Samples], client: Client) -> tuple[Samples, GeneratorLoad]:
-    """Run a loop without garbage collection and ahead of other processes where allowed; say how hard the generator worked."""
+    """Run a loop without garbage collection, with realtime priority if allowed. Return its samples and the generator's load."""
     with _undisturbed() as realtime:
         cpu, wall = time.process_time(), time.perf_counter()
         samples = await run
@@ -144,7 +145,7 @@ async def measured(run: Awaitable[Samples], client: Client) -> tuple[Samples, Ge
 def closed_samples(
     address: tuple[str, int], payloads: Sequence[bytes], *, clients: int, seconds: float, warm_up: int
 ) -> Samples:
-    """A closed loop against a server, after `warm_up` of the payloads that are not measured."""
+    """Samples of a closed loop against a server. The first `warm_up` payloads are sent before it and not measured."""
 
     async def run() -> Samples:
         async with Client(*address, max_connections=clients, timeout_seconds=30) as client:
@@ -157,10 +158,10 @@ def closed_samples(
 
 @contextmanager
 def _undisturbed() -> Iterator[bool]:
-    """No pauses of our own, and the scheduler's favour where we may ask for it: a late generator measures itself."""
+    """Disable garbage collection and take realtime priority if allowed; yield whether it was. A late generator measures itself."""
     gc.disable()
     usual, realtime = 0, False
-    with suppress(OSError, AttributeError):  # needs Linux and the right to
+    with suppress(OSError, AttributeError):  # needs Linux and permission
         usual = os.sched_getscheduler(0)
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
         realtime = True

@@ -1,4 +1,4 @@
-"""The one client of all load: HTTP/1.1 over many keep-alive connections, with callbacks in place of tasks; pipelined where asked."""
+"""The HTTP/1.1 client of all load tests: many keep-alive connections, callbacks instead of tasks, optional pipelining."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Failure = Literal["", "connect", "reset", "timeout", "protocol"]
 FAILURES: tuple[Failure, ...] = ("", "connect", "reset", "timeout", "protocol")
 
 SWEEP_SECONDS = 0.02
-IDLE_SECONDS = 2.0  # shorter than any server's keep-alive, so that no request meets a closing socket
-MAX_CONNECTIONS = 900  # select() ends at 1024 descriptors
+IDLE_SECONDS = 2.0  # shorter than any server's keep-alive, so that no request goes to a closing socket
+MAX_CONNECTIONS = 900  # select() takes at most 1024 descriptors
 
 
 @dataclass(slots=True)
 class Reply:
-    """What came back. `status` is 0 where nothing did, and `failure` says why. Times are those of `time.monotonic`; `sent_at` 0: never.
+    """A reply, or with `status` 0 and the reason in `failure`, none. Times are from `time.monotonic`; `sent_at` 0: never sent.
 
-    `port` is this end of the connection, 0 where there was none.
+    `port` is the client's port of the connection, 0 if there was none.
     """
 
     status: int = 0
@@ -49,18 +49,18 @@ class _Pending:
 
 
 def precise_loop() -> asyncio.AbstractEventLoop:
-    """An event loop whose timers are true to some 0.1 ms. Linux' epoll, and so uvloop, rounds them up to whole milliseconds."""
+    """An event loop whose timers are accurate to about 0.1 ms. Linux' epoll, and so uvloop, rounds up to whole milliseconds."""
     if sys.platform == "linux":
         return asyncio.SelectorEventLoop(selectors.SelectSelector())
     return asyncio.new_event_loop()
 
 
 class Client:
-    """Sends ready payloads over at most `max_connections`, `depth` in flight on each; where there is no room, they wait in order.
+    """Sends ready-made payloads over at most `max_connections`, with `depth` in flight on each. Others wait in order.
 
-    `done` is called exactly once for each `send`, from the loop. A request that is not answered `timeout_seconds` after `send`
-    fails with `timeout`, whether it went out or not. `keep_bodies` keeps each reply's body; without `keep_alive`, every request
-    has a connection of its own.
+    The loop calls `done` exactly once for each `send`. A request without a reply `timeout_seconds` after `send` fails with
+    `timeout`, even if it was never sent. `keep_bodies` keeps each reply's body. Without `keep_alive`, every request gets
+    its own connection.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Client:
 
     @property
     def in_flight(self) -> int:
-        """Requests without an answer yet, waiting for a connection or for the server."""
+        """Number of unanswered requests, including those that wait for a connection."""
         return sum(not pending.finished for pending in self._in_flight)
 
     def send(self, payload: bytes, done: Callable[[Reply], None]) -> None:
@@ -108,7 +108,7 @@ class Client:
             self._open()
 
     async def ask(self, payload: bytes) -> Reply:
-        """One request and its reply."""
+        """Send one request and return its reply."""
         found: asyncio.Future[Reply] = self._loop.create_future()
         self.send(payload, lambda reply: None if found.done() else found.set_result(reply))
         return await found
@@ -120,7 +120,7 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Drop every connection; what is unanswered fails with `reset`."""
+        """Drop every connection. Unanswered requests fail with `reset`."""
         self._sweeper.cancel()
         for task in list(self._connecting):
             task.cancel()
@@ -157,7 +157,7 @@ class Client:
         return None
 
     def _release(self, connection: _Connection) -> None:
-        """A connection has room: give it the oldest waiting requests, and keep it where there is room left."""
+        """Start the oldest waiting requests on a connection with room; list it as free if room is left."""
         while self._waiting and connection.has_room:
             pending = self._waiting.popleft()
             if not pending.finished:
@@ -185,7 +185,7 @@ class Client:
         pending.done(pending.reply)
 
     def _sweep(self) -> None:
-        """Fail what is overdue. All requests have one timeout, so the oldest come first."""
+        """Fail overdue requests. All have the same timeout, so the oldest expire first."""
         now = self._loop.time()
         while self._in_flight and (self._in_flight[0].finished or self._in_flight[0].deadline <= now):
             pending = self._in_flight.popleft()
@@ -197,7 +197,7 @@ class Client:
 
 
 class _Connection(asyncio.Protocol):
-    """One socket, its requests in order."""
+    """One socket and its unanswered requests, in order."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -263,7 +263,7 @@ class _Connection(asyncio.Protocol):
             self.client._release(self)
 
     def _fail(self, failure: Failure) -> None:
-        """The connection ends, and whoever waits on it learns so."""
+        """Fail all requests of the connection and close it."""
         pending, self.pending = self.pending, deque()
         for each in pending:
             self.client._finish(each, failure)

@@ -1,4 +1,4 @@
-"""Requests as bytes, ready for the wire. Not for traffic that resembles a feed's: see `traffic`."""
+"""Builds simple requests as bytes, ready to send. For realistic traffic see `traffic`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def post(host: str, path: str, body: bytes, headers: Mapping[str, str] | None = 
 
 
 def rank_body(user: int, candidates: int = 16, history: int = 3) -> bytes:
-    """A small body for `POST /rank`, the same each time; its candidates belong to no other user."""
+    """A small, deterministic body for `POST /rank`. No two users share candidates."""
     posts = [user * 10_000 + number for number in range(1, candidates + 1)]
     past = list(range(1, history + 1))
     content = {
@@ -28,5 +28,5 @@ def rank_body(user: int, candidates: int = 16, history: int = 3) -> bytes:
 
 
 def rank_request(user: int, candidates: int = 16, headers: Mapping[str, str] | None = None) -> bytes:
-    """The whole request with that body."""
+    """The whole request with the body of `rank_body`."""
     return post("localhost", "/rank", rank_body(user, candidates), headers)

@@ -1,4 +1,4 @@
-"""What a run measured: one record a request. Knows files, not sockets, and draws no conclusions."""
+"""The measurements of a run: one record per request, stored as npz."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ RECORD = np.dtype(
 
 
 class Samples(np.recarray[Any, Any]):
-    """Records `[n]`, seconds from the start of the run; `samples[mask]` are some of them, `samples.due` is a column.
+    """Records `[n]`, times in seconds from the start of the run. `samples[mask]` selects records, `samples.due` is a column.
 
-    `due` is when the schedule wanted a request out, `fired` when the generator got to it, `sent` when it went onto a connection
-    (−1: never), `done` when its reply was complete or given up. `status` 0 means no reply; `failure`, `kind`, `cache` are
-    indices into FAILURES, KINDS, CACHE_RESULTS. `stages_ms` `[n, 4]` is what the server's `Server-Timing` said, NaN unknown.
+    `due` is the scheduled time of a request, `fired` when the generator reached it, `sent` when it was written to a connection
+    (−1: never), `done` when its reply was complete or it failed. `status` 0 means no reply. `failure`, `kind` and `cache` are
+    indices into FAILURES, KINDS and CACHE_RESULTS. `stages_ms` `[n, 4]` comes from the reply's `Server-Timing`; NaN is unknown.
     """
 
     @classmethod
     def empty(cls, count: int) -> Samples:
-        """Records to be filled in; one that never is has status 0 and failure `timeout`."""
+        """Records to fill in. Until then each has status 0 and failure `timeout`."""
         samples = cast(Samples, np.zeros(count, RECORD).view(cls))
         for column in ("due", "fired", "sent", "done"):
             samples[column] = UNSENT
@@ -45,21 +45,21 @@ class Samples(np.recarray[Any, Any]):
 
     @property
     def latency_seconds(self) -> NDArray[np.float64]:
-        """float64 `[n]` from the due time to the last byte: waiting for a connection counts."""
+        """float64 `[n]` from the due time to the last byte, including waiting for a connection."""
         return np.asarray(self.done - self.due)
 
     @property
     def service_seconds(self) -> NDArray[np.float64]:
-        """float64 `[n]` from the send to the last byte: what a closed-loop tool reports."""
+        """float64 `[n]` from the send to the last byte, as closed-loop tools report it."""
         return np.asarray(self.done - self.sent)
 
     def describe(self, row: int, request: RankRequest) -> None:
-        """Note what is asked for."""
+        """Record kind and sizes of the request of a row."""
         self.kind[row], self.candidates[row] = KINDS.index(request.kind), request.candidates
         self.history[row] = request.history
 
     def note(self, row: int, reply: Reply, start: float) -> None:
-        """Note what came back; `start` is the loop's time at the start of the run."""
+        """Record the reply of a row. `start` is the loop's time at the start of the run."""
         self.sent[row] = reply.sent_at - start if reply.sent_at else UNSENT
         self.done[row] = reply.done_at - start
         self.status[row], self.failure[row] = reply.status, FAILURES.index(reply.failure)
@@ -82,7 +82,7 @@ class Samples(np.recarray[Any, Any]):
 
 
 def server_timing(header: str) -> dict[str, float]:
-    """`parse;dur=0.1, queue;dur=0.4` → milliseconds by name; what does not read so is left out."""
+    """`parse;dur=0.1, queue;dur=0.4` → milliseconds by name. Other entries are left out."""
     durations = {}
     for entry in header.split(","):
         name, *parameters = (part.strip() for part in entry.split(";"))

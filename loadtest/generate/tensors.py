@@ -1,4 +1,4 @@
-"""A request in JSON as one of the Open Inference Protocol: its tensors, in JSON or binary. Shared with tests; sends nothing."""
+"""Converts a JSON request to one of the Open Inference Protocol, with tensors in JSON or binary. Shared with tests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LENGTH = "inference-header-content-length"
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """Named arrays and parameters."""
+    """A request of the Open Inference Protocol: named arrays and parameters."""
 
     inputs: dict[str, NDArray[Any]]
     parameters: dict[str, Any]
     request_id: str | None = None
 
     def header(self, *, binary: bool) -> dict[str, Any]:
-        """The JSON of a request for every output, with binary data in both directions or in neither."""
+        """The JSON part of a request for all outputs. `binary` applies to both request and reply data."""
         inputs = []
         for name, array in self.inputs.items():
             given: dict[str, Any] = {"name": name, "datatype": datatype(array), "shape": array.shape}
@@ -35,17 +35,17 @@ class Inference:
         return {"inputs": inputs, "parameters": parameters, **named}
 
     def data(self) -> bytes:
-        """The binary data, in order."""
+        """The binary data of all inputs, in order."""
         return b"".join(array.tobytes() for array in self.inputs.values())
 
     def body(self, *, binary: bool) -> tuple[bytes, dict[str, str]]:
-        """A whole body and the headers that it needs."""
+        """The whole body and the headers that it needs."""
         text = orjson.dumps(self.header(binary=binary))
         return (text + self.data(), {LENGTH: str(len(text))}) if binary else (text, {})
 
 
 def masked(request: Inference) -> Inference:
-    """The same with a bit in place of a float for each action of an event; 64 actions at most."""
+    """The same request with the actions of each event as a bit mask instead of floats; at most 64 actions."""
     actions = request.inputs["history.actions"]
     bits = np.uint64(1) << np.arange(actions.shape[1], dtype=np.uint64)
     return replace(request, inputs=request.inputs | {"history.actions": (actions != 0) @ bits})
@@ -58,14 +58,14 @@ def datatype(array: NDArray[Any]) -> str:
 
 
 def in_arrays(items: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The array form of a list of objects; what some of them lack gets its default."""
+    """The array form of a list of objects. Missing fields get their defaults."""
     defaults = {"actions": [], "product_surface": 0, "dwell_time": 0, "created_at": 0}
     names = dict.fromkeys(name for item in items for name in item)
     return {name: [item.get(name, defaults.get(name)) for item in items] for name in names}
 
 
 def inference_of(body: Mapping[str, Any], action_names: Sequence[str]) -> Inference:
-    """The same request as tensors; the body must be valid, in either shape."""
+    """A valid JSON body, in objects or arrays, as tensors."""
     index = {str(place): place for place in range(len(action_names))} | {n: i for i, n in enumerate(action_names)}
     inputs: dict[str, NDArray[Any]] = {}
     if "user_id" in body:

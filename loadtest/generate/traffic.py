@@ -1,4 +1,4 @@
-"""The traffic model: which user asks for a page next, with which history and candidates. Feeds every tool; sends nothing itself."""
+"""The traffic model of all tools: which user asks for a page next, with which history and candidates."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ ACTION_SHARES = (
 
 @dataclass(frozen=True)
 class TrafficSettings:
-    """What the traffic looks like. Shares lie in 0 … 1; `history_window` and `max_candidates` come from the server's `/info`.
+    """Parameters of the traffic. Shares lie in 0 … 1; `history_window` and `max_candidates` come from the server's `/info`.
 
-    `new_user_share` of the sessions belong to a user never seen before; the others are drawn from `users` by a Zipf law.
-    A session asks for `1 + geometric` pages, `mean_pages` on average. Between two visits a history grows by a
-    Poisson number of events. `hot_author_share` of the posts belong to `hot_authors`. With `full_histories` every history
-    fills the window. `as_is`: nothing is cut to what a server says that it takes.
+    `new_user_share` of the sessions belong to a new user; the others to one drawn from `users` by a Zipf law.
+    A session asks for a geometric number of pages, at least 1 and `mean_pages` on average. Between two visits a history grows
+    by a Poisson number of events. `hot_author_share` of the posts belong to `hot_authors`. With `full_histories` every
+    history fills the window. With `as_is`, sizes are not cut to the server's limits.
     """
 
     seed: int = 1
@@ -78,7 +78,7 @@ class TrafficSettings:
 
 @dataclass(frozen=True, slots=True)
 class RankRequest:
-    """One body for `POST /rank`, and what a report wants to know of it. `user_id` is the user it belongs to."""
+    """One body for `POST /rank`, with its user and the kind and sizes that reports need."""
 
     body: bytes
     kind: Kind
@@ -87,7 +87,7 @@ class RankRequest:
     history: int
 
     def for_path(self, path: str) -> bytes:
-        """The body as that endpoint takes it: who retrieves has no candidates, and asks for as many posts."""
+        """The body for an endpoint. /retrieve and /recommend get no candidates, but `k` = their number."""
         if path not in RETRIEVING:
             return self.body
         content = orjson.loads(self.body)
@@ -100,7 +100,7 @@ Columns = dict[str, list[Any]]
 
 @dataclass(slots=True)
 class _Person:
-    """A user: an id and a history in columns, oldest first."""
+    """A user: an id, a history in columns, oldest first, and the number of finished visits."""
 
     user_id: int
     history: Columns = field(
@@ -121,7 +121,7 @@ class _Session:
 
 
 class Traffic(Iterator[RankRequest]):
-    """An endless, seeded stream of requests: equal settings give equal bytes. Sessions interleave; their own order is kept."""
+    """An endless, seeded stream of requests. Equal settings give equal bytes. Sessions interleave, each in its own order."""
 
     def __init__(self, settings: TrafficSettings) -> None:
         if settings.mean_pages < 1:
@@ -150,7 +150,7 @@ class Traffic(Iterator[RankRequest]):
         return request
 
     def first_visit(self) -> RankRequest:
-        """The first page of a user who has not been seen before; the session ends with it."""
+        """The first page of a new user, after which the session ends."""
         session = self._open(fresh=True)
         request = self._page(session)
         self._close(session)
@@ -166,7 +166,7 @@ class Traffic(Iterator[RankRequest]):
             self._close(session)
 
     def burst(self, pages: int) -> list[RankRequest]:
-        """Several pages of one user that are asked for at once: one context, many candidate lists."""
+        """Several pages that one user asks for at once: one context, many candidate lists."""
         session = self._open(fresh=True)
         requests = [self._page(session) for _ in range(pages)]
         self._close(session)
@@ -183,7 +183,7 @@ class Traffic(Iterator[RankRequest]):
             self._new_users += 1
         else:
             rank = int(self._users.draw(self._random, 1)[0])
-            while rank in self._live_users:  # one person holds one session at a time
+            while rank in self._live_users:  # one session per person at a time
                 rank = int(self._random.integers(settings.users))
         self._live_users.add(rank)
         if rank not in self._people:
@@ -204,7 +204,7 @@ class Traffic(Iterator[RankRequest]):
         return person
 
     def _grow(self, person: _Person, events: int) -> None:
-        """Add the newest `events` and forget what no longer fits the window, as a feed service's own store would."""
+        """Append `events` new events and drop the oldest beyond the window, as a feed service's own store would."""
         posts = self._posts.draw(self._random, events)
         newest = {
             "post_id": ids_of(posts, POST_SALT).tolist(),
@@ -225,7 +225,7 @@ class Traffic(Iterator[RankRequest]):
         return [name for (name, share), value in zip(known, drawn, strict=True) if value < share]
 
     def _authors(self, posts: np.ndarray[Any, np.dtype[np.int64]]) -> list[int]:
-        """A post has one author for ever: the hot ones own `hot_author_share` of the posts."""
+        """The fixed author of each post. Hot authors own `hot_author_share` of the posts."""
         settings = self.settings
         owner = mix(posts, OWNER_SALT)
         hot = (owner % np.uint64(1000)).astype(np.float64) < 1000 * settings.hot_author_share
@@ -264,12 +264,12 @@ class Traffic(Iterator[RankRequest]):
 
 
 def fresh_seed() -> int:
-    """A seed that no earlier run has used: equal seeds are equal users, whom a server's context cache would know."""
+    """A seed that no earlier run has used. With a used one, the server's context cache would know the users."""
     return time.time_ns() % 2**48
 
 
 def history_sizes(window: int) -> Sizes:
-    """How long histories are, as shares of the model's window: few are empty, a fifth fills it."""
+    """The distribution of history lengths for a window: 5 % are empty, 20 % fill it."""
     bands = HISTORY_BANDS_OF_WINDOW
     return Sizes([SizeBand(round(low * window), round(high * window), share) for low, high, share in bands])
 

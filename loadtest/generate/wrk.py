@@ -1,4 +1,4 @@
-"""A closed loop by somebody else's generator: wrk, in C, which sends again as soon as it is answered and honours no `Retry-After`."""
+"""Runs a closed loop with wrk, a generator in C that sends again after every reply and ignores `Retry-After`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ function response(status, headers) timings:write(headers["server-timing"] or "",
 
 
 class Reading(NamedTuple):
-    """Replies below 400 and others a second, percentiles of the latency of all in ms, and how long it took. `stages_ms`: medians of
-    the stages that the replies name, where they were read."""
+    """Replies per second below status 400 (good) and others (bad), percentiles of all latencies in ms, and the length of the reading.
+    `stages_ms`: medians of the stages in `Server-Timing`, if they were read."""
 
     good_per_s: float
     bad_per_s: float
@@ -59,10 +59,10 @@ def read(
     core: int | None = None,
     says_stages: bool = False,
 ) -> Reading:
-    """Post the bodies in turn, JSON without line breaks, for so many seconds; on this core alone, if one is given. `says_stages`: read
-    the replies' `Server-Timing`, which takes wrk a little time after each latency.
+    """Post the JSON bodies in turn for this many seconds, with wrk pinned to `core` if given. `says_stages`: also read the replies'
+    `Server-Timing`, which costs wrk a little time after each latency.
 
-    Raises ValueError for a body that holds a line break, RuntimeError where a connection broke or a reply took longer than wrk waits, 2 s.
+    Raises ValueError if a body has a line break, RuntimeError if a connection broke or a reply took longer than wrk's 2 s.
     """
     if any(b"\n" in body for body in bodies):
         raise ValueError("A body holds a line break, and wrk is given one body a line.")

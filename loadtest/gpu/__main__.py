@@ -1,6 +1,6 @@
-"""The first half hour on a card: guarded phases, each in a process of its own, JSON lines that survive, a table, one JSON line last.
+"""The first half hour on a card: guarded phases in separate processes, JSON lines that survive, a table, and a last JSON line.
 
-`--device cpu --tiny` tries everything without a card. docs/gpu.md says how to read it.
+`--device cpu --tiny` tries everything without a card. docs/gpu.md explains the output.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from loadtest.gpu.phases import BISECT, Phase, all_phases
 from loadtest.gpu.table import Record
 from loadtest.machine import commit
 
-RESERVED = 20  # seconds at the end: for summaries, and for the way back
+RESERVED = 20  # seconds kept for summaries and for copying results back
 
 
 class Stop:
-    """Ends the bench at a signal, but not while a process is being begun, which would then be lost and go on."""
+    """Ends the bench at a signal, but not while a process is being started, which would then run on unnoticed."""
 
     def __init__(self) -> None:
         self.is_held = False
@@ -44,7 +44,7 @@ class Stop:
             sys.exit(128 + number)
 
     def release(self) -> None:
-        """Raises SystemExit where a signal has come meanwhile."""
+        """Allow signals again. Raises SystemExit if one came meanwhile."""
         self.is_held = False
         if self._number:
             sys.exit(128 + self._number)
@@ -54,7 +54,7 @@ STOP = Stop()
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.gpu", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
@@ -73,14 +73,14 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--out", type=Path, default=results, help="directory, which is kept, for all that is found: $OUT"
     )
     parser.add_argument("--fault", choices=FAULTS, default="", help="plant one, to see that it is found and named")
-    parser.add_argument("--run", help=argparse.SUPPRESS)  # one phase, in this process, its records to --log
+    parser.add_argument("--run", help=argparse.SUPPRESS)  # runs one phase in this process, with its records in --log
     parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)
     parser.set_defaults(packed=0)
     return parser.parse_args(given)
 
 
 def main(given: list[str] | None = None) -> int:
-    """0 when every phase ran and found nothing; 1 otherwise; 2 without a card. `compare A B` sets two logs side by side."""
+    """Run the bench, or `compare A B` two logs. Return 0 if every phase ran without a problem, 2 without a card, else 1."""
     given = sys.argv[1:] if given is None else given
     if given[:1] == ["compare"]:
         return compare([read(Path(name)) for name in given[1:]])
@@ -102,7 +102,7 @@ def main(given: list[str] | None = None) -> int:
             for name, phase in all_phases(options.geometries).items()
             if not options.phases or name.startswith(tuple(options.phases))
         }
-        ended |= dict.fromkeys(chosen, "stopped")  # what a signal leaves of it
+        ended |= dict.fromkeys(chosen, "stopped")  # what a phase keeps if a signal ends the bench before it
         run_all(options, chosen, ended, started)
     finally:
         report = summary(options, ended, time.monotonic() - started)
@@ -113,7 +113,7 @@ def main(given: list[str] | None = None) -> int:
 
 
 def run_all(options: argparse.Namespace, phases: dict[str, Phase], ended: dict[str, str], started: float) -> None:
-    """One phase after the other, none beyond the time that is left, and `bisect` after a problem; `ended` says how each did."""
+    """Run one phase after the other within the remaining time, then `bisect` after a problem. Record in `ended` how each ended."""
     queue = list(phases.items())
     for name, phase in queue:
         left = options.seconds - (time.monotonic() - started) - RESERVED
@@ -127,7 +127,7 @@ def run_all(options: argparse.Namespace, phases: dict[str, Phase], ended: dict[s
 
 
 def leave(options: argparse.Namespace, report: Record) -> None:
-    """The summary so far and Triton's compiled kernels, beside the JSON lines: each whole or as it was."""
+    """Write the summary so far and Triton's compiled kernels next to the JSON lines. The kernels' archive is replaced atomically."""
     options.log.with_suffix(".json").write_text(json.dumps(report))
     cache = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
     count = sum(1 for _ in cache.glob("*")) if cache.is_dir() else 0
@@ -139,7 +139,7 @@ def leave(options: argparse.Namespace, report: Record) -> None:
 
 
 def run_apart(options: argparse.Namespace, name: str, limit: float, **environment: str) -> str:
-    """Run one phase in a process of its own; how it ended: `ok`, `problems`, `failed: …`, `died: …` or `hung`."""
+    """Run one phase in a separate process. Return how it ended: `ok`, `problems`, `failed: …`, `died by signal …` or `hung: …`."""
     command = [
         sys.executable,
         "-m",
@@ -152,7 +152,7 @@ def run_apart(options: argparse.Namespace, name: str, limit: float, **environmen
         str(options.log),
     ]
     command += ["--tiny"] * options.tiny + (["--fault", options.fault] if options.fault else [])
-    # what is measured is compiled, whatever the caller was trying before
+    # measure compiled kernels, even if the caller uses the interpreter
     inherited = {variable: value for variable, value in os.environ.items() if variable != "TRITON_INTERPRET"}
     try:
         code, said = _finished(command, inherited | environment, limit)
@@ -169,7 +169,7 @@ def run_apart(options: argparse.Namespace, name: str, limit: float, **environmen
 
 
 def _finished(command: list[str], environment: dict[str, str], limit: float) -> tuple[int, str]:
-    """Exit code and standard error. Whatever ends the wait ends the process and those that it began."""
+    """Exit code and standard error of a command. An exception during the wait kills the process and its children."""
     STOP.is_held = True
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True) as child:
         try:
@@ -177,13 +177,13 @@ def _finished(command: list[str], environment: dict[str, str], limit: float) -> 
             said = child.communicate(timeout=limit)[1]
         except BaseException:
             with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # what compiles for it too
+                os.killpg(child.pid, signal.SIGKILL)  # and its compiler processes
             raise
     return child.returncode, said
 
 
 def run_phase(options: argparse.Namespace) -> int:
-    """Run a phase here. 1 when it found a problem; an exception ends the process with 3."""
+    """Run a phase in this process. Return 1 if it found a problem, 3 after an exception, else 0."""
     card = Card(torch.device(options.device), tiny=options.tiny, fault=options.fault)
     phase = BISECT if options.run == "bisect" else all_phases(list(GEOMETRIES))[options.run]
     shared = {
@@ -202,7 +202,7 @@ def run_phase(options: argparse.Namespace) -> int:
 
 
 def write(log: Path, record: Record) -> None:
-    """Append a line, on the disk before the next step is tried."""
+    """Append a line and flush it to disk, so that it survives whatever comes next."""
     with log.open("a") as file:
         file.write(json.dumps(record, default=str) + "\n")
         file.flush()
@@ -210,7 +210,7 @@ def write(log: Path, record: Record) -> None:
 
 
 def read(log: Path) -> list[Record]:
-    """The whole lines of a file, in order; a line that was cut is left out."""
+    """The records of a log, in order. A truncated line is left out."""
     found = []
     for line in log.read_text().splitlines() if log.exists() else []:
         try:
@@ -221,14 +221,14 @@ def read(log: Path) -> list[Record]:
 
 
 def table(log: Path) -> list[str]:
-    """The figures and the problems, for people."""
+    """The figures and the problems as lines to print."""
     records = read(log)
     lines = [f"  {_line(record)}" for record in records if "figure" in record]
     return lines + [f"  ! {record['phase']}: {record['problem']}" for record in records if "problem" in record]
 
 
 def summary(options: argparse.Namespace, ended: dict[str, str], seconds: float) -> Record:
-    """What the last line says, and the file beside the lines after every phase."""
+    """The summary, printed as the last line and written to a file after every phase."""
     records = read(options.log)
     head = next((record for record in records if "card" in record), {})
     machine = next((record["nvidia_smi"] for record in records if "nvidia_smi" in record), None)

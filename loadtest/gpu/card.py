@@ -1,4 +1,4 @@
-"""One device's clock and ceilings: times by device events, the matrix rate and the copy bandwidth. Knows nothing of what it times."""
+"""The clock and the ceilings of one device: times by device events, the matrix rate and the copy bandwidth."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from model.split.graphs import device_seconds
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the card was seen to do: dense bf16 products in TFLOP/s and device copies in GB/s, bytes read plus written."""
+    """Measured limits of the card: dense bf16 products in TFLOP/s, device copies in GB/s (bytes read plus written)."""
 
     tflops: float
     gigabytes_per_second: float
 
 
 class Card:
-    """A device to measure on. On a CPU the clock is the host's, so that the whole script can be tried anywhere."""
+    """A device to measure on. On a CPU it uses the host's clock, so that the whole script can be tried anywhere."""
 
     def __init__(self, device: torch.device, *, tiny: bool, fault: str = "") -> None:
         """`fault` is planted into every engine, see `faults`."""
@@ -32,11 +32,11 @@ class Card:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The device's name, to show."""
         return torch.cuda.get_device_name(self.device) if self.is_cuda else "cpu"
 
     def synchronize(self) -> None:
-        """Wait until the device has nothing left to do."""
+        """Wait until the device is idle."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
@@ -57,11 +57,11 @@ class Card:
         return Figure.of(seen[warm_up:])
 
     def seconds_on_device(self, run: Callable[[int], object], layers: int) -> float:
-        """Of one call, without the host's part: see `device_seconds`."""
+        """Device seconds of one call, without the host's part. See `device_seconds`."""
         return device_seconds(run, layers, self.device)
 
     def recorded(self, work: Callable[[], object]) -> Callable[[], object]:
-        """The work as a graph that replays it, compiled before by running; on a CPU itself."""
+        """Run the work twice to compile it, then return a graph that replays it; on a CPU, the work itself."""
         for _ in range(2):
             work()
         if not self.is_cuda:
@@ -72,7 +72,7 @@ class Card:
         return graph.replay
 
     def ceilings(self) -> Ceilings:
-        """A large square bf16 product on random data, and a copy much larger than any cache."""
+        """Measure a large square bf16 product on random data, and a copy much larger than any cache."""
         side, copied = (128, 2**16) if self.tiny else (8192, 2**31)
         left, right = (torch.randn(side, side, device=self.device, dtype=torch.bfloat16) for _ in range(2))
         out = torch.empty_like(left)

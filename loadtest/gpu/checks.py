@@ -1,4 +1,4 @@
-"""Checks before anything is timed: the device's scores against the dense definition, and bits that do not depend on the batch."""
+"""Checks before timing: the device's scores against the dense definition, and bits that do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make_engine(
     capacity: int | None = None,
     warm: bool = True,
 ) -> SplitEngine:
-    """A warm engine that runs in padded sizes on any device; short steps where everything is tiny."""
+    """An engine with padded sizes on any device, warmed up if `warm`. Off CUDA, its steps are short."""
     recorder, capacity = (None, capacity) if card.is_cuda else (PlainRecorder(), 256)
     engine = SplitEngine(ranker, card.device, dtype, cache_bytes=cache_bytes, capacity=capacity, recorder=recorder)
     plant(engine, card.fault)
@@ -68,7 +68,7 @@ def make_engine(
 
 
 def parity_cases(card: Card) -> dict[str, ModelConfig]:
-    """Small architectures with every feature, one with each other trunk, and the measured geometries with two layers."""
+    """Small architectures with every feature, one for each other trunk, and the measured geometries with two layers."""
     if card.tiny:
         return {"tiny": small_config(width=64, layers=2)}
     cases = {name: small_config(**overrides) for name, overrides in VARIANTS.items()}
@@ -100,7 +100,7 @@ def parity(card: Card, config: ModelConfig, dtype: torch.dtype) -> float:
 
 
 def watch(card: Card, config: ModelConfig, dtype: torch.dtype) -> WatchedKernels:
-    """Every operation of a forward beside its plain form; what was found stands in `found`."""
+    """Run a forward and compare every operation with its plain form. Differences are in `found` of the result."""
     ranker = random_ranker(config, device=card.device)
     capacity = max(512, -(-(1 + config.history_length) // 64) * 64)
     engine = make_engine(ranker, card, dtype, capacity=capacity, warm=False)
@@ -111,7 +111,7 @@ def watch(card: Card, config: ModelConfig, dtype: torch.dtype) -> WatchedKernels
 
 
 def equal_bits(engine: Engine, compositions: int, seed: int = 0) -> dict[str, int]:
-    """Random compositions of work, with a cache that grows and extends, against each candidate's bits in a forward of its own.
+    """Compare random compositions, with a cache that grows and extends contexts, with each candidate's bits in its own forward.
 
     `engine` must have a cache. Raises AssertionError at the first difference.
     """

@@ -1,4 +1,4 @@
-"""Two runs of the GPU bench, figure by figure; one JSON object last."""
+"""Compares two runs of the GPU bench figure by figure; the last line is one JSON object."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loadtest.gpu.table import Record
 
 
 def figures(records: Sequence[Record]) -> dict[str, float]:
-    """Everything that has a name and a number: rows, time of operations, rates of products."""
+    """All figures by name: rows, times of operations, rates of products."""
     found: dict[str, float] = {}
     for each in records:
         if "figure" in each:
@@ -23,7 +23,7 @@ def figures(records: Sequence[Record]) -> dict[str, float]:
 
 
 def compare(sides: Sequence[Sequence[Record]]) -> int:
-    """The records of two runs. 1 when the second has a problem that the first does not have; 2 for other than two."""
+    """Print the ratios of two runs. Return 1 if the second has a problem that the first has not, 2 unless given two runs."""
     if len(sides) != 2:
         print("usage: python -m loadtest.gpu compare BEFORE AFTER", file=sys.stderr)
         return 2

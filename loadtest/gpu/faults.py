@@ -1,4 +1,4 @@
-"""Faults to plant into an engine that is measured, so that the bench can be seen to find and name them. Never part of a figure."""
+"""Faults to plant into a measured engine, to show that the bench finds and names them. Never part of a figure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ HANGING_PHASE = "products"
 
 
 class PlantedKernels:
-    """`kernels` with one fault: `kernel`, a gate that is wrong in one tile; `product`, which differs from call to call; `access`,
-    a gate after which the device is lost, which is said only at the next product unless launches block.
+    """`kernels` with one fault. `kernel`: a gate that is wrong in one tile. `product`: a product that differs from call to call.
+    `access`: a gate that loses the device, which shows only at the next product unless launches block.
     """
 
     multiply_gate, multiply_rotate = Kernels.multiply_gate, Kernels.multiply_rotate
@@ -51,12 +51,12 @@ class PlantedKernels:
 
 
 def plant(engine: SplitEngine, fault: str) -> None:
-    """Give an engine the fault, if it is one of kernels."""
+    """Plant a fault into an engine, if it is a fault of kernels."""
     if fault in ("kernel", "product", "access"):
         engine._kernels = engine._trunk.kernels = PlantedKernels(engine._kernels, fault)
 
 
 def hang(fault: str, phase: str) -> None:
-    """For ever, where this is the fault and the phase."""
+    """Hang forever if the fault is `hang` and this is its phase."""
     while fault == "hang" and phase == HANGING_PHASE:
         time.sleep(1)

@@ -1,4 +1,4 @@
-"""What the engine is compared with on the same card: the dense definition, eager; FlexAttention and SDPA with a mask, compiled."""
+"""Peers of the engine on the same card: the dense definition, eager; FlexAttention and SDPA with a mask, compiled."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from model.ranker import Ranker
 
 
 def dense_eager(ranker: Ranker, item: Item, card: Card, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """A forward of the plain definition, ids hashed and copied beforehand."""
+    """A forward of the plain definition, with ids hashed and copied in advance."""
     batch = collate([(item.context, item.candidates)], ranker.config).to(card.device)
     return torch.inference_mode()(lambda: ranker(batch, dtype)[0])
 
 
 class PeerRanker:
-    """The ranker over one sequence with FlexAttention, soft cap as a score modification, isolation as a block mask; or with SDPA, which
-    knows no cap: the same work for a ranker without one.
+    """The ranker over one sequence with FlexAttention, with the soft cap as score modification and isolation as block mask; or with
+    SDPA, which has no cap and so does the same work for a ranker without one.
 
-    `ranker` is in the trunk's dtype already. One context length and number of candidates; another one compiles again.
+    `ranker` must already be in the trunk's dtype. Serves one context length and number of candidates; others compile again.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class PeerRanker:
         self._context = 1 + len(item.context)
         self._length = self._context + len(item.candidates)
         self._device = card.device
-        torch.compiler.reset()  # every shape compiles anew; a limit on that would fall back to eager unnoticed
-        # one layer, its weights as arguments: compiled once, run for all
+        torch.compiler.reset()  # every shape compiles again, and beyond a limit torch silently falls back to eager
+        # one layer with its weights as arguments, so that it compiles once for all layers
         self._layer = torch.compile(self._plain_layer, dynamic=False) if card.is_cuda else self._plain_layer
         self._weights = [_weights(layer) for layer in ranker.trunk.layers]
 
     def mask(self) -> BlockMask | Tensor:
-        """Context rows see the past, candidates the context and themselves. Built per request: its cost is timed apart."""
+        """Context rows see the past, candidates see the context and themselves. Built per request, so its cost is timed separately."""
         context = self._context
 
         def seen(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The phases of the GPU bench: each yields records, plain JSON values, and runs in a process of its own. See `__main__` for their order."""
+"""The phases of the GPU bench. Each yields records (plain JSON values) and runs in a separate process. Order: `all_phases`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HOST_TARGET_MS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What runs, and the most seconds that it may take."""
+    """A function to run, and the most seconds that it may take."""
 
     run: Callable[[Card, str], Iterator[Record]]
     seconds: float
@@ -45,7 +45,7 @@ class Phase:
 
 
 def environment(card: Card, geometry: str) -> Iterator[Record]:
-    """Driver and clocks, what the card can do, and what a node of a graph costs."""
+    """Driver and clocks, the card's measured ceilings, and the cost of a graph node."""
     if card.is_cuda:
         query = "--query-gpu=name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,memory.total"
         asked = subprocess.run(
@@ -66,7 +66,7 @@ def environment(card: Card, geometry: str) -> Iterator[Record]:
 
 
 def compile_all(card: Card, geometry: str) -> Iterator[Record]:
-    """Compile what will be launched, in many processes, and read what each kernel takes; a kernel that fails is a record."""
+    """Compile all kernels in many processes and yield what each one uses. A kernel that fails yields a problem."""
     capability = 90
     if card.is_cuda:
         major, minor = torch.cuda.get_device_capability(card.device)
@@ -83,7 +83,7 @@ def compile_all(card: Card, geometry: str) -> Iterator[Record]:
 
 
 def _compiled(card: Card) -> dict[str, ModelConfig]:
-    """Every architecture of which an engine is made, those first whose figures come first."""
+    """Every architecture for which an engine is made, in the order of their figures."""
     whole = {name: GEOMETRIES[name] for name in ("mini", "flagship", "seed", "nano")}
     return _measured(card) if card.tiny else whole | parity_cases(card)
 
@@ -103,8 +103,8 @@ def _compile(name: str, dtype: torch.dtype, capability: int, small: bool) -> lis
 
 
 def starts(card: Card, geometry: str) -> Iterator[Record]:
-    """How long an engine takes to be ready, with an empty cache and with what the first start left in it. Without a card what there is
-    to count: binaries for Hopper and the processor time until all are there, device times to be read, sizes to be recorded."""
+    """Seconds until an engine is ready, with an empty compiler cache and with that of the first start. Without a card, counts instead:
+    binaries for Hopper and the processor time to make them, device times to be read, sizes to be recorded."""
     for name in _measured(card) if card.tiny else ("mini", "flagship"):
         with TemporaryDirectory() as cache:
             for how in ("cold", "warm"):
@@ -115,7 +115,7 @@ def starts(card: Card, geometry: str) -> Iterator[Record]:
 
 def _start(name: str, cache: str, device: str, small: bool) -> Record:
     os.environ["TRITON_CACHE_DIR"] = cache
-    os.environ.pop("TRITON_INTERPRET", None)  # what is counted is compiled, whatever the caller was trying before
+    os.environ.pop("TRITON_INTERPRET", None)  # count compiled kernels, even if the caller uses the interpreter
     card = Card(torch.device(device), tiny=small)
     config = _measured(card)[name]
     if card.is_cuda:
@@ -134,7 +134,7 @@ def _start(name: str, cache: str, device: str, small: bool) -> Record:
 
 
 def kernels(card: Card, geometry: str) -> Iterator[Record]:
-    """Every operation of a forward against its plain form, every variant, going on after a failure."""
+    """Every operation of a forward against its plain form, for every variant. Goes on after a failure."""
     for name, config in parity_cases(card).items():
         for dtype in DTYPES:
             record: Record = {"case": name, "dtype": str(dtype)}
@@ -148,7 +148,7 @@ def kernels(card: Card, geometry: str) -> Iterator[Record]:
 
 
 def products(card: Card, geometry: str) -> Iterator[Record]:
-    """Every operation that has kinds, by rows and kind: the reference's bits, the same bits again, microseconds, TFLOP/s."""
+    """Every operation by rows and kind: whether its bits equal the reference's and repeat, microseconds, TFLOP/s."""
     hang(card.fault, "products")
     for name, config in _measured(card).items():
         engine = make_engine(random_ranker(config, device=card.device), card, warm=False)
@@ -158,7 +158,7 @@ def products(card: Card, geometry: str) -> Iterator[Record]:
 
 
 def kind_records(card: Card, engine: SplitEngine, part: Part, geometry: str) -> Iterator[Record]:
-    """One operation, by the kinds that its kernels have; torch's have the reference alone."""
+    """Records of one operation, one per kind of its kernels. Torch's kernels have only the reference."""
     choices: Any = getattr(engine._kernels, "choices", None)
     for kind in ("64x64", *(choices.kinds(part) if choices else ())):
         record: Record = {"geometry": geometry, "operation": part.name, "rows": part.rows, "kind": kind}
@@ -180,7 +180,7 @@ def kind_records(card: Card, engine: SplitEngine, part: Part, geometry: str) -> 
 
 
 def _parts(engine: SplitEngine, plan: StepPlan, rows: int) -> list[Part]:
-    """The operations of a step, on random numbers."""
+    """The operations of a step, with random inputs."""
     with engine._on_device(), torch.inference_mode():
         runner: Any = engine._runner
         parts = engine._trunk.parts(runner._written(plan).at(rows))
@@ -190,7 +190,7 @@ def _parts(engine: SplitEngine, plan: StepPlan, rows: int) -> list[Part]:
 
 
 def parities(card: Card, geometry: str) -> Iterator[Record]:
-    """Whole forwards against the dense definition, the real geometries with two layers included."""
+    """Whole forwards against the dense definition, including the real geometries with two layers."""
     for name, config in parity_cases(card).items():
         for dtype in DTYPES:
             record: Record = {"case": name, "dtype": str(dtype)}
@@ -201,7 +201,7 @@ def parities(card: Card, geometry: str) -> Iterator[Record]:
 
 
 def bits(card: Card, geometry: str) -> Iterator[Record]:
-    """Random compositions against each candidate alone; where they differ, without what it stops."""
+    """Random compositions against each candidate alone. If bits differ, again without choices, overlap and graphs."""
     config = small_config(width=64, layers=1, head_width=16) if card.tiny else GEOMETRIES["mini"]
     ranker = random_ranker(config, device=card.device)
     count = 3 if card.tiny else 100
@@ -219,8 +219,8 @@ def bits(card: Card, geometry: str) -> Iterator[Record]:
 
 
 def kernel_times(card: Card, geometry: str) -> Iterator[Record]:
-    """Microseconds of each operation of one real request, cold and cached, beside what its bytes and products take at the card's
-    ceilings: all bytes of the weight, whatever the rows."""
+    """Microseconds of each operation of one real request, cold and cached, and the least time that its bytes and products take at the
+    card's ceilings. All bytes of a weight count, whatever the rows."""
     ceilings = card.ceilings()
     for name, config in _measured(card).items():
         engine = make_engine(random_ranker(config, device=card.device), card, warm=False)
@@ -245,7 +245,7 @@ def kernel_times(card: Card, geometry: str) -> Iterator[Record]:
 
 
 def host(card: Card, geometry: str) -> Iterator[Record]:
-    """Processor time of one thread to fill the arrays of a step of many requests, and to plan it, beside what it is allowed."""
+    """Processor time of one thread to plan a step of many requests and to fill its arrays, against the target."""
     config = _measured(card)["mini"]
     requests = 3 if card.tiny else BATCH_REQUESTS
     engine = make_engine(random_ranker(config, device=card.device), card, warm=False)
@@ -276,19 +276,19 @@ def _thread_ms(work: Callable[[], object]) -> float:
 
 
 def engine_rows(card: Card, geometry: str) -> Iterator[Record]:
-    """Whole forwards of one geometry, device and wall time, beside the targets."""
+    """Device and wall time of whole forwards of one geometry, against the targets."""
     measured = Geometry(geometry, card, card.ceilings())
     yield {"engine": {name: note for name, note in measured.engine.info.notes.items() if name != "products"}}
     yield from measured.rows()
 
 
 def peer_rows(card: Card, geometry: str) -> Iterator[Record]:
-    """What else computes the same on this card."""
+    """Times of the peers that compute the same on this card."""
     yield from Geometry(geometry, card, card.ceilings()).peer_rows()
 
 
 def bisect(card: Card, geometry: str) -> Iterator[Record]:
-    """After a failure, with launches that block: the first operation that fails or differs, on the smallest case first."""
+    """After a failure, with blocking launches: find the first operation that fails or differs, trying the smallest case first."""
     for config in (small_config(width=64, layers=2, head_width=32), *parity_cases(card).values()):
         for dtype in DTYPES:
             try:
@@ -307,7 +307,7 @@ def _measured(card: Card) -> dict[str, ModelConfig]:
 
 
 def all_phases(geometries: Sequence[str]) -> dict[str, Phase]:
-    """In the order in which they run: with all their limits the figures that are wanted most come within 540 seconds; peers last."""
+    """The phases in the order in which they run. The most wanted figures come within 540 seconds at most; peers come last."""
     rows = {name: Phase(engine_rows, 150, name) for name in geometries}
     first = [name for name in ("mini", "flagship") if name in rows]
     found = {"environment": Phase(environment, 40), "compile": Phase(compile_all, 200)}

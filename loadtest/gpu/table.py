@@ -1,4 +1,4 @@
-"""The GPU table: one geometry at a time, times by device events, beside what the card can do and what the peers need."""
+"""The GPU table: device times of one geometry at a time, against the card's ceilings and the peers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TARGETS_MS: dict[tuple[str, int, str], tuple[float, float | None]] = {
     ("mini", 64, "cold"): (0.1, None),
     ("mini", 64, "cached"): (0.08, 0.06),
 }
-# what others have published, of other models and on other cards
+# figures that others have published, of other models and cards
 MFU_BESIDE = (
     "published MFU: OneRec 28.8 %, Meta's adaptive ranking 35 %; HSTU on an H100: 5 layers, 99k tokens in 9.3 ms"
 )
@@ -49,15 +49,15 @@ Record = dict[str, Any]
 
 
 def line(name: str, figure: float, unit: str, **more: Any) -> Record:
-    """A figure. Of what else is known: `low` and `high`; `target` and `floor` in the figure's unit, and whether it is `met`; shares of
-    the card's own measured ceilings; `wall_ms`; what others have published, `beside` it."""
+    """A record of a figure. `more`, without None: `low` and `high`; `target` and `floor` in the figure's unit and whether it is `met`;
+    shares of the card's measured ceilings; `wall_ms`; `beside`: what others have published."""
     return {"name": name, "figure": figure, "unit": unit} | {
         key: value for key, value in more.items() if value is not None
     }
 
 
 def tiny(config: ModelConfig) -> ModelConfig:
-    """The same architecture with everything small, for a machine without a card."""
+    """A small version of an architecture, for a machine without a card."""
     group = config.query_heads // config.kv_heads
     return replace(config, width=64, layers=2, query_heads=2 * group, kv_heads=2, head_width=16, history_length=20)
 
@@ -74,16 +74,16 @@ class Geometry:
 
     @cached_property
     def engine(self) -> SplitEngine:
-        """The one that is timed."""
+        """The engine that is timed."""
         return make_engine(self.ranker, self.card)
 
     def peer_rows(self) -> Iterator[Record]:
-        """What else computes the same on this card."""
+        """Times of the peers that compute the same on this card."""
         for candidates in COUNTS[self.name]:
             yield from self._peer_rows(self.item(candidates))
 
     def rows(self) -> Iterator[Record]:
-        """Everything that is measured of this geometry."""
+        """All rows of this geometry except its peers."""
         for candidates in COUNTS[self.name]:
             item = self.item(candidates)
             milliseconds = []
@@ -111,7 +111,7 @@ class Geometry:
         time = self.card.device_time(self.engine.rehearse([asked]), repeats=1 if self.card.tiny else 10)
         wall = self.card.wall_time(lambda: self.engine.forward([asked]))
         work = forward_work(self.config, 1 + len(item.context), candidates, cached=kind == "cached")
-        key = (self.name, candidates, kind)  # no target is meant for tiny shapes, and none of their counts has one
+        key = (self.name, candidates, kind)  # tiny shapes have no target: none of their counts is in the table
         target, floor = TARGETS_MS.get(key, (None, None))
         label = f"{self.name} C={candidates} {kind}"
         yield self._timed(label, time, work, target, floor, wall.median)
@@ -157,7 +157,7 @@ class Geometry:
             )  # fmt: skip
 
     def _padding_row(self) -> Record:
-        """Forwards of 64 requests of mixed lengths on an engine that has served nothing else."""
+        """Share of padding in forwards of 64 requests of mixed lengths, on an engine that has served nothing else."""
         generator = np.random.default_rng(5)
         engine = make_engine(self.ranker, self.card)
         longest = 20 if self.card.tiny else 200

@@ -1,4 +1,4 @@
-"""Runs every operation of a forward beside its plain form on the same inputs, and names what differs first: operation, layer, tile, row."""
+"""Compares every operation of a forward with its plain form on the same inputs; names the first difference: layer, tile, row."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ WRITTEN = {
     "attend": (4,),
     "gate": (2,),
 }
-OVERWRITTEN = {"embed": (3,), "norm": (5,), "multiply": (3,), "attend": (4,), "gate": (2,)}  # nothing of before is read
-HARDWARE = (
-    2e-4  # fp32 attention: what `ex2.approx` and fast division, times the cap, may be off is no fault of a kernel
-)
+OVERWRITTEN = {"embed": (3,), "norm": (5,), "multiply": (3,), "attend": (4,), "gate": (2,)}  # old content is not read
+HARDWARE = 2e-4  # fp32 attention: error of `ex2.approx` and fast division, times the cap, that is no fault of a kernel
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first row in which an operation's output is not its plain form's, or not its own of a moment before."""
+    """The first row in which an operation's output differs from its plain form's, or from that of a second call."""
 
     operation: str
     layer: int
@@ -40,7 +38,7 @@ class Difference:
     repeatable: bool
 
     def __str__(self) -> str:
-        """For people."""
+        """A sentence about the difference."""
         what = "differs from its definition" if self.repeatable else "gives other bits every time"
         half = "tail" if self.tail else "body"
         return f"{self.operation} in layer {self.layer} ({half}), tile {self.tile}, row {self.row} {what}, by {self.difference:.3g}"
@@ -51,11 +49,11 @@ class Difference:
 
 
 class WatchedKernels:
-    """Implements `Kernels` by `tested`, each call checked against `reference`, outputs poisoned before. It goes on with the
-    reference's numbers, so that one fault is not found again in everything that follows.
+    """Implements `Kernels` with `tested`, and checks each call against `reference`. Outputs are poisoned first. Goes on with the
+    reference's numbers, so that one fault is not found again in all later operations.
     """
 
-    multiply_gate, multiply_rotate = Kernels.multiply_gate, Kernels.multiply_rotate  # their parts are watched
+    multiply_gate, multiply_rotate = Kernels.multiply_gate, Kernels.multiply_rotate  # these are watched by their parts
 
     def __init__(self, tested: Kernels, reference: Kernels, layers: int) -> None:
         self.found: list[Difference] = []
@@ -88,12 +86,12 @@ class WatchedKernels:
             except RuntimeError as error:
                 raise RuntimeError(f"{name} in layer {layer}: {error}") from error
             results.append([tensor[: step.used].clone() for tensor in outputs])
-            if name == "rotate":  # it also writes the states; a row there is a token of the context
+            if name == "rotate":  # it also writes the states, with one row per token of the context
                 states = [state.keys_values[arguments[3], :, : state.length] for state in step.states]
                 results[-1] += [state.transpose(0, 1).flatten(1).clone() for state in states]
         self.calls += 1
         self._gates += name == "gate" and not tail
-        # tokens are fp32, yet products of the engine's dtype
+        # tokens are fp32, but come from products in the engine's dtype
         dtypes = [step.anchor.dtype if name == "embed" else tensor.dtype for tensor in results[0]]
         least = HARDWARE if name == "attend" else 0.0
         if difference := _first(*results, dtypes=dtypes, least=least):
@@ -104,7 +102,7 @@ class WatchedKernels:
 def _first(
     found: list[Tensor], again: list[Tensor], expected: list[Tensor], *, dtypes: list[torch.dtype], least: float
 ) -> tuple[int, float, bool] | None:
-    """Line, size, and whether a second call gave the same bits."""
+    """The first wrong or unsteady row, its largest difference, and whether a second call gave the same bits there; None if all is right."""
     for one, other, right, dtype in zip(found, again, expected, dtypes, strict=True):
         tolerance = max(least, 2 * PARITY[dtype].operation)
         wrong = ~torch.isclose(one.float(), right.float(), rtol=tolerance, atol=tolerance)  # NaN is close to nothing

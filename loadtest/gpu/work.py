@@ -11,14 +11,14 @@ BF16_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Floating-point operations, and bytes moved if everything were read once."""
+    """Floating-point operations, and bytes moved if everything is read once."""
 
     flops: float
     nbytes: float
 
 
 def forward_work(config: ModelConfig, context: int, candidates: int, *, cached: bool) -> Work:
-    """One request of `context` tokens and `candidates`; the context's own share is left out when it is cached.
+    """The work of a request with `context` tokens and `candidates`, without the context's own share if `cached`.
 
     Weights are counted once in bf16, the cached keys and values once, embedding rows as products only.
     """

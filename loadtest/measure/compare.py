@@ -1,4 +1,4 @@
-"""Whether one of two servers or commits is faster beyond noise: both are measured in alternated blocks, which drift hits alike."""
+"""Decides whether one of two servers or commits is faster beyond noise. Alternating blocks expose both to the same drift."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Blocks = Sequence[dict[str, float]]
 Floats = NDArray[np.float64]
 
 SIGNIFICANCE = 0.05
-DRAWS = 20_000  # of signs; up to 14 pairs, all patterns of signs are tried instead
+DRAWS = 20_000  # random sign patterns; with up to 14 pairs, all patterns are tried instead
 LOWER_IS_BETTER = {"p50_ms": True, "p95_ms": True, "p99_ms": True, "good_share": False}
-MIN_BLOCKS = 8  # with fewer, four figures judged at once cannot reach the significance asked for
+MIN_BLOCKS = 8  # with fewer, four figures judged at once cannot reach significance
 
 
 def figures_of(samples: Samples, slo: Slo) -> dict[str, float]:
-    """The judged figures of one block. A request that was not answered 200 counts as the slowest: a quick refusal is no speed."""
+    """The judged figures of one block. A request without a 200 counts as the slowest, so that quick refusals do not help."""
     latency = 1e3 * samples.latency_seconds
     latency[samples.status != 200] = max(float(latency.max()), slo.latency_ms)
     found = [*np.percentile(latency, [50, 95, 99]).tolist(), float(slo.good(samples).mean())]
@@ -40,11 +40,11 @@ def figures_of(samples: Samples, slo: Slo) -> dict[str, float]:
 
 
 def compare_blocks(a: Blocks, b: Blocks, smallest_effect: float = 0.03) -> dict[str, Any]:
-    """Judge figures of blocks: block i of A and of B ran right after each other, so pairs cancel the machine's drift.
+    """Judge the figures of blocks. Block i of A and block i of B ran right after each other, so pairs cancel drift.
 
-    Plain JSON values. Of each figure: its medians, `ratio` B / A, a geometric mean over blocks with its 95 % interval, the
-    Holm-corrected `p`, and a verdict; a difference needs p below 0.05 *and* a ratio beyond `smallest_effect`. B is worse if any
-    figure is, better if any is and none is worse. Raises ValueError for too few blocks.
+    Returns plain JSON values. Each figure has its medians, `ratio` B / A (geometric mean over blocks, with a 95 % interval), the
+    Holm-corrected `p`, and a verdict. A difference needs p below 0.05 *and* a ratio beyond `smallest_effect`. B is worse if any
+    figure is worse, and better if any is better and none is worse. Raises ValueError if blocks are too few or unequal in number.
     """
     if len(a) < MIN_BLOCKS or len(a) != len(b):
         raise ValueError(f"at least {MIN_BLOCKS} blocks of each side are needed, and as many of A as of B")
@@ -67,7 +67,7 @@ def compare_blocks(a: Blocks, b: Blocks, smallest_effect: float = 0.03) -> dict[
 
 
 def report(comparison: Mapping[str, Any]) -> str:
-    """The table and the verdict."""
+    """The table and the verdict as Markdown."""
     rows = []
     for one in comparison["differences"]:
         figures = (f"{one[name]:.3f}" for name in ("a", "b", "ratio"))
@@ -89,13 +89,13 @@ def report(comparison: Mapping[str, Any]) -> str:
 
 
 def paired_p(differences: Floats) -> float:
-    """Two-sided p-value that paired differences `[n]` centre on 0, by flipping their signs. At least 2 / 2^n."""
+    """Two-sided p-value for paired differences `[n]` centred on 0, from a sign-flip test. At least 2 / 2^n."""
     found = stats.permutation_test((differences,), np.mean, permutation_type="samples", n_resamples=DRAWS, rng=1)
     return float(found.pvalue)
 
 
 def bootstrap_interval(values: Floats) -> tuple[float, float]:
-    """95 % percentile bootstrap of the mean."""
+    """95 % percentile bootstrap interval of the mean."""
     found = stats.bootstrap((values,), np.mean, method="percentile", rng=1).confidence_interval
     return float(found.low), float(found.high)
 
@@ -118,9 +118,9 @@ def compare_sides(
     checkpoint: Path,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure A and B in turns, the order within a pair changing. Each side is a URL, a commit, or `.` for this working tree.
+    """Measure A and B in turns, with the order changing from pair to pair. A side is a URL, a commit, or `.` for this working tree.
 
-    Both servers stay up all the while; only one is loaded at a time. Raises TargetError where a side cannot be started.
+    Both servers run all the time; only one is loaded at a time. Raises TargetError if a side cannot be started.
     """
     with ExitStack() as stack:
         targets = [stack.enter_context(_side(name, checkpoint)) for name in (a, b)]
@@ -149,7 +149,7 @@ def _brief(figures: dict[str, float]) -> str:
 
 
 def _label(side: str) -> str:
-    """What a report calls a side: addresses as they are, commits with their hash."""
+    """The name of a side in reports: an address as it is, a commit with its hash."""
     if side == ".":
         return f"working tree ({commit()})"
     return side if side.startswith("http://") else f"{side} ({_git('rev-parse', '--short=12', side)})"
@@ -167,7 +167,7 @@ def _side(name: str, checkpoint: Path) -> Iterator[Target]:
 
 @contextmanager
 def worktree(revision: str) -> Iterator[Path]:
-    """A second checkout that shares the repository's objects and leaves this one alone. Raises TargetError where there is none."""
+    """A temporary checkout of a revision that shares the repository's objects. Raises TargetError if git cannot create it."""
     with tempfile.TemporaryDirectory(prefix="compare-") as parent:
         path = Path(parent) / "checkout"
         _git("worktree", "add", "--detach", "--quiet", str(path), revision)

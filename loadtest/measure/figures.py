@@ -1,4 +1,4 @@
-"""Figures from samples: percentiles, rates over time, and goodput under an SLO. Neither files nor plots."""
+"""Figures from samples: percentiles, rates over time, and goodput under an SLO."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """`share` of all offered requests are answered 200 within `latency_ms` of their due time."""
+    """The objective: a `share` of all offered requests gets 200 within `latency_ms` of the due time."""
 
     latency_ms: float = 50.0
     share: float = 0.99
@@ -30,10 +30,10 @@ class Slo:
 
 
 def summarise(samples: Samples, seconds: float, slo: Slo) -> dict[str, Any]:
-    """All figures of one run whose schedule lasted `seconds`, as plain JSON values. Raises ValueError without a sample.
+    """All figures of one run whose schedule lasted `seconds`, as plain JSON values. Raises ValueError if there are no samples.
 
-    Rates are per second of the measured window; latencies in milliseconds from the due time, of 200s only. `good_share` is over
-    everything offered, so a rejection, an error or a timeout counts against it as a slow reply does.
+    Rates are per second of the schedule. Latencies are in milliseconds from the due time, of 200s only. `good_share` is the share
+    of all offered requests, so rejections, errors and timeouts count against it like slow replies.
     """
     if not len(samples):
         raise ValueError("a run without a request has no figures")
@@ -68,7 +68,7 @@ def percentiles_ms(seconds: Floats) -> dict[str, float]:
 
 
 def over_time(samples: Samples, bin_seconds: float, slo: Slo) -> dict[str, Floats]:
-    """Columns by time bin of the due times: `seconds`, `p50`, `p95`, `p99` (NaN where empty), `offered`, `answered`, `good` per second."""
+    """Columns by time bin of the due times: `seconds`, `p50`, `p95`, `p99` (ms, NaN if empty), `offered`, `answered`, `good` per second."""
     bins = (samples.due // bin_seconds).astype(np.int64)
     count = int(bins.max()) + 1
     ok, good = samples.status == 200, slo.good(samples)

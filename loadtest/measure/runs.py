@@ -1,4 +1,4 @@
-"""One measured run against a server: prepare, warm up, measure, store. Draws no plots and searches for no rate."""
+"""One measured run against a server: prepare, warm up, measure, store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """How to load a server. Warm-up traffic comes from the same stream just before, and none of it is measured."""
+    """How to load a server. Warm-up traffic comes first, from the same stream, and is not measured."""
 
     rate_rps: float = 100.0
     seconds: float = 30.0
@@ -48,14 +48,14 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Samples with everything needed to read them: `meta` holds settings, server, machine, generator, summary."""
+    """The samples of a run, with its settings, server, machine, generator and summary in `meta`."""
 
     samples: Samples
     meta: dict[str, Any]
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The figures of `summarise`, as stored."""
+        """The stored figures of `summarise`."""
         summary: dict[str, Any] = self.meta["summary"]
         return summary
 
@@ -72,7 +72,7 @@ class Run:
 
     @classmethod
     def load(cls, directory: Path) -> Run:
-        """Read what `save` wrote. Raises FileNotFoundError, or ValueError for another format."""
+        """Read what `save` wrote. Raises FileNotFoundError if there is no run, ValueError for another format."""
         meta = json.loads((directory / "run.json").read_text())
         if meta.get("format") != FORMAT:
             raise ValueError(f"{directory}/run.json has format {meta.get('format')!r}, this version reads {FORMAT}")
@@ -80,7 +80,7 @@ class Run:
 
 
 class LoadRun:
-    """Several runs against one server with one stream of traffic: users of an earlier run come back in a later one."""
+    """Several runs against one server with one stream of traffic, so that users return. Raises TargetError if it does not answer."""
 
     def __init__(self, target: Target, settings: RunSettings, say: Say | None = None) -> None:
         self.target = target
@@ -90,7 +90,7 @@ class LoadRun:
         self.say = say or (lambda line: print(line, file=sys.stderr, flush=True))
 
     def run(self, rate_rps: float | None = None, seed: int = 1) -> Run:
-        """Warm up and measure once, at `rate_rps` if given. Raises TargetError where the server does not answer."""
+        """Warm up and measure once, at `rate_rps` if given."""
         settings = replace(self.settings, rate_rps=rate_rps or self.settings.rate_rps)
         with asyncio.Runner(loop_factory=precise_loop) as runner:
             return runner.run(self._run(settings, seed))
@@ -131,7 +131,7 @@ class LoadRun:
         return samples, load
 
     def _prepare(self, count: int) -> list[RankRequest]:
-        """All bodies before the first is sent, so that making them costs no time while it counts."""
+        """Make all requests before the first is sent, so that making them does not disturb the run. Raises ValueError if too large."""
         requests, held = [], 0
         for _ in range(count):
             requests.append(next(self.traffic))
@@ -142,7 +142,7 @@ class LoadRun:
         return requests
 
     async def _tick(self, samples: Samples, client: Client, name: str, seconds: float, slo: Slo) -> None:
-        """One line a second on what was due in the last one, while it runs."""
+        """Print one line per second about the requests that were due in the last second."""
         second = 0
         while True:
             await asyncio.sleep(1.0)
@@ -158,7 +158,7 @@ class LoadRun:
 
 
 def _server_figures(before: MetricsSnapshot | None, after: MetricsSnapshot | None, route: str) -> dict[str, Any]:
-    """What the server counted during the measured part: requests, mean milliseconds of stages, rejections, cache lookups."""
+    """The server's own counts for the measured part: requests, mean milliseconds of stages, rejections, cache lookups."""
     if before is None or after is None:
         return {}
     grown = after.since(before)

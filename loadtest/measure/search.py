@@ -1,4 +1,4 @@
-"""Finds the highest rate at which the objective holds, by trials at fixed rates. Does not say why it breaks."""
+"""Finds the highest rate at which the objective holds, by trials at fixed rates."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ CALM_SECONDS = 10.0
 
 
 Trial = Callable[[float], TrialVerdict]
-"""One measurement at so many requests a second: did the objective hold?"""
+"""Measures at a rate in requests per second; returns whether the objective held."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchSettings:
-    """From `start_rps` by factors of `growth` until it breaks, then halving the gap until it is below `precision`.
+    """Raise the rate from `start_rps` by factors of `growth` until it breaks, then halve the gap until it is below `precision`.
 
-    The rate that is found has held `confirmations` times in all; one that fails later is lowered by `precision` and tried again.
-    `curve` are shares of the capacity that are measured afterwards, for the plot of latency against rate.
+    The result must hold `confirmations` times in all; if it fails, it is lowered by `precision` and tried again.
+    `curve`: shares of the capacity to measure afterwards, for the plot of latency against rate.
     """
 
     start_rps: float = 20.0
@@ -38,7 +38,7 @@ class SearchSettings:
 
 @dataclass(slots=True)
 class Found:
-    """`capacity_rps` 0: not even the lowest rate held. `limited_by_generator`: the server may well take more."""
+    """Result of a search. `capacity_rps` 0: no rate was confirmed. `limited_by_generator`: the server may sustain more."""
 
     capacity_rps: float = 0.0
     limited_by_generator: bool = False
@@ -46,7 +46,7 @@ class Found:
 
 
 def search(trial: Trial, settings: SearchSettings) -> Found:
-    """The highest rate that holds, see SearchSettings. Pure: it knows nothing of servers."""
+    """Find the highest rate that holds, as SearchSettings describes. Uses the server only through `trial`."""
     found = Found()
 
     def holds(rate: float) -> bool:
@@ -61,7 +61,7 @@ def search(trial: Trial, settings: SearchSettings) -> Found:
     low, high = 0.0, settings.start_rps
     while tries_left() and holds(high):
         low, high = high, high * settings.growth
-    while low == 0 and tries_left() and high > 1:  # even the start was too much
+    while low == 0 and tries_left() and high > 1:  # even the first rate was too high
         high /= settings.growth
         if holds(high):
             low, high = high, high * settings.growth
@@ -81,7 +81,7 @@ def search(trial: Trial, settings: SearchSettings) -> Found:
 def search_server(
     target: Target, settings: RunSettings, plan: SearchSettings, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Search against a real server: plain JSON values with every trial's figures, the best run's details and the capacity."""
+    """Search on a real server. Returns plain JSON values: every trial's figures, the settings and the capacity."""
     load = LoadRun(target, settings, say=lambda line: None)
     runs: list[Run] = []
 
@@ -118,14 +118,14 @@ def search_server(
 
 
 def judge(run: Run) -> TrialVerdict:
-    """Whether the objective held; where the generator was late itself, a failure says nothing about the server."""
+    """Whether the objective held. If it did not and the generator was too busy or late, the verdict is `generator`."""
     if run.summary["holds_slo"]:
         return "holds"
     return "generator" if run.meta["generator"]["is_bottleneck"] else "breaks"
 
 
 def _calm_down(target: Target) -> None:
-    """Wait until the server has worked off what the last trial left behind."""
+    """Wait until the server's queue is empty after the last trial, at most `CALM_SECONDS`."""
     deadline = time.monotonic() + CALM_SECONDS
     while time.monotonic() < deadline:
         seen = target.metrics()

@@ -11,7 +11,7 @@ from loadtest.peers.common import PeerModel, RankBody
 
 @bentoml.service(workers=1, traffic={"timeout": 30}, logging={"access": {"enabled": False}})
 class Ranker:
-    """One worker process with one model, as BentoML's guide has it."""
+    """One worker process with one model, as in BentoML's guide."""
 
     def __init__(self) -> None:
         self.model = PeerModel()

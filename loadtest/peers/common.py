@@ -1,4 +1,4 @@
-"""What every peer shares: the request as pydantic models, the model behind it, the reply as a dict. No HTTP."""
+"""Shared by all peers: the request as pydantic models, the model, the reply as a dict. No HTTP."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Posts(BaseModel):
 
 
 class RankBody(BaseModel):
-    """The part of the contract that the traffic for peers uses: arrays."""
+    """The part of the contract that the peers' traffic uses: arrays."""
 
     user_id: str
     history: History
@@ -48,7 +48,7 @@ class RankBody(BaseModel):
 
 
 class PeerModel:
-    """A checkpoint and how to score with it. `dense`: the plain definition, one padded batch; `auto`: this project's engine.
+    """A checkpoint and its scoring. PEER_ENGINE `dense`: the plain definition on one padded batch; `auto`: this project's engine.
 
     Settings come from the environment, because each stack starts its own processes: PEER_CHECKPOINT, PEER_ENGINE,
     PEER_DTYPE, PEER_THREADS.
@@ -90,7 +90,7 @@ class PeerModel:
         return Context(int(body.user_id), past[0], past[1], actions, surfaces, dwell), candidates
 
     def score(self, requests: Sequence[tuple[Context, Candidates]]) -> list[Scores]:
-        """Scores of a batch, one caller at a time: two forwards at once would only share the same cores."""
+        """Score a batch. Takes one caller at a time, since two forwards at once would only share the same cores."""
         with self._lock:
             if self._engine is not None:
                 outcomes = self._engine.forward([Item(context, candidates) for context, candidates in requests])
@@ -106,7 +106,7 @@ class PeerModel:
         return [Scores(*(tensor[row, :count].numpy() for tensor in found)) for row, count in enumerate(counts)]
 
     def reply(self, posts: Sequence[int], scores: Scores) -> dict[str, Any]:
-        """The reply of the contract, less what a stack on its own does not know."""
+        """The reply of the contract, without fields that only this project's server knows."""
         combined = scores.probabilities.astype(np.float64) @ self._weights
         ranks = np.empty(len(combined), np.int64)
         ranks[np.argsort(-combined, kind="stable")] = np.arange(1, len(combined) + 1)
@@ -119,6 +119,6 @@ class PeerModel:
         }
 
     def rank(self, body: RankBody) -> dict[str, Any]:
-        """One request from start to end."""
+        """Answer one request."""
         context, candidates = self.features(body)
         return self.reply(candidates.post_ids.tolist(), self.score([(context, candidates)])[0])

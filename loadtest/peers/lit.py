@@ -15,12 +15,12 @@ Features = tuple[Context, Candidates]
 
 
 class RankApi(litserve.LitAPI):  # type: ignore[misc]
-    """One worker process with one model, as LitServe's guide has it."""
+    """One worker process with one model, as in LitServe's guide."""
 
     def setup(self, device: str) -> None:
         self.model = PeerModel()
 
-    def decode_request(self, request: RankBody) -> Features:  # LitServe reads this annotation when it runs
+    def decode_request(self, request: RankBody) -> Features:  # LitServe reads this annotation at run time
         return self.model.features(request)
 
     def batch(self, inputs: list[Features]) -> list[Features]:

@@ -12,7 +12,7 @@ from loadtest.peers.common import PeerModel, RankBody
 
 
 def create_app() -> FastAPI:
-    """The service, its model loaded."""
+    """The service, with its model loaded."""
     app = FastAPI()
     model = PeerModel()
 

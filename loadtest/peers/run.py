@@ -1,4 +1,4 @@
-"""Starts every peer, checks that they score alike, loads them in turns with the same requests, and makes the table."""
+"""Starts all peers, checks that their scores agree, loads them in turns with the same requests, and makes the table."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from weights.checkpoint import load_manifest
 SINGLE_SECONDS = 2.0
 PROBES = 4
 NOTHING = "none: parses JSON, sends as many bytes"
-# torch's threads sleep while they wait for each other: spinning starves the process that does HTTP
+# torch's threads sleep while waiting for each other, as spinning would starve the process that does HTTP
 ALIKE = {"OMP_WAIT_POLICY": "PASSIVE"}
 READY = {"plain": "/ready", "lit": "/health", "bento": "/readyz"}
-COLUMNS = {  # of the table: a figure of each row, and the digits that are shown
+COLUMNS = {  # column of the table: figure of a row, digits shown
     "±": ("throughput_spread_rps", 0), "p50 ms": ("p50_ms", 1), "p99 ms": ("p99_ms", 1), "p50 ms, 1 client": ("single_p50_ms", 2),
     "× first": ("ratio", 2), "failed": ("failed", 0),
 }  # fmt: skip
@@ -44,7 +44,7 @@ Block = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A row of the table. `module` empty: this project's server with `settings`; otherwise a program that takes a port."""
+    """A row of the table. `module`: a program that takes a port; if empty, this project's server with `settings`."""
 
     name: str
     engine: str
@@ -66,13 +66,13 @@ PEERS = (
     Peer("ours, context cache off", "ours, no cache", settings={"cache__bytes": 0}),
     Peer("ours", "ours"),
     Peer("ours, two fronts", "ours", settings={"fronts": 2}),
-    Peer("bare function", NOTHING, "bare"),  # last: it sends as many bytes as the one before
+    Peer("bare function", NOTHING, "bare"),  # last, as it sends as many bytes as the server before it
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """What all peers have in common."""
+    """Settings common to all peers."""
 
     checkpoint: Path
     dtype: str
@@ -82,16 +82,16 @@ class Stand:
 
     @property
     def clients(self) -> int:
-        """So many at once: of production's requests a dense server has four to answer within its clients' half minute."""
+        """Clients at once. With production requests only four, so that a dense server answers within the 30 s timeout."""
         return 4 if self.production else 32
 
     @property
     def most_rps(self) -> int:
-        """Bodies are made for this rate; a faster server ends its block early, and is measured as it is."""
+        """The rate for which bodies are made. A faster server ends its block early and is still measured right."""
         return 100 if self.production else 3_000
 
     def bodies(self, seed: int, count: int) -> list[bytes]:
-        """Requests of the traffic model, in arrays; candidates 0: its mix, or what production sends."""
+        """Bodies of the traffic model, in arrays. With `production`, its sizes; else `candidates` each, or the mix if 0."""
         if self.production:
             return [request.body for request in Traffic(TrafficSettings.production(seed)).take(count)]
         window = load_manifest(self.checkpoint).config.history_length
@@ -100,12 +100,12 @@ class Stand:
         return [request.body for request in traffic.take(count)]
 
     def server(self, peer: Peer, before: Server | None) -> AbstractContextManager[Server]:
-        """The peer as a process; the bare function replies as many bytes as the one that was started before it."""
+        """The peer as a process. The bare function replies with as many bytes as the server started `before` it."""
         if peer.engine == NOTHING:
             return bare_server(len(ask(before.target, self.bodies(1, 1)[0]).content) if before else 0)
         if not peer.module:
             settings = {"dtype": self.dtype, "threads": self.threads, "device": "cpu", **peer.settings}
-            settings["queue__max_wait_seconds"] = 0  # the others queue without end
+            settings["queue__max_wait_seconds"] = 0  # the other stacks queue without a limit
             return ranking_server(checkpoint=self.checkpoint, environment=ALIKE, **settings)
         port = free_port()
         environment = {
@@ -130,9 +130,9 @@ def measure_peers(
     say: Callable[[str], None],
     production: bool = False,
 ) -> dict[str, Any]:
-    """The table as plain JSON values. Every server sees the same bodies in the same order, in blocks whose order rotates.
+    """The table as plain JSON values. Every server gets the same bodies in the same order; the order of servers rotates by block.
 
-    Raises TargetError where a server does not start, does not answer, or scores otherwise than the first.
+    Raises TargetError if a server does not start, does not answer, or has other scores than the first.
     """
     peers, stand = chosen(only, say), Stand(checkpoint, dtype, candidates, os.cpu_count() or 1, production)
     loads: dict[str, list[Block]] = {peer.name: [] for peer in peers}
@@ -142,7 +142,7 @@ def measure_peers(
             say(f"starting {peer.name}")
             before = next(reversed(servers.values()), None)
             servers[peer.name] = stack.enter_context(stand.server(peer, before))
-        tolerance = PARITY[getattr(torch, dtype)].probabilities  # stacks may batch, and batching moves bf16's last bits
+        tolerance = PARITY[getattr(torch, dtype)].probabilities  # batching in other stacks changes bf16's last bits
         targets = {peer.name: servers[peer.name].target for peer in peers if peer.engine != NOTHING}
         largest = largest_difference(targets, stand.bodies(1, PROBES), tolerance)
         say(f"all score alike: probabilities differ by at most {largest:.2g}")
@@ -172,7 +172,7 @@ def measure_peers(
 
 
 def chosen(only: Sequence[str], say: Callable[[str], None]) -> list[Peer]:
-    """Peers by name, all without one, less what is not installed. Raises ValueError for a name that is not there."""
+    """The named peers, or all, without those not installed. Raises ValueError for an unknown name."""
     if unknown := set(only) - {peer.name for peer in PEERS}:
         known = ", ".join(peer.name for peer in PEERS)
         raise ValueError(f"no such peer: {', '.join(sorted(unknown))}; there are: {known}")
@@ -184,7 +184,7 @@ def chosen(only: Sequence[str], say: Callable[[str], None]) -> list[Peer]:
 
 
 def largest_difference(targets: Mapping[str, Target], bodies: Sequence[bytes], tolerance: float) -> float:
-    """Of a probability between any server and the first; a table of different models would be void. Raises TargetError."""
+    """Largest difference of a probability between any server and the first. Raises TargetError if beyond `tolerance`, or without a 200."""
     reference: list[np.ndarray[Any, Any]] = []
     largest = 0.0
     for name, target in targets.items():
@@ -202,14 +202,14 @@ def largest_difference(targets: Mapping[str, Target], bodies: Sequence[bytes], t
 
 
 def ask(target: Target, body: bytes) -> httpx.Response:
-    """One reply, whatever it says."""
+    """Send a request; return the reply, whatever its status."""
     return httpx.post(f"{target.origin}/rank", content=body, headers={"Content-Type": "application/json"}, timeout=60)
 
 
 def measure_block(target: Target, bodies: list[bytes], seconds: float, clients: int) -> Block:
-    """So many clients first, then one, on bodies that this server has not seen."""
+    """Measure with `clients` clients, then with one, on bodies that this server has not seen. Raises TargetError without a 200."""
     address, payloads = (target.host, target.port), [target.request(body) for body in bodies]
-    kept = int(len(bodies) * SINGLE_SECONDS / (seconds + SINGLE_SECONDS))  # for the one, however fast the others were
+    kept = int(len(bodies) * SINGLE_SECONDS / (seconds + SINGLE_SECONDS))  # bodies reserved for the single client
     many = closed_samples(address, payloads[:-kept], clients=clients, seconds=seconds, warm_up=4 * clients)
     one = closed_samples(address, payloads[-kept:], clients=1, seconds=SINGLE_SECONDS, warm_up=4)
     ok, ok_alone = many[many.status == 200], one[one.status == 200]
@@ -222,7 +222,7 @@ def measure_block(target: Target, bodies: list[bytes], seconds: float, clients: 
 
 
 def table(peers: Sequence[Peer], loads: Mapping[str, Sequence[Block]]) -> list[dict[str, Any]]:
-    """Medians over the blocks, with the spread of the rate and its ratio to the first's."""
+    """Rows of medians over the blocks, with the spread of the rate and its ratio to the first peer's."""
     rows: list[dict[str, Any]] = []
     for peer in peers:
         blocks = loads[peer.name]
@@ -236,7 +236,7 @@ def table(peers: Sequence[Peer], loads: Mapping[str, Sequence[Block]]) -> list[d
 
 
 def verdict(rows: Sequence[Mapping[str, Any]], clients: int) -> str:
-    """The fastest of those that rank."""
+    """A sentence about the fastest server that ranks."""
     ranking = [row for row in rows if row["engine"] != NOTHING] or rows
     fastest = max(ranking, key=lambda row: float(row["throughput_rps"]))
     rate = f"{fastest['throughput_rps']:.0f} requests / s at {clients} clients"
@@ -244,7 +244,7 @@ def verdict(rows: Sequence[Mapping[str, Any]], clients: int) -> str:
 
 
 def report(rows: Sequence[Mapping[str, Any]], stand: Stand) -> str:
-    """The table for the README, with where it was measured."""
+    """The table for the README, with the machine and settings."""
     where, candidates = machine(), "production's 2 800" if stand.production else stand.candidates or "mixed"
     at = f"{where['cpu']}, {where['cores']} cores, {stand.threads} threads, {stand.dtype}, {candidates} candidates a request"
     load = f"commit {where['commit']}, {where['at']}, load average {where['load_average_1m']} at the end"
@@ -257,7 +257,7 @@ def report(rows: Sequence[Mapping[str, Any]], stand: Stand) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the stacks that are installed."""
+    """Versions of the installed stacks."""
     found = {}
     for name in ("fastapi", "uvicorn", "litserve", "bentoml", "torch"):
         with suppress(importlib.metadata.PackageNotFoundError):

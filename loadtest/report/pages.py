@@ -1,4 +1,4 @@
-"""Turns a stored run, search, comparison or peer table into `report.md` with pictures beside it. Measures nothing."""
+"""Turns a stored run, search, comparison or peer table into `report.md` and plots."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Pictures = dict[str, bytes]
 
 
 def write_report(directory: Path) -> Path:
-    """Write `report.md` and PNG files beside `run.json`; the path of the report.
+    """Write `report.md` and PNG files next to `run.json`; return the path of the report.
 
     Raises FileNotFoundError without a `run.json`, ValueError for an unknown kind.
     """
     meta = json.loads((directory / "run.json").read_text())
-    if "report" in meta:  # of commands that measure no single run
+    if "report" in meta:  # comparisons and peer tables bring their own text
         text, pictures = meta["report"], dict[str, bytes]()
     elif meta.get("kind") == "search":
         text, pictures = search_report(meta)
@@ -44,7 +44,7 @@ def write_report(directory: Path) -> Path:
 
 
 def _where(meta: Mapping[str, Any]) -> str:
-    """Commit, machine, model."""
+    """One line with commit, machine and model."""
     machine, info = meta["machine"], meta.get("server", {}).get("info", {})
     model = info.get("model") or {}
     parts = [f"commit {machine['commit']}", machine["cpu"], f"{machine['cores']} cores"]
@@ -54,7 +54,7 @@ def _where(meta: Mapping[str, Any]) -> str:
 
 
 def run_report(run: Run) -> tuple[str, Pictures]:
-    """One run at one rate. Nothing is drawn where nothing was answered, and no stages where the server names none."""
+    """The report of one run at one rate. Without answered requests or server stages, their plots are left out."""
     summary, slo, settings = run.summary, run.slo, run.meta["settings"]
     generator, samples, pictures, shown = run.meta["generator"], run.samples, dict[str, bytes](), list[str]()
     if summary["latency_ms"]:
@@ -88,7 +88,7 @@ def run_report(run: Run) -> tuple[str, Pictures]:
 
 
 def search_report(meta: Mapping[str, Any]) -> tuple[str, Pictures]:
-    """A search for capacity."""
+    """The report of a search for capacity."""
     slo, capacity = meta["settings"]["slo"], meta["capacity_rps"]
     rows = []
     for number, trial in enumerate(meta["trials"], 1):
@@ -111,7 +111,7 @@ def _joined(*parts: str) -> str:
 
 
 def _by_kind(samples: Samples) -> str:
-    """Latency of first visits, later pages, … and of hits and misses of the context cache."""
+    """Latency by kind of request (first visit, later page, …) and by context cache hit or miss."""
     ok = samples[samples.status == 200]
     groups = {kind.replace("_", " "): ok[ok.kind == index] for index, kind in enumerate(KINDS)}
     groups |= {f"context cache {name}": ok[ok.cache == index] for index, name in enumerate(CACHE_RESULTS) if name}
@@ -124,7 +124,7 @@ def _by_outcome(samples: Samples) -> str:
 
 
 def _latencies(head: str, groups: Mapping[str, Any]) -> str:
-    """A line a group that is not empty, in ms from the due time."""
+    """One line per group that is not empty, in ms from the due time."""
     rows = []
     for name, part in groups.items():
         figures = percentiles_ms(part.latency_seconds)

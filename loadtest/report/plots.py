@@ -1,4 +1,4 @@
-"""The plots of a load report, as PNG bytes. Computes no figures."""
+"""The plots of a load report, as PNG bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Canvas:
 
 @contextmanager
 def canvas(rows: int = 1, height: float = 3.4) -> Iterator[tuple[Canvas, Any]]:
-    """One figure with its axes, in the report's look."""
+    """One figure with its axes, in the style of the report."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9, height), layout="constrained")
         axes = figure.subplots(rows, sharex=True)
@@ -51,12 +51,12 @@ def canvas(rows: int = 1, height: float = 3.4) -> Iterator[tuple[Canvas, Any]]:
 
 
 def _legend(axis: Any) -> None:
-    """Above the axes, where it hides nothing."""
+    """Draw the legend above the axes, where it hides nothing."""
     axis.legend(frameon=False, ncols=6, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
 
 
 def _milliseconds(axis: Any, label: str, slo_ms: float) -> None:
-    """A log scale that reads 1, 2, 5, 10, with the objective."""
+    """Use a log scale labelled 1, 2, 5, 10, and mark the objective."""
     axis.axhline(slo_ms, label="objective", **DOTTED)
     axis.set(ylabel=label, yscale="log")
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -65,7 +65,7 @@ def _milliseconds(axis: Any, label: str, slo_ms: float) -> None:
 
 
 def latency_over_time(run: Run) -> bytes:
-    """Percentiles a second above, rates a second below."""
+    """Percentiles of each second above, rates of each second below."""
     columns = over_time(run.samples, 1.0, run.slo)
     with canvas(2, height=5.0) as (drawn, (above, below)):
         for name in ("p50", "p95", "p99"):
@@ -81,7 +81,7 @@ def latency_over_time(run: Run) -> bytes:
 
 
 def latency_distribution(run: Run) -> bytes:
-    """Latency from the due time by share of requests, beside the time on the wire that a closed-loop tool would report."""
+    """Latency from the due time by share of requests, and from the send, as a closed-loop tool would report it."""
     ok = run.samples[run.samples.status == 200]
     sides = (("from the due time", ok.latency_seconds, "p99"), ("from the send", ok.service_seconds, "p50"))
     with canvas() as (drawn, axis):
@@ -98,7 +98,7 @@ def latency_distribution(run: Run) -> bytes:
 
 
 def stage_breakdown(run: Run) -> bytes:
-    """Where the time of a middling and of a slow request goes: the server's stages, and what is left for the rest."""
+    """Where the time of median, slow and slowest requests goes: the server's stages, and the rest."""
     ok = run.samples[run.samples.status == 200]
     order = np.argsort(ok.latency_seconds)
     groups = {"around p50": (0.45, 0.55), "around p95": (0.93, 0.97), "slowest 1 %": (0.99, 1.0)}
@@ -128,7 +128,7 @@ def latency_against_rate(trials: Sequence[Mapping[str, Any]], slo_ms: float, cap
     rates = sorted(by_rate)
 
     def draw(axis: Any, label: str, value: Callable[[Mapping[str, Any]], float]) -> None:
-        """A point a trial, a line through the middle ones."""
+        """Draw a point per trial and a line through the medians."""
         values = [[value(summary) for summary in by_rate[rate]] for rate in rates]
         axis.plot(rates, [np.median(one) for one in values], color=COLOURS[label], label=label, linewidth=1.4)
         spots = [(rate, one) for rate, many in zip(rates, values, strict=True) for one in many]

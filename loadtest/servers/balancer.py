@@ -1,4 +1,4 @@
-"""Debian's HAProxy or nginx with the shipped configuration, in front of processes on this machine. Sends no load."""
+"""Runs Debian's HAProxy or nginx with the shipped configuration, in front of processes on this machine."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PLACES = "/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin:" + str(ROOT / ".cac
 SERVED_BY = "x-served-by"
 
 Change = tuple[str, str]
-"""A line of a configuration, as a pattern, and what stands there in its place."""
+"""A pattern for a configuration line, and its replacement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Balancer:
-    """A program and its configuration. `here`: changes for this machine; there, `{port}` is where it listens.
+    """A program and its configuration. `here`: changes for this machine, in which `{port}` is the listening port.
 
-    `settled_seconds`: until it has noticed what changed. `at_random`, `sent_once`, `waits`: changes for the controls.
+    `settled_seconds`: time to notice a change. `at_random`, `sent_once`, `waits`: changes for the controls.
     """
 
     name: str
@@ -36,16 +36,16 @@ class Balancer:
     here: tuple[Change, ...]
     settled_seconds: float
     at_random: Change
-    sent_once: Change  # a request that may have been read is not sent again
-    waits: Change  # for a process that says nothing, as long as for any reply
+    sent_once: Change  # do not resend a request that may have been read
+    waits: Change  # wait for a silent process as long as for any reply
 
     @property
     def program(self) -> str | None:
-        """Where it is installed, if it is."""
+        """Path of the program, None if it is not installed."""
         return shutil.which(self.name, path=PLACES)
 
     def configuration(self, ports: Sequence[int], port: int, changes: Sequence[Change]) -> str:
-        """What is shipped, with these ports of processes, as many as there are."""
+        """The shipped configuration with these process ports; unused servers are commented out."""
         text = self.config.read_text()
         for number in range(1, len(re.findall(r"(?m)^ +server ranker-", text)) + 1):
             at = ports[number - 1] if number <= len(ports) else None
@@ -86,7 +86,7 @@ NGINX = Balancer(
             + "".join(f"{of}_temp_path .;\n" for of in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")),
         ),
     ),
-    2.2,  # it leaves alone who failed for a second, and counts whole ones: for up to two
+    2.2,  # it avoids a failed server for one second, rounded up to two at most
     ("hash .* consistent;", "random;"),
     ("proxy_next_upstream .*", "proxy_next_upstream error timeout;"),
     ("proxy_read_timeout 1500ms;", ""),
@@ -95,7 +95,7 @@ NGINX = Balancer(
 
 @contextmanager
 def balancer(ports: Sequence[int], *changes: Change, kind: Balancer = HAPROXY) -> Iterator[Target]:
-    """In front of the processes that listen, or will, on these ports. Replies name the process, last in `x-served-by`."""
+    """Run a balancer in front of processes on these ports, started or not. `x-served-by` of a reply ends with the process."""
     port = free_port()
     assert kind.program is not None, f"{kind.name} is not installed"
     with tempfile.TemporaryDirectory() as directory:

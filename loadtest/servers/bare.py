@@ -1,4 +1,4 @@
-"""A bare ASGI function that parses the same JSON and sends as many bytes: what a server in Python can do at most."""
+"""A bare ASGI function that parses the same JSON and sends as many bytes: an upper bound for a Python server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REPLY_BYTES = "BARE_REPLY_BYTES"
 
 
 async def bare(scope: Any, receive: Any, send: Any) -> None:
-    """Read, parse, reply."""
+    """Read and parse the body, then reply with the configured number of bytes."""
     body, more = b"", True
     while more:
         message = await receive()
@@ -28,7 +28,7 @@ async def bare(scope: Any, receive: Any, send: Any) -> None:
 
 
 def bare_server(reply_bytes: int) -> AbstractContextManager[Server]:
-    """A process that serves it with uvicorn, uvloop and httptools."""
+    """A process that serves the bare function with uvicorn, uvloop and httptools."""
     port = free_port()
     flags = "--loop uvloop --http httptools --no-access-log --log-level warning --lifespan off"
     command = [sys.executable, "-m", "uvicorn", f"{__name__}:bare", "--port", str(port), *flags.split()]

@@ -1,4 +1,4 @@
-"""Starts a server as a process, waits until it is ready, reads its log, and stops it. Sends no load."""
+"""Starts a server process, waits until it is ready, reads its log, and stops it."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ STOP_SECONDS = 60.0
 LOG_TAIL_CHARACTERS = 2_000
 SETPRIV = shutil.which("setpriv")  # of util-linux
 WITH_US = (SETPRIV, "--pdeathsig", "KILL") if SETPRIV else ()
-_STARTER = ThreadPoolExecutor(1)  # the kernel's signal comes when the thread that started ends: so one that stays
+_STARTER = ThreadPoolExecutor(1)  # a thread that stays: the kernel's signal comes when the starting thread ends
 
 
 def start_process(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """A process that the kernel kills when this one ends, in whatever way. Options: those of `subprocess.Popen`."""
+    """Start a process that the kernel kills however this one ends. Options are those of `subprocess.Popen`."""
     return _STARTER.submit(lambda: subprocess.Popen([*WITH_US, *command], **options)).result()
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A process in a group of its own, where it listens, and the file that it logs to."""
+    """A server process in its own process group, its address, and its log file."""
 
     process: subprocess.Popen[bytes]
     target: Target
@@ -46,7 +46,7 @@ class Server:
 
     @property
     def port(self) -> int:
-        """On the loopback interface."""
+        """Its port on the loopback interface."""
         return self.target.port
 
     @property
@@ -56,13 +56,13 @@ class Server:
 
     @property
     def raw(self) -> str:
-        """All that was logged so far."""
+        """The whole log so far."""
         log = self.log.fileno()
         return os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace")
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """The lines of it that are JSON objects."""
+        """The log lines that are JSON objects, parsed."""
         return [json.loads(line) for line in self.raw.split("\n")[:-1] if line.startswith("{")]
 
     def answers(self, path: str = "/readyz") -> bool:
@@ -73,24 +73,24 @@ class Server:
             return False
 
     def metric(self, name: str) -> float:
-        """The sum of a metric over its labels, 0 where it is not there."""
+        """The sum of a metric over its labels, 0 if it does not exist."""
         return self.target.scrape().total(name)
 
     def status(self, name: str) -> int:
-        """A figure of its process in /proc: a count, or KiB."""
+        """A figure from the process's /proc status: a count, or KiB."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return int(dict(line.split(":", 1) for line in lines)[name].split()[0])
 
     def pause(self) -> None:
-        """Stop all its processes, so that an idle server takes nothing from the one that is measured."""
+        """Stop all its processes, so that an idle server takes no time from the measured one."""
         os.killpg(self.process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Go on where `pause` stopped."""
+        """Continue after `pause`."""
         os.killpg(self.process.pid, signal.SIGCONT)
 
     def wait_ready(self, path: str = "/readyz") -> None:
-        """Return when it answers. Raises TargetError with the end of its log where it does not, or exits."""
+        """Wait until it answers. Raises TargetError with the end of its log if it exits or does not get ready in time."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
@@ -102,7 +102,7 @@ class Server:
         raise TargetError(f"the server was not ready after {START_SECONDS:.0f} s:\n{self.raw[-LOG_TAIL_CHARACTERS:]}")
 
     def stop(self) -> int:
-        """SIGTERM, and SIGKILL for what is left of its group afterwards; returns the exit code."""
+        """Send SIGTERM, then SIGKILL to the rest of its group; return the exit code."""
         with suppress(ProcessLookupError):
             self.resume()  # a paused process would not see the signal
         self.process.terminate()
@@ -131,10 +131,10 @@ def process(
     ready_path: str | None = "/readyz",
     log: IO[bytes] | None = None,
 ) -> Iterator[Server]:
-    """Any server, stopped at the end. It is ready where `ready_path` gets 200; None: do not wait.
+    """Run any server, and stop it at the end. It is ready when `ready_path` gets 200; None: do not wait.
 
-    `root` is its directory and comes first on its import path. `log` is the file for its output, a temporary one without.
-    Raises TargetError where it does not get ready.
+    `root` is its directory and comes first on its import path. `log` is the file for its output, by default a temporary one.
+    Raises TargetError if it does not get ready.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RANKER_")}
     with nullcontext(log) if log else tempfile.TemporaryFile() as file:
@@ -144,7 +144,7 @@ def process(
             env={**inherited, "PYTHONPATH": str(root), **environment},
             stdout=file,
             stderr=file,
-            start_new_session=True,  # a group of its own: some stacks leave their workers behind
+            start_new_session=True,  # its own group, since some stacks leave workers behind
         )
         server = Server(popen, Target(HOST, port), file)
         try:
@@ -164,7 +164,7 @@ def ranking_server(
     log: IO[bytes] | None = None,
     **settings: object,
 ) -> Iterator[Server]:
-    """This project's service: `command`, or `python -m app`. `settings` by their names, such as `queue__max_candidates=5`."""
+    """Run this project's service with `command`, by default `python -m app`. `settings` by name, such as `queue__max_candidates=5`."""
     port = int(str(settings.get("port") or free_port()))
     chosen = {"host": HOST, "port": port, "drain__delay_seconds": 0, "logs__success_sample": 0, **settings}
     variables = {f"RANKER_{name.upper()}": _text(value) for name, value in chosen.items()}

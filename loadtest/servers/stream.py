@@ -1,4 +1,4 @@
-"""Debian's redis-server with an append-only file, as a feed of posts for replicas; it may be killed and started again. Writes nothing."""
+"""Runs Debian's redis-server with an append-only file, as a feed of posts for replicas. It can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ START_SECONDS = 20.0
 
 
 class RedisServer:
-    """One, in a directory that keeps its file, on a port that it keeps. A context manager."""
+    """A Redis server with a fixed port and a directory for its file, which survive a restart. A context manager."""
 
     def __init__(self, directory: Path) -> None:
         self.port = free_port()
@@ -23,21 +23,21 @@ class RedisServer:
 
     @staticmethod
     def is_installed() -> bool:
-        """Whether this machine has one."""
+        """Whether redis-server is installed."""
         return shutil.which("redis-server") is not None
 
     def url(self, stream: str) -> str:
-        """Of a stream in it, as `RANKER_RETRIEVAL__FEED`."""
+        """The URL of a stream, for `RANKER_RETRIEVAL__FEED`."""
         return f"redis://{HOST}:{self.port}/{stream}"
 
     def client(self) -> Any:
-        """A connection to it."""
+        """A client of this server."""
         import redis
 
         return redis.Redis(HOST, self.port, socket_timeout=5)
 
     def start(self) -> None:
-        """Return when it answers."""
+        """Start it and wait until it answers."""
         command = ["redis-server", "--bind", HOST, "--port", str(self.port), "--save", "", "--appendonly", "yes"]
         self.directory.mkdir(parents=True, exist_ok=True)
         self._process = start_process([*command, "--dir", str(self.directory)], stdout=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""A server that is measured: its address, its `/info`, its `/metrics`. Sends no load."""
+"""The measured server: its address, its `/info` and its `/metrics`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class TargetError(RuntimeError):
 
 
 class Answer(NamedTuple):
-    """What a GET got."""
+    """The reply to a GET."""
 
     status_code: int
     text: str
 
 
 def get(url: str, timeout_seconds: float) -> Answer:
-    """A GET of an http:// address. Raises OSError where nothing answers that speaks HTTP."""
+    """GET an http:// address. Raises OSError if nothing there speaks HTTP."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout_seconds)
     try:
@@ -64,7 +64,7 @@ class Target:
         return f"http://{self.host}:{self.port}"
 
     def info(self) -> dict[str, Any]:
-        """`GET /info`, empty where the server has none. Raises TargetError where the server does not answer."""
+        """`GET /info`; empty if the server has none. Raises TargetError if the server does not answer."""
         try:
             reply = get(f"{self.origin}/info", 5)
         except OSError as error:
@@ -78,21 +78,21 @@ class Target:
         return values
 
     def scrape(self) -> MetricsSnapshot:
-        """`GET /metrics`. Raises OSError, or ValueError where it is no exposition."""
+        """`GET /metrics`. Raises OSError without an answer, ValueError if it is not a Prometheus exposition."""
         reply = get(f"{self.origin}/metrics", 5)
         if reply.status_code != 200:
             raise ValueError(f"/metrics answers {reply.status_code}")
         return MetricsSnapshot.parse(reply.text)
 
     def metrics(self) -> MetricsSnapshot | None:
-        """The same, None where the server has none that can be read."""
+        """The same; None if the metrics cannot be read."""
         try:
             return self.scrape()
         except (OSError, ValueError):
             return None
 
     def request(self, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
-        """A POST of a JSON body to it, ready for the wire."""
+        """A POST of a JSON body to this server, as bytes ready to send."""
         return post(f"{self.host}:{self.port}", self.path, body, headers)
 
 
@@ -104,7 +104,7 @@ class MetricsSnapshot:
 
     @classmethod
     def parse(cls, text: str) -> MetricsSnapshot:
-        """Raises ValueError where the text is no exposition."""
+        """Parse an exposition. Raises ValueError if the text is not one."""
         values: dict[str, dict[Labels, float]] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -112,7 +112,7 @@ class MetricsSnapshot:
         return cls(values)
 
     def since(self, before: MetricsSnapshot) -> MetricsSnapshot:
-        """Counters and buckets as increases since `before`; gauges lose their meaning."""
+        """Increases of counters and buckets since `before`. The result is meaningless for gauges."""
         return MetricsSnapshot(
             {
                 name: {labels: value - before.values.get(name, {}).get(labels, 0.0) for labels, value in series.items()}
@@ -128,7 +128,7 @@ class MetricsSnapshot:
 
 
 def fit_traffic(settings: TrafficSettings, info: Mapping[str, Any]) -> TrafficSettings:
-    """The traffic with action names of the server's `/info`, and cut to the window and candidates that it takes, unless it is as it is."""
+    """Fit traffic to the server's `/info`: action names, and unless `as_is`, the window and the limit of candidates."""
     window = _find(info, "history_length")
     most = _find(info, "max_candidates")
     names = info.get("actions")

@@ -1,4 +1,4 @@
-"""B15: the callers who crowd: for each path of HTTP and each method of gRPC one that asks again as soon as it is answered."""
+"""The attackers of B15: for each HTTP path and gRPC method, a client that sends again right after each reply."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 
 Ports = Mapping[str, int]
 Act = Callable[[Ports, "Counter[int]"], Awaitable[None]]
-"""One client, until it is cancelled or cut off; it counts the statuses of its replies."""
+"""One client, which runs until it is cancelled or cut off and counts the statuses of its replies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attacker:
-    """`route` is the server's name of the path, `expected` a status without which nothing was attacked."""
+    """A kind of client. `route`: the server's name of the path. `expected`: a status that must occur, or the attack had no effect."""
 
     route: str
     act: Act
@@ -38,7 +38,7 @@ class Attacker:
 
 
 def asks(request: bytes, port: str = "main") -> Act:
-    """The same request again and again on one connection, each as soon as the one before is answered."""
+    """A client that repeats one request on one connection, each time right after the reply."""
 
     async def act(ports: Ports, seen: Counter[int]) -> None:
         reader, writer = await asyncio.open_connection(HOST, ports[port], limit=2**22)
@@ -55,7 +55,7 @@ def asks(request: bytes, port: str = "main") -> Act:
 
 
 def once(request: bytes) -> Act:
-    """A connection for each request."""
+    """A client that repeats one request, each time on a new connection."""
 
     async def act(ports: Ports, seen: Counter[int]) -> None:
         while True:
@@ -100,7 +100,7 @@ TENSORS = {
 
 
 def calls(method: str, message: bytes, at_once: int = 1) -> Act:
-    """The same call again and again without a key, so many at once on a connection of its own; codes of gRPC but for 200."""
+    """A client that repeats a gRPC call without a key, `at_once` at a time on one connection. Counts success as 200, else gRPC codes."""
 
     async def act(ports: Ports, seen: Counter[int]) -> None:
         async def again(ask: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Clients of the soak, over the one HTTP client: some requests and their replies, or callers in a thread beside what is done."""
+"""Clients of the soak tests: a set of requests and their replies, or callers that run in a thread during a test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAUSE_SECONDS = 0.02  # before a client tries again
 
 
 def ask_all(port: int, payloads: Sequence[bytes], together: int = 1, **options: Any) -> list[Reply]:
-    """The replies in the order of the payloads, so many in flight; `options` of `Client`."""
+    """Send the payloads with `together` in flight; return replies in the same order. `options` go to `Client`."""
 
     async def main() -> list[Reply]:
         async with Client(HOST, port, max_connections=together, **options) as client:
@@ -34,12 +34,12 @@ def any_size(draw: random.Random) -> bytes:
 
 
 def p99(replies: Sequence[Reply]) -> float:
-    """Of the seconds from asking to the last byte, 0 without a reply."""
+    """99th percentile of the seconds from asking to the last byte; 0 if there are no replies."""
     return float(np.percentile([reply.done_at - reply.asked_at for reply in replies], 99)) if replies else 0.0
 
 
 async def vanish(port: int, request: bytes, after_seconds: float) -> None:
-    """Send a request and go away without waiting for the reply."""
+    """Send a request and abort the connection after `after_seconds` without reading."""
     try:
         _, writer = await asyncio.open_connection(HOST, port)
     except OSError:
@@ -50,11 +50,11 @@ async def vanish(port: int, request: bytes, after_seconds: float) -> None:
 
 
 class Callers:
-    """Closed-loop clients in a thread of their own, from the start of a `with` block to its end; all their attempts are in `replies`.
+    """Closed-loop clients in a separate thread for the length of a `with` block. `replies` holds all their attempts.
 
-    A client whose attempt is not answered 200 makes up to `tries` in all; `given_up` counts those that failed each time. With
-    `until_gone` a client ends when the server does: at a request that was sent in vain, or could not be sent. The share
-    `vanishing` of the requests is not waited for.
+    A client makes up to `tries` attempts until it gets 200; `given_up` counts requests whose attempts all failed. With
+    `until_gone`, a client ends with the server: at the first request that gets no reply or cannot be sent. For the share
+    `vanishing` of requests, it disconnects without waiting for the reply.
     """
 
     def __init__(
@@ -85,23 +85,23 @@ class Callers:
         self._thread.join()
 
     def ended(self, seconds: float) -> bool:
-        """Whether all clients came to their end in time; whoever has not is cut off."""
+        """Whether all clients ended within `seconds`; the others are told to stop."""
         self._thread.join(seconds)
         is_over = not self._thread.is_alive()
         self.until_gone, self.stop = False, True
         return is_over
 
     def ends(self) -> Counter[str]:
-        """How often each status, or loss, came."""
+        """Counts of each status or kind of loss."""
         sent = (reply for reply in self.replies if reply.status or reply.sent_at)
         return Counter(str(reply.status or f"lost: {reply.failure}") for reply in sent)
 
     def since(self, row: int) -> list[Reply]:
-        """The attempts that were over after so many."""
+        """The attempts that ended after the first `row` ones."""
         return self.replies[row:]
 
     def note(self, payload: bytes, reply: Reply) -> None:
-        """An attempt is over."""
+        """Record a finished attempt."""
         self.replies.append(reply)
 
     async def _run(self) -> None:
@@ -118,7 +118,7 @@ class Callers:
                 return
 
     async def _ask(self, client: Client, payload: bytes) -> bool:
-        """Whether the client goes on."""
+        """Send a payload with retries; return whether the client goes on."""
         for attempt in range(self.tries):
             reply = await client.ask(payload)
             self.note(payload, reply)

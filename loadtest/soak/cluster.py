@@ -1,4 +1,4 @@
-"""G1 to G4: several processes behind HAProxy or nginx: who moves when one more comes, what is lost when one dies, stops or is replaced."""
+"""G1 to G4: processes behind HAProxy or nginx. Which users move if one is added; what is lost if one dies, stops or is replaced."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from loadtest.soak.servers import real
 
 CANDIDATES = 8
 CLIENTS = 8
-HOP_TURNS = 15  # of twenty requests
+HOP_TURNS = 15  # of twenty requests each
 LARGE = [Candidate(2**63 + post, 2**63 + post % 100, 1, 1779990000) for post in range(1400)]
-"""A request for them is 73 KB, which does not fit into HAProxy's buffer: it cannot send that one again."""
-LARGE_CLIENTS = 4  # one process answers them in time alone; of eight it refuses some, who come again a second later
+"""A request with these is 73 KB, too large for HAProxy's buffer, so HAProxy cannot resend it."""
+LARGE_CLIENTS = 4  # one process can serve four alone; of eight it would refuse some, which retry a second later
 FROZEN_SECONDS = 7.0
 
 
 class Processes:
-    """Processes of the demo on ports that they keep, whether they run or not. `settings`: more of them, by number."""
+    """Servers of the demo on fixed ports, running or not. `settings`: further settings of a server, by its number."""
 
     def __init__(self, count: int, settings: Callable[[int], dict[str, Any]] = lambda number: {}) -> None:
         self.ports = [free_port() for _ in range(count)]
@@ -46,14 +46,14 @@ class Processes:
         self._stacks: dict[int, ExitStack] = {}
 
     def start(self, number: int) -> None:
-        """Start one, and wait until it is ready."""
+        """Start a server and wait until it is ready."""
         stack = ExitStack()
         wanted = {"port": self.ports[number], "threads": 1, "drain__delay_seconds": 0.5, **self.settings(number)}
         server = stack.enter_context(real(**wanted))
         self.running[number], self._stacks[number] = server, stack
 
     def end(self, number: int, by: signal.Signals = signal.SIGTERM) -> int:
-        """Its exit code."""
+        """End a server with this signal; return its exit code."""
         server = self.running.pop(number)
         server.process.send_signal(by)
         code = server.process.wait(60)
@@ -61,14 +61,14 @@ class Processes:
         return code
 
     def close(self) -> None:
-        """End all."""
+        """End all running servers."""
         for number in list(self.running):
             self.end(number)
 
 
 @contextmanager
 def two_processes() -> Iterator[Processes]:
-    """Two processes run, and a third may come."""
+    """Yield two running processes; a third can be started."""
     processes = Processes(3)
     try:
         processes.start(0)
@@ -80,7 +80,7 @@ def two_processes() -> Iterator[Processes]:
 
 @contextmanager
 def behind(processes: Processes, count: int, kind: Balancer, *changes: Change) -> Iterator[Target]:
-    """The balancer in front of the first `count`, once it knows which of them run."""
+    """The balancer in front of the first `count` processes, after it has noticed which of them run."""
     with balancer(processes.ports[:count], *changes, kind=kind) as target:
         time.sleep(kind.settled_seconds)
         yield target
@@ -88,7 +88,7 @@ def behind(processes: Processes, count: int, kind: Balancer, *changes: Change) -
 
 @dataclass(frozen=True)
 class Placed:
-    """Where each user's request went, with what scores, and the share that found its context in a cache."""
+    """By user, the server that answered and the scores; and the share of requests that hit the context cache."""
 
     servers: dict[int, bytes]
     scores: dict[int, bytes]
@@ -96,12 +96,12 @@ class Placed:
 
 
 def asked(user: int) -> bytes:
-    """A user's request, always the same, with the key that the client library sends."""
+    """A user's fixed request, with the routing key that the client library sends."""
     return rank_request(user, CANDIDATES, {"X-Routing-Key": routing_key(user)})
 
 
 def place(target: Target, processes: Processes, users: Sequence[int]) -> Placed:
-    """Ask once for each user, one after the other: with many in flight, some go elsewhere for the sake of the load."""
+    """Send one request per user, one after the other. With many in flight, the balancer would move some to spread the load."""
     before = _hits(processes)
     replies = ask_all(target.port, [asked(user) for user in users], keep_bodies=True, timeout_seconds=120)
     assert {reply.status for reply in replies} == {200}, [reply.failure for reply in replies if reply.status != 200]
@@ -118,7 +118,7 @@ def _hits(processes: Processes) -> float:
 
 
 def one_more(processes: Processes, users: int, kind: Balancer, *changes: Change) -> list[Row]:
-    """G1: two processes become three. Few users move, most find their contexts, and the scores are those of before."""
+    """G1: two processes become three. Few users move, most contexts are still cached, and scores do not change."""
     with behind(processes, 3, kind, *changes) as target:
 
         def once() -> Placed:
@@ -146,7 +146,7 @@ def one_more(processes: Processes, users: int, kind: Balancer, *changes: Change)
 
 
 def hop(processes: Processes, kind: Balancer, turns: int = HOP_TURNS) -> Row:
-    """What the balancer adds to a request at one connection: asked through it and directly, in turns."""
+    """Latency that the balancer adds at one connection: requests through it and directly, in turns."""
     seconds: list[list[float]] = [[], []]
     with balancer(processes.ports[:1], kind=kind) as target:
         for _ in range(turns):
@@ -159,10 +159,10 @@ def hop(processes: Processes, kind: Balancer, turns: int = HOP_TURNS) -> Row:
 
 
 class Library(Callers):
-    """Clients that ask for many candidates through the client library, which repeats what may succeed elsewhere."""
+    """Clients that send large requests through the client library, which retries what another server may answer."""
 
     async def _run(self) -> None:
-        # on a connection that it kept, HAProxy says nothing of a process that died: it closes it, and there is no 502
+        # if a process dies, HAProxy closes a kept-alive connection without a 502
         new_each_time = httpx.AsyncClient(limits=httpx.Limits(max_keepalive_connections=0))
         async with AsyncRankerClient(f"http://{HOST}:{self.port}", http=new_each_time) as library:
             await asyncio.gather(*(self._rank(library, random.Random(seed)) for seed in range(self.clients)))
@@ -171,14 +171,14 @@ class Library(Callers):
         while not self.stop:
             reply = Reply(asked_at=time.monotonic())
             with suppress(RankerError):
-                await library.rank(draw.randrange(1, 1001), LARGE, timeout_seconds=3)  # for more, a balancer waits
+                await library.rank(draw.randrange(1, 1001), LARGE, timeout_seconds=3)  # with more, a balancer waits
                 reply.status = 200
             reply.done_at = time.monotonic()
             self.replies.append(reply)
 
 
 def under_load(target: Target, harm: Callable[[], None], large: bool = False) -> tuple[int, int, float]:
-    """Requests answered and lost, and the seconds of the slowest, while clients ask and something is done to the processes."""
+    """Run `harm` under load. Return the numbers of answered and lost requests, and the slowest one's seconds."""
     kind, clients = (Library, LARGE_CLIENTS) if large else (Callers, CLIENTS)
     callers = kind(target.port, clients, lambda draw: asked(draw.randrange(1, 1001)))
     with callers:
@@ -190,11 +190,11 @@ def under_load(target: Target, harm: Callable[[], None], large: bool = False) ->
 
 
 def deaths(processes: Processes, runs: int, kind: Balancer, *changes: Change, large: bool = False) -> Row:
-    """G2: `kill -9` of one process under load, and another one started in its place: nothing is lost, since a ranking is asked again."""
+    """G2: `kill -9` of a process under load, then a restart. Nothing is lost, since rankings are sent again."""
 
     def harm() -> None:
         for run in range(runs):
-            processes.running[run % 2].pause()  # so that the signal meets requests in flight
+            processes.running[run % 2].pause()  # so that requests are in flight at the kill
             time.sleep(0.5)
             processes.end(run % 2, signal.SIGKILL)
             time.sleep(0.5)
@@ -208,7 +208,7 @@ def deaths(processes: Processes, runs: int, kind: Balancer, *changes: Change, la
 
 
 def frozen(processes: Processes, kind: Balancer, *changes: Change, large: bool = False) -> Row:
-    """G4: a process is stopped under load and resumed: no request is lost, and none takes more than two seconds."""
+    """G4: a process is stopped under load and resumed. No request is lost, and none takes more than two seconds."""
 
     def harm() -> None:
         processes.running[0].pause()
@@ -225,7 +225,7 @@ def frozen(processes: Processes, kind: Balancer, *changes: Change, large: bool =
 def rolling(
     processes: Processes, numbers: Sequence[int], kind: Balancer, *changes: Change, by: signal.Signals = signal.SIGTERM
 ) -> Row:
-    """G3: these processes replaced in turn, by SIGTERM and a new one, under load: nothing is lost. `by`: a control's other signal."""
+    """G3: these processes are restarted in turn under load, with SIGTERM. Nothing is lost. `by`: the signal, another in a control."""
     codes: list[int] = []
 
     def harm() -> None:
@@ -241,7 +241,7 @@ def rolling(
 
 
 def all_rows(runs: int) -> list[Row]:
-    """The long form, with each balancer that is installed."""
+    """All rows, for each installed balancer."""
     rows = []
     with two_processes() as processes:
         for kind in (HAPROXY, NGINX):

@@ -1,4 +1,4 @@
-"""Small corpora with towers of their own, and an oracle of each: what a search must answer after any number of changes."""
+"""Small corpora with their own towers, each with an oracle of what a search must return after any number of changes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ Upserts = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One change, as it is sent."""
+    """One change of a corpus."""
 
     delete: list[int]
     upsert: Upserts
 
     def body(self) -> dict[str, Any]:
-        """For `POST /admin/posts`."""
+        """The body for `POST /admin/posts`."""
         return {
             "delete": self.delete,
             "upsert": [{"post_id": post_id, "author_id": author} for post_id, author in self.upsert],
@@ -46,7 +46,7 @@ class Edit:
 
 @dataclass
 class Oracle:
-    """One corpus, whose name and version, and its towers' version, are `name`. `edits` are all that were sent, in order."""
+    """One corpus with its expected answers. `name` is the version of corpus and towers. `edits`: all edits sent, in order."""
 
     name: str
     root: Path
@@ -92,12 +92,12 @@ class Oracle:
         return self.root / f"posts-{self.name}"
 
     def add(self, edit: Edit) -> None:
-        """It is about to be sent."""
+        """Record an edit that is about to be sent."""
         self.edits.append(edit)
         self._make_live(edit)
 
     def forget_after(self, edits: int) -> None:
-        """Those that came later never happened."""
+        """Forget all but the first `edits` edits."""
         del self.edits[edits:]
         self.live = dict(self._first)
         for edit in self.edits:
@@ -109,7 +109,7 @@ class Oracle:
         self.live |= dict(edit.upsert)
 
     def expected(self, user: int, edits: int) -> tuple[list[int], bytes]:
-        """The best posts and their scores in float32, after so many edits; to be asked for in the order of edits."""
+        """The best posts and their float32 scores after the first `edits` edits. Calls must not go back to fewer edits."""
         for edit in self.edits[self._replayed : edits]:
             for post_id in (*edit.delete, *(post_id for post_id, _ in edit.upsert)):
                 self._rows.pop(post_id, None)
@@ -138,7 +138,7 @@ def _context(user: int, actions: int) -> Context:
 
 
 def search_request(user: int, path: str) -> bytes:
-    """What user asks `/retrieve` or `/recommend`, as bytes for the wire."""
+    """A user's request to `/retrieve` or `/recommend`, as bytes ready to send."""
     past = _history(user)
     history = {
         "post_id": past,

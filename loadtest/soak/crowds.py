@@ -1,6 +1,6 @@
-"""B15: one path in a closed loop, by one and by four clients: what a ranker who keeps to a moderate pace feels of it, path by path.
+"""B15: for each path, one or four clients call it in a closed loop; measures how a moderate ranking client is slowed down.
 
-What is served needs a row in `soak/attackers.py`.
+Every served path needs an entry in `soak/attackers.py`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from loadtest.soak.servers import fake, real
 
 COUNTS = (1, 4)
 P50_TIMES, P99_TIMES = 2.0, 4.0
-PAUSE_SECONDS = (0.001, 0.005)  # of the ranker, from a reply to the next request
-START_SECONDS = 5.0  # for the first reply that is expected
-RETRIES = 2  # of what is beyond a limit: then the median counts
+PAUSE_SECONDS = (0.001, 0.005)  # of the ranking client, between a reply and the next request
+START_SECONDS = 5.0  # to wait for the attackers' first expected reply
+RETRIES = 2  # of a measurement beyond a limit; the median counts
 
 
 async def _client(act: Act, ports: Ports, seen: Counter[int]) -> None:
@@ -44,9 +44,9 @@ async def _client(act: Act, ports: Ports, seen: Counter[int]) -> None:
 
 
 def _attack(ports: Ports, orders: Connection) -> None:
-    """Until it is told None: the clients of a name, so many, until the next message."""
+    """For each order (name, count), run so many clients of that attacker until the next message. An order None ends the process."""
 
-    os.nice(5)  # it is not the processor that they are to take from the others
+    os.nice(5)  # the attack is not meant to take processor time from the others
 
     async def main() -> None:
         while (order := await asyncio.to_thread(orders.recv)) is not None:
@@ -68,17 +68,17 @@ def _attack(ports: Ports, orders: Connection) -> None:
 
 @dataclass
 class Felt:
-    """What the ranker saw beside one kind of callers, as multiples of what it saw alone right before and after."""
+    """Latency of the ranking client under one attack, as multiples of that alone right before and after, and counts."""
 
     p50: float
     p99: float
     tried: int
     refused: int
-    answered: Mapping[int, int] = field(default_factory=dict)  # the attackers, by status
+    answered: Mapping[int, int] = field(default_factory=dict)  # replies to the attackers, by status
 
 
 class Crowd:
-    """A ranker at a server, and a process of attackers that are there when it is measured beside them."""
+    """A ranking client of a server, and a process that runs attackers on order."""
 
     def __init__(
         self, ports: Ports, orders: Connection, runner: asyncio.Runner, high: float, request: Callable[[int], bytes]
@@ -88,7 +88,7 @@ class Crowd:
         self._draw = np.random.default_rng(1)
 
     def measure(self, name: str, count: int, seconds: float) -> Felt:
-        """Alone, beside them, alone; again where it is beyond a limit, and then the median."""
+        """Measure alone, under attack and alone again. Repeat if beyond a limit, and take the median."""
         found = [self._once(name, count, seconds)]
         while len(found) <= RETRIES and (
             statistics.median(each.p50 for each in found) >= P50_TIMES or self._high_of(found) >= P99_TIMES
@@ -107,7 +107,7 @@ class Crowd:
     def _once(self, name: str, count: int, seconds: float) -> Felt:
         before, _ = self._rank(seconds / 2)
         self._orders.send((name, count))
-        self._orders.recv()  # they are there
+        self._orders.recv()  # the attackers are running
         beside, refused = self._rank(seconds)
         self._orders.send(None)
         answered = self._orders.recv()
@@ -133,7 +133,7 @@ class Crowd:
 
 @contextmanager
 def crowded(*faults: str, high: float = 99.0) -> Iterator[Crowd]:
-    """A server with every port and path, and who attacks it."""
+    """A server with every port and path, its ranking client and its attackers."""
     with tempfile.TemporaryDirectory() as folder:
         oracle, admin = Oracle("own", Path(folder), 1), admin_settings(Path(folder))
         del admin["checkpoint"]
@@ -151,7 +151,7 @@ def crowded(*faults: str, high: float = 99.0) -> Iterator[Crowd]:
 
 @contextmanager
 def explained() -> Iterator[Crowd]:
-    """The demo checkpoint, a ranker of its example, and callers who want that explained."""
+    """A server with the demo checkpoint, a client that ranks its example, and attackers that ask to explain it."""
     with (
         real(checkpoint=DEMO) as server,
         _crowd(
@@ -177,7 +177,7 @@ def _crowd(ports: Ports, high: float, request: Callable[[int], bytes]) -> Iterat
 
 
 def crowds(seconds: float) -> list[Row]:
-    """B15: of each number of clients the worst path, at both percentiles."""
+    """B15: the worst path for each number of clients, at both percentiles."""
     with crowded() as crowd:
         window = max(0.5, seconds / (2.5 * len(COUNTS) * len(ATTACKERS)))
         felt = {(name, count): crowd.measure(name, count, window) for count in COUNTS for name in ATTACKERS}

@@ -1,4 +1,4 @@
-"""F3 to F7: a server that is stopped, is killed, hangs, or loses its device or its clients, each under load."""
+"""F3 to F7: a server under load that is stopped, is killed, hangs, loses its device or loses its clients."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ CLIENTS = 16
 STUCK_SECONDS = 5.0
 RESTART_SECONDS = 2.0
 STALL_EXIT_SECONDS = 6.0
-LATE_EXIT_SECONDS = 3.0  # to look, to answer those who wait, and to end
+LATE_EXIT_SECONDS = 3.0  # to notice, to answer waiting callers, and to exit
 EXIT_SECONDS = 20.0
-SETTLE_SECONDS = 10.0  # for what lies unread in the sockets when the last client has gone
-LOST_SECONDS = 3.0  # a request that got no reply for so long got none at all
+SETTLE_SECONDS = 10.0  # for requests still unread in the sockets after the last client has gone
+LOST_SECONDS = 3.0  # a request without a reply for this long counts as lost
 
 
 def terminations(runs: int, signals: int = 1, **settings: object) -> Row:
-    """F3: SIGTERM under load. Every request that was sent is answered 200, and the process exits 0."""
+    """F3: SIGTERM under load. Every request that was sent gets 200, and the process exits with 0."""
     found: Counter[str] = Counter()
     failed = 0
     for run in range(runs):
@@ -55,7 +55,7 @@ def terminations(runs: int, signals: int = 1, **settings: object) -> Row:
 
 
 def kills(runs: int, sent: signal.Signals = signal.SIGKILL) -> Row:
-    """F4: `kill -9` and a start again. No client hangs; ready again within the load time + 2 s."""
+    """F4: `kill -9` and restart. No client hangs, and the server is ready again within the load time + 2 s."""
     hung, slowest = 0, 0.0
     for _ in range(runs):
         began = time.monotonic()
@@ -76,12 +76,12 @@ def kills(runs: int, sent: signal.Signals = signal.SIGKILL) -> Row:
 
 
 def stuck(runs: int, **settings: object) -> Row:
-    """F5: a forward that never ends. readyz says 503 within 5 s, callers get 504 at their deadline, the process restarts."""
+    """F5: a forward that never ends. readyz gives 503 within 5 s, callers get 504 at their deadline, the process exits to be restarted."""
     return _stuck(runs, "engine", rank_request, settings)
 
 
 def stuck_search(runs: int, **settings: object) -> Row:
-    """F5: the same of a search."""
+    """F5: the same with a search that never ends."""
     with _searched() as served:
         return _stuck(runs, "search", lambda user: search_request(user - 1, "/retrieve"), served | settings)
 
@@ -100,7 +100,7 @@ def _stuck(runs: int, what: str, request: Callable[[int], bytes], settings: Mapp
     for _ in range(runs):
         with fake(**chosen) as server:
             began = time.monotonic()
-            hung = iter([HANG])  # what hangs comes first
+            hung = iter([HANG])  # the request that hangs comes first
             with Callers(server.port, 4, lambda _, hung=hung: request(next(hung, 1)), timeout_seconds=10) as callers:  # type: ignore[misc]
                 time.sleep(0.1)
                 callers.stop = True  # each has asked once
@@ -108,7 +108,7 @@ def _stuck(runs: int, what: str, request: Callable[[int], bytes], settings: Mapp
                     time.sleep(0.05)
                 slowest = max(slowest, time.monotonic() - began)
             code = _exit_code(server, began + STALL_EXIT_SECONDS + LATE_EXIT_SECONDS - time.monotonic())
-            # A request that came before the one that hangs was answered, and its caller has asked again.
+            # A request that arrived before the one that hangs got 200, and its caller sent another.
             statuses = sorted(reply.status for reply in callers.replies if reply.status != 200)
             failed += statuses != [504] * 4 or code != EXIT_ENGINE_LOST
     what = f"{what} stuck: 504 at the deadline, then exit {EXIT_ENGINE_LOST}"
@@ -116,14 +116,14 @@ def _stuck(runs: int, what: str, request: Callable[[int], bytes], settings: Mapp
 
 
 def stuck_loop(runs: int, *faults: str, **settings: object) -> Row:
-    """F5: the same of a search that is computed in the event loop, which answers nobody from then on. The process restarts, but not
-    because it was stopped for longer than a search may hang."""
+    """F5: the same with a search in the event loop, which then answers nothing. The process exits to be restarted; a SIGSTOP that
+    lasts longer than a search may hang must not make it exit."""
     chosen = {"queue__stall_exit_seconds": STALL_EXIT_SECONDS, "logs__level": "error", **settings}
     failed, slowest = 0, 0.0
     with _searched() as served:
         for _ in range(runs):
             with fake("--searches-in-loop", *faults, **served, **chosen) as server:
-                [first] = ask_all(server.port, [search_request(1, "/retrieve")])  # now it is known how long one takes
+                [first] = ask_all(server.port, [search_request(1, "/retrieve")])  # measures how long one takes
                 server.pause()
                 time.sleep(STALL_EXIT_SECONDS + 1)
                 server.resume()
@@ -143,7 +143,7 @@ def stuck_loop(runs: int, *faults: str, **settings: object) -> Row:
 
 
 def _exit_code(server: Server, seconds: float) -> int | None:
-    """Of a process that should end in time; None, and killed, where it does not: it may hear no other signal."""
+    """Exit code of a process that should end in time. Otherwise kill it, as it may ignore other signals, and return None."""
     try:
         return server.process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -152,7 +152,7 @@ def _exit_code(server: Server, seconds: float) -> int | None:
 
 
 def raising(requests: int) -> list[Row]:
-    """F6: one request in ten raises in its forward, the others of its batch get their scores; then the device is lost."""
+    """F6: one request in ten raises in its forward; the others of its batch get scores. Then the device is lost."""
     users = [RAISE if row % 10 == 0 else row + 1 for row in range(requests)]
     with fake("--forward-ms=2", queue__max_wait_seconds=10) as server:
         replies = ask_all(server.port, [rank_request(user) for user in users], together=64)
@@ -169,7 +169,7 @@ def raising(requests: int) -> list[Row]:
 
 
 def vanishing(clients: int) -> Row:
-    """F7: clients vanish at random moments. The loop survives, the gauges return to 0."""
+    """F7: clients vanish at random moments. The event loop survives and the gauges return to 0."""
     with fake("--forward-ms=2", "--candidate-us=20", queue__max_wait_seconds=10) as server:
         asyncio.run(_vanish(server.port, clients))
         until = time.monotonic() + SETTLE_SECONDS
@@ -181,7 +181,7 @@ def vanishing(clients: int) -> Row:
 
 
 def queued(server: Server) -> float:
-    """Requests and candidates that wait."""
+    """Requests plus candidates in the queue."""
     return server.metric("ranker_queue_requests") + server.metric("ranker_queue_candidates")
 
 

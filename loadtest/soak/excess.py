@@ -1,4 +1,4 @@
-"""F9 to F11: checkpoints that ask for too much, a reload without memory or threads, a kernel file that is wrong; each with SIGTERM."""
+"""F9 to F11: checkpoints that are too large, reloads without memory or threads, bad kernel files; each followed by SIGTERM."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from weights.format.layout import expected_shapes, file_of
 from weights.format.manifest import FileEntry, Manifest, TensorEntry
 from weights.synthetic.random_weights import mini_config
 
-EXIT_SECONDS = 5.0  # without a drain delay, and with nothing to answer
-GIVEN_UP_SECONDS = 3.0  # the start's own load has no more either
-PATIENCE_SECONDS = 12.0  # with a load that should have been given up
+EXIT_SECONDS = 5.0  # without a drain delay and without open requests
+GIVEN_UP_SECONDS = 3.0  # also the limit of the load at start
+PATIENCE_SECONDS = 12.0  # for a load that should have been given up
 MOST_ADDED_MIB = 64.0
 REFUSED = 422
-SPARE_MIB = (2, 12, 20, 45)  # for the threads and the memory of a reload: less than it takes, or than is left alone
+SPARE_MIB = (2, 12, 20, 45)  # for the threads and memory of a reload: less than it needs, or than must stay free
 
 
 def write_sparse(path: Path, config: ModelConfig) -> None:
-    """A checkpoint of this architecture whose files have lengths, headers and holes, but no numbers."""
+    """Write a checkpoint of this architecture as sparse files: right headers and lengths, but no data."""
     path.mkdir()
     shapes = expected_shapes(config)
     for file in {file_of(name) for name in shapes}:
@@ -56,23 +56,23 @@ def write_sparse(path: Path, config: ModelConfig) -> None:
 
 
 def too_large() -> ModelConfig:
-    """Parameters of 752 GiB."""
+    """A model with 752 GiB of parameters."""
     return replace(mini_config(0, (5, 6, 7), continuous_actions=0), width=65536, layers=1, widening=16.0)
 
 
 def endless() -> ModelConfig:
-    """A table of a terabyte, which is mapped, but read once: for minutes."""
+    """A model with a table of a terabyte, which is mapped, but takes minutes to read once."""
     return mini_config(0, (2**31 - 1, 6, 7), continuous_actions=0)
 
 
 def scores(server: Server) -> bytes:
-    """What a request gets now, but for its timings; empty where it gets no scores."""
+    """Fingerprint of the reply to one request, without timings; empty unless it is 200."""
     [reply] = ask_all(server.port, [rank_request(7)], keep_bodies=True)
     return fingerprint(reply) if reply.status == 200 else b""
 
 
 def reload(port: object, name: str) -> int:
-    """The status of a reload, 409 only where it stays so for `PATIENCE_SECONDS`; 0 without a reply."""
+    """Status of a reload, retried for `PATIENCE_SECONDS` while it is 409; 0 without a reply."""
     status, until = 409, time.monotonic() + PATIENCE_SECONDS
     while status == 409 and time.monotonic() < until:
         status = swap(port, name, PATIENCE_SECONDS)
@@ -81,14 +81,14 @@ def reload(port: object, name: str) -> int:
 
 
 def end(server: Server) -> bool:
-    """SIGTERM: whether the process ends as documented, in time."""
+    """Send SIGTERM; return whether the process exits with 0 in time."""
     server.process.send_signal(signal.SIGTERM)
     began = time.monotonic()
     return server.process.wait(60) == 0 and time.monotonic() - began < EXIT_SECONDS
 
 
 def checkpoints(runs: int, **settings: object) -> Row:
-    """F9: too large is refused before it takes memory, endless is given up in time, others load afterwards, SIGTERM ends it."""
+    """F9: a too large checkpoint is refused before it takes memory, an endless load is given up, others load, SIGTERM ends the server."""
     failed, added = 0, 0.0
     with two_checkpoints() as root:
         write_sparse(root / "large", too_large())
@@ -98,7 +98,7 @@ def checkpoints(runs: int, **settings: object) -> Row:
         for _ in range(runs):
             with real(**chosen) as server:
                 before = scores(server)
-                Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")  # the high-water mark begins anew
+                Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")  # resets the high-water mark
                 held = server.status("VmHWM")
                 began = time.monotonic()
                 right = [reload(port, "large") == REFUSED, reload(port, "endless") == REFUSED]
@@ -116,7 +116,7 @@ def checkpoints(runs: int, **settings: object) -> Row:
 
 
 def starved_reloads(runs: int, spare_mib: tuple[int, ...] = SPARE_MIB) -> Row:
-    """F10: a reload that gets too little address space for its threads and memory is refused, and the old version serves on."""
+    """F10: a reload with too little address space for its threads and memory is refused, and the old version keeps serving."""
     tried, failed = 0, 0
     with two_checkpoints() as root:
         chosen = admin_settings(root)
@@ -138,12 +138,12 @@ KERNEL_FAULTS: dict[str, Callable[[Path], object]] = {
     "cut": lambda library: _replace(library, library.read_bytes()[: library.stat().st_size // 2]),
     "empty": lambda library: _replace(library, b""),
     "foreign": lambda library: _replace(library, b"something else" * 10_000),
-    "unwritable": lambda library: None,  # its directory cannot even be made
+    "unwritable": lambda library: None,  # its directory cannot be created either
 }
 
 
 def kernels(faults: tuple[str, ...] = tuple(KERNEL_FAULTS)) -> Row:
-    """F11: a start with such a kernel file has the native engine all the same, says what was wrong, and ends on SIGTERM with 0."""
+    """F11: a server with a bad kernel file still starts the native engine, reports the fault, and exits with 0 on SIGTERM."""
     failed = 0
     with kernel_at_home() as (home, library):
         whole = library.read_bytes()
@@ -160,13 +160,13 @@ def kernels(faults: tuple[str, ...] = tuple(KERNEL_FAULTS)) -> Row:
 
 
 def excess(runs: int) -> list[Row]:
-    """All of them, the first two so many times."""
+    """All rows; `runs` repeats the first two."""
     return [checkpoints(runs), starved_reloads(runs), kernels()]
 
 
 @contextmanager
 def kernel_at_home() -> Iterator[tuple[Path, Path]]:
-    """A home directory with what is compiled in it, and the kernel's file there."""
+    """A home directory with the compiled libraries, and the path of the kernel in it."""
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
         kept = home / ".cache" / "phoenix-ranking-server"

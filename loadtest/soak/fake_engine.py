@@ -1,4 +1,4 @@
-"""A fake engine whose scores identify the request, and a loader for it: no tensors, no checkpoint on disk."""
+"""A fake engine whose scores identify the request, and a loader for it. Needs no checkpoint on disk."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ACTIONS = ("favorite", "reply", "report")
 
 
 class FakeEngine:
-    """Its logits depend on version, user and post alone; `before` runs in each forward and may wait or raise."""
+    """Its logits depend only on version, user, history length and post. `before` runs in each forward and may wait or raise."""
 
     def __init__(self, version: int = 1, before: Callable[[Sequence[Item]], None] | None = None) -> None:
         self.config, self.version, self.before = CONFIG, version, before or (lambda items: None)
         self.info = EngineInfo("cpu", "float32", "fake", "shared", {})
-        self.forwards: list[list[int]] = []  # users of each forward that finished
+        self.forwards: list[list[int]] = []  # users of each forward past `before`
         self.chunks: list[list[int]] = []  # candidates of each item
         self.closed = threading.Event()
         self.named: ContextCache[None] = ContextCache(2**20, prefixes=False)
@@ -62,21 +62,21 @@ class FakeEngine:
 
 
 def expected(context: Context, candidates: Candidates, version: int = 1) -> Scores:
-    """What the fake engine of a version says to this request."""
+    """The scores that the fake engine of a version gives this request."""
     seeds = candidates.post_ids.astype(np.float64) * 31 + context.user_id * 7 + len(context) + version * 1000
     logits = np.sin(seeds[:, None] + np.arange(3)).astype(np.float32)
     return Scores(logits, (1 / (1 + np.exp(-logits))).astype(np.float32), np.abs(logits[:, :1]))
 
 
 def loaded(engine: Any, version: str = "v1", actions: tuple[str, ...] = ACTIONS, ids: IdKind = "uint64") -> LoadedModel:
-    """The engine with a manifest, as the service wants it."""
+    """The engine with a manifest, in the form that the service takes."""
     outputs = (ContinuousOutput("dwell_time", 30.0, "s"),)
     manifest = Manifest("fake", version, CONFIG, actions, outputs, {actions[0]: 1.0, actions[2]: -2.0}, {}, {}, ids=ids)
     return LoadedModel(Checkpoint(Path("fake"), manifest, Ranker(CONFIG)), engine)
 
 
 def loader(engine: Any, *manifest: Any) -> Loader:
-    """Loads that engine at once; `manifest` is what `loaded` takes besides."""
+    """A loader that returns this engine at once. `manifest`: further arguments of `loaded`."""
 
     def load(steps: Steps) -> LoadedModel:
         steps.warming()

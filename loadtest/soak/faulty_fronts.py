@@ -1,4 +1,4 @@
-"""Fronts before the faulty server's engine: `RANKER_FRONTS=2 python -m loadtest.soak.faulty_fronts --forward-ms=5`."""
+"""Runs fronts around the faulty server's engine: `RANKER_FRONTS=2 python -m loadtest.soak.faulty_fronts --forward-ms=5`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loadtest.soak.servers import FAULTY
 
 
 def main() -> int:
-    """The exit code; the command line is that of the faulty server."""
+    """Run with the arguments of the faulty server; return the exit code."""
     return supervisor.run(load_settings([]), engine=[*FAULTY, *sys.argv[1:]])
 
 

@@ -1,4 +1,4 @@
-"""The service around a fake engine with planted delays and faults: `python -m loadtest.soak.faulty_server --forward-ms=5`."""
+"""Runs the service around a fake engine with planted delays and faults: `python -m loadtest.soak.faulty_server --forward-ms=5`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ limitless = budgets.Budget.__init__
 
 
 class FaultyEngine(FakeEngine):
-    """Takes its time, breaks for the chosen users, and has whatever planted faults the command line names."""
+    """A fake engine with delays, failures for certain users, and the faults chosen on the command line."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
@@ -69,37 +69,37 @@ class FaultyEngine(FakeEngine):
 
 
 class NullEngine(FakeEngine):
-    """Scores of zero at once, as an engine that the event loop runs itself: for measuring what is around it."""
+    """Returns zero scores at once and runs in the event loop, for measuring everything around the engine."""
 
     def open(self) -> int:
-        """A descriptor that is readable when something was begun."""
+        """A descriptor that becomes readable after `begin`."""
         self._descriptor = os.eventfd(0)
         return self._descriptor
 
     def begin(self, items: Sequence[Item]) -> None:
-        """Only before its speed is known."""
+        """Begin a forward; used only before the engine's speed is known."""
         self._begun = items
         os.eventfd_write(self._descriptor, 1)
 
     def finish(self) -> list[Outcome]:
-        """What was begun."""
+        """Outcomes of the forward that was begun."""
         os.eventfd_read(self._descriptor)
         return self.forward(self._begun)
 
     def forward(self, items: Sequence[Item]) -> list[Outcome]:
-        """One array a size."""
+        """Outcomes with shared arrays of zeros, one per number of candidates."""
         return [Outcome(zeros(len(item.candidates)), None, "hit") for item in items]
 
 
 @cache
 def zeros(candidates: int) -> Scores:
-    """Scores of so many candidates, three actions and one continuous output."""
+    """Zero scores of this many candidates, for three actions and one continuous output."""
     matrix = np.zeros((candidates, 3), np.float32)
     return Scores(matrix, matrix, matrix[:, :1], finite=True)
 
 
 def crossed(outcomes: list[Outcome]) -> list[Outcome]:
-    """Each outcome where the next of as many candidates belongs, so that no length gives the mistake away."""
+    """Swap outcomes among requests with equally many candidates, so that no length reveals the mistake."""
     found = list(outcomes)
     for size in {len(outcome.scores) for outcome in outcomes}:
         places = [place for place, outcome in enumerate(outcomes) if len(outcome.scores) == size]
@@ -109,7 +109,7 @@ def crossed(outcomes: list[Outcome]) -> list[Outcome]:
 
 
 def hanging(load: RetrievalLoader, seconds: float) -> RetrievalLoader:
-    """Searches of one user take so long."""
+    """Wrap a loader so that searches of the user HANG take this many seconds."""
 
     def loaded() -> LoadedRetrieval:
         found = load()
@@ -127,7 +127,7 @@ def hanging(load: RetrievalLoader, seconds: float) -> RetrievalLoader:
 
 
 def load_late_and_fail(seconds: float) -> Loader:
-    """A checkpoint that turns out to be broken after that time."""
+    """A loader that fails with CheckpointError after this many seconds."""
 
     def load(steps: Steps) -> LoadedModel:
         time.sleep(seconds)
@@ -137,23 +137,23 @@ def load_late_and_fail(seconds: float) -> Loader:
 
 
 def use_device(milliseconds: float) -> None:
-    """There is one device, and it computes one forward at a time."""
+    """Occupy the only device, which computes one forward at a time."""
     with device:
         time.sleep(milliseconds / 1000)
 
 
 def stock_server(settings: Settings, service: RankingService) -> int:
-    """uvicorn's own connections in place of ours: no deadlines, no limits, no care for what follows a broken request."""
+    """Serve with uvicorn's own connections: no deadlines, no limits, no care about bytes after a broken request."""
     uvicorn.run(create_app(settings, service), host=settings.host, port=settings.port, log_config=None)
     return 0
 
 
 async def made_anew(kept: pages.Kept[Any], key: Any, request: Request) -> Response:
-    """In place of a reply that is kept."""
+    """Build the reply anew instead of using the kept one."""
     return Response(kept._make(key))
 
 
-PLANTED: dict[str, tuple[str, Sequence[tuple[Any, str, Any]]]] = {  # flag → what it does, and what stands where instead
+PLANTED: dict[str, tuple[str, Sequence[tuple[Any, str, Any]]]] = {  # flag → help, and the attributes to replace
     "--eager-shadow": (
         "the second checkpoint does not ask who waits",
         [(RankingService, "is_busy", lambda self: False)],

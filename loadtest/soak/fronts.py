@@ -1,4 +1,4 @@
-"""P1 to P3: several fronts, of which one is killed or stopped, or which lose their engine process, each under load."""
+"""P1 to P3: several fronts under load while one is killed or stopped, or while their engine process is killed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from loadtest.soak.servers import fake
 
 CLIENTS = 16
 TRIES = 4
-LIVED_SECONDS = 1.2  # a front that lived for less than a second is started again after a pause
-SPARE_SECONDS = 20.0  # for the next spare front to import what it needs, beside the load
+LIVED_SECONDS = 1.2  # a front that ran for less than a second is only restarted after a pause
+SPARE_SECONDS = 20.0  # for the next spare front to finish its imports under load
 ASLEEP_SECONDS = 0.2
 BACK_SECONDS = 1.0
 TOLD_SECONDS = 0.1
 SERVES_SECONDS = 30.0
-ENGINE_LIVED_SECONDS = 6.0  # one that lived less is not started again
+ENGINE_LIVED_SECONDS = 6.0  # an engine process that ran for less is not restarted
 LOGGED: dict[str, Any] = {"fronts": 2, "logs__level": "info", "logs__format": "json"}
 
 
@@ -37,7 +37,7 @@ def process_of(server: Server, front: int | None) -> int:
 
 
 def spare_waits(server: Server) -> bool:
-    """Whether a process that is neither a front nor the engine process has nothing more to do."""
+    """Whether the spare process, neither a front nor the engine, has finished its imports and sleeps."""
     supervisor = server.process.pid
     children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
     others = {int(child) for child in children} - {process_of(server, front) for front in (1, 2, None)}
@@ -47,7 +47,7 @@ def spare_waits(server: Server) -> bool:
 
 
 def _scheduled(process: int) -> list[str]:
-    """How long it has run, and how long it has waited for a core."""
+    """Time that a process has run, and time that it has waited for a core; empty if it is gone."""
     try:
         return Path(f"/proc/{process}/schedstat").read_text().split()[:2]
     except OSError:
@@ -55,7 +55,7 @@ def _scheduled(process: int) -> list[str]:
 
 
 def peers_of(process: int) -> set[int]:
-    """The clients' ports of a process's connections."""
+    """The client ports of a process's connections."""
     inodes = set()
     for descriptor in Path(f"/proc/{process}/fd").iterdir():
         with suppress(OSError):
@@ -65,7 +65,7 @@ def peers_of(process: int) -> set[int]:
 
 
 def until(condition: Callable[[], object], seconds: float) -> bool:
-    """Whether the condition came to hold in time."""
+    """Wait until the condition holds; return whether it did in time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():
@@ -75,7 +75,7 @@ def until(condition: Callable[[], object], seconds: float) -> bool:
 
 
 def front_kills(kills: int, spared: bool = False) -> list[Row]:
-    """P1: `kill -9` of one front after the other. `spared` kills one and looks at the other's requests: it must be red."""
+    """P1: `kill -9` of one front after the other. The control `spared` checks the other front's requests and must be red."""
     with fake("--forward-ms=2", **LOGGED) as server:
         with Callers(server.port, CLIENTS, tries=TRIES) as callers:
             killed = [_kill_front(server, callers, 1 + kill % 2, spared) for kill in range(kills)]
@@ -92,11 +92,11 @@ def front_kills(kills: int, spared: bool = False) -> list[Row]:
 
 
 def _kill_front(server: Server, callers: Callers, front: int, spared: bool) -> tuple[int, float]:
-    """Requests lost that another front had, and the seconds until a new front accepts."""
+    """Kill a front. Return how many requests of other fronts were lost, and the seconds until a new front accepts."""
     time.sleep(LIVED_SECONDS)
     until(lambda: spare_waits(server), SPARE_SECONDS)
     process = process_of(server, front)
-    os.kill(process, signal.SIGSTOP)  # so that what it holds is known
+    os.kill(process, signal.SIGSTOP)  # so that its connections no longer change
     own, first = peers_of(process_of(server, 3 - front) if spared else process), len(callers.replies)
     began, written = time.time(), len(server.lines)
     os.kill(process, signal.SIGKILL)
@@ -107,7 +107,7 @@ def _kill_front(server: Server, callers: Callers, front: int, spared: bool) -> t
 
 
 def _listening_at(server: Server, front: int, after: int) -> float | None:
-    """When a front began to accept, in Unix seconds; lines before `after` do not count."""
+    """Unix time at which a front began to accept, or None. Log lines before `after` do not count."""
     for line in server.lines[after:]:
         if line["event"] == "listening" and line.get("front") == front:
             return datetime.fromisoformat(line["time"]).timestamp()
@@ -117,7 +117,7 @@ def _listening_at(server: Server, front: int, after: int) -> float | None:
 def engine_kills(
     kills: int, serves_seconds: float = SERVES_SECONDS, lived_seconds: float = ENGINE_LIVED_SECONDS, **settings: object
 ) -> list[Row]:
-    """P2: `kill -9` of the engine process. Whoever waits gets 503 at once, and another engine process serves."""
+    """P2: `kill -9` of the engine process. Waiting callers get 503 at once, and a new engine process serves."""
     slowest, missing = 0.0, 0
     with (
         fake("--forward-ms=20", **LOGGED, **settings) as server,
@@ -143,9 +143,9 @@ def _answers_after(callers: Callers, row: int) -> bool:
 
 
 def stopped_front(seconds: float, by: Sequence[signal.Signals] = (signal.SIGSTOP,)) -> list[Row]:
-    """P3: SIGSTOP of a front. The other's clients get every reply, and no later than before; then the first goes on.
+    """P3: SIGSTOP of a front. Clients of the other front get every reply, no later than before; then the first front resumes.
 
-    A row for each signal, one after the other: the control's is another.
+    One row per signal in `by`; the control sends another signal.
     """
     with fake("--forward-ms=2", **LOGGED) as server:
         return [_stop_front(server, seconds, stopped) for stopped in by]

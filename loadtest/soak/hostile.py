@@ -1,4 +1,4 @@
-"""B10, B11: hostile clients by the hundred, one kind or all at once: what others feel, what memory is taken, how SIGTERM ends."""
+"""B10, B11: hundreds of hostile clients, one kind or all at once: latency of others, memory, and the end after SIGTERM."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from loadtest.soak.clients import Callers
 from loadtest.soak.leak import usage
 from loadtest.soak.servers import fake
 
-START_SECONDS = 60.0  # on a busy machine a process takes some to import what it needs
-HOLD_SECONDS = 9.0  # longer than any client that does not read is left alone
+START_SECONDS = 60.0  # imports take long on a busy machine
+HOLD_SECONDS = 9.0  # longer than the server tolerates a client that does not read
 MIB = 2**20
 P50_LIMIT = 2.0
-END_SECONDS = 12.0  # a body that stalls is refused, a reply that is not read is given up, what follows is thrown away
+END_SECONDS = 12.0  # time to refuse stalled bodies, give up unread replies and discard the rest
 CALLS = 50  # on each connection
 MESSAGE_BYTES = 950_000
 HEAD = b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
@@ -42,7 +42,7 @@ def _columns(count: int) -> dict[str, list[int]]:
 
 
 def dear_body() -> bytes:
-    """A request of nearly the largest size, with one wrong id at its end."""
+    """A request near the size limit, with one invalid id at its end."""
     event = {"post_id": 2**63, "author_id": "1", "actions": ["favorite", "reply"], "dwell_time": 12.5}
     posts = [{"post_id": 2**63, "author_id": "1", "product_surface": 0, "created_at": 1}] * 3500
     return orjson.dumps(
@@ -60,7 +60,7 @@ Act = Callable[[socket.socket], Awaitable[None]]
 
 
 def holds(sent: bytes) -> Act:
-    """Send this, then stay and read nothing."""
+    """A client that sends this, then stays connected and reads nothing."""
 
     async def act(sock: socket.socket) -> None:
         await asyncio.get_running_loop().sock_sendall(sock, sent)
@@ -78,7 +78,7 @@ async def _dear(sock: socket.socket) -> None:
 
 
 async def _half_calls(sock: socket.socket) -> None:
-    """Calls over gRPC whose messages stop short of their ends; no client of grpc can send such a thing."""
+    """Send gRPC calls whose messages stop one byte short, which no grpc client can do."""
     loop = asyncio.get_running_loop()
     connection = H2Connection(H2Configuration(client_side=True))
     connection.initiate_connection()
@@ -97,7 +97,7 @@ async def _half_calls(sock: socket.socket) -> None:
                     connection.send_data(stream, bytes(size))
                     left[stream] -= size
             await loop.sock_sendall(sock, connection.data_to_send())
-            await asyncio.wait([received], timeout=1.0)  # a read that is cancelled may lose bytes it has already taken
+            await asyncio.wait([received], timeout=1.0)  # no wait_for: a cancelled read may lose bytes
             if not received.done():
                 continue
             if not (read := received.result()):
@@ -111,18 +111,18 @@ async def _half_calls(sock: socket.socket) -> None:
 
 
 UNREAD, UNREAD_BATCH = holds(rank_request(1, candidates=4000) * 14), holds(BATCH)
-KINDS: dict[str, tuple[Act, int]] = {  # what a client does with its connection, and how many there are
+KINDS: dict[str, tuple[Act, int]] = {  # what a client does with its connection, and the number of clients
     "silent": (holds(b""), 200), "half-sent bodies": (holds(HEAD + b" " * 900_000), 200), "unread replies": (UNREAD, 200),
     "unread batches": (UNREAD_BATCH, 20), "dear bodies": (_dear, 1),
 }  # fmt: skip
 
 
-HALF_CALLS = "half-sent calls"  # on a port of their own, which no other kind knows
+HALF_CALLS = "half-sent calls"  # these attack the gRPC port, the other kinds the HTTP port
 CONNECTIONS = 8
 
 
 async def _again(act: Act, port: int, there: Event) -> None:
-    """One client that comes again whenever it is cut off; `there` is set when one is."""
+    """One client that reconnects whenever it is cut off. Sets `there` once connected."""
     loop = asyncio.get_running_loop()
     while True:
         with socket.socket() as sock, suppress(OSError):
@@ -145,7 +145,7 @@ def _attack(port: int, kinds: list[str], there: Event) -> None:
 
 @contextmanager
 def attacked(port: int, kinds: list[str]) -> Iterator[None]:
-    """These clients, in a process of their own. Raises RuntimeError where they did not come, or were not there to the end."""
+    """Run these clients in another process. Raises RuntimeError if none connected or the process did not last to the end."""
     context = multiprocessing.get_context("spawn")
     there = context.Event()
     clients = context.Process(target=_attack, args=(port, kinds, there), daemon=True)
@@ -162,7 +162,7 @@ def attacked(port: int, kinds: list[str]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a well-behaved client and the system saw, in peace and then under attack; `most`: the stated most of memory, in bytes."""
+    """Replies to a well-behaved client before and under attack, resident bytes, and `most`: the server's stated memory limits in bytes."""
 
     peace: list[Reply]
     attack: list[Reply]
@@ -171,16 +171,16 @@ class Seen:
 
     @property
     def tried(self) -> int:
-        """Requests in all."""
+        """Number of requests."""
         return len(self.peace) + len(self.attack)
 
     @property
     def failed(self) -> int:
-        """Neither answered nor told to come back."""
+        """Number of requests that got neither 200 nor 429."""
         return sum(reply.status not in (200, 429) for reply in self.peace + self.attack)
 
     def row(self, what: str, limit: str) -> Row:
-        """Memory under attack beyond that before it, at its most."""
+        """The row for the largest growth in memory under attack."""
         grown = max(self.resident) - self.resident[0]
         return Row(
             "B11",
@@ -194,17 +194,17 @@ class Seen:
 
 
 def observe(kinds: list[str], seconds: float, *faults: str, port: int = 0, **settings: Any) -> Seen:
-    """A third of the time in peace, then under attack. `port`: another one than that for HTTP is attacked."""
+    """Observe a server for a third of the time in peace, then under attack. `port`: attack this port instead of HTTP."""
     with fake("--forward-ms=5", *faults, **settings) as server:
         peace, resident = _watched(server, seconds / 3)
         with attacked(port or server.port, kinds):
-            time.sleep(1.0)  # until all are
+            time.sleep(1.0)  # until all are connected
             attack, more = _watched(server, seconds * 2 / 3)
         return Seen(peace, attack, resident[-1:] + more, server.target.info()["memory_bytes"])
 
 
 def _watched(server: Server, seconds: float) -> tuple[list[Reply], list[int]]:
-    """One client, and the memory of the process beside it."""
+    """Replies to one client, and the resident bytes of the server meanwhile."""
     resident, until = [], time.monotonic() + seconds
     with Callers(server.port, 1, timeout_seconds=5) as callers:
         while time.monotonic() < until:
@@ -214,7 +214,7 @@ def _watched(server: Server, seconds: float) -> tuple[list[Reply], list[int]]:
 
 
 def dear(seconds: float, *faults: str, percent: int = 50) -> Row:
-    """B10: one connection with bodies that are dear to read, back to back."""
+    """B10: one connection sends bodies that are expensive to read, back to back."""
     seen = observe(["dear bodies"], seconds, *faults)
     peace, attack = (
         np.percentile([reply.done_at - reply.asked_at for reply in replies], percent)
@@ -225,21 +225,21 @@ def dear(seconds: float, *faults: str, percent: int = 50) -> Row:
 
 
 def memory(seconds: float, *faults: str, **settings: Any) -> Row:
-    """B11: every kind at once, by the hundred."""
+    """B11: memory with hundreds of hostile clients of every kind at once."""
     clients = sum(number for _, number in KINDS.values())
     seen = observe(list(KINDS), seconds, *faults, **settings)
     return seen.row(f"{clients} hostile clients of every kind at once", "total")
 
 
 def calls(seconds: float, **settings: Any) -> Row:
-    """B11: calls over gRPC by the hundred."""
+    """B11: memory with hundreds of half-sent gRPC calls."""
     port = free_port()
     seen = observe([HALF_CALLS], seconds, port=port, grpc__port=port, **settings)
     return seen.row(f"{CONNECTIONS * CALLS} half-sent calls over gRPC", "grpc")
 
 
 def terminations(kinds: list[str]) -> Row:
-    """B11: SIGTERM under each kind."""
+    """B11: SIGTERM under attack by each kind."""
     failed, slowest = 0, 0.0
     for kind in kinds:
         with fake("--forward-ms=5") as server, attacked(server.port, [kind]):

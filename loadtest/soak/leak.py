@@ -17,12 +17,12 @@ CLIENTS = 8
 SAMPLES = 60
 CACHE_BYTES = 16 * 2**20
 BYTES_PER_REQUEST_LIMIT = 512.0  # the planted leak is 1024
-SPREAD_LIMIT = 8  # descriptors and threads more than after warm-up: connections come and go
+SPREAD_LIMIT = 8  # more descriptors or threads than after warm-up, as connections come and go
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """A process at one moment."""
+    """Resource use of a process at one moment, and how many requests it had answered."""
 
     answered: int
     resident_bytes: int
@@ -31,20 +31,20 @@ class Usage:
 
 
 def usage(server: Server, answered: int = 0) -> Usage:
-    """Read from /proc."""
+    """Read the usage of a server from /proc."""
     descriptors = len(os.listdir(f"/proc/{server.process.pid}/fd"))
     return Usage(answered, 1024 * server.status("VmRSS"), descriptors, server.status("Threads"))
 
 
 def leak(seconds: float, *faults: str) -> Row:
-    """Resident memory a request, around the fake engine; `--leak-bytes=1024` among the faults must turn it red."""
+    """Resident memory per request with the fake engine. The fault `--leak-bytes=1024` must turn it red."""
     with fake(*faults, queue__max_wait_seconds=5) as server:
         callers = Checked(learn(server, requests(30)), server.port, CLIENTS)
         return _watched("requests", callers, server, seconds)
 
 
 def reload_leak(seconds: float, every_seconds: float) -> list[Row]:
-    """The real service with a reload every so often; memory is compared between reloads of the second half."""
+    """The real service with a reload every `every_seconds`: memory per request in the second half, and the cache's size."""
     with two_checkpoints() as root:
         known = oracles(root, requests(60))
         settings = {**admin_settings(root), "cache__bytes": CACHE_BYTES, "queue__max_wait_seconds": 5}
@@ -59,7 +59,7 @@ def reload_leak(seconds: float, every_seconds: float) -> list[Row]:
 def _watched(
     what: str, callers: Checked, server: Server, seconds: float, admin: object = None, every_seconds: float = 0.0
 ) -> Row:
-    """The slope of memory over requests in the second half, when pools and caches have filled."""
+    """The slope of memory over requests in the second half, when pools and caches are full."""
     seen, turn = [], 0
     began = reloaded = time.monotonic()
     with callers:

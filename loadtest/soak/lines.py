@@ -1,4 +1,4 @@
-"""B8: hostile ids, headers and paths over sockets. Each request is one line of JSON in the log, with nothing of what was sent in it."""
+"""B8: hostile ids, headers and paths over sockets. Each request must be one JSON line in the log that shows nothing of its content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loadtest.soak.clients import Callers
 from loadtest.soak.servers import fake
 
 SECRET = 700_000_000_000_000_007  # an id of every history
-MARK = "zq9marker"  # part of every hostile value; what we make ourselves never holds it
+MARK = "zq9marker"  # part of every hostile value, and of no legitimate one
 LONGEST_LINE = 1000
 NAME_CHARACTERS = frozenset(ascii_letters + digits + "-_.:/=+@")
 LONGEST_NAME = 128
@@ -27,19 +27,19 @@ REFUSED = (
     "\x7f",
     "\r",
     "x" * 40_000,
-)  # in a header; such a request never gets as far as the application
+)  # in a header, a request with these never reaches the application
 BODY = (*HEADER, *REFUSED, "\r\n", "\n", "\x00", "x" * 65_536, "\ud800")
 
 
 def lines(seconds: float, style: str = "json") -> Row:
-    """Asks until the time is over, then reads the log. The figure is the longest line. `style` "console" must turn it red."""
+    """Send requests until the time is over, then check the log. The figure is the longest line. `style` "console" must turn it red."""
     settings = {"logs__level": "info", "logs__format": style, "logs__success_sample": 1, "queue__max_wait_seconds": 10}
     with tempfile.TemporaryFile() as log:
         with fake(log=log, **settings) as server, Callers(server.port, IN_FLIGHT, call) as callers:
             time.sleep(seconds)
         log.seek(0)
         written = log.read().decode("utf-8", "replace").split("\n")[:-1]
-    named = sum(b"x-request-id" in reply.headers for reply in callers.replies)  # by the application
+    named = sum(b"x-request-id" in reply.headers for reply in callers.replies)  # answered by the application
     strangers = len(callers.replies) - named
     faults = [fault for line in written if (fault := complaint(line))]
     requests = sum('"event":"request"' in (bare := line.replace(" ", "")) and "/readyz" not in bare for line in written)
@@ -51,7 +51,7 @@ def lines(seconds: float, style: str = "json") -> Row:
 
 
 def complaint(line: str) -> str:
-    """What is wrong with a line of the log; empty when nothing is."""
+    """What is wrong with a line of the log; empty if nothing is."""
     if not (line.isascii() and line.isprintable()):
         return "a line that a terminal would obey"
     try:
@@ -68,7 +68,7 @@ def complaint(line: str) -> str:
 
 
 def call(draw: random.Random) -> bytes:
-    """A request with hostile values in its headers and its path, or in its body."""
+    """A request with hostile values in its headers, and in its path or its body."""
 
     def evil(choices: Sequence[str]) -> str:
         return MARK + "".join(draw.choice(choices) for _ in range(draw.randint(1, 3)))

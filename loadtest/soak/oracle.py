@@ -1,4 +1,4 @@
-"""Expected replies, from a server without cache or batching, and callers whose replies are held against them."""
+"""Expected replies, from a server without cache or batching, and callers that check their replies against them."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ NAMES = ("v0", "v1")
 TOKEN = "soak"
 
 Known = Mapping[str, Mapping[bytes, bytes]]
-"""By version and request, the fingerprint of the reply."""
+"""Fingerprints of replies, by version and request."""
 
 
 def fingerprint(reply: Reply) -> bytes:
-    """Names the part of a reply that must be the same bits each time: everything but the timings."""
+    """A hash of the part of a reply that must not change: everything except the timings."""
     scored, _, _ = reply.body.partition(b'"timings_ms"')
     return hashlib.blake2b(scored, digest_size=16).digest()
 
 
 def requests(count: int) -> list[bytes]:
-    """Payloads of odd sizes; a few users come back with other candidates, so that their contexts can be cached."""
+    """Payloads of odd sizes. A few users return with other candidates, so that their contexts can be cached."""
     sizes = (1, 7, 33, 64, 65, 100, 513)
     return [
         rank_request(1 + row % (count // 2 + 1) + 10**6 * (row % 3), sizes[row % len(sizes)]) for row in range(count)
@@ -57,7 +57,7 @@ def two_checkpoints() -> Iterator[Path]:
 
 
 def rename_actions(checkpoint: Path) -> None:
-    """Give each action of a checkpoint another name, so that a reply in the words of another version is seen."""
+    """Rename each action of a checkpoint, so that a reply with another version's names is noticed."""
     manifest = load_manifest(checkpoint)
     renamed = manifest.relabelled(
         action_names=tuple(f"{name}_again" for name in manifest.action_names),
@@ -67,13 +67,13 @@ def rename_actions(checkpoint: Path) -> None:
 
 
 def admin_settings(root: Path) -> dict[str, object]:
-    """Settings of a server whose checkpoint can be changed; `swap` does it."""
+    """Settings of a server whose checkpoint `swap` can change."""
     digest = hashlib.sha256(TOKEN.encode()).hexdigest()
     return {"checkpoint": root / NAMES[0], "admin__port": free_port(), "admin__token_sha256": digest}
 
 
 def swap(port: object, name: str, seconds: float = 60.0) -> int:
-    """Ask the admin port for another checkpoint; its status, 0 without a reply in time."""
+    """Ask the admin port to load a checkpoint. Return the status, 0 without a reply in time."""
     url, headers = f"http://{HOST}:{port}/admin/reload", {"Authorization": f"Bearer {TOKEN}"}
     try:
         return httpx.post(url, json={"checkpoint": name}, headers=headers, timeout=seconds).status_code
@@ -82,7 +82,7 @@ def swap(port: object, name: str, seconds: float = 60.0) -> int:
 
 
 def learn(server: Server, payloads: Sequence[bytes]) -> Known:
-    """What a server says to each payload that is asked alone, while nothing else goes on."""
+    """Send each payload alone to an idle server; return the fingerprints. Raises RuntimeError unless all get 200."""
     replies = ask_all(server.port, payloads, keep_bodies=True, timeout_seconds=60)
     bad = [reply.status for reply in replies if reply.status != 200]
     if bad:
@@ -92,7 +92,7 @@ def learn(server: Server, payloads: Sequence[bytes]) -> Known:
 
 
 def oracles(root: Path, payloads: Sequence[bytes]) -> Known:
-    """Of both checkpoints, from servers of their own without cache, batching and swaps."""
+    """Expected replies of both checkpoints, each from its own server without cache, batching and swaps."""
     known: dict[str, Mapping[bytes, bytes]] = {}
     for name in NAMES:
         with real(checkpoint=root / name, cache__bytes=0, batching__max_requests=1) as server:
@@ -101,7 +101,7 @@ def oracles(root: Path, payloads: Sequence[bytes]) -> Known:
 
 
 class Checked(Callers):
-    """They ask what the oracle knows. `crossed` counts replies that belong to another request; `versions` answered so often."""
+    """Callers that send known payloads. `crossed` counts replies that differ from the oracle; `versions` counts replies by version."""
 
     def __init__(self, known: Known, port: int, clients: int, **options: Any) -> None:
         payloads = list(next(iter(known.values())))
@@ -115,7 +115,7 @@ class Checked(Callers):
         self.versions: Counter[str] = Counter()
 
     def note(self, payload: bytes, reply: Reply) -> None:
-        """Hold it against the oracle; nothing is kept, for memory is watched meanwhile."""
+        """Check a reply against the oracle. Keeps no reply, since memory is being watched."""
         if reply.status in (429, 503):
             self.refused += 1
         elif reply.status != 200:

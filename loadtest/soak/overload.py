@@ -1,4 +1,4 @@
-"""L1, L2, L3, L5: more load than engine or event loop can take, deadlines shorter than the queue. Around a fake engine."""
+"""L1, L2, L3, L5: load beyond engine or event loop, and deadlines shorter than the queue, with a fake engine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from loadtest.servers.launch import HOST, Server
 from loadtest.soak.clients import ask_all
 from loadtest.soak.servers import fake
 
-FORWARD_SECONDS = 0.1  # long enough that the generator and the event loop are not what is measured
-BATCH = 4  # requests a forward
+FORWARD_SECONDS = 0.1  # long enough that generator and event loop do not limit the figures
+BATCH = 4  # requests per forward
 CANDIDATES = 16
 CAPACITY_RPS = BATCH / FORWARD_SECONDS
 ENGINE = (f"--forward-ms={FORWARD_SECONDS * 1e3}",)
@@ -43,7 +43,7 @@ FEW, MANY = 32, 256  # impatient callers
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one offered load did: replies 200 a second, seconds at the 99th percentile."""
+    """Result of one offered load: replies with 200 per second, 99th percentiles in seconds, counts."""
 
     goodput_rps: float
     admitted_p99: float
@@ -53,7 +53,7 @@ class Load:
 
     @classmethod
     def of(cls, samples: Samples, seconds: float) -> Load:
-        """Of samples whose schedule took so long."""
+        """The load of samples whose schedule lasted this many seconds."""
         good, refused = samples.status == 200, (samples.status == 429) & samples.retry_after
         took, last = samples.service_seconds, float(samples.done[good].max(initial=0.0))
         rate = float(good.sum()) / max(seconds, last)
@@ -65,7 +65,7 @@ def _p99(seconds: NDArray[np.float64]) -> float:
 
 
 def offer(server: Server, multiple: float, seconds: float, seed: int = 1) -> Load:
-    """Poisson arrivals at a multiple of the capacity."""
+    """Offer Poisson arrivals at a multiple of the capacity."""
 
     async def main() -> Samples:
         due = schedule("poisson", multiple * CAPACITY_RPS, seconds, seed)
@@ -77,14 +77,14 @@ def offer(server: Server, multiple: float, seconds: float, seed: int = 1) -> Loa
 
 
 def unloaded(server: Server, requests: int) -> float:
-    """The 99th percentile of requests that come one by one, in seconds."""
+    """99th percentile of the latency of requests sent one by one, in seconds."""
     payloads = [rank_request(user, CANDIDATES) for user in range(1, requests + 1)]
     replies = ask_all(server.port, payloads, timeout_seconds=60)
     return _p99(np.array([reply.done_at - reply.sent_at for reply in replies]))
 
 
 def total(loads: Sequence[Load]) -> tuple[int, int]:
-    """How many were tried and broken in all of them."""
+    """Total numbers of tried and broken requests."""
     return sum(load.tried for load in loads), sum(load.broken for load in loads)
 
 
@@ -106,9 +106,9 @@ def overload(seconds: float, settings: dict[str, object] | None = None) -> list[
 
 
 def recovery(seconds: float) -> Row:
-    """L2: 10× with three retries a client, then 0.5×: when do all succeed again?
+    """L2: load at 10× with three retries per client, then at 0.5×. How soon do all requests succeed again?
 
-    Clients of the storm try again within a tenth of a second, whatever they are told; those after the fall wait as `Retry-After` says.
+    Clients at 10× retry within 0.1 s and ignore `Retry-After`; clients at 0.5× respect it.
     """
     with fake(*ENGINE, **SETTINGS) as server, asyncio.Runner(loop_factory=precise_loop) as runner:
         tried, last_failure, failed = runner.run(_storm_then_calm(server, seconds))
@@ -128,7 +128,7 @@ async def _storm_then_calm(server: Server, seconds: float) -> tuple[int, float, 
 
 
 async def _persistent(client: Client, due: float, row: int, *, patient: bool) -> int:
-    """One client, which tries again when refused; the status of its last attempt."""
+    """Send one request, with retries if refused; return the status of the last attempt."""
     await asyncio.sleep(float(due))
     for _ in range(1 + RETRIES):
         reply = await client.ask(rank_request(row + 1, CANDIDATES))
@@ -140,9 +140,9 @@ async def _persistent(client: Client, due: float, row: int, *, patient: bool) ->
 
 
 def impatience(seconds: float, *faults: str, rounds: int = 3, **settings: Any) -> list[Row]:
-    """L5: callers who send again as soon as they are answered, few and many, around an engine that takes no time.
+    """L5: few and many callers that send again right after each reply, with an engine that takes no time.
 
-    wrk counts; our own generator, which is slower, adds the latency of the 200s alone.
+    wrk measures the rate. Our own generator is slower and measures the latency of the 200s only.
     """
     requests, each = [rank_request(1, CANDIDATES)] * 100_000, seconds / 4 / rounds
     body = requests[0].partition(b"\r\n\r\n")[2]
@@ -166,9 +166,9 @@ def impatience(seconds: float, *faults: str, rounds: int = 3, **settings: Any) -
 
 
 def deadlines(requests: int, settings: dict[str, object] | None = None) -> Row:
-    """L3: deadlines shorter than the queue. What was answered 504 must not have been computed.
+    """L3: deadlines shorter than the queue. A request that gets 504 must not have been computed.
 
-    Requests come in waves: more at once would overrun the event loop, which then answers 429 to what it has not read.
+    Requests come in waves: more at once would overload the event loop, which then answers 429 to unread requests.
     """
     loose = {"batching__max_candidates": CANDIDATES, "batching__chunk_candidates": CANDIDATES}
     statuses: list[int] = []
@@ -179,7 +179,7 @@ def deadlines(requests: int, settings: dict[str, object] | None = None) -> Row:
             statuses += [reply.status for reply in ask_all(server.port, hurried, together=WAVE)]
         computed = int(server.metric("ranker_candidates_scored_total")) // CANDIDATES
     answered, late = statuses.count(200), statuses.count(504)
-    wasted = computed - answered  # the reply to one that was in its forward at its deadline is late, and only that one
+    wasted = computed - answered  # only a request whose forward had begun before its deadline may be computed in vain
     what = f"deadline shorter than the queue: 504 ({late}), never computed"
     in_vain = max(0, wasted) / max(1, late)
     return Row("L3", what, requests, len(statuses) - answered - late, in_vain, 0.1, "computed in vain per 504")

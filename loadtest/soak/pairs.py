@@ -1,4 +1,4 @@
-"""R4: two servers on one corpus directory, both changed, compacted and killed: what either has acknowledged is there afterwards."""
+"""R4: two servers on one corpus directory are changed, compacted and killed; no acknowledged change may be lost."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from loadtest.soak.corpora import POSTS, Oracle
 from loadtest.soak.oracle import TOKEN
 from loadtest.soak.posts import NEW_POSTS, settings_of
 
-SEEN_SECONDS = 1.0  # until the other process serves a change
+SEEN_SECONDS = 1.0  # limit until the other process serves a change
 
 Fault = Literal["lose"]
-"""What a control breaks: half of the change log goes with a kill."""
+"""The fault of a control: a kill loses half of the change log."""
 
 
 @dataclass
 class Pair:
-    """Each post is deleted or added once, so that what must be there does not depend on the order."""
+    """Two servers on one corpus. Each post is deleted or added once, so that the expected corpus does not depend on the order."""
 
     processes: Processes
     admin_ports: Sequence[int]
@@ -43,10 +43,10 @@ class Pair:
     compacted: int = 0
     kills: int = 0
     wrong: int = 0
-    """Replies that are neither 200 nor a refusal for now."""
+    """Number of replies that are neither 200 nor a temporary refusal."""
 
     async def round(self, kill: bool) -> None:
-        """Both servers get a change and, now and then, a compaction, all at once; `kill` ends one of them in the midst."""
+        """Send both servers a change and sometimes a compaction, all at once. `kill`: kill one of them meanwhile."""
         calls = [self._change(number) for number in range(2)]
         calls += [self._compact(number) for number in range(2)] if self.draw.random() < self.compact_share else []
         self.draw.shuffle(calls)
@@ -61,7 +61,7 @@ class Pair:
         await asyncio.gather(*begun)
 
     async def ask(self, number: int, path: str, body: Any = None) -> httpx.Response | None:
-        """One server's admin port; None where it is killed meanwhile."""
+        """Send a request to a server's admin port; None if the server is killed meanwhile."""
         base = f"http://{HOST}:{self.admin_ports[number]}"
         async with httpx.AsyncClient(base_url=base, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as admin:
             with suppress(httpx.TransportError):
@@ -87,7 +87,7 @@ class Pair:
         self.wrong += reply is not None and reply.status_code != 200 and reply.json()["code"] not in allowed
 
     async def lost(self) -> int:
-        """How many acknowledged changes a server that has started anew does not know, by what deleting those posts again finds."""
+        """Number of acknowledged changes that a restarted server does not know, found by deleting those posts again."""
         found = []
         for posts in (self.deleted, self.added):
             reply = await self.ask(0, "/admin/posts", {"delete": [*posts, NEW_POSTS - 1]})
@@ -96,7 +96,7 @@ class Pair:
         return found[0] + len(self.added) - found[1]
 
     async def seconds_until_seen(self) -> float:
-        """From the acknowledgement of a change by one server until the other one serves it; a minute where it never does."""
+        """Seconds from one server's acknowledgement of a change until the other serves it, at most 60."""
         for number, other in ((0, 1), (1, 0)):
             added = {"post_id": NEW_POSTS // 2 + self.tried, "author_id": 1}
             reply = await self.ask(number, "/admin/posts", {"upsert": [added]})
@@ -123,7 +123,7 @@ def pairs(
     compact_share: float = 0.5,
     seconds: float = 600.0,
 ) -> list[Row]:
-    """R4 in so many rounds, or as many as there is time for. `compact_share`: of the rounds, with a compaction through each server."""
+    """R4 in `rounds` rounds, or fewer if time runs out. `compact_share`: share of rounds in which both servers compact."""
     until = time.monotonic() + seconds
     admin_ports = [free_port(), free_port()]
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack, asyncio.Runner() as runner:

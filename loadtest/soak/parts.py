@@ -1,4 +1,4 @@
-"""Every long form of the reliability matrix, by name, with its share of a bounded time."""
+"""All soak tests of the reliability matrix, by name, each with its share of the total time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from loadtest.soak import (
 
 Part = Callable[[float], list[Row]]
 
-PARTS: dict[str, tuple[float, Part]] = {  # name → share of the time, what runs
+PARTS: dict[str, tuple[float, Part]] = {  # name → share of the time, test
     "overload": (0.15, lambda seconds: overload.overload(seconds)),
     "recovery": (0.05, lambda seconds: [overload.recovery(seconds)]),
     "deadlines": (0.05, lambda seconds: [overload.deadlines(_count(seconds, 100, 200))]),
@@ -71,7 +71,7 @@ def _count(seconds: float, per_second: float, least: int) -> int:
 
 
 def run(seconds: float, names: list[str]) -> Iterator[Row]:
-    """The rows as they come. A part that breaks is a failed row, and the others still run."""
+    """Run the named parts and yield their rows. A part that raises becomes a failed row, and the others still run."""
     whole = sum(PARTS[name][0] for name in names)
     for name in names:
         share, part = PARTS[name]
@@ -82,7 +82,7 @@ def run(seconds: float, names: list[str]) -> Iterator[Row]:
 
 
 def soak(seconds: float = 1800.0, only: list[str] | None = None) -> None:
-    """Every long form in a bounded time, or those that are named: one JSON line a row, then a table. Exit code 1 where a row is red."""
+    """Run all soak tests, or those named, in `seconds`. Prints one JSON line per row, then a table. Exit code 1 if a row is red."""
     if unknown := set(only or ()) - PARTS.keys():
         raise ValueError(f"no part is named {', '.join(unknown)}; there are {', '.join(PARTS)}")
     began, rows = time.monotonic(), []

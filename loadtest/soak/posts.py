@@ -1,4 +1,4 @@
-"""R1 to R3: a corpus is changed, compacted, swapped and killed while it is searched; every answer is held against a replay."""
+"""R1 to R3: changes, compacts and swaps a corpus and kills its server during searches; checks every answer against a replay."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from loadtest.soak.servers import real
 SEARCHERS = 8
 PATHS = ("/retrieve", "/recommend")
 NEW_POSTS = 10**9
-CLAIMED = 40  # posts that the control says are deleted
+CLAIMED = 40  # posts that the control wrongly counts as deleted
 
 Fault = Literal["forget", "claim", "half", "lose"]
-"""What a control breaks: the replay misses a change in three; posts are taken for deleted that are not; a swap names the corpus
-alone; a crash takes half of the log with it."""
+"""The fault of a control. forget: the replay misses one change in three. claim: live posts count as deleted. half: a swap names
+only the corpus. lose: a crash loses half of the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Posts in one change, and changes between two compactions and between two swaps."""
+    """Maximum upserts or deletes of a change, and changes between two compactions and between two swaps."""
 
     posts: int = 20
     compact_every: int = 40
@@ -45,7 +45,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A reply to a search: which corpus, after how many changes, for whom, and what."""
+    """A reply to a search: corpus, number of changes, user, posts and scores."""
 
     corpus: str
     edits: int
@@ -56,7 +56,7 @@ class Answer:
 
 @dataclass
 class Searched:
-    """A server whose posts change while they are searched."""
+    """Searches and changes one server at the same time, and records answers and faults."""
 
     oracles: Mapping[str, Oracle]
     admin_port: object
@@ -75,11 +75,11 @@ class Searched:
     answers: list[Answer] = field(default_factory=list)
     acknowledged: dict[str, int] = field(default_factory=lambda: {"a": 0, "b": 0})
     gone: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Corpus and post → how many changes there were when its deletion was acknowledged."""
+    """(corpus, post) → number of changes when its deletion was acknowledged."""
     stop: bool = False
 
     async def search(self, server: Server) -> None:
-        """Ask at random until `stop` is set."""
+        """Send random searches until `stop` is set."""
         async with Client(HOST, server.port, max_connections=SEARCHERS, keep_bodies=True, timeout_seconds=20) as client:
             await asyncio.gather(*(self._search(client, random.Random(seed)) for seed in range(SEARCHERS)))
 
@@ -117,7 +117,7 @@ class Searched:
         return answer
 
     async def change(self, operations: int, draw: random.Random) -> None:
-        """Upsert and delete so many posts, a few at a time; compact beside it, and swap now and then."""
+        """Upsert and delete `operations` posts, a few at a time, with compactions in parallel and swaps now and then."""
         headers = {"Authorization": f"Bearer {TOKEN}"}
         async with httpx.AsyncClient(base_url=f"http://{HOST}:{self.admin_port}", headers=headers, timeout=60) as admin:
             compactions: list[asyncio.Task[None]] = []
@@ -178,7 +178,7 @@ class Searched:
         self.swaps += 1
 
     def differing(self) -> int:
-        """How many answers are not what the replay says, in posts, order or a bit of a score."""
+        """Number of answers that differ from the replay in posts, order or a bit of a score."""
         return sum(
             (answer.posts, answer.scores) != self.oracles[answer.corpus].expected(answer.user, answer.edits)
             for answer in sorted(self.answers, key=lambda answer: answer.edits)
@@ -186,7 +186,7 @@ class Searched:
 
 
 def settings_of(root: Path, oracle: Oracle) -> dict[str, Any]:
-    """Of a server that retrieves from this corpus, and whose admin port may name what lies beside it."""
+    """Settings of a server that serves this corpus, and whose admin port may load others below `root`."""
     return {
         **admin_settings(root),
         "checkpoint": "weights/demo",
@@ -199,7 +199,7 @@ def settings_of(root: Path, oracle: Oracle) -> dict[str, Any]:
 
 
 def changes(operations: int, pace: Pace = Pace(), faults: Sequence[Fault] = (), **further: Any) -> list[Row]:
-    """R1, R2, R3 while so many posts are upserted or deleted; `further` settings of the server."""
+    """R1, R2 and R3 while `operations` posts are upserted or deleted. `further`: more settings of the server."""
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         oracles = {name: Oracle(name, root, number) for number, name in enumerate("ab")}
@@ -229,7 +229,7 @@ async def _both(searched: Searched, server: Server, operations: int, draw: rando
 
 
 def kills(count: int, faults: Sequence[Fault] = ()) -> Row:
-    """R1 with `kill -9` in the midst of changes and compactions: what was acknowledged is there after a start, and nothing by half."""
+    """R1 with `kill -9` during changes and compactions: a restart has every acknowledged change, and no change in part."""
     draw, different, lost, answered = random.Random(1), 0, 0, 0
     with tempfile.TemporaryDirectory() as directory:
         oracle = Oracle("a", Path(directory), 0)
@@ -246,7 +246,7 @@ def kills(count: int, faults: Sequence[Fault] = ()) -> Row:
                 each_user(after, server)
             kept = after.answers[0].edits
             lost += kept < searched.acknowledged["a"]
-            oracle.forget_after(kept)  # the change that was in flight may be there or not
+            oracle.forget_after(kept)  # the change in flight may or may not be stored
             different += after.differing() + after.dropped
             answered += len(after.answers)
     return Row("R1", f"kill -9 while posts change, {count} times: answers after a start", answered, different, lost, 0,
@@ -261,7 +261,7 @@ async def _killed(searched: Searched, server: Server, draw: random.Random) -> No
 
 
 def each_user(searched: Searched, server: Server) -> None:
-    """Ask once for each user, and note the answers."""
+    """Send one search per user and record the answers."""
     asked = [search_request(user, PATHS[0]) for user in range(USERS)]
     for user, reply in enumerate(ask_all(server.port, asked, keep_bodies=True, timeout_seconds=20)):
         if reply.status == 200:

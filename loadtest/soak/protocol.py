@@ -1,4 +1,4 @@
-"""B5: connections on which broken bytes follow good requests, in pieces of any size: never two replies to one request."""
+"""B5: connections that send broken bytes after good requests, in pieces of any size. No request may get two replies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loadtest.servers.launch import HOST
 from loadtest.soak.servers import fake
 
 CONNECTIONS = 200
-PATIENCE_SECONDS = 1.0  # the server's, for headers and bodies: corrupted bytes may announce more than comes
+PATIENCE_SECONDS = 1.0  # the server's limit for headers and bodies: corrupted bytes may announce more than is sent
 CLOSE_SECONDS = 15.0
 NAME = b"X-Request-ID: "
 PIECES = (
@@ -27,24 +27,24 @@ PIECES = (
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """All bytes of one connection. `good` names the requests before the break, `hidden` those that a mistaken parser would find."""
+    """All bytes of one connection. `good`: names of the requests before the break; `hidden`: of those a faulty parser would find."""
 
     sent: bytes
     good: tuple[bytes, ...]
     hidden: tuple[bytes, ...]
-    corrupted: bool = False  # at random, so that any number of the good ones may be broken
+    corrupted: bool = False  # at random places, so that any of the good requests may be broken
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One reply: its status, and whose it says it is."""
+    """One reply: its status, and the request id that it carries."""
 
     status: int
     name: bytes
 
 
 def protocol(seconds: float, *faults: str) -> Row:
-    """Opens connections until the time is over. The figure counts requests that got two replies, or one that was not theirs."""
+    """Open connections until the time is over. The figure counts connections with a repeated reply or one to a hidden request."""
     tried, broken, two = 0, 0, 0
     patience = {"connections__header_seconds": PATIENCE_SECONDS, "connections__body_seconds": PATIENCE_SECONDS}
     with fake(*faults, queue__max_wait_seconds=10, **patience) as server, asyncio.Runner() as runner:
@@ -61,7 +61,7 @@ def protocol(seconds: float, *faults: str) -> Row:
 
 
 def exchange(draw: random.Random) -> Exchange:
-    """Good requests, then one of the corpus with more behind it; or good requests with corrupted bytes anywhere."""
+    """Good requests, then a broken one and hidden ones; or good requests with bytes corrupted anywhere."""
     good = tuple(b"good-%016x" % draw.getrandbits(64) for _ in range(draw.randrange(4)))
     whole = b"".join(_named(name, draw) for name in good)
     if good and draw.random() < 0.5:
@@ -72,7 +72,7 @@ def exchange(draw: random.Random) -> Exchange:
 
 
 def complaint(asked: Exchange, found: Sequence[Answer] | None) -> str:
-    """What is wrong with the replies on a closed connection; `found` is None where it stayed open or they cannot be read."""
+    """What is wrong with the replies on a connection. `found` is None if it stayed open or the replies cannot be parsed."""
     if found is None:
         return "left open, or bytes that are no replies"
     names = [answer.name for answer in found if answer.name]
@@ -90,13 +90,13 @@ def complaint(asked: Exchange, found: Sequence[Answer] | None) -> str:
 
 
 def answered_too_often(asked: Exchange, found: Sequence[Answer]) -> bool:
-    """Whether a request has two replies, or one that was hidden behind the break has any."""
+    """Whether a request has two replies, or a request hidden behind the break has one."""
     names = [answer.name for answer in found if answer.name]
     return len(set(names)) < len(names) or not set(names).isdisjoint(asked.hidden)
 
 
 def _named(name: bytes, draw: random.Random) -> bytes:
-    """A good request that carries its name, as GET, as POST with a length, or as POST in chunks."""
+    """A good request with this id: a GET, a POST with a length, or a chunked POST."""
     kind = draw.randrange(3)
     if kind == 0:
         return b"GET /livez HTTP/1.1\r\nHost: localhost\r\n" + NAME + name + b"\r\n\r\n"
@@ -109,7 +109,7 @@ def _named(name: bytes, draw: random.Random) -> bytes:
 
 
 def _corrupted(sent: bytes, draw: random.Random) -> bytes:
-    """One to three places are overwritten, cut out, doubled, or get something put in."""
+    """The bytes with one to three places overwritten, removed, doubled or inserted into."""
     bytes_ = bytearray(sent)
     for _ in range(draw.randint(1, 3)):
         place, length = draw.randrange(len(bytes_) + 1), draw.randint(1, 30)
@@ -127,7 +127,7 @@ async def _all(port: int, exchanges: Sequence[Exchange], seed: int) -> list[list
 
 
 async def _converse(port: int, sent: bytes, draw: random.Random) -> list[Answer] | None:
-    """Send in pieces, and everything that comes back until the server ends the connection."""
+    """Send in pieces and return the replies. None if the server does not close the connection, or they cannot be parsed."""
     reader, writer = await asyncio.open_connection(HOST, port)
     reading = asyncio.ensure_future(_until_the_end(reader))
     pace = draw.choice((len(sent), 1 + len(sent) // 2, 200, 61))
@@ -137,7 +137,7 @@ async def _converse(port: int, sent: bytes, draw: random.Random) -> list[Answer]
             await asyncio.sleep(0)
             await writer.drain()
     if not await _ended(reading, 4 * PATIENCE_SECONDS):
-        # what is left is a whole good request, or none: one that asks for the end brings it, and its reply is not looked at
+        # the server keeps the connection alive: send a request that closes it, and ignore its reply
         with suppress(ConnectionError):
             writer.write(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + NAME + b"last\r\n\r\n")
         if not await _ended(reading, CLOSE_SECONDS):
@@ -159,7 +159,7 @@ async def _until_the_end(reader: asyncio.StreamReader) -> bytes:
 
 
 def replies(stream: bytes) -> list[Answer] | None:
-    """The replies in a stream, cut by their lengths; None where bytes are left over or missing."""
+    """The replies in a stream, split by their lengths. None if bytes are left over or missing."""
     found = []
     while stream:
         head, separator, rest = stream.partition(b"\r\n\r\n")

@@ -1,4 +1,4 @@
-"""R6 and R7: three replicas follow one Redis stream under load; replicas and Redis are killed at random; then all are compared."""
+"""R6 and R7: three replicas follow one Redis stream under load. Kills replicas and Redis at random, then compares all replicas."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ STREAM = "posts"
 REPLICAS = 3
 PER_SECOND = 2000.0
 DELETED_SHARE = 0.05
-IDS = range(10**6, 10**6 + 20_000)  # that change, none of them in the corpus
+IDS = range(10**6, 10**6 + 20_000)  # posts that change, none of them in the initial corpus
 USERS, TOP = 500, 200
-SEARCHES = 200  # one after the other, for one reading
+SEARCHES = 200  # per reading, one after the other
 
 
 def search(user: int, top: int = 50, at_least: str = "") -> bytes:
-    """What a user asks `/retrieve`, as bytes for the wire."""
+    """A user's request to `/retrieve`, as bytes ready to send."""
     headers = {"X-Routing-Key": routing_key(user)} | ({"X-Corpus-At-Least": at_least} if at_least else {})
     return post("localhost", "/retrieve", orjson.dumps({"user_id": user, "k": top}), headers)
 
 
 @dataclass
 class Writer:
-    """Upserts and deletes in a thread, at a steady rate; what cannot be written is dropped: the stream itself is what counts."""
+    """Writes upserts and deletes from a thread at a steady rate. Failed writes are dropped, as replicas are compared with the stream."""
 
     redis: RedisServer
     per_second: float = PER_SECOND
@@ -82,7 +82,7 @@ class Writer:
 
 
 def change(draw: random.Random) -> dict[str, Any]:
-    """One upsert, or one delete, as `POST /admin/posts` takes it."""
+    """One random upsert or delete, as `POST /admin/posts` takes it."""
     one = draw.choice(IDS)
     if draw.random() < DELETED_SHARE:
         return {"delete": [one]}
@@ -90,7 +90,7 @@ def change(draw: random.Random) -> dict[str, Any]:
 
 
 class Fleet(Processes):
-    """Three replicas of the demo, each with a copy of the corpus that it keeps, behind a Redis stream."""
+    """Three replicas of the demo, each with its own persistent copy of the corpus, that follow a Redis stream."""
 
     def __init__(self, root: Path, redis: RedisServer) -> None:
         self.redis = redis
@@ -107,11 +107,11 @@ class Fleet(Processes):
         )
 
     def states(self) -> list[dict[str, Any]]:
-        """What each says of its corpus."""
+        """The corpus part of each replica's `/info`."""
         return [httpx.get(f"{one.url}/info", timeout=10).json()["retrieval"]["corpus"] for one in self.running.values()]
 
     def wait_for(self, position: str, seconds: float) -> bool:
-        """Whether all have had the stream up to there within this time."""
+        """Wait until all replicas have applied the stream up to `position`; return whether they did in time."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             with suppress(httpx.HTTPError, KeyError, TypeError):
@@ -123,7 +123,7 @@ class Fleet(Processes):
 
 @contextmanager
 def fleet() -> Iterator[tuple[Fleet, Path]]:
-    """All three run."""
+    """Yield a running fleet and its directory."""
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         with RedisServer(root / "redis") as redis:
@@ -137,7 +137,7 @@ def fleet() -> Iterator[tuple[Fleet, Path]]:
 
 
 def lags(made: Fleet, seconds: float) -> list[float]:
-    """From a write until each replica answers a caller who insists on it, one write after the other, in seconds."""
+    """Seconds from a write until each replica answers a request that requires it. One write after the other."""
     client, found, until = made.redis.client(), list[float](), time.monotonic() + seconds
     while time.monotonic() < until:
         began = time.monotonic()
@@ -150,7 +150,7 @@ def lags(made: Fleet, seconds: float) -> list[float]:
 
 
 def under_load(seconds: float, per_second: float = PER_SECOND) -> list[Row]:
-    """R6: lag, and what searches through HAProxy lose, while posts change; readings with and without changes in turns."""
+    """R6: lag, and the slowdown of searches through HAProxy while posts change. Readings alternate with and without changes."""
     with fleet() as (made, _), balancer(made.ports) as target:
         time.sleep(2.5)
         payloads = [search(user) for user in range(1, SEARCHES + 1)]
@@ -180,9 +180,9 @@ def under_load(seconds: float, per_second: float = PER_SECOND) -> list[Row]:
 
 
 def kills(count: int, seconds: float, per_second: float = PER_SECOND, *, spoil: bool = False) -> list[Row]:
-    """R7: so many kills of replicas, and one of Redis, while posts change; then sequences, digests, and the best posts of all.
+    """R7: kill replicas `count` times and Redis once while posts change, then compare sequences, digests and best posts.
 
-    `spoil`: the control; an entry is taken out of the stream that all have made.
+    `spoil`: the control, which deletes an entry from the stream after all replicas have applied it.
     """
     draw = random.Random(0)
     with fleet() as (made, root):
@@ -228,7 +228,7 @@ def kills(count: int, seconds: float, per_second: float = PER_SECOND, *, spoil: 
 
 
 def posts() -> dict[int, int]:
-    """The authors of the demo's posts, by post."""
+    """The author of each post of the demo."""
     from safetensors.numpy import load_file
 
     rows = load_file(POSTS / "posts.safetensors")
@@ -236,7 +236,7 @@ def posts() -> dict[int, int]:
 
 
 def left(client: Any) -> dict[int, int]:
-    """Those that are left when everything in the stream was made, in their order."""
+    """The author of each post after applying the whole stream, in corpus order."""
     found = posts()
     for _, fields in client.xrange(STREAM):
         wanted = orjson.loads(fields[b"change"])
@@ -248,7 +248,7 @@ def left(client: Any) -> dict[int, int]:
 
 
 def built(directory: Path, authors: dict[int, int]) -> Path:
-    """A corpus of these posts by `weights corpus build`: vectors that were made elsewhere may differ in their last bits."""
+    """Build a corpus with `weights corpus build`, since vectors made elsewhere may differ in their last bits."""
     source = directory.with_suffix(".npz")
     np.savez(source, post_ids=np.array(list(authors), np.int64), author_ids=np.array(list(authors.values()), np.int64))
     command = [
@@ -268,7 +268,7 @@ def built(directory: Path, authors: dict[int, int]) -> Path:
 
 
 def _differing(made: Fleet, corpus: Path) -> int:
-    """Users who get other posts, or other bits, from one of the replicas than from this corpus."""
+    """Number of users who get other posts or bits from a replica than from this corpus."""
     payloads = [search(user, TOP) for user in range(1, USERS + 1)]
 
     def best(port: int) -> list[bytes]:
@@ -286,7 +286,7 @@ def _posts(body: bytes) -> bytes:
 
 
 def all_rows(seconds: float, count: int) -> list[Row]:
-    """R6 and R7, where Debian's redis-server is installed."""
+    """R6 and R7, if redis-server is installed."""
     if not RedisServer.is_installed():
         return [Row("R6", "redis-server is not installed", 0, 0, 0, 0, "")]
     return under_load(seconds / 3) + kills(count, seconds)
@@ -297,7 +297,7 @@ def measure(
     kills_of_replicas: Annotated[int, typer.Option("--kills", help="At random moments; Redis is killed once.")] = 100,
     per_second: Annotated[float, typer.Option(help="Changes that are written.")] = 2000.0,
 ) -> None:
-    """Three replicas of one Redis stream behind HAProxy: lag, searches beside changes, kills, equal posts. Exit code 1 for a red row."""
+    """Three replicas of one Redis stream behind HAProxy: lag, searches during changes, kills, equal posts. Exit code 1 if a row is red."""
     rows = under_load(seconds, per_second) + kills(kills_of_replicas, float("inf"), per_second)
     print(table(rows))
     raise typer.Exit(not all(row.ok for row in rows))

@@ -1,4 +1,4 @@
-"""Servers for the soak: the real service, or the same around a fake engine with planted faults. Sends no load."""
+"""Servers for the soak tests: the real service, or the service around a fake engine with planted faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RAISE, STICKY, HANG = 2**40, 2**40 + 1, 2**40 + 2  # users whose requests break 
 
 
 def fake(*faults: str, **settings: Any) -> AbstractContextManager[Server]:
-    """The service around the fake engine; `faults` are its command line, `settings` as of `ranking_server`."""
+    """The service around the fake engine. `faults` are its arguments; for `settings` see `ranking_server`."""
     command = FRONTED if settings.get("fronts") else FAULTY
     return ranking_server(*command, *faults, **(QUIET | settings))
 

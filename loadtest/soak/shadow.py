@@ -1,4 +1,4 @@
-"""L6: five times the capacity with and without a shadow checkpoint that computes for every answered request, in turns."""
+"""L6: load at five times the capacity, in turns with and without a shadow checkpoint that scores every answered request."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from loadtest.soak.overload import CANDIDATES, ENGINE, SETTINGS, Load, offer, to
 from loadtest.soak.servers import fake
 
 MULTIPLE = 5
-COMPUTES = "--shadow-ms=50"  # each shadowed request, on the device that the first checkpoint has its forwards on
+COMPUTES = "--shadow-ms=50"  # per shadowed request, on the device of the first checkpoint
 ASKED = 20  # requests whose bits are compared
 SHADOW = {"shadow__checkpoint": "second", "shadow__share": 1.0}
 
 
 def shadow(seconds: float, *faults: str, rounds: int = 4) -> list[Row]:
-    """Medians over the rounds, with a shadow over without."""
+    """Rows of medians over the rounds: with a shadow ÷ without one."""
     loads: list[list[Load]] = [[], []]
     with ExitStack() as stack:
         servers = [stack.enter_context(fake(*ENGINE, COMPUTES, *faults, **SETTINGS, **more)) for more in ({}, SHADOW)]
@@ -47,7 +47,7 @@ def shadow(seconds: float, *faults: str, rounds: int = 4) -> list[Row]:
 
 
 def _asked(server: Server) -> list[bytes]:
-    """What a server says to the same requests one by one, but for its timings."""
+    """Fingerprints of a server's replies to the same requests, sent one by one."""
     found = []
     for user in range(1, ASKED + 1):
         [reply] = ask_all(server.port, [rank_request(user, CANDIDATES)], keep_bodies=True)

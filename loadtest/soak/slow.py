@@ -1,4 +1,4 @@
-"""B4: many silent, trickling and incomplete requests: each is closed within 10 s, and other clients are not slowed down."""
+"""B4: many silent, trickling and incomplete requests. Each must be closed within 10 s, without slowing down other clients."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ OPENINGS = (
     b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n",
 )
 TRICKLE_SECONDS = 0.5
-WATCH_SECONDS = 5.0  # the slow ones are there for longer
+WATCH_SECONDS = 5.0  # the slow connections last longer
 
 
 def slow(sockets: int, **settings: object) -> list[Row]:
-    """`sockets` slow connections with the deadlines as they are out of the box."""
+    """Open `sockets` slow connections to a server with the default deadlines."""
     with fake("--forward-ms=5", **settings) as server, ThreadPoolExecutor(1) as beside:
         quiet = _p99(server)
         holding = beside.submit(asyncio.run, _hold_all(server.port, sockets))
@@ -41,14 +41,14 @@ def slow(sockets: int, **settings: object) -> list[Row]:
 
 
 def _p99(server: Server) -> float:
-    """Of one request after the other, in seconds."""
+    """99th percentile of the latency of requests sent one after the other, in seconds."""
     with Callers(server.port, 1) as callers:
         time.sleep(WATCH_SECONDS)
     return p99(callers.replies)
 
 
 async def _hold_all(port: int, sockets: int) -> list[float]:
-    """After how many seconds the server ended each connection, of those that it ended in time."""
+    """Seconds until the server closed each connection, for those that it closed in time."""
     tasks = [asyncio.create_task(_hold(port, number)) for number in range(sockets)]
     done, hanging = await asyncio.wait(tasks, timeout=2 * CLOSE_SECONDS)
     for task in hanging:
@@ -57,7 +57,7 @@ async def _hold_all(port: int, sockets: int) -> list[float]:
 
 
 async def _hold(port: int, number: int) -> float:
-    """Open a connection, say a little now and then, and return after how many seconds the server ended it."""
+    """Open a connection, send little or nothing, and return the seconds until the server closed it."""
     reader, writer = await asyncio.open_connection(HOST, port)
     began = time.monotonic()
     writer.write(OPENINGS[number % len(OPENINGS)])

@@ -1,4 +1,4 @@
-"""F1 and C2: checkpoints are swapped under load while clients disconnect and share batches; every reply is checked."""
+"""F1 and C2: swaps checkpoints under load while clients disconnect and share batches, and checks every reply."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ CLIENTS = 16
 
 
 def swaps(seconds: float, *, payload_count: int = 60, fronts: Sequence[int] = (0,)) -> list[Row]:
-    """Two checkpoints in turns, a cache that is always too small, one client in ten gone before its reply.
+    """Swap between two checkpoints, with a cache that is always too small, and one request in ten abandoned before its reply.
 
-    `fronts`: how many the server has, for so many seconds each; the oracles are single processes.
+    `fronts`: numbers of fronts to test, each for `seconds`. The oracles are single processes.
     """
     rows = []
     with two_checkpoints() as root:
@@ -42,7 +42,7 @@ def swaps(seconds: float, *, payload_count: int = 60, fronts: Sequence[int] = (0
 
 
 def crossing(seconds: float, *faults: str) -> Row:
-    """C2 around the fake engine; with `--cross` among the faults it must find every swapped pair."""
+    """C2 with the fake engine. With the fault `--cross`, it must find swapped replies."""
     with (
         fake("--forward-ms=3", *faults, queue__max_wait_seconds=5) as server,
         Checked(learn(server, requests(30)), server.port, CLIENTS) as callers,
