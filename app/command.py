@@ -100,7 +100,7 @@ def bench(
     url: Annotated[str, typer.Argument(help="The server's address.")] = "http://127.0.0.1:8000",
     rate: Annotated[float, typer.Option(min=0.1, max=1e5, help="Requests a second, whatever the server does.")] = 100.0,
     seconds: Annotated[float, typer.Option(min=1, help="Length of the measured part.")] = 10.0,
-    warmup: Annotated[float, typer.Option(min=0, help="Traffic before it that is not measured.")] = 2.0,
+    warmup: Annotated[float, typer.Option(min=0, help="Seconds of traffic before it, not measured.")] = 2.0,
     candidates: Annotated[int, typer.Option(min=0, help="Of each request; 0: as a feed would have them.")] = 0,
     slo_ms: Annotated[float, typer.Option(help="Objective: milliseconds from the due time.")] = 50.0,
 ) -> None:

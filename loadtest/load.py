@@ -25,7 +25,7 @@ Url = Annotated[
 ]
 Out = Annotated[Path, typer.Option("--out", help="Directory for run.json, samples.npz, the report and its plots.")]
 Seconds = Annotated[float, typer.Option(help="Length of the measured part, or of a block.")]
-Warmup = Annotated[float, typer.Option(help="Traffic before it that is not measured.")]
+Warmup = Annotated[float, typer.Option(help="Seconds of traffic before it, not measured.")]
 SloMs = Annotated[float, typer.Option(help="Objective: latency in milliseconds, from the due time.")]
 SloShare = Annotated[float, typer.Option(help="Objective: share of all offered requests that must meet it.")]
 Candidates = Annotated[int, typer.Option(help="Exactly this many candidates a request; 0: the model's mix.")]
@@ -33,7 +33,7 @@ Production = Annotated[
     bool, typer.Option("--production", help="1 022 events and 2 800 candidates a request, whatever else is asked for.")
 ]
 Seed = Annotated[
-    int, typer.Option(help="Of traffic and arrivals; 0: a fresh one, so that a running server knows none of its users.")
+    int, typer.Option(help="Seed of traffic and arrivals; 0: a new one, so that no user is in the server's cache.")
 ]
 Arrivals = Annotated[Literal["poisson", "constant"], typer.Option(help="Independent users (poisson) or a metronome.")]
 
@@ -95,9 +95,9 @@ def search(
 
 def compare(
     a: Annotated[str, typer.Argument(help="A commit, or the URL of a server.")],
-    b: Annotated[str, typer.Argument(help="Another. `.` is this working tree.")],
+    b: Annotated[str, typer.Argument(help="A second commit or URL; `.` is this working tree.")],
     rate: Annotated[float, typer.Option(help="Requests a second.")] = 100.0,
-    blocks: Annotated[int, typer.Option(help="Blocks a side.")] = 10,
+    blocks: Annotated[int, typer.Option(help="Blocks per side.")] = 10,
     seconds: Seconds = 6.0,
     warmup: Warmup = 1.0,
     slo_ms: SloMs = 50.0,
@@ -137,7 +137,9 @@ def peers(
     _print(result, "rows")
 
 
-def report(directory: Annotated[Path, typer.Argument(help="With a run.json.")] = RESULTS / "open") -> None:
+def report(
+    directory: Annotated[Path, typer.Argument(help="Directory that holds a run.json.")] = RESULTS / "open",
+) -> None:
     """Write the report of a stored run again."""
     say(f"report: {write_report(directory)}")
 

@@ -63,15 +63,11 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--geometries", nargs="+", choices=list(GEOMETRIES), default=["mini", "seed", "flagship", "nano"]
     )
-    parser.add_argument("--phases", nargs="+", help="only those whose name begins so")
-    parser.add_argument(
-        "--seconds", type=float, default=1800, help="for everything; the last 20 are for what was found"
-    )
+    parser.add_argument("--phases", nargs="+", help="only phases whose names begin with these")
+    parser.add_argument("--seconds", type=float, default=1800, help="total time; the last 20 s are kept for results")
     parser.add_argument("--phase-seconds", type=float, help="the most that any phase may take")
     results = Path(os.environ.get("OUT", "loadtest/results"))
-    parser.add_argument(
-        "--out", type=Path, default=results, help="directory, which is kept, for all that is found: $OUT"
-    )
+    parser.add_argument("--out", type=Path, default=results, help="directory for all results: $OUT")
     parser.add_argument("--fault", choices=FAULTS, default="", help="plant one, to see that it is found and named")
     parser.add_argument("--run", help=argparse.SUPPRESS)  # runs one phase in this process, with its records in --log
     parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)

@@ -197,7 +197,7 @@ def largest_difference(targets: Mapping[str, Target], bodies: Sequence[bytes], t
                 reference.append(found)
             largest = max(largest, float(np.abs(found - reference[index]).max()))
             if largest > tolerance:
-                raise TargetError(f"{name} scores otherwise than {next(iter(targets))}: by up to {largest:.3g}")
+                raise TargetError(f"{name} has other scores than {next(iter(targets))}: by up to {largest:.3g}")
     return largest
 
 

@@ -1,1 +1,1 @@
-"""Stored runs as HTML pages and plots."""
+"""Stored runs as Markdown pages with plots."""

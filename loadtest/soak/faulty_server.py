@@ -155,18 +155,18 @@ async def made_anew(kept: pages.Kept[Any], key: Any, request: Request) -> Respon
 
 PLANTED: dict[str, tuple[str, Sequence[tuple[Any, str, Any]]]] = {  # flag → help, and the attributes to replace
     "--eager-shadow": (
-        "the second checkpoint does not ask who waits",
+        "the second checkpoint ignores waiting requests",
         [(RankingService, "is_busy", lambda self: False)],
     ),
     "--searches-in-loop": ("no search is too long for the event loop", [(runners, "SHORT_SEARCH_SECONDS", math.inf)]),
-    "--no-loop-watch": ("nobody sees that the event loop hangs", [(Watchdog, "watch_loop", lambda self: None)]),
+    "--no-loop-watch": ("nobody watches the event loop", [(Watchdog, "watch_loop", lambda self: None)]),
     "--no-rest": ("no connection rests after a request that held the loop", [(budgets, "REST_TIMES", 0.0)]),
-    "--nothing-kept": ("what is made once is made for each who asks", [(pages.Kept, "reply", made_anew)]),
+    "--nothing-kept": ("replies that are kept are built for every request", [(pages.Kept, "reply", made_anew)]),
     "--no-budgets": (
-        "there is room for whatever comes",
+        "budgets are unlimited",
         [(budgets.Budget, "__init__", lambda budget, limit: limitless(budget, 2**60))],
     ),
-    "--none-held": ("no refusal waits", [(observer, "HELD_REFUSALS", 0)]),
+    "--none-held": ("no refusal is delayed", [(observer, "HELD_REFUSALS", 0)]),
     "--small-budgets": (
         "room for a sixteenth of what comes",
         [

@@ -293,9 +293,13 @@ def all_rows(seconds: float, count: int) -> list[Row]:
 
 
 def measure(
-    seconds: Annotated[float, typer.Option(help="Of changes under load; the kills may take as long again.")] = 120.0,
-    kills_of_replicas: Annotated[int, typer.Option("--kills", help="At random moments; Redis is killed once.")] = 100,
-    per_second: Annotated[float, typer.Option(help="Changes that are written.")] = 2000.0,
+    seconds: Annotated[
+        float, typer.Option(help="Seconds of changes under load; the kills may take as long again.")
+    ] = 120.0,
+    kills_of_replicas: Annotated[
+        int, typer.Option("--kills", help="Kills of replicas at random moments; Redis is killed once.")
+    ] = 100,
+    per_second: Annotated[float, typer.Option(help="Changes written per second.")] = 2000.0,
 ) -> None:
     """Three replicas of one Redis stream behind HAProxy: lag, searches during changes, kills, equal posts. Exit code 1 if a row is red."""
     rows = under_load(seconds, per_second) + kills(kills_of_replicas, float("inf"), per_second)

@@ -83,7 +83,7 @@ def test_a_peer_with_another_model_ends_the_run():
     """Negative control of the check that every table starts with."""
     with toy(0.5) as first, toy(0.5004) as alike, toy(0.6) as other:
         assert run.largest_difference({"a": first, "b": alike}, [b"{}"], 0.001) == pytest.approx(0.0004, abs=1e-6)
-        with pytest.raises(TargetError, match="c scores otherwise than a"):
+        with pytest.raises(TargetError, match="c has other scores than a"):
             run.largest_difference({"a": first, "c": other}, [b"{}"], 0.001)
 
 
