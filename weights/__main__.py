@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run the command line, unless `model` is somebody else's, such as a model.py in the working directory."""
+    """Run the command line. Exit if `model` is another package, such as a model.py in the working directory."""
     found = importlib.util.find_spec("model")
     origin = found.origin if found else None
     if origin is None or Path(origin).parents[1] != Path(__file__).parents[1]:

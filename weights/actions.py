@@ -1,4 +1,4 @@
-"""Names and score weights of actions. A checkpoint has its own; these go into new ones."""
+"""Action names and score weights for new checkpoints. An existing checkpoint has its own in its manifest."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ STANDARD_ACTIONS = (
 """The nineteen actions in the output order of the source code; checkpoints trained here use it."""
 
 RELEASED_INDICES = {1: "favorite", 4: "reply", 5: "quote", 6: "repost", 11: "dwell", 13: "vqv"}
-"""What the pipeline shipped with the released checkpoint reads; the meaning of the other indices is not published."""
+"""The outputs that the pipeline shipped with the released checkpoint reads. The meaning of the other indices is not published."""
 
 RELEASED_DWELL_INDEX = 1
-"""The continuous output that the same pipeline reads, as dwell time."""
+"""The continuous output that the same pipeline reads as dwell time."""
 
 DWELL_TIME = ContinuousOutput("dwell_time", 30.0, "s")
-"""The dwell as a continuous output: the model's 0 … 1 times 30 s."""
+"""Dwell time as a continuous output: the model's 0 … 1 times 30 s."""
 
 SCORE_WEIGHT_SETS = {
     "default": {
@@ -35,25 +35,25 @@ SCORE_WEIGHT_SETS = {
         "not_interested": -43.2, "block_author": -31.2, "mute_author": -58.8, "report": -234.0,
     },
 }  # fmt: skip
-"""Weights of the combined score by the name of the set, negative for complaints. `default` goes into new checkpoints.
+"""Weights of the combined score, by set name; complaints have negative weights. New checkpoints get `default`.
 
-`x-2026-09` is what X published in September 2026. Its reply is worth 15 more between users who follow each other, which no weight of
-an action can say: it is left out.
+`x-2026-09` is what X published in September 2026. There, a reply between users who follow each other is worth 15 more. A weight per
+action cannot express that, so it is left out.
 """
 
 CONTINUOUS_WEIGHTS = {"x-2026-09": {"dwell_time": 0.004}}
-"""What a set gives for each unit of a continuous output, where a checkpoint has the output: here for a second of dwell. Apart from
-the actions' weights, because checkpoints also have an action called `dwell_time`."""
+"""Weights per unit of a continuous output (here: per second of dwell), by set name; used if a checkpoint has the output. Kept apart
+from the actions' weights because checkpoints also have an action called `dwell_time`."""
 
 
 def released_action_names(actions: int) -> tuple[str, ...]:
-    """Names of a published checkpoint's outputs: the known ones where it has the release's nineteen, `action_i` elsewhere."""
+    """Output names of a published checkpoint. With the release's nineteen outputs the known ones get names; all others are `action_i`."""
     known = RELEASED_INDICES if actions == len(STANDARD_ACTIONS) else {}
     return tuple(known.get(index, f"action_{index}") for index in range(actions))
 
 
 def continuous_outputs(count: int, dwell_index: int) -> tuple[ContinuousOutput, ...]:
-    """Labels of `count` continuous outputs, of which one is the dwell time and the others are not named."""
+    """Labels for `count` continuous outputs: dwell time at `dwell_index`, generic names for the others."""
     return tuple(
         DWELL_TIME if index == dwell_index else ContinuousOutput(f"continuous_{index}", 1.0, "")
         for index in range(count)
@@ -61,6 +61,6 @@ def continuous_outputs(count: int, dwell_index: int) -> tuple[ContinuousOutput, 
 
 
 def default_score_weights(action_names: Sequence[str], name: str = "default") -> dict[str, float]:
-    """What the set of this name gives to those of the actions that it knows. Raises KeyError for a set that there is not."""
+    """The weights of set `name` for those of the actions that it contains. Raises KeyError for an unknown set."""
     weights = SCORE_WEIGHT_SETS[name]
     return {action: weights[action] for action in action_names if action in weights}

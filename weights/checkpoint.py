@@ -1,8 +1,8 @@
-"""Checkpoint directories: load with every check, save in one step. The published layout is read by `weights.published`.
+"""Loads checkpoint directories with every check and saves them atomically. `weights.published` reads the published layout.
 
 A directory holds `manifest.json`, `params.safetensors` (fp32, read into memory) and one `tables.*.safetensors` per embedding
-table (fp32 or bf16; longer ones are mapped, never copied on CPU). Replace a served checkpoint by renaming another directory over it,
-as `save_checkpoint` does: a write to a mapped file changes the model that is being served, which then answers 503.
+table (fp32 or bf16; longer ones are mapped, never copied on CPU). To replace a served checkpoint, rename another directory over it,
+as `save_checkpoint` does: writing to a mapped file changes the model being served, and the server then answers 503.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 ROWS_PER_CHUNK = 16384
-"""How many rows of a table are converted at once while saving."""
+"""Rows of a table converted at once while saving."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,9 +78,9 @@ def load_encoder(path: str | Path, progress: Progress | None = None, *, threads:
 def load_any(path: str | Path, progress: Progress | None = None, *, threads: int | None = None) -> Checkpoint | Encoder:
     """Verify everything and build the model: parameters in memory, tables mapped.
 
-    Files are read in parallel by `threads` threads, one per core by default; 1 leaves the other cores to a model that is serving.
+    `threads` threads read the files in parallel, by default one per core (at most 8); 1 leaves the other cores to a model that is serving.
 
-    Raises CheckpointError, whose sentence names file and reason, for anything that is not exactly what was saved: format
+    Raises CheckpointError, which names file and reason, for anything that is not exactly what was saved: format
     version, manifest, digests, tensor names, shapes, dtypes, NaN or infinity, links, or a file that changes while it is read.
     """
     path, mapped = Path(path), MappedFiles()
@@ -95,7 +95,7 @@ def load_any(path: str | Path, progress: Progress | None = None, *, threads: int
 
 
 def load_manifest(path: str | Path) -> Manifest:
-    """The manifest alone, checked in itself; the files it lists are not opened. Raises CheckpointError."""
+    """Read and check only the manifest; the files it lists are not opened. Raises CheckpointError."""
     with opened("Checkpoint", Path(path)) as directory:
         return read_manifest(directory, Manifest.from_json)
 
@@ -114,11 +114,11 @@ def save_checkpoint(
     extras: Mapping[str, bytes] | None = None,
     replace: bool = False,
 ) -> Manifest:
-    """Write a model of any device and dtype as a checkpoint directory; parameters become fp32, tables `table_dtype`.
+    """Write a model on any device and of any dtype as a checkpoint directory; parameters become fp32, tables `table_dtype`.
 
-    An empty `version` becomes a short digest. `extras` are further files, such as `example.json`. Written beside and renamed:
-    a reader sees all or nothing. Raises CheckpointError for values that are not finite, names that do not fit the outputs,
-    or a path in use (an existing checkpoint is taken only with `replace`).
+    An empty `version` becomes a short digest. `extras` are further files, such as `example.json`. Written to a temporary
+    directory and renamed, so a reader sees all or nothing. Raises CheckpointError for values that are not finite,
+    names that do not fit the outputs, or a path in use (an existing checkpoint is overwritten only with `replace`).
     """
     state = model.state_dict()
 

@@ -1,12 +1,12 @@
-"""The errors of this package, for what a user can mend; programming mistakes raise what Python raises."""
+"""This package's errors, for problems that a user can fix; programming mistakes raise Python's own exceptions."""
 
 import errno
 
 
 class CheckpointError(Exception):
-    """A checkpoint, or what it should be made from, is refused. The text is a sentence that names the file and the reason.
+    """A checkpoint, or the input for making one, is refused. The text is a sentence that names the file and the reason.
 
-    Unprintable characters of hostile names are escaped and the text is bounded, so that it may go into a log as it is.
+    Unprintable characters in hostile names are escaped and the length is limited, so the text is safe to log as it is.
     """
 
     def __init__(self, text: str) -> None:
@@ -15,7 +15,7 @@ class CheckpointError(Exception):
 
 
 class NotStored(CheckpointError):
-    """What was to be written is not, for a reason that may pass: a full disk, another process that writes. Nothing has changed."""
+    """A write failed for a reason that may pass, such as a full disk or another process that is writing. Nothing has changed."""
 
 
 class StorageFull(NotStored):
@@ -23,11 +23,11 @@ class StorageFull(NotStored):
 
 
 class LogLost(NotStored):
-    """The log of changes of a corpus that serves was deleted, cut or replaced: what it held may be gone at the next start."""
+    """The change log of a served corpus was deleted, truncated or replaced: its changes may be gone at the next start."""
 
 
 def kind_of(error: Exception) -> type[CheckpointError]:
-    """The class to raise for an error, of a write, that is told anew."""
+    """The class to raise when a failed write's error is raised again with more context."""
     if isinstance(error, CheckpointError):
         return type(error)
     is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)

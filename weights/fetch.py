@@ -1,4 +1,4 @@
-"""Copies a checkpoint or a corpus from wherever fsspec reads, checked, and turns a link to it: how new weights reach a machine."""
+"""Copies a checkpoint or corpus from any fsspec URL, checks it and points a link to it: how new weights reach a machine."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from weights.errors import CheckpointError
 from weights.format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from weights.format.writer import refused_writing, write_file, written_beside
 
-ALONGSIDE = ("example.json", "names.json")  # what the explorer's page takes from a checkpoint, where it is there
+ALONGSIDE = ("example.json", "names.json")  # read by the explorer's page if the checkpoint has them
 PIECE_BYTES = 8 * 2**20
 
 
 def fetch(
     url: str, out: Path, link: str, digest: str = "", progress: Callable[[str, int, int], None] = lambda *_: None
 ) -> tuple[Path, Manifest | CorpusManifest]:
-    """Copy the directory at `url` to `out/NAME@VERSION` in one step, and then point the link `out/LINK` to it. What is there already is not
-    copied again. `digest`: what the manifest must have, if given.
+    """Copy the directory at `url` to `out/NAME@VERSION` in one step, then point the link `out/LINK` to it. A copy that is already there
+    is not fetched again. If `digest` is given, the manifest must have it.
 
-    Raises CheckpointError, whose sentence says what is wrong: nothing there, another digest, a file that is not as its manifest says.
+    Raises CheckpointError, which says what is wrong: nothing there, another digest, or a file that does not match the manifest.
     """
     try:
         source, root = fsspec.core.url_to_fs(url)
@@ -55,7 +55,7 @@ def fetch(
                         write_file(partial / name, source.cat_file(f"{root}/{name}"))
                 write_file(partial / MANIFEST_NAME, raw)
         elif (target / MANIFEST_NAME).read_bytes() != raw and not (
-            is_corpus and load_corpus_manifest(target).version != manifest.version  # it was compacted since
+            is_corpus and load_corpus_manifest(target).version != manifest.version  # compacted since it was fetched
         ):
             raise CheckpointError("another one of this name and version is there")
         point(out / link, target.name)
@@ -63,7 +63,7 @@ def fetch(
 
 
 def copied(source: Any, path: str, target: Path, entry: FileEntry) -> Iterator[int]:
-    """Copy one file and compare length and SHA-256 on the way; yields the bytes of each piece. Raises CheckpointError, OSError."""
+    """Copy one file, checking length and SHA-256; yields the size of each piece in bytes. Raises CheckpointError, OSError."""
     hashed, length = hashlib.sha256(), 0
     with source.open(path, "rb") as reading, target.open("xb") as writing:
         while length <= entry.bytes and (piece := reading.read(PIECE_BYTES)):
@@ -78,7 +78,7 @@ def copied(source: Any, path: str, target: Path, entry: FileEntry) -> Iterator[i
 
 
 def point(link: Path, name: str) -> None:
-    """Turn a link in one step: who reads it sees the old directory or the new one. Raises CheckpointError where something else is there."""
+    """Point a link elsewhere in one step: a reader sees the old directory or the new one. Raises CheckpointError if it is not a link."""
     if link.exists() and not link.is_symlink():
         raise CheckpointError(f"{link} is there and is no link")
     fresh = link.with_name(f".{link.name}.{secrets.token_hex(4)}")

@@ -1,4 +1,4 @@
-"""What every report shares: figures as JSON, pictures as PNG, tables, and HTML that needs no other file. Computes nothing."""
+"""Output shared by all reports: figures as JSON, pictures as PNG, tables, and self-contained HTML. Computes nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GREY, BLUE, YELLOW, DARK = "#b8b8b8", "#2f6f9f", "#e0a458", "#333333"
 
 
 def plain(value: Any) -> Any:
-    """As JSON can hold it: arrays as lists, and null where a number is not finite."""
+    """Convert a value for JSON: arrays become lists, and numbers that are not finite become null."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, dict):
@@ -44,7 +44,7 @@ def write_figures(directory: Path, values: dict[str, Any], indent: int | None = 
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG without date or version, and closed."""
+    """Render the figure as a PNG without date or version, and close it."""
     image = BytesIO()
     figure.savefig(image, format="png", metadata={"Software": ""})
     plt.close(figure)
@@ -60,7 +60,7 @@ def html_page(title: str, body: str) -> str:
 
 
 def html_image(alt: str, image: bytes) -> str:
-    """A PNG within the document."""
+    """A PNG embedded in the document."""
     return f'<img alt="{escape(alt)}" src="data:image/png;base64,{b64encode(image).decode()}">'
 
 

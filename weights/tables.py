@@ -1,4 +1,4 @@
-"""Tables of ids in Parquet or JSON lines, such as logs of impressions and the posts of a corpus: opened, read in pieces, checked."""
+"""Opens tables of ids in Parquet or JSON lines (impression logs, the posts of a corpus), reads them in pieces and checks them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class LogError(ValueError):
 
 
 def open_table(path: Path, columns: Mapping[str, pa.DataType]) -> ds.FileSystemDataset:
-    """A Parquet file, one of JSON lines (.jsonl), or a directory of one of both, to be read in pieces. `columns`: what these columns of
-    JSON lines are read as; Parquet says it itself. Raises LogError."""
+    """Open a Parquet file, a JSON lines file (.jsonl), or a directory of either, for reading in pieces. `columns`: types of these columns
+    in JSON lines; Parquet has its own. Raises LogError."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     is_json = any(file.suffix in JSON_LINES for file in files)
     options = pyarrow.json.ParseOptions(explicit_schema=pa.schema(columns))
@@ -38,7 +38,7 @@ def open_table(path: Path, columns: Mapping[str, pa.DataType]) -> ds.FileSystemD
 
 
 def tables_of(source: ds.FileSystemDataset, rows: int, columns: list[str] | None = None) -> Iterator[pa.Table]:
-    """A table in pieces of about so many rows; all columns where None. Raises LogError."""
+    """Yield a table in pieces of about `rows` rows; all columns if `columns` is None. Raises LogError."""
     batches: list[pa.RecordBatch] = []
     try:
         for batch in source.to_batches(columns=columns, batch_readahead=2, fragment_readahead=1):
@@ -53,7 +53,7 @@ def tables_of(source: ds.FileSystemDataset, rows: int, columns: list[str] | None
 
 
 def column_of(table: pa.Table, name: str, kind: pa.DataType, where: str, unknown: int | None = None) -> NDArray[Any]:
-    """A column as numpy has it; nulls become `unknown`, and are refused where that is None. Raises LogError, which calls the table
+    """A column as a numpy array. Nulls become `unknown`, or are refused if that is None. Raises LogError, which names the table
     `where`."""
     column = _whole(table, name, str(kind), where) if unknown is None else table.column(name)
     if kind == pa.uint64() and _is_text(column.type):
@@ -67,7 +67,7 @@ def column_of(table: pa.Table, name: str, kind: pa.DataType, where: str, unknown
 
 
 def texts_of(table: pa.Table, name: str, where: str) -> pa.DictionaryArray:
-    """A column of ids that are texts, each text once. Raises LogError."""
+    """A column of text ids, dictionary-encoded: each text is stored once. Raises LogError."""
     column = _whole(table, name, "string", where)
     if not _is_text(column.type):
         raise LogError(f"{where}: column {name} holds {column.type}, not texts, which its ids are")
@@ -79,7 +79,7 @@ def texts_of(table: pa.Table, name: str, where: str) -> pa.DictionaryArray:
 
 
 def hashed(texts: pa.DictionaryArray) -> NDArray[np.uint64]:
-    """What a model reads of these ids, uint64 `[n]`."""
+    """The 64-bit ids that a model reads for these texts, uint64 `[n]`."""
     ids: NDArray[np.uint64] = text_ids(texts.dictionary.to_pylist())[texts.indices.to_numpy()]
     return ids
 

@@ -1,4 +1,4 @@
-"""Ids that are text: what a model reads of them. The hash is XXH64 of the UTF-8 with seed 0, as its public definition has it."""
+"""Hashes text ids to the 64-bit ids that a model reads: XXH64 of the UTF-8 with seed 0, as publicly defined."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 
 IdKind = Literal["uint64", "text"]
-"""What the ids of a checkpoint, of a log or of a corpus are."""
+"""The kind of ids in a checkpoint, log or corpus."""
 
 MAX_TEXT_BYTES = 128
 TEXT_RULE = f"must be a text of 1 to {MAX_TEXT_BYTES} bytes of UTF-8"
@@ -20,14 +20,14 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def is_text_id(value: Any) -> bool:
-    """Whether this is a text that may name a user, a post or an author."""
+    """Whether this is a valid text id of a user, post or author."""
     if type(value) is not str or not 0 < len(value) <= MAX_TEXT_BYTES or _SURROGATE.search(value):
         return False
     return value.isascii() or len(value.encode()) <= MAX_TEXT_BYTES
 
 
 def text_id(value: str) -> int:
-    """The 64-bit id of a valid text. 0 is padding: the one text in 2^64 that would be 0 is 1."""
+    """The 64-bit id of a valid text. A hash of 0 becomes 1, because 0 is padding."""
     return xxhash.xxh64_intdigest(value.encode()) or 1
 
 
@@ -37,7 +37,7 @@ def text_ids(values: Iterable[str]) -> NDArray[np.uint64]:
 
 
 def collision(pieces: Callable[[], Iterable[Sequence[str]]]) -> tuple[str, str] | None:
-    """Two different texts of one id, if there are any. `pieces` gives all texts, twice: memory is 16 bytes a text. By a second hash."""
+    """Two different texts with the same id, if any, found by a second hash. `pieces` is called up to twice; needs 16 bytes a text."""
     pairs = [
         np.array([text_ids(texts), [xxhash.xxh3_64_intdigest(text.encode()) for text in texts]], np.uint64)
         for texts in pieces()

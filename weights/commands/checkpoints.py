@@ -137,7 +137,7 @@ def graft(
 
 @app.command()
 def verify(directory: Directory) -> None:
-    """Read every byte and check manifest, digests, tensors, finite numbers. Exit code 1 and one sentence when refused."""
+    """Read every byte and check the manifest, digests, tensors and finite numbers. Prints one sentence and exits with 1 if refused."""
     started = time.perf_counter()
     with refusals(), progress_bar(in_bytes=True) as bar:
         manifest = checkpoint.load_any(directory, partial(bar, "Verifying")).manifest
@@ -155,7 +155,7 @@ def fetch(
     link: Annotated[str, typer.Option(help="The link beside them that shall lead to it.")] = "current",
     digest: Annotated[str, typer.Option(help="Refuse any other one.")] = "",
 ) -> None:
-    """Copy a checkpoint or a corpus, checked byte by byte, and turn a link to it in one step."""
+    """Copy a checkpoint or a corpus, check every byte, and point a link to it in one step."""
     started = time.perf_counter()
     with refusals(extra="fetch"), progress_bar(in_bytes=True) as bar:
         from weights.fetch import fetch as fetched
@@ -188,7 +188,7 @@ def relabel(
     actions: Annotated[Path | None, typer.Option(help="JSON file: list of action names in output order.")] = None,
     score_weights: ScoreWeights = "",
 ) -> None:
-    """Change names or default weights of a checkpoint in place. The weights stay; version and digest become new ones."""
+    """Change names or default weights of a checkpoint in place. The weights stay; version and digest change."""
     with refusals():
         changes: dict[str, Any] = {"version": version}
         if name:

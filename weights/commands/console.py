@@ -1,4 +1,4 @@
-"""What the commands share at the terminal: result lines, refusals, progress bars, files named on the command line."""
+"""Terminal code shared by the commands: result lines, refusals, progress bars, files named on the command line."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ScoreWeights = Annotated[
 
 
 def run(app: typer.Typer, program: str) -> NoReturn:
-    """Run a command line and exit. A slip is one sentence on standard error and exit code 2; usage is printed on request."""
+    """Run a command line and exit. A usage error prints one sentence on standard error and exits with 2; usage is printed on request."""
     try:
         code = typer.main.get_command(app).main(prog_name=program, standalone_mode=False)
     except USAGE_ERROR as error:
@@ -69,7 +69,7 @@ def run(app: typer.Typer, program: str) -> NoReturn:
 
 
 def writable(path: Path | None) -> Path | None:
-    """The same path, for an option: refused before any work where nothing can be written there."""
+    """Option callback: return the path, or refuse it before any work if nothing can be written there."""
     if path is None:
         return path
     place = path.absolute()
@@ -91,7 +91,7 @@ Out = Annotated[Path, out_option("Directory to write.")]
 
 
 def say(text: str) -> None:
-    """One plain line on standard output, flushed: results are for pipes too."""
+    """Print one plain line on standard output and flush it, so that results can be piped."""
     print(text, flush=True)
 
 
@@ -115,8 +115,8 @@ def show_manifest(manifest: Manifest | CorpusManifest, rows: Mapping[str, str], 
 
 @contextmanager
 def refusals(*further: type[Exception], extra: str = "train") -> Iterator[None]:
-    """CheckpointError, and any of `further`, becomes one sentence on standard error and exit code 1; so does a library that is
-    missing because the package's `extra` is."""
+    """Turn CheckpointError and any of `further` into one sentence on standard error and exit code 1; likewise a library that is
+    missing because the package's `extra` is not installed."""
     refused: tuple[type[Exception], ...] = (CheckpointError, *further)
     try:
         yield
@@ -134,7 +134,7 @@ def refusals(*further: type[Exception], extra: str = "train") -> Iterator[None]:
 
 @contextmanager
 def progress_bar(*, in_bytes: bool = False, shown: bool = True) -> Iterator[Callable[[str, int, int], None]]:
-    """It yields `update(description, done, total)`, which moves a bar on standard error; without a terminal nothing is `shown`."""
+    """Yield `update(description, done, total)`, which moves a bar on standard error. Nothing appears without a terminal or `shown`."""
     console = Console(stderr=True)
     amount = (DownloadColumn(True), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
     columns = TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn()
@@ -146,7 +146,7 @@ def progress_bar(*, in_bytes: bool = False, shown: bool = True) -> Iterator[Call
 
 
 def label_of(directory: Path) -> str:
-    """A checkpoint or corpus name from the name of its directory."""
+    """Derive a checkpoint or corpus name from the name of its directory."""
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", directory.absolute().name).strip("-._+")[:100] or "checkpoint"
 
 
@@ -159,7 +159,7 @@ def score_weights_of(given: str, action_names: Sequence[str]) -> dict[str, float
 
 
 def read_json(path: Path, kind: type) -> Any:
-    """The JSON object (`dict`) or list (`list`) in a file. Raises CheckpointError where it is something else."""
+    """The JSON object (`dict`) or list (`list`) in a file. Raises CheckpointError for anything else."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -55,7 +55,7 @@ def import_(
     feed_position: Position = "",
     replace: Replace = False,
 ) -> None:
-    """Convert a published corpus with its vectors. Some are encoded anew: the encoder must be the one that made them."""
+    """Convert a published corpus with its vectors. Some are encoded again to check that --encoder is the model that made them."""
     labels = CorpusLabels(name or label_of(out), version, feed_position)
     _make(source, encoder, out, topics, labels, encode=False, replace=replace)
 
@@ -102,7 +102,7 @@ def _make(
 
 
 def _opened(source: Path, ids: IdKind, topics: Path | None) -> Posts:
-    """Posts in an npz file, or in tables, which need the `train` extra."""
+    """Open posts from an npz file or from tables; tables need the `train` extra."""
     if zipfile.is_zipfile(source) or source.suffix == ".npz":
         return PostsFile(source, topics)
     from weights.corpus.table import PostsTable
@@ -117,7 +117,7 @@ def verify(
         Path | None, typer.Option(help="A retrieval checkpoint: encode every post anew and compare.")
     ] = None,
 ) -> None:
-    """Read every byte and check manifest, digests, lengths of vectors. Exit code 1 and one sentence when refused."""
+    """Read every byte and check the manifest, digests and vector lengths. Prints one sentence and exits with 1 if refused."""
     started = time.perf_counter()
     with refusals(), progress_bar() as bar:
         towers = load_encoder(encoder) if encoder else None
@@ -137,7 +137,7 @@ def snapshot(
     directory: Directory,
     out: Annotated[Path, typer.Option(help="Where snapshots are kept, each named NAME@SEQUENCE.")],
 ) -> None:
-    """Copy the corpus as its last compaction wrote it, beside the service that changes it, for new replicas to begin with."""
+    """Copy the corpus as its last compaction wrote it, for new replicas to start from. A service may change the corpus meanwhile."""
     with refusals():
         path, manifest = publish(directory, out)
     mark = manifest.first_mark

@@ -30,7 +30,7 @@ def score(
     ] = 0,
     threads: Annotated[int, typer.Option(min=0, help="Of the engine; 0: one a core.")] = 0,
 ) -> None:
-    """Score every impression of a log as /rank would have, with the history that its user had then."""
+    """Score every impression of a log as /rank would have, with the user's history at that time."""
     with refusals(ValueError, OSError, RuntimeError):  # LogError and JobError; EngineError
         from model.create import EngineOptions
         from weights.scoring.job import score_log

@@ -74,7 +74,7 @@ def sort_log(
     out: Annotated[Path, out_option("Directory to write, for `train --log`.")],
     ids: Ids = "uint64",
 ) -> None:
-    """Sort a log that does not fit into memory, once: training then reads it from the disk, a request at a time."""
+    """Sort a log that does not fit into memory. Training then reads it from disk, one request at a time."""
     with refusals(*REFUSED):
         from weights.training.sorted_log import sort_log as sort
 
@@ -107,7 +107,7 @@ def train(
     ids: Ids = "uint64",
     replace_existing: Replace = False,
 ) -> None:
-    """Train a checkpoint from a log, with the model code that serves it; on several processes under torchrun."""
+    """Train a checkpoint from a log, with the same model code that serves it. Runs on several processes under torchrun."""
     with refusals(*REFUSED):
         from weights.training.processes import joined
         from weights.training.run import train as run
@@ -124,7 +124,7 @@ def train(
             "name": name, "action_names": impressions.action_names, "score_weights": weights, "ids": ids,
             "continuous": continuous_outputs(architecture.continuous_actions, dwell_index=0),
         }  # fmt: skip
-        with refused_writing(f"Checkpoint {out}"):  # refused now, not after the training
+        with refused_writing(f"Checkpoint {out}"):  # refuse now, not after training
             check_target(out, replace=replace_existing)
             Manifest(**labels, version="", config=architecture, files={}, tensors={})
         with joined(settings.device) as processes, progress_bar(shown=processes.rank == 0) as bar:
@@ -141,7 +141,7 @@ def train(
 def _what_to_train(
     log: Path, ids: IdKind, config: Path | None, preset: str, start: Path | None
 ) -> tuple[Log, ModelConfig, Ranker | None]:
-    """The log, the architecture, and the weights to begin with where `start` brings them."""
+    """The log, the architecture, and the initial weights if `start` is given."""
     from weights.training.log import aligned, read_log
     from weights.training.settings import demo_config
     from weights.training.sorted_log import FACTS_NAME, open_sorted
@@ -170,7 +170,7 @@ def eval_(
     since: Annotated[int | None, typer.Option(help="Unix seconds: the test period starts here.")] = None,
     ablation_requests: Annotated[int, typer.Option(help="Requests that each ablation is measured on.")] = 3000,
 ) -> None:
-    """Evaluate a checkpoint on a test period: per action figures, baselines, the optimum of a world, ablations, plots."""
+    """Evaluate a checkpoint on a test period: figures per action, baselines, the optimum of a world, ablations and plots."""
     with refusals(*REFUSED):
         if (world_directory is None) == (log is None) or (log is not None and since is None):
             raise CheckpointError("Give either --world, or --log with --since.")
@@ -203,7 +203,7 @@ def eval_retrieval(
     towers: Annotated[Path, typer.Option(help="The retrieval checkpoint that was.")],
     seed: Annotated[int, typer.Option(help="Of the world, as `train-demo` had it.")] = 1,
 ) -> None:
-    """Draw the demo's world again, and print how many of its truly best posts retrieval finds for users it was not trained on."""
+    """Draw the demo's world again and print how many of the truly best posts retrieval finds for users it was not trained on."""
     with refusals(*REFUSED):
         from weights.training.demo import CORPUS_DAYS
         from weights.training.evaluate.retrieval import as_table, evaluate_retrieval, newest_posts
@@ -232,7 +232,7 @@ def compare(
         str, typer.Option(help="Where a server has its page, for links.")
     ] = "http://127.0.0.1:8000/explore",
 ) -> None:
-    """Compare two checkpoints on the requests of a log: scores, order, calibration, the requests that changed most."""
+    """Compare two checkpoints on the requests of a log: scores, order, calibration, and the requests that changed most."""
     with refusals(*REFUSED):
         from weights.training.evaluate.compare import compare as compared
         from weights.training.evaluate.compare import write_comparison
@@ -258,7 +258,7 @@ def train_demo(
     ] = None,
     set_: Set = None,
 ) -> None:
-    """Make the demo checkpoint: draw its world, train, evaluate, write the report, names and the example request."""
+    """Make the demo checkpoint: draw its world, train, evaluate, and write the report, names and example request."""
     with refusals(*REFUSED):
         from weights.training.demo import make_demo
         from weights.training.settings import TrainSettings
@@ -274,7 +274,7 @@ def train_demo(
 
 
 def with_settings(settings: T, assignments: list[str] | None) -> T:
-    """Settings with `NAME=VALUE` applied, read as the field's own type. Raises CheckpointError for an unknown name or a bad value."""
+    """Settings with each `NAME=VALUE` applied, parsed as the field's type. Raises CheckpointError for an unknown name or a bad value."""
     known = {field.name for field in fields(settings)}  # type: ignore[arg-type]
     changes: dict[str, Any] = {}
     for assignment in assignments or ():
@@ -290,7 +290,7 @@ def with_settings(settings: T, assignments: list[str] | None) -> T:
 
 
 def training_report(bar: Callable[[str, int, int], None], rank: int = 0) -> Callable[[Status], None]:
-    """What is called after every step: it moves the bar; without a terminal, it prints a line for each evaluation. Only of rank 0."""
+    """Return the function called after every step. It moves the bar or, without a terminal, prints each evaluation. Rank 0 only."""
     terminal, began = sys.stderr.isatty(), time.perf_counter()
 
     def report(status: Status) -> None:

@@ -1,10 +1,10 @@
-"""The changes to a corpus since it was written: a log beside it that a crash at any byte leaves readable.
+"""The log of changes to a corpus since it was written. It stays readable after a crash at any byte.
 
-The log begins with MAGIC. A record is a header (the payload's length as uint32, little-endian; 8 bytes of BLAKE2b of the payload; 8 of
-the record's place in the file and those twelve), the payload (`weights.corpus.records`), and END.
-The first record names the corpus. A change is acknowledged once its record is on the disk.
+The log begins with MAGIC. A record is a header (the payload's length as uint32, little-endian; 8 bytes of BLAKE2b of the payload; 8 bytes
+of BLAKE2b of the record's offset in the file and those twelve bytes), the payload (`weights.corpus.records`), and END.
+The first record names the corpus. A change is acknowledged once its record is on disk.
 
-Who has locked the log of the corpus in force is the only process that may write to its directory or remove anything there.
+Only the process that has locked the log of the current corpus may write to its directory or remove anything there.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ Identity = tuple[int, ...]
 
 
 class ChangeLog:
-    """The log of one corpus. `read` first; then `append`, from one process at a time. Raises CheckpointError, and NotStored where a
+    """The log of one corpus. Call `read` first, then `append`, from one process at a time. Raises CheckpointError, and NotStored if a
     change cannot be written now. Used by one thread at a time."""
 
     def __init__(self, directory: Path, manifest: CorpusManifest) -> None:
         self.path = directory / f"changes-{manifest.digest[:16]}.log"
         self.passed_over = 0
-        """Bytes behind the last whole record when `read` was called last: what a crash left of one."""
+        """Bytes after the last complete record at the last `read`: a record that a crash cut short."""
         self.mark = manifest.first_mark
-        """Of the corpus with the changes that were read and appended."""
+        """The mark of the corpus with all changes read and appended so far."""
         self._manifest = manifest
-        self._end = 0  # after the last whole record
-        self._descriptor: int | None = None  # while it is held
+        self._end = 0  # offset after the last complete record
+        self._descriptor: int | None = None  # while this process holds the log
         self._broken: CheckpointError | None = None  # why nothing can be appended any more
         self._file: Identity | None = None  # device and inode of the file that was read or written
-        self._seen: Identity = ()  # its size and time when it was
+        self._seen: Identity = ()  # its size and modification time then
         self._directory = _place(os.stat(directory))
-        self._in_force: Identity | None = None  # of the manifest file that was seen to be this corpus's
+        self._in_force: Identity | None = None  # of the manifest file last checked to be this corpus's
 
     # reading
 
     def read(self) -> list[Change]:
-        """Every change that was acknowledged and not read before, in order. What a crash left of a record that was not is passed over."""
+        """Every acknowledged change not read before, in order. An incomplete record left by a crash is skipped."""
         try:
             descriptor = self._opened(os.O_RDONLY)
         except FileNotFoundError:
@@ -74,9 +74,9 @@ class ChangeLog:
         return [self._decoded(payload) for payload in payloads]
 
     def follow(self) -> list[Change] | None:
-        """What other processes have changed since; None where one has written the corpus anew, which is to be read again then.
+        """The changes of other processes since; None if one has rewritten the corpus, which the caller must then read again.
 
-        Nothing where another directory has taken the place of the corpus's.
+        Empty if another directory has replaced the corpus's.
         """
         try:
             if _place(os.stat(self.path.parent)) != self._directory:
@@ -97,12 +97,12 @@ class ChangeLog:
         return [] if self._is_in_force() else None
 
     def _records(self, raw: bytes) -> list[bytes]:
-        """The payloads of the whole records at the start of `raw`, which the file holds from `_end` on; moves that behind them."""
+        """The payloads of the complete records at the start of `raw`, the file from `_end` on; moves `_end` behind them."""
         payloads, start, at, length = list[bytes](), self._end, 0, len(raw)
         if not start and raw.startswith(MAGIC):
             at = len(MAGIC)
         elif not start and MAGIC.startswith(raw.rstrip(b"\0")):
-            raw = b""  # a crash while it was begun
+            raw = b""  # a crash while the file was being started
         elif not start:
             raise self._refusal("is damaged at byte 0, or in a form that this build does not read")
         while at < len(raw):
@@ -124,7 +124,7 @@ class ChangeLog:
     # writing
 
     def append(self, change: Change) -> None:
-        """Returns when the change is on the disk; where it raises, the change never was."""
+        """Write a change and return once it is on disk. If this raises, the change was not made."""
         self.hold_as_read()
         self._check_whole()
         self._write([b"", encoded(change)] if self._end else [MAGIC, self._name(), encoded(change)])
@@ -132,8 +132,8 @@ class ChangeLog:
         self._check_whole()
 
     def hold(self) -> list[Change]:
-        """Be the one process that may change the corpus, until `close`; what others have changed since `read`. Raises NotStored where
-        another one is."""
+        """Lock the log, so that only this process may change the corpus until `close`. Return what others have changed since `read`.
+        Raises NotStored if another process holds it."""
         if self._broken is not None:
             raise type(self._broken)(str(self._broken))
         if self._descriptor is not None:
@@ -159,7 +159,7 @@ class ChangeLog:
             raise
 
     def hold_as_read(self) -> None:
-        """The same for one who would not make changes that are missed. Raises NotStored where there are any."""
+        """`hold` for a caller that has read every change. Raises NotStored if others have made changes since."""
         if self.hold():
             self.close()
             self._broken = self._not_stored("was written by another process; read the corpus again")
@@ -171,7 +171,7 @@ class ChangeLog:
         return self._descriptor is not None
 
     def begin(self, changes: Sequence[Change]) -> None:
-        """Make the log of a corpus that is not in force yet, and hold it: it is on the disk when this returns. Raises OSError."""
+        """Create and hold the log of a corpus that is not current yet. It is on disk when this returns. Raises OSError."""
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._file = _place(os.fstat(self._descriptor))
@@ -179,7 +179,7 @@ class ChangeLog:
         self.mark = changes[-1].mark if changes else self.mark
 
     def check(self) -> None:
-        """Raises NotStored where the name of the log that is held no longer leads to it."""
+        """Raises LogLost (a NotStored) if the log is not held or its path no longer leads to it."""
         try:
             is_there = self._descriptor is not None and _place(os.lstat(self.path)) == self._file
         except OSError:
@@ -188,7 +188,7 @@ class ChangeLog:
             raise self._lost()
 
     def end(self) -> None:
-        """From now on refuse changes: another log may have taken the place of this one."""
+        """Refuse changes from now on: another log may have replaced this one."""
         self._broken = self._not_stored("could not be written before; read the corpus again")
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ class ChangeLog:
             self._descriptor = None
 
     def _check_whole(self) -> None:
-        """What is acknowledged has to be found by the next who reads this corpus."""
+        """Raises NotStored if the next reader of this corpus would not find what is appended here; then refuse all changes."""
         try:
             if self._broken is not None:
                 raise type(self._broken)(str(self._broken))
@@ -210,7 +210,7 @@ class ChangeLog:
             raise
 
     def _is_in_force(self) -> bool:
-        """Whether the manifest in the directory is still this corpus's."""
+        """Whether the manifest in the directory is still this corpus's. Raises NotStored if there is none."""
         try:
             found = os.stat(self.path.parent / MANIFEST_NAME)
         except OSError as error:
@@ -223,7 +223,7 @@ class ChangeLog:
         return True
 
     def _opened(self, flags: int) -> int:
-        """Raises OSError, and CheckpointError for what is not the regular file that it was."""
+        """Open the log. Raises OSError, and NotStored if it is not a regular file, or not the one seen before."""
         descriptor = os.open(self.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or self._file not in (None, _place(status)):
@@ -233,7 +233,7 @@ class ChangeLog:
         return descriptor
 
     def _write(self, parts: Sequence[bytes]) -> None:
-        """Write MAGIC or nothing, and records of the other parts, behind the last one."""
+        """Write `parts[0]` (MAGIC or nothing) and records of the other parts after the last record."""
         assert self._descriptor is not None
         data = bytearray(parts[0])
         for payload in parts[1:]:
@@ -246,7 +246,7 @@ class ChangeLog:
                 written += os.pwrite(self._descriptor, memoryview(data)[written:], self._end + written)
             os.fsync(self._descriptor)
         except OSError as error:
-            self.end()  # what a failed fsync left on the disk is not known, unless it can be cut off
+            self.end()  # after a failed fsync the disk's content is unknown, unless it can be cut off
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, self._end)
                 os.fsync(self._descriptor)
@@ -258,7 +258,7 @@ class ChangeLog:
     # payloads
 
     def _name(self) -> bytes:
-        """The first one, which names the corpus."""
+        """The first payload, which names the corpus."""
         return json.dumps({"corpus": self._manifest.digest}).encode()
 
     def _decoded(self, payload: bytes) -> Change:
@@ -289,10 +289,10 @@ class ChangeLog:
 
 
 def _place(found: os.stat_result) -> Identity:
-    """The same for as long as it is the same file, whatever is written to it."""
+    """Device and inode: unchanged as long as it is the same file, whatever is written to it."""
     return found.st_dev, found.st_ino
 
 
 def _state(found: os.stat_result) -> Identity:
-    """Another one where somebody has written to the file."""
+    """Size and modification time: they change when somebody writes to the file."""
     return found.st_size, found.st_mtime_ns

@@ -1,8 +1,8 @@
-"""Writes a corpus with its changes anew, in its own directory and beside all who read it, and puts it in force in one step.
+"""Rewrites a corpus with its changes in its own directory, while others read it, and makes it current in one step.
 
-The new files have names of their own, and so has the new log; nobody reads them until a manifest that lists them is renamed over
-the old one. So whatever a crash leaves, the directory holds the old corpus with its log or the new one with its own. What lies
-there besides is removed by the next compaction. Nothing is removed but by the process that holds the log of the corpus in force.
+The new files and the new log have their own names; nobody reads them until a manifest that lists them is renamed over the old
+one. So after any crash the directory holds either the old corpus with its log or the new one with its own. The next compaction
+removes leftovers. Only the process that holds the log of the current corpus removes anything.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ LEFT_BEHIND = re.compile(
     rf"(vectors|posts)(-[0-9a-f]{{8}})?\.safetensors|changes-[0-9a-f]{{16}}\.log|\.{re.escape(MANIFEST_NAME)}\.[0-9a-f]{{8}}\.partial"
 )
 Part = tuple[Corpus, NDArray[np.int64]]
-"""A corpus and which of its rows go on, in their order."""
+"""A corpus and the rows of it to keep, in order."""
 
 
 def load_changed(path: Path, encoder: Manifest) -> tuple[StoredCorpus, ChangeLog, list[Change]]:
-    """A corpus and the changes to it, as of one moment: where a compaction comes between, all is read again. Raises CheckpointError."""
+    """Read a corpus and its changes consistently: if a compaction comes between, read both again. Raises CheckpointError."""
     while True:
         digest = load_corpus_manifest(path).digest
         try:
@@ -55,17 +55,17 @@ def load_changed(path: Path, encoder: Manifest) -> tuple[StoredCorpus, ChangeLog
 
 @dataclass(slots=True, eq=False)
 class Compaction:
-    """One corpus, written anew. `write` and then `commit`, or `drop`. All raise CheckpointError, and then the old corpus is in force."""
+    """Rewrites one corpus: call `write`, then `commit` or `drop`. If one raises CheckpointError, the old corpus stays current."""
 
     directory: Path
     old: CorpusManifest
     log: ChangeLog
-    """Of the old corpus. Held from `write` on, so that no other process changes it meanwhile."""
+    """The log of the old corpus. Held from `write` on, so that no other process changes it meanwhile."""
     mark: str = ""
-    """In the names of the files that this compaction makes."""
+    """Part of the names of the files that this compaction makes."""
 
     def write(self, parts: Sequence[Part], mark: Mark) -> StoredCorpus:
-        """Write these rows as the corpus with this mark, and read it back, checked. It is not in force yet."""
+        """Write these rows as the corpus with this mark, then read and check it. It is not current yet."""
         try:
             self.log.hold_as_read()
             self._remove_others(self.old, self.log)
@@ -79,7 +79,7 @@ class Compaction:
             raise self._refusal(error) from error
 
     def commit(self, new: CorpusManifest, changes: Sequence[Change]) -> ChangeLog:
-        """Put what was written in force, with the changes since; returns their log, which is held. It is on the disk then."""
+        """Make the written corpus current, with the changes since. Return the log of these, held and on disk."""
         log, partial = ChangeLog(self.directory, new), f".{MANIFEST_NAME}.{self.mark}.partial"
         try:
             with open_directory(self.directory) as directory:
@@ -90,7 +90,7 @@ class Compaction:
                 os.fsync(directory)
                 self._check_there(directory, new, log)
                 os.rename(partial, MANIFEST_NAME, src_dir_fd=directory, dst_dir_fd=directory)
-                self.log.end()  # whichever manifest the disk keeps, no change is acknowledged that its log lacks
+                self.log.end()  # a crash may keep either manifest: acknowledge no change that its log lacks
                 os.fsync(directory)
         except (OSError, CheckpointError) as error:
             self.drop(log)
@@ -100,7 +100,7 @@ class Compaction:
         return log
 
     def drop(self, log: ChangeLog | None = None) -> None:
-        """Remove what this compaction has made, unless it is in force; `log`: the one that it began, if it did."""
+        """Remove what this compaction has made, unless it is current. `log`: the log that it began, if any."""
         names = [file_of(name, self.mark) for name in (VECTORS, "posts")] + [f".{MANIFEST_NAME}.{self.mark}.partial"]
         made = names + ([log.path.name] if log is not None and log.is_held else [])
         with contextlib.suppress(OSError, CheckpointError):
@@ -109,7 +109,7 @@ class Compaction:
                     (self.directory / name).unlink(missing_ok=True)
 
     def _check_there(self, directory: int, new: CorpusManifest, log: ChangeLog) -> None:
-        """Raises CheckpointError where something is gone that the new manifest is about to name, or the right to write it."""
+        """Raises CheckpointError if a file that the new manifest lists is gone, or if a log is no longer ours."""
         self.log.check()
         log.check()
         for name, entry in new.files.items():
@@ -149,12 +149,12 @@ class Compaction:
         )  # fmt: skip
 
     def _remove_others(self, kept: CorpusManifest, log: ChangeLog) -> None:
-        """Remove what compactions that a crash ended have left behind, and the logs of corpora before `kept`, whose log is held."""
+        """Remove the leftovers of crashed compactions and the logs of corpora before `kept`, whose log is held."""
         kept_names = {*kept.files, log.path.name}
-        with contextlib.suppress(OSError, CheckpointError):  # what stays is removed another time
+        with contextlib.suppress(OSError, CheckpointError):  # the next compaction removes what stays
             log.check()
             if load_corpus_manifest(self.directory).digest != kept.digest:
-                return  # the directory is not ours any more
+                return  # the directory no longer holds our corpus
             for path in self.directory.iterdir():
                 if LEFT_BEHIND.fullmatch(path.name) and path.name not in kept_names:
                     path.unlink()
@@ -165,7 +165,7 @@ class Compaction:
 
 
 def _topics(old: CorpusManifest, parts: Sequence[Part]) -> list[str]:
-    """Every topic that a row has, those of the old corpus first and in their order: those of posts long gone would become too many."""
+    """The topics that some row has, in order, the old corpus's first. Unused topics are dropped, or there would soon be too many."""
     used = {
         corpus.topic_names[place]
         for corpus, rows in parts
@@ -178,14 +178,14 @@ def _topics(old: CorpusManifest, parts: Sequence[Part]) -> list[str]:
 
 
 def _column(name: str, corpus: Corpus, rows: NDArray[np.int64], topics: dict[str, int]) -> NDArray[np.generic]:
-    """Some rows of one tensor, as they are stored."""
+    """Some rows of one tensor, as stored."""
     if name == "created_at":
         return np.zeros(len(rows), np.int64) if corpus.created_at is None else corpus.created_at[rows]
     if name == "topics":
         if corpus.topics is None:
             return np.full(len(rows), -1, np.int32)
         places = np.array([*(topics.get(topic, -1) for topic in corpus.topic_names), -1], np.int32)
-        return places[corpus.topics[rows]]  # -1 takes the last
+        return places[corpus.topics[rows]]  # -1 indexes the last place, which is -1
     if name == VECTORS:
         return corpus.vectors[rows]
     ids: NDArray[np.generic] = (corpus.post_ids if name == "post_ids" else corpus.author_ids)[rows].view(np.int64)

@@ -1,4 +1,4 @@
-"""Makes a corpus from an npz file of posts: with the vectors that it holds, or with the candidate tower's. Unpickles nothing."""
+"""Makes a corpus from an npz file or table of posts, with the file's vectors or the candidate tower's. Unpickles nothing."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from weights.text_ids import IdKind, is_text_id, text_ids
 
 REPRESENTATIONS = "candidate_representations"
 ENCODED_ROWS = 1024
-"""How many posts the candidate tower is given at once: always so many, the last ones padded."""
+"""Posts per forward of the candidate tower: always this many, the last batch padded."""
 CHECKED_ROWS = 4096
-"""How many rows of a file with vectors are encoded anew, spread over all of it."""
+"""How many rows of a file with vectors are encoded again to check it, spread over the file."""
 
 _IDS = tuple(np.dtype(name) for name in ("<i8", "<u8"))
 
 
 class Posts:
-    """What a corpus is made from, with a row a post. Use as a context manager.
+    """The source of a corpus, with one row per post. Use as a context manager.
 
-    `columns`: what there is besides vectors; `ids`: what its ids are, and `text_width` W of the column `texts`. `notes` are sentences about
-    what is left out. `topics`, a text file with a line a row, takes the place of the column.
+    `columns`: the columns besides vectors; `ids`: the kind of ids; `text_width`: W of the column `texts`. `notes` are sentences about
+    what is left out. `topics`, a text file with one line per row, replaces the column.
     """
 
     def __init__(self, path: Path, ids: IdKind, topics: Path | None) -> None:
@@ -54,15 +54,15 @@ class Posts:
         pass
 
     def vectors(self, width: int) -> Iterator[Tensor]:
-        """Float32 `[r, D]`, in order."""
+        """Yield the vectors in order, float32 `[r, D]`."""
         raise NotImplementedError
 
     def column(self, name: str) -> Iterator[Tensor]:
-        """One of `columns`, in order: int64, ids above 2^63 as negative; topics as int32 places in `topic_names`; texts as in `Corpus`."""
+        """Yield one of `columns` in order: int64, ids from 2^63 on negative; topics int32, indexing `topic_names`; texts as in `Corpus`."""
         raise NotImplementedError
 
     def topic_names(self) -> tuple[str, ...]:
-        """In the order in which they were met, once the column has been read."""
+        """Topic names in order of first occurrence; complete once the column has been read."""
         return tuple(self._topic_index)
 
     def _topics(self) -> Iterator[Tensor]:
@@ -73,7 +73,7 @@ class Posts:
             yield torch.from_numpy(np.array(places, np.int32)[inverse])
 
     def _texts(self) -> Iterator[NDArray[Any]]:
-        """The topics in the file, "" for none."""
+        """Yield the topic of each row, "" for none."""
         raise NotImplementedError
 
     def _lines(self) -> Iterator[NDArray[Any]]:
@@ -87,7 +87,7 @@ class Posts:
 
 
 class PostsFile(Posts):
-    """An npz file with `post_ids`, `author_ids` and perhaps `candidate_representations`, `created_at` and `topics`; ids are integers.
+    """An npz file with `post_ids`, `author_ids` and optionally `candidate_representations`, `created_at` and `topics`; ids are integers.
     Raises CheckpointError."""
 
     def __init__(self, path: Path, topics: Path | None = None) -> None:
@@ -136,7 +136,7 @@ class PostsFile(Posts):
         return shape, dtype
 
     def _has_topics(self) -> bool:
-        """Whether the topics can be read; objects, which would have to be unpickled, are left out by themselves."""
+        """Whether the topics can be read. Python objects would have to be unpickled: they are left out, with a note."""
         if "topics" not in self._archive.names:
             return False
         shape, dtype = self._archive.header("topics")
@@ -163,9 +163,9 @@ def make_corpus(
     replace: bool = False,
     progress: Progress | None = None,
 ) -> CorpusManifest:
-    """Stream a file of posts into a corpus directory: with its own vectors, or with the candidate tower's where `encode`.
+    """Stream a file of posts into a corpus directory, with its own vectors or, if `encode`, the candidate tower's.
 
-    Vectors of the file are compared with the candidate tower's in some rows: nothing in the file says who made them.
+    The file does not say which model made its vectors, so some rows are compared with the candidate tower's.
     Raises CheckpointError.
     """
     if source.ids != (wanted := encoder.manifest.ids):
@@ -198,7 +198,7 @@ def make_corpus(
 
 def encoded(source: Posts, encoder: Encoder) -> Iterator[Tensor]:
     """The candidate tower's vectors of every post, in order."""
-    # two arrays with rows of one size come in chunks of one length
+    # arrays with rows of equal size come in chunks of equal length
     for chunks in zip(source.column("post_ids"), source.column("author_ids"), strict=True):
         posts, authors = (chunk.numpy().view(np.uint64) for chunk in chunks)
         for start in range(0, len(posts), ENCODED_ROWS):
@@ -207,7 +207,7 @@ def encoded(source: Posts, encoder: Encoder) -> Iterator[Tensor]:
 
 
 def encode(encoder: Encoder, post_ids: Ids, author_ids: Ids) -> Tensor:
-    """Vectors float32 `[n, D]` of posts, in steps of one size."""
+    """Encode posts in batches of one size; vectors float32 `[n, D]`."""
     steps = []
     for start in range(0, len(post_ids), ENCODED_ROWS):
         ids = [np.zeros(ENCODED_ROWS, np.uint64) for _ in range(2)]
@@ -219,7 +219,7 @@ def encode(encoder: Encoder, post_ids: Ids, author_ids: Ids) -> Tensor:
 
 
 def check_rows(source: Posts, encoder: Encoder) -> None:
-    """Raises CheckpointError where the file's vectors are not those that the candidate tower gives to the same posts."""
+    """Raises CheckpointError if the file's vectors differ from the candidate tower's for the same posts (a sample of rows)."""
     wanted = np.unique(np.linspace(0, source.posts - 1, min(CHECKED_ROWS, source.posts)).astype(np.int64))
     posts, authors = (
         np.concatenate([chunk.view(np.uint64) for chunk in _picked(source.column(name), wanted)])
@@ -230,7 +230,7 @@ def check_rows(source: Posts, encoder: Encoder) -> None:
 
 
 def check_corpus(stored: StoredCorpus, encoder: Encoder, progress: Callable[[int, int], None] | None = None) -> None:
-    """Encode every post anew. Raises CheckpointError where a vector is not the candidate tower's."""
+    """Encode every post again. Raises CheckpointError if a vector differs from the candidate tower's."""
     corpus = stored.corpus
     for start in range(0, len(corpus), ENCODED_ROWS):
         rows = np.arange(start, min(start + ENCODED_ROWS, len(corpus)))
@@ -241,7 +241,7 @@ def check_corpus(stored: StoredCorpus, encoder: Encoder, progress: Callable[[int
 
 
 def check_texts(stored: StoredCorpus) -> None:
-    """Raises CheckpointError where a text is none, or not that of the id in its row."""
+    """Raises CheckpointError if a text is invalid or does not hash to the id in its row."""
     corpus = stored.corpus
     for start in range(0, len(corpus) if corpus.texts is not None else 0, ENCODED_ROWS):
         rows = np.arange(start, min(start + ENCODED_ROWS, len(corpus)))

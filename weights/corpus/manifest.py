@@ -1,4 +1,4 @@
-"""`manifest.json` of a corpus: whose vectors they are, how many, and the digests of their files. Reads no vectors."""
+"""Parses and writes `manifest.json` of a corpus: which model made the vectors, their number and file digests. Reads no vectors."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ OPTIONAL_COLUMNS = ("created_at", "topics")
 
 
 def file_of(tensor: str, mark: str = "") -> str:
-    """The file in which a tensor lies: vectors by themselves, the columns together. `mark` tells a compaction's files from older ones."""
+    """The file that holds a tensor: one for vectors, one for all columns. `mark` tells a compaction's files from older ones."""
     return f"{'vectors' if tensor == VECTORS else 'posts'}{mark and '-'}{mark}.safetensors"
 
 
 def mark_of(file: str) -> str:
-    """The mark in a file's name, empty where it has none."""
+    """The mark in a file's name, empty if it has none."""
     found = re.fullmatch(r"(?:vectors|posts)-([0-9a-f]{8})\.safetensors", file)
     return found[1] if found else ""
 
@@ -43,7 +43,7 @@ def mark_of(file: str) -> str:
 def corpus_tensors(
     columns: Iterable[str], posts: int, width: int, dtype: str, mark: str = "", text_width: int = 0
 ) -> dict[str, TensorEntry]:
-    """The tensors of a corpus: these columns, and vectors of `dtype`. `text_width`: bytes of the longest text and one more."""
+    """The tensors of a corpus: these columns, and vectors of `dtype`. `text_width`: bytes of the longest text plus one."""
     shapes = {TEXTS: (posts, 2, text_width)}
     tensors = {
         name: TensorEntry(file_of(name, mark), (COLUMNS | {TEXTS: "uint8"})[name], shapes.get(name, (posts,)))
@@ -56,9 +56,9 @@ def corpus_tensors(
 class CorpusManifest(Document):
     """Everything about a corpus except its numbers. Raises CheckpointError for fields that contradict each other.
 
-    `encoder` is the digest of the retrieval checkpoint that made the vectors, `encoder_name` its name and version, for people.
-    `topics` are the names that the column `topics` indexes, -1 for none. `mark`: which changes are in it already. `digest` is the corpus's
-    identity, as a checkpoint's. `ids` are the encoder's; where they are texts, the column `texts` has them.
+    `encoder` is the digest of the retrieval checkpoint that made the vectors, `encoder_name` its name and version, for display.
+    `topics` are the names that the column `topics` indexes, -1 for none. `mark`: which changes it already contains. `digest` identifies
+    the corpus, as in a checkpoint. `ids` is the encoder's kind of ids; text ids are stored in the column `texts`.
     """
 
     name: str
@@ -108,18 +108,18 @@ class CorpusManifest(Document):
     def _content(self) -> dict[str, Any]:
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
         mark, ids = values.pop("mark"), values.pop("ids")
-        values |= {"mark": mark._asdict()} if any(mark) else {}  # so that corpora of before keep their digests
+        values |= {"mark": mark._asdict()} if any(mark) else {}  # so that older corpora keep their digests
         values |= {} if ids == "uint64" else {"ids": ids}
         return {"format_version": FORMAT_VERSION, "kind": KIND, **values, **entries_content(self.files, self.tensors)}
 
     @property
     def first_mark(self) -> Mark:
-        """Of the corpus before the changes in its log."""
+        """The mark of the corpus before the changes in its log."""
         sequence, digest, position = self.mark
         return Mark(sequence, digest or self.digest[:32], position)
 
     def label(self, mark: Mark) -> str:
-        """What people call it after changes: `v1` after twelve is `v1+12`."""
+        """The version to display after changes: `v1` after twelve changes is `v1+12`."""
         return f"{re.sub(r'[+][0-9]+$', '', self.version)}+{mark.sequence}" if mark.sequence else self.version
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Records of a change log: a change as bytes and back, and how a corpus's mark moves on with it. Opens no file."""
+"""Converts changes to change-log records and back, and computes a corpus's mark after a change. Opens no file."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from model.retrieval.inputs import Change, Mark, NewPosts, PostChange, PostRows
 from weights.text_ids import IdKind, is_text_id, text_ids
 
 HEADER_BYTES = 20
-END = b"\xff"  # not 0: a file that a crash leaves too long reads as zeros where nothing was written
+END = b"\xff"  # not 0: if a crash leaves a file too long, its unwritten part reads as zeros
 NO_IDS = np.empty(0, np.uint64)
 
 
 def digest_of(data: bytes) -> bytes:
-    """8 bytes."""
+    """BLAKE2b of `data`, 8 bytes."""
     return hashlib.blake2b(data, digest_size=8).digest()
 
 
 def no_posts(width: int) -> NewPosts:
-    """For a change that only deletes."""
+    """Empty posts, for a change that only deletes."""
     return NewPosts(NO_IDS, NO_IDS, np.empty(0, np.int64), [], np.empty((0, width), np.float32))
 
 
 def mark_after(mark: Mark, change: Change | PostChange) -> Mark:
-    """Of a corpus with this mark after one more change, whose vectors follow from its ids and the towers."""
+    """The mark after one more change. It does not cover the vectors, which follow from the ids and the towers."""
     said = json.dumps(_said(change)).encode()
     digest = hashlib.blake2b(mark.digest.encode() + said, digest_size=16).hexdigest()
     return Mark(mark.sequence + 1, digest, mark.position)
@@ -40,7 +40,7 @@ def encoded(change: Change) -> bytes:
 
 
 def decoded(payload: bytes, width: int, ids: IdKind = "uint64") -> Change:
-    """Raises ValueError, KeyError, TypeError or OverflowError for what is no change."""
+    """Parse a record's payload. Raises ValueError, KeyError, TypeError or OverflowError if it is not a change."""
     head, _, vectors = payload.partition(b"\n")
     values: dict[str, Any] = json.loads(head)
     said = [values[name] for name in ("post_ids", "author_ids", "delete")]
@@ -59,16 +59,16 @@ def decoded(payload: bytes, width: int, ids: IdKind = "uint64") -> Change:
 
 
 def record(payload: bytes, place: int) -> bytes:
-    """A record that lies `place` bytes into the file."""
+    """The bytes of a record that starts `place` bytes into the file."""
     head = len(payload).to_bytes(4, "little") + digest_of(payload)
     return head + digest_of(place.to_bytes(8, "little") + head) + payload + END
 
 
 def record_at(raw: bytes, at: int, start: int) -> tuple[bytes | None, int]:
-    """The payload of a record and where it stops, `raw` being the file from `start` on; None where a crash left what is there, and 0
-    where that is damage.
+    """The payload of the record at `raw[at:]` and the offset where it ends; `raw` is the file from `start` on. After a crash the payload
+    is None and the offset the end of `raw`; for damage they are None and 0.
 
-    A crash leaves a file that is too short, or one whose last record lacks its end, and nothing behind it.
+    A crash leaves a file that is too short, or one whose last record lacks its end, with nothing behind it.
     """
     body = at + HEADER_BYTES
     head = raw[at:body]
@@ -83,7 +83,7 @@ def record_at(raw: bytes, at: int, start: int) -> tuple[bytes | None, int]:
 
 
 def _said(change: Change | PostChange) -> dict[str, Any]:
-    """What a record says of a change: ids as numbers, or as texts where it has them."""
+    """A change as JSON values: ids as numbers, or as texts if it has them."""
     posts: NewPosts | PostRows = change.upsert if isinstance(change, PostChange) else change.posts
     post_ids, author_ids = zip(*posts.texts, strict=True) if posts.texts else (posts.post_ids, posts.author_ids)
     ids = {"delete": change.delete_texts or change.delete, "post_ids": post_ids, "author_ids": author_ids}

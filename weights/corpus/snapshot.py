@@ -1,4 +1,4 @@
-"""Copies of a corpus for others to begin with: what its last compaction wrote, without the changes since, which are in the feed."""
+"""Copies a corpus for new replicas to start from: its last compaction, without later changes, which the feed has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weights.format.writer import refused_writing, write_file, written_beside
 
 
 def publish(directory: Path, out: Path) -> tuple[Path, CorpusManifest]:
-    """Copy the corpus to `out/NAME@SEQUENCE`, checked, in one step; a copy that is there already stays. A service may write beside.
+    """Copy the corpus to `out/NAME@SEQUENCE` in one step and check it. An existing copy stays. A service may write to it meanwhile.
 
     Raises CheckpointError.
     """
@@ -36,4 +36,4 @@ def publish(directory: Path, out: Path) -> tuple[Path, CorpusManifest]:
                 return target, manifest
             except FileNotFoundError:
                 if load_corpus_manifest(directory).digest == manifest.digest:
-                    raise  # else it was compacted meanwhile
+                    raise  # otherwise it was compacted meanwhile: try again

@@ -1,4 +1,4 @@
-"""Corpus directories: load with every check, by mapping; write as a stream, in one step."""
+"""Loads corpus directories by mapping, with every check, and writes them as a stream, atomically."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weights.format.reader import MappedFiles, Progress, opened, read_manifest, 
 from weights.format.writer import TableDtype, check_target, refused_writing, write_file, write_files, written_beside
 
 LENGTH_OFF = {"float32": 1e-3, "bfloat16": 1e-2}
-"""How far the length of a vector may be from 1."""
+"""Tolerance for the length of a vector, which must be 1, by dtype."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,8 +37,8 @@ def load_corpus(
 ) -> StoredCorpus:
     """Verify everything and map the arrays; bf16 vectors are widened into memory.
 
-    Raises CheckpointError, whose sentence names file and reason, for anything that is not exactly what was saved, for vectors
-    that are not of unit length, and where `encoder` is given for vectors that another one made.
+    Raises CheckpointError, which names file and reason, for anything that is not exactly what was saved, for vectors that are
+    not of unit length, and for vectors made by another encoder than `encoder`, if that is given.
     """
     path, mapped = Path(path), MappedFiles()
     with opened("Corpus", path) as directory:
@@ -55,8 +55,8 @@ def read_corpus(
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> Corpus:
-    """The arrays that a manifest lists, of an open directory; those that are mapped are noted. Raises CheckpointError, as `load_corpus`
-    but for the path."""
+    """Read the arrays that a manifest lists from an open directory; mapped files are recorded in `mapped`. Raises CheckpointError as
+    `load_corpus` does, but without the path."""
     tensors = read_tensors(directory, manifest, progress, threads, lambda _: True, mapped)
     arrays = {name: tensor.numpy() for name, tensor in tensors.items() if name != VECTORS}
     vectors, stored = tensors[VECTORS].float().numpy(), manifest.tensors
@@ -83,13 +83,13 @@ def read_corpus(
 
 
 def load_corpus_manifest(path: str | Path) -> CorpusManifest:
-    """The manifest alone, checked in itself; the files it lists are not opened. Raises CheckpointError."""
+    """Read and check only the manifest; the files it lists are not opened. Raises CheckpointError."""
     with opened("Corpus", Path(path)) as directory:
         return read_manifest(directory, CorpusManifest.from_json)
 
 
 def check_encoder(manifest: CorpusManifest, encoder: Manifest) -> None:
-    """Raises CheckpointError where the vectors are not this encoder's."""
+    """Raises CheckpointError if the vectors were not made by this encoder."""
     if manifest.encoder != encoder.digest:
         raise CheckpointError(
             f"its vectors were made by {manifest.encoder_name} (digest {manifest.encoder[:12]}…), not by "
@@ -99,7 +99,7 @@ def check_encoder(manifest: CorpusManifest, encoder: Manifest) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CorpusLabels:
-    """What people call a corpus; an empty `version` becomes a short digest. `position`: of the last change in its feed that it has."""
+    """A corpus's name and version (if empty, a short digest). `position`: of the last feed change that the corpus contains."""
 
     name: str
     version: str = ""
@@ -119,11 +119,11 @@ def write_corpus(
     text_width: int = 0,
     replace: bool = False,
 ) -> CorpusManifest:
-    """Write `path` from `chunks(tensor)`, the elements of `vectors` and of each column in order, in chunks of any size.
+    """Write `path` from `chunks(tensor)`, which gives the elements of `vectors` and each column in order, in chunks of any size.
 
-    `topics` is asked for the names once the column has been written; `text_width` is W of the column `texts`.
-    Written beside and renamed: a reader sees all or nothing.
-    Raises CheckpointError for values that are not finite or not as many as `posts`, and for a path in use.
+    `topics` is called for the names after the column has been written; `text_width` is W of the column `texts`.
+    Written to a temporary directory and renamed, so a reader sees all or nothing.
+    Raises CheckpointError for values that are not finite, for too many or too few values, and for a path in use.
     """
     path, made_by = Path(path).absolute(), encoder.manifest
     width = made_by.config.width

@@ -1,4 +1,4 @@
-"""Posts of a corpus in Parquet or JSON lines, whose ids are integers or texts. Texts that collide are refused."""
+"""Reads a corpus's posts from Parquet or JSON lines, with integer or text ids. Refuses texts whose hashes collide."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PIECE_ROWS = 65536
 
 
 class PostsTable(Posts):
-    """A file, or a directory of such, with a row a post: `post_ids`, `author_ids`, and perhaps `created_at` and `topics`, in which nulls
-    mean unknown. Raises LogError for a column that cannot be read, CheckpointError where two texts have one hash."""
+    """A file, or a directory of files, with one row per post: `post_ids`, `author_ids`, and optionally `created_at` and `topics`, where
+    null means unknown. Raises LogError for a column that cannot be read, CheckpointError if two texts have one hash."""
 
     def __init__(self, path: Path, ids: IdKind, topics: Path | None = None) -> None:
         super().__init__(path, ids, topics)
@@ -68,7 +68,7 @@ class PostsTable(Posts):
         return texts
 
     def _check_texts(self, name: str) -> None:
-        """Notes how long they are. Raises CheckpointError for two that collide."""
+        """Widen `text_width` to fit this column's texts. Raises CheckpointError if two of them collide."""
         for table in self._tables(name):
             longest = max((len(text.encode()) for text in self._listed(table, name)), default=0)
             self.text_width = max(self.text_width, longest + 1)

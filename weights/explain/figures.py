@@ -1,4 +1,4 @@
-"""Every number of the pictures, from the plain path in fp32: mask, isolation, positions, attention, cap, updates, changes, RoPE."""
+"""Computes every number of the pictures on the plain path in fp32: mask, isolation, positions, attention, cap, updates, RoPE."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from weights.explain.request import Request
 
 Array = NDArray[Any]
 DRAWN_TOKENS = 200
-MOVED_CANDIDATES = 24  # most that the isolation panel moves: each is a forward
+MOVED_CANDIDATES = 24  # limit for the isolation panel: each needs a forward
 BINS = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
     """`mask`, `causal` bool `[T, T]`. `isolation`, `leaking` float32 `[C, C]`: the largest change of row i's logits when column j becomes
-    another post, with the ranking mask and with the causal one. `reversed_list`: of each candidate when the list is turned round, by
+    another post, with the ranking mask and with the causal one. `reversed_list`: that of each candidate when the list is reversed, by
     kind of positions. `positions`: by kind, int64 `[T]`. `attention` float32 `[L, N, t, t]`, means of blocks above 200 tokens; `rows`
     `[L, N, 1 + h + 1]` of the chosen candidate; `shares` `[L, 3]` on user, history, itself over all candidates; `row_error`: how
     far rows are from 1. `raw`, `capped`: counts `[L, bins]` over `edges`; `beyond_half` `[L]`. `updates` `[L, 2]`, `stream` `[L]`.
@@ -65,7 +65,7 @@ class Figures:
 
 @torch.inference_mode()
 def figures_of(ranker: Ranker, request: Request, chosen: int = 0) -> Figures:
-    """All of them for one request; `chosen` is the candidate whose attention is enlarged. One layer's attention is held at a time."""
+    """Compute all figures for one request; `chosen` is the candidate whose attention is enlarged. Holds one layer's attention at a time."""
     context, candidates, config = request.context, request.candidates, ranker.config
     batch = collate([(context, candidates)], config)
     length = 1 + len(context)
@@ -106,7 +106,7 @@ def figures_of(ranker: Ranker, request: Request, chosen: int = 0) -> Figures:
 
 
 def _layer(seen: Seen, config: ModelConfig, mask: Tensor, length: int, chosen: int, edges: Array) -> dict[str, Any]:
-    """What one layer shows, by the names of `Figures`."""
+    """The figures of one layer, by their names in `Figures`."""
     multiplier, cap, form = config.attention_multiplier, config.attention_cap, config.cap_form
     weights = attention_weights(seen.query, seen.key, mask, multiplier, cap, form)[0]
     rows, itself = weights[:, length:], weights[:, length:, length:].diagonal(dim1=1, dim2=2)
@@ -145,13 +145,13 @@ def _rope(seen: Seen, config: ModelConfig, length: int, chosen: int) -> Array:
 
 
 def _scale(update: Tensor, stream: Tensor) -> float:
-    """`sqrt(σr² / (σr² + σs²))`: 0 where nothing is added, near 1 where the update is all there is."""
+    """`sqrt(σr² / (σr² + σs²))`: 0 if nothing is added, near 1 if the update dominates."""
     moved, before = float(update.var()), float(stream.var())
     return math.sqrt(moved / (moved + before)) if moved else 0.0
 
 
 def blocks(matrices: Array, limit: int = DRAWN_TOKENS) -> Array:
-    """The last two axes cut to at most `limit` rows and columns, means of square blocks where they are longer."""
+    """Reduce the last two axes to at most `limit` rows and columns, by means of square blocks if they are longer."""
     length = matrices.shape[-1]
     if length <= limit:
         return matrices
@@ -166,7 +166,7 @@ def blocks(matrices: Array, limit: int = DRAWN_TOKENS) -> Array:
 def _logits(
     ranker: Ranker, context: Context, candidates: Candidates, *, causal: bool = False, kind: Any = "shared"
 ) -> Array:
-    """`[C, A]`; with `causal`, candidates see those before them: what ranking must not do."""
+    """Logits `[C, A]`. With `causal`, candidates see those before them, which ranking must not do."""
     batch = collate([(context, candidates)], ranker.config, kind)
     if not causal:
         return ranker(batch)[0][0].numpy()  # type: ignore[no-any-return]
@@ -191,7 +191,7 @@ def _moves(ranker: Ranker, context: Context, candidates: Candidates, *, causal: 
 
 
 def _reversal(ranker: Ranker, context: Context, candidates: Candidates, kind: Any) -> Array:
-    """The largest change of each candidate's logits when the list is turned round."""
+    """The largest change of each candidate's logits when the list is reversed."""
     back = candidates.rows(np.arange(len(candidates))[::-1])
     before, after = (_logits(ranker, context, each, kind=kind) for each in (candidates, back))
     found: Array = np.abs(after[::-1] - before).max(1)
@@ -199,7 +199,7 @@ def _reversal(ranker: Ranker, context: Context, candidates: Candidates, kind: An
 
 
 def _positions(ranker: Ranker, context: Context, candidates: Candidates) -> dict[str, Array]:
-    """Of every token, by kind: as the two modes have it, and anchored to the right."""
+    """The position of every token by kind: shared, sequential and right-anchored."""
     left, right = (replace(ranker.config, right_anchored=anchored) for anchored in (False, True))
     kinds: tuple[Any, ...] = (
         ("shared", left, "shared"),
@@ -218,7 +218,7 @@ def _without(context: Context) -> Iterator[Context]:
 
 
 def _leave_one_out(ranker: Ranker, request: Request) -> tuple[Array, Array]:
-    """Changes of scores `[h + 1, C]` and of probabilities `[h + 1, C, A]`: with the thing less without it."""
+    """Changes of scores `[h + 1, C]` and of probabilities `[h + 1, C, A]`: with each item minus without it."""
 
     def probabilities(context: Context) -> Array:
         return 1 / (1 + np.exp(-_logits(ranker, context, request.candidates).astype(np.float64)))
@@ -229,7 +229,7 @@ def _leave_one_out(ranker: Ranker, request: Request) -> tuple[Array, Array]:
 
 
 def _wavelengths(ranker: Ranker) -> Array:
-    """Of each pair of components, in tokens."""
+    """The wavelength of each pair of components, in tokens."""
     config = ranker.config
     found: Array = 2 * math.pi * config.rope_base ** (np.arange(0, config.head_width, 2) / config.head_width)
     return found

@@ -1,4 +1,4 @@
-"""An explanation in a directory: PNG files, one HTML page that holds them all, and every number as JSON."""
+"""Writes an explanation to a directory: PNG files, one HTML page that holds them all, and every number as JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write(
     panels: Sequence[Panel],
     found: RetrievalFigures | None = None,
 ) -> None:
-    """Write them into `out`, which may exist; `found`: the figures of retrieval."""
+    """Write panels, page and figures into `out`, which may exist; `found`: the figures of retrieval."""
     out.mkdir(parents=True, exist_ok=True)
     for panel in panels:
         (out / f"{panel.name}.png").write_bytes(panel.png)

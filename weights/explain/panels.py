@@ -1,4 +1,4 @@
-"""The pictures of an explanation, as PNG. Computes nothing: every number is in `figures`."""
+"""Draws the pictures of an explanation as PNG. Computes nothing: every number is in `figures`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLOURS = (GREY, BLUE, YELLOW)
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A picture with what it is called and what it shows, in words."""
+    """A picture with its name, title and caption."""
 
     name: str
     title: str
@@ -33,14 +33,14 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Names of the tokens, and of the actions."""
+    """Names of the tokens and the actions."""
 
     tokens: Sequence[str]
     actions: Sequence[str]
 
 
 def draw(figures: Figures, labels: Labels) -> list[Panel]:
-    """Every panel that this model has."""
+    """Draw every panel that this model has."""
     makers: list[Callable[[Figures, Labels], Panel | None]] = [
         mask, isolation, positions, attention, enlarged, soft_cap, updates, leave_one_out, rope,
     ]  # fmt: skip
@@ -49,7 +49,7 @@ def draw(figures: Figures, labels: Labels) -> list[Panel]:
 
 
 def mask(figures: Figures, labels: Labels) -> Panel:
-    """1: who sees whom."""
+    """1: which token sees which."""
     figure, grid = plt.subplots(1, 2, figsize=(10, 5.2), layout="constrained")
     for axes, matrix, title in zip(grid, (figures.mask, figures.causal), ("ranking", "plain causal"), strict=True):
         axes.imshow(matrix, cmap=SHADES, vmin=0, vmax=1.2, interpolation="nearest")
@@ -142,7 +142,7 @@ def attention(figures: Figures, labels: Labels) -> Panel:
 
 
 def enlarged(figures: Figures, labels: Labels) -> Panel:
-    """4, for one candidate, beside the shares."""
+    """4 for one candidate, beside the shares."""
     rows = figures.rows
     names = [*labels.tokens[: rows.shape[2] - 1], "itself"]
     figure, grid = plt.subplots(
@@ -224,7 +224,7 @@ def leave_one_out(figures: Figures, labels: Labels) -> Panel:
         (grid[1], figures.changes[:, figures.chosen], labels.actions, f"probabilities of candidate {figures.chosen}"),
     ):
         most = max(float(np.abs(values).max(initial=0)), 1e-12)
-        shades = SymLogNorm(most / 100, vmin=-most, vmax=most)  # else two large rows leave the rest blank
+        shades = SymLogNorm(most / 100, vmin=-most, vmax=most)  # otherwise two large rows leave the rest blank
         image = axes.imshow(values, cmap=SIGNS, norm=shades, aspect="auto", interpolation="nearest")
         axes.set_title(title, fontsize=9)
         _names(axes, names, "y")
@@ -240,7 +240,7 @@ def leave_one_out(figures: Figures, labels: Labels) -> Panel:
 
 
 def rope(figures: Figures, labels: Labels) -> Panel | None:
-    """8: what distance does to a logit; None for a trunk without RoPE."""
+    """8: how distance changes a logit; None for a trunk without RoPE."""
     if figures.rope_logits is None or figures.wavelengths is None:
         return None
     figure, grid = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")

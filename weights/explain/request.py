@@ -1,4 +1,4 @@
-"""A request of `/rank` in a file → what the model reads, and what its ids are called. Not for checks of what callers send."""
+"""Converts a `/rank` request from a file to the model's inputs and names for its ids. Does not validate as the server does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weights.text_ids import TEXT_RULE, is_text_id, text_ids
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The newest events that fit the window, the candidates, the weights of the score float64 `[A]`, and a name for each token."""
+    """The newest events that fit the window, the candidates, the score weights float64 `[A]`, and a name for each token."""
 
     context: Context
     candidates: Candidates
@@ -27,7 +27,7 @@ class Request:
 
 
 def read_request(body: dict[str, Any], manifest: Manifest, names: dict[str, Any]) -> Request:
-    """From a request's JSON; `names` as in the demo's `names.json`. Raises CheckpointError for what is not in this checkpoint's words."""
+    """Read a request's JSON; `names` as in the demo's `names.json`. Raises CheckpointError if it does not fit this checkpoint."""
     try:
         return _request(body, manifest, {author: entry["name"] for author, entry in names.get("authors", {}).items()})
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -73,7 +73,7 @@ def _request(body: dict[str, Any], manifest: Manifest, names: dict[str, str]) ->
 
 
 def _rows(items: Any) -> list[dict[str, Any]]:
-    """Either shape as objects."""
+    """Rows of a list of objects, or of an object of columns, as objects."""
     if isinstance(items, list):
         return items
     columns = list(items)
@@ -81,7 +81,7 @@ def _rows(items: Any) -> list[dict[str, Any]]:
 
 
 def _ids(rows: list[dict[str, Any]], key: str, manifest: Manifest) -> NDArray[np.uint64]:
-    """As a model reads them."""
+    """The 64-bit ids that a model reads."""
     if manifest.ids == "uint64":
         return _column(rows, key, np.uint64)
     if bad := [row.get(key) for row in rows if not is_text_id(row.get(key))]:

@@ -1,4 +1,4 @@
-"""Where the user's vector lies in a corpus, which posts are near it, and what the ranker makes of their order."""
+"""Computes where the user's vector lies in a corpus, which posts are near it, and how the ranker orders them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ BINS = 100
 
 @dataclass(frozen=True, slots=True)
 class RetrievalFigures:
-    """`posts` float32 `[d, 2]` and `user` `[2]`: two principal components of the corpus; of a large one every n-th post is drawn. `topics`
-    int32 `[d]`, -1 for none, of `topic_names`. `explained`: the share of variance in both. `best`, `best_cosines` `[k]`: post ids as
-    callers write them, best first, without those of the history; `near` `[k, 2]` their
-    places. `counts` over `edges`: all cosines. `final_ranks` `[k]`: of the
-    same posts by the ranker's score, from 1.
+    """`posts` float32 `[d, 2]` and `user` `[2]`: in two principal components of the corpus; every n-th post of a large one is drawn.
+    `topics` int32 `[d]`, indexing `topic_names`, -1 for none. `explained`: the share of variance in both components. `best`,
+    `best_cosines` `[k]`: post ids as callers write them, best first, without those of the history; `near` `[k, 2]`: their
+    places. `counts` over `edges`: histogram of all cosines. `final_ranks` `[k]`: ranks of the same posts by the ranker's
+    score, from 1.
     """
 
     posts: Array
@@ -45,7 +45,7 @@ class RetrievalFigures:
 
 @torch.inference_mode()
 def retrieval_of(towers: Towers, corpus: Corpus, ranker: Ranker, request: Request, k: int = 200) -> RetrievalFigures:
-    """For one request; the search is the definition's: the product with every row."""
+    """Compute the figures for one request. The search is exhaustive: the product with every row."""
     context = request.context
     user = towers.encode_users([context.last(towers.config.history_length)])[0].numpy()
     shown = np.flatnonzero(~corpus.hidden)

@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint of an architecture has, and in which file each is stored. Opens no file."""
+"""Lists the tensors of an architecture's checkpoint and the file of each. Opens no file."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ PARAMS_FILE = "params.safetensors"
 
 
 def is_table(name: str) -> bool:
-    """Whether a tensor is an embedding table: may be bf16, has a file of its own, is mapped instead of read."""
+    """Whether a tensor is an embedding table, which may be bf16, has its own file, and is mapped instead of read."""
     return name.startswith("tables.")
 
 
 def file_of(name: str) -> str:
-    """The file in which tensor `name` is written."""
+    """The file that holds tensor `name`."""
     return f"{name}.safetensors" if is_table(name) else PARAMS_FILE
 
 
 def empty_model(config: ModelConfig) -> Ranker | Towers:
-    """The model on the meta device: names and shapes without memory. Raises CheckpointError where it cannot be built."""
+    """The model on the meta device: names and shapes without memory. Raises CheckpointError if it cannot be built."""
     try:
         with torch.device("meta"):
             return Towers(config) if isinstance(config, RetrievalConfig) else Ranker(config)
@@ -40,8 +40,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def model_for(manifest: Manifest) -> Ranker | Towers:
-    """The empty model of a manifest whose list of tensors fits its architecture. Raises CheckpointError."""
-    # before building anything: every layer has a tensor at least, so a forged layer count stops here
+    """Build the empty model of a manifest and check that the listed tensors fit it. Raises CheckpointError."""
+    # before building anything: every layer has at least one tensor, so a forged layer count stops here
     if manifest.config.layers > len(manifest.tensors):
         raise CheckpointError(f"{MANIFEST_NAME} lists fewer tensors than the architecture has layers")
     try:
@@ -53,7 +53,7 @@ def model_for(manifest: Manifest) -> Ranker | Towers:
 
 
 def check_tensors(listed: Mapping[str, TensorEntry], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Names, shapes and dtypes against the architecture. Raises CheckpointError."""
+    """Check names, shapes and dtypes against the architecture. Raises CheckpointError."""
     missing, unknown = sorted(set(expected) - set(listed)), sorted(set(listed) - set(expected))
     if missing or unknown:
         what = f"lacks tensor {missing[0]}" if missing else f"lists tensor {unknown[0]}, unknown to the architecture"

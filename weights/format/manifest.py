@@ -1,4 +1,4 @@
-"""`manifest.json`, which describes a checkpoint: parsed strictly, written canonically. Reads no weights."""
+"""Parses `manifest.json`, which describes a checkpoint, strictly and writes it canonically. Reads no weights."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from weights.errors import CheckpointError
 from weights.text_ids import IdKind
 
 FORMAT_VERSION = 1
-RETRIEVAL = {"model": "retrieval"}  # the key that the manifest of two towers has, and that of a ranker lacks
+RETRIEVAL = {"model": "retrieval"}  # in the manifest of a retrieval model (two towers), absent from a ranker's
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 16 * 2**20
-MAX_SCORE_WEIGHT = 1e9  # as of a weight in a request
+MAX_SCORE_WEIGHT = 1e9  # the same limit as for a weight in a request
 ID_KINDS: tuple[IdKind, ...] = ("uint64", "text")
 
-_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # goes into headers, metric labels and logs as it is
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # goes unescaped into headers, metric labels and logs
 _ACTION = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")  # never a number: a decimal string in a request is an index
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\.safetensors")  # no separator, no leading dot
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -57,8 +57,8 @@ class TensorEntry:
 
 
 class Document:
-    """A manifest of any kind, which is written with its digest: the SHA-256 of the canonical content, hence of every file's digest. A
-    dataclass with `digest`; `dtypes` are those of its tensors."""
+    """Base of all manifests, which are written with their digest: the SHA-256 of the canonical content, which includes every file's
+    digest. Subclasses are dataclasses with `digest`; `dtypes` are the dtypes that their tensors may have."""
 
     __slots__ = ()
     name: str
@@ -74,7 +74,7 @@ class Document:
         raise NotImplementedError
 
     def _sign(self) -> None:
-        """Set the digest, and a short one as `version` where that is empty. Raises CheckpointError for what no manifest may say."""
+        """Set the digest, and a short one as `version` if that is empty. Raises CheckpointError for invalid fields."""
         if not self.version:
             object.__setattr__(self, "version", content_digest(self._content())[:12])
         for what in ("name", "version"):
@@ -96,7 +96,7 @@ class Document:
 
     @classmethod
     def _read(cls, values: Mapping[str, Any], keys: Mapping[str, type]) -> dict[str, Any]:
-        """The values of these keys, files and tensors among them. Raises CheckpointError for others, and for another format."""
+        """The constructor arguments in `values`: these `keys` and the common ones. Raises CheckpointError for other keys or formats."""
         if (found := values.get("format_version")) != FORMAT_VERSION:
             raise CheckpointError(f"has format version {str(found)[:40]}, this build reads {FORMAT_VERSION}")
         every = {
@@ -116,7 +116,7 @@ class Document:
         return read
 
     def _check_written(self, raw: bytes, digest: str) -> None:
-        """Raises CheckpointError where `raw`, which gives this digest, is not what this manifest would be written as."""
+        """Raises CheckpointError if `raw`, which states `digest`, differs from what this manifest would write."""
         if digest != self.digest:
             raise CheckpointError(
                 f"says its digest is {digest[:64]!r}, but its content has {self.digest}: it was changed after it was written"
@@ -131,8 +131,8 @@ class Manifest(Document):
 
     `action_names` are in output order, one per action of `config`; `continuous` one per continuous output. `score_weights`
     maps some action names to the default weights of the combined score. `digest` is the SHA-256 of the canonical content,
-    hence of every file's digest: it is the checkpoint's identity. An empty `version` becomes a short digest. `ids` are what callers name
-    users, posts and authors by; a manifest that does not say it means `uint64`.
+    which includes every file's digest: it identifies the checkpoint. An empty `version` becomes a short digest. `ids` is the kind of
+    ids that callers use for users, posts and authors; a manifest without it means `uint64`.
     """
 
     name: str
@@ -198,12 +198,12 @@ class Manifest(Document):
 
 
 def signed(content: Mapping[str, Any]) -> bytes:
-    """A manifest's content with its digest, as it is written: UTF-8, one line per tensor and file."""
+    """A manifest's content with its digest, as written to disk: UTF-8, one line per tensor and file."""
     return (_render({**content, "digest": content_digest(content)}) + "\n").encode()
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
-    """Strict JSON: one UTF-8 object, no duplicate keys, no NaN or infinity. Raises CheckpointError."""
+    """Parse strict JSON: one UTF-8 object, no duplicate keys, no NaN or infinity. Raises CheckpointError."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) < len(pairs):
@@ -227,7 +227,7 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 
 
 def check_keys(values: Mapping[str, Any], expected: Mapping[str, type], where: str) -> None:
-    """Exactly these keys with exactly these types (a bool is no int). Raises CheckpointError."""
+    """Check that there are exactly these keys with exactly these types (a bool is not an int). Raises CheckpointError."""
     unknown, missing = sorted(set(values) - set(expected)), sorted(set(expected) - set(values))
     if unknown or missing:
         problems = [f"unknown keys {', '.join(unknown)[:200]}"] if unknown else []
@@ -258,7 +258,7 @@ def _check_outputs(manifest: Manifest) -> None:
             raise CheckpointError(f"continuous output {output.name[:64]!r} has a bad name or unit")
         if (
             not 1 / MAX_FACTOR <= output.scale <= MAX_FACTOR
-        ):  # replies are scaled in float32, after they were found finite
+        ):  # replies are scaled in float32 after the check that they are finite
             raise CheckpointError(
                 f"continuous output {output.name} must have a scale in {1 / MAX_FACTOR:g} … {MAX_FACTOR:g}, got {output.scale!r}"
             )
@@ -279,7 +279,7 @@ def _continuous(item: Any) -> ContinuousOutput:
 
 
 def entries_content(files: Mapping[str, FileEntry], tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
-    """Files and tensors as a manifest's content has them, by name."""
+    """Files and tensors as in a manifest's content, sorted by name."""
     return {
         "files": {name: asdict(entry) for name, entry in sorted(files.items())},
         "tensors": {name: asdict(entry) for name, entry in sorted(tensors.items())},

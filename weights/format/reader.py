@@ -23,17 +23,17 @@ from weights.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry
 from weights.format.tensorfile import Buffer, StoredTensor, read_header, scan
 
 COPIED_BYTES = 16 * 2**20
-"""A file up to this length is copied into memory, not mapped: nothing that is done to it then reaches what serves."""
+"""Files up to this length are copied into memory, not mapped, so later changes to them do not reach the served model."""
 
-_CLOCK_STEP_SECONDS = 0.02  # more than a tick of the kernel's clock for file times
+_CLOCK_STEP_SECONDS = 0.02  # longer than a tick of the kernel's clock for file times
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all, from several threads but one at a time."""
+"""Called with bytes done and total bytes, from several threads but never concurrently."""
 
 
 class Listing(Protocol):
-    """What a manifest says about the directory it lies in."""
+    """The files and tensors that a manifest lists for its directory."""
 
     @property
     def files(self) -> Mapping[str, FileEntry]:
@@ -41,26 +41,26 @@ class Listing(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
-        """Where each tensor lies."""
+        """File, dtype and shape by tensor name."""
 
 
 class MappedFiles:
-    """The files that tensors are mapped from, each by a descriptor of its own, as they were when they were checked. For any thread."""
+    """The files that tensors are mapped from, each with its own descriptor and its status when checked. For any thread."""
 
     def __init__(self) -> None:
         self._files: dict[str, tuple[FileIO, os.stat_result]] = {}
 
     def add(self, name: str, file: FileIO, status: os.stat_result) -> None:
-        """This open file is mapped; `status` is what it was."""
+        """Record that this open file is mapped; `status` is its status when checked."""
         self._files[name] = FileIO(os.dup(file.fileno())), status
 
     def forget(self, name: str) -> None:
-        """Nothing is read from it any more."""
+        """Stop watching a file that is no longer read."""
         if name in self._files:
             self._files.pop(name)[0].close()
 
     def changed(self) -> str:
-        """A sentence where one was written to or cut since; empty while all are what they were. Takes a microsecond a file."""
+        """A sentence if a file was written to or truncated since, else an empty string. Takes a microsecond a file."""
         for name, (file, before) in self._files.items():
             try:
                 after = os.fstat(file.fileno())
@@ -77,7 +77,7 @@ class MappedFiles:
 
 @contextmanager
 def open_directory(path: Path) -> Iterator[int]:
-    """A descriptor, so that every file comes from one directory even if another is renamed over it meanwhile."""
+    """Yield a descriptor, so that every file comes from one directory even if another is renamed over it meanwhile."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield directory
@@ -87,7 +87,7 @@ def open_directory(path: Path) -> Iterator[int]:
 
 @contextmanager
 def opened(what: str, path: Path) -> Iterator[int]:
-    """`open_directory`; `what` is said to be refused, or unreadable, in the CheckpointError for whatever goes wrong within."""
+    """`open_directory`, turning errors inside the block into a CheckpointError that says that `what` is refused or cannot be read."""
     try:
         with open_directory(path) as directory:
             yield directory
@@ -99,7 +99,7 @@ def opened(what: str, path: Path) -> Iterator[int]:
 
 
 def read_manifest(directory: int, parse: Callable[[bytes], T]) -> T:
-    """`manifest.json` of an open directory, checked in itself by `parse`. Raises CheckpointError."""
+    """Read `manifest.json` from an open directory and let `parse` check it. Raises CheckpointError."""
     with _open_file(directory, MANIFEST_NAME) as file:
         raw = b""
         while len(raw) <= MAX_MANIFEST_BYTES and (chunk := file.read(MAX_MANIFEST_BYTES + 1 - len(raw))):
@@ -120,9 +120,9 @@ def read_tensors(
     is_mapped: Callable[[str], bool] = is_table,
     mapped: MappedFiles | None = None,
 ) -> dict[str, Tensor]:
-    """Every tensor by name; `threads` threads (one per core if None) read the files in parallel.
+    """Every tensor by name; `threads` threads (if None, one per core, at most 8) read the files in parallel.
 
-    A file whose tensors all are to be mapped is mapped, and noted in `mapped`; any other, and a short one, is read into memory.
+    A file is mapped, and recorded in `mapped`, if all its tensors are `is_mapped` and it is not short; others are read into memory.
     Raises CheckpointError; with several bad files, for the first.
     """
     done, total, lock = 0, sum(entry.bytes for entry in manifest.files.values()), threading.Lock()
@@ -148,13 +148,13 @@ def read_tensors(
 
 
 def check_length(length: int, entry: FileEntry) -> None:
-    """Raises CheckpointError for a truncated or grown file, before it is read."""
+    """Raises CheckpointError for a file that is too short or too long, before it is read."""
     if length != entry.bytes:
         raise CheckpointError(f"is {length} bytes long instead of {entry.bytes}: it was cut, changed or copied in part")
 
 
 def check_digest(digest: str, entry: FileEntry) -> None:
-    """Raises CheckpointError for content that is not what was saved."""
+    """Raises CheckpointError if the content is not what was saved."""
     if digest != entry.sha256:
         raise CheckpointError(f"has SHA-256 {digest[:12]}… instead of {entry.sha256[:12]}…: its content was changed")
 
@@ -175,13 +175,13 @@ def check_stored(stored: Mapping[str, StoredTensor], listed: Mapping[str, Tensor
 
 
 def check_unchanged(before: os.stat_result, after: os.stat_result) -> None:
-    """Raises CheckpointError when an open file was written to between two calls of fstat."""
+    """Raises CheckpointError if an open file was written to between two calls of fstat."""
     if any(getattr(before, name) != getattr(after, name) for name in ("st_size", "st_mtime_ns", "st_ctime_ns")):
         raise CheckpointError("changed while it was being read")
 
 
 def check_finite(corrupted: str | None) -> None:
-    """Raises CheckpointError when `scan` found a NaN or an infinity."""
+    """Raises CheckpointError if `scan` found a NaN or an infinity."""
     if corrupted is not None:
         raise CheckpointError(f"holds a NaN or an infinity in tensor {corrupted}")
 
@@ -212,7 +212,7 @@ def _read_file(
 
 
 def _room(length: int) -> mmap.mmap:
-    """Memory of its own, that begins where a page does, as a file's does."""
+    """Allocate private, page-aligned memory, aligned like a mapped file. Raises CheckpointError if too little is free."""
     if problem := shortage(length):
         raise CheckpointError(f"does not fit into memory: {problem}")
     return mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -228,9 +228,9 @@ def _map(file: FileIO, length: int) -> mmap.mmap:
 
 
 def _settled(file: FileIO) -> os.stat_result:
-    """The file's status, returned when any later write must change its times: the clock for file times is coarse.
+    """The file's status. Waits until any later write must change the file times, whose clock is coarse.
 
-    Raises CheckpointError when a young file changes during the wait.
+    Raises CheckpointError if a recently changed file changes during the wait.
     """
     status = os.fstat(file.fileno())
     age_seconds = time.time() - status.st_ctime
@@ -242,7 +242,7 @@ def _settled(file: FileIO) -> os.stat_result:
 
 @contextmanager
 def _open_file(directory: int, name: str) -> Iterator[FileIO]:
-    """A regular file of the directory, unbuffered; links are not followed. Raises CheckpointError."""
+    """Open a regular file of the directory, unbuffered; links are not followed. Raises CheckpointError."""
     # O_NONBLOCK: opening a pipe must not hang
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:

@@ -1,7 +1,7 @@
-"""Safetensors files, checked while they are read from one open file, and written as a stream.
+"""Reads safetensors from an open file, checking them on the way, and writes them as a stream.
 
-The library's reader opens a path by itself and checks no content; here an open file is hashed, checked and then mapped, and
-a file that shrinks meanwhile is an error instead of a fatal signal. Its writer needs whole tensors. Layout: header length
+The library's reader opens a path itself and checks no content. Here an open file is hashed, checked and then mapped, and a file
+that shrinks meanwhile is an error instead of a fatal signal. The library's writer needs whole tensors. Layout: header length
 (uint64, little-endian), JSON header, data.
 """
 
@@ -26,8 +26,8 @@ from weights.format.manifest import FileEntry, check_keys, parse_json_object
 
 Buffer = Any  # a writable mmap or bytearray, as torch.frombuffer wants it; the stubs have no common name for both
 
-CHUNK_BYTES = 2**20  # read, hashed and checked while it is in the processor's cache
-_ALIGNMENT_BYTES = 64  # data starts on a cache line, so a table row never straddles one more than it must
+CHUNK_BYTES = 2**20  # small enough to be read, hashed and checked in the processor's cache
+_ALIGNMENT_BYTES = 64  # data starts on a cache line, so table rows touch as few lines as possible
 _MAX_HEADER_BYTES = 16 * 2**20
 _STORED = {"F32": "float32", "BF16": "bfloat16", "I32": "int32", "I64": "int64", "U8": "uint8"}
 _TORCH = {name: getattr(torch, name) for name in _STORED.values()}
@@ -37,7 +37,7 @@ _BFLOAT16_EXPONENT = np.int16(0x7F80)
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file: `dtype` is `float32`, `bfloat16`, `int32`, `int64` or `uint8`; its bytes start `start` bytes into the file."""
+    """A tensor in a file: `dtype` is `float32`, `bfloat16`, `int32`, `int64` or `uint8`; its data starts at byte `start` of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class StoredTensor:
         return self.count * _ITEM_BYTES[self.dtype]
 
     def view(self, buffer: Buffer) -> Tensor:
-        """The tensor itself, sharing the buffer's memory."""
+        """The tensor, sharing the buffer's memory."""
         flat = torch.frombuffer(buffer, dtype=_TORCH[self.dtype], count=self.count, offset=self.start)
         return flat.view(self.shape)
 
@@ -62,7 +62,7 @@ class StoredTensor:
 def read_header(file: FileIO, file_bytes: int) -> tuple[bytes, dict[str, StoredTensor]]:
     """The raw header and the tensors of a safetensors file, in order of their data. Leaves the file at the start of its data.
 
-    Raises CheckpointError when the tensors do not tile all of the file's `file_bytes`.
+    Raises CheckpointError if the tensors do not fill the file's `file_bytes` without holes or overlaps.
     """
     if file_bytes < 8:
         raise CheckpointError(f"is {file_bytes} bytes long, too short for a safetensors file")
@@ -107,9 +107,9 @@ def scan(
     keep: Buffer | None,
     advance: Callable[[int], None],
 ) -> tuple[str, str | None]:
-    """Read the data of a file after `read_header`: its SHA-256 in hex, and the first tensor with a NaN or an infinity.
+    """Read the data of a file after `read_header`. Return its SHA-256 in hex and the first tensor with a NaN or infinity, or None.
 
-    `header` and `tensors` are what `read_header` returned. `keep`, as long as the file, receives the data at its offsets.
+    `header` and `tensors` are what `read_header` returned. `keep`, a buffer as long as the file, receives the data at its offsets.
     `advance` is called with the bytes of each chunk. Raises CheckpointError when the file ends early.
     """
     digest = hashlib.sha256(header)
@@ -121,7 +121,7 @@ def scan(
             start = tensor.start + place
             chunk = memoryview(keep)[start : start + count] if keep else scratch[:count]
             _fill(file, chunk)
-            digest.update(chunk)  # releases the interpreter lock, so files run side by side
+            digest.update(chunk)  # releases the interpreter lock, so files are hashed in parallel
             if corrupted is None and not is_finite(torch.frombuffer(chunk, dtype=_TORCH[tensor.dtype])):
                 corrupted = name
             advance(count)
@@ -138,9 +138,9 @@ def _fill(file: FileIO, buffer: bytearray | memoryview) -> None:
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether no element of a CPU tensor of a dtype that is stored is NaN or infinite.
+    """Whether a CPU tensor of a stored dtype has no NaN and no infinity.
 
-    In numpy, because torch would start a team of threads in every thread that reads a file.
+    Uses numpy, because torch would start a pool of threads in every thread that reads a file.
     """
     if not values.dtype.is_floating_point:
         return True
@@ -156,8 +156,8 @@ def write_tensors(
 ) -> FileEntry:
     """Write tensors, name → (dtype, shape), in this order to a new file; `chunks(name)` gives the elements in order.
 
-    Chunks are of any size, shape, dtype that converts, and device; one at a time is converted, checked, hashed and written.
-    Raises CheckpointError for values that are not finite in the file's dtype, and for more or fewer than the shape says.
+    Chunks may have any size, shape, convertible dtype and device; each is converted, checked, hashed and written in turn.
+    Raises CheckpointError for values that are not finite in the file's dtype, and for too many or too few values.
     """
     names = {dtype: stored for stored, dtype in _STORED.items()}
     header, end = {}, 0

@@ -47,9 +47,9 @@ def write_checkpoint(
 ) -> Manifest:
     """Write `path` from `chunks(name)`, which gives the elements of a tensor in order, in chunks of any size.
 
-    Written beside and renamed, so that a reader sees all of it or nothing. `extras` are further files, such as an example.
+    Written to a temporary directory and renamed, so a reader sees all or nothing. `extras` are further files, such as an example.
     An existing checkpoint is replaced only with `replace`; other files in its directory are kept.
-    Raises CheckpointError for values that are not finite or not as many as the shape says, and for a path in use.
+    Raises CheckpointError for values that are not finite, for too many or too few values, and for a path in use.
     """
     path = Path(path).absolute()
     with refused_writing(f"Checkpoint {path}"):
@@ -69,7 +69,7 @@ def write_checkpoint(
 
 
 def replace_manifest(path: str | Path, manifest: Manifest) -> None:
-    """Give the checkpoint at `path` another manifest, in one step; its weights stay. Raises CheckpointError."""
+    """Replace the manifest of the checkpoint at `path` in one step; the weights stay. Raises CheckpointError."""
     path = Path(path)
     partial = path / f".{MANIFEST_NAME}.{secrets.token_hex(4)}.partial"
     with refused_writing(f"Checkpoint {path}"):
@@ -83,7 +83,7 @@ def replace_manifest(path: str | Path, manifest: Manifest) -> None:
 
 @contextmanager
 def refused_writing(what: str) -> Iterator[None]:
-    """Whatever goes wrong within becomes a CheckpointError which says that `what` is not written."""
+    """Turn an OSError or CheckpointError into a CheckpointError that says that `what` is not written."""
     try:
         yield
     except OSError as error:
@@ -94,7 +94,7 @@ def refused_writing(what: str) -> Iterator[None]:
 
 @contextmanager
 def written_beside(path: Path) -> Iterator[Path]:
-    """A new directory to fill, which takes the place of `path` when all went well, in one step, and is removed otherwise."""
+    """Yield a new directory to fill. On success it replaces `path` in one step; on an error it is removed."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     partial.mkdir()
     try:
@@ -106,7 +106,7 @@ def written_beside(path: Path) -> Iterator[Path]:
 
 
 def check_target(path: Path, *, replace: bool) -> None:
-    """Raises CheckpointError when `path` holds something that must not be replaced."""
+    """Raises CheckpointError if `path` holds something that must not be replaced."""
     if not path.exists() and not path.is_symlink():
         return
     if not path.is_dir():
@@ -124,7 +124,7 @@ def check_target(path: Path, *, replace: bool) -> None:
 def write_files(
     directory: Path, tensors: Mapping[str, TensorEntry], chunks: Callable[[str], Iterable[Tensor]]
 ) -> dict[str, FileEntry]:
-    """Write the files of these tensors, which are on the disk when this returns; `chunks` as in `write_checkpoint`."""
+    """Write the files of these tensors and sync them to disk; `chunks` as in `write_checkpoint`."""
     files = {}
     for file in sorted({entry.file for entry in tensors.values()}):
         inside = {name: (entry.dtype, entry.shape) for name, entry in tensors.items() if entry.file == file}
@@ -133,7 +133,7 @@ def write_files(
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """A new file, on the disk when this returns."""
+    """Write a new file and sync it to disk."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()
@@ -141,7 +141,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def _put_in_place(partial: Path, path: Path) -> None:
-    """Rename into place; an old checkpoint is moved aside first, and files in it that the new one lacks are kept."""
+    """Rename into place. An old checkpoint is moved aside first; its other files (not tensors) that the new one lacks are kept."""
     old = None
     if path.is_dir() and any(path.iterdir()):
         old = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
@@ -161,7 +161,7 @@ def _put_in_place(partial: Path, path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """What was made or renamed in it survives a crash."""
+    """Sync a directory, so that files created or renamed in it survive a crash."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
 """Reads a Hugging Face decoder (`config.json` and safetensors; Gemma, Gemma 2, Llama) as the trunk of a ranker.
 
-Source: the configuration and modelling files of these three in transformers; docs/trunks.md says how they differ. Of a language
-model's parts the embedding and the vocabulary head have no place in a ranker and are left out; anything else unknown is refused.
+Source: the configuration and modelling files of these three in transformers; docs/trunks.md says how they differ. A language
+model's embedding and vocabulary head have no place in a ranker and are left out; anything else unknown is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LAYER = {
     "attention_norm": "input_layernorm",
 }  # fmt: skip
 _PRE_NORM = _LAYER | {"ffn_norm": "post_attention_layernorm"}
-_SANDWICH = _LAYER | {  # the same name as above, for another norm
+_SANDWICH = _LAYER | {  # here `post_attention_layernorm` is another norm than above
     "attention_post_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
     "ffn_post_norm": "post_feedforward_layernorm",
 }  # fmt: skip
@@ -35,9 +35,9 @@ _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh", "gel
 
 
 class Decoder:
-    """An opened decoder directory. Raises CheckpointError, whose sentence names file and reason.
+    """An opened decoder directory. Raises CheckpointError, which names file and reason.
 
-    `fields` are what it says of a `ModelConfig`; `window` is how far back some of its layers see, None where all see everything.
+    `fields` are the `ModelConfig` fields that it sets; `window` is how far back its windowed layers see, None if all see everything.
     """
 
     def __init__(self, source: Path) -> None:
@@ -53,7 +53,7 @@ class Decoder:
             raise CheckpointError(f"{path if path.exists() else source}: {_reason(error)}.") from error
 
     def tensors(self) -> dict[str, Tensor]:
-        """The trunk's tensors and the final norm by our names, fp32 `[in, out]`; Gemma's `1 + w` is folded into the scale."""
+        """The trunk's tensors and the final norm, under our names, fp32 `[in, out]`; Gemma's `1 + w` is folded into the scale."""
         names = our_names(self.model_type, self.fields["layers"])
         missing = sorted(set(names) - set(self._files))
         if missing:
@@ -69,7 +69,7 @@ class Decoder:
             return as_ours(opened.get_tensor(stored), ours, self.model_type)
 
     def _find_files(self) -> dict[str, tuple[Path, str]]:
-        """Where each tensor lies, by its name without the prefix `model.`: the file and the stored name."""
+        """The file and stored name of each tensor, by its name without the prefix `model.`."""
         files = [self.source / WEIGHTS_FILE]
         if (self.source / INDEX_FILE).exists():
             listed = parse_json_object((self.source / INDEX_FILE).read_bytes()).get("weight_map")
@@ -89,7 +89,7 @@ class Decoder:
 
 
 def our_names(model_type: str, layers: int) -> dict[str, str]:
-    """The names of a decoder's trunk and final norm, without the prefix `model.`, and ours."""
+    """Map the names of a decoder's trunk and final norm, without the prefix `model.`, to ours."""
     layer = _SANDWICH if model_type == "gemma2" else _PRE_NORM
     names = {
         f"layers.{i}.{theirs}.weight": f"trunk.layers.{i}.{ours}"
@@ -100,14 +100,14 @@ def our_names(model_type: str, layers: int) -> dict[str, str]:
 
 
 def as_ours(tensor: Tensor, name: str, model_type: str) -> Tensor:
-    """A tensor of a decoder as ours called `name`: fp32, matrices `[in, out]`, `1 + w` for Gemma's norm scales."""
+    """Convert a decoder's tensor to our tensor `name`: fp32, matrices `[in, out]`, `1 + w` for Gemma's norm scales."""
     if tensor.ndim == 2:
         return tensor.float().T
     return tensor.float() + (model_type.startswith("gemma") and name.endswith("norm"))
 
 
 def decoder_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`config.json` of a decoder as fields of a `ModelConfig`. Raises CheckpointError for what its trunk cannot be."""
+    """Convert a decoder's `config.json` to `ModelConfig` fields. Raises CheckpointError for anything that a trunk does not support."""
     kind = _word(values, "model_type", MODEL_TYPES)
     width, heads = _number(values, "hidden_size", int), _number(values, "num_attention_heads", int)
     head_width = _number(values, "head_dim", int, width // max(heads, 1) if kind == "llama" else None)
@@ -132,7 +132,7 @@ def decoder_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 def _activation(values: Mapping[str, Any], kind: str) -> str:
     name = values.get("hidden_activation") or values.get("hidden_act")
     if kind == "gemma" and name == "gelu":
-        return "gelu_tanh"  # what the first configurations of Gemma call it; its weights were trained with the approximation
+        return "gelu_tanh"  # early Gemma configurations say "gelu", but the weights were trained with the approximation
     if name not in _ACTIVATIONS:
         raise CheckpointError(f"its activation is {str(name)[:40]!r}; known are {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]

@@ -32,7 +32,7 @@ SIZES = {  # config.json → ModelConfig, integers
     "emb_size": "width", "num_layers": "layers", "num_heads": "query_heads", "key_size": "head_width",
     "history_seq_len": "history_length", "candidate_seq_len": "candidate_length", "num_actions": "actions",
 }  # fmt: skip
-OPTIONAL = {  # a key that is present wins over the constant of the release, which is ModelConfig's default
+OPTIONAL = {  # if present, a key overrides ModelConfig's default, which is the release's constant
     "num_kv_heads": ("kv_heads", int),
     "widening_factor": ("widening", float),
     "attn_output_multiplier": ("attention_multiplier", float),
@@ -63,7 +63,7 @@ _LAYER = {
 
 
 class PublishedModel:
-    """An opened download: `config`, and the elements of every tensor by our name. Use as a context manager.
+    """An opened download: its `config` and, under our names, the elements of every tensor. Use as a context manager.
 
     The arrays tell whether it is a ranker or the two towers of retrieval. `ignore` names config keys and arrays to leave out;
     any other unknown one is refused. Raises CheckpointError.
@@ -100,7 +100,7 @@ class PublishedModel:
     def _read_config(
         self, ignore: Collection[str], context_attention: ContextAttention | None
     ) -> tuple[ModelConfig, dict[str, tuple[int, ...]]]:
-        """The architecture and the shapes of our tensors."""
+        """Read the architecture and derive the shapes of our tensors."""
         path = self.source / CONFIG_FILE
         try:
             with path.open("rb") as file:
@@ -116,7 +116,7 @@ class PublishedModel:
             raise CheckpointError(f"{path}: {str(error).rstrip('.')}.") from error
 
     def _variant(self, config: ModelConfig) -> ModelConfig:
-        """January or May: the shapes of the projections tell the inputs, that of the continuous head its outputs."""
+        """Tell the January from the May variant: the projections' shapes give the inputs, the continuous head's shape its outputs."""
         self._check_layers(config)
         width = config.width
         entity = (config.post_hashes.count + config.author_hashes.count) * width
@@ -178,7 +178,7 @@ def published_name(name: str, is_retrieval: bool = False) -> str:
 
 
 def published_config(values: Mapping[str, Any]) -> ModelConfig:
-    """`config.json` → ModelConfig of the January variant; the arrays tell the rest. Raises CheckpointError, ConfigError."""
+    """Convert `config.json` to a ModelConfig of the January variant; the arrays give the rest. Raises CheckpointError, ConfigError."""
     entity_keys = {f"{entity}_vocab_size" for entity in ENTITIES} | {f"num_{entity}_hashes" for entity in ENTITIES}
     known = {*SIZES, *OPTIONAL, *entity_keys, "hash_params"}
     unknown = sorted(set(values) - known)
@@ -209,7 +209,7 @@ def _number(values: Mapping[str, Any], key: str, kind: type) -> Any:
 
 
 def _hashes(values: Mapping[str, Any], entity: str) -> HashSpec:
-    """The hash functions of one entity, from `hash_params`; `num_*_hashes` must agree where it is given."""
+    """The hash functions of one entity, from `hash_params`; `num_*_hashes`, if given, must agree."""
     parameters = values.get("hash_params")
     expected = {f"{other}_{field}" for other in ENTITIES for field in ("hash_scales", "biases", "modulus")}
     if not isinstance(parameters, Mapping) or set(parameters) != expected:
@@ -227,7 +227,7 @@ def _hashes(values: Mapping[str, Any], entity: str) -> HashSpec:
 
 
 def _recognise(source: Path) -> None:
-    """Raises CheckpointError with a hint where `source` is not the directory of one model."""
+    """Raises CheckpointError with a hint if `source` is not the directory of one model."""
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a directory; name the ranker or retrieval directory of the download.")
     if (source / "manifest.json").exists():
@@ -249,11 +249,11 @@ def labels_for(
     score_weights: Mapping[str, float] | None = None,
     ids: IdKind = "uint64",
 ) -> Labels:
-    """Labels of a published checkpoint: what is given, else what is known of the release. Raises CheckpointError."""
+    """Labels for a published checkpoint; those not given default to what is known about the release. Raises CheckpointError."""
     names = tuple(action_names or released_action_names(config.actions))
     weights = default_score_weights(names) if score_weights is None else score_weights
     if isinstance(config, RetrievalConfig):
-        weights = {}  # nothing is weighed: a score is a cosine
+        weights = {}  # a retrieval score is a cosine, without weights
     outputs = continuous_outputs(config.continuous_actions, RELEASED_DWELL_INDEX)
     return Labels(name, names, outputs, weights, version, ids)
 

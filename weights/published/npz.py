@@ -1,4 +1,4 @@
-"""Reads plain arrays out of npz files as a stream: never unpickles, and never holds more than one chunk of an array."""
+"""Streams plain arrays from npz files. Never unpickles and holds at most one chunk of an array."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from weights.errors import CheckpointError
 
 CHUNK_BYTES = 2**20
 FLOAT32 = np.dtype("<f4")
-_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # what numpy writes; zipfile unpacks the others without a bound
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # what numpy writes; zipfile unpacks others without limit
 
 
 class NpzFile:
     """The arrays of an npz file by name. Use as a context manager.
 
-    Raises CheckpointError, naming file and array, for anything but plain C-ordered arrays of the dtype that is asked for.
+    Raises CheckpointError, naming file and array, for anything but plain C-ordered arrays of the requested dtype.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,14 +47,14 @@ class NpzFile:
         self._archive.close()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape in an array's header. Raises CheckpointError where it is absent, unreadable or not float32."""
+        """The shape in an array's header. Raises CheckpointError if the array is absent, unreadable or not float32."""
         shape, dtype, stream = self._open(name)
         stream.close()
         self._check_dtype(name, dtype, FLOAT32)
         return shape
 
     def header(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Shape and dtype, whatever they are: object arrays too, of which nothing is unpickled."""
+        """Shape and dtype of any array, including object arrays; nothing is unpickled."""
         shape, dtype, stream = self._open(name)
         stream.close()
         return shape, dtype
@@ -64,9 +64,9 @@ class NpzFile:
         return map(torch.from_numpy, self.rows(name, shape, FLOAT32))
 
     def rows(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
-        """The elements of array `name` in C order, flat: whole rows where one is at most 1 MiB, and at most 1 MiB at a time.
+        """The elements of array `name` in C order, flat, in chunks of at most 1 MiB; chunks hold whole rows if a row fits into 1 MiB.
 
-        Raises CheckpointError before reading when the array is not of this shape and dtype, and for a short, long or corrupted one.
+        Raises CheckpointError before reading if shape or dtype differ, and later for a short, long or corrupted array.
         """
         found, stored, stream = self._open(name)
         with stream:
@@ -96,12 +96,10 @@ class NpzFile:
         with ExitStack() as unless_taken:
             try:
                 stream = unless_taken.enter_context(self._archive.open(info))
-                if npy.read_magic(stream) != (1, 0):  # the only one that numpy writes for a float32 array
+                if npy.read_magic(stream) != (1, 0):  # the only version that numpy writes for a float32 array
                     raise ValueError("its version is not 1.0")
                 shape, fortran_order, dtype = npy.read_array_header_1_0(stream)
-            except (
-                Exception
-            ) as error:  # numpy parses with ast and tokenize, whose errors depend on the version of Python
+            except Exception as error:  # numpy parses with ast and tokenize, whose errors depend on the Python version
                 raise self._error(name, f"has no readable npy header: {_reason(error)}") from error
             if fortran_order:
                 raise self._error(name, f"holds {dtype.str}, in Fortran order; only C-ordered arrays are read")

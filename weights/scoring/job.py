@@ -1,7 +1,7 @@
-"""Scores a log that does not fit into memory: split by user, a partition at a time, and taken up again where it was ended.
+"""Scores a log that does not fit into memory: split by user, one partition at a time. An interrupted job resumes where it stopped.
 
-`OUT/part-00000.parquet …` are scores, each renamed into place when it is whole; `OUT/job.json` says what they are of, `OUT/SHA256SUMS` what
-each one's bytes are: a part that was damaged since is computed again. Below `OUT/.split` lies the log, split, until all of it is scored.
+`OUT/part-00000.parquet …` are scores, each renamed into place when complete. `OUT/job.json` describes the job, `OUT/SHA256SUMS` has the
+parts' digests: a part damaged since is computed again. `OUT/.split` holds the split log until all of it is scored.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ Result = TypeVar("Result")
 
 PARTITION_ROWS = 500_000
 ROUND_ROWS = 1_000_000
-"""So many rows are read before they are written to their partitions: what splitting holds in memory."""
-MAX_PARTITIONS = 500  # files that are open at once while the log is split
+"""Rows read before they are written to their partitions: the number that splitting holds in memory."""
+MAX_PARTITIONS = 500  # files open at once while the log is split
 
 SUMS = "SHA256SUMS"
 
 Progress = Callable[[str, int, int], None]
-"""What is being done, rows done, rows in all."""
+"""Called with the current activity, rows done and total rows."""
 
 
 class JobError(ValueError):
-    """What lies in the output directory is not of this job; the message says what differs."""
+    """The output directory belongs to another job or holds something else; the message says what differs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What decides every byte of the output. `log`: path, bytes and time of change of each file."""
+    """Everything that determines the output's bytes. `log`: path, size in bytes and modification time of each file."""
 
     log: list[tuple[str, int, int]]
     rows: int
@@ -66,11 +66,11 @@ def score_log(
     progress: Progress | None = None,
     warn: Callable[[str], object] = lambda sentence: None,
 ) -> int:
-    """Score the requests of a Parquet file, or of a directory of such, from `since_ts` on; the number of rows written.
+    """Score the requests of a log (a file or a directory) from `since_ts` on. Return the number of rows written.
 
-    `partitions` 0: as many as keep each near PARTITION_ROWS. What a killed run has left is not computed again, unless it was
-    damaged since: `warn` is told.
-    Raises LogError, EngineError, or JobError where `out` holds something else.
+    `partitions` 0: enough to keep each near PARTITION_ROWS. Parts that a killed run left are kept, unless damaged since: `warn` is
+    then called.
+    Raises LogError, EngineError, or JobError if `out` holds something else.
     """
     say = progress or (lambda what, done, total: None)
     source = open_log(log, scorer.manifest.ids)
@@ -114,7 +114,7 @@ def score_log(
 
 
 def partition_of(user_ids: NDArray[np.uint64], partitions: int) -> NDArray[np.int64]:
-    """Where a user's rows go: the same in every run, and spread evenly whatever the ids look like (the mixing of splitmix64)."""
+    """The partition of each user's rows: the same in every run, and even for any ids (the mixing of splitmix64)."""
     mixed = user_ids.copy()
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -122,7 +122,7 @@ def partition_of(user_ids: NDArray[np.uint64], partitions: int) -> NDArray[np.in
 
 
 def _claim(out: Path, job: Job) -> None:
-    """Say in `out` what will lie there, or see that it says so already."""
+    """Write the job description to `out`, or check that it is already there. Raises JobError."""
     wanted = json.loads(json.dumps(asdict(job)))
     stated = out / "job.json"
     if not stated.exists():
@@ -137,7 +137,7 @@ def _claim(out: Path, job: Job) -> None:
 
 
 def _split(source: ds.FileSystemDataset, split: Path, job: Job, ids: IdKind, say: Progress) -> None:
-    """Each user's rows into one file. A killed run begins this anew."""
+    """Write the rows of each user to one file. After a kill, the next run starts this again."""
     unfinished = split.with_name(".split.new")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
@@ -160,7 +160,7 @@ def _split(source: ds.FileSystemDataset, split: Path, job: Job, ids: IdKind, say
 
 
 def _one_ahead(pool: ThreadPoolExecutor, calls: Iterable[Callable[[], Result]]) -> Iterator[Result]:
-    """Their results, in order; the next call runs in the pool while its caller works on the last result."""
+    """Yield the results of `calls` in order. The pool runs the next call while the caller works on the last result."""
     coming: Future[Result] | None = None
     for call in calls:
         begun = pool.submit(call)
@@ -172,7 +172,7 @@ def _one_ahead(pool: ThreadPoolExecutor, calls: Iterable[Callable[[], Result]]) 
 
 
 def _prepared(scorer: Scorer, piece: Path, since_ts: int, where: str) -> Prepared | None:
-    """None where no user's rows went to this piece."""
+    """Read and prepare a piece; None if it has no rows."""
     with pa.ipc.open_file(pa.OSFile(str(piece))) as reader:
         table = reader.read_all()
     return scorer.prepare(table, since_ts, where) if len(table) else None
@@ -188,7 +188,7 @@ def _sha256(file: Path) -> str:
 
 
 def _sums(out: Path) -> dict[str, str]:
-    """The digests by name, in the form of `sha256sum -c`; of a file that is no such list, none."""
+    """Digests by file name, from a list for `sha256sum -c`; a file that is no such list gives none."""
     try:
         lines = (out / SUMS).read_text(errors="replace").splitlines()
     except FileNotFoundError:
@@ -197,17 +197,17 @@ def _sums(out: Path) -> dict[str, str]:
 
 
 def _write(scored: pa.Table, sums: dict[str, str], path: Path) -> None:
-    # In columns of floats nearly every number is another: compressed they would be a sixth smaller, in twice the time.
+    # Floats hardly repeat: compressed, these columns would be a sixth smaller and take twice as long.
     compression = {name: "zstd" if name in NAMING else "none" for name in scored.column_names}
     pq.write_table(scored, path, compression=compression, use_dictionary=False, write_statistics=list(NAMING))
     sums[path.with_suffix(".parquet").name] = _sha256(
         path
-    )  # said before the file has its name: each that has one is listed
+    )  # listed before the file gets its name, so every named file is listed
     _rename(path.with_name(SUMS), lambda new: new.write_text("".join(f"{sums[n]}  {n}\n" for n in sorted(sums))))
 
 
 def _rename(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside and rename: a file is whole or not there, also after a power cut."""
+    """Write to a temporary file and rename: the file is complete or absent, even after a power cut."""
     new = path.with_suffix(".new")
     write(new)
     with new.open("rb") as file:

@@ -1,4 +1,4 @@
-"""A table of impressions → a table of scores, as `/rank` gives them. Not for files, partitions or what a job remembers."""
+"""Turns a table of impressions into a table of scores, as `/rank` gives them. `job` handles files and partitions."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from weights.training.examples import Examples
 from weights.training.log import aligned, log_of
 
 BATCH_TOKENS = 8192
-"""A forward takes requests until it has so many candidates and events. No bit of a score depends on it."""
+"""Most candidates and events in a forward of several requests. No bit of a score depends on it."""
 
 NAMING = ("request_id", "user_id", "post_id")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """What is to be scored of a log, called `where`: `requests` in the order of their forwards, and whether the cache keeps each one's
-    context, which it does for the same user's next request if that begins with the same event. `rows` of the log, in the same order."""
+    """The requests to score of a log named `where`. `requests`: in the order of their forwards. `is_kept`: whether the cache keeps a
+    request's context, because the same user's next request begins with the same event. `rows` of the log, in the same order."""
 
     where: str
     examples: Examples
@@ -41,9 +41,9 @@ class Scorer:
     """One checkpoint with a warm engine. Used by one thread; `close` it."""
 
     def __init__(self, checkpoint: Checkpoint, options: EngineOptions, actions: Sequence[str] | None = None) -> None:
-        """`actions`: whose probabilities are wanted, all where None.
+        """`actions`: the actions whose probabilities are wanted; all if None.
 
-        Raises CheckpointError for one that the checkpoint lacks, EngineError where the engine cannot run here.
+        Raises CheckpointError for an action that the checkpoint lacks, EngineError if the engine cannot run here.
         """
         self.manifest = checkpoint.manifest
         names = self.manifest.action_names
@@ -59,7 +59,7 @@ class Scorer:
 
     @property
     def schema(self) -> pa.Schema:
-        """Of what `score_table` returns: who and what, `score`, the wanted actions' probabilities, continuous outputs in their units."""
+        """Schema of `score_table`'s result: ids, `score`, the wanted actions' probabilities, continuous outputs in their units."""
         names = self.manifest.action_names
         kinds = [("request_id", pa.uint64()), *((name, ID_TYPES[self.manifest.ids]) for name in NAMING[1:])]
         kinds.append(("score", pa.float64()))
@@ -73,13 +73,13 @@ class Scorer:
     def score_table(self, table: pa.Table, since_ts: int = 0, where: str = "The table") -> pa.Table:
         """Score the requests of a log from `since_ts` on, by time, then request; the log's columns are in docs/training.md.
 
-        All earlier engagements of a user have to be in the table, since they are the history, and what was shown together in the order
-        of the log, since events of one time are read in it. Raises LogError or EngineError, whose sentences call the log `where`.
+        The table must hold all earlier engagements of a user, which are the history, and keep the log's order of impressions shown
+        together, in which events of equal time are read. Raises LogError or EngineError, which name the log `where`.
         """
         return self.score(self.prepare(table, since_ts, where))
 
     def prepare(self, table: pa.Table, since_ts: int = 0, where: str = "The table") -> Prepared:
-        """The first half of `score_table`, which needs no engine: any thread may do it."""
+        """The first half of `score_table`. It needs no engine, so any thread may call it."""
         examples = Examples(
             aligned(log_of(table, where, self.manifest.ids), self.manifest.action_names), self.manifest.config
         )
@@ -91,7 +91,7 @@ class Scorer:
         return Prepared(where, examples, requests, _is_continued(examples, requests), rows)
 
     def score(self, prepared: Prepared, progress: Callable[[int], None] = lambda rows: None) -> pa.Table:
-        """The second half. `progress` is told how many rows are scored."""
+        """The second half of `score_table`. `progress` is called with the number of rows scored so far."""
         log, rows, actions, done = prepared.examples.log, prepared.rows, len(self._wanted), 0
         score = np.empty(len(rows), np.float64)
         outputs = np.empty((actions + len(self._scales), len(rows)), np.float32)  # in the order of the forwards
@@ -124,13 +124,13 @@ class Scorer:
 
 
 def _cache_bytes(config: ModelConfig, options: EngineOptions) -> int:
-    """What the options allow, but no more than the contexts of four forwards in float32: a user's next request is in the next one."""
+    """Cache size: what the options allow, at most four forwards' contexts in float32: a user's next request is in the next forward."""
     token_bytes = 2 * 4 * config.layers * config.kv_heads * config.head_width
     return min(cache_budget(options.cache_bytes, find_device(options.device)), 4 * BATCH_TOKENS * token_bytes)
 
 
 def batches(prepared: Prepared) -> Iterator[list[Item]]:
-    """The forwards of what is to be scored."""
+    """Yield the requests in batches, one per forward."""
     examples, items, tokens = prepared.examples, list[Item](), 0
     columns = (examples.starts, examples.stops, examples.last - examples.oldest)
     each = (column[prepared.requests].tolist() for column in columns)
@@ -147,9 +147,9 @@ def batches(prepared: Prepared) -> Iterator[list[Item]]:
 
 
 def _waves(examples: Examples, requests: NDArray[np.int64]) -> NDArray[np.intp]:
-    """An order of requests in time order: as many users as fill a forward, each one's first request, each one's second …
+    """Reorder requests given in time order: for as many users as fill a forward, each one's first request, then each one's second …
 
-    So a request finds the beginning of its context in the engine's cache: the user's last request was in an earlier forward.
+    A request then finds the beginning of its context in the engine's cache: the user's last request was in an earlier forward.
     """
     if not len(requests):
         return np.zeros(0, np.intp)

@@ -1,4 +1,4 @@
-"""A random model in the published layout, as if it had been downloaded. For measurements and tests of the import."""
+"""Writes a random model in the published layout, as if downloaded, for measurements and tests of the import."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_published(directory: Path, config: ModelConfig, seed: int) -> None:
     is_retrieval = isinstance(config, RetrievalConfig)
     for file, tables, method in (
         (PARAMS_FILE, False, zipfile.ZIP_DEFLATED),
-        (TABLES_FILE, True, zipfile.ZIP_STORED),  # as the release packs them
+        (TABLES_FILE, True, zipfile.ZIP_STORED),  # packed as in the release
     ):
         with zipfile.ZipFile(directory / file, "w", method) as archive:
             for name in (name for name in shapes if is_table(name) == tables):

@@ -1,4 +1,4 @@
-"""Random weights of any architecture, none of them zero. For measurements and tests."""
+"""Draws random weights for any architecture, none of them zero, for measurements and tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MODULUS = 2**61 - 1
 
 
 def random_hashes(rng: np.random.Generator, vocab_size: int, count: int) -> HashSpec:
-    """Hash functions as the release has them: a large scale and bias each, modulo a Mersenne prime."""
+    """Hash functions like the release's: each with a large scale and bias, modulo a Mersenne prime."""
     scales, biases = (tuple(int(value) for value in rng.integers(10**9, 10**12, count)) for _ in range(2))
     return HashSpec(scales, biases, _MODULUS, vocab_size)
 
@@ -48,9 +48,9 @@ def mini_config(seed: int, rows: tuple[int, int, int], continuous_actions: int =
 
 
 def random_chunks(config: ModelConfig, seed: int) -> Callable[[str], Iterator[Tensor]]:
-    """It returns a function from a tensor's name to its values: flat float32 chunks of at most 1 MiB.
+    """Return a function from a tensor's name to its values, in flat float32 chunks of at most 1 MiB.
 
-    Norm scales are near 1, biases near 0; embeddings have deviation 0.5; matrices keep the size of what they multiply, so every input moves
+    Norm scales are near 1, biases near 0; embeddings have deviation 0.5; matrices keep the scale of their inputs, so every input moves
     every score. The values depend on seed, name and shape only.
     """
     shapes = expected_shapes(config)
@@ -80,13 +80,13 @@ def random_model(config: ModelConfig, seed: int) -> Ranker | Towers:
 
 
 def random_ranker(config: ModelConfig, seed: int) -> Ranker:
-    """`random_model` of an architecture that ranks."""
+    """`random_model` for a ranking architecture."""
     model = random_model(config, seed)
     assert isinstance(model, Ranker)
     return model
 
 
 def retrieval_config(config: ModelConfig, *, linear_projection: bool = True) -> RetrievalConfig:
-    """The two towers with the sizes of a ranker."""
+    """Configuration of two towers with the sizes of a ranker."""
     features = {"has_dwell": False, "has_post_age": False, "continuous_actions": 0, "context_attention": "causal"}
     return RetrievalConfig.from_dict(config.to_dict() | features | {"linear_projection": linear_projection})

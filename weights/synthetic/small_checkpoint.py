@@ -1,4 +1,4 @@
-"""A small checkpoint of random weights with an example request. It has learned nothing; `weights.training.demo` makes the demo."""
+"""Writes a small checkpoint of random, untrained weights with an example request. `weights.training.demo` makes the demo."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from weights.text_ids import IdKind
 
 
 def example_request(seed: int, impression_ts: int = 1_780_000_000, ids: IdKind = "uint64") -> dict[str, object]:
-    """A request for `POST /rank`: a user with five events of five authors, and eight candidates of the same authors. Ids that are texts
-    are the same numbers as 24 hexadecimal letters."""
+    """A request for `POST /rank`: a user with five events of five authors, and eight candidates of the same authors. Text ids
+    are the same numbers as 24 hexadecimal digits."""
     rng = np.random.default_rng(seed)
     authors = [int(author) for author in rng.integers(10**17, 10**18, 5)]
     habits = [["favorite", "dwell"], ["dwell", "click"], ["favorite", "reply"], ["not_interested"], ["repost"]]
@@ -41,7 +41,7 @@ def example_request(seed: int, impression_ts: int = 1_780_000_000, ids: IdKind =
 
 
 def write_small_checkpoint(path: Path, seed: int, *, ids: IdKind = "uint64", replace: bool = False) -> Manifest:
-    """Write it: equal seeds, equal bytes. Raises CheckpointError when `path` is in use."""
+    """Write the checkpoint; equal seeds give equal bytes. Raises CheckpointError if `path` is in use."""
     config = mini_config(seed, (1000, 1001, 503), continuous_actions=1)
     labels = Labels("demo", STANDARD_ACTIONS, (DWELL_TIME,), default_score_weights(STANDARD_ACTIONS), ids=ids)
     return write_checkpoint(

@@ -1,4 +1,4 @@
-"""The picture of a training run: learning rate and losses by step, as a PNG."""
+"""Draws a training run's learning rate and losses by step, as a PNG."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 
 CURVE_NAME = "curve.png"
-SMOOTH_STEPS = 50  # a batch's loss is noise mostly: the line is the mean of so many
+SMOOTH_STEPS = 50  # a batch's loss is mostly noise: the line is the mean over this many
 
 
 def draw_curve(curve: Sequence[tuple[float, float, float]], path: Path) -> None:
-    """`curve` is a trainer's: learning rate, loss and validation loss of every step."""
+    """Draw a trainer's `curve`: learning rate, loss and validation loss of every step."""
     import matplotlib.pyplot as plt
 
     from weights.report import BLUE, DARK, GREY, YELLOW, png

@@ -1,4 +1,4 @@
-"""Makes the demo in `weights/demo`: draws its world, trains, evaluates, adds names, the example request, and what retrieves beside it."""
+"""Makes the demo in `weights/demo`: draws its world, trains, evaluates, adds names, an example request, and retrieval beside it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_demo(
     world_settings: WorldSettings | None = None,
     tower_settings: TowerSettings | None = None,
 ) -> tuple[Manifest, dict[str, Any]]:
-    """Write the checkpoint with example, names and report into `out`, and towers and posts beside it, replacing what is there.
+    """Write the checkpoint with example, names and report into `out`, and towers and posts beside it, replacing existing ones.
 
     Returns manifest and headline figures.
 
@@ -117,7 +117,7 @@ def make_towers(
 
 
 def write_posts(path: Path, world: World, encoder: Encoder, posts: NDArray[np.int64]) -> None:
-    """A corpus of these rows of the world's posts, with their times and topics."""
+    """Write a corpus of these rows of the world's posts, with their times and topics."""
     drawn = world.posts
     ids, authors = drawn.ids[posts], world.authors.ids[drawn.author[posts]]
     columns = {
@@ -134,7 +134,7 @@ def write_posts(path: Path, world: World, encoder: Encoder, posts: NDArray[np.in
 
 
 def facts_of(world: World) -> Facts:
-    """The facts of a world in memory: what `load_facts` reads of a saved one."""
+    """The facts of a world in memory, as `load_facts` reads them from a saved one."""
     topics = {int(a): int(t) for a, t in zip(world.authors.ids, world.authors.topic, strict=True)}
     return Facts(world.settings.test_ts, world.truth, topics, world_names(world))
 

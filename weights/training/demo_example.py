@@ -1,4 +1,4 @@
-"""The demo's example request: a user of its world whose ranking a person can follow."""
+"""Picks the demo's example request: a user of its world whose ranking is easy for people to follow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHER_TOPICS = 4
 
 
 def example_request(world: World) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A request for `POST /rank`, and what its ids stand for in the order of its lists.
+    """A request for `POST /rank`, and the names of its ids in the order of its lists.
 
     The user's last events are mostly about one topic, and the very last is a report of one of its authors. The candidates
     are equally old posts on the home surface: two authors of that topic, the reported one, and one author each of four others.
@@ -36,9 +36,9 @@ def example_request(world: World) -> tuple[dict[str, Any], dict[str, Any]]:
         | {"actions": ["report"], "product_surface": 0, "dwell_time": 1.5}
     )
     appeal = interest(world.users.latent, world.settings)[int(np.flatnonzero(world.users.ids == user)[0])]
-    others = np.argsort(appeal)[:OTHER_TOPICS].tolist()  # what this user is coolest about
+    others = np.argsort(appeal)[:OTHER_TOPICS].tolist()  # the topics that this user likes least
     shown = [*_authors_of(world, topic)[1:3], reported, *(_authors_of(world, t)[0] for t in others)]
-    # neither the taste nor the complaint may be read off the order
+    # the order must not reveal the taste or the complaint
     shown = [shown[index] for index in np.random.default_rng(world.settings.seed).permutation(len(shown))]
     candidates = [
         _post(world, a, now) | {"product_surface": 0, "created_at": now - POST_AGE_HOURS * HOUR_SECONDS} for a in shown
@@ -55,11 +55,11 @@ def example_request(world: World) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _reader(world: World) -> tuple[int, NDArray[np.int64], int]:
-    """A known user, the rows of the last events, and the topic of most of them: the user whose events are most about one topic."""
+    """The user whose last events are most about one topic, the rows of these events, and the topic."""
     log, topic_of = world.log, dict(zip(world.authors.ids.tolist(), world.authors.topic.tolist(), strict=True))
     complaint = np.isin(log.action_names, NEGATIVE_ACTIONS)
     liked = log.actions[:, ~complaint].any(1) & ~log.actions[:, complaint].any(1)
-    # posts of followed authors say who is followed, not what is liked
+    # posts of followed authors tell whom the user follows, not what they like
     engaged = np.flatnonzero(liked & (log.product_surface != SURFACES.index("following")))
     engaged = engaged[np.argsort(log.user_id[engaged], kind="stable")]
     users, starts = np.unique(log.user_id[engaged], return_index=True)
@@ -75,7 +75,7 @@ def _reader(world: World) -> tuple[int, NDArray[np.int64], int]:
 
 
 def _authors_of(world: World, topic: int) -> list[int]:
-    """Authors of a topic, the most ordinary in quality first: an example should not hang on an outstanding author."""
+    """Authors of a topic, those of average quality first: an example should not depend on an outstanding author."""
     authors = np.flatnonzero(world.authors.topic == topic)
     middle = np.median(world.authors.quality)
     return [int(author) for author in authors[np.argsort(np.abs(world.authors.quality[authors] - middle))]]

@@ -1,4 +1,4 @@
-"""From a log to examples: each request with its user's history before it, and the actions that followed as labels."""
+"""Turns a log into examples: each request with its user's history before it, and the actions that followed as labels."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Request = tuple[Context, Candidates]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Labels:
-    """actions float32 `[B, C, A]`, 1 where it happened; dwell float32 `[B, C]`, seconds / 30 cut at 1.
+    """actions float32 `[B, C, A]`, 1 if the action happened; dwell float32 `[B, C]`, seconds / 30, at most 1.
 
-    shown bool `[B, C]`, False for padding; dwelt bool `[B, C]`, whether the dwell is known. Where a batch is shared by processes,
-    a weight is what the mean over this part counts: its shown, or dwelt, candidates ÷ those of a mean part.
+    shown bool `[B, C]`, False for padding; dwelt bool `[B, C]`, whether the dwell is known. If processes share
+    a batch, the weights scale the mean over this part: its shown (or dwelt) candidates ÷ those of an average part.
     """
 
     actions: Tensor
@@ -59,7 +59,7 @@ class Examples:
         self.stops = np.append(self.starts[1:], len(log))
         self.first, self.last, self.events = index.first, index.last, index.events
         self.oldest = np.maximum(self.first, self.last - config.history_length)
-        # of a log on disk, what is made of every row is made when it is asked for
+        # for a log on disk, values derived from rows are computed on demand
         self._ages = None if log.index else age_bucket(log.impression_ts, log.created_at, config)
         self._actions = self.events.actions if log.index else self.events.actions.astype(np.float32)
 
@@ -85,17 +85,17 @@ class Examples:
         )
 
     def rows(self, index: int) -> NDArray[np.int64]:
-        """The rows of the log that request `index` showed."""
+        """The rows of the log shown in request `index`."""
         return np.arange(self.starts[index], self.stops[index])
 
     def candidates(self, index: int, rows: NDArray[np.int64] | slice) -> Candidates:
-        """The posts that the given rows of the log showed."""
+        """The posts shown in the given rows of the log."""
         log, ages = self.log, self._ages
         found = age_bucket(log.impression_ts[rows], log.created_at[rows], self.config) if ages is None else ages[rows]
         return Candidates(log.post_id[rows], log.author_id[rows], log.product_surface[rows], found)
 
     def labels(self, rows: Sequence[NDArray[np.int64]]) -> Labels:
-        """What happened on the given rows, one list a request, padded to the longest."""
+        """The labels of the given rows, one list per request, padded to the longest."""
         slots = max(map(len, rows))
 
         def column(values: NDArray[np.generic]) -> Tensor:
@@ -123,7 +123,7 @@ def index_of(log: Log) -> Index:
 def histories(
     user_id: NDArray[np.uint64], impression_ts: NDArray[np.int64], of_user: NDArray[np.uint64], at: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """The order of events by user, then time, and for requests, of users at times, which events in that order come before: first … last.
+    """The order of events by user, then time, and for each request (of a user, at a time) its earlier events in that order: first, last.
 
     Every event is part of one of the requests.
     """
@@ -147,8 +147,8 @@ def training_batch(
 ) -> tuple[Batch, Labels]:
     """A batch of the requests `indices` and its labels, some ids replaced by unseen ones, as most are when served.
 
-    Shares lie in 0 … 1; a request of more than `max_candidates` loses random rows. Of the whole batch, which is drawn in any case,
-    `part` is collated: the parts of several processes are together the batch of one.
+    Shares lie in 0 … 1; a request of more than `max_candidates` loses random rows. The whole batch is drawn in any case, but only
+    `part` is collated: the parts of several processes together are the batch of one.
     """
     requests, shown = [], []
     for index in indices:

@@ -17,8 +17,8 @@ from weights.training import initial
 def graft(decoder: Decoder, onto: Checkpoint, seed: int) -> tuple[Ranker, bool]:
     """A ranker with the decoder's trunk and final norm, and whether its inputs and heads are those of `onto`.
 
-    They are where the widths agree; else they are drawn, and must be trained. Raises CheckpointError where the decoder's tensors
-    are not what its config says, where some of its layers would not see a whole request, or where no ranker can have its trunk.
+    They are if the widths agree; otherwise they are drawn and must be trained. Raises CheckpointError if the decoder's tensors do not
+    match its config, if some of its layers would not see a whole request, or if a ranker cannot have its trunk.
     """
     before = onto.manifest.config
     try:

@@ -1,9 +1,9 @@
-"""Initial values of a ranker. Upstream's are a saddle point that no gradient leaves; `leave_saddle` steps off it.
+"""Sets the initial values of a ranker. Upstream's are a saddle point that no gradient leaves; `leave_saddle` steps off it.
 
 Upstream sets every linear weight and every norm scale to 0, and draws the input projections, the action projection, the
-surface table and the heads (variance scaling). Then the branch of a decoder layer is `norm1(0) = 0` with a scale of 0: its
-derivative by the scale is 0 because the branch is, and by the weights because the scale is. Only the final norm, the heads and the
-candidates' inputs would ever learn; the trunk would stay at exactly 0.
+surface table and the heads (variance scaling). The branch of a decoder layer is then `norm1(0) = 0` with a scale of 0: its
+derivative by the scale is 0 because the branch is 0, and by the weights because the scale is 0. Only the final norm, the heads and
+the candidates' inputs would ever learn; the trunk would stay at exactly 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from model.trunk import DecoderLayer
 PRE_NORMS = ("attention_norm", "ffn_norm")
 POST_NORMS = ("attention_post_norm", "ffn_post_norm")
 HEAD_NORMS = ("query_norm", "key_norm")
-LAST_LINEAR = ("output", "ffn_output")  # of a branch: without a sandwich a layer adds what they give
+LAST_LINEAR = ("output", "ffn_output")  # last of each branch: without a sandwich a layer adds their output
 QUERY_KEY = (".query", ".key")
 AUTHOR_DEVIATION = 1.0
 USER_DEVIATION = 0.3
@@ -31,9 +31,9 @@ def upstream(ranker: Ranker, generator: torch.Generator) -> None:
     """Upstream's initial values: zeros, and draws where upstream draws.
 
     A projection `[in, out]` is drawn with deviation 1/√in, the action projection and tables `[rows, D]` with 1/√D.
-    The embedding tables are not upstream's to draw. Post rows stay 0, so that one never trained adds nothing. Author rows are drawn, for
-    equal authors must look equal to attention before anything is learned about them. User rows are one row drawn once: the
-    norm before attention would blow up the first steps away from 0, and beside a common vector they stay small.
+    Upstream does not draw the embedding tables. Post rows stay 0, so that an untrained one adds nothing. Author rows are drawn, because
+    equal authors must look equal to attention before anything is learned about them. All user rows are one row drawn once: from 0,
+    the norm before attention would blow up the first steps; beside a common vector they stay small.
     """
     tokens, heads = ranker.tokens, ranker.heads
     with torch.no_grad():
@@ -45,13 +45,13 @@ def upstream(ranker: Ranker, generator: torch.Generator) -> None:
                 draw(parameter, fan**-0.5, generator)
         draw(ranker.tables.author, AUTHOR_DEVIATION, generator)
         ranker.tables.user[:] = USER_DEVIATION * torch.randn(ranker.config.width, generator=generator)
-        # a candidate and an event of one author start as near tokens: the blocks of posts and authors are drawn once
+        # share the post and author blocks, so that a candidate and an event of one author start as similar tokens
         shared = tokens.candidate_projection.shape[0] - (2 if ranker.config.has_post_age else 1) * ranker.config.width
         tokens.candidate_projection[:shared] = tokens.history_projection[:shared]
 
 
 def unit(ranker: Ranker, generator: torch.Generator) -> None:
-    """The common choice, for comparison: as `upstream`, but every norm scale 1 and every linear weight drawn; biases start at 0."""
+    """The common choice, for comparison: as `upstream`, but with every norm scale 1 and every linear weight drawn; biases start at 0."""
     upstream(ranker, generator)
     leave_saddle(ranker, generator)
     with torch.no_grad():
@@ -74,7 +74,7 @@ def stuck(module: nn.Module) -> list[str]:
 
 
 def leave_saddle(ranker: Ranker, generator: torch.Generator) -> None:
-    """Draw the trunk's linear weights and set its inner norm scales to 1, leaving the outer scales, hence every output bit, as they are.
+    """Draw the trunk's linear weights and set its inner norm scales to 1. The outer scales and every output bit stay the same.
 
     The outer scales (`…_post_norm`), or without a sandwich the last weights of both branches, are still 0, so each layer still
     adds exactly 0; but now they have a gradient.
@@ -92,7 +92,7 @@ def leave_saddle(ranker: Ranker, generator: torch.Generator) -> None:
 
 
 def _match_queries_and_keys(layer: DecoderLayer, config: ModelConfig) -> None:
-    """Make each key head the first query head that reads it, in the pairs that tell little of the position.
+    """Make each key head a copy of the first query head that reads it; with RoPE, favour pairs that say little about position.
 
     A pair of RoPE that turns by more than half a circle over the history hides whether two tokens are alike.
     """
@@ -111,5 +111,5 @@ def _favour_slow_pairs(layer: DecoderLayer, config: ModelConfig) -> None:
 
 
 def draw(parameter: Tensor, deviation: float, generator: torch.Generator) -> None:
-    """A normal cut at two deviations, as variance scaling draws it."""
+    """Draw from a normal truncated at two deviations, as variance scaling does."""
     nn.init.trunc_normal_(parameter, std=deviation, a=-2 * deviation, b=2 * deviation, generator=generator)

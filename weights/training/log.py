@@ -1,4 +1,4 @@
-"""The columnar log of impressions that training reads: one row an impression, documented in docs/training.md."""
+"""Reads and writes the columnar log of impressions for training: one row per impression, documented in docs/training.md."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ ID_COLUMNS = ("user_id", "post_id", "author_id")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Index:
-    """Where the requests of a log are, in time order, each array `[R]`. Request i begins at row `starts[i]`, of `users[i]` at `times[i]`,
-    and has the history `events[first[i] : last[i]]`; `events` are the rows with an action, by user, then time.
+    """The requests of a log in time order, each array `[R]`. Request i starts at row `starts[i]`, is by `users[i]` at `times[i]`, and
+    has the history `events[first[i] : last[i]]`; `events` are the rows with an action, by user, then time.
 
     `surfaces` is one more than the largest `product_surface`; `fingerprint` has a checksum of each column.
     """
@@ -55,7 +55,7 @@ class Log:
 
     `request_id` uint64: impressions shown together share it. `impression_ts`, `created_at`: Unix seconds, 0 unknown.
     `user_id`, `post_id`, `author_id` uint64. `product_surface` int64. `dwell_seconds` float32, 0 unknown.
-    `actions` bool `[n, A]` with names `action_names`. `texts`: of the three columns of ids where these are texts; else empty.
+    `actions` bool `[n, A]` with names `action_names`. `texts`: the texts of the three id columns if ids are texts; else empty.
     """
 
     request_id: NDArray[np.uint64]
@@ -68,7 +68,7 @@ class Log:
     dwell_seconds: NDArray[np.float32]
     actions: NDArray[np.bool_]
     action_names: tuple[str, ...]
-    index: Index | None = None  # of a log on disk; one in memory has none yet
+    index: Index | None = None  # only of a log on disk
     texts: Mapping[str, pa.DictionaryArray] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -81,19 +81,19 @@ class Log:
         return Log(**columns, actions=self.actions[rows], action_names=self.action_names, texts=texts)
 
     def ids(self, name: str, rows: NDArray[np.int64]) -> list[str]:
-        """The ids in one of the columns as callers write them: the texts, or decimals."""
+        """The ids of one column as callers write them: texts or decimals."""
         if self.texts:
             return list(map(str, self.texts[name].take(pa.array(rows)).to_pylist()))
         return list(map(str, getattr(self, name)[rows].tolist()))
 
 
 def fingerprint(log: Log) -> dict[str, int]:
-    """A checksum of each column, and of the actions: equal logs have equal ones."""
+    """A checksum of each column and of the actions; equal logs have equal checksums."""
     return {name: zlib.crc32(np.ascontiguousarray(getattr(log, name)).data) for name in (*COLUMNS, "actions")}
 
 
 def write_log(path: Path, log: Log) -> None:
-    """Write Parquet; equal logs make equal bytes with one version of pyarrow."""
+    """Write Parquet; with one version of pyarrow, equal logs give equal bytes."""
     arrays = {name: pa.array(getattr(log, name), kind) for name, kind in COLUMNS.items()} | dict(log.texts)
     for index, name in enumerate(log.action_names):
         arrays[ACTION_PREFIX + name] = pa.array(log.actions[:, index])
@@ -110,12 +110,12 @@ def read_log(path: Path, ids: IdKind = "uint64") -> Log:
 
 
 def open_log(path: Path, ids: IdKind = "uint64") -> ds.FileSystemDataset:
-    """A Parquet file, one of JSON lines, or a directory of such, to be read in pieces. Raises LogError."""
+    """Open a Parquet file, a JSON lines file, or a directory of either, for reading in pieces. Raises LogError."""
     return open_table(path, COLUMNS | dict.fromkeys(ID_COLUMNS, ID_TYPES[ids]))
 
 
 def log_of(table: pa.Table, where: str, ids: IdKind = "uint64") -> Log:
-    """As `read_log`, from a table; `where` is what its sentences call it."""
+    """As `read_log`, from a table; error messages name it `where`."""
     log = unsorted(table, where, ids)
     if not len(log):
         raise LogError(f"{where} holds no impressions")
@@ -125,7 +125,7 @@ def log_of(table: pa.Table, where: str, ids: IdKind = "uint64") -> Log:
 
 
 def unsorted(table: pa.Table, where: str, ids: IdKind = "uint64") -> Log:
-    """The rows of a table as they come, checked one by one."""
+    """The rows of a table in their order, each checked by itself."""
     actions = action_names(table.schema, where)
     texts = {name: texts_of(table, name, where) for name in ID_COLUMNS} if ids == "text" else {}
     columns: dict[str, Any] = {
@@ -139,7 +139,7 @@ def unsorted(table: pa.Table, where: str, ids: IdKind = "uint64") -> Log:
 
 
 def action_names(schema: pa.Schema, where: str) -> tuple[str, ...]:
-    """The actions of a log with these columns. Raises LogError for one without any, or with columns that no log has."""
+    """The actions of a log with these columns. Raises LogError if there are none, or for unknown columns."""
     actions = tuple(name.removeprefix(ACTION_PREFIX) for name in schema.names if name.startswith(ACTION_PREFIX))
     if not actions:
         raise LogError(f"{where} has no column {ACTION_PREFIX}…: one boolean column an action is needed")
@@ -150,7 +150,7 @@ def action_names(schema: pa.Schema, where: str) -> tuple[str, ...]:
 
 
 def aligned(log: Log, names: tuple[str, ...]) -> Log:
-    """A log with its actions in the checkpoint's order. Raises LogError where it lacks one, or lies sorted on disk in another order."""
+    """A log with its actions in the checkpoint's order. Raises LogError if it lacks one, or is sorted on disk in another order."""
     if names == log.action_names:
         return log
     if missing := set(names) - set(log.action_names):
@@ -172,8 +172,8 @@ def _check(log: Log, where: str) -> None:
 
 
 def check_requests(log: Log, where: str) -> None:
-    """Raises LogError where impressions of one request differ in what they must share. The log is sorted and holds some."""
-    request, user, time = log.request_id, log.user_id, log.impression_ts  # by time: those of one request lie together
+    """Raises LogError if impressions of one request differ in user or time. The log must be sorted and not empty."""
+    request, user, time = log.request_id, log.user_id, log.impression_ts  # by time: a request's rows are adjacent
     begins = request[1:] != request[:-1]
     differs = ~begins & ((user[1:] != user[:-1]) | (time[1:] != time[:-1]))
     if differs.any() or len(np.unique(request[1:][begins])) < begins.sum() or (request[1:][begins] == request[0]).any():

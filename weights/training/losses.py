@@ -1,4 +1,4 @@
-"""The two losses of a ranker, one for the actions and one for the dwell. Both are cross-entropies, so both calibrate."""
+"""The two losses of a ranker, for actions and for dwell. Both are cross-entropies, so both give calibrated outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def discrete_loss(logits: Tensor, labels: Labels) -> Tensor:
 
 
 def continuous_loss(continuous: Tensor, labels: Labels) -> Tensor:
-    """Mean cross-entropy of the dwell share where it is known, output 0 of `[B, C, Z]`; 0 where there is none.
+    """Mean cross-entropy of the dwell share where known, output 0 of `[B, C, Z]`; 0 if none is known.
 
     A soft label makes the expectation the optimum, as for a coin: `E[y·log p + (1 − y)·log(1 − p)]` peaks at `p = E[y]`.
     """
@@ -26,7 +26,7 @@ def continuous_loss(continuous: Tensor, labels: Labels) -> Tensor:
 
 
 def total_loss(logits: Tensor, continuous: Tensor, labels: Labels, continuous_weight: float) -> Tensor:
-    """What training minimises; a scalar."""
+    """The loss that training minimises; a scalar."""
     loss = labels.shown_weight * discrete_loss(logits, labels)
     if continuous_weight:
         # 1/A puts the dwell on a par with one action

@@ -1,8 +1,8 @@
-"""What the processes of a training run exchange, so that all of them take the step that one process would take.
+"""Exchanges gradients between the processes of a training run, so that all take the step that one process would take.
 
 With torchrun each process computes its part of every batch. Gradients of the trunk go through DistributedDataParallel; those of the
-embedding tables travel as row ids and summed gradients, for a batch looks up few rows of a large table.
-`mean_gradients` is the plain definition of what the exchange must give.
+embedding tables are sent as row ids and summed gradients, because a batch looks up few rows of a large table.
+`mean_gradients` is the plain definition of the exchange's result.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 
 class ProcessesError(ValueError):
-    """Processes that cannot train together; the message says why."""
+    """The processes cannot train together; the message says why."""
 
 
 class Objective(nn.Module):
     """A batch's loss as one module: only from the loss can DistributedDataParallel see which parameters have no gradient on this
-    process, such as the continuous head's where no dwell is known."""
+    process, for example the continuous head's if no dwell is known."""
 
     def __init__(self, ranker: Ranker, continuous_weight: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -45,13 +45,13 @@ class Objective(nn.Module):
 
 
 class Processes:
-    """The processes of a run, of which this one is `rank` of `size`. One alone exchanges nothing."""
+    """The processes of a run; this one is `rank` of `size`. A single process exchanges nothing."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
 
     def part(self, requests: int) -> slice:
-        """Which requests of a batch are this process's. Raises ProcessesError where they cannot be shared evenly."""
+        """This process's share of a batch's requests. Raises ProcessesError if they cannot be divided evenly."""
         if requests % self.size:
             raise ProcessesError(
                 f"{self.size} processes cannot share a batch of {requests} requests: batch_requests must be a multiple"
@@ -60,7 +60,7 @@ class Processes:
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def distributed(self, objective: Objective) -> nn.Module:
-        """The same, but a backward leaves the trunk's mean gradient over all processes. The tables are left to `exchange`."""
+        """Wrap the objective so that a backward leaves the trunk's mean gradient over all processes. `exchange` does the tables."""
         if self.size == 1:
             return objective
         tables = [name for name, _ in objective.named_parameters() if name.startswith("ranker.tables.")]
@@ -69,9 +69,9 @@ class Processes:
         return DistributedDataParallel(objective, find_unused_parameters=True)
 
     def exchange(self, tables: Tables, batch: Batch) -> None:
-        """Leave the mean gradient over all processes on the tables, after a backward of this one's `batch`.
+        """After a backward of this process's `batch`, leave the mean gradient over all processes on the tables.
 
-        Each gradient is added in the order of ranks, so every process has the same bits.
+        Gradients are added in the order of ranks, so every process has the same bits.
         """
         if self.size == 1:
             return
@@ -93,7 +93,7 @@ class Processes:
         return value.item()
 
     def gather(self, value: T) -> list[T]:
-        """What each process has, by rank, on all of them."""
+        """Give every process the list of all processes' values, by rank."""
         if self.size == 1:
             return [value]
         everyone: list[Any] = [None] * self.size
@@ -101,7 +101,7 @@ class Processes:
         return everyone
 
     def agree(self, facts: dict[str, Any]) -> None:
-        """Raises ProcessesError, on every process, where they have other facts than rank 0."""
+        """Raises ProcessesError, on every process, if one has other facts than rank 0."""
         everyone = self.gather(facts)
         differing = [name for name in everyone[0] if any(other.get(name) != everyone[0][name] for other in everyone)]
         if differing:
@@ -110,7 +110,7 @@ class Processes:
             )
 
     def _gather_rows(self, ids: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Every process's ids `[n]` and values `[n, D]`, by rank. n differs, and is 0 where a process saw padding alone."""
+        """Every process's ids `[n]` and values `[n, D]`, by rank. n differs, and is 0 if a process saw only padding."""
         counts = [ids.new_empty(1) for _ in range(self.size)]
         dist.all_gather(counts, ids.new_tensor([len(ids)]))
         lengths = [int(count) for count in counts]
@@ -126,9 +126,9 @@ class Processes:
 
 @contextmanager
 def joined(device: str) -> Iterator[Processes]:
-    """The processes that torchrun started, joined by NCCL on cards and by Gloo elsewhere; this one alone where it started none.
+    """Yield the processes that torchrun started, joined by NCCL on GPUs and by Gloo elsewhere; without torchrun, this one alone.
 
-    Raises ProcessesError for a `device` that is not there.
+    Raises ProcessesError if `device` is not available.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ProcessesError("device=cuda needs a card and a build of torch for it")
@@ -162,9 +162,9 @@ def looked_up(tables: Tables, batch: Batch) -> list[tuple[Tensor, Tensor]]:
 
 
 def mean_gradients(objective: Objective, parts: Sequence[tuple[Batch, Labels]]) -> None:
-    """The plain definition: leave on the parameters what they have after a backward and an exchange by one process a part.
+    """The plain definition: leave the gradients that a backward and an exchange leave when each part has its own process.
 
-    `labels.shown_weight` and `dwelt_weight` of the parts make it the gradient of the loss of the whole batch.
+    With the parts' `labels.shown_weight` and `dwelt_weight` this is the gradient of the whole batch's loss.
     """
     objective.zero_grad()
     for batch, labels in parts:
@@ -172,5 +172,5 @@ def mean_gradients(objective: Objective, parts: Sequence[tuple[Batch, Labels]]) 
 
 
 def weight_sums(module: nn.Module) -> list[int]:
-    """A number a parameter that differs where a bit does: the sum of its values' bits."""
+    """A checksum per parameter: the sum of its values' bits, which changes with any single bit."""
     return torch.stack([p.detach().view(torch.int32).sum() for p in module.parameters()]).tolist()

@@ -38,14 +38,14 @@ def train(
     report: Callable[[Status], None] = lambda status: None,
     processes: Processes | None = None,
 ) -> Ranker:
-    """Train on the requests before `until_ts` (all where None); the last 3 % of them validate. Returns the best ranker.
+    """Train on the requests before `until_ts` (all if None); the last 3 % of them validate. Returns the best ranker.
 
-    `start`, of the same architecture, gives the initial values; drawn where None.
+    `start`, of the same architecture, gives the initial values; if None, they are drawn.
 
     Equal arguments give equal bits on one machine and build: algorithms are deterministic, the thread count is fixed.
     Several `processes` call it with the same arguments; the first of them writes the state, and all read it.
-    Raises LogError for a log too small to split, StateError where `resume` finds no state of this run in `state`,
-    ProcessesError where processes cannot train together.
+    Raises LogError for a log too small to split, StateError if `resume` finds no state of this run in `state`,
+    ProcessesError if the processes cannot train together.
     """
     processes = processes or Processes()
     examples = Examples(log, config)
@@ -68,8 +68,8 @@ def _keep(state: Path | None, trainer: Trainer) -> None:
 
 @contextmanager
 def reproducible(threads: int) -> Iterator[None]:
-    """Deterministic algorithms on a fixed number of threads, for a while: sums split otherwise give other bits."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a card is first used
+    """Use deterministic algorithms and a fixed number of threads inside the block: sums split differently give other bits."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a GPU is first used
     before, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     torch.set_num_threads(threads)
     torch.set_deterministic_debug_mode("error")

@@ -1,4 +1,4 @@
-"""Settings of a training run and the demo's architecture. Equal settings and log make an equal checkpoint."""
+"""Settings of a training run, and the demo's architecture. Equal settings and logs give equal checkpoints."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class TrainSettings:
     epochs: float = 2.4
     batch_requests: int = 32
     learning_rate: float = 3e-3
-    norm_rate: float = 8.0  # of the outer and final norm scales: upstream's start from 0 and have a way to go
-    attention_rate: float = 0.1  # of the query and key weights: what they start as is worth keeping
+    norm_rate: float = 8.0  # of the outer and final norm scales, which start from 0 upstream and have far to go
+    attention_rate: float = 0.1  # of the query and key weights, whose initial values are worth keeping
     warmup_steps: int = 100
     weight_decay: float = 0.01
     table_decay: float = 0.0
     gradient_norm: float = 1.0
-    continuous_weight: float = 1.0  # of the dwell loss against the mean of the discrete losses
+    continuous_weight: float = 1.0  # weight of the dwell loss against the mean of the discrete losses
     fresh_user_share: float = 0.1  # users shown as unknown: half under an id never seen, half without one
     fresh_post_share: float = 0.85  # posts shown under an id never seen, as most are when served
-    max_candidates: int = 64  # of one request; longer ones lose a random part
+    max_candidates: int = 64  # per request; longer ones lose random candidates
     init: Literal["upstream", "unit"] = "upstream"
     evaluate_every: int = 250  # steps between evaluations on the validation requests
     validation_requests: int = 600
@@ -42,7 +42,7 @@ class TrainSettings:
     dtype: Literal["float32", "bfloat16"] = (
         "float32"  # of the trunk's activations; weights, moments and losses stay float32
     )
-    threads: int = 1  # of each process; a second one gains little at this size, and other counts give other bits
+    threads: int = 1  # per process; a second gains little at this size, and other counts give other bits
 
     def __post_init__(self) -> None:
         for name, known in (("init", INIT_SCHEMES), ("device", DEVICES), ("dtype", DTYPES)):

@@ -1,7 +1,7 @@
-"""A log sorted on disk, for logs larger than memory: training maps it and reads a request at a time, with the bits of a log in memory.
+"""Sorts logs larger than memory on disk. Training maps them, reads one request at a time and gets the same bits as in memory.
 
-`impressions.bin` and `events.bin` are rows of one size; `starts.npy`, `times.npy`, `users.npy`, `first.npy` and `last.npy` hold a
-number a request (see `log.Index`); `log.json` says what the rows are.
+`impressions.bin` and `events.bin` are rows of one size; `starts.npy`, `times.npy`, `users.npy`, `first.npy` and `last.npy` hold one
+number per request (see `log.Index`); `log.json` describes the rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from weights.training.log import (
 
 FACTS_NAME = "log.json"
 PARTITION_ROWS = 500_000
-"""About so many rows are sorted at once: 79 bytes each with the world's actions, a few times over."""
+"""Rows sorted at once, approximately: 79 bytes each with the world's actions, held a few times over."""
 MAX_PARTITIONS = 500
 SAMPLE_ROWS = 200_000
 PER_REQUEST = ("starts", "times", "users", "first", "last")
@@ -42,7 +42,7 @@ Rows = NDArray[Any]  # of a structured dtype
 
 
 class Ranges:
-    """Rows on their way into files by ranges of one column. A file keeps the order in which its rows came."""
+    """Distributes rows to files by ranges of one column. Each file keeps the order in which its rows came."""
 
     def __init__(self, directory: Path, kind: np.dtype[Any], column: str, cuts: NDArray[Any]) -> None:
         self.directory, self.kind, self.column, self.cuts = directory, kind, column, cuts
@@ -52,7 +52,7 @@ class Ranges:
         return len(self.cuts) + 1
 
     def add(self, rows: Rows) -> None:
-        """Equal values always go to the same file."""
+        """Append rows to their files. Equal values always go to the same file."""
         place = np.searchsorted(self.cuts, rows[self.column], side="right")
         order = np.argsort(place, kind="stable")
         edges = np.searchsorted(place[order], np.arange(len(self) + 1))
@@ -61,7 +61,7 @@ class Ranges:
                 rows[order[edges[number] : edges[number + 1]]].tofile(file)
 
     def take(self, number: int) -> Rows:
-        """The rows of one range; its file is gone then."""
+        """Read the rows of one range and delete its file."""
         path = self.directory / str(number)
         if not path.exists():
             return np.empty(0, self.kind)
@@ -76,9 +76,9 @@ def sort_log(
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     ids: IdKind = "uint64",
 ) -> int:
-    """Sort a Parquet file, or a directory of such, into the new directory `out`; the number of rows.
+    """Sort a log (a file or a directory) into the new directory `out`. Return the number of rows.
 
-    Memory: a partition, and 8 bytes a request. Raises LogError as `read_log` does, and where `out` exists.
+    Needs memory for a partition and some numbers per request. Raises LogError as `read_log` does, and if `out` exists.
     """
     dataset, where = open_log(source, ids), str(source)
     names, rows = action_names(dataset.schema, where), int(dataset.count_rows())
@@ -109,7 +109,7 @@ def sort_log(
 
 
 def open_sorted(directory: Path, ids: IdKind = "uint64") -> Log:
-    """The log in a directory that `sort_log` wrote, mapped. Raises LogError where there is none, and where its ids are of another kind."""
+    """Map the log in a directory that `sort_log` wrote. Raises LogError if there is none, or if its ids are of another kind."""
     try:
         facts = json.loads((directory / FACTS_NAME).read_bytes())
         if (found := facts.get("ids", "uint64")) != ids:
@@ -132,7 +132,7 @@ def _row_type(names: tuple[str, ...]) -> np.dtype[Any]:
 
 
 def _cuts(dataset: ds.FileSystemDataset, rows: int, ids: IdKind, where: str) -> list[NDArray[Any]]:
-    """Where to cut the times and the users into ranges of about PARTITION_ROWS, from a sample. No bit of the result depends on it."""
+    """Cuts of times and users into ranges of about PARTITION_ROWS, from a sample. No bit of the sorted log depends on them."""
     every, partitions = -(-rows // SAMPLE_ROWS), min(MAX_PARTITIONS, -(-rows // PARTITION_ROWS))
     sample: dict[str, list[NDArray[Any]]] = {"impression_ts": [], "user_id": []}
     for table in tables_of(dataset, PARTITION_ROWS, columns=list(sample)):
@@ -145,7 +145,7 @@ def _cuts(dataset: ds.FileSystemDataset, rows: int, ids: IdKind, where: str) -> 
 def _write_impressions(
     work: Path, by_time: Ranges, events: Ranges, names: tuple[str, ...], where: str
 ) -> dict[str, Any]:
-    """Write the rows by time, then request, and what there is a number a request of; the engaged rows go to `events`."""
+    """Write the rows by time, then request, and the per-request arrays; add the engaged rows to `events`."""
     checksums, surfaces, done = dict.fromkeys((*COLUMNS, "actions"), 0), 0, 0
     starts, times, users, ids = [], [], [], []
     with (work / "impressions.bin").open("wb") as file:
@@ -174,7 +174,7 @@ def _write_impressions(
 
 
 def _write_events(work: Path, events: Ranges, user_cuts: NDArray[Any]) -> None:
-    """Write the engaged rows by user, then time, and which of them are before each request."""
+    """Write the engaged rows by user, then time, and for each request the range of them before it."""
     users, times = np.load(work / "users.npy"), np.load(work / "times.npy")
     place = np.searchsorted(user_cuts, users, side="right")
     first, last = np.empty(len(users), np.int64), np.empty(len(users), np.int64)
@@ -203,7 +203,7 @@ def _log_of(rows: Rows, names: tuple[str, ...], index: Index | None = None) -> L
 
 
 def _mapped(path: Path, kind: np.dtype[Any]) -> Rows:
-    """The rows of a file, read where they are looked at, a page at a time: what lies around a request is of no use to the next."""
+    """Map a file's rows without read-ahead: the rows around one request are of no use to the next."""
     if not path.stat().st_size:
         return np.empty(0, kind)
     rows = np.memmap(path, kind, "r")

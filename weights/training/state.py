@@ -27,7 +27,7 @@ class StateError(ValueError):
 
 
 def save_state(trainer: Trainer, directory: Path) -> None:
-    """Write everything that the next step depends on. A crash while writing leaves the state that was there."""
+    """Write everything that the next step depends on. A crash while writing leaves the previous state."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for name, parameter in trainer.ranker.named_parameters():
@@ -38,16 +38,16 @@ def save_state(trainer: Trainer, directory: Path) -> None:
     tensors |= {f"best.{name}": value for name, value in trainer.best.items()}
     counters = {name: getattr(trainer, name) for name in COUNTERS}
     document = {"run": run_facts(trainer), **counters, "generator": trainer.generator.get_state().tolist()}
-    # the counters travel in the tensor file's header, so that one rename replaces both
+    # the counters are in the tensor file's header, so that one rename replaces both
     new = directory / f"{STATE_NAME}.new"
     save_file(tensors, new, metadata={COUNTERS_NAME: json.dumps(document)})
     with new.open("rb") as file:
-        os.fsync(file.fileno())  # whole before it is renamed, also after a power cut
+        os.fsync(file.fileno())  # complete before it is renamed, even after a power cut
     os.replace(new, directory / STATE_NAME)
 
 
 def load_state(trainer: Trainer, directory: Path) -> None:
-    """Restore what `save_state` wrote. Raises StateError where it is absent, or of other settings or another log."""
+    """Restore what `save_state` wrote. Raises StateError if it is absent or belongs to other settings or another log."""
     path = directory / STATE_NAME
     try:
         tensors = load_file(path)
@@ -80,7 +80,7 @@ def _header(path: Path) -> dict[str, str]:
 
 
 def run_facts(trainer: Trainer) -> dict[str, Any]:
-    """What a state belongs to, as JSON values: the same with any number of processes."""
+    """The facts that identify a run, as JSON values; they do not depend on the number of processes."""
     return {
         "settings": asdict(trainer.settings),
         "architecture": json.loads(json.dumps(trainer.examples.config.to_dict())),

@@ -1,7 +1,7 @@
-"""Trains the two towers of retrieval on a log: what a user went on to like, against what others liked or left, in one batch.
+"""Trains the two retrieval towers on a log: posts that a user liked, against those that others in the batch liked or ignored.
 
-The loss is a softmax over the posts of the batch. A post comes up as a negative as often as its author does, so the logarithm of that
-share is taken off its logit (the correction of sampled softmax): without it the towers learn to shun what is popular.
+The loss is a softmax over the posts of the batch. A post is a negative as often as its author comes up, so the logarithm of that
+share is subtracted from its logit (the correction of sampled softmax). Without it the towers learn to avoid popular posts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weights.training.run import reproducible
 
 @dataclass(frozen=True, slots=True)
 class TowerSettings:
-    """Equal settings and log make equal towers, to the last bit, on one machine and build."""
+    """Equal settings and logs give equal towers, to the last bit, on one machine and build."""
 
     seed: int = 1
     steps: int = 450
@@ -39,21 +39,21 @@ class TowerSettings:
     weight_decay: float = 0.01
     gradient_norm: float = 1.0
     temperature: float = 0.07
-    fresh_user_share: float = 0.3  # users shown under no id: what is held out must be read off the history
+    fresh_user_share: float = 0.3  # users shown without id, so the towers learn to use the history of unknown users
     fresh_post_share: float = 0.85  # posts shown under an id never seen, as most are when served
     threads: int = 1
 
 
 def towers_config(ranker: ModelConfig) -> RetrievalConfig:
-    """The towers beside a ranker: the same sizes, actions and window."""
+    """Configuration of the towers for a ranker: the same sizes, actions and window."""
     features = {"has_dwell": False, "has_post_age": False, "continuous_actions": 0}
     return RetrievalConfig.from_dict(ranker.to_dict() | features)
 
 
 class Pairs:
-    """Requests of a log with something to like in them, and what was liked and left there.
+    """The requests of a log in which the user liked something, and the liked and ignored rows.
 
-    `rows`, `worth`: rows that a user of the request acted on, and how much; `left`: rows without any action.
+    `worth`: the weighted actions of each row; `requests`: those with a row of positive worth; `left`: rows without any action.
     """
 
     def __init__(self, examples: Examples) -> None:
@@ -72,7 +72,7 @@ class Pairs:
         self.log_share = np.log(np.maximum((shares[0] + shares[1]) / 2, 1e-6))
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Requests `[count]`, and rows `[2 · count]`: what each of them liked, then as many rows that anybody left."""
+        """Draw requests `[count]` and rows `[2 · count]`: a liked row of each request, then as many rows that any user ignored."""
         requests, liked = rng.choice(self.requests, count), []
         for request in requests:
             rows = self.examples.rows(request)
@@ -81,7 +81,7 @@ class Pairs:
         return requests, np.concatenate((liked, rng.choice(self.left, count)))
 
     def correction(self, author_ids: Ids) -> Tensor:
-        """The logarithm of how often each post's author comes up, float32."""
+        """The logarithm of the share of each post's author, float32."""
         return torch.from_numpy(self.log_share[np.searchsorted(self.authors, author_ids)].astype(np.float32))
 
 
@@ -93,7 +93,7 @@ def train_towers(
     until_ts: int,
     report: Callable[[int, int, float], None] = lambda step, steps, loss: None,
 ) -> Towers:
-    """Train on the requests before `until_ts`. `report` is told steps done, of how many, and the loss."""
+    """Train on the requests before `until_ts`. `report` is called with steps done, total steps and the loss."""
     pairs = Pairs(Examples(log.take(log.impression_ts < until_ts), config))
     with reproducible(settings.threads):
         towers = initial_towers(config, torch.Generator().manual_seed(settings.seed))
@@ -114,7 +114,7 @@ def train_towers(
 
 
 def initial_towers(config: RetrievalConfig, generator: torch.Generator) -> Towers:
-    """Weights that keep their inputs' size, norm scales of 1, biases of 0, small embeddings."""
+    """Towers with weights that keep their inputs' scale, norm scales of 1, biases of 0 and small embeddings."""
     towers = Towers(config)
     with torch.no_grad():
         for name, parameter in towers.named_parameters():
@@ -127,7 +127,7 @@ def initial_towers(config: RetrievalConfig, generator: torch.Generator) -> Tower
 
 
 def batch_loss(towers: Towers, pairs: Pairs, settings: TowerSettings, rng: np.random.Generator) -> Tensor:
-    """The mean cross-entropy of what each request liked, among all posts of the batch; another post of one author is no negative."""
+    """The mean cross-entropy of each request's liked post among all posts of the batch; posts of the same author are no negatives."""
     requests, rows = pairs.draw(settings.batch_requests, rng)
     examples, log, config = pairs.examples, pairs.examples.log, towers.config
     contexts = [examples.context(int(request)) for request in requests]
@@ -153,5 +153,5 @@ def batch_loss(towers: Towers, pairs: Pairs, settings: TowerSettings, rng: np.ra
 
 
 def fresh_ids(ids: Ids, share: float, rng: np.random.Generator) -> Ids:
-    """The ids, a share of them replaced by ones that were never seen."""
+    """The ids, with a share of them replaced by ids never seen."""
     return np.where(rng.random(len(ids)) < share, rng.integers(1, 2**63, len(ids), np.uint64), ids)

@@ -1,7 +1,7 @@
 """The training loop: steps of the optimiser, evaluations on the validation requests, early stopping. `state` saves and restores it.
 
-A batch depends on (seed, step) alone, so an interrupted and resumed run gives the same weights as one without a break. Of several
-processes each computes its part of it, and all take the same step.
+A batch depends only on (seed, step), so an interrupted and resumed run gives the same weights as one without a break. With
+several processes, each computes its part of the batch, and all take the same step.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ TRAIN_ORDER, TRAIN_BATCH = 1, 2  # streams of random numbers
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How far the run is: steps done, of how many, the latest training loss, the latest and best validation loss (NaN
-    and infinity before the first evaluation), whether this step ended with an evaluation, the impressions that all
-    processes together have trained on since they were started."""
+    """Progress of the run: steps done and in all, the latest training loss, the latest and best validation loss (NaN and
+    infinity before the first evaluation), whether this step ended with an evaluation, and the impressions that all
+    processes together have trained on since their start."""
 
     step: int
     steps: int
@@ -41,7 +41,7 @@ class Status:
 
 
 class Trainer:
-    """Trains one ranker, from `start`'s weights where it is given. `train` and `validation` are indices of requests in `examples`."""
+    """Trains one ranker, from `start`'s weights if given. `train` and `validation` are indices of requests in `examples`."""
 
     def __init__(
         self,
@@ -74,17 +74,17 @@ class Trainer:
         self.best: dict[str, Tensor] = {}
         self.evaluations_without_improvement = 0
         self.curve: list[tuple[float, float, float]] = []
-        """Learning rate, loss and, where there was an evaluation, validation loss of every step; NaN elsewhere."""
+        """Learning rate, loss and validation loss of every step; the last is NaN for a step without an evaluation."""
         self.impressions = 0
         self._orders: dict[int, NDArray[np.int64]] = {}
 
     @property
     def finished(self) -> bool:
-        """All steps are done, or `patience` evaluations in a row did not improve the validation loss."""
+        """Whether all steps are done, or `patience` evaluations in a row did not improve the validation loss."""
         return self.step >= self.steps or self.evaluations_without_improvement >= self.settings.patience
 
     def run(self, report: Callable[[Status], None], save: Callable[[Trainer], None]) -> Ranker:
-        """Train to the end; `report` is called after every step, `save` after every evaluation. It returns the best ranker."""
+        """Train to the end; `report` is called after every step, `save` after every evaluation. Returns the best ranker."""
         self.distribute()
         while not self.finished:
             self.advance()
@@ -101,11 +101,11 @@ class Trainer:
         return self.ranker
 
     def distribute(self) -> None:
-        """Have gradients exchanged from now on, if there are other processes. Each must hold the same weights."""
+        """Exchange gradients from now on, if there are other processes. All must hold the same weights."""
         self.objective = self.processes.distributed(self.plain)
 
     def advance(self) -> None:
-        """One step of the optimiser; the first one also leaves the saddle of the initial values."""
+        """Take one step of the optimiser; the first one also leaves the saddle of the initial values."""
         settings = self.settings
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.step) * group["rate"]
@@ -142,13 +142,13 @@ class Trainer:
     def evaluate(self) -> None:
         """Measure the loss on the unchanged validation requests; keep the weights if they are the best so far.
 
-        Raises ProcessesError where processes hold different weights.
+        Raises ProcessesError if processes hold different weights.
         """
         if self.processes.size > 1:
             self.processes.agree({f"weights at step {self.step}": weight_sums(self.ranker)})
         starts = range(0, len(self.validation), self.settings.batch_requests)
         mine = [self._validation_chunk(start) for start in starts[self.processes.rank :: self.processes.size]]
-        everyone = self.processes.gather(mine)  # every n-th chunk, n processes
+        everyone = self.processes.gather(mine)  # of n processes, each has every n-th chunk
         total, weight = 0.0, 0
         for number in range(len(starts)):
             loss, shown = everyone[number % self.processes.size][number // self.processes.size]
@@ -161,7 +161,7 @@ class Trainer:
             self.evaluations_without_improvement += 1
 
     def _validation_chunk(self, start: int) -> tuple[float, int]:
-        """The loss of a batch of validation requests from `start` on, and its candidates."""
+        """The loss of a batch of validation requests from `start` on, and its number of candidates."""
         examples, device = self.examples, self.settings.device
         indices = self.validation[start : start + self.settings.batch_requests]
         rows = [examples.rows(index) for index in indices]
@@ -171,14 +171,14 @@ class Trainer:
         return loss.item(), int(labels.shown.sum())
 
     def _leave_saddle(self) -> None:
-        """As `initial.leave_saddle`, on a copy on the CPU, where the generator draws."""
+        """Call `initial.leave_saddle` on a CPU copy, because the generator draws on the CPU."""
         moved = Ranker(self.examples.config)
         moved.load_state_dict(self.ranker.state_dict())
         initial.leave_saddle(moved, self.generator)
         self.ranker.load_state_dict(moved.state_dict())
 
     def _indices(self) -> NDArray[np.int64]:
-        """The requests of this step: each epoch is a permutation of its own."""
+        """The requests of this step; each epoch has its own permutation."""
         size = self.settings.batch_requests
         place = np.arange(self.step * size, (self.step + 1) * size)
         epochs = place // len(self.train)
@@ -193,7 +193,7 @@ class Trainer:
         return np.random.default_rng((self.settings.seed, TRAIN_ORDER, epoch)).permutation(len(self.train))
 
     def _groups(self) -> list[dict[str, object]]:
-        """Decay for matrices, a decay of their own for embedding tables, none for norm scales and biases.
+        """Parameter groups: matrices and embedding tables have a decay each, norm scales and biases none.
 
         Norm scales that start from 0 learn faster, queries and keys slower.
         """

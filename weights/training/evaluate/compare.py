@@ -1,4 +1,4 @@
-"""What changes where one checkpoint takes another's place: scores, ranks and calibration on the requests of a log, and its page."""
+"""Compares two checkpoints on the requests of a log (scores, ranks and calibration) and writes the page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ActionChange:
-    """One action of both: correlation of the probabilities, and of each checkpoint the mean, the calibration error and the log-loss."""
+    """One action in both: correlation of the probabilities, and for each checkpoint the mean, calibration error and log-loss."""
 
     share: float
     correlation: float
@@ -42,7 +42,7 @@ class ActionChange:
 
 @dataclass(frozen=True, slots=True)
 class ChangedRequest:
-    """A request whose ranking changed: Kendall's τ of both orders, its best post in each, and itself as a body of `/rank`."""
+    """A request whose ranking changed: Kendall's τ of both orders, the best post in each, and the request as a `/rank` body."""
 
     request_id: int
     kendall: float
@@ -52,8 +52,8 @@ class ChangedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`pearson`, `spearman` of all scores; `correlation`, `kendall`, `overlap`: means of what `weights.agreement` says of each request
-    with two posts or more, or more than k. `ndcg` of each by the score's own gain. `changed`: most changed first."""
+    """`pearson`, `spearman` of all scores; `correlation`, `kendall`, `overlap`: means of `weights.agreement` over requests with two
+    posts or more (`overlap`: more than k). `ndcg` of each checkpoint by its own score weights. `changed`: most changed first."""
 
     requests: int
     impressions: int
@@ -76,9 +76,9 @@ def compare(
     seed: int = 1,
     progress: Progress = lambda what, done, total: None,
 ) -> Comparison:
-    """On at most so many requests from `since` on, drawn by `seed`. `logs`: the same log with each checkpoint's actions, in its order.
+    """Compare on at most `most` requests from `since` on, drawn by `seed`. `logs`: one log with each checkpoint's actions in its order.
 
-    Each score has its own checkpoint's weights. Raises ValueError where there are no requests, or none with two posts.
+    Each score uses its own checkpoint's weights. Raises ValueError if there are no requests, or none with two posts.
     """
     first, second = (Examples(log, each.manifest.config) for log, each in zip(logs, pair, strict=True))
     requests = np.flatnonzero(first.times >= since)
@@ -128,7 +128,7 @@ def _ndcg(log: Log, scores: Floats, weights: NDArray[np.float32]) -> float:
 
 
 def _actions(logs: list[Log], found: list[NDArray[np.float32]]) -> dict[str, ActionChange]:
-    """Of the actions that both checkpoints have."""
+    """The changes of the actions that both checkpoints have."""
     changes = {}
     for column, name in enumerate(logs[0].action_names):
         if name not in logs[1].action_names:
@@ -152,7 +152,7 @@ def _changed(examples: Examples, index: int, tau: float, scores: tuple[Floats, F
 
 
 def request_body(examples: Examples, index: int) -> dict[str, Any]:
-    """A request of the log as a body of `/rank`: lists of objects, ids as text."""
+    """A request of the log as a `/rank` body: lists of objects, ids as text."""
     log, seen, shown = examples.log, examples.events, examples.rows(index)
     events = np.arange(examples.oldest[index], examples.last[index])
     return {
@@ -180,7 +180,7 @@ def _post(post: str, author: str, surface: np.int64) -> dict[str, Any]:
 def write_comparison(
     out: Path, pair: tuple[Manifest, Manifest], comparison: Comparison, explorer: str
 ) -> dict[str, Any]:
-    """Write `index.html` and `figures.json` into `out`, which may exist; the figures, without the scores themselves, are returned."""
+    """Write `index.html` and `figures.json` into `out`, which may exist; return the figures without the scores."""
     out.mkdir(parents=True, exist_ok=True)
     values: dict[str, Any] = {"checkpoints": [{"name": each.name, "version": each.version} for each in pair]}
     values |= {name: plain(value) for name, value in asdict(comparison).items() if name != "scores"}
@@ -190,8 +190,8 @@ def write_comparison(
 
 
 def explorer_link(explorer: str, body: dict[str, Any], versions: Sequence[str] = ()) -> str:
-    """An address that opens this request in the page of a running server, by both versions where it holds both: its state, raw
-    deflate in base64 (docs/explore.md)."""
+    """A URL that opens this request in a running server's page, with both versions if the server has them. It holds the page's state,
+    raw deflate in base64 (docs/explore.md)."""
     state = {
         "source": "rank", "sides": [body], "versions": list(versions), "side": 0, "open": None, "onePer": False,
         "start": body["impression_ts"],

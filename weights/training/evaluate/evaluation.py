@@ -1,4 +1,4 @@
-"""Compares the model with baselines and the optimum: every figure on the same rows. `report` writes it down."""
+"""Compares the model with baselines and the optimum, all on the same rows. `report` writes the result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ActionFigures:
-    """One source, one action."""
+    """Figures of one source for one action."""
 
     auc: float
     log_loss: float
@@ -61,17 +61,17 @@ class Evaluation:
         return [name for name in self.actions if self.shares[name] >= FREQUENT_SHARE]
 
     def mean_auc(self, source: str) -> float:
-        """Over the frequent actions."""
+        """Mean AUC over the frequent actions."""
         return float(np.mean([self.figures[source][name].auc for name in self.frequent]))
 
     def way(self, source: str) -> float:
-        """How far from 0.5 to the optimum's mean AUC a source gets; NaN without a world."""
+        """The share of the way from 0.5 to the optimum's mean AUC that a source reaches; NaN without a world."""
         if OPTIMUM not in self.figures:
             return float("nan")
         return (self.mean_auc(source) - 0.5) / (self.mean_auc(OPTIMUM) - 0.5)
 
     def calibration_error(self, source: str) -> float:
-        """Mean over the frequent actions."""
+        """Mean calibration error over the frequent actions."""
         return float(np.mean([self.figures[source][name].calibration_error for name in self.frequent]))
 
 
@@ -88,7 +88,7 @@ def evaluate(
 ) -> Evaluation:
     """Compare on all requests from `test_ts` on. Baselines know the log before it. `facts` adds the world's optimum.
 
-    Raises ValueError where one side of the split is empty.
+    Raises ValueError if one side of the split is empty.
     """
     examples = Examples(log, ranker.config)
     requests = np.flatnonzero(examples.times >= test_ts)
@@ -132,7 +132,7 @@ def _figures(test: Log, probabilities: Floats) -> dict[str, ActionFigures]:
 
 
 def _ordinal(values: Floats, test: Log, score_weights: Mapping[str, float]) -> Floats:
-    """A ranking that has no probabilities, as a sigmoid, upside down for actions that cost score: only its AUC means anything."""
+    """A ranking without probabilities as a sigmoid, reversed for actions with negative weight. Only its AUC is meaningful."""
     signs = np.array([-1 if score_weights.get(name, 0) < 0 else 1 for name in test.action_names], np.float32)
     return np.asarray(1 / (1 + np.exp(-values[:, None] * signs)), np.float32)
 
@@ -142,7 +142,7 @@ def _ndcg(test: Log, probabilities: Floats, weights: Floats) -> float:
 
 
 def _mean_auc(test: Log, probabilities: Floats, rows: NDArray[np.bool_] | None = None) -> float:
-    """Over the actions that are frequent on the rows."""
+    """Mean AUC on `rows` (all if None), over the actions that are frequent in `test`."""
     rows = np.ones(len(test), bool) if rows is None else rows
     frequent = np.flatnonzero(test.actions.mean(0) >= FREQUENT_SHARE)
     return float(np.mean([metrics.auc(test.actions[rows, i], probabilities[rows, i]) for i in frequent]))
@@ -178,7 +178,7 @@ def _groups(train: Log, test: Log, model: Floats, facts: Facts | None) -> dict[s
 
 
 def _dwell_error(train: Log, test: Log, model: Prediction) -> tuple[float, float] | None:
-    """Root mean squared error in seconds, dwells cut at 30 s."""
+    """Root mean squared errors in seconds of the model and of the training mean, with dwells cut at 30 s."""
     known = test.dwell_seconds > 0
     if model.dwell is None or not known.any():
         return None

@@ -1,4 +1,4 @@
-"""Figures of merit of predicted probabilities, each by its textbook definition in numpy."""
+"""Quality metrics of predicted probabilities, by their textbook definitions in numpy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Reliability:
 
 
 def auc(happened: Flags, score: Array) -> float:
-    """The chance that a positive outranks a negative, ties half; NaN where one of them is missing."""
+    """The chance that a positive outranks a negative, ties counting half; NaN without positives or without negatives."""
     if happened.all() or not happened.any():
         return float("nan")
     return float(roc_auc_score(happened, score))
@@ -37,7 +37,7 @@ def log_loss(happened: Flags, probability: Array) -> float:
 
 
 def normalised_entropy(happened: Flags, probability: Array) -> float:
-    """Log-loss over the log-loss of always predicting the observed share: below 1 is better than knowing the share alone."""
+    """Log-loss divided by that of always predicting the observed share; below 1 is better than knowing only the share."""
     share = np.full(len(happened), happened.mean())
     base = log_loss(happened, share)
     return log_loss(happened, probability) / base if base > 0 else float("nan")
@@ -62,7 +62,7 @@ def calibration_error(happened: Flags, probability: Array, bins: int = 15) -> fl
 def ndcg(request: NDArray[np.integer], score: Array, gain: Array) -> float:
     """Mean over requests of DCG / ideal DCG with discount `1/log2(1 + rank)`; gains below 0 count as 0.
 
-    Equal scores keep the order of the rows. Requests without any gain are left out; NaN where all are.
+    Equal scores keep the order of the rows. Requests without any gain are left out; NaN if none is left.
     """
     order = np.argsort(request, kind="stable")
     which = np.unique(request[order], return_inverse=True)[1]

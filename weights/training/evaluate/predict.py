@@ -1,4 +1,4 @@
-"""Predictions of the ranker, its ablations and the baselines for the requests of a log, row by row."""
+"""Predicts the rows of a log's requests with the ranker, its ablations and the baselines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH_REQUESTS = 50
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
-    """probabilities float32 `[n, A]` and, where the source predicts it, the expected dwell share float32 `[n]`, else None."""
+    """probabilities float32 `[n, A]`, and the expected dwell share float32 `[n]` if the source predicts it, else None."""
 
     probabilities: Floats
     dwell: Floats | None = None
@@ -39,7 +39,7 @@ def predict(
     seed: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Prediction:
-    """Predictions for the rows of the given requests, in their order. An ablation takes something away from every context."""
+    """Predictions for the rows of the given requests, in their order. An ablation removes something from every context."""
     change = _ablation(ablation, examples, requests, np.random.default_rng(seed))
     probabilities, dwell = [], []
     for start in range(0, len(requests), BATCH_REQUESTS):
@@ -60,7 +60,7 @@ def predict(
 def _ablation(
     ablation: Ablation, examples: Examples, requests: NDArray[np.int64], rng: np.random.Generator
 ) -> Callable[[int], Context]:
-    """From a request to the context that the ranker is shown."""
+    """A function from a request to the context shown to the ranker."""
     if ablation == "none":
         return examples.context
     if ablation == "no user":
@@ -78,9 +78,9 @@ def _shuffled(context: Context, rng: np.random.Generator) -> Context:
 
 
 def popularity(train: Log, test: Log, strength: float = 20.0) -> Floats:
-    """The action rates of the post in the training period, drawn towards its author's, which are drawn towards everybody's.
+    """Action rates of the post in the training period, shrunk towards its author's, which are shrunk towards the overall rates.
 
-    `strength`: how many impressions the rate that one is drawn towards is worth.
+    `strength`: the number of impressions that the rate shrunk towards counts as.
     """
     everybody = np.broadcast_to(train.actions.mean(0), test.actions.shape)
     author = _shrunk_rates(train.author_id, train.actions, test.author_id, everybody, strength)
@@ -88,7 +88,7 @@ def popularity(train: Log, test: Log, strength: float = 20.0) -> Floats:
 
 
 def affinity(train: Log, test: Log, author_topics: Mapping[int, int] | None, strength: float = 5.0) -> Floats:
-    """The user's own rates with the author, drawn towards those with the topic, towards the user's, towards everybody's.
+    """The user's rates with the author, shrunk towards the user's with the topic, the user's in all, and the overall rates.
 
     Without topics the step between user and author is left out.
     """
@@ -107,7 +107,7 @@ def _topics(author_ids: NDArray[np.uint64], author_topics: Mapping[int, int]) ->
 
 
 def _pair(left: NDArray[np.uint64], right: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """One key for two: a multiply-add with wrap; equal pairs, equal keys, and others differ but for a chance of 2^-64."""
+    """One key for a pair, by a wrapping multiply-add; equal pairs give equal keys, others collide with a chance of 2^-64."""
     with np.errstate(over="ignore"):
         return left * np.uint64(0x9E3779B97F4A7C15) ^ (right + np.uint64(0x632BE59BD9B4E019)) * np.uint64(
             0xD6E8FEB86659FD93

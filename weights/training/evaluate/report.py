@@ -1,4 +1,4 @@
-"""An evaluation as a Markdown page with plots and one JSON file. Computes nothing."""
+"""Writes an evaluation as a Markdown page with plots and one JSON file. Computes nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_report(evaluation: Evaluation, directory: Path, title: str, command: s
 
 
 def figures(evaluation: Evaluation) -> dict[str, object]:
-    """The headline as plain JSON values; a figure without a meaning, such as the AUC of an action that never happens, is null."""
+    """The headline figures as JSON values; an undefined figure, such as the AUC of an action that never happens, is null."""
     sources = evaluation.figures
     return {
         "requests": evaluation.requests,

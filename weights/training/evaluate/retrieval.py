@@ -1,4 +1,4 @@
-"""How good retrieval is on a world whose truth is known: recall of the best posts, and of what the ranker would put first."""
+"""Measures retrieval on a world whose truth is known: recall of the best posts and of the ranker's first ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Floats = NDArray[np.float32]
 
 
 def newest_posts(world: World, days: int) -> NDArray[np.int64]:
-    """Rows of `world.posts` of the last days, oldest first."""
+    """Rows of `world.posts` from the last `days` days, oldest first."""
     created = world.posts.created_at
     rows = np.flatnonzero(created >= world.settings.end_ts - days * 86_400)
     return rows[np.argsort(created[rows], kind="stable")]
@@ -36,11 +36,11 @@ def newest_posts(world: World, days: int) -> NDArray[np.int64]:
 def evaluate_retrieval(
     world: World, towers: Towers, ranker: Ranker, posts: NDArray[np.int64], weights: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Figures for the users who were not trained on, at the end of the world, over these posts; means over the users.
+    """Figures over these posts at the end of the world: means over the users not used in training.
 
     `recall@k`: the share of the 100 posts with the highest true expected score that are among the best k of a source. `ranker's
-    first 20`: the share of what the ranker puts first, of all posts, that is among the best k of the towers. Posts of a user's
-    history count for nobody.
+    first 20`: the share of the ranker's first 20 of all posts that are among the best k of the towers. Posts in a user's history
+    are excluded.
     """
     settings, log = world.settings, world.log
     held_out = np.arange(settings.users, settings.all_users)
@@ -81,7 +81,7 @@ def evaluate_retrieval(
 
 
 def as_table(figures: Mapping[str, Any]) -> Table:
-    """What `evaluate_retrieval` returns, for people."""
+    """The figures of `evaluate_retrieval` as a table."""
     title = f"{figures['users']} users who were not trained on, {figures['posts']} posts: share among the best"
     table = Table("", *map(str, figures["depths"]), title=title)
     for name, shares in figures.items():
@@ -98,7 +98,7 @@ def true_values(world: World, user: int, posts: NDArray[np.int64]) -> Floats:
 
 
 def history_of(log: Log, user_id: int, length: int) -> Context:
-    """What a user engaged with, up to the end of the log."""
+    """The last `length` events that a user engaged with in the log."""
     rows = np.flatnonzero((log.user_id == user_id) & log.actions.any(1))[-length:]
     return Context(
         user_id,
@@ -111,7 +111,7 @@ def history_of(log: Log, user_id: int, length: int) -> Context:
 
 
 def without_dwell(context: Context) -> Context:
-    """The context as towers see it."""
+    """The context without dwell times, which the towers do not read."""
     return replace(context, dwell_seconds=np.zeros(len(context), np.float32))
 
 

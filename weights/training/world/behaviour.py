@@ -1,12 +1,12 @@
-"""The stated probabilities of a world: how long a user dwells on a post, and which of the nineteen actions follow.
+"""Defines a world's probabilities: how long a user dwells on a post, and which of the nineteen actions follow.
 
     appeal  = interest in the topic + follow + taste for the surface + author quality + post quality + regard for the author
     recency = freshness of the user · 2.8 · (exp(−age in hours / 16) − 0.43)
     log(dwell seconds) = log 3 + 0.45·appeal + 0.5·recency + 0.25·activity + dwell[surface] + 0.8·ε,   ε ~ N(0, 1)
     logit(action | ε)  = base + appeal·a + recency·r + activity·u + follow·f + surface[s] + ε·d
 
-`dwell` and `dwell_time` are set when the dwell reaches 3 and 15 seconds. What can be known before the post is shown is
-the mean over ε, taken by Gauss–Hermite quadrature: no ranking can do better than that.
+`dwell` and `dwell_time` are set when the dwell reaches 3 and 15 seconds. Before the post is shown, only
+the mean over ε can be known (by Gauss–Hermite quadrature): no ranking can do better than that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ QUADRATURE_NODES = 12
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """How the logit of one action depends on the rest."""
+    """How the logit of one action depends on the other quantities."""
 
     base: float
     appeal: float = 1.0
@@ -69,19 +69,19 @@ REJECTIONS = ("block_author", "mute_author", "report")
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What the probabilities depend on, each float32 `[n]` but `surface`, int64 `[n]`."""
+    """The inputs of the probabilities, each float32 `[n]` except `surface`, int64 `[n]`."""
 
     appeal: Floats
     recency: Floats
     activity: Floats
-    follow: Floats  # 1 where the user follows the author
+    follow: Floats  # 1 if the user follows the author
     surface: NDArray[np.int64]
 
 
 def recency(age_seconds: NDArray[np.int64]) -> Floats:
-    """The pull of a young post: 1.6 for a new one, −1.2 for an old one, 0 on average and as far to both sides.
+    """The appeal of a post's youth: 1.6 for a new post, −1.2 for an old one, 0 on average, spread equally to both sides.
 
-    So an engaged event does not tell whether its user likes the young or the old.
+    So an engaged event does not reveal whether its user likes new posts or old ones.
     """
     return (2.8 * (np.exp(-age_seconds / (16 * 3600)) - 0.43)).astype(np.float32)
 
@@ -130,7 +130,7 @@ def _sigmoid(logits: Floats) -> Floats:
 
 
 def _normal_tail(z: Floats) -> Floats:
-    """P(N(0, 1) ≥ z), by the error function of torch: numpy has none."""
+    """P(N(0, 1) ≥ z), by torch's error function: numpy has none."""
     import torch
 
     return (0.5 * torch.erfc(torch.from_numpy(z) / 2**0.5)).numpy()

@@ -1,4 +1,4 @@
-"""Names for topics, authors and users of the world, so that a ranking can be read by a person."""
+"""Names the topics, authors and users of the world, so that people can read a ranking."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LAST = (
 
 
 def topic_name(index: int) -> str:
-    """A word for a topic; worlds of more than twelve number the rest."""
+    """A word for a topic; topics beyond the twelfth are numbered."""
     return TOPICS[index] if index < len(TOPICS) else f"topic {index + 1}"
 
 

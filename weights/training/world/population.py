@@ -1,4 +1,4 @@
-"""Users, authors and posts of a world with their hidden traits. Draws no impressions."""
+"""Draws users, authors and posts of a world with their hidden traits. Draws no impressions."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Posts:
 
 @dataclass(eq=False, slots=True)
 class Users:
-    """Traits, and the state that a session changes: interests drift, follows and regards come and go.
+    """Users' traits, and the state that sessions change: interests drift, follows and regards come and go.
 
     activity `[u]`; surface_taste `[u, surfaces]`; latent `[u, topics]`, the drifting interest; follows bool `[u, a]`;
-    regard and regard_ts `[u, a]`: the appeal that the latest telling act towards an author left, below 0 for a complaint, and its time.
-    freshness `[u]`: how much the youth of a post counts; no event of a history shows it.
+    regard and regard_ts `[u, a]`: the appeal left by the last act towards an author that matters (negative for a complaint), and its time.
+    freshness `[u]`: how much the youth of a post counts; no single event of a history shows it.
     """
 
     ids: Ids
@@ -64,7 +64,7 @@ def snowflakes(rng: np.random.Generator, count: int, low: int, high: int) -> Ids
 
 
 def draw_authors(settings: WorldSettings, rng: np.random.Generator) -> Authors:
-    """Topics are spread evenly; popularity follows the quality and chance."""
+    """Draw authors. Topics are spread evenly; popularity depends on quality and chance."""
     count = settings.authors
     quality = (settings.author_quality_sd * rng.standard_normal(count)).astype(np.float32)
     weight = np.exp(0.5 * quality.astype(np.float64) + 0.5 * rng.standard_normal(count))
@@ -73,7 +73,7 @@ def draw_authors(settings: WorldSettings, rng: np.random.Generator) -> Authors:
 
 
 def draw_posts(settings: WorldSettings, authors: Authors, rng: np.random.Generator) -> Posts:
-    """Every author writes at a steady rate, from `archive_days` before the first impression to the end."""
+    """Draw posts. Every author writes at a steady rate, from `archive_days` before the first impression to the end."""
     start = settings.start_ts - settings.archive_days * DAY_SECONDS
     days = (settings.end_ts - start) / DAY_SECONDS
     counts = np.maximum(rng.poisson(settings.posts_per_author_day * days, settings.authors), 8)
@@ -88,7 +88,7 @@ def draw_posts(settings: WorldSettings, authors: Authors, rng: np.random.Generat
 
 
 def draw_users(settings: WorldSettings, authors: Authors, rng: np.random.Generator) -> Users:
-    """New users, the last ones, have sessions in the test period only."""
+    """Draw users. New users, the last ones, have sessions only in the test period."""
     count, shape = settings.all_users, (settings.all_users, settings.authors)
     latent = rng.standard_normal((count, settings.topics), np.float32)
     pull = 1.5 * interest(latent, settings)[:, authors.topic] + np.log(authors.popularity).astype(np.float32)
@@ -115,9 +115,9 @@ def draw_users(settings: WorldSettings, authors: Authors, rng: np.random.Generat
 
 
 def interest(latent: Floats, settings: WorldSettings) -> Floats:
-    """Appeal of topics `[u, topics]`: everybody is keen on the two with the highest latent and cool about the others.
+    """Appeal of topics `[u, topics]`: high for each user's two topics with the highest latent, low for the others.
 
-    A soft step halfway between the second and the third; as the latents drift, one topic passes another.
+    The step is soft, halfway between the second and the third; as latents drift, topics overtake each other.
     """
     ranked = np.sort(latent, 1)
     middle = (ranked[:, -2:-1] + ranked[:, -3:-2]) / 2
@@ -135,6 +135,6 @@ def drift(users: Users, who: Ints, now: Ints, settings: WorldSettings, rng: np.r
 
 
 def regard_now(users: Users, who: Ints, authors: Ints, now: Ints, settings: WorldSettings) -> Floats:
-    """What is left at `now [n]` of the regard of users `who [n]` for authors `[n, c]`, in appeal: it lasts, then goes, as exp(−days²)."""
+    """The regard of users `who [n]` for authors `[n, c]` left at `now [n]`, in appeal: it lasts, then fades, as exp(−days²)."""
     days = (now[:, None] - users.regard_ts[who[:, None], authors]) / DAY_SECONDS
     return np.asarray(users.regard[who[:, None], authors] * np.exp(-((days / settings.regard_days) ** 2)), np.float32)

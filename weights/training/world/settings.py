@@ -1,4 +1,4 @@
-"""The size of a world and the figures that shape it. The effects of single actions are in `behaviour`."""
+"""The size and parameters of a world. The effects of single actions are in `behaviour`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SURFACES = ("home", "following", "search", "video", "explore")
 
 @dataclass(frozen=True, slots=True)
 class WorldSettings:
-    """Equal settings make equal worlds, to the last bit. Times are Unix seconds; appeal is in units of logits."""
+    """Equal settings give equal worlds, to the last bit. Times are Unix seconds; appeal is in units of logits."""
 
     seed: int = 1
     users: int = 2000
@@ -24,7 +24,7 @@ class WorldSettings:
     sessions_per_day: float = 1.8
     slots: int = 24  # impressions in a session
     posts_per_author_day: float = 3.0
-    archive_days: int = 20  # posts that are older than the first impression
+    archive_days: int = 20  # how long before the first impression posts begin
 
     # users
     interest_days: float = 250.0  # time constant of the drift
@@ -35,9 +35,9 @@ class WorldSettings:
     surface_taste_sd: float = 0.4
     follows: int = 10
     follow_appeal: float = 0.7
-    freshness_mean: float = 0.3  # a user's pull of young posts; below 0 for who likes what has stood a while
+    freshness_mean: float = 0.3  # how much users like new posts; below 0: prefers older ones
     freshness_sd: float = 1.0
-    regard_days: float = 3.0  # what a user did to an author is felt for about that long
+    regard_days: float = 3.0  # how long an act towards an author has an effect, roughly
     attach_appeal: float = 1.0  # after a reply, repost, quote, look at the profile or follow
     dislike_appeal: float = -2.5  # after not_interested
     reject_appeal: float = -5.0  # after mute, block or report
@@ -46,13 +46,13 @@ class WorldSettings:
     author_quality_sd: float = 0.7
     post_quality_sd: float = 0.08
     stray_topic_share: float = 0.01  # posts that are not about their author's topic
-    fresh_hours: float = 6.0  # mean age that is looked for; the author's last post before it is shown
+    fresh_hours: float = 6.0  # mean wanted age; the author's last post of at least that age is shown
     classic_share: float = 0.12  # impressions of posts older than 80 hours
 
     # what a session shows
     followed_share: float = 0.3
     interest_share: float = 0.35
-    reshow_share: float = 0.08  # of the slots, for authors that the user turned away lately
+    reshow_share: float = 0.08  # share of slots for authors that the user recently rejected
 
     @property
     def test_ts(self) -> int:

@@ -1,4 +1,4 @@
-"""Simulates a world session by session: what is shown, what users do, and what that changes. It returns log and truth."""
+"""Simulates a world session by session: what is shown, what users do, and what that changes. Returns log and truth."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from weights.training.world.population import (
 )  # fmt: skip
 from weights.training.world.settings import DAY_SECONDS, HOUR_SECONDS, SURFACES, WorldSettings
 
-OTHER_SURFACES = (0.45, 0.0, 0.15, 0.2, 0.2)  # of authors whom the user does not follow
+OTHER_SURFACES = (0.45, 0.0, 0.15, 0.2, 0.2)  # shares for authors that the user does not follow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Truth:
     """The truth behind the log, for the impressions of the test period, in the order of the log.
 
-    `probabilities` float32 `[n, A]`; `log_dwell` float32 `[n]`, the mean of log seconds; `affinity` float32 `[n]`, how much of the appeal
-    is the user's for topic and author; `topic` int64 `[n]`.
+    `probabilities` float32 `[n, A]`; `log_dwell` float32 `[n]`, the mean of log seconds; `affinity` float32 `[n]`, the part of the appeal
+    that is the user's own, for topic and author; `topic` int64 `[n]`.
     """
 
     probabilities: Floats
@@ -53,7 +53,7 @@ class Truth:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drawn:
-    """Who and what there is in a world."""
+    """The settings, authors, posts and users of a world."""
 
     settings: WorldSettings
     authors: Authors
@@ -84,7 +84,7 @@ class _Session:
 
 
 def simulate(settings: WorldSettings, progress: Callable[[int, int], None] = lambda done, all_: None) -> World:
-    """Draw everything. The r-th sessions of all users run together, for users do not influence each other."""
+    """Draw a world. The r-th sessions of all users run together, because users do not influence each other."""
     rng = np.random.default_rng(settings.seed)
     authors = draw_authors(settings, rng)
     posts = draw_posts(settings, authors, rng)
@@ -115,8 +115,8 @@ def _run(drawn: Drawn, who: Ints, now: Ints, rng: np.random.Generator) -> _Sessi
 
 
 def circumstances(drawn: Drawn, who: Ints, shown: Ints, surface: Ints, now: Ints) -> tuple[Floats, Circumstances]:
-    """What actions depend on where each of the users `who [n]` sees posts `shown [n, c]` on surfaces `[n, c]` at `now [n]`, flat; and how
-    much of the appeal is the user's for topic and author, `[n, c]`."""
+    """The part of the appeal that is the user's own, for topic and author, `[n, c]`; and, flat, the circumstances in which users `who [n]`
+    see posts `shown [n, c]` on surfaces `[n, c]` at `now [n]`."""
     settings, authors, posts, users = drawn.settings, drawn.authors, drawn.posts, drawn.users
     author, row = posts.author[shown], who[:, None]
     liking = np.take_along_axis(interest(users.latent[who], settings), posts.topic[shown], 1)
@@ -132,7 +132,7 @@ def circumstances(drawn: Drawn, who: Ints, shown: Ints, surface: Ints, now: Ints
 
 
 def _choose_authors(drawn: Drawn, who: Ints, now: Ints, rng: np.random.Generator) -> Ints:
-    """Authors of every slot, `[n, slots]`."""
+    """Draw the author of every slot, `[n, slots]`."""
     settings, authors, users = drawn.settings, drawn.authors, drawn.users
     shape = (len(who), settings.slots)
     source = rng.random(shape)
@@ -157,7 +157,7 @@ def _sample_rows(logits: NDArray[np.floating], count: int, rng: np.random.Genera
 
 
 def _choose_posts(drawn: Drawn, author: Ints, now: Ints, rng: np.random.Generator) -> Ints:
-    """A post of each author, about as old as a drawn age: mostly fresh, some classics of 80 to 400 hours."""
+    """Choose a post of each author, about as old as a drawn age: mostly fresh, some classics of 80 to 400 hours."""
     settings, posts = drawn.settings, drawn.posts
     fresh = rng.exponential(settings.fresh_hours, author.shape)
     classic = rng.uniform(80, 400, author.shape)
@@ -172,7 +172,7 @@ def _choose_posts(drawn: Drawn, author: Ints, now: Ints, rng: np.random.Generato
 
 
 def _remember(drawn: Drawn, session: _Session) -> None:
-    """Follows and regards that the session's actions leave behind; a complaint outweighs a kind act on the same post."""
+    """Update follows and regards after a session; a complaint outweighs a friendly act on the same post."""
     settings, posts, users = drawn.settings, drawn.posts, drawn.users
     author = posts.author[session.posts].ravel()
     user = np.repeat(session.who, settings.slots)

@@ -1,4 +1,4 @@
-"""A world on disk: the log, the truth beside it, and names. Training reads only the log; evaluation reads all of it."""
+"""Saves and loads a world: the log, the truth and names. Training reads only the log; evaluation reads everything."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ LOG_NAME = "log.parquet"
 TRUTH_NAME = "truth.parquet"
 WORLD_NAME = "world.json"
 PROBABILITY_PREFIX = "probability."
-KEEN = 0.5  # appeal from which a topic counts as one of a user's
+KEEN = 0.5  # a user likes topics with more appeal than this
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Facts:
-    """What evaluation needs to know of a world: the test period, its truth and the topic of every author."""
+    """The facts about a world that evaluation needs: the test period, its truth and the topic of every author."""
 
     test_ts: int
     truth: Truth
@@ -51,7 +51,7 @@ def save_world(directory: Path, world: World) -> None:
 
 
 def world_names(world: World) -> dict[str, Any]:
-    """Names by id, for people: surfaces, topics, authors with their topic, users with what they like at the end of the world.
+    """Names by id, for display: surfaces, topics, authors with their topic, users with the topics they like at the end of the world.
 
     Ids are decimal strings: JavaScript cannot hold them as numbers.
     """
