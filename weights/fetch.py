@@ -57,7 +57,7 @@ def fetch(
         elif (target / MANIFEST_NAME).read_bytes() != raw and not (
             is_corpus and load_corpus_manifest(target).version != manifest.version  # compacted since it was fetched
         ):
-            raise CheckpointError("another one of this name and version is there")
+            raise CheckpointError("a different one with this name and version is already there")
         point(out / link, target.name)
     return target, manifest
 

@@ -84,7 +84,7 @@ def test_what_is_there_is_not_copied_again_and_a_changed_corpus_stays(tmp_path: 
     fetch(str(ROOT / "weights/demo-posts"), tmp_path, "posts")
     assert (posts / "manifest.json").read_bytes() == compacted
     (posts / "manifest.json").write_bytes(replace(was, mark=Mark(0, "", "7-0")).to_json())
-    with pytest.raises(CheckpointError, match="another one of this name and version"):
+    with pytest.raises(CheckpointError, match="a different one with this name and version"):
         fetch(str(ROOT / "weights/demo-posts"), tmp_path, "posts")
 
 
@@ -128,7 +128,7 @@ def test_another_checkpoint_of_the_same_name_and_version_is_refused(tmp_path: Pa
     command = [sys.executable, "-m", "weights", "relabel", str(source), "--version", "v2", "--score-weights"]
     (tmp_path / "weights.json").write_text('{"favorite": 3}')
     subprocess.run([*command, str(tmp_path / "weights.json")], cwd=ROOT, check=True, capture_output=True)
-    with pytest.raises(CheckpointError, match="another one of this name and version"):
+    with pytest.raises(CheckpointError, match="a different one with this name and version"):
         fetch(str(source), tmp_path / "out", "current")
 
 

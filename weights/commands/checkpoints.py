@@ -152,8 +152,8 @@ def verify(directory: Directory) -> None:
 def fetch(
     url: Annotated[str, typer.Argument(help="A checkpoint or corpus: a path, or https://, s3://, gs://, hf://.")],
     out: Annotated[Path, out_option("Where checkpoints are kept, each named NAME@VERSION, such as /weights.")],
-    link: Annotated[str, typer.Option(help="The link beside them that shall lead to it.")] = "current",
-    digest: Annotated[str, typer.Option(help="Refuse any other one.")] = "",
+    link: Annotated[str, typer.Option(help="Name of the link in --out that is to point to it.")] = "current",
+    digest: Annotated[str, typer.Option(help="Refuse any other digest.")] = "",
 ) -> None:
     """Copy a checkpoint or a corpus, check every byte, and point a link to it in one step."""
     started = time.perf_counter()

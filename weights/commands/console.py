@@ -46,7 +46,7 @@ Version = Annotated[str, typer.Option(help="Version; a short digest where not gi
 Replace = Annotated[bool, typer.Option("--replace", help="Replace the checkpoint or corpus that is there.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the manifest as one JSON object.")]
 Directory = Annotated[Path, typer.Argument(help="A checkpoint directory.")]
-Ids = Annotated[IdKind, typer.Option(help="What users, posts and authors are named by: integers, or texts.")]
+Ids = Annotated[IdKind, typer.Option(help="Kind of the ids of users, posts and authors: integers or texts.")]
 ScoreWeights = Annotated[
     str,
     typer.Option(help=f"Weights of the score: {', '.join(SCORE_WEIGHT_SETS)}, or a JSON file with action → weight."),
@@ -61,7 +61,7 @@ def run(app: typer.Typer, program: str) -> NoReturn:
         where = getattr(getattr(error, "ctx", None), "command_path", program)
         sentence = error.format_message().strip().rstrip(".")  # type: ignore[attr-defined]
         if sentence:
-            print(f"{where}: {sentence}; {where} --help lists what there is", file=sys.stderr, flush=True)
+            print(f"{where}: {sentence}; see {where} --help", file=sys.stderr, flush=True)
         sys.exit(2)
     except typer.Abort:
         sys.exit(1)

@@ -38,7 +38,7 @@ Topics = Annotated[Path | None, typer.Option(help="Text file with the topic of e
 Position = Annotated[
     str,
     typer.Option(
-        help="Of the last change in the feed that these posts have, such as 1764000000000-0 in a Redis stream."
+        help="Position of the last change in the feed that these posts include, such as 1764000000000-0 in a Redis stream."
     ),
 ]
 Directory = Annotated[Path, typer.Argument(help="A corpus directory.")]

@@ -18,17 +18,15 @@ def score(
     log: Annotated[
         Path, typer.Option(help="A Parquet file of impressions, or a directory of such; columns: docs/training.md.")
     ],
-    out: Annotated[
-        Path, out_option("Directory to write. What a run that was ended has left there is not computed again.")
-    ],
+    out: Annotated[Path, out_option("Directory to write. An interrupted run resumes there.")],
     actions: Annotated[
-        str | None, typer.Option(help="Whose probabilities to write, separated by commas. Default: all.")
+        str | None, typer.Option(help="Actions whose probabilities to write, separated by commas. Default: all.")
     ] = None,
     since: Annotated[int, typer.Option(help="Unix seconds: earlier requests are history alone.")] = 0,
     partitions: Annotated[
         int, typer.Option(min=0, help="Files to write, each with whole users; 0: one for half a million rows.")
     ] = 0,
-    threads: Annotated[int, typer.Option(min=0, help="Of the engine; 0: one a core.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="Threads of the engine; 0: one per core.")] = 0,
 ) -> None:
     """Score every impression of a log as /rank would have, with the user's history at that time."""
     with refusals(ValueError, OSError, RuntimeError):  # LogError and JobError; EngineError

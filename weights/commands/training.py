@@ -200,8 +200,8 @@ def eval_(
 @app.command("eval-retrieval")
 def eval_retrieval(
     checkpoint: Annotated[Path, typer.Option(help="The ranker that was trained on the world.")],
-    towers: Annotated[Path, typer.Option(help="The retrieval checkpoint that was.")],
-    seed: Annotated[int, typer.Option(help="Of the world, as `train-demo` had it.")] = 1,
+    towers: Annotated[Path, typer.Option(help="The retrieval checkpoint trained on the same world.")],
+    seed: Annotated[int, typer.Option(help="Seed of the world, as given to `train-demo`.")] = 1,
 ) -> None:
     """Draw the demo's world again and print how many of the truly best posts retrieval finds for users it was not trained on."""
     with refusals(*REFUSED):
@@ -221,16 +221,14 @@ def eval_retrieval(
 
 @app.command()
 def compare(
-    first: Annotated[Path, typer.Argument(help="A checkpoint directory: what serves now, say.")],
+    first: Annotated[Path, typer.Argument(help="A checkpoint directory: for example the one that serves now.")],
     second: Annotated[Path, typer.Argument(help="Another one: what might serve next.")],
     log: Annotated[Path, typer.Option(help="A log of impressions.")],
     out: Annotated[Path, out_option("Directory for index.html and figures.json.")],
     since: Annotated[int, typer.Option(help="Unix seconds: the requests from then on.")] = 0,
     requests: Annotated[int, typer.Option(min=1, help="Most requests, drawn by --seed.")] = 2000,
     seed: Seed = 1,
-    explorer: Annotated[
-        str, typer.Option(help="Where a server has its page, for links.")
-    ] = "http://127.0.0.1:8000/explore",
+    explorer: Annotated[str, typer.Option(help="URL of a server's page, for links.")] = "http://127.0.0.1:8000/explore",
 ) -> None:
     """Compare two checkpoints on the requests of a log: scores, order, calibration, and the requests that changed most."""
     with refusals(*REFUSED):

@@ -265,7 +265,7 @@ class ChangeLog:
         try:
             change = decoded(payload, self._manifest.width, self._manifest.ids)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise self._refusal("holds a record that is no change") from error
+            raise self._refusal("holds a record that is not a change") from error
         self.mark = change.mark
         return change
 
@@ -279,7 +279,7 @@ class ChangeLog:
         )
 
     def _replaced(self) -> CheckpointError:
-        return self._not_stored("belongs to a corpus in whose place there is another; read the corpus again")
+        return self._not_stored("belongs to a corpus that has been replaced; read the corpus again")
 
     def _not_stored(self, reason: str) -> CheckpointError:
         return self._refusal(reason, NotStored)

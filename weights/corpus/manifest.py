@@ -84,7 +84,7 @@ class CorpusManifest(Document):
             raise CheckpointError("has a topic that is no text of 1 to 100 characters")
         sequence, digest, position = self.mark
         if sequence < 0 or not re.fullmatch("([0-9a-f]{32})?", digest) or not AT_LEAST.fullmatch(position or "0"):
-            raise CheckpointError("has a mark that is none")
+            raise CheckpointError("has an invalid mark")
         self._check_tensors()
         self._sign()
 
@@ -101,7 +101,7 @@ class CorpusManifest(Document):
         texts = {TEXTS} if self.ids == "text" else set()
         missing = ({VECTORS, *COLUMNS} | texts) - set(OPTIONAL_COLUMNS) - set(self.tensors)
         if not texts and TEXTS in self.tensors:
-            raise CheckpointError("lists texts, though its ids are none")
+            raise CheckpointError("lists texts, but its ids are not texts")
         if missing or (self.topics and "topics" not in self.tensors):
             raise CheckpointError(f"does not list all tensors of a corpus: {', '.join(sorted(missing)) or 'topics'}")
 

@@ -36,7 +36,7 @@ class PostsTable(Posts):
         self.columns = [*IDS, *(name for name in FURTHER if name in names or (name == "topics" and topics))]
         self.notes = [f"Column {name} is not read." for name in names if name not in (*IDS, *FURTHER)]
         if REPRESENTATIONS in names:
-            self.notes.append("Vectors are read from npz files alone.")
+            self.notes.append("Vectors are read only from npz files.")
         if ids == "text":
             self.columns.append(TEXTS)
             for name in IDS:

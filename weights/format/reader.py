@@ -65,7 +65,7 @@ class MappedFiles:
             try:
                 after = os.fstat(file.fileno())
             except OSError as error:
-                return f"{name} cannot be looked at any more: {error.strerror}."
+                return f"{name} can no longer be checked: {error.strerror}."
             if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
                 return f"{name} was written to while it was served: load what is to serve from a directory of its own."
         return ""

@@ -171,7 +171,7 @@ async def test_what_cannot_be_read_is_said_once_however_often_it_is_tried(redis:
         await feed._follow(Corpus())
     assert feed._metrics.feed_entries.labels("unreadable")._value.get() == 2
     assert [line["position"] == last for line in logs] == [False, True]
-    assert all("No copy of it is kept" in line["reason"] for line in logs)
+    assert all("It could not be saved" in line["reason"] for line in logs)
     source.close()
 
 

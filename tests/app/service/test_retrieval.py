@@ -342,7 +342,7 @@ async def test_more_changes_at_once_than_the_budget_are_refused(
     async with running(retrieving.loader(tmp_path), FakeClock()) as service:
         begun = [asyncio.ensure_future(service.change(change([post], []))) for post in (1, 2)]
         await gate.reached()
-        with pytest.raises(Overloaded, match="Other changes") as refused:
+        with pytest.raises(Overloaded, match="Too many changes") as refused:
             await service.change(change([3], []))
         assert refused.value.retry_after_seconds
         gate.opened.set()

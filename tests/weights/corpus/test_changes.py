@@ -208,7 +208,7 @@ def test_a_corpus_in_place_of_the_one_that_is_followed(tmp_path: Path) -> None:
     assert log.follow() is None
     log.path.unlink()
     assert log.follow() is None
-    with pytest.raises(NotStored, match="in whose place there is another"):
+    with pytest.raises(NotStored, match="that has been replaced"):
         log.append(change(1))
     (directory / MANIFEST_NAME).unlink()
     with pytest.raises(NotStored, match="is left without its corpus"):

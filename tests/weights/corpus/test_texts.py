@@ -142,7 +142,7 @@ def test_merged_changes_keep_the_texts_of_what_is_left() -> None:
     merged = PostChange.merged([change("a", "b", "c"), change("b", "a"), change("x", "d")])
     assert (merged.delete_texts, merged.upsert.texts) == (["b", "x"], [("c", "c"), ("a", "a"), ("d", "d")])
     merged.check()
-    with pytest.raises(ValueError, match="texts of some posts alone"):
+    with pytest.raises(ValueError, match="text ids for only some of its posts"):
         replace(merged, delete_texts=["b"]).check()
 
 
