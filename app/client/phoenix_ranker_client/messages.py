@@ -122,8 +122,8 @@ class Ranking(Reply):
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """Why one candidate has its rank. `change`: how the scores change when one input is left out; `attention`: where the model looks, by
-    layer. The service's page shows both."""
+    """Why one candidate has its rank. `change`: for each thing, the scores with it less those without it; `attention`: where the model
+    looks, by layer. The service's page shows both."""
 
     post_id: Id
     score: float
