@@ -126,7 +126,7 @@ class Cycle:
             self._connection.rest(time.thread_time() - started, shares=self._is_wrong)
 
     def _reply(self, status: int, headers: Fields, body: bytes, may_wait: bool) -> None:
-        """Write head and body at once, or hold them if `may_wait` and the client is impatient. Raises RuntimeError for a control character."""
+        """Write head and body at once, or later if `may_wait` and the client is impatient. Raises RuntimeError for a control character."""
         if self.disconnected:
             return
         if CONTROL.search(b"".join([value for _, value in headers])):
