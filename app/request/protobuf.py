@@ -62,7 +62,7 @@ Field = descriptor_pb2.FieldDescriptorProto
 
 
 def _entries(fields: str) -> Iterator[tuple[bool, str, str, int]]:
-    """Of each field whether it is repeated, its kind, its name and its number."""
+    """For each field: whether it is repeated, its kind, its name and its number."""
     for entry in filter(None, fields.split("; ")):
         *label, kind, name, _, number = entry.split()
         yield bool(label), kind, name, int(number)
@@ -97,11 +97,11 @@ PARTS = {
     }
     for name, fields in MESSAGES.items()
 }
-"""Of each message the fields whose bytes hold several things, and what: messages of a kind, or numbers."""
+"""For each message, the fields that may hold many entries, and the kind of entry: a message or int64."""
 
 
 def read(kind: str, data: bytes) -> Any:
-    """A message of that kind. Raises BadRequest, and InvalidRequest for more fields than any request has."""
+    """Parse a message of this kind. Raises BadRequest, and InvalidRequest for more fields than any request has."""
     try:
         if len(data) > SHORT_BYTES:
             _count_fields(kind, data)
@@ -191,6 +191,6 @@ def reply(
 
 
 def write(kind: str, **fields: Any) -> bytes:
-    """A message of that kind as bytes."""
+    """A message of this kind as bytes."""
     written: bytes = CLASSES[kind](**fields).SerializeToString()
     return written
