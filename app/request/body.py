@@ -27,11 +27,11 @@ from app.settings import Limits
 
 
 class Typed(Protocol):
-    """A body as read before a place in the queue is asked for: its sizes are known, its correctness is not."""
+    """A decoded request before it asks for a place in the queue: its size is known, its validity is not."""
 
     @property
     def timeout_seconds(self) -> float | None:
-        """How long the caller waits, where the body says it."""
+        """How long the caller waits, if the body says so."""
 
     @property
     def reply(self) -> Any:
@@ -39,14 +39,14 @@ class Typed(Protocol):
 
     @property
     def user_id(self) -> int | str:
-        """As sent, which may not be a valid id; 0 where it was not sent."""
+        """As it was sent, and not yet checked; 0 if it was not sent."""
 
     @property
     def handle(self) -> str | None:
-        """The handle sent in place of user and history, which may not be a valid one."""
+        """The context handle sent in place of user and history, not yet checked."""
 
     def count(self, name: str) -> int:
-        """Items of `candidates` or `history`."""
+        """The number of items in `candidates` or `history`."""
 
 
 T = TypeVar("T", bound=Typed)
@@ -54,21 +54,21 @@ T = TypeVar("T", bound=Typed)
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A request as plain JSON values of which only the sizes are known: a `Typed`."""
+    """A request as plain JSON values, with only the sizes checked: a `Typed`."""
 
     value: dict[str, Any]
 
-    timeout_seconds: ClassVar[None] = None  # a header says it
+    timeout_seconds: ClassVar[None] = None  # a header carries it
 
     @property
     def reply(self) -> Any:
         """As in `Request`."""
         reply = self.value.get("reply")
-        return reply if type(reply) is str else None  # only a request for tensors has a map here
+        return reply if type(reply) is str else None  # only tensor requests ask by a map
 
     @property
     def user_id(self) -> int | str:
-        """As sent, which may not be a valid id."""
+        """As it was sent, and not yet checked."""
         user_id = self.value.get("user_id")
         return user_id if isinstance(user_id, int | str) else 0
 
@@ -80,24 +80,24 @@ class Body:
 
     @property
     def posts(self) -> int:
-        """How many posts are to be retrieved; an invalid number counts as the default."""
+        """How many posts to retrieve; the default if `k` is missing or invalid."""
         k = self.value.get("k")
         return k if type(k) is int and k > 0 else DEFAULT_K
 
     @property
     def history_length(self) -> int:
-        """Items of the history."""
+        """The number of history items."""
         return self.count("history")
 
     def count(self, name: str) -> int:
-        """Items of a field that holds posts or ids."""
+        """The number of items in a field that holds posts or ids."""
         return count_of(self.value.get(name))
 
 
 def decode(body: bytes | bytearray, limits: Limits, **most: int) -> Body:
     """A request, with no more candidates and history than the limits allow, and no more items in other fields than `most`.
 
-    Raises MalformedJson, TooLarge, or InvalidRequest for what is no object. What takes too long to read is refused before it is read.
+    Raises MalformedJson, TooLarge, or InvalidRequest if it is not an object. A body that is slow to read is refused before it is read.
     """
     value = read(body, limits.max_values)
     if type(value) is not dict:
@@ -106,7 +106,7 @@ def decode(body: bytes | bytearray, limits: Limits, **most: int) -> Body:
 
 
 def decode_posts(body: bytes | bytearray, limits: Limits) -> Body:
-    """As `decode`, of a request for posts."""
+    """`decode` for a request for posts. Also raises TooLarge for more posts than `max_retrieved`."""
     found = decode(body, limits, exclude=limits.max_excluded)
     if found.posts > limits.max_retrieved:
         raise TooLarge(f"k: at most {limits.max_retrieved} posts are retrieved.")
@@ -114,7 +114,7 @@ def decode_posts(body: bytes | bytearray, limits: Limits) -> Body:
 
 
 def sized(typed: T, limits: Limits, **most: int) -> T:
-    """The same. Raises TooLarge for more candidates or history than the limits allow, or more items in other fields than `most`."""
+    """Return `typed`. Raises TooLarge for more candidates or history than the limits allow, or more items in other fields than `most`."""
     for name, limit in ({"candidates": limits.max_candidates, "history": limits.max_history} | most).items():
         if (count := typed.count(name)) > limit:
             raise TooLarge(f"{name}: {count} items, and at most {limit} are taken.")
@@ -122,18 +122,18 @@ def sized(typed: T, limits: Limits, **most: int) -> T:
 
 
 def read(body: bytes | bytearray, max_values: int) -> Any:
-    """A JSON value that is not slow to read. Raises TooLarge or MalformedJson."""
+    """Parse a JSON value. Raises TooLarge if it would be slow to read, or MalformedJson."""
     check_cost(body, max_values)
     return parse(body)
 
 
 def request_rule(vocabulary: Vocabulary) -> Rule:
-    """Of a request to rank."""
+    """The rule of a request to rank."""
     return vocabulary.rule("rank", lambda: struct_rule(RankRequest, vocabulary))
 
 
 def explanation_rule(vocabulary: Vocabulary) -> Rule:
-    """Of a request for an explanation: those to explain must be among the candidates."""
+    """The rule of a request for an explanation: the posts to explain must be among the candidates."""
 
     def strangers(values: Sequence[Any]) -> Problems:
         for place, value in enumerate(values):
@@ -153,8 +153,8 @@ AGED = fulfils(
 
 
 def retrieval_rule(vocabularies: Sequence[Vocabulary], *without: str) -> Rule:
-    """Of a request for posts, `without` as of `struct_rule`. The history must make sense to every vocabulary; a second one is the
-    ranker's, which knows the weights."""
+    """The rule of a request for posts; `without` as in `struct_rule`. The history must be valid in every vocabulary; a second vocabulary is
+    the ranker's, which knows the weights."""
     first, words = vocabularies[0], vocabularies[-1]
     kind = RetrieveRequest if len(vocabularies) == 1 else RecommendRequest
     name = " ".join((kind.__name__, *without))
@@ -165,17 +165,17 @@ def retrieval_rule(vocabularies: Sequence[Vocabulary], *without: str) -> Rule:
 
 
 def check_cost(body: bytes | bytearray, max_values: int) -> None:
-    """Raise TooLarge for a body that is slow to read. Counts values without parsing, by the bytes that begin, separate or escape them."""
+    """Raise TooLarge for a body that is slow to read: its values are estimated from the bytes that begin, separate or escape them."""
     if len(body) > max_values and len(body) - len(body.translate(None, b",[{\\")) > max_values:
         raise TooLarge(f"The body holds more than {max_values} values.")
 
 
 class BatchDecoder:
-    """Splits a batch into the bytes of its requests, of which at most `limit` are taken."""
+    """Splits a batch into the bytes of its requests, at most `limit`."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        # The rest of an array that is longer than its struct is skipped: a million items make no objects.
+        # msgspec skips array items beyond the struct's fields, so a million items make no objects.
         fields = [(f"item_{place}", Raw, UNSET) for place in range(limit + 1)]
         items = msgspec.defstruct("Items", fields, array_like=True)
         named = msgspec.defstruct("Named", [("requests", items)], forbid_unknown_fields=True)

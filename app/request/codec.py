@@ -38,14 +38,14 @@ from weights.format.manifest import Manifest
 
 SOURCE = Path(__file__).parent / "native" / "codec.cpp"
 MOST_ROWS = 4096  # about 2 ms of writing: a longer reply is written in pieces
-MOST_KNOWN, SHORT_BYTES = 64, 512  # wishes that are kept, and how long each may be as JSON
-HEAD = Struct("=Q5q")  # user id; events sent and kept, candidates, bytes of the echo of their ids and of the wishes
+MOST_KNOWN, SHORT_BYTES = 64, 512  # how many wishes are cached, and how many bytes of JSON each may have
+HEAD = Struct("=Q5q")  # user id; counts: events sent, events kept, candidates, bytes of the ids' echo, of wishes
 
 Int64, Pointer, Text = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
 
 
 class _Checkpoint(ctypes.Structure):
-    """Mirrors that of codec.cpp."""
+    """Mirrors the struct of the same name in codec.cpp."""
 
     _fields_ = (
         *(
@@ -69,7 +69,7 @@ class _Checkpoint(ctypes.Structure):
 
 @functools.cache
 def load_library() -> ctypes.PyDLL | None:
-    """The compiled codec, built where that was not done before; None, after a line in the log, where that is not possible."""
+    """The compiled codec, built if needed; None, with a log line, if that is not possible."""
     try:
         return open_library(build_kernel(source=SOURCE).path)
     except (KernelUnavailable, OSError) as error:
@@ -78,7 +78,7 @@ def load_library() -> ctypes.PyDLL | None:
 
 
 def open_library(path: Path) -> ctypes.PyDLL:
-    """A compiled codec with the types of its functions. Raises OSError."""
+    """Load a compiled codec and declare the types of its functions. Raises OSError."""
     library = ctypes.PyDLL(str(path))
     library.codec_functions.argtypes = (Pointer,)
     library.codec_functions.restype = ctypes.py_object
@@ -86,7 +86,7 @@ def open_library(path: Path) -> ctypes.PyDLL:
 
 
 class Codec:
-    """Reads requests and writes replies in the words of one checkpoint. Belongs to one thread."""
+    """Reads requests and writes replies in one checkpoint's vocabulary. Used in one thread."""
 
     def __init__(self, library: ctypes.PyDLL, manifest: Manifest, vocabulary: Vocabulary, limits: Limits) -> None:
         """Raises MemoryError."""
@@ -97,7 +97,7 @@ class Codec:
         self._rest = struct_rule(RankRequest, vocabulary, *read_here)
         self._default = wishes_of({}, vocabulary)
         self._known: dict[bytes, Wishes] = {}
-        self._kept: tuple[Any, ...] = (  # what the struct points to
+        self._kept: tuple[Any, ...] = (  # the arrays that the struct points to, kept alive
             (Text * len(names))(*(name.encode() for name in names)),
             (Int64 * len(names))(*vocabulary.index.values()),
             (Text * len(continuous))(*(orjson.dumps(output.name) for output in continuous)),
@@ -113,7 +113,7 @@ class Codec:
         self._read, self._rank, self._write = library.codec_functions(ctypes.byref(words))
 
     def read(self, body: bytes | bytearray) -> Packed | None:
-        """Read a valid request; None for an invalid one, and for one that is written in an unusual way."""
+        """Read a valid request; None if it is invalid or written in an unusual way."""
         data = self._read(body, True)
         if not data:
             return None
@@ -122,7 +122,7 @@ class Codec:
         return None if wishes is None else Packed(self, body, data, user_id, events, kept, count, echo, wishes)
 
     def read_viewer(self, body: bytes | bytearray) -> Viewed | None:
-        """The user and the history of a request without candidates; None as of `read`."""
+        """Read the user and history of a request without candidates; None as in `read`."""
         data = self._read(body, False)
         if not data:
             return None
@@ -136,7 +136,7 @@ class Codec:
         return Viewed(context, posts, data[end:] or b"{}")
 
     def read_context(self, body: bytes | bytearray) -> Packed | None:
-        """A user and a history alone, as a request without candidates; None as of `read`."""
+        """Read a request that holds only a user, a history and perhaps a request id; None as in `read`."""
         data = self._read(body, False)
         if not data:
             return None
@@ -150,7 +150,7 @@ class Codec:
         return None
 
     def _wishes(self, text: bytes) -> Wishes | None:
-        """What else a request asks for; None if that is invalid. Most requests differ only in their id and context, so it is cached."""
+        """The wishes in this JSON, None if invalid. Cached: most requests differ only in their name and context."""
         try:
             rest = parse(text)
             if ("request_id" in rest and not is_request_id(rest["request_id"])) or (

@@ -21,8 +21,8 @@ def check_coding(coding: bytes) -> bool:
 
 
 def inflate(body: bytes | bytearray, limit_bytes: int) -> bytes:
-    """What a gzip body holds. Raises TooLarge as soon as it is longer than the limit, and BadRequest for anything else than one
-    whole gzip member."""
+    """Inflate a gzip body. Raises TooLarge as soon as the result is longer than the limit, and BadRequest for anything but one whole
+    gzip member."""
     inflater = zlib.decompressobj(GZIP)
     try:
         plain = inflater.decompress(body, limit_bytes + 1)

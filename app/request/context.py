@@ -21,7 +21,7 @@ from model.inputs import Scores
 def decode(
     data: bytes | bytearray, headers: Mapping[bytes, bytes], limits: Limits, vocabulary: Vocabulary
 ) -> Packed | Body:
-    """As `wires.Wire.decode`: by the compiled codec, else by `body.decode`."""
+    """As `wires.Wire.decode`: by the compiled codec, or by `body.decode` if that declines."""
     packed = None if vocabulary.codec is None else vocabulary.codec.read_context(data)
     return body.decode(data, limits) if packed is None else packed
 

@@ -34,12 +34,12 @@ class Question:
 
     @classmethod
     def of(cls, request: Request, explained: NDArray[np.int64], config: ModelConfig, most_events: int) -> Question:
-        """Of a checked request; at most so many events are left out."""
+        """From a checked request; leaves out at most `most_events` events."""
         events = min(request.history_length, config.history_length, most_events)
         return cls(request, explained, np.arange(request.history_length - events, request.history_length))
 
     def contexts(self, config: ModelConfig) -> Iterator[Context]:
-        """What `/rank` would make of the request without each of the events, without its user, and without either. Not to be cached."""
+        """The contexts without each event, then without the user, then without user and history. Not to be cached."""
         whole = features.context_of(self.request, config)
         for place in self.events.tolist():
             yield replace(features.context_of(_without_event(self.request, place), config), is_kept=False)
@@ -47,7 +47,7 @@ class Question:
         yield replace(whole.first(0), user_id=0, is_kept=False)
 
     def candidates(self, config: ModelConfig, *, slots_matter: bool) -> list[Candidates]:
-        """The candidates to explain: one list, or where a score depends on the slot one for each of them."""
+        """The candidates to explain: one group, or one each if a score depends on the slot."""
         every = features.candidates_of(self.request, config)
         if slots_matter:
             return [every.chunk(place, place + 1) for place in self.explained.tolist()]
@@ -55,8 +55,8 @@ class Question:
 
 
 def with_context(request: Request, context: Context, manifest: Manifest) -> Request:
-    """A request that named this context by its handle, with its user and history. Raises ContextUnknown where more than the model reads is
-    needed: an older event that comes into its window when another is left out, or the texts of ids."""
+    """A request that named this context by its handle, with its user and history filled in. Raises ContextUnknown if the context lacks
+    what is needed: an older event that enters the window when another is left out, or the texts of ids."""
     if context.dropped or manifest.ids == "text":
         raise ContextUnknown
     return replace(
@@ -123,7 +123,7 @@ def render(
 
 
 def _changes(own: Numbers, rest: Sequence[Numbers], row: int) -> dict[str, Any]:
-    """What each thing changes: the numbers with it less those without it."""
+    """What each thing changes: the numbers with it minus those without it."""
     scores, columns = (np.array([own[part][row] - each[part][row] for each in rest]) for part in (0, 1))
     *_, user, everything = range(len(rest))
 

@@ -13,7 +13,7 @@ from model.inputs import Candidates, Context, age_bucket
 
 
 def context_of(request: Request | Viewer, config: ModelConfig) -> Context:
-    """User and history, the newest `history_length` items of it. Values that the checkpoint has no input for do no harm."""
+    """The user and the newest `history_length` history items. Values that the checkpoint has no input for do no harm."""
     kept = min(len(request.history), config.history_length)
     first = len(request.history) - kept
 

@@ -33,7 +33,7 @@ def are_ids(values: Sequence[Any], kind: IdKind = "uint64") -> bool:
 
 
 def read_ids(values: Sequence[int | str], kind: IdKind = "uint64") -> NDArray[np.uint64]:
-    """uint64 `[n]`. Raises ValueError or OverflowError for what is no integer id; texts must be valid."""
+    """Ids as uint64 `[n]`. Raises ValueError or OverflowError for a bad integer id; text ids must be valid already."""
     if kind == "text":
         return np.fromiter(map(text_id, values), np.uint64)  # type: ignore[arg-type]
     with suppress(TypeError):
@@ -48,7 +48,7 @@ def read_ids(values: Sequence[int | str], kind: IdKind = "uint64") -> NDArray[np
 
 
 def _joined(values: Sequence[Any]) -> bytes:
-    """All of them with commas between."""
+    """The ids joined by commas, without quotes."""
     try:
         return ",".join(values).encode()
     except TypeError:  # some are integers
@@ -60,10 +60,10 @@ def _joined(values: Sequence[Any]) -> bytes:
 
 
 def echo_of(sent: Sequence[int | str]) -> bytes:
-    """Ids as the codec reads and writes them: int64 ends `[n]`, then each id's JSON with a comma behind it."""
+    """Ids in the codec's form: int64 ends `[n]`, then each id's JSON followed by a comma."""
     written = orjson.dumps(sent)[1:-1] + b","
     ends = np.flatnonzero(np.frombuffer(written, np.uint8) == ord(",")) + 1
-    if len(ends) != len(sent):  # some hold commas
+    if len(ends) != len(sent):  # some ids contain commas
         ends = np.cumsum([len(orjson.dumps(id_)) + 1 for id_ in sent])
     return ends.astype(np.int64).tobytes() + written
 
@@ -75,7 +75,7 @@ def echoed(echo: bytes, count: int) -> list[int | str]:
 
 
 def texts_of(data: bytes | memoryview, count: int) -> NDArray[Any] | str:
-    """The texts of a tensor, each of which has its length before it, or what is wrong with them."""
+    """The texts of a tensor, each preceded by its length in 4 bytes, or the sentence that says what is wrong."""
     texts: list[str] = []
     place = 0
     with suppress(UnicodeDecodeError):

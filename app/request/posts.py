@@ -18,7 +18,9 @@ RULES = {ids: struct_rule(Change, Vocabulary((), {}, 0, np.zeros(0), ids=ids)) f
 
 
 def read_change(body: bytes | bytearray, ids: IdKind = "uint64") -> PostChange:
-    """Of a corpus with such ids. Raises MalformedJson, InvalidRequest, or TooLarge for more than `MAX_CHANGED` posts."""
+    """Read a change. `ids`: the kind of ids in the corpus.
+
+    Raises MalformedJson, InvalidRequest, or TooLarge for more than `MAX_CHANGED` posts."""
     value = read(body, MAX_CHANGE_VALUES)
     check(value, RULES[ids])
     posts, delete = value.get("upsert", []), value.get("delete", [])

@@ -97,11 +97,11 @@ PARTS = {
     }
     for name, fields in MESSAGES.items()
 }
-"""Of each message the fields whose bytes hold several things, and what: messages of a kind, or numbers."""
+"""For each message, the fields that may hold many entries, and the kind of entry: a message or int64."""
 
 
 def read(kind: str, data: bytes) -> Any:
-    """A message of that kind. Raises BadRequest, and InvalidRequest for more fields than any request has."""
+    """Parse a message of this kind. Raises BadRequest, and InvalidRequest for more fields than any request has."""
     try:
         if len(data) > SHORT_BYTES:
             _count_fields(kind, data)
@@ -191,6 +191,6 @@ def reply(
 
 
 def write(kind: str, **fields: Any) -> bytes:
-    """A message of that kind as bytes."""
+    """A message of this kind as bytes."""
     written: bytes = CLASSES[kind](**fields).SerializeToString()
     return written

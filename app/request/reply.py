@@ -59,7 +59,7 @@ class ReplyFormat:
 
 
 class Asked(Protocol):
-    """What the end of a reply needs to know of its request."""
+    """What the end of a reply needs from its request."""
 
     history_length: int
     request_id: str | None
@@ -67,7 +67,7 @@ class Asked(Protocol):
 
 
 class Rows(NamedTuple):
-    """What a reply says of its candidates, in the order in which it says it.
+    """The columns of a reply's candidates, in the order of the reply.
 
     `post_id` as they came, or uint64 `[n]`. `score` float64 `[n]`, `rank` int64 `[n]`, `probabilities` float32 `[n, W]` of the
     actions in the reply, `continuous` float32 `[n, Z]` in their units.
@@ -126,8 +126,8 @@ def rows_of(request: Request, scores: Scores, form: ReplyFormat) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What a reply adds where the candidates were retrieved: `head` is all that comes before them, `tail` follows them,
-    `scores` float32 `[C]` are what they were retrieved with, best first, in the order of the request."""
+    """What a reply adds if the candidates were retrieved. `head`: everything before the candidates; `tail`: fields after them;
+    `scores` float32 `[C]`: their retrieval scores, best first, in the order of the request."""
 
     head: bytes
     tail: dict[str, Any]
@@ -169,7 +169,7 @@ def render(
 def _objects(
     rows: Rows, form: ReplyFormat, head: bytes, end: bytes, further: Sequence[tuple[bytes, Any]]
 ) -> Iterator[bytes]:
-    """One object a candidate; `further` columns follow the rank."""
+    """One object per candidate; `further` columns follow the rank."""
     before, keys = head + b"[", form.before_continuous
     for start in range(0, len(rows.score), ROWS_IN_A_PIECE):
         cut = slice(start, start + ROWS_IN_A_PIECE)
@@ -188,12 +188,12 @@ def _objects(
 
 
 def head_of(names: Sequence[str], **before: Any) -> bytes:
-    """What a reply begins with, up to its candidates; these fields come first."""
+    """The start of a reply, up to its candidates; the fields in `before` come first."""
     return b'%b,"candidates":' % orjson.dumps({**before, "actions": names})[:-1]
 
 
 def tail_of(request: Asked, history_used: int, timings_ms: Mapping[str, float], **before: Any) -> bytes:
-    """What a reply ends with, from the comma after its posts on; these fields come first."""
+    """The end of a reply, from the comma after its posts; the fields in `before` come first."""
     tail = {
         **before,
         "history_used": history_used,
@@ -214,7 +214,7 @@ def _columns(rows: Rows, form: ReplyFormat) -> bytes:
 
 
 def weave(columns: list[tuple[bytes, list[bytes]]], end: bytes) -> bytes:
-    """For each row every column's key and value, then `end`."""
+    """Join the columns row by row: each column's key and value, then `end`."""
     count, stride = len(columns[0][1]), 2 * len(columns) + 1
     pieces = [end] * (count * stride)
     for place, (key, values) in enumerate(columns):
@@ -229,7 +229,7 @@ def written_ids(ids: Sequence[int | str] | NDArray[np.uint64]) -> list[bytes]:
 
 
 def column(values: Any) -> list[bytes]:
-    """Each number as JSON, or each string without its quotes: within it a quote has a backslash before it."""
+    """Each number as JSON, or each string of a tuple as JSON without its quotes."""
     if not len(values):
         return []
     written = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)

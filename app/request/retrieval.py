@@ -36,7 +36,7 @@ class Reading(NamedTuple):
     config: ModelConfig
 
     def reads_as(self, other: Reading) -> bool:
-        """Whether both make the same of any user and history."""
+        """Whether both models read any user and history the same way."""
         ours, theirs = self.vocabulary, other.vocabulary
         return (
             ours.ids == theirs.ids
@@ -47,7 +47,7 @@ class Reading(NamedTuple):
 
 
 Models = Sequence[Reading]
-"""The retrieval model, and the ranker where the posts are to be ranked."""
+"""The retrieval model, then the ranker if the posts are to be ranked."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +55,8 @@ class PostsRequest:
     """A valid request for posts. Where they are to be ranked: `context`, what the ranker reads of the user, and `weights` (float64
     `[A]`), `top_k` and the `wanted` columns of its reply.
 
-    Where `handle` names a context, those in here are nobody's, and where `excludes_history` is true the posts of its history must still
-    be excluded."""
+    If `handle` names a context, the contexts in here are empty, and with `excludes_history` the posts of that context's history must
+    still be excluded."""
 
     query: Query
     history_length: int
@@ -72,12 +72,12 @@ class PostsRequest:
 
     @property
     def user_id(self) -> int:
-        """Whom it is for."""
+        """The user that the posts are for."""
         return self.query.context.user_id
 
     @property
     def posts(self) -> int:
-        """How many posts are to be retrieved."""
+        """How many posts to retrieve."""
         return self.query.k
 
     def candidates(self, posts: Retrieved, config: ModelConfig) -> Candidates:
@@ -86,7 +86,7 @@ class PostsRequest:
         return Candidates(posts.post_ids, posts.author_ids, np.zeros(len(posts.post_ids), np.int64), ages)
 
     def ranking(self, posts: Retrieved) -> Request:
-        """The request to rank these posts, best first: the one that a caller would send who got them from /retrieve."""
+        """The request to rank these posts, best first, as a caller would send it after /retrieve."""
         assert self.weights is not None
         count = len(posts.post_ids)
         sent = [post for post, _ in posts.texts] if posts.texts else list(map(str, posts.post_ids.tolist()))
@@ -111,7 +111,7 @@ def read_posts(body: bytes | bytearray, limits: Limits, models: Models) -> Posts
 
 
 def check_posts(asked: PostsRequest | Body, models: Models) -> PostsRequest:
-    """The request in the words of all models. Raises InvalidRequest."""
+    """The request in every model's vocabulary. Raises InvalidRequest."""
     if isinstance(asked, PostsRequest):
         return asked
     check(asked.value, retrieval_rule([model.vocabulary for model in models]))
@@ -121,7 +121,7 @@ def check_posts(asked: PostsRequest | Body, models: Models) -> PostsRequest:
 
 
 def read_compiled(body: bytes | bytearray, limits: Limits, models: Models) -> PostsRequest | None:
-    """What the codec makes of it; None for what it declines, and for what is not valid."""
+    """The request as the codec reads it; None if the codec declines it or it is invalid."""
     viewers: list[Viewed] = []
     for model in models:
         codec = model.vocabulary.codec
@@ -141,8 +141,8 @@ def read_compiled(body: bytes | bytearray, limits: Limits, models: Models) -> Po
 
 
 def _request_of(wishes: Mapping[str, Any], contexts: Sequence[Context], history: Ids, models: Models) -> PostsRequest:
-    """Of valid wishes, what each model reads of the user, and the post ids of the history. Raises InvalidRequest for nobody: without any
-    valid token every post scores 0."""
+    """Make the request from valid wishes, each model's context and the history's post ids. Raises InvalidRequest for user 0 without
+    history: with no valid token every post scores 0."""
     handle = wishes.get("context")
     if handle is None and contexts[0].user_id == 0 and not contexts[0].post_ids.any():
         raise InvalidRequest([("user_id", "is 0 and the history holds no post: nothing is known of this user")])
@@ -204,6 +204,6 @@ def _name_of(manifest: Manifest) -> dict[str, str]:
 
 
 def corpus_of(corpus: CorpusManifest, searched: Retrieved) -> dict[str, Any]:
-    """What a reply says about the corpus, as it was when it was searched."""
+    """The reply's description of the corpus, as it was when it was searched."""
     said = {"name": corpus.name, "version": corpus.version, "posts": searched.posts, "changes": searched.changes}
     return said | {"sequence": searched.mark.sequence}

@@ -1,7 +1,7 @@
 """Checks requests by their declaration: every value is judged here, and what is wrong is told as dotted paths and sentences.
 
-A rule judges many values at once, a column at a time, so a long request costs little. A block that is not right is cut into smaller
-ones, down to single values; looking stops after ten problems. No sentence holds anything that the caller sent.
+A rule checks a whole column of values at once, so a long request costs little. A block that fails is split into smaller ones, down to
+single values, and checking stops after ten problems. No sentence repeats anything that the caller sent.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Problems = Iterable[tuple[int, str, str]]
 
 
 class Rule(NamedTuple):
-    """What values must be. `wrong` tells what is wrong with several: place of the value, path below it, sentence.
+    """A check of values. `wrong` yields the problems of several values: place of the value, path below it, sentence.
 
-    `bounds`: the least and the most that the numbers in them may be."""
+    `bounds`: the least and the greatest number allowed."""
 
     wrong: Callable[[Values], Problems]
     bounds: tuple[float, float] | None = None
@@ -51,7 +51,7 @@ def check(value: Any, rule: Rule) -> None:
 
 
 def rule_of(hint: Any, vocabulary: Vocabulary | None = None) -> Rule:
-    """The rule of a declared type, from its bounds, or made by the `rule` that its metadata names."""
+    """The rule of a declared type: made by the `rule` in its metadata if there is one, else from its bounds."""
     kind, metas = parts_of(hint)
     least: dict[str, Any] = {}
     for meta in metas:
@@ -76,7 +76,7 @@ def rule_of(hint: Any, vocabulary: Vocabulary | None = None) -> Rule:
 
 
 def parts_of(hint: Any) -> tuple[Any, list[Meta]]:
-    """A type without what says that it may be left out, and its metadata."""
+    """A type without Annotated and UnsetType, and its metadata."""
     metas: list[Meta] = []
     while True:
         if get_origin(hint) is Annotated:
@@ -90,24 +90,24 @@ def parts_of(hint: Any) -> tuple[Any, list[Meta]]:
 
 
 def struct_rule(struct: type[Struct], vocabulary: Vocabulary | None = None, *without: str) -> Rule:
-    """The rule of an object: of each field, in their order. Without some fields nothing is required: another has read those."""
+    """The rule of an object: its fields in order. With `without`, no field is required: another reader has checked those."""
     rules = {name: rule for name, rule in rules_of(struct, vocabulary).items() if name not in without}
     return object_of(rules, () if without else required_of(struct), None if without else getattr(struct, "whole", None))
 
 
 def required_of(struct: type[Struct]) -> set[str]:
-    """The fields that must be there."""
+    """The names of the required fields."""
     return {field.name for field in fields(struct) if field.default is NODEFAULT}
 
 
 def rules_of(struct: type[Struct], vocabulary: Vocabulary | None = None) -> dict[str, Rule]:
-    """The rules of its fields by name."""
+    """The rules of a struct's fields, by name."""
     hints = get_type_hints(struct, include_extras=True)
     return {name: rule_of(hints[name], vocabulary) for name in struct.__struct_fields__}
 
 
 def rule(*steps: tuple[Fit, str], path: str = "", bounds: tuple[float, float] | None = None) -> Rule:
-    """Of values that pass each step: its `fit` says whether all of several do. The first step that a value fails is told."""
+    """A rule of steps: a `fit` says whether all values pass it. A value that fails gets the sentence of its first failed step."""
 
     def every(values: Values) -> bool:
         return all(fit(values) for fit, _ in steps)
@@ -125,7 +125,7 @@ def rule(*steps: tuple[Fit, str], path: str = "", bounds: tuple[float, float] | 
 
 
 def _wrong(fits: Fit, values: Values, start: int = 0, sizes: Sequence[int] = BLOCKS) -> Iterator[int]:
-    """The places of values that are not right, counted from `start`."""
+    """The places of the wrong values, counted from `start`."""
     size, *smaller = sizes
     for first in range(0, len(values), size):
         block = values[first : first + size]
@@ -138,7 +138,7 @@ def _wrong(fits: Fit, values: Values, start: int = 0, sizes: Sequence[int] = BLO
 
 
 def fulfils(is_good: Callable[[Any], bool], sentence: str, path: str = "") -> Rule:
-    """Of a value that is good by itself."""
+    """A rule that checks each value by itself."""
     return rule((lambda values: all(map(is_good, values)), sentence), path=path)
 
 
@@ -153,14 +153,14 @@ FLAG = rule((_are(bool), "must be true or false"))
 
 
 def bounds_told(low: float, high: float, *, whole: bool) -> str:
-    """The sentence of a number in these bounds."""
+    """The sentence that asks for a number in these bounds."""
     if whole:
         return f"must be an integer between {low} and {high}"
     return "must be a number " + (f"between {low:g} and {high:g}" if high < float("inf") else f"of at least {low:g}")
 
 
 def number(low: float, high: float, *, whole: bool = False) -> Rule:
-    """Of a number, or an integer, in these bounds."""
+    """A rule for a number in these bounds; with `whole`, an integer."""
     return rule((_within(low, high, whole=whole), bounds_told(low, high, whole=whole)), bounds=(low, high))
 
 
@@ -172,7 +172,7 @@ def _within(low: float, high: float, *, whole: bool = False) -> Fit:
 
 
 def then(*rules: Rule) -> Rule:
-    """Of values that hold to all of these rules: each is looked at where nothing is wrong before."""
+    """A rule that applies these rules in turn, and stops at the first with problems."""
 
     def wrong(values: Values) -> Problems:
         for rule in rules:
@@ -185,7 +185,7 @@ def then(*rules: Rule) -> Rule:
 
 
 def either(rules: Mapping[type, Rule], sentence: str) -> Rule:
-    """Of values of these types, each with a rule of its own."""
+    """A rule for values of several types, each type with its own rule."""
     others = rule((_are(*rules), sentence))
 
     def wrong(values: Values) -> Problems:
@@ -203,7 +203,7 @@ def either(rules: Mapping[type, Rule], sentence: str) -> Rule:
 
 
 def field(name: str, rule: Rule) -> Rule:
-    """Of objects, in which this field must hold to the rule if it is there."""
+    """A rule for objects: this field must pass the rule if it is present."""
     get = itemgetter(name)
 
     def wrong(values: Values) -> Problems:
@@ -221,7 +221,7 @@ def field(name: str, rule: Rule) -> Rule:
 
 
 def object_of(rules: Rules, required: Collection[str], whole: Rule | None = None) -> Rule:
-    """Of an object whose fields have these rules, and that has the rule `whole` itself."""
+    """A rule for objects with these field rules; `whole` checks the object itself."""
     members = {name: field(name, rule).wrong for name, rule in rules.items()}
 
     def unknown(values: Values) -> Problems:
@@ -247,13 +247,13 @@ def object_of(rules: Rules, required: Collection[str], whole: Rule | None = None
 
 
 def _unknown_field(name: str, known: Collection[str]) -> str:
-    """The unknown name may be anything, so only the nearest known one is shown."""
+    """The sentence for an unknown field. It shows known names only: the unknown one may be anything."""
     near = difflib.get_close_matches(name, known, n=1) if len(name) <= MAX_HINTED_NAME else []
     return "has an unknown field" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")
 
 
 def array_of(entry: Rule, most: int | None = None, least: int = 0) -> Rule:
-    """Of an array all of whose entries have this rule, and that holds `least` … `most` of them."""
+    """A rule for arrays of `least` … `most` entries that all pass `entry`."""
 
     def entries(values: Values) -> Problems:
         problems = entry.wrong(values[0] if len(values) == 1 else [*chain.from_iterable(values)])
@@ -274,7 +274,7 @@ def array_of(entry: Rule, most: int | None = None, least: int = 0) -> Rule:
 
 
 def posts(struct: type[Struct], least: int) -> Callable[[Vocabulary], Rule]:
-    """Makes the rule of posts in either shape, `least` at least."""
+    """Makes the rule for at least `least` posts, as objects or as columns."""
 
     def made(vocabulary: Vocabulary) -> Rule:
         rules, required = rules_of(struct, vocabulary), required_of(struct)
@@ -288,13 +288,13 @@ def posts(struct: type[Struct], least: int) -> Callable[[Vocabulary], Rule]:
 
 
 def count_of(items: Any) -> int:
-    """How many posts there are in either shape; 0 in what is neither."""
+    """The number of posts, as objects or as columns; 0 for any other value."""
     posts = items.get("post_id") if type(items) is dict else items
     return len(posts) if type(posts) is list else 0
 
 
 def column_of(items: Any, name: str) -> list[Any]:
-    """A field of valid posts in either shape: an entry a post, None where it was left out."""
+    """A field of valid posts, as objects or as columns: one entry per post, None where it was left out."""
     if type(items) is dict:
         return items[name] if name in items else [None] * count_of(items)
     try:
@@ -304,12 +304,12 @@ def column_of(items: Any, name: str) -> list[Any]:
 
 
 def known_names(vocabulary: Vocabulary) -> Rule:
-    """Of names of different actions."""
+    """A rule for lists of known action names, each action at most once."""
     return then(_names(vocabulary.index), rule((_once(vocabulary.index), NAMED_TWICE)))
 
 
 def weights_given(least: float, most: float, sets: Collection[str]) -> Callable[[Vocabulary], Rule]:
-    """Makes the rule of a map from action to number, or of a name of several."""
+    """Makes the rule for a map from action to number, or for the name of one of `sets`."""
     named = {str: fulfils(lambda name: name in sets, f"as a name must be one of {', '.join(sets)}")}
     return lambda vocabulary: _by_action(vocabulary, least, most, named, "must be a map of action to number or a name")
 
@@ -319,7 +319,7 @@ def _names(index: Mapping[str, int]) -> Rule:
 
 
 def _once(index: Mapping[str, int]) -> Fit:
-    """Whether known names are of different actions in each value."""
+    """Whether the names in each value, all known, stand for different actions."""
     return lambda values: all(
         len(names) < 2 or len(set(map(index.__getitem__, names))) == len(names) for names in values
     )
@@ -335,7 +335,7 @@ def _action_map(index: Mapping[str, int], least: float, most: float) -> Rule:
 
 
 def actions_taken(most: float) -> Callable[[Vocabulary], Rule]:
-    """Makes the rule of a list of names, a map of name to value or an integer whose bits are actions."""
+    """Makes the rule for a list of names, a map of name to value, or an integer whose bits are actions."""
 
     def made(vocabulary: Vocabulary) -> Rule:
         width = len(vocabulary.action_names)

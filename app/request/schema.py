@@ -1,6 +1,6 @@
 """What requests may say, declared once: name, type, bounds, default, description and example of every field.
 
-msgspec prints the JSON Schema of these types for `/docs`, `rules` checks bodies by them, `tensors` has its names and bounds of them.
+msgspec makes the JSON Schema for `/docs` from these types, `rules` checks bodies by them, `tensors` takes its names and bounds from them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _REQUEST_ID, _HANDLE = re.compile(REQUEST_ID_PATTERN, re.ASCII), re.compile(HAND
 
 
 def is_request_id(value: Any) -> bool:
-    """Whether a value may name a request: it goes into headers and logs as it is."""
+    """Whether a value may name a request. The name goes into headers and logs unchanged."""
     return type(value) is str and _REQUEST_ID.fullmatch(value) is not None
 
 
 def is_handle(value: Any) -> bool:
-    """Whether a value may name a context."""
+    """Whether a value has the form of a context handle."""
     return type(value) is str and _HANDLE.fullmatch(value) is not None
 
 
@@ -53,7 +53,7 @@ _ONE_USER = rules.then(
 
 
 def about(description: str, example: Any = None, default: Any = None, *examples: Any) -> Meta:
-    """What `/docs` says of a field."""
+    """A field's description, examples and default for `/docs`."""
     return Meta(
         description=description,
         examples=None if example is None else [example, *examples],
@@ -62,8 +62,8 @@ def about(description: str, example: Any = None, default: Any = None, *examples:
 
 
 def checked(rule: Any, *tensor: str, **bounds: Any) -> Meta:
-    """How a type is checked: `rule` makes the rule of a vocabulary; the bounds say it all where there is none. `tensor`: the datatype of
-    such values as a tensor, and what its last axis counts where they have one of their own."""
+    """How a type is checked. `rule` makes the rule for a vocabulary; without one the bounds are the whole check. `tensor`: the datatype of
+    these values as a tensor, then the name of the extra last axis if they have one."""
     extra = {"rule": rule, "tensor": tensor}
     return Meta(extra={name: value for name, value in extra.items() if value}, **bounds)
 
@@ -190,7 +190,7 @@ class Candidate(Post):
 
 
 def _columns(item: type[Post]) -> Any:
-    """The array form of a post: the same fields in the same order, each a list. Optional ones may be left out whole."""
+    """The columns form of a post: the same fields in the same order, each a list. An optional column may be left out."""
     columns: list[Any] = []
     required, many = rules.required_of(item), _any(list)
     for name, hint in get_type_hints(item, include_extras=True).items():
@@ -234,7 +234,7 @@ _BY_HANDLE: dict[str, Any] = {
 
 
 def published(kinds: Sequence[type[Struct]], template: str) -> tuple[Sequence[dict[str, Any]], dict[str, Any]]:
-    """The JSON Schema of each, by references of this template, and what they refer to."""
+    """A JSON Schema reference for each type, made with this template, and the schemas they refer to."""
     references, found = schema_components(kinds, ref_template=template)
     for kind in kinds:
         found[kind.__name__] |= _BY_HANDLE if issubclass(kind, UserRequest) else {}

@@ -33,7 +33,7 @@ def parse(body: bytes | bytearray) -> Any:
 
 
 def refuse_duplicates(body: bytes | bytearray, written: bytes) -> None:
-    """Raise MalformedJson when an object in the body has the same key twice, given what was parsed, `written` back as JSON.
+    """Raise MalformedJson if an object in the body has the same key twice. `written`: the parsed value, written back as JSON.
 
     Every member has one colon and every string keeps its own, so only a dropped duplicate loses some.
     """

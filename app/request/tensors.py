@@ -72,14 +72,14 @@ REQUIRED = ("candidates.post_id", "candidates.author_id")
 
 
 def spoken(specs: Mapping[str, Spec], ids: IdKind) -> dict[str, Spec]:
-    """These tensors where ids are of this kind."""
+    """These tensors with the datatype that ids of this kind have."""
     kind = "BYTES" if ids == "text" else "UINT64"
     return {name: (kind if datatype == "UINT64" else datatype, axes) for name, (datatype, axes) in specs.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One input as it came: `data` little-endian bytes in row-major order, or an array of JSON."""
+    """One input as it came. `data`: little-endian bytes in row-major order, or a JSON array."""
 
     name: str
     datatype: str
@@ -89,7 +89,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """A request whose tensors are not looked into yet. `reply`: the outputs that are wanted, each with whether its data is binary."""
+    """A request whose tensors are not yet checked. `reply`: the wanted outputs, each with whether its data is binary."""
 
     inputs: Sequence[Tensor]
     parameters: Mapping[str, Any]
@@ -103,7 +103,7 @@ class Tensors:
 
     @property
     def user_id(self) -> int | str:
-        """The user's, 0 where that cannot be read."""
+        """The user's id, 0 if it cannot be read."""
         tensor = next((tensor for tensor in self.inputs if tensor.name == "user_id"), None)
         data: Any = b"" if tensor is None else tensor.data
         if not isinstance(data, list):
@@ -117,12 +117,12 @@ class Tensors:
         return self.parameters.get("context")
 
     def count(self, name: str) -> int:
-        """Items of `candidates` or `history`, as the shape says: how much work they ask for."""
+        """The number of items in `candidates` or `history`, by the tensor's shape."""
         return next((tensor.shape[0] for tensor in self.inputs if tensor.name == f"{name}.post_id" and tensor.shape), 0)
 
 
 def check(tensors: Tensors, vocabulary: Vocabulary) -> Request:
-    """Names, datatypes, shapes, sizes, values. Raises InvalidRequest with the first ten problems."""
+    """Check names, datatypes, shapes, sizes and values. Raises InvalidRequest with the first ten problems."""
     checks = _Checks(vocabulary, tensors.parameters)
     columns = checks.read(tensors.inputs, tensors.handle)
     for name, (hint, _) in _INPUTS.items():
@@ -162,7 +162,7 @@ def check(tensors: Tensors, vocabulary: Vocabulary) -> Request:
 
 
 class _Checks:
-    """What is found wrong with one request's tensors. `actions`: the columns that its action axis stands for."""
+    """Checks one request's tensors and collects the problems. `actions`: the columns that its action axis stands for."""
 
     def __init__(self, vocabulary: Vocabulary, parameters: Mapping[str, Any]) -> None:
         self.problems: list[tuple[str, str]] = []
@@ -181,7 +181,7 @@ class _Checks:
         return [] if wrong else [self._index[action] for action in names]
 
     def read(self, tensors: Sequence[Tensor], handle: str | None) -> dict[str, NDArray[Any]]:
-        """Each known tensor as an array of its dtype and shape; of user and history none with the handle of a context."""
+        """Each known tensor as an array of its dtype and shape. With a context handle, user and history tensors are a problem."""
         columns: dict[str, NDArray[Any]] = {}
         for place, tensor in enumerate(tensors):
             if len(self.problems) >= MAX_PROBLEMS:
@@ -239,7 +239,7 @@ class _Checks:
         return NO_MASK.format(width) if bits[:, width:].any() else bits[:, :width]
 
     def refuse_beyond(self, name: str, values: NDArray[Any], rule: Rule) -> None:
-        """Note values outside of the bounds, NaN being outside of any, and texts that are no ids."""
+        """Record values outside the bounds, NaN included, and texts that are not ids."""
         if values.dtype.kind == "O":
             self.problems += [
                 (f"{name}[{place}]", text) for place, _, text in islice(rule.wrong(values.tolist()), MAX_PROBLEMS)
@@ -275,7 +275,7 @@ def _from_json(values: list[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) 
 
 
 def raw_of(array: NDArray[Any]) -> bytes:
-    """An output's binary data."""
+    """An output's values as binary data."""
     if array.dtype.kind != "O":
         return array.tobytes()
     return b"".join(len(text).to_bytes(4, "little") + text for text in map(str.encode, array.tolist()))
@@ -288,7 +288,7 @@ def _posts(name: str, columns: Mapping[str, NDArray[Any]]) -> Posts:
 
 
 def _spread(values: NDArray[Any] | None, columns: list[int], shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-    """An array of all actions on its last axis, from one of those in `columns`; 0 elsewhere."""
+    """Spread values of the actions in `columns` over an array with all actions on its last axis; 0 elsewhere."""
     if values is not None and columns == list(range(shape[-1])):
         return values
     found = np.zeros(shape, dtype)
@@ -298,7 +298,7 @@ def _spread(values: NDArray[Any] | None, columns: list[int], shape: tuple[int, .
 
 
 def wanted_outputs(named: Sequence[tuple[str, bool]], is_binary: bool) -> dict[str, bool]:
-    """Those that were named, else all, each with whether its data is binary. Raises InvalidRequest for unknown ones."""
+    """The named outputs, else all, each with whether its data is binary. Raises InvalidRequest for unknown or repeated ones."""
     wanted = {name: binary or is_binary for name, binary in named} or dict.fromkeys(OUTPUTS, is_binary)
     if not wanted.keys() <= OUTPUTS.keys() or len(named) > len(wanted):
         raise InvalidRequest([("outputs", f"must name some of {', '.join(OUTPUTS)}, each once")])

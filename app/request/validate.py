@@ -35,12 +35,12 @@ class Posts:
 
 NOTHING: NDArray[Any] = np.zeros(0)
 NO_HISTORY = (Posts(NOTHING, NOTHING, NOTHING), NOTHING, NOTHING)
-"""In the place of `history`, `actions` and `dwell_seconds` of a request whose history was read before."""
+"""`history`, `actions` and `dwell_seconds` of a request whose history was already read."""
 NUMBERS = Candidate.__struct_fields__[len(Post.__struct_fields__) :]
 
 
 class Viewer(NamedTuple):
-    """A user with a history, in the words of one checkpoint; fields as in `Request`."""
+    """A user with a history, in one checkpoint's vocabulary; fields as in `Request`."""
 
     user_id: int
     history: Posts
@@ -52,7 +52,7 @@ class Viewer(NamedTuple):
 class Request:
     """A valid request.
 
-    `actions` float32 `[h, A]`, the value of each action, 0 where it was not taken. `dwell_seconds` float64 `[h]`. `numbers` int64 `[C]`:
+    `actions` float32 `[h, A]`: the value of each action, 0 if it was not taken. `dwell_seconds` float64 `[h]`. `numbers` int64 `[C]`:
     the candidates' other integer fields by name, 0 where they were left out. `weights` float64 `[A]`, or `[A + Z]` where continuous
     outputs count as well. `has_offset`: whether scores are lifted above 0, as `model.ranking.offset` has it. `wanted` are columns of the
     reply, None for all. `reply` is the form of the reply: JSON, or the outputs that are wanted as tensors, each with whether its data is
@@ -84,13 +84,13 @@ class Request:
         return ids.tolist() if sent is None else sent
 
     def without_history(self) -> Request:
-        """All that the reply needs, so that a long history is not kept while the request waits."""
+        """A copy with what the reply needs, so that a waiting request does not keep a long history."""
         history, actions, dwell_seconds = NO_HISTORY
         return replace(self, history=history, actions=actions, dwell_seconds=dwell_seconds)
 
 
 class Wishes(NamedTuple):
-    """What a request wants of the reply, and the context that it names; fields as in `Request` and in their order."""
+    """What a request asks of the reply, and its context handle; fields as in `Request`, in the same order."""
 
     weights: NDArray[np.float64]
     top_k: int | None
@@ -102,19 +102,19 @@ class Wishes(NamedTuple):
 
 
 def check(body: Body, vocabulary: Vocabulary) -> Request:
-    """The request. Raises InvalidRequest with the first ten problems."""
+    """Check the body and make the request. Raises InvalidRequest with the first ten problems."""
     rules.check(body.value, request_rule(vocabulary))
     return _request_of(body.value, vocabulary)
 
 
 def check_context(body: Body, vocabulary: Vocabulary) -> Request:
-    """The same of a request for a context, which has no candidates."""
+    """`check` for a context request, which has no candidates."""
     rules.check(body.value, vocabulary.rule("context", lambda: rules.struct_rule(ContextRequest, vocabulary)))
     return _request_of(body.value, vocabulary)
 
 
 def check_explain(body: Body, vocabulary: Vocabulary) -> tuple[Request, NDArray[np.int64]]:
-    """The same, and the places of the candidates to explain, int64 `[n]`: of each the first with that post id."""
+    """`check`, and the places of the candidates to explain, int64 `[n]`: for each post id the first candidate that has it."""
     rules.check(body.value, explanation_rule(vocabulary))
     request = _request_of(body.value, vocabulary)
     first = {post: place for place, post in reversed([*enumerate(request.candidates.post_ids.tolist())])}
@@ -143,7 +143,7 @@ def _request_of(body: Mapping[str, Any], vocabulary: Vocabulary) -> Request:
 
 
 def viewer_of(body: Mapping[str, Any], vocabulary: Vocabulary) -> Viewer:
-    """The user and the history of a valid request; nobody without any where it names a context."""
+    """The user and history of a valid request; user 0 and no history if it names a context."""
     items = body.get("history", [])
     actions, dwell_seconds = _actions(column_of(items, "actions"), vocabulary), _numbers("d", items, "dwell_time")
     user_id = int(read_ids([body["user_id"]], vocabulary.ids)[0]) if "user_id" in body else 0
@@ -151,7 +151,7 @@ def viewer_of(body: Mapping[str, Any], vocabulary: Vocabulary) -> Viewer:
 
 
 def wishes_of(body: Mapping[str, Any], vocabulary: Vocabulary) -> Wishes:
-    """What a valid request wants of the reply."""
+    """What a valid request asks of the reply."""
     weights, index = vocabulary.weights, vocabulary.index
     if isinstance(given := body.get("weights"), str):
         weights = vocabulary.sets[given]
@@ -171,7 +171,7 @@ def _posts(items: Any, kind: IdKind) -> Posts:
 
 
 def _numbers(code: str, items: Any, name: str) -> NDArray[Any]:
-    """`[n]` of a numpy type code, 0 where nothing was sent."""
+    """A field of the posts as an array `[n]` with this type code, 0 where nothing was sent."""
     values = column_of(items, name)
     if None in values:
         values = [value or 0 for value in values]
@@ -192,7 +192,7 @@ def _actions(column: list[Any], vocabulary: Vocabulary) -> NDArray[np.float32]:
 
 
 def bits_of(masks: NDArray[np.uint64], width: int) -> NDArray[np.float32]:
-    """1 for each bit that is set, else 0, float32 `[h, width]`, of words `[h, W]`; bits beyond `width` are not looked at."""
+    """The bits of words `[h, W]` as 1 or 0, float32 `[h, width]`; bits beyond `width` are ignored."""
     bits = np.unpackbits(
         masks.astype("<u8").view(np.uint8), axis=1, count=min(width, 64 * masks.shape[1]), bitorder="little"
     )

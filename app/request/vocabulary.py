@@ -44,7 +44,7 @@ class Vocabulary:
         return cls(names, index, manifest.config.product_surfaces, weights, ids=manifest.ids, sets=sets)
 
     def user_of(self, sent: int | str) -> int | str:
-        """Of a user as a body names it, checked or not, what is the same whichever reader has read the body."""
+        """The user id of a body, checked or not, in the same form for both readers: the hash of a valid text id, else the id as sent."""
         return text_id(sent) if self.ids == "text" and isinstance(sent, str) and is_text_id(sent) else sent
 
     def rule(self, name: str, make: Callable[[], T]) -> T:
@@ -57,7 +57,7 @@ class Vocabulary:
 
 
 def _published(name: str, actions: Sequence[str], outputs: Sequence[str]) -> NDArray[np.float64]:
-    """What the set of this name gives to these actions and continuous outputs; what it has for others is left out."""
+    """The weights of this set for these actions and continuous outputs; its weights for others are left out."""
     found = [SCORE_WEIGHT_SETS[name].get(action, 0.0) for action in actions]
     further = CONTINUOUS_WEIGHTS.get(name, {})
     if further.keys() & set(outputs):

@@ -21,7 +21,7 @@ Headers = Mapping[bytes, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """`decode` reads types and sizes; `check` the rest, once there is room for the request. Each raises what is wrong.
+    """`decode` reads types and sizes; `check` does the rest once the request is admitted. Both raise an error for a bad request.
     `render` writes the reply in pieces."""
 
     decode: Callable[[bytes | bytearray, Headers, Limits, Vocabulary], Typed]
@@ -41,5 +41,5 @@ TENSORS = Wire(
 
 
 def media_type(asked: Typed | Request) -> bytes:
-    """Of the reply."""
+    """The media type of the reply."""
     return BINARY if isinstance(asked.reply, dict) and any(asked.reply.values()) else JSON

@@ -12,18 +12,18 @@ from app.settings import Connections
 
 LEAST_BODY_SECONDS = 1.0  # after slow headers, a body still gets this long
 LEAST_BODY_BYTES = 4096  # in each `stall_seconds`
-MOST_BYTES = 64 * 2**20  # several times what honest clients send unread
-TURN_SECONDS = 2.0  # in each span this long the client must send LEAST_BYTES, or it is cut off
+MOST_BYTES = 64 * 2**20  # several times what honest clients send by mistake
+TURN_SECONDS = 2.0  # a client that sends less than LEAST_BYTES in this time has finished
 LEAST_BYTES = 64 * 2**10
 MOST_SECONDS = 30.0
-DRAIN_SECONDS = 5.0  # the same while the process drains, which waits for lingering connections
+DRAIN_SECONDS = 5.0  # instead of MOST_SECONDS while the process drains, which waits for lingering connections
 
 Wait = Callable[..., None]
-"""Seconds, what to call then, and its arguments: the one deadline of a connection, in place of the one before."""
+"""Sets the one deadline of a connection: seconds, what to call then, and its arguments. Replaces the previous deadline."""
 
 
 class Arrival:
-    """Whether a request arrives in time: its headers, then its body, which must not stall. `refuse("slow")` is called where it does not."""
+    """Calls `refuse("slow")` if a request arrives too slowly: its headers, or its body, which must not stall."""
 
     __slots__ = ("_limits", "_loop", "_refuse", "_until", "_wait", "begun", "bytes")
 
@@ -31,7 +31,7 @@ class Arrival:
         self, loop: asyncio.AbstractEventLoop, limits: Connections, wait: Wait, refuse: Callable[[str], None]
     ) -> None:
         self.begun = loop.time()
-        self.bytes = 0  # received of the present body
+        self.bytes = 0  # of the present body, received so far
         self._loop = loop
         self._limits = limits
         self._wait = wait
@@ -39,11 +39,11 @@ class Arrival:
         self._until = 0.0
 
     def watch_head(self) -> None:
-        """A request has begun and its headers are not complete."""
+        """Set the deadline for the rest of the headers."""
         self._wait(self.begun + self._limits.header_seconds - self._loop.time(), self._refuse, "slow")
 
     def watch_body(self) -> None:
-        """The headers are complete and the body is not."""
+        """Set the deadlines for the rest of the body."""
         self._until = max(self.begun + self._limits.body_seconds, self._loop.time() + LEAST_BODY_SECONDS)
         self._watch()
 
@@ -59,7 +59,7 @@ class Arrival:
 
 
 class Leftover:
-    """Input that nobody reads: thrown away, up to a bound of bytes and of time. Closing with unread input would be a reset, which
+    """Throws away input that is not needed, up to a limit of bytes and of time. Closing with unread input would send a reset, which
     destroys the last reply."""
 
     __slots__ = ("_cut", "_loop", "_transport", "_until", "_wait", "bytes")
@@ -67,8 +67,8 @@ class Leftover:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, wait: Wait, cut: Callable[[str], None]
     ) -> None:
-        """`cut` ends the connection, with the reason."""
-        self.bytes = 0  # bytes thrown away
+        """`cut` aborts the connection; its argument is the reason."""
+        self.bytes = 0  # thrown away since the request was begun
         self._loop = loop
         self._transport = transport
         self._wait = wait
@@ -76,13 +76,13 @@ class Leftover:
         self._until = 0.0
 
     def drop(self, count: int) -> None:
-        """Count bytes that arrived and were thrown away."""
+        """Count bytes that were thrown away; cut the connection beyond the limit."""
         self.bytes += count
         if self.bytes > MOST_BYTES:
             self._cut("endless_body")
 
     def linger(self, *, draining: bool) -> None:
-        """Close our half of the connection, and the other half once the client has read the reply or sends nothing more."""
+        """Close our half; close the rest once the client has taken the reply and stopped sending, or cut it when time is up."""
         self._until = self._loop.time() + (DRAIN_SECONDS if draining else MOST_SECONDS)
         if self._transport.can_write_eof():
             self._transport.write_eof()

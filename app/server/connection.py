@@ -43,7 +43,7 @@ GRACE_SECONDS = 1.0  # at shutdown, how long a connection must be silent before 
 
 
 class State(Enum):
-    """Of a connection: see the table above."""
+    """State of a connection: see the table above."""
 
     IDLE = auto()
     HEADERS = auto()
@@ -71,18 +71,18 @@ class Connection(asyncio.Protocol):
         self.routes = routes
         self.hosts = hosts
         self.observer = observer
-        self.is_counted = is_counted  # has one of the process's places for connections
+        self.is_counted = is_counted  # counts towards the process's connection budget
         self.state = State.IDLE
         self.due_at = math.inf  # the deadline of the present state, in seconds of the loop's clock
-        self.cycle: Cycle | None = None  # of the last request
+        self.cycle: Cycle | None = None  # cycle of the last request
         self.pending: list[Cycle] = []  # requests without a complete reply, oldest first
-        self.waiting: deque[Cycle] = deque()  # those of `pending` whose turn has not come
+        self.waiting: deque[Cycle] = deque()  # the pending requests that have not been started
         self.arrival = Arrival(loop, limits, self.wait, self._refuse)
         self.idle_since = loop.time()
-        self.held: dict[Cycle, int] = {}  # counted bytes of each body being read
-        self.rests = 0  # rests that are not over, in which other connections come first
+        self.held: dict[Cycle, int] = {}  # body bytes taken from the budget, by cycle
+        self.rests = 0  # rests in progress: until they end, other connections go first
         self.is_unread = False  # the client leaves replies unread
-        self.is_paused = False  # nothing is read
+        self.is_paused = False  # reading is paused
         self.refused_at = -float("inf")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -114,7 +114,7 @@ class Connection(asyncio.Protocol):
         self.observer.open.discard(self)
         self.cycle = None
         self.reader.close()
-        del self._overdue, self.arrival, self.leftover  # references back to this object
+        del self._overdue, self.arrival, self.leftover  # breaks the reference cycles to this connection
 
     def pause_writing(self) -> None:
         """The client leaves replies unread."""
@@ -136,7 +136,7 @@ class Connection(asyncio.Protocol):
             self._refuse("bad_request")
 
     def _read(self, data: bytes) -> bytes | None:
-        """Parse these bytes. Returns those that are to be parsed again."""
+        """Parse these bytes. Returns bytes to parse again, or None."""
         if self.state in (State.ENDING, State.LINGERING) or self._is_answered():
             self.leftover.drop(len(data))
         if self.state in (State.ENDING, State.LINGERING, State.CLOSED):
@@ -156,13 +156,13 @@ class Connection(asyncio.Protocol):
                 self.arrival.watch_body()
         return rest
 
-    # what the reader tells
+    # called by the reader
 
     def on_begin(self) -> None:
         """As `Hearer.on_begin`."""
         if self.state is not State.IDLE:
             return
-        if self.cycle is not None:  # the first one has begun with the connection
+        if self.cycle is not None:  # the first request's clock started with the connection
             self.arrival.begun = self.loop.time()
         self._enter(State.HEADERS)
 
@@ -192,7 +192,7 @@ class Connection(asyncio.Protocol):
     def on_end(self) -> None:
         """As `Hearer.on_end`."""
         assert self.cycle is not None
-        if self.state is State.BODY:  # a reply may have ended the connection already
+        if self.state is State.BODY:  # a reply may already have ended the connection
             self.leftover.bytes = 0
             self._rest()
         try:
@@ -202,7 +202,7 @@ class Connection(asyncio.Protocol):
             raise
 
     def _count_bodies(self) -> None:
-        """Count the bytes of bodies that were read and not handed on. Raises Refused if there is no room."""
+        """Charge the budget for body bytes that were read and wait for their endpoint. Raises Refused if there is no room."""
         for cycle in self.pending:
             count = cycle.held_bytes - self.held.get(cycle, 0)
             if count <= 0:
@@ -212,24 +212,24 @@ class Connection(asyncio.Protocol):
             elif not cycle.refuse_for_room():
                 raise Refused("crowded")
 
-    # what cycles tell
+    # called by cycles
 
     def release(self, cycle: Cycle) -> None:
-        """The body of a request is no longer needed."""
+        """Give back the budget of a request's body, which is no longer needed."""
         if cycle in self.held:
             self.observer.body_bytes.give(self.held.pop(cycle))
 
     def on_response_complete(self) -> None:
-        """A reply has been written completely."""
+        """A reply is completely written."""
         self.pending = [cycle for cycle in self.pending if not cycle.response_complete]
         self._go_on()
         if self.state is State.IDLE:
             self._rest()
 
     def rest(self, seconds: float, *, shares: bool = False) -> None:
-        """A request has held the event loop for so long: other connections come first for a while. `shares`: it ranked nothing, or
-        was wrong; all connections with such requests share a part of the loop."""
-        resting = self.observer.resting if self.is_counted else 1  # operators are never delayed
+        """Pause this connection after a request held the event loop for `seconds`, so that others go first. `shares`: the request ranked
+        nothing or was wrong; all connections with such requests share one part of the loop."""
+        resting = self.observer.resting if self.is_counted else 1  # a crowd does not delay an operator
         if wait := shared_rest_seconds(seconds, resting) if shares else rest_seconds(seconds):
             self.rests += 1
             self.observer.resting += 1
@@ -237,14 +237,14 @@ class Connection(asyncio.Protocol):
             self.loop.call_later(wait, self._rest_ends)
 
     def end_with_reply(self) -> None:
-        """The last reply has been written: close the connection."""
+        """End the connection: the last reply is written."""
         if self.state not in (State.LINGERING, State.CLOSED) and not self.transport.is_closing():
             self._enter(State.LINGERING)
             self._resume()
             self.leftover.linger(draining=self.observer.draining)
 
     def is_impatient(self) -> bool:
-        """Record a refused request; return whether the one before it was refused a moment ago."""
+        """Record a refused request; return whether the last refusal was less than `REPEAT_SECONDS` ago."""
         before, self.refused_at = self.refused_at, self.loop.time()
         return self.refused_at - before < REPEAT_SECONDS
 
@@ -280,15 +280,15 @@ class Connection(asyncio.Protocol):
         if not self.pending:
             self.wait(self.limits.keep_alive_seconds, self.cut, "keep_alive")
 
-    # ends
+    # deadlines and ends
 
     def wait(self, seconds: float, act: Callable[..., None], *arguments: Any) -> None:
-        """Set the deadline: `act` is called when it has passed, unless the state changes or another one is set before."""
+        """Set the deadline. `act` is called when it passes, unless the state changes or another deadline is set first."""
         self.due_at = self.loop.time() + seconds
         self._overdue: Callable[[], None] = partial(act, *arguments)
 
     def pass_deadline(self) -> None:
-        """The deadline has passed."""
+        """Act on the deadline, which has passed."""
         self.due_at = math.inf
         self._overdue()
 
@@ -302,7 +302,7 @@ class Connection(asyncio.Protocol):
             if cycle.response_started:
                 self.cut(refusal)
                 return
-            cycle.disconnect(REFUSALS[refusal][:2])  # its endpoint sends nothing more
+            cycle.disconnect(REFUSALS[refusal][:2])  # its endpoint sends no reply after this
             self.release(cycle)
             self.pending.remove(cycle)
             if cycle in self.waiting:
@@ -316,15 +316,15 @@ class Connection(asyncio.Protocol):
             self.end_with_reply()
 
     def shutdown(self) -> None:
-        """End the connection as soon as nothing is pending on it."""
+        """End the connection once no reply is pending."""
         self.leftover.hurry()
         self._close_after_last()
         self._end_if_silent()
 
     def _end_if_silent(self) -> None:
-        """End a silent connection. The client may just have sent a request, so the silence must have lasted a little."""
+        """Close once the connection has been silent for `GRACE_SECONDS`: the client may just have sent its next request."""
         if self.pending or self.transport.is_closing() or not (self.state is State.IDLE or self._is_answered()):
-            return  # a reply ends it, or already has
+            return  # a reply will end the connection, or has done so
         left = self.idle_since + GRACE_SECONDS - self.loop.time()
         if left > 0 or self.state is State.BODY or has_unread(self.transport):
             self.loop.call_later(max(left, GRACE_SECONDS / 100), self._end_if_silent)
@@ -336,13 +336,13 @@ class Connection(asyncio.Protocol):
             cycle.keep_alive = cycle is not self.pending[-1]
 
     def cut(self, reason: str) -> None:
-        """End the connection at once, and forget what is unread."""
+        """Abort the connection at once, dropping what is unread."""
         self.observer.closed(reason)
         self._enter(State.CLOSED)
         self.transport.abort()
 
     def _is_answered(self) -> bool:
-        """Whether a body is still arriving after its reply was sent, on a connection that stays open."""
+        """Whether the reply is out while its request's body still arrives."""
         return self.state is State.BODY and self.cycle is not None and self.cycle.response_complete
 
     def _enter(self, state: State) -> None:

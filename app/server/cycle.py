@@ -12,8 +12,8 @@ from app.http.asgi import Routes
 from app.http.call import Call, Fields
 from app.server.observer import Observer
 
-COPY_SECONDS = 5e-10  # roughly the kernel's time to copy a byte of a reply after the write
-SHORT_BYTES = 2**13  # no body shorter than this holds the event loop, and asking for processor time is a system call
+COPY_SECONDS = 5e-10  # roughly the kernel's time to copy a byte of a reply, after the step that writes it
+SHORT_BYTES = 2**13  # shorter bodies hold the loop too briefly to time: reading the thread's clock is a system call
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -38,7 +38,7 @@ class Connection(Protocol):
 
 
 class Cycle:
-    """One request, as its connection knows it."""
+    """One request on a connection: collects the body, calls the endpoint and writes the reply."""
 
     __slots__ = (
         "_body", "_bytes", "_connection", "_fields", "_handler", "_held", "_is_read", "_is_wrong", "_method", "_ranks",
@@ -60,10 +60,10 @@ class Cycle:
         self._size = 0
         self._is_read = self._is_wrong = self._ranks = False
         self._held = 0.0
-        self._bytes = b""  # of a waiting reply
+        self._bytes = b""  # the reply, until it is written
 
     def start(self) -> None:
-        """It is this request's turn: those before it on the connection have their replies."""
+        """Begin this request: all earlier ones on the connection have their replies."""
         self._handler = self._routes[self._method, self._target].begin(self._fields, self._reply)
         if self._is_read:
             self._finish()
@@ -75,11 +75,11 @@ class Cycle:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the body that nobody has taken yet."""
+        """Bytes of the body that wait for the endpoint, with their overhead."""
         return self._size + CHUNK_BYTES * len(self._body) if self._body else 0
 
     def feed(self, data: bytes) -> None:
-        """Some of the body."""
+        """Take a piece of the body."""
         if self.response_started:
             return
         self._size += len(data)
@@ -89,7 +89,7 @@ class Cycle:
             self._body.append(data)
 
     def refuse_for_room(self) -> bool:
-        """Answer that there is no room for more of the body; False where it is not this request's turn."""
+        """Reply that there is no room for more of the body; return False if this request has not been started."""
         if self._handler is None:
             return False
         self._body = []
@@ -103,7 +103,7 @@ class Cycle:
             self._finish()
 
     def disconnect(self, answered: tuple[int, str] | None = None) -> None:
-        """Nobody reads the reply any more; `answered` as in `Call.abandon`."""
+        """Abandon the request: nobody will read a reply. `answered` as in `Call.abandon`."""
         self.disconnected = True
         self._connection.observer.refusals.forget(self._write)
         if self._handler is not None and not self.response_started:
@@ -119,14 +119,14 @@ class Cycle:
             return
         whole = body[0] if len(body) == 1 else b"".join(body)
         is_short = self._size < SHORT_BYTES and b"content-encoding" not in [name for name, _ in self._fields]
-        started = 0.0 if is_short else time.thread_time()  # not by the clock: a busy machine holds the loop as well
+        started = 0.0 if is_short else time.thread_time()  # processor time, which a busy machine does not inflate
         self._connection.release(self)
         handler.finish(whole)
         if not is_short:
             self._connection.rest(time.thread_time() - started, shares=self._is_wrong)
 
     def _reply(self, status: int, headers: Fields, body: bytes, may_wait: bool) -> None:
-        """Write head and body at once. Raises RuntimeError for a value that would break the head."""
+        """Write head and body at once, or later if `may_wait` and the client is impatient. Raises RuntimeError for a control character."""
         if self.disconnected:
             return
         if CONTROL.search(b"".join([value for _, value in headers])):
@@ -140,7 +140,7 @@ class Cycle:
             self._ranks = self._handler.ranks and status < 400
             steps = self._handler.steps
             self._held = (steps.held_seconds() if steps else 0.0) + (0.0 if self._ranks else len(body) * COPY_SECONDS)
-        self._handler = None  # else the request's objects would stay until the connection's next request
+        self._handler = None  # free what the request holds now, not at the connection's next request
         self._bytes = b"".join((STATUS_LINES[status], connection.observer.date, fields, end, body))
         is_impatient = may_wait and connection.is_impatient()
         if not is_impatient or not connection.observer.refusals.hold(self._write):

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import structlog
 
 MOST_IN_A_TURN = 1024  # a flood of connections must not hold the loop
-WRITE_SECONDS = 8.0  # a client that takes nothing of what was written for so long is cut off
-PAUSE_SECONDS = 1.0  # without descriptors to be had, accepting again at once would only fail again
+WRITE_SECONDS = 8.0  # a client that takes nothing of what was written for this long is cut off
+PAUSE_SECONDS = 1.0  # when accepting fails, say for want of descriptors, retrying at once would fail again
 HANDSHAKE_SECONDS = 0.01  # a client whose SYN was answered has completed its connection by then
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27  # Linux; `socket` does not name them
 # a program of the classic BPF over the TCP header: drop a segment with SYN and without ACK, pass every other one
@@ -29,9 +29,9 @@ log = structlog.get_logger("app.server.listener")
 
 
 class Listener:
-    """Listens from the start, accepts from `start` to `close`. Raises OSError where the address cannot be had.
+    """Listens once it is made, accepts from `start` to `close`. Raises OSError if the address is not available.
 
-    `given` is a socket that listens there already, and then belongs to it.
+    `given` is a socket that already listens there; the listener owns it from then on.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Listener:
         self.socket = given or socket.create_server((host, port), family=family, backlog=backlog)
         self.socket.setblocking(False)
         if given is not None:
-            with contextlib.suppress(OSError):  # unless the front before this one has closed it
+            with contextlib.suppress(OSError):  # remove the filter that a previous front attached when it closed
                 self.socket.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
         self._protocol = protocol
         self._beginning: set[asyncio.Task[None]] = set()
@@ -60,10 +60,10 @@ class Listener:
         self._loop.add_reader(self.socket.fileno(), self._accept)
 
     async def close(self) -> None:
-        """Accept all that wait already, then free the port. Returns when those connections have begun.
+        """Accept all waiting connections, then free the port. Returns when those connections have begun.
 
-        The kernel resets whoever connects between the last `accept` and the end of the socket. So it first drops each SYN: who sends one
-        sends it again after a second, and is then refused, or taken by whoever has the port.
+        The kernel resets clients that connect between the last `accept` and the close. So a filter drops each SYN first: the client
+        sends it again after a second, and is then refused, or accepted by the port's next owner.
         """
         with contextlib.suppress(OSError):  # not Linux
             self.socket.setsockopt(
@@ -80,7 +80,7 @@ class Listener:
             await asyncio.wait(self._beginning)
 
     def _accept(self) -> bool:
-        """It returns whether more may wait."""
+        """Accept up to `MOST_IN_A_TURN` connections; return whether more may be waiting."""
         for _ in range(MOST_IN_A_TURN):
             try:
                 connection, _address = self.socket.accept()
@@ -93,7 +93,7 @@ class Listener:
                 return False
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: what only the kernel still holds counts as well
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: also covers bytes that only the kernel still holds
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * WRITE_SECONDS))
             task = self._loop.create_task(self._begin(connection))
             self._beginning.add(task)

@@ -39,17 +39,15 @@ from app.settings import ANY_ADDRESS, Settings
 from app.telemetry import logs
 
 Handler = Callable[[int, FrameType | None], None]
-LOOK_SECONDS = (
-    0.1  # from one look at `should_exit`, which any thread may set, and at connections' deadlines to the next
-)
+LOOK_SECONDS = 0.1  # between two checks of `should_exit`, which any thread may set, and of connections' deadlines
 LOOKS_A_SECOND = 10
 
 log = structlog.get_logger("app.server.process")
 
 
 class Port(NamedTuple):
-    """An address to listen on, and who takes the requests. `is_counted`: its connections take places of the budget; those of operators do
-    not, so that it answers when the others are too many."""
+    """An address to listen on, and the routes for its requests. `is_counted`: its connections count towards the budget. Those of the
+    operators' port do not, so that it answers even when there are too many others."""
 
     host: str
     port: int
@@ -65,7 +63,7 @@ def serve(server: RankingServer, sockets: list[socket.socket] | None = None, fro
     server.run(sockets)
     if server.service.has_running_threads():
         logs.process_sink().drain()
-        os._exit(server.exit_code)  # an orderly exit would wait for a thread that loads or hangs in native code
+        os._exit(server.exit_code)  # a thread that loads or hangs in native code would not survive an orderly end
     return server.exit_code
 
 
@@ -80,12 +78,12 @@ class Other(Protocol):
         ...
 
     async def stop(self, seconds: float) -> None:
-        """Take nothing new, and finish what was begun within this time."""
+        """Accept nothing new, and finish open requests within this time."""
         ...
 
 
 class RankingServer:
-    """Listens, serves and stops: readiness first, then the delay, then the listeners, then what is admitted."""
+    """Listens, serves and stops. To stop, it loses readiness, waits the delay, closes its listeners and finishes open requests."""
 
     def __init__(
         self,
@@ -114,7 +112,7 @@ class RankingServer:
         self.service.on_fatal = self.fatal
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until the end. Raises SystemExit where there is no address to listen on."""
+        """Serve until the end. Raises SystemExit if an address is not available."""
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self.serve(sockets))
 
@@ -132,10 +130,10 @@ class RankingServer:
             await self.shutdown()
 
     def fatal(self, reason: str) -> None:
-        """Only a new process can help: answer who waits, then exit with a code that says so."""
+        """Shut down after an error that only a new process can mend: answer waiting requests, then exit with a code that says so."""
         self.exit_code = EXIT_ENGINE_LOST if self.service.health().started else EXIT_FAILED
         self.should_exit = True
-        log.error("fatal", reason=reason)  # the log may fail: what must happen comes first
+        log.error("fatal", reason=reason)  # logged last: acting comes first
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen; loading goes on in the background. `sockets` listen already, one for each port in the order of `Settings.addresses`."""
@@ -156,7 +154,7 @@ class RankingServer:
             self.reloads.watch(self.settings.reload.watch_seconds)
 
     async def shutdown(self) -> None:
-        """Stop accepting, answer every request that was begun, end the service."""
+        """Stop accepting, answer every open request, stop the service."""
         self.observer.drain()
         self.reloads.stop()
         others = [asyncio.ensure_future(other.stop(self.settings.drain.timeout_seconds)) for other in self.others]
@@ -180,7 +178,7 @@ class RankingServer:
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle the process's signals while serving, in the main thread."""
+        """Handle signals while serving, if this is the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -208,7 +206,7 @@ class RankingServer:
         self.soon(self.reloads.reload_soon)
 
     def soon(self, call: Callable[[], None]) -> None:
-        """Call it in the event loop; from a signal's handler."""
+        """Call this in the event loop; safe in a signal handler."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(call)
         elif call == self.drain:
@@ -233,7 +231,7 @@ class RankingServer:
             await asyncio.sleep(0.01)
 
     async def _start_others(self) -> bool:
-        """Whether each of them listens."""
+        """Start the other servers; return whether all of them listen."""
         for other in self.others:
             try:
                 await other.start()
@@ -244,7 +242,7 @@ class RankingServer:
         return True
 
     def _listen(self, port: Port, given: socket.socket | None) -> bool:
-        """Whether the address could be had."""
+        """Open a listener; return whether the address was available."""
         protocol = functools.partial(
             Connection,
             asyncio.get_running_loop(),
@@ -264,7 +262,7 @@ class RankingServer:
 
 
 def _tell(settings: Settings, host: str, port: int) -> None:
-    """Print the address of the page if there is one, and a working request if the checkpoint brings an example."""
+    """Print or log the page's address if there is a page, and a working request if the checkpoint has an example."""
     reached = "127.0.0.1" if host in ANY_ADDRESS else host
     url = f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"
     example = settings.checkpoint.absolute() / "example.json"
@@ -290,7 +288,7 @@ def _tell(settings: Settings, host: str, port: int) -> None:
 
 
 def _raise_file_limit() -> None:
-    """As many connections as the system allows, not as the shell's default does."""
+    """Raise the limit of open files from the shell's default to the system's maximum: each connection needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         with contextlib.suppress(ValueError, OSError):

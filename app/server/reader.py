@@ -35,19 +35,19 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Refused(Exception):
-    """A request that is refused, raised where it is read; its argument is a key of `REFUSALS`."""
+    """The request being read is refused. The argument is a key of `REFUSALS`."""
 
 
 class Hosts:
-    """The host names that a port answers to. A hostile page that reaches this port by DNS rebinding sends another name."""
+    """The host names that a port answers to. Guards against DNS rebinding: a foreign page whose name resolves here sends its own name."""
 
     def __init__(self, names: Collection[str] = ()) -> None:
-        """Without names, any host is let in; `[::1]` counts as a name."""
+        """Without names, any host is allowed. A name may be an address such as `[::1]`."""
         self._names = frozenset(name.lower().encode() for name in names)
-        self._last: bytes | None = None  # the last one that was let in
+        self._last: bytes | None = None  # the last host that passed
 
     def check(self, host: bytes) -> None:
-        """Raises Refused."""
+        """Raise Refused unless this Host header is allowed."""
         if host == self._last:
             return
         found = HOST.fullmatch(host)
@@ -62,7 +62,7 @@ ANY_HOST = Hosts()
 
 
 class Hearer(Protocol):
-    """Gets the requests as they are read. Its methods may raise Refused."""
+    """What a reader calls for each request. The methods may raise Refused."""
 
     def on_begin(self) -> None:
         """A request's first byte is read."""
@@ -82,7 +82,7 @@ class Hearer(Protocol):
 
 
 class Reader:
-    """Belongs to one connection."""
+    """Parses the requests of one connection and calls its hearer."""
 
     def __init__(self, hearer: Hearer, hosts: Hosts, max_header_bytes: int) -> None:
         self.on_body: Callable[[bytes], None] = hearer.on_body  # as httptools calls it, for each piece
@@ -98,7 +98,7 @@ class Reader:
         self._parser = self._new_parser()
 
     def feed(self, data: bytes) -> bytes | None:
-        """Parse these bytes. Returns those that are to be parsed again, after an upgrade that is declined. Raises Refused."""
+        """Parse these bytes. After a declined upgrade, returns the bytes to parse again, else None. Raises Refused."""
         if not self._is_in_body:
             self._head_bytes += len(data)
         try:
@@ -112,7 +112,7 @@ class Reader:
         return None
 
     def close(self) -> None:
-        """Stop reading, and drop the parser, which refers back to this object."""
+        """Stop reading, and break the reference cycle with the parser."""
         del self._parser, self._hearer, self.on_body
 
     # parser callbacks
@@ -137,17 +137,17 @@ class Reader:
         if self._field_bytes > self._max_header_bytes or self._count > MAX_HEADERS:
             raise Refused("headers")
         if not self._is_in_body:  # trailers are counted and dropped
-            self._headers.append((name.lower(), value.rstrip(b" \t")))  # llhttp leaves out only what stands before it
+            self._headers.append((name.lower(), value.rstrip(b" \t")))  # llhttp strips only leading white space
 
     def on_headers_complete(self) -> None:
         """As httptools calls it."""
         parser = self._parser
         method, version = parser.get_method(), parser.get_http_version()
         self._check(method, version)
-        if version == "1.0":  # an HTTP/1.0 client takes a 100 for the reply
+        if version == "1.0":  # an HTTP/1.0 client would take a 100 for the reply
             self._headers = [field for field in self._headers if field[0] != b"expect"]
         if parser.should_upgrade():
-            return  # llhttp would take the body for another protocol: see `_declined`
+            return  # llhttp would treat the body as another protocol: see `_declined`
         self._is_in_body, self._head_bytes = True, 0
         keep_alive = version != "1.0" and parser.should_keep_alive()
         self._hearer.on_head(method, self._target, self._headers, keep_alive)
@@ -160,11 +160,11 @@ class Reader:
 
     def _new_parser(self) -> httptools.HttpRequestParser:
         parser = httptools.HttpRequestParser(self)
-        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # input after the last request is thrown away
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # bytes after the last request are thrown away
         return parser
 
     def _check(self, method: bytes, version: str) -> None:
-        """Refuse what llhttp lets through but a proxy may read differently, and foreign host names. Raises Refused."""
+        """Raise Refused for what llhttp accepts but a proxy may read differently, and for host names that are not ours."""
         if version not in ("1.1", "1.0"):
             raise Refused("version")
         hosts, codings = [], []
@@ -184,7 +184,7 @@ class Reader:
             self._hosts.check(hosts[0])
 
     def _declined(self, rest: bytes) -> bytes:
-        """An upgrade may be declined by answering in HTTP/1.1: the same request, asking for none, and what follows."""
+        """The same request without its upgrade, then `rest`: a server declines an upgrade by answering in HTTP/1.1."""
         method, version = self._parser.get_method(), self._parser.get_http_version()
         head = [b"%b %b HTTP/%b" % (method, self._target, version.encode())]
         for name, value in self._headers:
@@ -206,13 +206,13 @@ def refusal_reply(refusal: str) -> bytes:
 
 
 def _refusal_of(error: httptools.HttpParserError) -> str:
-    """Why parsing has stopped: what a callback has refused, a fault of ours in one, or the bytes."""
+    """The key of `REFUSALS` for a parser error: a callback's own refusal, "fault" if a callback failed, else "bad_request"."""
     cause = error.__context__
     if isinstance(cause, Refused):
         return str(cause.args[0])
     if cause is None or not isinstance(error, httptools.HttpParserCallbackError):
         return "bad_request"
-    frames = traceback.extract_tb(cause.__traceback__)[-12:]  # without the message: that may hold what the caller sent
+    frames = traceback.extract_tb(cause.__traceback__)[-12:]  # no message: it may hold what the caller sent
     log.error(
         "fault", error=type(cause).__name__, trace=[f"{each.filename}:{each.lineno} {each.name}" for each in frames]
     )

@@ -51,7 +51,7 @@ class Snapshot:
 
 
 class Corpus(Protocol):
-    """What a scrape says of a corpus: as `interface.Changed`."""
+    """What a scrape reports of a corpus: as `interface.Changed`."""
 
     @property
     def posts(self) -> int: ...
@@ -62,7 +62,7 @@ class Corpus(Protocol):
 
 
 class Source(Protocol):
-    """Where a scrape finds the figures that the service keeps anyway."""
+    """Where a scrape reads the figures that the service keeps anyway."""
 
     def snapshot(self) -> Snapshot: ...
 
@@ -77,7 +77,7 @@ class Shape(NamedTuple):
 
 
 class Distribution(Metric):
-    """Histograms of one name as a scrape has them. Samples are made for who reads them only: writing needs none."""
+    """Histograms of one name, for a scrape. Samples are made only when `samples` is read: writing needs none."""
 
     def __init__(self, shape: Shape, rows: Rows) -> None:
         self.name, self.documentation = shape.name, shape.text
@@ -86,19 +86,19 @@ class Distribution(Metric):
         self.rows = rows
 
     def plus(self, others: Rows) -> Distribution:
-        """With what other processes have counted."""
+        """These histograms plus those of other processes."""
         return Distribution(self.shape, added(self.rows, others))
 
     @property
     def samples(self) -> list[Sample]:  # type: ignore[override]
-        """As the client library has them."""
+        """As samples of the client library."""
         family = HistogramMetricFamily(self.name, self.documentation, labels=self.shape.labels)
         for values, (counts, total) in self.rows.items():
             family.add_metric(values, list(zip(self.shape.edges, accumulate(counts), strict=True)), total)
         return family.samples
 
     def write(self) -> str:
-        """As the exposition has them."""
+        """As lines of the exposition."""
         lines = [f"# HELP {self.name} {self.documentation}\n# TYPE {self.name} histogram\n"]
         for values, (counts, total) in self.rows.items():
             below = list(accumulate(counts))
@@ -108,7 +108,7 @@ class Distribution(Metric):
 
 @cache
 def _lines(shape: Shape, values: tuple[str, ...]) -> str:
-    """The lines of a series: a format of its running counts, all of them, and their sum."""
+    """A format string for the lines of one series, which takes the running counts, the total count and the sum."""
     named = sorted(f'{name}="{_escaped(value)}"' for name, value in zip(shape.labels, values, strict=True))
     buckets = [",".join(sorted([f'le="{edge}"', *named])) for edge in shape.edges]
     labels = f"{{{','.join(named)}}}" if named else ""
@@ -117,12 +117,12 @@ def _lines(shape: Shape, values: tuple[str, ...]) -> str:
 
 
 def _escaped(label: str) -> str:
-    """For a line of the exposition that is a format."""
+    """A label value escaped for the exposition and for the format string."""
     return label.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"").replace("%", "%%")
 
 
 def added(left: Rows, right: Rows) -> Rows:
-    """Both together."""
+    """The sum of both, series by series."""
     found = dict(left)
     for values, (counts, total) in right.items():
         before, sum_before = found.get(values, ([0] * len(counts), 0.0))
@@ -139,7 +139,7 @@ def write(metrics: Iterable[Metric]) -> bytes:
 
 
 class Scrapes:
-    """One at a time, `SCRAPE_SECONDS` apart: whoever asks before it is begun gets the same, which is never older than the question."""
+    """Makes one scrape at a time, `SCRAPE_SECONDS` apart. Callers that ask before it begins share it, so none gets an older one."""
 
     def __init__(self, make: Callable[[], Awaitable[bytes]]) -> None:
         self._make = make
@@ -148,7 +148,7 @@ class Scrapes:
         self._free_at = 0.0  # of the monotonic clock
 
     async def get(self) -> bytes:
-        """Raises what making it raises."""
+        """The next scrape. Raises what `make` raises."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_task(self._run())
         return await asyncio.shield(self._next)
@@ -174,7 +174,7 @@ class Scraped(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """All of them, as they are now."""
+        """The families with their present values."""
         return self._read()
 
 
@@ -193,7 +193,7 @@ def model_of(name: str, text: str, labels: Labels | None) -> Iterator[Metric]:
 
 
 def check_of(mark: Mark) -> float:
-    """The sequence, of which nine million differ, and nine digits of the digest: a whole number that a float64 holds."""
+    """The sequence modulo nine million, then nine digits from the digest: an integer that fits a float64."""
     return (mark.sequence % 9_000_000) * 10**9 + int(mark.digest[:12], 16) % 10**9
 
 
@@ -236,7 +236,7 @@ def figures(now: Snapshot) -> Iterator[Metric]:
 
 
 def budgets_of(budgets: Mapping[str, Budget]) -> Iterator[Metric]:
-    """The families of budgets, by their names."""
+    """The metric families of budgets, labelled by budget name."""
     used, limits, refused = ({n: getattr(b, part) for n, b in budgets.items()} for part in ("used", "limit", "refused"))
     yield family("gauge", "budget_used", "What all callers together take now.", by("budget", used))
     yield family("gauge", "budget_limit", "The most they may take.", by("budget", limits))
@@ -249,6 +249,6 @@ def by(label: str, values: Mapping[str, float]) -> Iterator[tuple[Labels, float]
 
 
 def add_stats(left: CacheStats, right: CacheStats, *, keep_gauges: bool = False) -> CacheStats:
-    """Totals of two caches. Of a cache that is gone only the running totals remain, so that no counter runs backwards."""
+    """Totals of two caches. `right` is a cache that is gone unless `keep_gauges`: only its counters remain, so that none runs backwards."""
     right = right if keep_gauges else replace(right, bytes=0, entries=0)
     return CacheStats(**{name: value + getattr(right, name) for name, value in asdict(left).items()})

@@ -33,7 +33,7 @@ class Output:
     stream: TextIO | Sink
     render: Callable[[Any, str, Event], str]
     level: int
-    process: Mapping[str, Any] = field(default_factory=dict)  # what every line says of its process
+    process: Mapping[str, Any] = field(default_factory=dict)  # fields about the process, added to every line
 
     def __call__(self, *names: str) -> structlog.WriteLogger:
         """A logger that writes there."""
@@ -42,7 +42,7 @@ class Output:
 
 @functools.cache
 def process_sink() -> Sink:
-    """The one over standard error, drained when the process ends; without a standard error its lines go nowhere."""
+    """The process's one sink to standard error, drained at exit; without a standard error its lines go to /dev/null."""
     sink = Sink(2 if sys.stderr is not None else os.open(os.devnull, os.O_WRONLY))
     atexit.register(sink.drain)
     return sink
@@ -67,7 +67,7 @@ def configure(settings: Logs, stream: TextIO | None = None, front: int | None = 
     )
     handler = logging.StreamHandler(output.stream)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(renderer, foreign_pre_chain=shared))
-    logging.raiseExceptions = False  # else a line that cannot be formatted is told to standard error, past the sink
+    logging.raiseExceptions = False  # else a line that cannot be formatted is reported on standard error, past the sink
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(max(output.level, logging.WARNING))  # libraries speak only when something is wrong

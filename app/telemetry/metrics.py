@@ -50,7 +50,7 @@ class BatchReport(msgspec.Struct, frozen=True):
 
 
 class Series:
-    """One histogram. `bounds` are upper bounds, ascending; a value that equals one lies below it."""
+    """One histogram. `bounds`: ascending upper bounds, inclusive."""
 
     __slots__ = ("_bounds", "_counts", "_pending", "_sum")
 
@@ -73,7 +73,7 @@ class Series:
         self._sum += float(values.sum())
 
     def read(self) -> tuple[list[int], float]:
-        """How many values fell below each bound and not below the one before, or above all, and their sum."""
+        """The number of values in each bucket, the last one above all bounds, and the sum of the values."""
         self._count()
         return self._counts.tolist(), self._sum
 
@@ -83,8 +83,8 @@ class Series:
 
 
 class Histograms(Collector):
-    """Histograms of one name, by the values of their labels, whose observations are counted, and written, many at a time: each costs a
-    tenth of the client library's. Belongs to the event loop, as scrapes do."""
+    """Histograms of one name, by label values. Observations are counted and written many at a time: each costs a tenth of the client
+    library's. Used in the event loop only, as scrapes are."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str], bounds: Iterable[float]) -> None:
         self._bounds = np.array(list(bounds))
@@ -102,11 +102,11 @@ class Histograms(Collector):
         return found
 
     def describe(self) -> Iterable[Metric]:
-        """The name alone, so that no other metric may have it."""
+        """Only the name, so that no other metric can take it."""
         return [Distribution(self._shape, {})]
 
     def collect(self) -> Iterator[Metric]:
-        """All that was counted."""
+        """The counts of all series."""
         yield Distribution(self._shape, {values: series.read() for values, series in self._series.items()})
 
 

@@ -18,7 +18,7 @@ CHECKPOINTS = ("first", "second")
 
 
 class ShadowMetrics:
-    """`held` gives the labels of the second checkpoint, None while there is none."""
+    """`held` returns the labels of the second checkpoint, None while none is held."""
 
     def __init__(self, registry: CollectorRegistry, held: Callable[[], dict[str, str] | None]) -> None:
         answers = "Requests given to each of both checkpoints to be answered."
@@ -44,7 +44,7 @@ class ShadowMetrics:
 
 
 def _held(labels: dict[str, str] | None) -> Iterator[Metric]:
-    """Whether the second checkpoint is held, and which it is."""
+    """Gauges that say whether the second checkpoint is held, and which one it is."""
     text = "1 while the second checkpoint is held, 0 while it is loaded and once it has failed."
     yield family("gauge", "second_ready", text, [({}, labels is not None)])
     yield from model_of("second_info", "The second checkpoint; always 1.", labels)

@@ -13,23 +13,23 @@ from app.budgets import BUFFER_BYTES
 
 BLOCK_BYTES = 4096  # POSIX' PIPE_BUF on Linux: a pipe takes such a write whole or not at all
 LINE_OVERHEAD_BYTES = 64  # of a waiting line, beside its characters
-GATHER_SECONDS = 0.02  # the lines of this time share a turn of this thread, for which others wait
+GATHER_SECONDS = 0.02  # lines of this time are written in one turn of this thread, which holds up other threads
 RETRY_SECONDS = 0.2
 STALL_SECONDS = 1.0  # how long `drain` waits for a reader that takes nothing
 DRAIN_SECONDS = 5.0  # and for one that is slow
-DROPPABLE_SHARE = 0.75  # share of the buffer that lines of successes may fill; the rest is for all others
+DROPPABLE_SHARE = 0.75  # share of the buffer that droppable lines, of successes, may fill; the rest is for all others
 SLOW, FAILED, STOPPED = REASONS = ("reader_slow", "write_failed", "stopped")
 
 
 class Sink:
     """A text stream over a descriptor. Nothing here raises or blocks: beyond `max_bytes` of waiting lines, new ones are dropped.
 
-    `dropped` counts them by what stood in the way. The log is told of them once half of the buffer is free again.
+    `dropped` counts dropped lines by reason. A log line reports them once half of the buffer is free again.
     """
 
     def __init__(self, descriptor: int, max_bytes: int = BUFFER_BYTES) -> None:
         self.max_bytes = max_bytes
-        self.waiting_bytes = 0  # of lines that are not written, with those in a system call
+        self.waiting_bytes = 0  # of lines not yet written, including those in a system call
         self.dropped = dict.fromkeys(REASONS, 0)
         self._descriptor = descriptor
         self._lines: deque[str] = deque()
@@ -46,12 +46,12 @@ class Sink:
         return len(text)
 
     def write_droppable(self, text: str) -> int:
-        """The same for a line that is the first to go when room runs out."""
+        """`write` for a line that is dropped first when room runs out."""
         self._put(text, int(self.max_bytes * DROPPABLE_SHARE))
         return len(text)
 
     def flush(self) -> None:
-        """No-op, which streams have; use `drain` to wait."""
+        """No-op, part of the stream interface; use `drain` to wait."""
 
     def drain(self) -> None:
         """Wait until all lines are written. What a stalled or slow reader leaves after a bounded time is dropped."""
@@ -103,10 +103,10 @@ class Sink:
         while data:
             try:
                 count = os.write(self._descriptor, data)
-            except BlockingIOError:  # another process that shares the descriptor made it so
+            except BlockingIOError:  # another process that shares the descriptor made it non-blocking
                 self._obstacle = SLOW
                 time.sleep(GATHER_SECONDS)
-            except OSError:  # no reader, no space: either may come back
+            except OSError:  # no reader or no space: either may come back
                 self._obstacle = FAILED
                 time.sleep(RETRY_SECONDS)
             else:

@@ -36,12 +36,12 @@ class Deltas:
         self._told: set[Key | tuple[str, tuple[str, ...]]] = set()
 
     def take(self) -> list[Family]:
-        """Counters and histograms as the difference to the last call, gauges as they are; a new series also where it is 0."""
+        """Counters and histograms as the difference from the last call, gauges as they are; a new series even if it is 0."""
         families = (self._family(metric) for metric in self._registry.collect())
         return [family for family in families if family.samples or family.rows]
 
     def tell_all(self) -> None:
-        """The next `take` names every series: who adds up is a new process."""
+        """Make the next `take` name every series, for a new process that adds up."""
         self._told.clear()
 
     def _family(self, metric: Metric) -> Family:
@@ -73,15 +73,15 @@ class Deltas:
 
 
 class Sums:
-    """What other processes have told, beside the registry of this one. What a process has counted stays when it has gone."""
+    """Adds what other processes report to this process's registry. Counts stay when the process that reported them is gone."""
 
     def __init__(self) -> None:
         self._families: dict[str, tuple[Family, dict[Key, Sample]]] = {}
-        self._rows: dict[str, Rows] = {}  # of histograms, which are the same in every process
-        self._gauges: dict[Hashable, list[Family]] = {}  # of the processes that live
+        self._rows: dict[str, Rows] = {}  # of histograms, whose buckets are the same in every process
+        self._gauges: dict[Hashable, list[Family]] = {}  # by running process
 
     def add(self, process: Hashable, families: Iterable[Family]) -> None:
-        """What `Deltas.take` gave in that process."""
+        """Add what `Deltas.take` returned in that process."""
         self._gauges[process] = []
         for family in families:
             if family.rows:
@@ -93,11 +93,11 @@ class Sums:
                 _add(samples, family.samples)
 
     def forget(self, process: Hashable) -> None:
-        """It has gone, and its gauges with it."""
+        """Drop the gauges of a process that is gone."""
         self._gauges.pop(process, None)
 
     def render(self, registry: CollectorRegistry) -> bytes:
-        """The exposition of the registry and all that was told, of type CONTENT_TYPE."""
+        """The exposition of the registry and everything added, of type CONTENT_TYPE."""
         return write(self._summed(registry))
 
     def _summed(self, registry: CollectorRegistry) -> Iterator[Metric]:

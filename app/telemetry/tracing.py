@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 STAGES = ("parse", "queue", "forward", "serialize")  # in the order in which a request passes them
 SERVICE_NAME = "phoenix-ranking-server"
-EXPORT_SECONDS = 2.0  # a collector that is down holds up the end of the process no longer
+EXPORT_SECONDS = 2.0  # a collector that is down delays the end of the process by no more
 
 
 def create_tracer(settings: Tracing, processor: SpanProcessor | None = None) -> RequestTracer | None:
@@ -28,7 +28,7 @@ def create_tracer(settings: Tracing, processor: SpanProcessor | None = None) -> 
 
 
 class RequestTracer:
-    """Turns a finished exchange into a span with one child a stage."""
+    """Turns a finished exchange into a span with one child per stage."""
 
     def __init__(self, processor: SpanProcessor | None = None) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -45,7 +45,7 @@ class RequestTracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def record(self, exchange: Exchange, seconds: float, headers: Mapping[bytes, bytes]) -> str:
-        """Make the spans of a request that ended now and took that long; returns its trace id, 32 hex digits.
+        """Make the spans of a request that ended now and took `seconds`; returns its trace id, 32 hex digits.
 
         A valid `traceparent` makes them children of the caller's span, and its sampling decision holds.
         """
@@ -86,5 +86,5 @@ class RequestTracer:
         return format(span.get_span_context().trace_id, "032x")
 
     def close(self) -> None:
-        """Send what is left."""
+        """Export the remaining spans, and stop."""
         self._provider.shutdown()

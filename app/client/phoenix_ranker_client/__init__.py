@@ -5,7 +5,7 @@
         best = min(ranking.candidates, key=lambda candidate: candidate.rank)
 
 One deadline bounds a call with all its attempts, and each attempt tells the server how much of it is left. 429, 503 and broken
-connections are tried again, after the time that the server asks for.
+connections are retried after the delay that the server asks for.
 """
 
 from phoenix_ranker_client.calls import routing_key

@@ -23,20 +23,20 @@ from tenacity.stop import stop_base
 from phoenix_ranker_client.messages import DeadlineExceeded, RequestRefused, ServerFault, Unavailable, error_from
 
 T = TypeVar("T")
-GRACE_SECONDS = 0.05  # the server's own 504 says more than a connection that was closed at the same moment
+GRACE_SECONDS = 0.05  # wait this much longer: the server's own 504 says more than a closed connection
 AGAIN = retry_if_exception_type(Unavailable)
 BACKOFF = wait_random_exponential(multiplier=0.1, max=1.0)
-JITTER_SHARE = 0.25  # clients that were refused together should not come back together
+JITTER_SHARE = 0.25  # clients refused at the same moment should not retry at the same moment
 
 
 class Known(Protocol):
-    """What is known by a handle, which each reply tells."""
+    """Holds the latest handle of a context, which each reply updates."""
 
     handle: str
 
 
 class Call(Generic[T]):
-    """The same body and the same request id in each attempt, and one deadline for all. `parse` makes the result of a 200."""
+    """Sends the same body and request id in each attempt, under one deadline. `parse` makes the result of a 200."""
 
     def __init__(
         self,
@@ -51,15 +51,15 @@ class Call(Generic[T]):
         self.deadline = time.monotonic() + timeout_seconds
         self.request_id = request_id or uuid.uuid4().hex
         self.headers = headers | {"x-request-id": self.request_id}
-        self.make_whole: Callable[[float], Call[T]] | None = None  # the same within so many seconds, without a handle
-        self.known: Known | None = None  # whose handle the reply tells
+        self.make_whole: Callable[[float], Call[T]] | None = None  # the same call without a handle, in these seconds
+        self.known: Known | None = None  # gets the handle from the reply
 
     def seconds_left(self) -> float:
-        """Until the deadline."""
+        """Seconds until the deadline, negative after it."""
         return self.deadline - time.monotonic()
 
     def whole(self) -> Call[T] | None:
-        """The same call without a handle, None where it had none."""
+        """The same call without a handle, or None if it has none."""
         if self.make_whole is None:
             return None
         call = self.make_whole(self.seconds_left())
@@ -67,11 +67,11 @@ class Call(Generic[T]):
         return call
 
     def stop(self, attempts: int) -> stop_base:
-        """When to try no more: after so many attempts, or when the next one could not begin before the deadline."""
+        """When to stop retrying: after this many attempts, or when the next one could not begin before the deadline."""
         return stop_after_attempt(attempts) | stop_before_delay(max(0.0, self.seconds_left()))
 
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
-        """The next attempt, which tells the service how much time is left. Raises DeadlineExceeded when none is."""
+        """The next attempt, which tells the service how much time is left. Raises DeadlineExceeded if none is left."""
         left = self.seconds_left()
         if left <= 0:
             raise self._too_late("The time was over before this attempt.")
@@ -81,11 +81,11 @@ class Call(Generic[T]):
         )
 
     def timeouts(self) -> dict[str, float]:
-        """What is left for each step of an attempt, as httpx's extension `timeout`."""
+        """The seconds left, for each step of an attempt, as httpx's extension `timeout`."""
         return dict.fromkeys(("connect", "read", "write", "pool"), max(0.001, self.seconds_left() + GRACE_SECONDS))
 
     def until_deadline(self, chunks: Iterable[bytes]) -> bytes:
-        """A reply's body. A timeout of httpx bounds each read, not their sum. Raises DeadlineExceeded."""
+        """Read a reply's body until the deadline: a timeout of httpx bounds each read, not their sum. Raises DeadlineExceeded."""
         body = bytearray()
         for chunk in chunks:
             body += chunk
@@ -95,7 +95,7 @@ class Call(Generic[T]):
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """What httpx raises, as ours. A reply that was cut off is tried again too: ranking changes nothing."""
+        """Turn httpx errors into RankerErrors. A reply that was cut off is retried too: ranking changes nothing."""
         try:
             yield
         except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError) as error:
@@ -108,7 +108,7 @@ class Call(Generic[T]):
             raise ServerFault(0, "transport", str(error), self.request_id) from error
 
     def result(self, response: httpx.Response, content: bytes) -> T:
-        """What a reply with scores holds. Raises the error that any other reply means."""
+        """The parsed result of a 200. Raises the matching RankerError for any other reply."""
         request_id = response.headers.get("x-request-id", self.request_id)
         try:
             if response.status_code == httpx.codes.OK:
@@ -116,7 +116,7 @@ class Call(Generic[T]):
                     self.known.handle = response.headers.get("x-context", "")
                 return self.parse(response.headers, content)
             body = orjson.loads(content)
-        except (ValueError, LookupError, TypeError, AttributeError):  # not ours: a proxy's page, say
+        except (ValueError, LookupError, TypeError, AttributeError):  # not from this service: a proxy's page, say
             body = {}
         asked = response.headers.get("retry-after", "")
         raise error_from(response.status_code, body, request_id, float(asked) if asked.isdecimal() else None)
@@ -126,7 +126,7 @@ class Call(Generic[T]):
 
 
 def wait_seconds(state: RetryCallState) -> float:
-    """As long as the service asked for and up to a quarter more, by chance; without its word, longer from attempt to attempt."""
+    """Seconds to wait: the service's Retry-After plus a random 0 to 25 %; without one, a random exponential backoff."""
     error = state.outcome.exception() if state.outcome is not None else None
     asked = error.retry_after_seconds if isinstance(error, Unavailable) else None
     return BACKOFF(state) if asked is None else asked * (1 + random.uniform(0, JITTER_SHARE))

@@ -48,7 +48,7 @@ def routing_key(user_id: Id, secret: bytes = b"") -> str:
 
 
 def _whole_where_unknown(make: Callable[Concatenate[Calls, P], Call[T]]) -> Callable[Concatenate[Calls, P], Call[T]]:
-    """A call that names its context by a handle knows what to send where the service does not know that."""
+    """Let a call that sends a context handle also make the whole request, for when the service does not know the handle."""
 
     @functools.wraps(make)
     def method(self: Calls, /, *arguments: P.args, **named: P.kwargs) -> Call[T]:
@@ -63,7 +63,7 @@ def _whole_where_unknown(make: Callable[Concatenate[Calls, P], Call[T]]) -> Call
 
 @dataclass(frozen=True)
 class Calls:
-    """Makes the calls of one client, whose methods these are: sync in the one, async in the other."""
+    """Makes the calls of one client. Both clients, sync and async, take their methods from here."""
 
     base_url: str
     api_key: str | None = field(repr=False)
@@ -83,7 +83,7 @@ class Calls:
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         request_id: str | None = None,
     ) -> Call[KnownCalls]:
-        """Compute user and history ahead. Raises RankerError."""
+        """Have the service compute user and history ahead. Raises RankerError."""
         request, known = RankingRequest(user_id, (), history), KnownCalls(self, user_id, history)
         call = self._json("context", user_of(request), [request], lambda body: known, timeout_seconds, request_id)
         call.known = known
@@ -121,9 +121,9 @@ class Calls:
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         request_id: str | None = None,
     ) -> Call[list[Ranking | RankerError]]:
-        """Rank several requests in one call; one that failed is its error. Raises RankerError when the whole call failed.
+        """Rank several requests in one call; a failed request gives its error. Raises RankerError when the whole call failed.
 
-        The call goes where the first request's user is cached: put one user's requests together.
+        The call goes to the process that caches the first request's user: put one user's requests together.
         """
 
         def sent(some: Sequence[RankingRequest], read: Callable[[Any], T], seconds: float, name: str | None) -> Call[T]:
@@ -160,7 +160,7 @@ class Calls:
         request_id: str | None = None,
         **options: Any,
     ) -> Call[Explanation]:
-        """Why candidates stand where they stand: `explain` has post ids of some of them. As `rank` besides. Raises RankerError."""
+        """Explain the ranks of some candidates: `explain` lists their post ids. Otherwise as `rank`. Raises RankerError."""
         request = RankingRequest(user_id, candidates, history, **options)
         body = request.to_json() | {"explain": list(explain)}
         return self._json("explain", body, [request], Explanation.from_json, timeout_seconds, request_id)
@@ -178,7 +178,7 @@ class Calls:
         **options: Any,
     ) -> Call[Retrieval]:
         """The best posts of the service's corpus; `options` are the other fields of RetrievalRequest. `at_least`: a sequence of the corpus,
-        or a position of its feed, that the posts must have; a replica that is behind is asked again. Raises RankerError."""
+        or a position of its feed, that the reply must include; a replica that is behind is asked again. Raises RankerError."""
         request, read = RetrievalRequest(user_id, history, **options), Retrieval.from_json
         return self._json("retrieve", request.to_json(), [request], read, timeout_seconds, request_id, at_least)
 
@@ -230,7 +230,7 @@ class Calls:
         timeout_seconds: float,
         request_id: str | None,
     ) -> Call[T]:
-        """A batch is sent whole to where its first user is kept: no place is better for all of them."""
+        """Build the call. A batch carries its first user's routing key: no process is the best one for all its users."""
         if self.api_key is not None:
             headers = headers | {"authorization": f"Bearer {self.api_key}"}
         if requests:
@@ -239,7 +239,7 @@ class Calls:
 
 
 class KnownCalls:
-    """Makes the calls for one user with one history, which are sent by `handle`; it follows the service's replies, and is empty where the
+    """Makes the calls for one user with one history, sending `handle` in their place. Each reply updates the handle; it is empty if the
     service keeps nothing of this size."""
 
     def __init__(self, calls: Calls, user_id: Id, history: Sequence[Event]) -> None:

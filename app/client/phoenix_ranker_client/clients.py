@@ -19,7 +19,7 @@ LIMITS = httpx.Limits(max_connections=256, max_keepalive_connections=64)
 
 
 def _blocking(make: Callable[Concatenate[Any, P], Call[T]]) -> Callable[Concatenate[Any, P], T]:
-    """Makes a call and sends it."""
+    """Make a method that builds a call and sends it."""
 
     @functools.wraps(make)
     def method(self: Any, /, *arguments: P.args, **named: P.kwargs) -> T:
@@ -45,8 +45,8 @@ def _awaited(
 class RankerClient:
     """Blocking. Safe to share between threads; close it, or use it in `with`.
 
-    `attempts` counts the first one too; `routing_secret` keys the hash of user ids that balancers see; `wire` is what `rank` speaks:
-    the same numbers, in binary with a fraction of the bytes and the time.
+    `attempts` includes the first one; `routing_secret` keys the hash of user ids that balancers see; `wire` is the format that `rank`
+    uses: "binary" carries the same numbers in a fraction of the bytes and the time.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RankerClient:
     recommend = _blocking(Calls.recommend)
 
     def context(self, /, user_id: Id, history: Sequence[Event] = (), **options: Any) -> Context:
-        """Have user and history computed ahead, for the calls to come; `options` as of `rank`. Raises RankerError."""
+        """Have the service compute user and history ahead. `options`: `timeout_seconds` and `request_id`. Raises RankerError."""
         return Context(self, self._send(self._calls.context(user_id, history, **options)))
 
     def _send(self, call: Call[T]) -> T:
@@ -166,13 +166,13 @@ class _Known:
 
     @property
     def handle(self) -> str:
-        """By which the service knows it, for callers with the same API key; empty where it keeps nothing of this size."""
+        """The service's name for this context, valid for callers with the same API key; empty if it keeps nothing of this size."""
         return self._calls.handle
 
 
 class Context(_Known):
-    """One user with one history, by the handle that the service gave. Its calls are those of the client without these two, which are sent
-    where the service does not know them any more."""
+    """One user with one history, known to the service by a handle. Has the client's methods without these two arguments, and sends them
+    in full when the service no longer knows the handle."""
 
     rank = _blocking(KnownCalls.rank)
     explain = _blocking(KnownCalls.explain)

@@ -13,7 +13,7 @@ R = TypeVar("R", bound="Reply")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One item of a history. `actions`: names, or name → value; `dwell_time` in seconds, 0 where unknown."""
+    """One item of a history. `actions`: names, or name → value; `dwell_time` in seconds, 0 if unknown."""
 
     post_id: Id
     author_id: Id
@@ -24,7 +24,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A post to score; `created_at` in Unix seconds, 0 where unknown."""
+    """A post to score; `created_at` in Unix seconds, 0 if unknown."""
 
     post_id: Id
     author_id: Id
@@ -34,8 +34,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class RankingRequest:
-    """One user's request. `history` runs oldest → newest; None leaves the service's default. `context`: a handle that the service gave for
-    this user and history, and that is sent in their place. `weights`: by action, or the name of published ones."""
+    """One user's request. `history` runs oldest → newest; a field that is None takes the service's default. `context`: a handle from the
+    service for this user and history, sent in their place. `weights`: by action, or the name of a published set."""
 
     user_id: Id
     candidates: Sequence[Candidate]
@@ -47,20 +47,20 @@ class RankingRequest:
     context: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The body, in arrays."""
+        """The JSON body, with posts as columns."""
         body = user_of(self) | {"candidates": columns_of(Candidate, self.candidates)}
         return body | given(self, "impression_ts", "weights", "top_k", "actions_wanted")
 
 
 def user_of(request: Any) -> dict[str, Any]:
-    """Whom a request is for."""
+    """The fields that say whom a request is for: the context handle if it has one, else user and history."""
     if request.context is not None:
         return {"context": request.context}
     return {"user_id": request.user_id, "history": columns_of(Event, request.history)}
 
 
 def given(request: Any, *names: str) -> dict[str, Any]:
-    """Those of the request's optional fields that are set, as plain JSON."""
+    """The named optional fields that are set, as plain JSON."""
     return {name: _plain(value) for name in names if (value := getattr(request, name)) is not None}
 
 
@@ -73,19 +73,19 @@ def _plain(value: Any) -> Any:
 
 
 def columns_of(kind: type, posts: Sequence[Any]) -> dict[str, list[Any]]:
-    """Candidates or a history in arrays: a column for each field."""
+    """Candidates or a history as columns: one list per field."""
     return {field.name: [_plain(getattr(post, field.name)) for post in posts] for field in fields(kind)}
 
 
 class Reply:
-    """A reply that holds posts: `ROWS` is the name of their field, and the dataclass of each."""
+    """A reply that holds posts. `ROWS`: the name of the field with the posts, and the dataclass of one post."""
 
     __slots__ = ()
     ROWS: ClassVar[tuple[str, type]]
 
     @classmethod
     def from_json(cls: type[R], body: Mapping[str, Any]) -> R:
-        """From a reply's body; fields that a later server may add are ignored."""
+        """Build it from a reply's body. Ignores unknown fields, which a later server may add."""
         name, kind = cls.ROWS
         values = operator.itemgetter(*(field.name for field in fields(kind)))
         flat = {f"model_{part}": value for part, value in body.get("model", {}).items()} | dict(body)
@@ -106,8 +106,8 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True)
 class Ranking(Reply):
-    """The reply to one request, in the request's order, or best first where `top_k` was given. `context`: the handle of user and history,
-    empty where the service does not keep them."""
+    """The reply to one request, in the request's order, or best first if `top_k` was given. `context`: the handle of user and history,
+    empty if the service does not keep them."""
 
     ROWS = "candidates", Ranked
     model_name: str
@@ -122,8 +122,8 @@ class Ranking(Reply):
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """Why one candidate stands where it stands. `change` and `attention` as on the service's page: what each thing changes, and by layer
-    where the model looks."""
+    """Why one candidate has its rank. `change`: for each thing, the scores with it less those without it; `attention`: where the model
+    looks, by layer. The service's page shows both."""
 
     post_id: Id
     score: float
@@ -135,8 +135,8 @@ class Explained:
 
 @dataclass(frozen=True, slots=True)
 class Explanation(Reply):
-    """The reply to one question, in its order. `events`: `place` and `post_id` of the history items that were left out one by one;
-    `context` as in `Ranking`."""
+    """The reply to one `explain` call, in the order asked. `events`: `place` and `post_id` of the history items that were left out one
+    at a time; `context` as in `Ranking`."""
 
     ROWS = "candidates", Explained
     model_name: str
@@ -151,7 +151,7 @@ class Explanation(Reply):
 
 
 class RankerError(Exception):
-    """The service gave no ranking. `status` is 0 where no reply came; `errors` are (field, message) pairs."""
+    """The service gave no ranking. `status` is 0 if no reply came; `errors` are (field, message) pairs."""
 
     def __init__(
         self,
@@ -176,25 +176,26 @@ class RequestRefused(RankerError):
 
 
 class ContextUnknown(RequestRefused):
-    """The service does not know a handle, or does not any more. Calls that have user and history too are then sent whole."""
+    """The service does not know the handle, or no longer does. A call that also has user and history is then sent again with them."""
 
 
 class Unavailable(RankerError):
-    """No room, not ready, draining, engine down, no connection, or the request came too slowly. Tried again as time allowed."""
+    """No room, not ready, draining, engine down, no connection, or the request arrived too slowly. Raised after the last retry."""
 
 
 class DeadlineExceeded(RankerError):
-    """The time was over, here or there."""
+    """The deadline passed, in the client or in the service."""
 
 
 class ServerFault(RankerError):
-    """The service failed: 500, or a reply that is not one of this service."""
+    """The service failed: a 500, or a reply that this service does not send."""
 
 
 def error_from(status: int, body: Any, request_id: str, retry_after_seconds: float | None) -> RankerError:
     """The error that a problem reply means. `body` is its JSON, or anything else: a proxy may have answered.
 
-    A proxy says 502 where a process died, and 504 where one hangs: another may answer. Our own 504 is the end of the caller's time.
+    A proxy sends 502 when a process died and 504 when one hangs, so another process may answer. The service's own 504 has a `code` and
+    means that the deadline passed.
     """
     body = body if isinstance(body, dict) else {}
     kinds = {

@@ -11,8 +11,8 @@ from phoenix_ranker_client.messages import Event, Id, Reply, given, user_of
 
 @dataclass(frozen=True, slots=True)
 class RetrievalRequest:
-    """Which posts to look for. None leaves the service's default; `weights`, `top_k` and `actions_wanted` are for `recommend` alone, and
-    `context` is as in `RankingRequest`."""
+    """Which posts to look for. A field that is None takes the service's default; `weights`, `top_k` and `actions_wanted` are for
+    `recommend` only; `context` as in `RankingRequest`."""
 
     user_id: Id
     history: Sequence[Event] = ()
@@ -29,14 +29,14 @@ class RetrievalRequest:
     context: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The body, in arrays."""
+        """The JSON body, with posts as columns."""
         names = (field.name for field in fields(self) if field.name not in ("user_id", "history", "context"))
         return user_of(self) | given(self, *names)
 
 
 @dataclass(frozen=True, slots=True)
 class RetrievedPost:
-    """A post of the corpus; `created_at` in Unix seconds, 0 where unknown."""
+    """A post of the corpus; `created_at` in Unix seconds, 0 if unknown."""
 
     post_id: str
     author_id: str
@@ -48,7 +48,7 @@ class RetrievedPost:
 
 @dataclass(frozen=True, slots=True)
 class Retrieval(Reply):
-    """The best posts, best first. `visible`: how many the filters but `min_score` left; `corpus`: `name`, `version`, `posts`, `changes`."""
+    """The best posts, best first. `visible`: posts left by all filters but `min_score`; `corpus`: `name`, `version`, `posts`, `changes`."""
 
     ROWS = "posts", RetrievedPost
     model_name: str

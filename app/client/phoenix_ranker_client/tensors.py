@@ -15,18 +15,18 @@ from phoenix_ranker_client.messages import Ranked, Ranking, RankingRequest
 MEDIA_TYPE = "application/octet-stream"
 LENGTH = "inference-header-content-length"
 CODES = {"UINT64": "Q", "INT64": "q", "FP32": "f", "FP64": "d"}
-MAX_SECONDS = 1e30  # a dwell time beyond it is cut off anyway, and fits a float32
+MAX_SECONDS = 1e30  # fits a float32; the service cuts off longer dwell times anyway
 
 
 def can_carry(request: RankingRequest) -> bool:
-    """Whether no id is a text."""
+    """Whether every id is a number: text ids need JSON."""
     posts: list[Any] = [*request.candidates, *request.history]
     ids = [request.user_id, *(value for post in posts for value in (post.post_id, post.author_id))]
     return all(not isinstance(value, str) or value.isdecimal() for value in ids)
 
 
 def write(request: RankingRequest) -> tuple[bytes, dict[str, str]]:
-    """A request's body and the headers that it needs. Raises ValueError, TypeError or OverflowError for what is no such number."""
+    """A request's body and headers. Raises ValueError, TypeError or OverflowError for a value that does not fit its column."""
     candidates, history = request.candidates, request.history if request.context is None else ()
     columns: dict[str, tuple[str, Sequence[Any]]] = {
         "candidates.post_id": ("UINT64", [_id(candidate.post_id) for candidate in candidates]),
@@ -71,7 +71,7 @@ def write(request: RankingRequest) -> tuple[bytes, dict[str, str]]:
 
 
 def read(request: RankingRequest, headers: Mapping[str, str], content: bytes) -> Ranking:
-    """The ranking in the reply to that request. Raises LookupError, ValueError or TypeError for what is no such reply."""
+    """The ranking in the reply to this request. Raises LookupError, ValueError or TypeError if the reply has another form."""
     length = int(headers[LENGTH])
     header, place = orjson.loads(content[:length]), length
     columns: dict[str, Any] = {}
@@ -108,7 +108,7 @@ def read(request: RankingRequest, headers: Mapping[str, str], content: bytes) ->
 
 
 def _matrix(request: RankingRequest, names: Sequence[str]) -> list[float]:
-    """The actions of each event in its row, 1 where only named."""
+    """The action values, one row per event, flattened; 1 for an action that is named without a value."""
     places = {name: place for place, name in enumerate(names)}
     cells = [0.0] * (len(request.history) * len(names))
     for row, event in enumerate(request.history):
@@ -119,7 +119,7 @@ def _matrix(request: RankingRequest, names: Sequence[str]) -> list[float]:
 
 
 def _id(value: int | str) -> int:
-    """An id as a number. Raises ValueError or TypeError for what is none in JSON either: a fraction, a sign, white space."""
+    """An id as a number. Raises ValueError or TypeError for what JSON requests refuse too: a fraction, a sign, white space."""
     if isinstance(value, str | bool) and str(int(value)) != str(value):
         raise ValueError("an id must be an integer, or its decimal string without leading zeros")
     return operator.index(int(value) if isinstance(value, str) else value)
@@ -140,7 +140,7 @@ def _names(text: str) -> list[str]:
 
 
 def _little(column: array[Any]) -> array[Any]:
-    """The wire is little-endian."""
+    """The column in little-endian order, swapped in place if needed."""
     if sys.byteorder == "big":
         column.byteswap()
     return column
