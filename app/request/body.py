@@ -186,7 +186,7 @@ class BatchDecoder:
         items, is_bare = self._read(body)
         found = [bytes(item) for item in msgspec.structs.astuple(items) if item is not UNSET] if items else []
         if not found:
-            raise InvalidRequest([("requests", "must be a list of requests that is not empty, and nothing else")])
+            raise InvalidRequest([("requests", "must be a non-empty list of requests, with no other fields")])
         if len(found) > self.limit:
             raise TooLarge(f"requests: at most {self.limit} are taken.")
         if not is_bare and body.count(b":") != 1 + sum(item.count(b":") for item in found):

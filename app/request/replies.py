@@ -22,7 +22,7 @@ class ModelVersion(Strict):
 
 
 class Scored(Strict):
-    """What is said of a candidate wherever it is scored."""
+    """The fields of every scored candidate."""
 
     post_id: Annotated[Id, about("As it was sent.")]
     score: Annotated[float, about("Σ weight × probability over the weights in force.")]
@@ -55,7 +55,7 @@ class Timings(Strict):
 
 
 class Reply(Strict, kw_only=True):
-    """What is said beside scores."""
+    """The fields beside the scores."""
 
     history_used: Annotated[int, about("History items that the model saw: the ranking model, where there are two.")]
     history_dropped: Annotated[int, about("Older items that did not fit the model's window.")]
@@ -74,7 +74,7 @@ class ContextReply(Reply, kw_only=True):
 
 
 class ScoresReply(Reply, kw_only=True):
-    """What is said beside the scores of one model."""
+    """The fields beside the scores of one model."""
 
     model: Annotated[ModelVersion, about("What computed it.")]
     actions: Annotated[list[str], about("Names of the probability columns.")]
@@ -117,7 +117,7 @@ class Failed(Strict):
 
 
 class BatchReply(Strict):
-    """One entry a request, in their order."""
+    """One entry per request, in order."""
 
     results: Annotated[
         list[Any],  # msgspec has no union of two objects, which it could not tell apart
@@ -127,7 +127,7 @@ class BatchReply(Strict):
 
 
 class LeftOut(Strict):
-    """The history items that were left out one by one, oldest first; an entry an item."""
+    """The history items that were left out one by one, oldest first; one entry per item."""
 
     place: Annotated[list[int], about("Their places in the request's history, from 0.")]
     post_id: Annotated[list[str], about("Their post ids as strings.")]
@@ -141,7 +141,7 @@ class Change(Strict):
 
 
 class Changes(Strict):
-    """What each of several things changes; an entry a thing."""
+    """What each of several things changes; one entry per thing."""
 
     score: Annotated[Numbers, about("Of the combined score.")]
     probabilities: Annotated[Rows, about("A row a thing; a row has one for each of the reply's `actions`.")]
@@ -185,7 +185,7 @@ class ExplainTimings(Timings):
 
 
 class ExplainReply(ScoresReply, kw_only=True):
-    """Why candidates stand where they stand."""
+    """Why candidates have their ranks."""
 
     events: Annotated[LeftOut, about("What was left out one by one.")]
     candidates: Annotated[list[ExplainedCandidate], about("In the order of the request's `explain`.")]
@@ -266,7 +266,7 @@ class RecommendReply(Reply, kw_only=True):
 
 
 class Health(Strict):
-    """What a probe says where it says yes."""
+    """A probe's positive reply."""
 
     status: Annotated[str, about("`alive`, `ready` or `started`.")]
     engine: Annotated[
@@ -278,7 +278,7 @@ class Health(Strict):
 
 
 class Digest(Strict):
-    """What a checkpoint is, whatever it is called."""
+    """What a checkpoint is, apart from its name."""
 
     digest: Annotated[str, about("SHA-256 of its files.")]
 

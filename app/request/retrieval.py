@@ -145,7 +145,7 @@ def _request_of(wishes: Mapping[str, Any], contexts: Sequence[Context], history:
     history: with no valid token every post scores 0."""
     handle = wishes.get("context")
     if handle is None and contexts[0].user_id == 0 and not contexts[0].post_ids.any():
-        raise InvalidRequest([("user_id", "is 0 and the history holds no post: nothing is known of this user")])
+        raise InvalidRequest([("user_id", "is 0 and the history has no posts, so nothing is known about this user")])
     excluded = read_ids(wishes["exclude"], models[0].vocabulary.ids) if wishes.get("exclude") else NO_IDS
     excludes_history = wishes.get("exclude_history", True)
     if excludes_history and handle is None:

@@ -41,7 +41,7 @@ BLOCKS = (256, 16, 1)
 MAX_HINTED_NAME = 32  # a longer unknown name is no typing error, and comparing it costs time
 ACTION_RULE = "must name an action of this checkpoint, or be the decimal string of its index"
 NO_MASK = "must have no bits beyond those of the {} actions"
-NAMED_TWICE = "names one action twice, be it by name or by index"
+NAMED_TWICE = "names an action twice, by name or by index"
 
 
 def check(value: Any, rule: Rule) -> None:

@@ -196,7 +196,7 @@ def _columns(item: type[Post]) -> Any:
     for name, hint in get_type_hints(item, include_extras=True).items():
         *own, said = hint.__metadata__
         kind = Annotated[(hint.__origin__, *own)] if own else get_args(hint.__origin__)[0]
-        entries = about(f"One entry an item. {said.description}", [said.examples[0]])
+        entries = about(f"One entry per item. {said.description}", [said.examples[0]])
         if name in required:
             columns.append((name, Annotated[many[kind], entries]))
         else:

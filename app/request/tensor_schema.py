@@ -47,7 +47,7 @@ class WantedOutput(Strict):
 
 
 class InferParameters(Strict):
-    """What is no tensor; the fields of `/rank` of the same name. Names are separated by commas."""
+    """Fields of `/rank` that are not tensors, under the same names. Names are separated by commas."""
 
     actions: Annotated[
         str | UnsetType,
@@ -82,7 +82,7 @@ class InferRequest(Strict):
         OptionalName | UnsetType,
         about("A name for this request, echoed in the reply and used in logs."),
     ] = UNSET
-    parameters: Annotated[InferParameters | UnsetType, about("What is no tensor.")] = UNSET
+    parameters: Annotated[InferParameters | UnsetType, about("Fields that are not tensors.")] = UNSET
 
 
 class OutputTensor(Strict):

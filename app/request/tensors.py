@@ -189,7 +189,7 @@ class _Checks:
             if tensor.name not in INPUTS:
                 self.problems.append((f"inputs[{place}].name", f"must be one of {', '.join(INPUTS)}"))
             elif tensor.name in columns:
-                self.problems.append((f"inputs[{place}].name", "names a tensor that was there before"))
+                self.problems.append((f"inputs[{place}].name", "repeats the name of an earlier tensor"))
             else:
                 column = self._array(tensor)
                 if isinstance(column, str):

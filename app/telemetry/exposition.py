@@ -238,9 +238,9 @@ def figures(now: Snapshot) -> Iterator[Metric]:
 def budgets_of(budgets: Mapping[str, Budget]) -> Iterator[Metric]:
     """The metric families of budgets, labelled by budget name."""
     used, limits, refused = ({n: getattr(b, part) for n, b in budgets.items()} for part in ("used", "limit", "refused"))
-    yield family("gauge", "budget_used", "What all callers together take now.", by("budget", used))
+    yield family("gauge", "budget_used", "How much all callers take together now.", by("budget", used))
     yield family("gauge", "budget_limit", "The most they may take.", by("budget", limits))
-    yield family("counter", "budget_refusals", "Refused or cut off for want of room.", by("budget", refused))
+    yield family("counter", "budget_refusals", "Refused or cut off: the budget was full.", by("budget", refused))
 
 
 def by(label: str, values: Mapping[str, float]) -> Iterator[tuple[Labels, float]]:

@@ -74,7 +74,7 @@ class Call(Generic[T]):
         """The next attempt, which tells the service how much time is left. Raises DeadlineExceeded if none is left."""
         left = self.seconds_left()
         if left <= 0:
-            raise self._too_late("The time was over before this attempt.")
+            raise self._too_late("The deadline passed before this attempt.")
         headers = self.headers | {"x-request-timeout-ms": str(max(1, int(left * 1000)))}
         return http.build_request(
             "POST", self.url, content=self.body, headers=headers, extensions={"timeout": self.timeouts()}

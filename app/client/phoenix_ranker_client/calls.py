@@ -216,7 +216,7 @@ class Calls:
         try:
             raw = orjson.dumps(body)
         except orjson.JSONEncodeError as error:
-            raise RequestRefused(0, "invalid_request", f"The request is no JSON: {error}", request_id) from error
+            raise RequestRefused(0, "invalid_request", f"The request is not JSON: {error}", request_id) from error
         headers = JSON if at_least is None else JSON | {"x-corpus-at-least": str(at_least)}
         return self._call(path, raw, headers, requests, parse, timeout_seconds, request_id)
 
@@ -274,4 +274,4 @@ def _tensors(request: RankingRequest, request_id: str) -> tuple[bytes, dict[str,
     try:
         return tensors.write(request)
     except (ValueError, TypeError, OverflowError, AttributeError) as error:
-        raise RequestRefused(0, "invalid_request", f"The request is no tensors: {error}", request_id) from error
+        raise RequestRefused(0, "invalid_request", f"The request fits no tensors: {error}", request_id) from error

@@ -210,7 +210,7 @@ def error_from(status: int, body: Any, request_id: str, retry_after_seconds: flo
     listed = body.get("errors")
     fields = [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
     errors = [(str(item.get("field")), str(item.get("message"))) for item in fields]
-    code, detail = str(body.get("code", "unknown")), str(body.get("detail", "The reply is not one of this service."))
+    code, detail = str(body.get("code", "unknown")), str(body.get("detail", "The reply is not from this service."))
     return kind(status, code, detail, request_id, retry_after_seconds, errors)
 
 

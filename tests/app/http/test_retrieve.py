@@ -313,7 +313,7 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
     ({"user_id": ...}, 422, "user_id: is required"),
     ({"user_id": -1}, 422, "user_id: must be an unsigned"),
     ({"user_id": 0, "history": []}, 422, "user_id: is 0 and the history holds no post"),
-    ({"user_id": 0, "history": [{"post_id": 0, "author_id": 4}]}, 422, "nothing is known of this user"),
+    ({"user_id": 0, "history": [{"post_id": 0, "author_id": 4}]}, 422, "nothing is known about this user"),
     ({"k": 0}, 422, "k: must be an integer between 1 and 18446744073709551615"),
     ({"k": 1.5}, 422, "k: must be an integer between 1 and 18446744073709551615"),
     ({"k": 401}, 413, "k: at most 400 posts"),

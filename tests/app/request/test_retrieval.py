@@ -91,7 +91,7 @@ def verdict(raw: bytes, *, ranks: bool) -> type[ServiceError] | None:
     try:
         checked(raw, *[VOCABULARY] * (1 + ranks))
     except ServiceError as error:
-        return None if "nothing is known of this user" in error.detail else type(error)  # a rule of the search alone
+        return None if "nothing is known about this user" in error.detail else type(error)  # a rule of the search alone
     return None
 
 
