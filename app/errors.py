@@ -65,7 +65,7 @@ class ServiceError(Exception):
 
 
 class InternalError(ServiceError):
-    """A fault of ours: whatever no other class names."""
+    """A fault of the server that no other class names."""
 
 
 class MalformedJson(ServiceError, status=400, code="malformed_json", title="Malformed JSON"):
@@ -87,7 +87,7 @@ class RequestTimeout(ServiceError, status=408, code="request_timeout", title="Re
 
 
 class Unauthorized(ServiceError, status=401, code="unauthorized"):
-    """Keys are configured, and none of them was sent."""
+    """API keys are configured, and the request sent none of them."""
 
     default_detail = "A valid API key is required: Authorization: Bearer KEY."
     headers: ClassVar[Mapping[str, str]] = {"WWW-Authenticate": "Bearer"}
@@ -227,7 +227,7 @@ class NonFiniteScores(ServiceError, status=500, code="non_finite_scores", title=
 
 
 def told(error: Exception) -> ServiceError:
-    """What a caller is told of an error of any kind."""
+    """Return the ServiceError to report for any exception."""
     if isinstance(error, ServiceError):
         return error
     if isinstance(error, MemoryError):
@@ -236,12 +236,12 @@ def told(error: Exception) -> ServiceError:
 
 
 def error_class(code: str) -> type[ServiceError]:
-    """The class of a code; InternalError for one that no class has."""
+    """Return the class with this code, or InternalError where there is none."""
     return next((kind for kind in ServiceError.__subclasses__() if kind.code == code), InternalError)
 
 
 def general() -> list[type[ServiceError]]:
-    """What every endpoint that ranks may answer."""
+    """Return the errors that every ranking endpoint may answer with."""
     return [kind for kind in ServiceError.__subclasses__() if kind.is_general]
 
 

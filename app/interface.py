@@ -1,4 +1,4 @@
-"""The seam between a request and its ranking: all that the HTTP side knows of the service. Imports neither torch nor HTTP."""
+"""The seam between a request and its ranking: everything the HTTP side knows about the service. Imports neither torch nor HTTP."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Ticket(Protocol):
 
 
 FoundDone = Callable[[Found | ServiceError], None]
-"""Told once how a search ended: its posts, or DeadlineExceeded or EngineDown."""
+"""Called once at the end of a search: its posts, or DeadlineExceeded or EngineDown."""
 
 
 class Retrieval(Protocol):
@@ -143,7 +143,7 @@ class Health:
 
 
 Done = Callable[[Ranked | ServiceError], None]
-"""Told once how a request ended: its scores, or DeadlineExceeded, NonFiniteScores, EngineDown or, of an engine process, a refusal."""
+"""Called once at the end of a request: its scores, or DeadlineExceeded, NonFiniteScores, EngineDown or an engine process's refusal."""
 
 
 class Service(Protocol):
@@ -155,7 +155,7 @@ class Service(Protocol):
 
     @property
     def retrieval(self) -> Retrieval:
-        """What retrieves posts; it may have none."""
+        """The retrieval side of the service; it may have no corpus."""
 
     @property
     def model(self) -> ServedModel:
@@ -211,13 +211,13 @@ class Service(Protocol):
         """Every metric, of all processes of the service. Raises EngineDown where they cannot be had."""
 
     def start(self) -> None:
-        """Begin to load in the background; a second time does nothing."""
+        """Begin to load in the background; a second call does nothing."""
 
     def begin_drain(self) -> None:
         """Readiness is lost; requests are still served."""
 
     async def stop(self, timeout_seconds: float) -> bool:
-        """Finish what was admitted, then free the engines. False when the time was not enough."""
+        """Finish the admitted requests, then free the engines. Returns False when time ran out."""
 
     def has_running_threads(self) -> bool:
         """Whether native code still runs for which an orderly exit would wait."""
