@@ -114,7 +114,7 @@ class NotAcceptable(ServiceError, status=406, code="not_acceptable"):
 class ContextUnknown(ServiceError, status=412, code="context_unknown"):
     """No context of this caller has this handle here. Handles name what is in a cache, so the request is to be sent whole."""
 
-    default_detail = "No context has this handle here, or none any more: send the user and the history."
+    default_detail = "This handle is unknown or has expired: send the user and the history."
 
 
 class TooLarge(ServiceError, status=413, code="too_large"):
@@ -126,13 +126,13 @@ class TooLarge(ServiceError, status=413, code="too_large"):
 class UnsupportedMediaType(ServiceError, status=415, code="unsupported_media_type"):
     """The body is of another media type or charset, or compressed otherwise than with gzip."""
 
-    default_detail = "The body is of a media type that this path does not take, such as application/json in UTF-8."
+    default_detail = "This path does not take the body's media type: send application/json in UTF-8, for example."
 
 
 class UnsupportedCoding(UnsupportedMediaType):
     """The body has an unsupported content coding. Only this 415 has the header that lists the supported ones."""
 
-    default_detail = "The body may be compressed with gzip, and with nothing else."
+    default_detail = "The body may be compressed with gzip only."
     headers: ClassVar[Mapping[str, str]] = {"Accept-Encoding": "gzip"}
 
 
@@ -185,14 +185,14 @@ class CorpusNotLoaded(ServiceError, status=503, code="corpus_not_loaded", is_gen
 class CorpusBehind(ServiceError, status=503, code="corpus_behind", is_general=False):
     """The corpus of this process has not had the change that the request wants to see."""
 
-    default_detail = "The posts here have not had the change that X-Corpus-At-Least names yet."
+    default_detail = "This process has not yet applied the change that X-Corpus-At-Least names."
 
 
 class ChangedByFeed(ServiceError, status=409, code="changed_by_feed", is_general=False):
     """The posts of this process change by its feed alone, or replicas would differ."""
 
     default_detail = (
-        "The posts change by the feed in retrieval.feed: send the change there, and every replica makes it."
+        "Posts change only through the feed in retrieval.feed: send the change there, and every replica applies it."
     )
 
 
