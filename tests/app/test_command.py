@@ -68,7 +68,7 @@ def test_the_help_lists_what_the_commands_say_of_themselves_without_importing_th
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["import"], 2, "phoenix-ranker import: Missing argument 'source'; phoenix-ranker import --help lists"),
+        (["import"], 2, "phoenix-ranker import: Missing argument 'source'; see phoenix-ranker import --help"),
         (["trian"], 2, "Did you mean 'train'"),
         (["train", "--lgo", "x"], 2, "--log"),
         (["serve", "--nonsense"], 2, "--nonsense is not a setting; the nearest one is --"),

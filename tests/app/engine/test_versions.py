@@ -98,7 +98,7 @@ async def test_a_reload_without_a_thread_is_refused_and_the_next_one_loads(monke
     async with running(FakeEngine()) as service:
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", fail)
-            with pytest.raises(EngineError, match=r"no thread .* can't start new thread"):
+            with pytest.raises(EngineError, match=r"cannot start a thread .* can't start new thread"):
                 await service.swap(loader(FakeEngine(2), "v2"))
         assert right(await rank(service, 1), 1)
         assert (await service.swap(loader(FakeEngine(2), "v2"))).manifest.version == "v2"

@@ -234,7 +234,7 @@ def test_only_who_may_change_the_corpus_may_compact_it(directory: Path, encoder:
         second.write(engine.parts(), 3)
     log = compacted(compaction, engine, [])
     compaction.log.close(), log.close()
-    with pytest.raises(CheckpointError, match="in whose place there is another; read the corpus again"):
+    with pytest.raises(CheckpointError, match="that has been replaced; read the corpus again"):
         other.append(change(encoder, [7], []))
     assert not other.path.exists()
     with pytest.raises(CheckpointError, match="could not be written before"):
