@@ -27,7 +27,7 @@ from app.telemetry.metrics import Metrics
 
 
 def build_service(settings: Settings, metrics: Metrics, *, clock: Clock = time.monotonic) -> RankingService:
-    """A service that has not begun to load; call its `start` in a running loop."""
+    """Build the service. It does not load yet: call its `start` in a running loop."""
     wanted = settings.retrieval
     retrieval = None
     if wanted.checkpoint is not None and wanted.corpus is not None:
@@ -79,7 +79,7 @@ def run(settings: Settings, role: Role | None = None, service: RankingService | 
 
 
 def create_reloader(service: RankingService, settings: Settings) -> Reloader:
-    """Reloads below the configured root, by default where the first checkpoint lies; that itself where it lies at the very top."""
+    """Reloads below the configured root. Default: the first checkpoint's parent, or itself if it lies at the top."""
     place = settings.checkpoint.absolute()
     root = settings.admin.root or (place if place.parent == place.parent.parent else place.parent)
     wanted = settings.retrieval
@@ -96,5 +96,5 @@ def create_reloader(service: RankingService, settings: Settings) -> Reloader:
 
 
 def second_loader(path: Path, settings: Settings) -> Loader:
-    """Of the second checkpoint, whose threads stand back unless it answers users."""
+    """The loader of the second checkpoint, whose threads yield to others unless it answers users."""
     return checkpoint_loader(path, settings, stands_back=not settings.split.users)

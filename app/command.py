@@ -64,7 +64,7 @@ def serve() -> None:
 
 
 def _listed() -> None:
-    """Stands for a command of `weights` in the list."""
+    """A placeholder for a command of `weights` in the list."""
 
 
 for _name, _line in OF_WEIGHTS.items():
@@ -168,7 +168,7 @@ def info(
     if directory is not None:
         from weights.commands import checkpoints, corpus
 
-        is_corpus = any(directory.glob("posts*.safetensors"))  # a compaction gives the file another name
+        is_corpus = any(directory.glob("posts*.safetensors"))  # a compaction renames the file
         (corpus.inspect if is_corpus else checkpoints.inspect)(directory, as_json=as_json)
         return
     from app.request.codec import SOURCE as CODEC

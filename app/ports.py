@@ -29,7 +29,7 @@ def build_server(
 
 def create_grpc_server(app: Application, settings: Settings) -> Other:
     """What the application ranks, over gRPC. Raises SettingsProblem where that is not installed."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else callers' mistakes go to standard error, past the log
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else callers' mistakes bypass the log
     try:
         from app.http.grpc_server import InferenceServer
     except ImportError as error:

@@ -50,7 +50,7 @@ class Kept(Generic[Key]):
         self._found: tuple[Key, asyncio.Future[tuple[bytes, str]]] | None = None
 
     async def reply(self, key: Key, request: Request) -> Response:
-        """What is made of this key, or 304 to a caller who has it. Raises what making it raises."""
+        """The bytes for this key, or 304 to a caller who has them. Raises what making them raises."""
         if self._found is None or self._found[0] != key or _has_failed(self._found[1]):
             self._found = key, asyncio.ensure_future(asyncio.to_thread(self._tagged, key))
         body, tag = await asyncio.shield(self._found[1])
@@ -119,7 +119,7 @@ def carried(directory: Path, digest: str) -> dict[str, Any]:
 
 def _read(path: Path) -> Any:
     try:
-        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would wait
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a FIFO would block
         with open(opened, "rb") as file:
             is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
             found = file.read(MOST_CARRIED_BYTES + 1) if is_file else b""
@@ -134,6 +134,6 @@ def _files(package: str, folder: str) -> list[Path]:
 
 
 def _file(path: Path) -> Kept[str]:
-    """Under a policy by which a page loads nothing from elsewhere and runs no script but its files."""
+    """A file with a content policy: its page loads nothing from elsewhere and runs only its own scripts."""
     kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
     return Kept(lambda name: path.read_bytes(), kind, HEADERS)

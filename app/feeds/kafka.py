@@ -10,7 +10,7 @@ from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 from app.feeds.source import Entry, FeedGap, NotKept
 
 NETWORK_SECONDS = 5.0
-MOST_BYTES = 10**9  # that a message may have, as far as its producer is asked; the broker has a limit of its own
+MOST_BYTES = 10**9  # of a message, as the producer allows; the broker has its own limit
 UNREADABLE = ".unreadable"  # behind the topic's name: the topic of messages that nobody can read
 
 
@@ -21,7 +21,7 @@ class KafkaFeed:
         self.topic = topic
         self._servers = {"bootstrap.servers": servers}
         self._consumer: Any = None
-        self._next = -1  # the offset that comes next from the consumer
+        self._next = -1  # the next offset that the consumer returns
 
     def after(self, position: str, most: int, wait_seconds: float) -> list[Entry]:
         """As `Source.after`."""

@@ -39,7 +39,7 @@ RELOAD, POSTS, COMPACT = "/admin/reload", "/admin/posts", "/admin/posts/compact"
 MAX_BODY_BYTES = 4096
 NOT_STORED: dict[
     type[Exception], tuple[type[ServiceError], float]
-] = {  # and seconds: a full disk takes somebody to look at it
+] = {  # and its Retry-After: somebody has to look at a full disk
     StorageFull: (errors.StorageFull, 30.0),
     LogLost: (errors.LogLost, 30.0),
 }
@@ -48,10 +48,10 @@ MAX_CHANGE_BYTES = 4 * 2**20
 
 
 class AdminAuth:
-    """Bearer token and local Host name; to anybody else this port shows nothing."""
+    """Checks the bearer token and a local host name; anybody else sees nothing of this port."""
 
     def __init__(self, settings: Admin) -> None:
-        assert settings.token_sha256 is not None  # the settings insist on it
+        assert settings.token_sha256 is not None  # the settings require it
         self._digest = bytes.fromhex(settings.token_sha256.get_secret_value())
         self._hosts = set(LOOPBACK)
 
@@ -71,7 +71,7 @@ Work = Callable[[bytes], Awaitable[bytes]]
 
 
 class AdminEndpoint(Endpoint):
-    """Does one thing for whoever has the token: `work` takes the body and returns the reply's."""
+    """Runs `work` for callers with the token: it takes the body and returns that of the reply."""
 
     def __init__(self, recorder: Recorder, path: str, auth: AdminAuth, max_body_bytes: int, work: Work) -> None:
         super().__init__(recorder, path, max_body_bytes)
@@ -174,7 +174,7 @@ def _check_coding(headers: Headers) -> None:
 
 
 def _requested(body: bytes, reloads: Reloads) -> dict[str, Path]:
-    """What the body names, found below the root."""
+    """The checkpoints and corpus that the body names, resolved below the root."""
     if not body:
         return {}
     wanted = strict_json.parse(body)

@@ -27,14 +27,14 @@ def split_target(target: bytes) -> tuple[bytes, bytes]:
 
 
 class PagesEndpoint(Endpoint):
-    """One request to an ASGI application whose replies are made whole, such as FastAPI's pages."""
+    """One request to an ASGI application that makes whole replies, such as FastAPI's pages."""
 
     def __init__(
         self, app: ASGIApp, recorder: Recorder, method: bytes, target: bytes, max_body_bytes: int = MAX_PAGE_BODY_BYTES
     ) -> None:
         raw_path, query = split_target(target)
         path = urllib.parse.unquote(raw_path.decode("latin-1"))
-        if path.endswith("\n"):  # the `$` of a route matches before it
+        if path.endswith("\n"):  # a route's `$` would match before it
             path = raw_path.decode("latin-1")
         super().__init__(recorder, path, max_body_bytes, method.decode("latin-1"))
         self.app = app
@@ -129,7 +129,7 @@ class Guest:
 
 
 async def _feed(call: Call, receive: Receive) -> bool:
-    """Give the call its body, no more of it than it takes; False where the client disconnects before the end."""
+    """Pass the body to the call, up to what it takes. False if the client disconnects before the end."""
     body, limit = bytearray(), call.max_body_bytes
     while True:
         message = await receive()

@@ -24,10 +24,8 @@ PRIVATE = (
     "checkpoint",
     "retrieval",
     "shadow",
-)  # who may ask, and where things lie, is nobody's business
-PROBLEM = {
-    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
-}  # which `openapi` adds
+)  # keys and paths are not published
+PROBLEM = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Problem"}}}}  # added by `openapi`
 NOT_NOW: dict[int | str, dict[str, Any]] = {503: PROBLEM | {"description": "Not now; `detail` says why."}}
 
 
@@ -64,7 +62,7 @@ def probes(service: Service) -> APIRouter:
 
 
 def check_ready(service: Service) -> None:
-    """Raise what keeps requests from being sent here: NotReady, Draining or EngineDown."""
+    """Raise the reason why no requests should be sent here: NotReady, Draining or EngineDown."""
     health = service.health()
     if not health.ready:
         kind: type[ServiceError] = EngineDown if health.failed else Draining if health.draining else NotReady
@@ -120,7 +118,7 @@ def describe(service: Service, settings: Settings, corpus: Changed | None) -> di
 
 
 def of_settings(settings: Settings) -> dict[str, Any]:
-    """What of it stays as long as the process."""
+    """The part of `/info` that never changes while the process lives."""
     return {
         "limits": settings.limits.model_dump(),
         "settings": {name: value for name, value in settings.effective().items() if name not in PRIVATE},

@@ -32,7 +32,7 @@ def problem_reply(error: ServiceError, exchange: Exchange) -> tuple[int, list[tu
         headers.append((b"retry-after", b"%d" % seconds))
     problem = error.problem(exchange.request_id)
     if exchange.route.startswith("/v2"):
-        problem["error"] = error.detail  # where clients of that protocol look
+        problem["error"] = error.detail  # clients of that protocol look here
     return error.status, headers, orjson.dumps(problem)
 
 

@@ -40,7 +40,7 @@ from model.inputs import Candidates, Context
 from weights.format.manifest import Manifest
 
 T = TypeVar("T", bound=Typed)
-MOST_WORDS = 4  # of both checkpoints, and of those that they have replaced
+MOST_WORDS = 4  # for both checkpoints and those that they replaced
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Terms:
 
 
 class Parsed(NamedTuple, Generic[T]):
-    """A request in types, in the words of this model, not checked yet; `candidates` and `history` are how much it asks for."""
+    """A decoded request, read with the vocabulary of `model` and not checked yet; `candidates` and `history` are its sizes."""
 
     typed: T
     candidates: int
@@ -67,7 +67,7 @@ class Parsed(NamedTuple, Generic[T]):
 
 @dataclass(slots=True)
 class Prepared:
-    """A valid request with its place in the queue of one model version, whatever version serves later ones. `context`: or its handle."""
+    """A valid request with its place in the queue of one model version, which answers it even after a swap. `context`: or its handle."""
 
     model: ServedModel
     ticket: Ticket
@@ -88,7 +88,7 @@ class Words:
         self._last: list[tuple[Manifest, Vocabulary, ReplyFormat]] = []
 
     def of(self, manifest: Manifest) -> tuple[Vocabulary, ReplyFormat]:
-        """Those of this model."""
+        """The vocabulary and the reply format of this model."""
         for known, vocabulary, form in self._last:
             if known is manifest:
                 return vocabulary, form
@@ -115,7 +115,7 @@ class Ranking:
         self._read_last: tuple[Manifest | None, Any, Any] = None, None, None  # with its words
 
     def enter(self, headers: Headers, exchange: Exchange) -> None:
-        """Who asks, and whether the service is open."""
+        """Check the API key and that the service is open."""
         exchange.key = self.keys.caller(headers)
         self.service.check_open(exchange.key)
 
@@ -137,7 +137,7 @@ class Ranking:
         return name, version
 
     def deadline(self, *timeouts: float | None) -> float | None:
-        """The first of several deadlines, from now on; None where no timeout is set."""
+        """The earliest of several timeouts, as a deadline from now; None if none is set."""
         seconds = [timeout for timeout in timeouts if timeout is not None]
         return self.service.clock() + min(seconds) if seconds else None
 
@@ -146,7 +146,7 @@ class Ranking:
         return inflate(body, self.limits.max_body_bytes) if terms.is_compressed else body
 
     def decode(self, read: Callable[[Vocabulary], T], exchange: Exchange, wanted: tuple[str, str] = ANY) -> Parsed[T]:
-        """What `read` makes of one request's bytes; how much work it is and how long it took are noted."""
+        """Decode one request with `read`; record how much work it asks for and how long this took."""
         started = time.perf_counter()
         model = self.service.model if wanted == ANY else named(self.service, *wanted)
         manifest, vocabulary, form = self._read_last
@@ -171,7 +171,7 @@ class Ranking:
         again: bool = False,
         waits: bool = False,
     ) -> Prepared:
-        """Admit, check, make features: a request that is refused for want of room costs no checks.
+        """Admit, check, and make features. A request refused because the queue is full is not checked.
 
         `wanted` as in `Terms`; `again` and `waits` as of `Service.admit`.
         """
@@ -193,7 +193,7 @@ class Ranking:
             vocabulary, form = parsed.vocabulary, parsed.form
             if model is not parsed.model:
                 vocabulary, form = self.words_of(model.manifest)
-            if isinstance(typed, Packed) and typed.codec is not vocabulary.codec:  # read in another model's words
+            if isinstance(typed, Packed) and typed.codec is not vocabulary.codec:  # of another model
                 typed = body.decode(typed.body, self.limits)
             if isinstance(typed, Packed):
                 request, context, candidates = typed.unpack(model.manifest.config)
@@ -216,7 +216,7 @@ class Ranking:
         return Prepared(model, ticket, request, context, candidates, form, seconds)
 
     def model_of(self, user_id: int | str, wanted: tuple[str, str] = ANY) -> ServedModel:
-        """Who ranks for this user; `wanted` as in `Terms`. Raises NotFound or NotReady."""
+        """The model that ranks for this user; `wanted` as in `Terms`. Raises NotFound or NotReady."""
         return self.arms.model(user_id, wanted) if self.arms.differ or wanted != ANY else self.service.model
 
     def render(
@@ -241,7 +241,7 @@ class Ranking:
         return self.told(model.manifest.version, cache, exchange, results[0].handle if len(results) == 1 else "")
 
     def told(self, version: str, cache: str, exchange: Exchange, handle: str = "") -> list[tuple[bytes, bytes]]:
-        """Headers that say which version answered, from what, and where the time went."""
+        """Headers that name the version, the context and where the time went."""
         exchange.version, exchange.cache = version, cache
         timing = ", ".join([f"{stage};dur={seconds * 1000:.3f}" for stage, seconds in exchange.stages.items()])
         fields = [
@@ -311,7 +311,7 @@ class RankCall(Call):
     def _ranked(self, result: Ranked | ServiceError) -> None:
         job = self._job
         assert job is not None
-        self._tickets = ()  # it has ended
+        self._tickets = ()  # the call has ended
         if isinstance(result, ServiceError):
             self.fail(result)
         else:
@@ -339,5 +339,5 @@ class RankCall(Call):
 
 
 def _speech(manifest: Manifest) -> tuple[Any, ...]:
-    """What a codec is made for."""
+    """What a codec depends on; equal for models that can share one."""
     return manifest.ids, manifest.config, manifest.action_names, manifest.continuous, manifest.score_weights

@@ -107,7 +107,7 @@ class Run:
         self.exchange = exchange
         self.wanted = wanted
         self.candidates = 0  # of its requests so far; their places in the budget are given back when all is answered
-        self.held_seconds = held_seconds  # of the event loop, in processor time of its thread, since the last rest
+        self.held_seconds = held_seconds  # of the event loop, in processor time, since the last rest
         self._budget = budget
         self._window = Window(batching)
 
@@ -118,7 +118,7 @@ class Run:
             for item in items:
                 begun.append(await self._begin(item))
                 held, self.held_seconds = self.held_seconds, 0.0
-                await asyncio.sleep(rest_seconds(held))  # other callers come in between
+                await asyncio.sleep(rest_seconds(held))  # let other callers in
             answers = [answer if isinstance(answer, Ended) else await answer for answer in begun]
             return [answer if answer.again is None else await self._alone(answer.again) for answer in answers]
         finally:
@@ -149,7 +149,7 @@ class Run:
             job = await self._window.admit(admit, again=again)
         except ServiceError as error:
             return _failed(error)
-        history = 0 if isinstance(job.context, str) else len(job.context)  # of a handle nothing is known here
+        history = 0 if isinstance(job.context, str) else len(job.context)  # of a handle's context nothing is known here
         return self._window.begin(self._finish(job, parsed), len(job.candidates), 1 + history)
 
     @contextmanager
@@ -161,7 +161,7 @@ class Run:
             self.held_seconds += time.thread_time() - started
 
     def _count(self, candidates: int) -> None:
-        """Raise TooLarge or Overloaded where the whole call, or all calls, would hold too many."""
+        """Raise TooLarge or Overloaded if this call, or all calls together, would hold too many."""
         if self.candidates + candidates > self.ranking.limits.max_batch_candidates:
             raise TooLarge(f"The batch holds more than {self.ranking.limits.max_batch_candidates} candidates.")
         if not self._budget.take(candidates):
@@ -171,7 +171,7 @@ class Run:
     async def _finish(self, job: Prepared, parsed: Parsed[Any]) -> Ended:
         try:
             result = await ranked(self.ranking.service, job.ticket, job.context, job.candidates)
-        except Overloaded as error:  # by an engine process; in one process `prepare` is refused
+        except Overloaded as error:  # refused by an engine process; in a single process `prepare` raises
             return _failed(error, parsed if len(self._window) > 1 else None)
         except ServiceError as error:
             return _failed(error)

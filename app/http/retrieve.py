@@ -51,7 +51,7 @@ class PostsEndpoint(Endpoint):
 
 
 class PostsCall(Call):
-    """One request for posts, on the versions that it ends on."""
+    """One request for posts, answered by the versions that it began with."""
 
     __slots__ = ("_at_least", "_deadline", "_found", "_model", "_request", "_served", "_terms", "ranking")
     _endpoint: PostsEndpoint
@@ -73,7 +73,7 @@ class PostsCall(Call):
         wanted = now + deadline.default_seconds if self._terms.deadline is None else self._terms.deadline
         self._deadline = min(wanted, now + deadline.max_seconds)  # one for both stages
         self._at_least = at_least_of(self.headers)
-        _ = service.retrieval.served  # refuses before the body is read
+        _ = service.retrieval.served  # raises before the body is read
 
     def finish(self, body: bytes | bytearray) -> None:
         """As `Call.finish`."""
@@ -124,11 +124,11 @@ class PostsCall(Call):
         return models
 
     def _ranker(self, user_id: int | str) -> ServedModel | None:
-        """Who ranks the posts for this user; None where nobody does. Raises NotFound or NotReady."""
+        """The model that ranks the posts for this user, None for `/retrieve`. Raises NotFound or NotReady."""
         return None
 
     def _admit(self, posts: int, history: int) -> None:
-        """Take a place in the ranker's queue where there will be work for it."""
+        """Take a place in the ranker's queue, if the request needs one."""
 
     def _searched(self, result: Found | ServiceError) -> None:
         if isinstance(result, ServiceError):
@@ -167,7 +167,7 @@ class RetrieveCall(PostsCall):
     def _open(self) -> None:
         self.headers = {
             name: value for name, value in self.headers.items() if name != HEADER
-        }  # no ranking model answers
+        }  # no ranking model is asked
         super()._open()
 
     def _go_on(self) -> None:
@@ -198,7 +198,7 @@ class RecommendCall(PostsCall):
         return self.ranking.model_of(user_id, self._terms.wanted)
 
     def _admit(self, posts: int, history: int) -> None:
-        """Before the search: a request that the ranker would refuse costs none, and one that is admitted ends, also in a drain."""
+        """Called before the search: a request that the ranker would refuse costs no search, and an admitted one ends even in a drain."""
         service, key = self.ranking.service, self.exchange.key
         ticket = service.admit(self._model, candidates=posts, history=history, deadline=self._deadline, key=key)
         self._tickets = (ticket,)
@@ -219,7 +219,7 @@ class RecommendCall(PostsCall):
             self._write(nothing, cached=False, handle=request.handle or "")
 
     def _prepare(self) -> None:
-        """What the reply says whatever the scores are; a second time does nothing."""
+        """Prepare the parts of the reply that do not depend on scores; a second call does nothing."""
         if self._joined is not None:
             return
         manifest = self._model.manifest
@@ -245,7 +245,7 @@ class RecommendCall(PostsCall):
     def _write(self, scores: Scores, *, cached: bool, handle: str = "") -> None:
         began, manifest = time.perf_counter(), self._model.manifest
         self.exchange.stages.setdefault("forward", 0.0)
-        self._prepare()  # a short forward is over before it was done
+        self._prepare()  # a short forward may end before this was done
         assert self._joined is not None
         self._to_rank.handle = handle or None
         pieces = reply.render(

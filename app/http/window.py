@@ -31,7 +31,7 @@ class Window:
         return len(self._queued)
 
     async def admit(self, admit: Admit[Admitted], *, again: bool = False) -> Admitted:
-        """What `admit` returns, as soon as there is room. Raises what it raises, Overloaded only where nothing of this call is queued."""
+        """Return what `admit` returns, once there is room. Raises what it raises; Overloaded only if nothing of this call is queued."""
         while True:
             while self._is_enough():
                 await self._one_ends()
@@ -44,13 +44,13 @@ class Window:
                 await self._one_ends()
 
     def begin(self, work: Coroutine[Any, Any, Result], candidates: int, context_tokens: int) -> asyncio.Task[Result]:
-        """The task that ranks what was admitted."""
+        """Start a task that ranks what was admitted."""
         task = asyncio.get_running_loop().create_task(work)
         self._queued[task] = candidates, context_tokens
         return task
 
     async def close(self) -> None:
-        """Leave nothing in the queue."""
+        """Cancel what is left in the queue."""
         for task in self._queued:
             task.cancel()
         await asyncio.gather(*self._queued, return_exceptions=True)
