@@ -132,7 +132,11 @@ class Calls:
 
         def read(reply: dict[str, Any]) -> list[Ranking | RankerError]:
             results = batch_results(reply)
-            unknown = {place: error for place, error in enumerate(results) if isinstance(error, ContextUnknown)}
+            unknown = {
+                place: error
+                for place, (error, request) in enumerate(zip(results, requests, strict=True))
+                if isinstance(error, ContextUnknown) and request.history  # else it may not be the whole
+            }
             if not unknown:
                 return results
             whole = [replace(requests[place], context=None) for place in unknown]

@@ -291,7 +291,7 @@ def key_in_another_process(user: int, seed: str) -> str:
 async def test_the_routing_key_is_the_users_alone_and_the_same_everywhere() -> None:
     user = 1868434417286410240
     keys = {key_in_another_process(user, seed) for seed in ("0", "1")}
-    client, seen = scripted(ok(), ok(), httpx.Response(200, json={"results": []}))
+    client, seen = scripted(ok(), ok(), httpx.Response(200, json={"results": [GOOD, GOOD]}))
     client.rank(user, CANDIDATES)
     client.rank(str(user), CANDIDATES[:1], HISTORY)
     client.rank_batch([RankingRequest(user, CANDIDATES), RankingRequest(8, CANDIDATES)])  # its first user's
@@ -542,18 +542,20 @@ def test_the_unknown_contexts_of_a_batch_are_sent_whole_and_no_others() -> None:
         {"error": {"status": status, "code": code}} for status, code in ((412, "context_unknown"), (422, "x"))
     )
     first, second = GOOD | {"history_used": 1}, GOOD | {"history_used": 2}
-    replies = ([first, unknown, wrong, unknown], [second, wrong], [first, second])
+    replies = ([first, unknown, wrong, unknown, unknown], [second, wrong], [first, second])
     client, seen = scripted(*(httpx.Response(200, json={"results": results}) for results in replies))
     requests = [RankingRequest(user, CANDIDATES, HISTORY, context=FIRST) for user in range(4)]
+    requests.append(RankingRequest(4, CANDIDATES, context=FIRST))  # no history: it may not be the whole
     results = client.rank_batch(requests, timeout_seconds=5, request_id="page")
     assert [getattr(result, "history_used", type(result)) for result in results] == [
         1,
         2,
         RequestRefused,
         RequestRefused,
+        ContextUnknown,
     ]
     asked, again = (orjson.loads(request.content)["requests"] for request in seen)
-    assert [body.get("context") for body in asked] == [FIRST] * 4
+    assert [body.get("context") for body in asked] == [FIRST] * 5
     assert again == [RankingRequest(user, CANDIDATES, HISTORY).to_json() for user in (1, 3)]
     assert {request.headers["x-request-id"] for request in seen} == {"page"}
     deadlines = [int(request.headers["x-request-timeout-ms"]) for request in seen]

@@ -312,7 +312,7 @@ def test_a_handle_is_named_though_nothing_was_ranked(client: TestClient) -> None
 WRONG: list[tuple[dict[str, Any], int, str]] = [
     ({"user_id": ...}, 422, "user_id: is required"),
     ({"user_id": -1}, 422, "user_id: must be an unsigned"),
-    ({"user_id": 0, "history": []}, 422, "user_id: is 0 and the history holds no post"),
+    ({"user_id": 0, "history": []}, 422, "user_id: is 0 and the history has no posts"),
     ({"user_id": 0, "history": [{"post_id": 0, "author_id": 4}]}, 422, "nothing is known about this user"),
     ({"k": 0}, 422, "k: must be an integer between 1 and 18446744073709551615"),
     ({"k": 1.5}, 422, "k: must be an integer between 1 and 18446744073709551615"),
