@@ -107,7 +107,12 @@ def test_a_call_names_itself_and_its_deadline() -> None:
         httpx.Response(504, text="<html>"),  # a balancer's, not ours: the process hangs
     ],
 )
-def test_a_refusal_for_want_of_room_is_tried_again(first: httpx.Response | Exception) -> None:
+def test_a_refusal_for_want_of_room_is_tried_again(
+    first: httpx.Response | Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "phoenix_ranker_client.call.BACKOFF", lambda state: 0.005
+    )  # by chance it is below a millisecond
     client, seen = scripted(first, ok())
     assert client.rank(1, CANDIDATES, timeout_seconds=5).model_version == "v"
     assert len(seen) == 2
