@@ -39,6 +39,7 @@ class RedisServer:
     def start(self) -> None:
         """Start it and wait until it answers."""
         command = ["redis-server", "--bind", HOST, "--port", str(self.port), "--save", "", "--appendonly", "yes"]
+        command += ["--appendfsync", "always"]  # by default a kill can lose a second of what was acknowledged
         self.directory.mkdir(parents=True, exist_ok=True)
         self._process = start_process([*command, "--dir", str(self.directory)], stdout=subprocess.DEVNULL)
         import redis
