@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -113,15 +113,19 @@ class Greeting(asyncio.Protocol):
 def connect_until_refused(address: Any, ends: Counter[str]) -> None:
     """A client every millisecond; how each of them ended."""
     clients = []
-    with suppress(ConnectionRefusedError):
+    try:
         while True:
             clients.append(socket.create_connection(address, timeout=5))
             time.sleep(0.001)
+    except ConnectionRefusedError:
+        ends["refused"] += 1
+    except OSError:
+        ends["reset"] += 1
     for client in clients:
         with client:
             try:
                 ends["greeted" if client.recv(1) else "closed"] += 1
-            except ConnectionResetError:
+            except OSError:
                 ends["reset"] += 1
 
 
