@@ -64,7 +64,7 @@ def serve() -> None:
 
 
 def _listed() -> None:
-    """A placeholder for a command of `weights` in the list."""
+    """List a command of `weights`; `Commands` loads the real one when it runs."""
 
 
 for _name, _line in OF_WEIGHTS.items():

@@ -105,7 +105,7 @@ class EngineThread:
     def abandon(self) -> None:
         """Give the load up: it ends at its next step, and whatever it has made is freed."""
         self._steps.stop()
-        self.ready.add_done_callback(lambda ready: ready.exception())  # nobody waits for it
+        self.ready.add_done_callback(lambda ready: ready.exception())  # else asyncio logs it as never retrieved
         self.close()
 
     def _main(self) -> None:

@@ -35,7 +35,7 @@ class Front:
     flushed: int = 0
 
     def release(self, number: int) -> None:
-        """Release a question whose answer nobody waits for."""
+        """Release a question: its answer is no longer wanted."""
         if (ticket := self.tickets.pop(number, None)) is not None:
             ticket.release()
 
@@ -51,7 +51,7 @@ class Answering:
         self._task = task
 
     def release(self) -> None:
-        """Cancel the task: nobody waits for its answer."""
+        """Cancel the task: its answer is no longer wanted."""
         self._task.cancel()
 
 
@@ -133,7 +133,7 @@ class Answers:
                 argument.check(config)
         if not method.has_done:
             task = keep(self.tasks, self._await(method, front, question.id, arguments))
-            if "deadline" in arguments:  # others run to their end, even if nobody waits
+            if "deadline" in arguments:  # others run to their end, even if the front is gone
                 front.tickets[question.id] = Answering(task)
             return
         try:

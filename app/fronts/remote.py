@@ -212,7 +212,7 @@ class RemoteService:
         """Do nothing: the number of candidates is sent with the request."""
 
     def rank(self, ticket: Ticket, context: Context | str, candidates: Candidates, done: Done) -> None:
-        """Send the request. `done` is called once, later, unless the ticket is released first. It also hears of an unknown handle."""
+        """Send the request. `done` is called once, later, unless the ticket is released first. It also gets ContextUnknown."""
         assert isinstance(ticket, Place)
         if ticket.used:
             raise ValueError("this ticket was used before")
