@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import re
 import uuid
 from collections.abc import Callable, Sequence
@@ -48,12 +49,14 @@ def routing_key(user_id: Id, secret: bytes = b"") -> str:
 
 
 def _whole_where_unknown(make: Callable[Concatenate[Calls, P], Call[T]]) -> Callable[Concatenate[Calls, P], Call[T]]:
-    """Let a call that sends a context handle also make the whole request, for when the service does not know the handle."""
+    """Let a call that sends a context handle also make the whole request, for when the service does not know the handle. A call that was
+    given no history cannot: it fails with ContextUnknown."""
+    place = list(inspect.signature(make).parameters).index("history")
 
     @functools.wraps(make)
     def method(self: Calls, /, *arguments: P.args, **named: P.kwargs) -> Call[T]:
         call = make(self, *arguments, **named)
-        if named.get("context") is not None:
+        if named.get("context") is not None and ("history" in named or len(arguments) >= place):
             rest = {"context": None, "request_id": call.request_id}
             call.make_whole = lambda seconds: make(self, *arguments, **{**named, **rest, "timeout_seconds": seconds})  # type: ignore[arg-type]
         return call

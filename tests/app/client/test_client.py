@@ -569,6 +569,23 @@ def test_the_unknown_contexts_of_a_batch_are_sent_whole_and_no_others() -> None:
     assert len(seen) == 3, "where all are known nothing is sent again"
 
 
+def test_a_call_without_a_history_is_not_sent_whole_and_an_empty_history_is() -> None:
+    client, seen = scripted(*[refusal(412, "context_unknown")] * 12)
+    for call in (
+        lambda **history: client.rank(1, CANDIDATES, context=FIRST, **history),
+        lambda **history: client.explain(1, CANDIDATES, [90], context=FIRST, **history),
+        lambda **history: client.retrieve(1, context=FIRST, **history),
+        lambda **history: client.recommend(1, context=FIRST, **history),
+    ):
+        with pytest.raises(ContextUnknown):
+            call()
+        assert "context" in orjson.loads(seen.pop().content) and not seen
+        with pytest.raises(ContextUnknown):
+            call(history=())
+        assert ["context" in orjson.loads(request.content) for request in seen] == [True, False]
+        seen.clear()
+
+
 def test_a_handle_alone_is_not_sent_whole_and_says_what_it_is() -> None:
     client, seen = scripted(refusal(412, "context_unknown"), refusal(412, "something_else"))
     with pytest.raises(ContextUnknown) as caught:
