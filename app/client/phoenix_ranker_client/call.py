@@ -66,7 +66,9 @@ class Call(Generic[T]):
         self.request_id = request_id or uuid.uuid4().hex
         self.headers = headers | {"x-request-id": self.request_id}
         self.make_whole: Callable[[float], Call[T]] | None = None  # the same call without a handle, in these seconds
-        self.rest: Callable[[RankerError], T] | None = None  # the result where that fails; else its error is this call's
+        self.rest: Callable[[RankerError], T] | None = (
+            None  # the result where that fails; else its error is this call's
+        )
         self.known: Known | None = None  # gets the handle from the reply
 
     def seconds_left(self) -> float:

@@ -273,7 +273,7 @@ def test_a_call_may_wait_for_ever(kind: type) -> None:
     client, seen = scripted(ok())
     client.rank(1, CANDIDATES, timeout_seconds=2.0**32 / 1000)
     waits = {*seen[0].extensions["timeout"].values(), int(seen[0].headers["x-request-timeout-ms"]) / 1000}
-    assert 10 * 24 * 3600 < min(waits)
+    assert min(waits) > 10 * 24 * 3600
     assert max(waits) * 1000 < 2**31, "poll(2) would take it for a few milliseconds"
 
 
@@ -629,7 +629,8 @@ def test_a_call_without_a_history_is_not_sent_whole_and_an_empty_history_is() ->
     ):
         with pytest.raises(ContextUnknown):
             call()
-        assert "context" in orjson.loads(seen.pop().content) and not seen
+        assert "context" in orjson.loads(seen.pop().content)
+        assert not seen
         with pytest.raises(ContextUnknown):
             call(history=())
         assert ["context" in orjson.loads(request.content) for request in seen] == [True, False]
