@@ -22,9 +22,9 @@ class Arms:
         self._split = split
 
     def model(self, user_id: int | str, wanted: tuple[str, str] = ANY) -> ServedModel:
-        """The user's model if it matches the requested one, else the requested one. Raises NotFound or NotReady."""
+        """The requested model: by a version as `named` finds it, by name the user's own if it matches. Raises NotFound or NotReady."""
         own = self._of(user_id)
-        return own if wanted == ANY or _is(own, wanted) else named(self._service, *wanted)
+        return own if not wanted[1] and _is(own, wanted) else named(self._service, *wanted)
 
     def _of(self, user_id: int | str) -> ServedModel:
         if self._split.users and (second := self._service.second) is not None and second.answers:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.budgets import EXPLANATIONS, MAX_EXPLAINED, MAX_EXPLAINED_EVENTS, Budget
-from app.errors import Overloaded
+from app.errors import DeadlineExceeded, Overloaded
 from app.http.call import Answer, Call, Endpoint, Fields, Reply, TaskCall, timings_ms
 from app.http.headers import BATCH, by_name, check_accept
 from app.http.observe import Recorder
@@ -132,11 +132,14 @@ class ExplainEndpoint(Endpoint):
         self, asked: Asked, work: Iterable[tuple[Context, Candidates]], exchange: Exchange
     ) -> list[Ranked]:
         """Rank each context through the queue and the engine, a few at a time, with rests that leave the engine to others."""
-        service, window, tasks = self.service, Window(self.batching), []
+        service, window = self.service, Window(self.batching)
+        tasks: list[asyncio.Task[Ranked]] = []
         begun, turn, together = time.perf_counter(), 0, 1
         rests_until = (service.clock() + asked.deadline) / 2
         try:
             for context, candidates in work:
+                if tasks and service.clock() >= asked.deadline:  # it has arrived in time
+                    raise DeadlineExceeded
                 admit = partial(
                     service.admit,
                     asked.model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 import uuid
@@ -20,9 +21,17 @@ from tenacity import (
 )
 from tenacity.stop import stop_base
 
-from phoenix_ranker_client.messages import DeadlineExceeded, RequestRefused, ServerFault, Unavailable, error_from
+from phoenix_ranker_client.messages import (
+    DeadlineExceeded,
+    RankerError,
+    RequestRefused,
+    ServerFault,
+    Unavailable,
+    error_from,
+)
 
 T = TypeVar("T")
+LONGEST_SECONDS = 1e6  # more fits neither the service's header nor, in milliseconds, the 32 bits that poll(2) takes
 GRACE_SECONDS = 0.05  # wait this much longer: the server's own 504 says more than a closed connection
 AGAIN = retry_if_exception_type(Unavailable)
 BACKOFF = wait_random_exponential(multiplier=0.1, max=1.0)
@@ -36,7 +45,10 @@ class Known(Protocol):
 
 
 class Call(Generic[T]):
-    """Sends the same body and request id in each attempt, under one deadline. `parse` makes the result of a 200."""
+    """Sends the same body and request id in each attempt, under one deadline, which an infinite `timeout_seconds` puts days away.
+
+    `parse` makes the result of a 200. Raises ValueError for a timeout of NaN.
+    """
 
     def __init__(
         self,
@@ -48,10 +60,15 @@ class Call(Generic[T]):
         headers: dict[str, str],
     ) -> None:
         self.url, self.body, self.parse = url, body, parse
-        self.deadline = time.monotonic() + timeout_seconds
+        if math.isnan(timeout_seconds):
+            raise ValueError("timeout_seconds must be a number of seconds, and not NaN")
+        self.deadline = time.monotonic() + min(timeout_seconds, LONGEST_SECONDS)
         self.request_id = request_id or uuid.uuid4().hex
         self.headers = headers | {"x-request-id": self.request_id}
         self.make_whole: Callable[[float], Call[T]] | None = None  # the same call without a handle, in these seconds
+        self.rest: Callable[[RankerError], T] | None = (
+            None  # the result where that fails; else its error is this call's
+        )
         self.known: Known | None = None  # gets the handle from the reply
 
     def seconds_left(self) -> float:
@@ -65,6 +82,12 @@ class Call(Generic[T]):
         call = self.make_whole(self.seconds_left())
         call.known = self.known
         return call
+
+    def without_whole(self, error: RankerError) -> T:
+        """The result where the call without a handle failed: of a batch, the others' rankings. Raises the error where there is none."""
+        if self.rest is None:
+            raise error
+        return self.rest(error)
 
     def stop(self, attempts: int) -> stop_base:
         """When to stop retrying: after this many attempts, or when the next one could not begin before the deadline."""

@@ -45,7 +45,8 @@ def routing_key(user_id: Id, secret: bytes = b"") -> str:
 
     7 and "7" are one user. All clients of one deployment must use the same secret.
     """
-    return hashlib.blake2b(str(user_id).encode(), digest_size=8, key=secret).hexdigest()
+    sent = str(user_id).encode(errors="surrogatepass")  # what is no id is for the service to refuse
+    return hashlib.blake2b(sent, digest_size=8, key=secret).hexdigest()
 
 
 def _whole_where_unknown(make: Callable[Concatenate[Calls, P], Call[T]]) -> Callable[Concatenate[Calls, P], Call[T]]:
@@ -55,8 +56,11 @@ def _whole_where_unknown(make: Callable[Concatenate[Calls, P], Call[T]]) -> Call
 
     @functools.wraps(make)
     def method(self: Calls, /, *arguments: P.args, **named: P.kwargs) -> Call[T]:
+        has_whole = "history" in named or len(arguments) >= place
+        if has_whole and named.get("context") == "":  # of a reply whose context is not kept
+            named["context"] = None
         call = make(self, *arguments, **named)
-        if named.get("context") is not None and ("history" in named or len(arguments) >= place):
+        if has_whole and named.get("context") is not None:
             rest = {"context": None, "request_id": call.request_id}
             call.make_whole = lambda seconds: make(self, *arguments, **{**named, **rest, "timeout_seconds": seconds})  # type: ignore[arg-type]
         return call
@@ -149,6 +153,7 @@ class Calls:
                 return [found.get(place, result) for place, result in enumerate(results)]
 
             call.make_whole = lambda seconds: sent(whole, merged, seconds, call.request_id)
+            call.rest = lambda error: [error if place in unknown else result for place, result in enumerate(results)]
             raise next(iter(unknown.values()))
 
         call = sent(requests, read, timeout_seconds, request_id)

@@ -12,7 +12,7 @@ from tenacity import AsyncRetrying, Retrying
 
 from phoenix_ranker_client.call import AGAIN, Call, T, wait_seconds
 from phoenix_ranker_client.calls import Calls, KnownCalls, P, Wire
-from phoenix_ranker_client.messages import ContextUnknown, Event, Id
+from phoenix_ranker_client.messages import ContextUnknown, Event, Id, RankerError
 
 DEFAULT_ATTEMPTS = 3
 LIMITS = httpx.Limits(max_connections=256, max_keepalive_connections=64)
@@ -79,7 +79,10 @@ class RankerClient:
         except ContextUnknown:
             if (whole := call.whole()) is None:
                 raise
-            return self._send(whole)
+            try:
+                return self._send(whole)
+            except RankerError as error:
+                return call.without_whole(error)
         return result
 
     def _attempt(self, call: Call[T]) -> T:
@@ -137,7 +140,10 @@ class AsyncRankerClient:
         except ContextUnknown:
             if (whole := call.whole()) is None:
                 raise
-            return await self._send(whole)
+            try:
+                return await self._send(whole)
+            except RankerError as error:
+                return call.without_whole(error)
         return result
 
     async def _attempt(self, call: Call[T]) -> T:

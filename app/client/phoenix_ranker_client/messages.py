@@ -53,8 +53,9 @@ class RankingRequest:
 
 
 def user_of(request: Any) -> dict[str, Any]:
-    """The fields that say whom a request is for: the context handle if it has one, else user and history."""
-    if request.context is not None:
+    """The fields that say whom a request is for: the context handle if it has one, else user and history. An empty handle beside a
+    history is none: the service has not kept that context."""
+    if request.context or (request.context == "" and not request.history):
         return {"context": request.context}
     return {"user_id": request.user_id, "history": columns_of(Event, request.history)}
 

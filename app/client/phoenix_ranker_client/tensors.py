@@ -19,10 +19,11 @@ MAX_SECONDS = 1e30  # fits a float32; the service cuts off longer dwell times an
 
 
 def can_carry(request: RankingRequest) -> bool:
-    """Whether every id is a number: text ids need JSON."""
+    """Whether the ids are numbers. Texts need JSON, and where every id is a string, decimal ones may be texts as well."""
     posts: list[Any] = [*request.candidates, *request.history]
     ids = [request.user_id, *(value for post in posts for value in (post.post_id, post.author_id))]
-    return all(not isinstance(value, str) or value.isdecimal() for value in ids)
+    texts = [value for value in ids if isinstance(value, str)]
+    return len(texts) < len(ids) and all(map(str.isdecimal, texts))
 
 
 def write(request: RankingRequest) -> tuple[bytes, dict[str, str]]:
@@ -63,6 +64,8 @@ def write(request: RankingRequest) -> tuple[bytes, dict[str, str]]:
         parameters["actions_wanted"] = _joined(request.actions_wanted)
     inputs, data = [], []
     for name, (datatype, values) in columns.items():
+        if bool in map(type, values):
+            raise TypeError(f"{name} must hold numbers, and neither True nor False")
         data.append(_little(array(CODES[datatype], values)).tobytes())
         size = {"binary_data_size": len(data[-1])}
         inputs.append({"name": name, "datatype": datatype, "shape": shapes[name], "parameters": size})

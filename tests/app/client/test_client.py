@@ -193,16 +193,16 @@ def elapsed(work: Callable[[], Any]) -> tuple[float, RankerError]:
     return time.monotonic() - started, caught.value
 
 
-def either(url: str, kind: type, **options: Any) -> Callable[[], Any]:
+def either(url: str, kind: type, timeout_seconds: float = 0.5, **options: Any) -> Callable[[], Any]:
     """One call of the sync or the async client."""
 
     async def call() -> Ranking:
         async with AsyncRankerClient(url, **options) as client:
-            return await client.rank(1, CANDIDATES, timeout_seconds=0.5)
+            return await client.rank(1, CANDIDATES, timeout_seconds=timeout_seconds)
 
     def block() -> Ranking:
         with RankerClient(url, **options) as client:
-            return client.rank(1, CANDIDATES, timeout_seconds=0.5)
+            return client.rank(1, CANDIDATES, timeout_seconds=timeout_seconds)
 
     return block if kind is RankerClient else lambda: asyncio.run(call())
 
@@ -263,6 +263,20 @@ def test_the_deadline_bounds_all_attempts(kind: type) -> None:
     assert 0.1 < seconds < LONG_SECONDS  # a thousand take a hundred seconds
 
 
+@BOTH
+def test_a_call_may_wait_for_ever(kind: type) -> None:
+    with listening() as server:
+        for seconds in (float("inf"), 1e300, 1e10, 2.0**32 / 1000):
+            assert either(f"http://127.0.0.1:{port_of(server)}", kind, timeout_seconds=seconds)().model_name == "fake"
+        with pytest.raises(ValueError, match="NaN"):
+            either(f"http://127.0.0.1:{port_of(server)}", kind, timeout_seconds=float("nan"))()
+    client, seen = scripted(ok())
+    client.rank(1, CANDIDATES, timeout_seconds=2.0**32 / 1000)
+    waits = {*seen[0].extensions["timeout"].values(), int(seen[0].headers["x-request-timeout-ms"]) / 1000}
+    assert min(waits) > 10 * 24 * 3600
+    assert max(waits) * 1000 < 2**31, "poll(2) would take it for a few milliseconds"
+
+
 def test_the_deadline_bounds_the_wait_for_a_connection_too() -> None:
     with (
         answering(b"", b"", b"", pause_seconds=5) as url,
@@ -317,6 +331,10 @@ def test_what_no_body_can_hold_is_refused_unsent(wire: str) -> None:
     with pytest.raises(RequestRefused) as caught:
         client.rank(2**64, CANDIDATES, request_id="page-7")
     assert (caught.value.request_id, seen) == ("page-7", [])
+    client, seen = scripted(refusal(412, "context_unknown"), wire=wire)
+    with pytest.raises(RequestRefused, match="UTF-8"):
+        client.rank("\ud800", [Candidate(90, 7)], HISTORY, context=FIRST)
+    assert len(seen) == 1, "the handle stands for a user that no body can name"
 
 
 @pytest.mark.parametrize("key", ["secret\n", " secret", "secret\u00e9", ""])
@@ -440,6 +458,10 @@ def test_errors_of_the_binary_wire_are_those_of_json() -> None:
             (7, [Candidate(90.7, 7)], {}),
             (7, CANDIDATES, {"actions_wanted": ["favorite,reply"]}),
             (7, CANDIDATES, {"actions_wanted": [""]}),
+            (7, [Candidate(90, 7, True)], {}),
+            (7, CANDIDATES, {"history": [Event(17, 5, {"favorite": True})]}),
+            (7, CANDIDATES, {"history": [Event(17, 5, dwell_time=True)]}),
+            (7, CANDIDATES, {"weights": {"favorite": False}}),
         ):
             with pytest.raises(RankerError) as caught:
                 await client.rank(user, candidates, **options)
@@ -450,15 +472,17 @@ def test_errors_of_the_binary_wire_are_those_of_json() -> None:
         assert (type(one), one.code) == (type(other), other.code)
 
 
+@pytest.mark.parametrize("before", ["post:", ""])
 @pytest.mark.parametrize("wire", ["json", "binary"])
-def test_texts_are_ids_on_either_wire(wire: str) -> None:
-    candidates = [Candidate("post:1", "author:1"), Candidate("2", "author:2")]
+def test_texts_are_ids_on_either_wire(wire: str, before: str) -> None:
+    candidates = [Candidate(before + "1", before + "7"), Candidate("2", before + "8")]
 
     async def main(client: AsyncRankerClient) -> Ranking:
-        return await client.rank("user:7", candidates, [Event("post:3", "author:1", ["favorite"])])
+        return await client.rank(before + "7", candidates, [Event(before + "3", before + "7", ["favorite"])])
 
-    ranking = in_process(main, loader(FakeEngine(), "v1", ACTIONS, "text"), wire=wire)
-    assert [candidate.post_id for candidate in ranking.candidates] == ["post:1", "2"]
+    for kind in ("text", "uint64") if not before else ("text",):
+        ranking = in_process(main, loader(FakeEngine(), "v1", ACTIONS, kind), wire=wire)
+        assert [candidate.post_id for candidate in ranking.candidates] == [before + "1", "2"]
 
 
 @BOTH
@@ -569,6 +593,32 @@ def test_the_unknown_contexts_of_a_batch_are_sent_whole_and_no_others() -> None:
     assert len(seen) == 3, "where all are known nothing is sent again"
 
 
+@BOTH
+def test_a_batch_keeps_the_rankings_that_it_has_where_the_rest_cannot_be_sent_whole(kind: type) -> None:
+    unknown = {"error": {"status": 412, "code": "context_unknown"}}
+    requests = [RankingRequest(user, CANDIDATES, HISTORY, context=FIRST) for user in range(3)]
+    for later, found in ((refusal(413, "too_large"), RequestRefused), (httpx.ReadTimeout("late"), DeadlineExceeded)):
+        first, seen = scripted(httpx.Response(200, json={"results": [GOOD, unknown, GOOD]}), later)
+        if kind is RankerClient:
+            results = first.rank_batch(requests)
+        else:
+            http = httpx.AsyncClient(transport=first._http._transport)
+            results = asyncio.run(AsyncRankerClient("http://test", http=http).rank_batch(requests))
+        assert [type(result) for result in results] == [Ranking, found, Ranking]
+        assert len(seen) == 2
+
+
+def test_the_empty_handle_of_a_context_that_is_not_kept_names_nothing() -> None:
+    replies = [ok() for _ in range(2)], httpx.Response(200, json={"results": [GOOD]})
+    client, seen = scripted(*replies[0], replies[1])
+    handle = client.rank(1, CANDIDATES, HISTORY).context
+    assert handle == ""
+    client.rank(1, CANDIDATES, [], context=handle)
+    client.rank_batch([RankingRequest(1, CANDIDATES, HISTORY, context=handle)])
+    bodies = [orjson.loads(request.content) for request in seen]
+    assert [len(body["history"]["post_id"]) for body in (*bodies[:2], *bodies[2]["requests"])] == [2, 0, 2]
+
+
 def test_a_call_without_a_history_is_not_sent_whole_and_an_empty_history_is() -> None:
     client, seen = scripted(*[refusal(412, "context_unknown")] * 12)
     for call in (
@@ -579,7 +629,8 @@ def test_a_call_without_a_history_is_not_sent_whole_and_an_empty_history_is() ->
     ):
         with pytest.raises(ContextUnknown):
             call()
-        assert "context" in orjson.loads(seen.pop().content) and not seen
+        assert "context" in orjson.loads(seen.pop().content)
+        assert not seen
         with pytest.raises(ContextUnknown):
             call(history=())
         assert ["context" in orjson.loads(request.content) for request in seen] == [True, False]

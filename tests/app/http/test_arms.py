@@ -198,6 +198,16 @@ def test_a_held_version_may_be_named_and_no_other() -> None:
         assert value_of(counted, 'ranker_http_requests_total{code="200",method="POST",route="/rank"}') == 9
 
 
+@pytest.mark.parametrize("user", [A, B, 0])
+def test_a_version_that_both_have_is_the_firsts_for_every_user(user: int) -> None:
+    """So a handle that was given under a version is looked for where it was given: with it no user is named."""
+    with two(loader(FakeEngine(2), "v1")) as (client, _service):
+        first = client.post("/rank", json=body(user), headers={"X-Model-Version": "v1"}).json()
+        own = client.post("/rank/fake", json=body(user)).json()
+        assert (own["candidates"] == first["candidates"]) == (user != B)
+        assert own["candidates"] == client.post("/rank", json=body(user)).json()["candidates"]
+
+
 def test_each_speaks_its_own_words() -> None:
     with two(loader(FakeEngine(2), "v2", OTHER)) as (client, _service):
         for user, words in ((A, ("favorite", "reply", "report")), (B, OTHER), (A, ("favorite", "reply", "report"))):

@@ -14,7 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from app.assembly import build_app
-from app.errors import InvalidRequest, TooLarge
+from app.errors import DeadlineExceeded, InvalidRequest, TooLarge
 from app.http import explain
 from app.http.headers import Headers
 from app.http.observe import Recorder
@@ -260,6 +260,15 @@ def test_refusals_leave_no_place_taken() -> None:
             assert (reply.status_code, reply.headers["content-type"]) == (status, "application/problem+json")
         assert service.admission.requests == 0
         assert client.post("/explain", json=question()).status_code == 200
+
+
+def test_a_call_whose_time_ends_in_its_midst_was_not_refused_on_arrival() -> None:
+    events = [{"post_id": number, "author_id": 1} for number in range(1, 17)]
+    with served(FakeEngine(before=lambda items: time.sleep(0.1))) as (client, _):
+        reply = client.post("/explain", json=question(history=events), headers={"x-request-timeout-ms": "250"})
+        assert (reply.status_code, reply.json()["detail"]) == (504, DeadlineExceeded.default_detail)
+        assert "retry-after" not in reply.headers
+        assert value_of(client.get("/metrics").text, 'ranker_rejected_total{reason="deadline"}') == 0
 
 
 def test_between_contexts_it_only_lets_others_in() -> None:
