@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -47,6 +48,9 @@ class Reloader:
         self.current = current
         self.second = second
         self.retrieval = retrieval
+        self.names: Path | None = None
+        """Where an engine process that takes the place of this one finds what was loaded last: paths as in `current`, `second` and
+        `retrieval`."""
         self._given = current, second  # paths from the settings, which may lie anywhere
         self._loader = loader
         self._retrieval_loader = retrieval_loader
@@ -94,6 +98,7 @@ class Reloader:
             self.second = path
         else:
             self.current = path
+        self._keep_names()
         return model
 
     async def reload_retrieval(self, checkpoint: Path | None = None, corpus: Path | None = None) -> ServedRetrieval:
@@ -108,7 +113,18 @@ class Reloader:
             served = await self.service.retrieval.swap(self._retrieval_loader(checkpoint, corpus))
             said |= {"version": served.manifest.version, "corpus_version": served.corpus.version}
         self.retrieval = checkpoint, corpus
+        self._keep_names()
         return served
+
+    def _keep_names(self) -> None:
+        if self.names is not None:
+            paths = self.current, self.second, *self.retrieval
+            partial = self.names.with_suffix(".partial")
+            try:
+                partial.write_text(json.dumps([path and str(path) for path in paths]))
+                partial.rename(self.names)
+            except OSError as error:
+                log.error("reload_not_kept", reason=error.strerror)
 
     @asynccontextmanager
     async def _recorded(self, **what: Any) -> AsyncIterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from starlette.testclient import TestClient
 
 from app.assembly import create_reloader
@@ -515,6 +516,18 @@ def test_a_reload_that_changed_nothing_says_so_whatever_else_was_reloaded_meanwh
         await service.stop(1.0)
 
     asyncio.run(main())
+
+
+def test_names_that_cannot_be_kept_do_not_fail_a_reload(client: TestClient, root: Path, tmp_path: Path) -> None:
+    """The next engine process then serves what it did before: the log says so."""
+    service: RankingService = client.app_state["service"]  # type: ignore[attr-defined]
+    reloader = Reloader(service, root, root / "v1", by_name)
+    reloader.names = tmp_path / "gone" / "engine.json"
+    assert client.portal is not None
+    with structlog.testing.capture_logs() as lines:
+        client.portal.call(partial(reloader.reload, root / "nested" / "v2"))
+    assert service.model.manifest.version == "v2"
+    assert {"event": "reload_not_kept", "reason": "No such file or directory", "log_level": "error"} in lines
 
 
 def test_without_a_second_checkpoint_none_is_changed(client: TestClient) -> None:
