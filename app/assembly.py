@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -64,18 +66,36 @@ def build_server(settings: Settings, service: RankingService | None = None) -> R
 
 def run(settings: Settings, role: Role | None = None, service: RankingService | None = None) -> int:
     """Serve until a signal or the loss of the engine, as the engine process of fronts where that is the role; the exit code."""
-    service = build_service(settings, Metrics()) if service is None else service
+    names = None if role is None else Path(role.path).with_suffix(".json")
+    now = settings if names is None else _as_loaded_last(settings, names)
+    service = build_service(now, Metrics()) if service is None else service
     service.watchdog.watch_loop()
     if role is None:
         return serve(build_server(settings, service))
     logs.configure(settings.logs)
     service.metrics.watch_log(logs.process_sink())
+    reloader = create_reloader(service, settings)
+    reloader.current, reloader.second, reloader.names = now.checkpoint, now.shadow.checkpoint, names
+    reloader.retrieval = now.retrieval.checkpoint, now.retrieval.corpus
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(EngineHost(service, create_reloader(service, settings), settings).serve(role.path))
+        code = runner.run(EngineHost(service, reloader, settings).serve(role.path))
     if service.has_running_threads():
         logs.process_sink().drain()
         os._exit(code)  # as in `serve`
     return code
+
+
+def _as_loaded_last(settings: Settings, names: Path) -> Settings:
+    """The settings with the paths that the engine process before this one has left there, if any."""
+    if not names.exists():
+        return settings
+    checkpoint, second, *pair = (name and Path(name) for name in json.loads(names.read_bytes()))
+    changes: dict[str, Any] = {
+        "checkpoint": checkpoint,
+        "shadow": settings.shadow.model_copy(update={"checkpoint": second}),
+        "retrieval": settings.retrieval.model_copy(update=dict(zip(("checkpoint", "corpus"), pair, strict=True))),
+    }
+    return settings.model_copy(update=changes)
 
 
 def create_reloader(service: RankingService, settings: Settings) -> Reloader:

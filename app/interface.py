@@ -273,12 +273,12 @@ class Reloads(Protocol):
         """End the watch and any load under way."""
 
 
-def served_identity(service: Service, what: str) -> object:
+async def served_identity(service: Service, what: str) -> object:
     """What serves now as `second`, as `retrieval`, or as the first checkpoint: equal before and after a reload that changed nothing."""
     with suppress(ServiceError):
-        if what == "retrieval":
-            served = service.retrieval.served
-            return served.manifest.digest, served.corpus.digest, served.hidden
+        if what == "retrieval":  # with its changes: a copy of the same corpus may lack some of them
+            served, state = service.retrieval.served, await service.corpus()
+            return served.manifest.digest, served.corpus.digest, served.hidden, state and state.mark
         held = service.second if what == "second" else None
         model = service.model if what != "second" else None if held is None else held.model
         return None if model is None else model.manifest.digest

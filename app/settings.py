@@ -229,7 +229,7 @@ class Settings(BaseSettings):
     x86-64 machine of a mixed fleet the same kernel. Default: the fastest that runs here."""
     candidate_positions: Literal["shared", "sequential"] = "shared"
     """`sequential` gives the published pipeline's numbers, which depend on a candidate's slot. Default: scores do not depend on it."""
-    threads: int = Field(default=0, ge=0)
+    threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads of the engine; 0: as many as it may use. Default: it knows its control group's limit. Set it where cores are shared."""
     fronts: int = Field(default=0, ge=0, le=64)
     """Front processes before one engine process; 0: one process. Default: enough until HTTP fills a core: [more](#several-processes)."""

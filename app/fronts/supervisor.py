@@ -273,9 +273,10 @@ def _remove_left_behind() -> None:
 
 
 def _remove(directory: str | Path) -> None:
-    """Remove the socket, and its directory if nothing else is in it."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(os.path.join(directory, SOCKET))
+    """Remove the socket and the names beside it, and their directory if nothing else is in it."""
+    for suffix in ("", ".json", ".partial"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(directory, SOCKET + suffix))
     with contextlib.suppress(OSError):
         os.rmdir(directory)
 

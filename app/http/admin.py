@@ -118,25 +118,27 @@ def create_admin_app(settings: Admin, reloads: Reloads, service: Service) -> App
     `POST /admin/posts/compact` without a body writes it anew with its changes.
     """
 
-    def described(before: object, **manifests: Manifest | CorpusManifest) -> bytes:
+    async def described(before: object, **manifests: Manifest | CorpusManifest) -> bytes:
         content: dict[str, object] = {
             what: {"name": manifest.name, "version": manifest.version, "digest": manifest.digest}
             for what, manifest in manifests.items()
         }
-        content["result"] = "unchanged" if served_identity(service, next(iter(manifests))) == before else "reloaded"
+        content["result"] = (
+            "unchanged" if before == await served_identity(service, next(iter(manifests))) else "reloaded"
+        )
         return orjson.dumps(content)
 
     async def reload(body: bytes) -> bytes:
         wanted = _requested(body, reloads)
         retrieves = wanted.keys() & {"retrieval", "corpus"}
-        before = served_identity(service, "retrieval" if retrieves else next(iter(wanted), ""))
+        before = await served_identity(service, "retrieval" if retrieves else next(iter(wanted), ""))
         try:
             if retrieves:
                 served = await reloads.reload_retrieval(wanted.get("retrieval"), wanted.get("corpus"))
-                return described(before, retrieval=served.manifest, corpus=served.corpus)
+                return await described(before, retrieval=served.manifest, corpus=served.corpus)
             if "second" in wanted:
-                return described(before, second=(await reloads.reload(wanted["second"], second=True)).manifest)
-            return described(before, model=(await reloads.reload(wanted.get("checkpoint"))).manifest)
+                return await described(before, second=(await reloads.reload(wanted["second"], second=True)).manifest)
+            return await described(before, model=(await reloads.reload(wanted.get("checkpoint"))).manifest)
         except CheckpointNotFound:
             if wanted:  # a front's name is looked up by the engine process
                 raise NotFound(NOT_BELOW_ROOT) from None

@@ -48,6 +48,7 @@ class FeedReader:
         self._metrics = metrics
         self._most_lag_seconds = most_lag_seconds
         self._as_of: float | None = None  # Unix time up to which all changes were made
+        self._reached = ""  # the position of the last one
         self._reason = ""
         self._unreadable = ""  # the position of the last entry that could not be read
         self._longest = MOST_BYTES // 16  # bytes of the longest recent entry
@@ -65,6 +66,11 @@ class FeedReader:
             return ""
         said = "have not been read from their feed yet" if lag is None else f"are {lag:.0f} s behind their feed"
         return f"The posts {said}.{self._reason and ' '}{self._reason}"
+
+    def serves(self, mark: Mark) -> None:
+        """Another corpus, of this mark, serves now. If it is behind that before, it has not reached the feed yet."""
+        if not mark.reaches(self._reached):
+            self._as_of = None
 
     async def run(self, corpus: Follower) -> None:
         """Follow the feed until cancelled. Failures are retried; a gap in the feed is never skipped."""
@@ -91,9 +97,11 @@ class FeedReader:
     async def _follow(self, corpus: Follower) -> None:
         """Make the changes that are there, or wait a moment for some."""
         began, mark = time.time(), corpus.mark()
-        position = mark.position
+        self._reached = position = mark.position
         most = max(1, min(MOST_ENTRIES, MOST_BYTES // self._longest))
         entries = await asyncio.to_thread(self._source.after, position, most, WAIT_SECONDS)
+        if corpus.mark().position != position:
+            return  # another corpus serves now, or another process changes it
         self._longest = max(self._longest // 2, 1024, *(len(entry.body) for entry in entries))
         if entries:
             self._as_of = entries[0].unix_seconds  # everything written before it has been made
@@ -102,7 +110,8 @@ class FeedReader:
             if changed.mark.position != part[-1].position:
                 return  # another process has made some of them
             self._metrics.feed_entries.labels("made").inc(len(changes))
-            position, self._as_of = part[-1].position, part[-1].unix_seconds
+            self._reached = position = part[-1].position
+            self._as_of = part[-1].unix_seconds
         if len(entries) < most:
             self._as_of = began
             await asyncio.sleep(ROUND_SECONDS if entries else 0.0)  # a larger round costs little more

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,9 @@ class Reloader:
         self.current = current
         self.second = second
         self.retrieval = retrieval
+        self.names: Path | None = None
+        """Where an engine process that takes the place of this one finds what was loaded last: paths as in `current`, `second` and
+        `retrieval`."""
         self._given = current, second  # paths from the settings, which may lie anywhere
         self._loader = loader
         self._retrieval_loader = retrieval_loader
@@ -81,7 +85,7 @@ class Reloader:
         Raises CheckpointError, EngineError, CheckpointNotFound, ReloadInProgress, Draining; the old model then keeps serving.
         """
         path = path or (self.second if second else self.current)
-        with self._recorded(**{"second" if second else "checkpoint": str(path)}) as said:
+        async with self._recorded(**{"second" if second else "checkpoint": str(path)}) as said:
             if path is None or (second and self._second_loader is None):
                 raise CheckpointError(NO_SECOND)
             target = path if path in self._given else self._target(path)
@@ -94,6 +98,7 @@ class Reloader:
             self.second = path
         else:
             self.current = path
+        self._keep_names()
         return model
 
     async def reload_retrieval(self, checkpoint: Path | None = None, corpus: Path | None = None) -> ServedRetrieval:
@@ -104,17 +109,28 @@ class Reloader:
         checkpoint, corpus = checkpoint or self.retrieval[0], corpus or self.retrieval[1]
         if checkpoint is None or corpus is None or self._retrieval_loader is None:
             raise CorpusNotLoaded("Name both a retrieval checkpoint and a corpus: none is served yet.")
-        with self._recorded(retrieval=str(checkpoint), corpus=str(corpus)) as said:
+        async with self._recorded(retrieval=str(checkpoint), corpus=str(corpus)) as said:
             served = await self.service.retrieval.swap(self._retrieval_loader(checkpoint, corpus))
             said |= {"version": served.manifest.version, "corpus_version": served.corpus.version}
         self.retrieval = checkpoint, corpus
+        self._keep_names()
         return served
 
-    @contextmanager
-    def _recorded(self, **what: Any) -> Iterator[dict[str, Any]]:
+    def _keep_names(self) -> None:
+        if self.names is not None:
+            paths = self.current, self.second, *self.retrieval
+            partial = self.names.with_suffix(".partial")
+            try:
+                partial.write_text(json.dumps([path and str(path) for path in paths]))
+                partial.rename(self.names)
+            except OSError as error:
+                log.error("reload_not_kept", reason=error.strerror)
+
+    @asynccontextmanager
+    async def _recorded(self, **what: Any) -> AsyncIterator[dict[str, Any]]:
         """Count and log one reload and whether it changed anything. Entries added to the yielded dict are logged too."""
         kind = next(iter(what))
-        began, before, said = time.monotonic(), served_identity(self.service, kind), what
+        began, before, said = time.monotonic(), await served_identity(self.service, kind), what
         try:
             if not self.service.lifecycle.started:
                 raise ReloadInProgress("the first load has not ended")  # and would fail if another load had begun
@@ -123,7 +139,7 @@ class Reloader:
             self.service.metrics.reloads.labels("failure").inc()
             log.error("reload_failed", **what, reason=str(error) or type(error).__name__)
             raise
-        is_changed = served_identity(self.service, kind) != before
+        is_changed = before != await served_identity(self.service, kind)
         self.service.metrics.reloads.labels("success" if is_changed else "unchanged").inc()
         log.info("reloaded" if is_changed else "unchanged", **said, seconds=round(time.monotonic() - began, 3))
 
@@ -192,17 +208,19 @@ class Reloader:
         return [_identity(path) for path in self.retrieval if path is not None]
 
     def _retrieves_already(self) -> bool:
-        """Whether the towers and the corpus that serve are those on the disk."""
+        """Whether the towers and the corpus that serve are those on the disk, the corpus with the log that this process writes."""
         checkpoint, corpus = self.retrieval
+        worker = self.service.retrieval.versions.current
+        if worker is None or checkpoint is None or corpus is None:
+            return False
+        served: ServedRetrieval = worker.model.served
         try:
-            served = self.service.retrieval.served
-            assert checkpoint is not None
-            assert corpus is not None
             return (
                 load_corpus_manifest(corpus).digest == served.corpus.digest
+                and worker.model.log.is_in(corpus)
                 and _digest(checkpoint) == served.manifest.digest
             )
-        except (CheckpointError, CorpusNotLoaded):
+        except (CheckpointError, OSError):
             return False
 
     def _keep(self, work: object) -> None:

@@ -123,6 +123,8 @@ class RetrievalService:
         try:
             async with self._swapping, self._changing:
                 self._install(await self.versions.load(lambda steps: load()))
+                if self.feed is not None:
+                    self.feed.serves(self.mark())
                 self._compact_at = COMPACT_ROWS
         finally:
             self._loading = False

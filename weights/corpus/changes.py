@@ -49,6 +49,10 @@ class ChangeLog:
         self._directory = _place(os.stat(directory))
         self._in_force: Identity | None = None  # of the manifest file last checked to be this corpus's
 
+    def is_in(self, directory: Path) -> bool:
+        """Whether it lies in what is now this directory."""
+        return _place(os.stat(directory)) == self._directory
+
     # reading
 
     def read(self) -> list[Change]:
@@ -79,7 +83,7 @@ class ChangeLog:
         Empty if another directory has replaced the corpus's.
         """
         try:
-            if _place(os.stat(self.path.parent)) != self._directory:
+            if not self.is_in(self.path.parent):
                 return []
             if not self._is_in_force():
                 return None

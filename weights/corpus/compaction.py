@@ -23,7 +23,7 @@ from torch import Tensor
 from model.retrieval.corpus import ROWS_PER_STEP, Corpus, packed
 from model.retrieval.inputs import Change, Mark
 from weights.corpus.changes import ChangeLog
-from weights.corpus.manifest import TEXTS, VECTORS, CorpusManifest, corpus_tensors, file_of
+from weights.corpus.manifest import MAX_TOPICS, TEXTS, VECTORS, CorpusManifest, corpus_tensors, file_of
 from weights.corpus.store import StoredCorpus, load_corpus, load_corpus_manifest, read_corpus
 from weights.errors import CheckpointError, kind_of
 from weights.format.manifest import MANIFEST_NAME, Manifest
@@ -124,6 +124,10 @@ class Compaction:
         if not posts:
             raise CheckpointError("no post is left in it")
         topics = {name: place for place, name in enumerate(_topics(old, parts))}
+        if len(topics) > MAX_TOPICS:
+            raise CheckpointError(
+                f"its posts have {len(topics)} topics, and at most {MAX_TOPICS} can be written: delete posts, or give them other topics"
+            )
         columns = ["post_ids", "author_ids"]
         if any(corpus.created_at is not None for corpus, _ in parts):
             columns.append("created_at")

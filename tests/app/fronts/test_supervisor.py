@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import structlog
 
@@ -32,9 +34,12 @@ from loadtest.machine import ROOT
 from loadtest.servers.launch import HOST, Server, free_port, process, ranking_server
 from loadtest.soak.fronts import process_of
 from loadtest.soak.servers import FRONTED
+from tests.app import retrieving
 from tests.app.fakes import until
 from tests.app.server.test_process import event, status
+from tests.e2e.process import DEMO
 from tests.reliability.live import wait_until
+from weights.actions import STANDARD_ACTIONS
 
 pytestmark = pytest.mark.anyio
 
@@ -144,7 +149,7 @@ def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_one(tmp_path: Pa
         return process([sys.executable, "-c", IDLE], {"TMPDIR": str(tmp_path)}, port=1, ready_path=None)
 
     def directories() -> set[Path]:
-        return set(tmp_path.iterdir()) - {other}
+        return set(tmp_path.glob("ranker-engine-*")) - {other}  # not what `tempfile` tries the place with
 
     with idle() as killed:
         wait_until(lambda: len(directories()) == 1, 30)
@@ -212,6 +217,40 @@ def test_when_the_engine_process_ends_fronts_stay_up_until_the_policy_says_other
                     os.kill(process_of(server, None), signal.SIGKILL)
                 time.sleep(0.1)
         assert server.process.wait(90) == 70
+
+
+def test_an_engine_process_that_is_started_again_serves_what_was_loaded_last(tmp_path: Path) -> None:
+    """By name, on the admin port: a reload that was answered is not undone. Nothing is left behind at the end."""
+    for version in ("v1", "v2"):
+        retrieving.written(tmp_path, version=version, actions=STANDARD_ACTIONS)
+    admin, temporary = free_port(), tmp_path / "temporary"
+    temporary.mkdir()
+    settings: dict[str, Any] = {
+        "checkpoint": DEMO, "fronts": 1, "threads": 1, "admin__port": admin, "admin__root": tmp_path,
+        "admin__token_sha256": hashlib.sha256(b"token").hexdigest(), "retrieval__checkpoint": tmp_path / "towers-v1",
+        "retrieval__corpus": tmp_path / "corpus-v1", "drain__delay_seconds": 0,
+    }  # fmt: skip
+    with started(environment={"TMPDIR": str(temporary)}, **settings) as server:
+        server.wait_ready()
+        time.sleep(ENGINE_SECONDS)  # one that lived less is not started again
+
+        def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+            headers = {"authorization": "Bearer token"}
+            reply = httpx.post(f"http://{HOST}:{admin}{path}", headers=headers, json=body, timeout=30)
+            found: dict[str, Any] = reply.raise_for_status().json()
+            return found
+
+        assert post("/admin/reload", {"retrieval": "towers-v2", "corpus": "corpus-v2"})["result"] == "reloaded"
+        assert post("/admin/posts", {"delete": [1]})["deleted"] == 1
+        os.kill(process_of(server, None), signal.SIGKILL)
+        wait_until(lambda: status(server, "/readyz") == 503)
+        server.wait_ready()
+        reply = httpx.post(f"{server.url}/retrieve", json={"user_id": 1, "k": 500}).raise_for_status()
+        assert reply.headers["x-corpus-version"].startswith("v2+1.")
+        assert "1" not in [post["post_id"] for post in reply.json()["posts"]]
+        assert post("/admin/reload", {"corpus": "corpus-v2"})["result"] == "unchanged"
+        assert server.stop() == 0
+    assert list(temporary.glob("ranker-*")) == []
 
 
 async def test_a_process_that_the_system_refuses_is_started_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:

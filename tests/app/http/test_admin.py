@@ -7,12 +7,14 @@ import errno
 import gzip
 import hashlib
 import os
+import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from starlette.testclient import TestClient
 
 from app.assembly import create_reloader
@@ -398,6 +400,46 @@ def retrieving_client(tmp_path: Path) -> Iterator[tuple[TestClient, RankingServi
         client.portal.call(service.stop, 1.0)
 
 
+@pytest.mark.parametrize("by", ["name", "watch"])
+def test_a_copy_of_the_corpus_without_its_changes_is_not_what_served_before(
+    retrieving_client: tuple[TestClient, RankingService], tmp_path: Path, turns: Turns, by: str
+) -> None:
+    """It brings back what was deleted. The copy is beside the corpus, or takes its place under a watch."""
+    client, service = retrieving_client
+    place, towers = tmp_path / "corpus-v1", tmp_path / "towers-v1"
+    shutil.copytree(place, tmp_path / "copy")
+    assert client.post("/admin/posts", json={"delete": [1]}, headers=GOOD).json()["deleted"] == 1
+    again = client.post("/admin/reload", json={"corpus": "corpus-v1"}, headers=GOOD)
+    assert again.json()["result"] == "unchanged"
+
+    async def replaced() -> None:
+        reloader = Reloader(
+            service, tmp_path, tmp_path / "none", by_name, (towers, place),
+            lambda *paths: retrieval_loader(*paths, Settings(threads=1)),
+        )  # fmt: skip
+        reloader.watch(0.01)
+        await turns(2)
+        place.rename(tmp_path / "old")
+        (tmp_path / "copy").rename(place)
+        await until(lambda: changes() == 0)
+        reloader.stop()
+
+    def changes() -> int:
+        state = service.retrieval.state()
+        return -1 if state is None else state.mark.sequence
+
+    assert changes() == 1
+    if by == "watch":
+        assert client.portal is not None
+        client.portal.call(replaced)
+    else:
+        reply = client.post("/admin/reload", json={"corpus": "copy"}, headers=GOOD)
+        assert reply.json()["result"] == "reloaded"
+    assert changes() == 0
+    counts = [service.metrics.reloads.labels(result)._value.get() for result in ("success", "unchanged")]
+    assert counts == [1, 1]
+
+
 def test_the_second_checkpoint_is_changed_by_name_by_signal_and_by_watching(tmp_path: Path) -> None:
     """And a first one of the same root stays what it is. Without a second one that is a sentence."""
     for name in ("v1", "b", "c", "refused"):
@@ -474,6 +516,18 @@ def test_a_reload_that_changed_nothing_says_so_whatever_else_was_reloaded_meanwh
         await service.stop(1.0)
 
     asyncio.run(main())
+
+
+def test_names_that_cannot_be_kept_do_not_fail_a_reload(client: TestClient, root: Path, tmp_path: Path) -> None:
+    """The next engine process then serves what it did before: the log says so."""
+    service: RankingService = client.app_state["service"]  # type: ignore[attr-defined]
+    reloader = Reloader(service, root, root / "v1", by_name)
+    reloader.names = tmp_path / "gone" / "engine.json"
+    assert client.portal is not None
+    with structlog.testing.capture_logs() as lines:
+        client.portal.call(partial(reloader.reload, root / "nested" / "v2"))
+    assert service.model.manifest.version == "v2"
+    assert {"event": "reload_not_kept", "reason": "No such file or directory", "log_level": "error"} in lines
 
 
 def test_without_a_second_checkpoint_none_is_changed(client: TestClient) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -201,6 +202,26 @@ async def test_a_gap_is_no_silence(tmp_path: Path, redis: RedisServer) -> None:
         assert service.state().mark.sequence == 1
 
 
+async def test_a_corpus_that_has_not_reached_the_feed_is_not_ready_although_that_before_it_had(
+    tmp_path: Path, redis: RedisServer
+) -> None:
+    """An older copy is loaded, and the entries behind it are gone. The present one, read again, stays ready."""
+    async with replica(redis, tmp_path / "a") as service:
+        shutil.copytree(tmp_path / "a" / "corpus-v1", tmp_path / "older")
+        last = write(redis, {"delete": [1]}, {"delete": [2]})
+        await at(service, last)
+        await until(lambda: not service.problem)
+        await service.swap(service._loaded.again)
+        assert not service.problem
+        redis.client().xtrim("posts", minid=last, approximate=False)
+        older = retrieval_loader(tmp_path / "a" / "towers-v1", tmp_path / "older", Settings(threads=1))
+        await service.swap(older)
+        assert "have not been read from their feed yet" in service.problem
+        assert service.feed is not None
+        await until(lambda: "begin with" in service.problem)
+        assert service.feed.lag_seconds is None
+
+
 async def test_two_processes_on_one_directory_make_each_change_once(tmp_path: Path, redis: RedisServer) -> None:
     async with replica(redis, tmp_path / "a", 2.0) as first, replica(redis, tmp_path / "a", 2.0) as second:
         last = write(redis, *some(30, 3))
@@ -302,6 +323,24 @@ def test_what_another_process_has_made_is_not_counted_and_read_again(others: boo
     metrics = Metrics()
     asyncio.run(FeedReader(Source(), read, metrics, 1.0)._follow(Ahead()))
     assert value_of(metrics.render().decode(), 'ranker_feed_entries_total{result="made"}') == (0 if others else 2)
+
+
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_what_was_read_for_another_corpus_tells_nothing_of_this_one(is_swapped: bool) -> None:
+    """Another one takes its place while the feed is asked, and the feed has nothing new for that which went."""
+    corpus = Corpus()
+
+    class Source(Nothing):
+        def after(self, position: str, most: int, wait_seconds: float) -> list[Any]:
+            if is_swapped:
+                corpus.mark = lambda: reader.Mark()  # type: ignore[method-assign]
+                each.serves(corpus.mark())
+            return []
+
+    corpus.mark = lambda: reader.Mark(0, "", "5-0")  # type: ignore[method-assign]
+    each = FeedReader(Source(), read, Metrics(), 1.0)
+    asyncio.run(each._follow(corpus))
+    assert (each.lag_seconds is None) == is_swapped
 
 
 def test_what_is_read_at_once_is_made_in_parts_that_one_request_might_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import structlog
 from app.engine.loading import LoadedRetrieval, RetrievalLoader, retrieval_loader
 from app.errors import CorpusNotLoaded, DeadlineExceeded, EngineDown, Overloaded
 from app.interface import Found, ReloadInProgress, ServedRetrieval
+from app.request.posts import read_change
 from app.service.feed import FeedReader
 from app.service.retrieval import RetrievalService
 from app.settings import Queue, Settings
@@ -35,6 +36,7 @@ from weights.corpus.changes import ChangeLog
 from weights.corpus.compaction import Compaction
 from weights.corpus.store import load_corpus_manifest
 from weights.errors import CheckpointError, NotStored
+from weights.text_ids import IdKind
 
 pytestmark = pytest.mark.anyio
 
@@ -717,6 +719,37 @@ async def test_a_change_beside_a_swap_is_made_in_what_the_swap_serves(tmp_path: 
         await swapping
         assert (await changing).corpus.version == "v2"
         assert 1 not in (await found(service, query(1, 500), DEADLINE)).posts.post_ids
+
+
+@pytest.mark.parametrize("kinds", [("uint64", "text"), ("text", "uint64")])
+async def test_a_change_that_was_read_before_a_swap_to_other_ids_is_refused(
+    tmp_path: Path, kinds: tuple[IdKind, IdKind]
+) -> None:
+    """In the other log it would be a record that no start can read."""
+    gate, (before, after) = Gate(), kinds
+    second = retrieving.loader(tmp_path, seed=5, version="v2", ids=after)
+
+    def slow() -> LoadedRetrieval:
+        loaded = second()
+        gate(None)
+        return loaded
+
+    bodies = {
+        "uint64": b'{"upsert": [{"post_id": 900, "author_id": 5}], "delete": [1]}',
+        "text": b'{"upsert": [{"post_id": "post:900", "author_id": "author:5"}], "delete": ["post:1"]}',
+    }
+    async with running(retrieving.loader(tmp_path, ids=before), FakeClock()) as service:
+        asked = [read_change(bodies[kind], kind) for kind in (before, after)]
+        swapping = asyncio.ensure_future(service.swap(slow))
+        await gate.reached()
+        changing = asyncio.ensure_future(service.change(asked[0]))
+        await asyncio.wait([changing], timeout=0.1)
+        gate.opened.set()
+        await swapping
+        with pytest.raises(NotStored, match="another kind of ids"):
+            await changing
+        assert (await service.change(asked[1])).mark.sequence == 1
+    assert retrieval_loader(tmp_path / "towers-v2", tmp_path / "corpus-v2", Settings(threads=1))().engine.changes == 1
 
 
 async def test_a_swap_that_fails_changes_nothing(load: RetrievalLoader) -> None:

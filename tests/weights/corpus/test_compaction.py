@@ -17,12 +17,14 @@ from model.retrieval.engine import RetrievalEngine, RetrievalOptions
 from model.retrieval.inputs import Change, Mark, NewPosts
 from tests.app import retrieving
 from weights.checkpoint import Encoder, load_encoder
+from weights.corpus import compaction as compacting
 from weights.corpus.changes import ChangeLog
 from weights.corpus.compaction import Compaction, load_changed
 from weights.corpus.records import mark_after
 from weights.corpus.snapshot import publish
 from weights.corpus.store import load_corpus, load_corpus_manifest
 from weights.errors import CheckpointError, NotStored
+from weights.format.writer import write_files
 
 Posts = list[tuple[Any, ...]]
 
@@ -367,6 +369,31 @@ def test_a_topic_that_no_post_has_any_more_goes(directory: Path, encoder: Encode
     compacted(Compaction(directory, load_corpus(directory).manifest, log), engine, []).close()
     assert load_corpus(directory).manifest.topics == retrieving.TOPICS
     assert posts_of(engine_of(directory, encoder)[0]) == before
+
+
+@pytest.mark.parametrize("most", [3, 4])
+def test_more_topics_than_can_be_written_are_said_before_anything_is_written(
+    directory: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    compaction, engine = changed(directory, encoder)  # with a fourth topic
+    before = sorted(path.name for path in directory.iterdir())
+    writes: list[object] = []
+
+    def noting(*given: Any) -> Any:
+        writes.append(given)
+        return write_files(*given)
+
+    monkeypatch.setattr(compacting, "MAX_TOPICS", most)
+    monkeypatch.setattr(compacting, "write_files", noting)
+    if most == 3:
+        with pytest.raises(
+            CheckpointError, match="its posts have 4 topics, and at most 3 can be written: delete posts"
+        ):
+            compaction.write(engine.parts(), engine.mark)
+    else:
+        compacted(compaction, engine, []).close()
+    assert len(writes) == (most == 4)
+    assert (sorted(path.name for path in directory.iterdir()) == before) == (most == 3)
 
 
 def test_a_snapshot_is_what_was_compacted_and_stays(directory: Path, encoder: Encoder, tmp_path: Path) -> None:
