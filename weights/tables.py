@@ -82,7 +82,9 @@ def tables_of(source: ds.FileSystemDataset, rows: int, columns: list[str] | None
         yield pa.Table.from_batches(batches)
 
 
-def column_of(table: pa.Table, name: str, kind: pa.DataType, where: str, unknown: int | None = None) -> NDArray[Any]:
+def column_of(
+    table: pa.Table, name: str, kind: pa.DataType, where: str, unknown: int | str | None = None
+) -> NDArray[Any]:
     """A column as a numpy array. Nulls become `unknown`, or are refused if that is None. Raises LogError, which names the table
     `where`."""
     column = _whole(table, name, str(kind), where) if unknown is None else table.column(name)
