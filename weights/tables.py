@@ -24,17 +24,47 @@ class LogError(ValueError):
 
 def open_table(path: Path, columns: Mapping[str, pa.DataType]) -> ds.FileSystemDataset:
     """Open a Parquet file, a JSON lines file (.jsonl), or a directory of either, for reading in pieces. `columns`: types of these columns
-    in JSON lines; Parquet has its own. Raises LogError."""
+    in JSON lines; Parquet has its own. JSON lines are read once to check them. Raises LogError, also for a column that the first file,
+    or the first megabyte of JSON lines, lacks: it would be passed over."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     is_json = any(file.suffix in JSON_LINES for file in files)
-    options = pyarrow.json.ParseOptions(explicit_schema=pa.schema(columns))
     try:
-        source = ds.dataset(path, format=ds.JsonFileFormat(parse_options=options) if is_json else "parquet")
+        source = ds.dataset(path, format="json" if is_json else "parquet")
+        if is_json:  # pyarrow guesses types from the first megabyte, and integers above 2^63 as floats
+            schema = pa.schema([_declared(field, columns) for field in source.schema])
+            source = ds.dataset(path, schema, "json")
+        for piece in source.get_fragments():
+            if is_json:
+                _check_fields(piece.path, source.schema)
+            elif late := set(piece.physical_schema.names) - set(source.schema.names):
+                raise LogError(f"{piece.path} has columns that {source.files[0]} lacks: {', '.join(sorted(late))}")
     except (OSError, pa.ArrowException) as error:
         raise LogError(f"{path} cannot be read as {'JSON lines' if is_json else 'Parquet'}: {error}") from error
     if not source.files:
         raise LogError(f"{path} holds no Parquet files")
     return source
+
+
+def _declared(field: pa.Field, columns: Mapping[str, pa.DataType]) -> pa.Field:
+    """A field of JSON lines with its declared type, unless its values are of another kind, which is refused where they are read."""
+    wanted, is_ = columns.get(field.name, field.type), pa.types
+    if is_.is_string(wanted):
+        fits = is_.is_temporal(field.type)  # "2026-11-25" is a text
+    else:
+        fits = is_.is_integer(field.type) or (is_.is_floating(field.type) and wanted != pa.int64())
+    return field.with_type(wanted) if fits or is_.is_null(field.type) else field
+
+
+def _check_fields(file: str, schema: pa.Schema) -> None:
+    """Read a file of JSON lines. Raises pa.ArrowException, or LogError for a field that is not in the schema."""
+    options = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error")
+    try:
+        for _ in pyarrow.json.open_json(file, parse_options=options):
+            pass
+    except pa.ArrowInvalid as error:
+        if "unexpected field" not in str(error):
+            raise
+        raise LogError(f"{file} has a field that the first rows lack: write every column in every row") from error
 
 
 def tables_of(source: ds.FileSystemDataset, rows: int, columns: list[str] | None = None) -> Iterator[pa.Table]:
@@ -52,12 +82,18 @@ def tables_of(source: ds.FileSystemDataset, rows: int, columns: list[str] | None
         yield pa.Table.from_batches(batches)
 
 
-def column_of(table: pa.Table, name: str, kind: pa.DataType, where: str, unknown: int | None = None) -> NDArray[Any]:
+def column_of(
+    table: pa.Table, name: str, kind: pa.DataType, where: str, unknown: int | str | None = None
+) -> NDArray[Any]:
     """A column as a numpy array. Nulls become `unknown`, or are refused if that is None. Raises LogError, which names the table
     `where`."""
     column = _whole(table, name, str(kind), where) if unknown is None else table.column(name)
     if kind == pa.uint64() and _is_text(column.type):
         raise LogError(f"{where}: column {name} holds texts, not integers (--ids text reads ids that are texts)")
+    is_rounded = kind == pa.uint64() and pa.types.is_floating(column.type)
+    if is_rounded or (pa.types.is_integer(kind) and pa.types.is_temporal(column.type)):
+        rule = "a float cannot hold every id" if is_rounded else "write Unix seconds"
+        raise LogError(f"{where}: column {name} holds {column.type}, not integers: {rule}")
     try:
         column = column.cast(kind)
         values: NDArray[Any] = (column if unknown is None else column.fill_null(unknown)).to_numpy()

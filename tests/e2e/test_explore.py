@@ -157,6 +157,57 @@ def test_a_request_of_ones_own_in_arrays_and_with_long_numbers(tab: Explorer, cl
     assert "no request" in tab.page.get_by_role("alert").last.inner_text()
 
 
+def use(tab: Explorer, request: Json) -> None:
+    tab.page.get_by_role("button", name="Request…").click()
+    tab.page.locator("#text").fill(json.dumps(request))
+    tab.page.locator("#use").click()
+
+
+@pytest.mark.parametrize("actions", [0, 5, 2**18 + 1, ["favorite", "2"], {"favorite": 0.5, "18": 1}, []])
+@pytest.mark.parametrize("columns", [False, True])
+def test_an_event_has_the_actions_that_rank_reads(
+    tab: Explorer, client: httpx.Client, actions: Any, columns: bool
+) -> None:
+    event = {"post_id": "17", "author_id": ACTOR, "actions": actions}
+    own = EXAMPLE | {"history": {key: [value] for key, value in event.items()} if columns else [event]}
+    own |= {"weights": {"0": 2, "report": -3}, "score": "offset"}
+    tab.open()
+    tab.settle(lambda: use(tab, own))
+    assert tab.shown() == ranked(client, {key: value for key, value in own.items() if key != "score"})
+    assert tab.page.locator('[data-weight="favorite"]').input_value() == "2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"weights": "x-2026-09"}, "give each weight by its action"),
+        ({"context": "2f5ddb690f8f80243917d06266bae65e"}, "give user_id and history in its place"),
+        ({"history": [{"post_id": "1", "author_id": "1", "actions": 2**19}]}, "has bits beyond the 19 actions"),
+    ],
+)
+def test_what_the_page_cannot_show_is_refused_where_it_is_pasted(tab: Explorer, changes: Json, sentence: str) -> None:
+    tab.of_the_request()
+    before = tab.shown()
+    use(tab, EXAMPLE | changes)
+    assert sentence in tab.page.get_by_role("alert").last.inner_text()
+    tab.page.get_by_role("button", name="Cancel").click()
+    assert tab.shown() == before
+
+
+@pytest.mark.parametrize("width", [1440, 1000, 390])
+def test_a_long_score_is_whole(tab: Explorer, width: int) -> None:
+    tab.page.set_viewport_size({"width": width, "height": 900})
+    tab.open()
+    tab.settle(lambda: use(tab, EXAMPLE | {"weights": {"favorite": -999.999, "click": -2000}}))
+    ranges = """all => all.map(one => {
+      const range = document.createRange(); range.selectNodeContents(one);
+      return [one.clientWidth, range.getBoundingClientRect().width] })"""
+    sizes = tab.page.locator(".list .score").evaluate_all(ranges)
+    tab.page.set_viewport_size({"width": 1440, "height": 900})
+    assert len(sizes) == len(EXAMPLE["candidates"])
+    assert all(taken <= room for room, taken in sizes), sizes
+
+
 def test_a_refusal_is_shown_until_a_request_is_served(tab: Explorer) -> None:
     tab.of_the_request()
     for request, refused in ((changed(impression_ts=-1), True), (EXAMPLE, False)):

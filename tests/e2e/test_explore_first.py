@@ -76,6 +76,32 @@ def test_the_sentence_of_the_readme_is_what_the_page_does(tab: Explorer, client:
     assert tab.page.locator("#events .try, #try").count() == 0, "the story is over"
 
 
+@pytest.mark.parametrize(
+    ("action", "done", "what"),
+    [
+        ("report", "reported", "the report"),
+        ("block_author", "blocked", "the block"),
+        ("mute_author", "muted", "the mute"),
+        ("not_interested", "turned down", "“not interested”"),
+    ],
+)
+def test_the_first_story_says_what_its_event_was(tab: Explorer, action: str, done: str, what: str) -> None:
+    """As for a checkpoint with another example; the service is the real one."""
+    history = [
+        {**event, "actions": [action if one == "report" else one for one in event["actions"]]}
+        for event in EXAMPLE["history"]
+    ]
+    tab.page.route(
+        "**/explore/checkpoint.json",
+        lambda route: route.fulfill(json={"example": EXAMPLE | {"history": history}, "names": NAMES}),
+    )
+    tab.open()
+    tab.page.unroute("**/explore/checkpoint.json")
+    told = f"has {done} an author. Remove {what}, and see what it cost that author's posts."
+    assert told in tab.page.locator("#story-text").inner_text()
+    assert tab.page.locator("#try").inner_text() == f"Try it: remove {what}"
+
+
 @pytest.mark.parametrize("story", ["report", "taste", "unknown"])
 def test_each_story_is_a_link_with_one_thing_to_try_that_moves_the_list(
     tab: Explorer, client: httpx.Client, story: str

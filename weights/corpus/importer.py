@@ -80,6 +80,9 @@ class Posts:
         assert self._topics_file is not None
         try:
             with self._topics_file.open(encoding="utf-8") as file:
+                if (count := sum(1 for _ in file)) != self.posts:
+                    raise CheckpointError(f"{self._topics_file} has {count} lines for {self.posts} posts.")
+                file.seek(0)
                 while lines := [line.rstrip("\n") for line in islice(file, 65536)]:
                     yield np.array(lines)
         except (OSError, ValueError) as error:

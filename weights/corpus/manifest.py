@@ -84,7 +84,9 @@ class CorpusManifest(Document):
             raise CheckpointError("has a topic that is no text of 1 to 100 characters")
         sequence, digest, position = self.mark
         if sequence < 0 or not re.fullmatch("([0-9a-f]{32})?", digest) or not AT_LEAST.fullmatch(position or "0"):
-            raise CheckpointError("has an invalid mark")
+            raise CheckpointError(
+                f"has an invalid mark: sequence {sequence}, digest {digest[:40]!r}, position {str(position)[:40]!r}"
+            )
         self._check_tensors()
         self._sign()
 

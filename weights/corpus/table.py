@@ -16,7 +16,7 @@ from model.retrieval.corpus import packed
 from weights.corpus.importer import REPRESENTATIONS, Posts
 from weights.corpus.manifest import TEXTS
 from weights.errors import CheckpointError
-from weights.tables import ID_TYPES, column_of, ids_of, open_table, tables_of, texts_of
+from weights.tables import ID_TYPES, LogError, column_of, ids_of, open_table, tables_of, texts_of
 from weights.text_ids import IdKind, collision
 
 IDS = ("post_ids", "author_ids")
@@ -32,6 +32,8 @@ class PostsTable(Posts):
         super().__init__(path, ids, topics)
         self._source = open_table(path, dict.fromkeys(IDS, ID_TYPES[ids]) | FURTHER)
         names = self._source.schema.names
+        if missing := set(IDS) - set(names):
+            raise LogError(f"{path} lacks the column {min(missing)}: a post has {' and '.join(IDS)}")
         self.posts = int(self._source.count_rows())
         self.columns = [*IDS, *(name for name in FURTHER if name in names or (name == "topics" and topics))]
         self.notes = [f"Column {name} is not read." for name in names if name not in (*IDS, *FURTHER)]
@@ -58,7 +60,7 @@ class PostsTable(Posts):
 
     def _texts(self) -> Iterator[NDArray[Any]]:
         for table in self._tables("topics"):
-            yield np.array([topic or "" for topic in table["topics"].to_pylist()])
+            yield column_of(table, "topics", pa.string(), str(self.path), "").astype(str)
 
     def _tables(self, *names: str) -> Iterator[pa.Table]:
         return tables_of(self._source, PIECE_ROWS, list(names))

@@ -1,23 +1,30 @@
 // Requests as the page keeps them, what is sent of them, and the call as text.
 
 export const FOR_RETRIEVAL = ["k", "exclude", "exclude_history", "topics", "min_score", "max_age_seconds"];
-const LEFT_OUT = ["top_k", "actions_wanted", "reply", "request_id"]; // the page shows all posts and all actions
+const LEFT_OUT = ["top_k", "actions_wanted", "reply", "request_id", "score"]; // the page shows all posts, all actions and the sum
 
-/** A request as the page keeps it: lists of objects, ids as text, actions by name with their values.
+/** A request as the page keeps it: lists of objects, ids as text, actions and weights by name with their values.
  * @param {any} request @param {string[]} actions @returns {Side} */
 export function normal(request, actions) {
-  const kept = Object.fromEntries(Object.entries(request).filter(([name]) => !LEFT_OUT.includes(name)));
-  const named = (/** @type {any} */ taken) => entries(taken).map(([name, value]) => [actions[Number(name)] ?? name, value]);
-  const history = rows(request.history).map((event) => ({
-    ...withTextIds(event),
-    actions: Object.fromEntries(named(event.actions)),
-  }));
+  if (request.context !== undefined) throw new Error("a context is in the service alone; give user_id and history in its place");
+  if (typeof request.weights === "string") throw new Error("give each weight by its action, since the page draws and moves them");
+  const kept = without(request, LEFT_OUT);
+  const named = (/** @type {any} */ taken) =>
+    Object.fromEntries(entries(taken, actions).map(([name, value]) => [actions[Number(name)] ?? name, value]));
+  const history = rows(request.history).map((event) => ({ ...withTextIds(event), actions: named(event.actions) }));
+  if (request.weights) kept.weights = named(request.weights);
   return { ...kept, user_id: String(request.user_id ?? 0), history, candidates: rows(request.candidates).map(withTextIds) };
 }
 
 const withTextIds = (/** @type {any} */ item) => ({ ...item, post_id: String(item.post_id), author_id: String(item.author_id) });
-/** @param {any} taken @returns {[string, number][]} */
-const entries = (taken = []) => (Array.isArray(taken) ? taken.map((name) => [name, 1]) : Object.entries(taken));
+/** @param {any} taken names, names with values, or an integer whose bits are actions @param {string[]} actions @returns {[string, number][]} */
+function entries(taken = [], actions) {
+  if (Array.isArray(taken)) return taken.map((name) => [name, 1]);
+  if (typeof taken === "object") return Object.entries(taken);
+  const mask = BigInt(taken);
+  if (mask >> BigInt(actions.length)) throw new Error(`${taken} has bits beyond the ${actions.length} actions`);
+  return actions.filter((_, place) => (mask >> BigInt(place)) & 1n).map((name) => [name, 1]);
+}
 
 /** @param {any} items @returns {any[]} */ function rows(items = []) {
   if (Array.isArray(items)) return items;

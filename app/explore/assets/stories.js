@@ -5,14 +5,17 @@
 export const STORIES = {
   report: {
     title: "A report",
-    text: ({ names }, request) => `${names.user(request.user_id)}, has reported an author. Remove the report, and see what it cost that author's posts.`,
+    text(app, request) {
+      const [done, what] = against(app, request);
+      return `${app.names.user(request.user_id)}, has ${done} an author. Remove ${what}, and see what it cost that author's posts.`;
+    },
     make: (app, example) => (reported(app, example) < 0 ? null : example),
     done: "That was the story. Undo brings it back (Ctrl+Z); “why” says what moved a post; the next story is a link away.",
     hint: (app, request) => {
       const place = reported(app, request);
       if (place < 0) return null;
       const act = () => app.removeEvent(place);
-      return { kind: "event", value: String(place), text: "Remove the report", act };
+      return { kind: "event", value: String(place), text: `Remove ${against(app, request)[1]}`, act };
     },
   },
   taste: {
@@ -44,6 +47,12 @@ export const STORIES = {
 
 /** @param {App} app @param {Side} request the place of the newest event that speaks against its author, or −1 */
 const reported = (app, request) => request.history.findLastIndex(({ actions }) => app.negative.some((name) => name in actions));
+
+const AGAINST = /** @type {Record<string, string[]>} */ ({
+  report: ["reported", "the report"], block_author: ["blocked", "the block"], mute_author: ["muted", "the mute"], not_interested: ["turned down", "“not interested”"],
+});
+/** @param {App} app @param {Side} request what that event did, and what to remove @returns {string[]} */
+const against = (app, request) => AGAINST[app.negative.find((name) => name in request.history[reported(app, request)].actions) ?? "report"];
 
 /** @param {App} app @returns {string | undefined} the topic of the example's last post */
 const lastTopic = (app) => app.start.candidates.length ? app.names.topic(app.start.candidates[app.start.candidates.length - 1]) : undefined;

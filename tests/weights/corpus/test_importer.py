@@ -123,9 +123,10 @@ def test_what_is_no_corpus_is_refused(encoder: Encoder, tmp_path: Path, changes:
     assert not (tmp_path / "corpus").exists()
 
 
-def test_a_topics_file_of_another_length_is_refused(encoder: Encoder, tmp_path: Path) -> None:
-    (tmp_path / "topics.txt").write_text("a\n" * 255)
-    with pytest.raises(CheckpointError, match="fewer values than its shape"):
+@pytest.mark.parametrize("lines", [0, 255, 257])
+def test_a_topics_file_of_another_length_is_refused(encoder: Encoder, tmp_path: Path, lines: int) -> None:
+    (tmp_path / "topics.txt").write_text("a\n" * lines)
+    with pytest.raises(CheckpointError, match=rf"topics\.txt has {lines} lines for 256 posts"):
         made(PUBLISHED, encoder, tmp_path / "corpus", topics=tmp_path / "topics.txt")
     assert [path.name for path in tmp_path.iterdir()] == ["topics.txt"]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("pyarrow")
 
@@ -194,14 +195,35 @@ def read(posts: PostsTable) -> None:
         ({"author_ids": ["", *AUTHORS[1:]]}, "column author_ids holds ''; an id must be a text of 1 to 128 bytes"),
         ({"author_ids": ["x" * 129, *AUTHORS[1:]]}, "must be a text of 1 to 128 bytes"),
         ({"author_ids": [None, *AUTHORS[1:]]}, "has 1 nulls"),
-        ({"author_ids": None}, r"lacks the column author_ids|FieldRef.Name\(author_ids\)"),
+        ({"author_ids": None}, "lacks the column author_ids: a post has post_ids and author_ids"),
         ({"created_at": ["x"] * 40}, "column created_at"),
+        ({"topics": [["a"]] * 40}, "column topics does not fit string"),
     ],
 )
 def test_what_are_no_texts_is_refused(tmp_path: Path, encoder: Encoder, changes: dict[str, Any], sentence: str) -> None:
     pq.write_table(table(**changes), tmp_path / "posts.parquet")
     with pytest.raises(LogError, match=sentence):
         read(PostsTable(tmp_path / "posts.parquet", "text"))
+
+
+def test_topics_may_be_numbers_and_0_is_one(tmp_path: Path) -> None:
+    pq.write_table(table(topics=pa.array([0, 1, None, 10**18] * 10)), tmp_path / "posts.parquet")
+    posts = PostsTable(tmp_path / "posts.parquet", "text")
+    rows = torch.cat(list(posts.column("topics"))).tolist()
+    names = posts.topic_names()
+    assert [names[row] if row >= 0 else None for row in rows] == ["0", "1", None, str(10**18)] * 10
+
+
+def test_files_without_rows_add_nothing_to_a_corpus_and_make_none(tmp_path: Path, towers: Path) -> None:
+    empty, full = tmp_path / "empty", tmp_path / "full"
+    for folder, names in ((empty, "a"), (full, "abc")):
+        folder.mkdir()
+        for name in names:
+            pq.write_table(table().slice(0, 40 if name == "b" else 0), folder / f"{name}.parquet")
+    code, said = run("corpus", "build", empty, "--encoder", towers, "--out", tmp_path / "none")
+    assert (code, "holds 0 posts" in said) == (1, True), said
+    assert run("corpus", "build", full, "--encoder", towers, "--out", tmp_path / "made")[0] == 0
+    assert len(load_corpus(tmp_path / "made").corpus) == 40
 
 
 def test_texts_for_integers_and_integers_for_texts_are_refused(tmp_path: Path, towers: Path) -> None:

@@ -1,0 +1,81 @@
+"""Parquet files and JSON lines of ids: what they hold is read to the last bit, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyarrow")
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from weights.tables import LogError, column_of, ids_of, open_table
+from weights.training.log import COLUMNS, read_log
+
+IDS = [1, 2**53 + 1, 5281804507670857603, 2**63 - 1, 2**63, 2**63 + 12345, 2**64 - 1]
+MANY = 20_000  # rows of more than the megabyte from which pyarrow guesses the types
+
+
+def row(**values: Any) -> dict[str, Any]:
+    return dict.fromkeys(COLUMNS, 1) | {"action.like": True} | values
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({name: [one[name] for one in rows] for name in rows[0]}), path)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("before", [0, MANY])
+def test_every_integer_of_64_bits_is_read_as_it_is_from_json_lines(tmp_path: Path, before: int, order: int) -> None:
+    ids = [7] * before + IDS[::order]
+    log = read_log(write(tmp_path / "log.jsonl", [row(post_id=one, author_id=one) for one in ids]))
+    assert log.post_id.tolist() == log.author_id.tolist() == ids
+
+
+def test_what_the_first_rows_of_json_lines_look_like_does_not_decide_the_type(tmp_path: Path) -> None:
+    rows = [row(post_id="2026-11-25", dwell_seconds=0)] * MANY + [row(post_id="post:a", dwell_seconds=1.5)]
+    rows = [one | {"user_id": "a", "author_id": "b"} for one in rows]
+    log = read_log(write(tmp_path / "log.jsonl", rows), "text")
+    assert log.dwell_seconds[-1] == 1.5
+    assert log.ids("post_id", np.array([0, MANY])) == ["2026-11-25", "post:a"]
+    posts = [{"post_ids": 1, "created_at": None}] * 2 * MANY + [{"post_ids": 2, "created_at": 3}]
+    posts = open_table(write(tmp_path / "posts.jsonl", posts), {"post_ids": pa.uint64(), "created_at": pa.int64()})
+    assert column_of(posts.to_table(), "created_at", pa.int64(), "", 0).tolist() == [0] * 2 * MANY + [3]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_a_column_that_a_later_file_brings_is_refused(tmp_path: Path, suffix: str) -> None:
+    write(tmp_path / f"a{suffix}", [row()])
+    write(tmp_path / f"b{suffix}", [row(**{"action.repotr": True})])
+    with pytest.raises(LogError, match=r"b\.(parquet has columns .* lacks: action.repotr|jsonl has a field)"):
+        read_log(tmp_path)
+
+
+def test_a_field_that_a_later_row_brings_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LogError, match="write every column in every row"):
+        read_log(write(tmp_path / "log.jsonl", [row()] * MANY + [row(**{"action.repotr": True})]))
+
+
+def test_a_cut_file_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "log.jsonl", [row()] * MANY)
+    path.write_text(path.read_text()[:-30])
+    with pytest.raises(LogError, match=r"log\.jsonl cannot be read as JSON lines"):
+        open_table(path, COLUMNS)
+
+
+def test_ids_as_floats_and_times_with_a_unit_are_refused() -> None:
+    with pytest.raises(LogError, match="holds double, not integers"):
+        ids_of(pa.table({"user_id": [1.0, 2.0]}), "user_id", "uint64", "The table")
+    for unit in ("s", "ms", "us", "ns"):
+        with pytest.raises(LogError, match="write Unix seconds"):
+            column_of(pa.table({"at": pa.array([10**9], pa.timestamp(unit))}), "at", pa.int64(), "The table")
+    assert column_of(pa.table({"at": [1e9]}), "at", pa.int64(), "The table").tolist() == [10**9]
