@@ -51,15 +51,11 @@ def open_loop(
     candidates: Candidates = 0,
     production: Production = False,
     seed: Seed = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds until a request counts as failed.")] = 10.0,
-    deadline_ms: Annotated[int, typer.Option(help="X-Request-Timeout-Ms of every request; 0: none.")] = 0,
     out: Out = RESULTS / "open",
 ) -> None:
     """Load at a fixed rate, whatever the server does, and write a report."""
-    slo, traffic = Slo(slo_ms, slo_share), _traffic(candidates, production, seed)
-    settings = RunSettings(
-        rate, seconds, warmup, arrivals, slo, timeout, deadline_ms=deadline_ms or None, traffic=traffic
-    )
+    traffic = _traffic(candidates, production, seed)
+    settings = RunSettings(rate, seconds, warmup, arrivals, Slo(slo_ms, slo_share), traffic=traffic)
     with _target(url) as target:
         run = LoadRun(target, settings).run(seed=traffic.seed)
     run.save(out)

@@ -33,7 +33,6 @@ class Reply:
     sent_at: float = 0.0
     done_at: float = 0.0
     port: int = 0
-    body_bytes: int = 0
     body: bytes = b""
     headers: dict[bytes, bytes] = field(default_factory=dict)
 
@@ -243,10 +242,8 @@ class _Connection(asyncio.Protocol):
             self.pending[0].reply.headers[name.lower()] = value
 
     def on_body(self, data: bytes) -> None:
-        if self.pending:
-            self.pending[0].reply.body_bytes += len(data)
-            if self.client.keep_bodies:
-                self._chunks.append(data)
+        if self.pending and self.client.keep_bodies:
+            self._chunks.append(data)
 
     def on_message_complete(self) -> None:
         if not self.pending:

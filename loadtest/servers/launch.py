@@ -74,7 +74,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels, 0 if it does not exist."""
-        return self.target.scrape().total(name)
+        return self.target.total(name)
 
     def status(self, name: str) -> int:
         """A figure from the process's /proc status: a count, or KiB."""

@@ -113,8 +113,8 @@ def place(target: Target, processes: Processes, users: Sequence[int]) -> Placed:
 
 
 def _hits(processes: Processes) -> float:
-    scraped = (server.target.scrape() for server in processes.running.values())
-    return sum(each.total("ranker_context_cache_lookups_total", result="hit") for each in scraped)
+    name = "ranker_context_cache_lookups_total"
+    return sum(server.target.total(name, result="hit") for server in processes.running.values())
 
 
 def one_more(processes: Processes, users: int, kind: Balancer, *changes: Change) -> list[Row]:
