@@ -75,6 +75,13 @@ class Target:
         values: dict[str, Any] = json.loads(reply.text)
         return values
 
+    def answers(self, path: str = "/readyz") -> bool:
+        """Whether a GET gets 200 now."""
+        try:
+            return get(f"{self.origin}{path}", 2).status_code == 200
+        except OSError:
+            return False
+
     def total(self, metric: str, **labels: str) -> float:
         """Sum of a metric over the series that carry all of `labels`. Raises OSError without an answer, ValueError without metrics."""
         reply = get(f"{self.origin}/metrics", 5)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.context import SpawnProcess
 from typing import Any, Self
 
 import numpy as np
@@ -33,9 +36,21 @@ def any_size(draw: random.Random) -> bytes:
     return rank_request(draw.randrange(1, 10**6), draw.choice((1, 16, 64)))
 
 
-def p99(replies: Sequence[Reply]) -> float:
-    """99th percentile of the seconds from asking to the last byte; 0 if there are no replies."""
-    return float(np.percentile([reply.done_at - reply.asked_at for reply in replies], 99)) if replies else 0.0
+def percentile(replies: Sequence[Reply], percent: float = 99) -> float:
+    """A percentile of the seconds from asking to the last byte; 0 if there are no replies."""
+    return float(np.percentile([reply.done_at - reply.asked_at for reply in replies], percent)) if replies else 0.0
+
+
+@contextmanager
+def apart(run: Callable[..., None], *arguments: object) -> Iterator[SpawnProcess]:
+    """Run a function in another process until the block ends, so that its work does not disturb what is measured in this one."""
+    process = multiprocessing.get_context("spawn").Process(target=run, args=arguments, daemon=True)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
 
 
 async def vanish(port: int, request: bytes, after_seconds: float) -> None:

@@ -21,7 +21,6 @@ from loadtest.soak import (
     posts,
     protocol,
     replicas,
-    shadow,
     slow,
     swaps,
 )
@@ -33,7 +32,7 @@ PARTS: dict[str, tuple[float, Part]] = {  # name → share of the time, test
     "recovery": (0.05, lambda seconds: [overload.recovery(seconds)]),
     "deadlines": (0.05, lambda seconds: [overload.deadlines(_count(seconds, 100, 200))]),
     "impatience": (0.05, lambda seconds: overload.impatience(seconds)),
-    "shadow": (0.04, lambda seconds: shadow.shadow(seconds)),
+    "shadow": (0.04, lambda seconds: overload.shadow(seconds)),
     "leak": (0.10, lambda seconds: [leak.leak(seconds)]),
     "reloads": (0.10, lambda seconds: leak.reload_leak(seconds, min(60.0, seconds / 8))),
     "swaps": (0.12, lambda seconds: swaps.swaps(seconds)),
