@@ -14,8 +14,7 @@ import orjson
 import torch
 
 from loadtest.bench.engines import computed_in, engine_rows
-from loadtest.bench.production import checkpoint_of, production_rows
-from loadtest.bench.wires import wire_rows
+from loadtest.bench.production import checkpoint_of, production_rows, wire_rows
 from loadtest.generate.generator import closed_samples
 from loadtest.generate.samples import STAGES, Samples
 from loadtest.generate.tensors import inference_of

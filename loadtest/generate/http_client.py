@@ -15,7 +15,6 @@ import httptools
 Failure = Literal["", "connect", "reset", "timeout", "protocol"]
 FAILURES: tuple[Failure, ...] = ("", "connect", "reset", "timeout", "protocol")
 
-SWEEP_SECONDS = 0.02
 IDLE_SECONDS = 2.0  # shorter than any server's keep-alive, so that no request goes to a closing socket
 MAX_CONNECTIONS = 900  # select() takes at most 1024 descriptors
 
@@ -37,14 +36,13 @@ class Reply:
     headers: dict[bytes, bytes] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Pending:
     payload: bytes
     done: Callable[[Reply], None]
-    deadline: float
     reply: Reply
     connection: _Connection | None = None
-    finished: bool = False
+    timer: asyncio.TimerHandle = field(init=False)
 
 
 def precise_loop() -> asyncio.AbstractEventLoop:
@@ -85,19 +83,19 @@ class Client:
         self._all: set[_Connection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
         self._waiting: deque[_Pending] = deque()
-        self._in_flight: deque[_Pending] = deque()
-        self._sweeper = self._loop.call_later(SWEEP_SECONDS, self._sweep)
+        self._in_flight: set[_Pending] = set()
 
     @property
     def in_flight(self) -> int:
         """Number of unanswered requests, including those that wait for a connection."""
-        return sum(not pending.finished for pending in self._in_flight)
+        return len(self._in_flight)
 
     def send(self, payload: bytes, done: Callable[[Reply], None]) -> None:
         """Send now, or as soon as a connection is free."""
         now = self._loop.time()
-        pending = _Pending(payload, done, now + self.timeout_seconds, Reply(asked_at=now))
-        self._in_flight.append(pending)
+        pending = _Pending(payload, done, Reply(asked_at=now))
+        pending.timer = self._loop.call_later(self.timeout_seconds, self._expire, pending)
+        self._in_flight.add(pending)
         connection = self._take_free(now)
         if connection is not None:
             connection.start(pending)
@@ -120,7 +118,6 @@ class Client:
 
     async def close(self) -> None:
         """Drop every connection. Unanswered requests fail with `reset`."""
-        self._sweeper.cancel()
         for task in list(self._connecting):
             task.cancel()
         for pending in list(self._in_flight):
@@ -159,7 +156,7 @@ class Client:
         """Start the oldest waiting requests on a connection with room; list it as free if room is left."""
         while self._waiting and connection.has_room:
             pending = self._waiting.popleft()
-            if not pending.finished:
+            if pending in self._in_flight:
                 connection.start(pending)
         connection.idle_since = self._loop.time()
         if connection.has_room and connection not in self._free:
@@ -173,9 +170,10 @@ class Client:
             self._open()
 
     def _finish(self, pending: _Pending, failure: Failure = "") -> None:
-        if pending.finished:
+        if pending not in self._in_flight:
             return
-        pending.finished = True
+        self._in_flight.discard(pending)
+        pending.timer.cancel()
         pending.reply.failure = failure
         if failure:
             pending.reply.status = 0
@@ -183,16 +181,10 @@ class Client:
         pending.payload = b""
         pending.done(pending.reply)
 
-    def _sweep(self) -> None:
-        """Fail overdue requests. All have the same timeout, so the oldest expire first."""
-        now = self._loop.time()
-        while self._in_flight and (self._in_flight[0].finished or self._in_flight[0].deadline <= now):
-            pending = self._in_flight.popleft()
-            if not pending.finished:
-                self._finish(pending, "timeout")
-                if pending.connection is not None:
-                    pending.connection.transport.abort()
-        self._sweeper = self._loop.call_later(SWEEP_SECONDS, self._sweep)
+    def _expire(self, pending: _Pending) -> None:
+        self._finish(pending, "timeout")
+        if pending.connection is not None:
+            pending.connection.transport.abort()
 
 
 class _Connection(asyncio.Protocol):

@@ -124,7 +124,7 @@ class Crowd:
 
 
 def _median(found: Sequence[Felt], figure: str) -> float:
-    return statistics.median(getattr(each, figure) for each in found)
+    return float(statistics.median(getattr(each, figure) for each in found))
 
 
 @contextmanager

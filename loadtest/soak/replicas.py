@@ -232,8 +232,8 @@ def built(directory: Path, authors: dict[int, int]) -> Path:
     """Build a corpus with `weights corpus build`, since vectors made elsewhere may differ in their last bits."""
     source = directory.with_suffix(".npz")
     np.savez(source, post_ids=np.array(list(authors), np.int64), author_ids=np.array(list(authors.values()), np.int64))
-    command = [sys.executable, "-m", "weights", "corpus", "build", source, "--encoder", TOWERS, "--out", directory]
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    build = [sys.executable, "-m", "weights", "corpus", "build"]
+    subprocess.run([*build, source, "--encoder", TOWERS, "--out", directory], check=True, cwd=ROOT, capture_output=True)
     return directory
 
 
