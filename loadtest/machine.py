@@ -31,16 +31,11 @@ def machine() -> dict[str, Any]:
 @cache
 def commit(root: Path = ROOT) -> str:
     """Short hash of the checkout, with `+` if tracked files are modified; `unknown` outside git. Cached per process."""
+    command = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
     try:
-        hash_, dirty = (
-            subprocess.run(
-                ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
-            ).stdout.strip()
-            for arguments in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-        )
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return hash_ + ("+" if dirty else "")
 
 
 def _cpu_name() -> str:

@@ -121,7 +121,7 @@ async def in_process(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
     await listener.start()
     channel = grpc.aio.insecure_channel(f"{HOST}:{listener.port}")
     async with channel, linked(service, reloads, settings) as link:
-        target = InProcess(app, admin, channel, app.endpoints, link)
+        target = InProcess(channel, app, admin, app.endpoints, link)
         yield Fuzzed(target, os.getpid(), service.metrics.render, app.pages.openapi())
     await listener.stop(1.0)
     await service.stop(1.0)
@@ -145,7 +145,7 @@ async def server(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
         queue__stall_exit_seconds=120,
     ) as started:
         channel = grpc.aio.insecure_channel(f"{HOST}:{grpc_port}")
-        target = Sockets(HOST, started.port, admin_port, channel)
+        target = Sockets(channel, started.port, admin_port)
         async with httpx.AsyncClient(base_url=started.url) as client:
             document = (await client.get("/openapi.json")).json()
         yield Fuzzed(target, started.process.pid, lambda: httpx.get(f"{started.url}/metrics").content, document)

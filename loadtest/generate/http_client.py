@@ -7,7 +7,7 @@ import selectors
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal, cast
 
 import httptools
@@ -52,6 +52,7 @@ def precise_loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
+@dataclass
 class Client:
     """Sends ready-made payloads over at most `max_connections`, with `depth` in flight on each. Others wait in order.
 
@@ -60,23 +61,18 @@ class Client:
     its own connection.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        *,
-        max_connections: int = 512,
-        depth: int = 1,
-        timeout_seconds: float = 10.0,
-        keep_bodies: bool = False,
-        keep_alive: bool = True,
-    ) -> None:
-        if not 1 <= max_connections <= MAX_CONNECTIONS:
+    host: str
+    port: int
+    _: KW_ONLY
+    max_connections: int = 512
+    depth: int = 1
+    timeout_seconds: float = 10.0
+    keep_bodies: bool = False
+    keep_alive: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_connections <= MAX_CONNECTIONS:
             raise ValueError(f"max_connections must lie in 1 … {MAX_CONNECTIONS}")
-        self.host, self.port = host, port
-        self.max_connections, self.depth = max_connections, depth
-        self.timeout_seconds = timeout_seconds
-        self.keep_bodies, self.keep_alive = keep_bodies, keep_alive
         self.opened = 0
         self._loop = asyncio.get_running_loop()
         self._free: list[_Connection] = []  # with room for one more

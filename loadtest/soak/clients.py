@@ -111,10 +111,6 @@ class Callers:
         sent = (reply for reply in self.replies if reply.status or reply.sent_at)
         return Counter(str(reply.status or f"lost: {reply.failure}") for reply in sent)
 
-    def since(self, row: int) -> list[Reply]:
-        """The attempts that ended after the first `row` ones."""
-        return self.replies[row:]
-
     def note(self, payload: bytes, reply: Reply) -> None:
         """Record a finished attempt."""
         self.replies.append(reply)

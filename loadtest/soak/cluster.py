@@ -144,11 +144,11 @@ def one_more(processes: Processes, users: int, kind: Balancer, *changes: Change)
     ]
 
 
-def hop(processes: Processes, kind: Balancer, turns: int = HOP_TURNS) -> Row:
+def hop(processes: Processes, kind: Balancer) -> Row:
     """Latency that the balancer adds at one connection: requests through it and directly, in turns."""
     seconds: list[list[float]] = [[], []]
     with balancer(processes.ports[:1], kind=kind) as target:
-        for _ in range(turns):
+        for _ in range(HOP_TURNS):
             for found, port in zip(seconds, (target.port, processes.ports[0]), strict=True):
                 replies = ask_all(port, [asked(user) for user in range(1, 21)])
                 assert {reply.status for reply in replies} == {200}

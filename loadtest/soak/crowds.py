@@ -12,7 +12,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -76,15 +76,16 @@ class Felt:
     answered: Counter[int]  # replies to the attackers, by status
 
 
+@dataclass
 class Crowd:
-    """A ranking client of a server, and a process that runs attackers on order."""
+    """A ranking client of a server, and a process that runs attackers on `orders`. `high`: the percentile that is called p99."""
 
-    def __init__(
-        self, ports: Ports, orders: Connection, runner: asyncio.Runner, high: float, request: Callable[[int], bytes]
-    ) -> None:
-        self._ports, self._orders, self._runner = ports, orders, runner
-        self._high, self._request = high, request  # high: a percentile
-        self._draw = np.random.default_rng(1)
+    ports: Ports
+    orders: Connection
+    runner: asyncio.Runner
+    high: float
+    request: Callable[[int], bytes]
+    draw: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
 
     def measure(self, name: str, count: int, seconds: float) -> Felt:
         """Measure alone, under attack and alone again. Repeat if beyond a limit, and take the median."""
@@ -98,14 +99,14 @@ class Crowd:
 
     def _once(self, name: str, count: int, seconds: float) -> Felt:
         before, _ = self._rank(seconds / 2)
-        self._orders.send((name, count))
-        self._orders.recv()  # the attackers are running
+        self.orders.send((name, count))
+        self.orders.recv()  # the attackers are running
         beside, refused = self._rank(seconds)
-        self._orders.send(None)
-        answered = self._orders.recv()
+        self.orders.send(None)
+        answered = self.orders.recv()
         after, more = self._rank(seconds / 2)
         alone = before + after
-        p50, p99 = (float(np.percentile(beside, share) / np.percentile(alone, share)) for share in (50, self._high))
+        p50, p99 = (float(np.percentile(beside, share) / np.percentile(alone, share)) for share in (50, self.high))
         return Felt(p50, p99, len(beside), refused + more, answered)
 
     def _rank(self, seconds: float) -> tuple[list[float], int]:
@@ -113,14 +114,14 @@ class Crowd:
             loop, refused = asyncio.get_running_loop(), 0
             took: list[float] = []
             until = loop.time() + seconds
-            async with Client(HOST, self._ports["main"], max_connections=1, timeout_seconds=10) as client:
+            async with Client(HOST, self.ports["main"], max_connections=1, timeout_seconds=10) as client:
                 while (now := loop.time()) < until:
-                    refused += (await client.ask(self._request(len(took) + 1))).status != 200
+                    refused += (await client.ask(self.request(len(took) + 1))).status != 200
                     took.append(loop.time() - now)
-                    await asyncio.sleep(self._draw.uniform(*PAUSE_SECONDS))
+                    await asyncio.sleep(self.draw.uniform(*PAUSE_SECONDS))
             return took, refused
 
-        return self._runner.run(main())
+        return self.runner.run(main())
 
 
 def _median(found: Sequence[Felt], figure: str) -> float:

@@ -92,7 +92,7 @@ def _kill_front(server: Server, callers: Callers, front: int, spared: bool) -> t
     os.kill(process, signal.SIGKILL)
     if not wait_until(lambda: _listening_at(server, front, written), 10 * BACK_SECONDS):
         return 1, float("inf")
-    foreign = sum(reply.status == 0 and reply.port not in own for reply in callers.since(first))
+    foreign = sum(reply.status == 0 and reply.port not in own for reply in callers.replies[first:])
     return foreign, (_listening_at(server, front, written) or 0.0) - began
 
 
@@ -119,7 +119,7 @@ def engine_kills(
             first, killed = len(callers.replies), time.monotonic()
             os.kill(process, signal.SIGKILL)
             time.sleep(0.5)
-            waited = [reply for reply in callers.since(first) if reply.asked_at < killed and reply.status != 200]
+            waited = [reply for reply in callers.replies[first:] if reply.asked_at < killed and reply.status != 200]
             slowest = max([slowest, *(reply.done_at - killed for reply in waited)])
             missing += not waited
             missing += not wait_until(partial(_answers_after, callers, len(callers.replies)), serves_seconds)
@@ -129,7 +129,7 @@ def engine_kills(
 
 
 def _answers_after(callers: Callers, row: int) -> bool:
-    return any(reply.status == 200 for reply in callers.since(row))
+    return any(reply.status == 200 for reply in callers.replies[row:])
 
 
 def stopped_front(seconds: float, by: Sequence[signal.Signals] = (signal.SIGSTOP,)) -> list[Row]:
@@ -149,7 +149,7 @@ def _stop_front(server: Server, seconds: float, stopped: signal.Signals) -> Row:
         before = [reply for reply in callers.replies[:first] if reply.port in others]
         os.kill(process, stopped)
         time.sleep(seconds)
-        during = [reply for reply in callers.since(first) if reply.port in others]
+        during = [reply for reply in callers.replies[first:] if reply.port in others]
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGCONT)
     failed = sum(reply.status != 200 for reply in callers.replies) + (not server.answers()) + (not during)

@@ -23,7 +23,6 @@ from loadtest.generate.payload import post, rank_request
 from loadtest.matrix import Row
 from loadtest.servers.launch import HOST, Server, free_port
 from loadtest.soak.clients import Callers, apart, percentile
-from loadtest.soak.leak import usage
 from loadtest.soak.servers import fake
 
 START_SECONDS = 60.0  # imports take long on a busy machine
@@ -188,7 +187,7 @@ def _watched(server: Server, seconds: float) -> tuple[list[Reply], list[int]]:
     resident, until = [], time.monotonic() + seconds
     with Callers(server.port, 1, timeout_seconds=5) as callers:
         while time.monotonic() < until:
-            resident.append(usage(server).resident_bytes)
+            resident.append(1024 * server.status("VmRSS"))
             time.sleep(0.1)
     return callers.replies, resident
 

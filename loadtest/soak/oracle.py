@@ -72,6 +72,12 @@ def admin_settings(root: Path) -> dict[str, object]:
     return {"checkpoint": root / NAMES[0], "admin__port": free_port(), "admin__token_sha256": digest}
 
 
+def admin_client(port: object) -> httpx.AsyncClient:
+    """A client of a server's admin port."""
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    return httpx.AsyncClient(base_url=f"http://{HOST}:{port}", headers=headers, timeout=60)
+
+
 def swap(port: object, name: str, seconds: float = 60.0) -> int:
     """Ask the admin port to load a checkpoint. Return the status, 0 without a reply in time."""
     url, headers = f"http://{HOST}:{port}/admin/reload", {"Authorization": f"Bearer {TOKEN}"}

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from loadtest.generate import wrk
 from loadtest.generate.generator import closed_samples, open_loop, schedule
@@ -64,11 +63,8 @@ class Load:
         good, refused = samples.status == 200, (samples.status == 429) & samples.retry_after
         took, last = samples.service_seconds, float(samples.done[good].max(initial=0.0))
         rate = float(good.sum()) / max(seconds, last)
-        return cls(rate, _p99(took[good]), _p99(took[refused]), len(samples), int((~good & ~refused).sum()))
-
-
-def _p99(seconds: NDArray[np.float64]) -> float:
-    return float(np.percentile(seconds, 99)) if len(seconds) else 0.0
+        admitted, rejected = (float(np.percentile(took[each], 99)) if each.any() else 0.0 for each in (good, refused))
+        return cls(rate, admitted, rejected, len(samples), int((~good & ~refused).sum()))
 
 
 def offer(server: Server, multiple: float, seconds: float, seed: int = 1) -> Load:
@@ -87,7 +83,7 @@ def unloaded(server: Server, requests: int) -> float:
     """99th percentile of the latency of requests sent one by one, in seconds."""
     payloads = [rank_request(user, CANDIDATES) for user in range(1, requests + 1)]
     replies = ask_all(server.port, payloads, timeout_seconds=60)
-    return _p99(np.array([reply.done_at - reply.sent_at for reply in replies]))
+    return float(np.percentile([reply.done_at - reply.sent_at for reply in replies], 99))
 
 
 def total(loads: Sequence[Load]) -> tuple[int, int]:
@@ -95,9 +91,9 @@ def total(loads: Sequence[Load]) -> tuple[int, int]:
     return sum(load.tried for load in loads), sum(load.broken for load in loads)
 
 
-def overload(seconds: float, settings: dict[str, object] | None = None) -> list[Row]:
+def overload(seconds: float, settings: Mapping[str, object] = SETTINGS) -> list[Row]:
     """L1: 1×, 5× and 10× of the capacity."""
-    with fake(*ENGINE, **(settings or SETTINGS)) as server:
+    with fake(*ENGINE, **settings) as server:
         alone = unloaded(server, max(20, int(seconds / 4 / FORWARD_SECONDS)))
         loads = [offer(server, multiple, seconds / 4) for multiple in (1, 5, 10)]
     tried, broken = total(loads)
@@ -172,14 +168,14 @@ def impatience(seconds: float, *faults: str, rounds: int = 3, **settings: Any) -
     ]
 
 
-def deadlines(requests: int, settings: dict[str, object] | None = None) -> Row:
+def deadlines(requests: int) -> Row:
     """L3: deadlines shorter than the queue. A request that gets 504 must not have been computed.
 
     Requests come in waves: more at once would overload the event loop, which then answers 429 to unread requests.
     """
-    loose = {"batching__max_candidates": CANDIDATES, "batching__chunk_candidates": CANDIDATES}
+    one_at_a_time = {"batching__max_candidates": CANDIDATES, "batching__chunk_candidates": CANDIDATES}
     statuses: list[int] = []
-    with fake("--forward-ms=2", **{**loose, "queue__max_wait_seconds": 0, **(settings or {})}) as server:
+    with fake("--forward-ms=2", queue__max_wait_seconds=0, **one_at_a_time) as server:
         for first in range(1, requests + 1, WAVE):
             users = range(first, min(first + WAVE, requests + 1))
             hurried = [rank_request(user, CANDIDATES, {"X-Request-Timeout-Ms": "40"}) for user in users]

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import httpx
 
 from loadtest.matrix import Row
-from loadtest.servers.launch import HOST, Server, free_port
+from loadtest.servers.launch import Server, free_port
 from loadtest.soak.cluster import Processes
 from loadtest.soak.corpora import POSTS, corpora
-from loadtest.soak.oracle import TOKEN
+from loadtest.soak.oracle import admin_client
 from loadtest.soak.posts import NEW_POSTS, settings_of
 
 SEEN_SECONDS = 1.0  # limit until the other process serves a change
@@ -59,10 +59,9 @@ class Pair:
 
     async def ask(self, number: int, path: str, body: Any = None) -> httpx.Response | None:
         """Send a request to a server's admin port; None if the server is killed meanwhile."""
-        base = f"http://{HOST}:{self.admin_ports[number]}"
-        async with httpx.AsyncClient(base_url=base, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as admin:
+        async with admin_client(self.admin_ports[number]) as admin:
             with suppress(httpx.TransportError):
-                return await admin.post(path, json=body) if body is not None else await admin.post(path)
+                return await admin.post(path, json=body)
         return None
 
     async def _change(self, number: int) -> None:

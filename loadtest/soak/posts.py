@@ -19,7 +19,7 @@ from loadtest.matrix import Row
 from loadtest.servers.launch import HOST, Server
 from loadtest.soak.clients import ask_all
 from loadtest.soak.corpora import USERS, Edit, Oracle, corpora, search_request
-from loadtest.soak.oracle import TOKEN, admin_settings
+from loadtest.soak.oracle import admin_client, admin_settings
 from loadtest.soak.servers import real
 
 SEARCHERS = 8
@@ -116,8 +116,7 @@ class Searched:
 
     async def change(self, operations: int, draw: random.Random) -> None:
         """Upsert and delete `operations` posts, a few at a time, with compactions in parallel and swaps now and then."""
-        headers = {"Authorization": f"Bearer {TOKEN}"}
-        async with httpx.AsyncClient(base_url=f"http://{HOST}:{self.admin_port}", headers=headers, timeout=60) as admin:
+        async with admin_client(self.admin_port) as admin:
             compactions: list[asyncio.Task[None]] = []
             try:
                 sent = 0
@@ -134,14 +133,10 @@ class Searched:
     async def _edit(self, admin: httpx.AsyncClient, draw: random.Random) -> None:
         oracle = self.oracles[self.serving]
         live = list(oracle.live)
-        upsert = [
-            (
-                draw.choice(live) if draw.random() < 0.3 else draw.randrange(NEW_POSTS, 2 * NEW_POSTS),
-                draw.randrange(1, 600),
-            )
-            for _ in range(draw.randrange(self.pace.posts))
-        ]
-        taken = dict(upsert)
+        taken = {}
+        for _ in range(draw.randrange(self.pace.posts)):
+            post = draw.choice(live) if draw.random() < 0.3 else draw.randrange(NEW_POSTS, 2 * NEW_POSTS)
+            taken[post] = draw.randrange(1, 600)
         delete = [post for post in draw.sample(live, draw.randrange(1, 1 + self.pace.posts)) if post not in taken]
         edit = Edit(delete, list(taken.items()))
         for post in taken:

@@ -9,7 +9,7 @@ import pytest
 
 from loadtest.generate import wrk
 from loadtest.matrix import Row
-from loadtest.soak import hostile, leak, overload
+from loadtest.soak import hostile, overload, reloads
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -74,9 +74,9 @@ def test_l6_is_red_where_the_shadow_does_not_ask_who_waits() -> None:
 
 
 def test_l4_a_planted_leak_is_seen_and_without_it_memory_is_flat() -> None:
-    leaking = leak.leak(3.0, "--leak-bytes=8192")
+    leaking = reloads.leak(3.0, "--leak-bytes=8192")
     assert not leaking.ok
-    sound = leak.leak(3.0)
+    sound = reloads.leak(3.0)
     assert not sound.failed
     assert sound.figure < leaking.figure / 2
 

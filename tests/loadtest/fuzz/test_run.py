@@ -80,8 +80,8 @@ def run(retrieval: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> Run:
         await server.start()
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.port}")  # type: ignore[attr-defined]
         async with channel, linked(service, cast(Reloader, Refusing()), SETTINGS) as link:
-            sound = InProcess(app, admin, channel, app.endpoints, link)
-            target = sound if plant is nothing else InProcess(plant(app), admin, channel, {}, link)
+            sound = InProcess(channel, app, admin, app.endpoints, link)
+            target = sound if plant is nothing else InProcess(channel, plant(app), admin, {}, link)
             calls = sources(app.pages.openapi(), 1, service.model.manifest, TOKEN)
             tally = await fuzz(
                 around(target),
@@ -318,7 +318,7 @@ def test_over_sockets_the_same_calls_get_the_same_answers(run: Run, retrieval: R
     asked = [(call, answer) for call, answer in asked if not call.path.startswith("/admin")]
 
     async def over_sockets(port: int) -> list[Answer]:
-        target = Sockets("127.0.0.1", port, port, cast(Any, grpc.aio.insecure_channel(f"127.0.0.1:{port}")))
+        target = Sockets(cast(Any, grpc.aio.insecure_channel(f"127.0.0.1:{port}")), port, port)
         answers = await target.ask([call for call, _ in asked])
         await target.close()
         return answers
