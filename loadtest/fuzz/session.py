@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,12 +89,30 @@ def session(checkpoint: Path, requests: int, seconds: float, seed: int, sockets:
     """Rows of the matrix after `requests` or `seconds`. Prints the first calls that broke a promise to standard error."""
     # makes native code end the process if it gets invalid input
     build.FLAGS = (*build.FLAGS, "-DRANKER_CHECKS")
+
+    async def run(posts: Path) -> list[Row]:
+        async with (server if sockets else in_process)(checkpoint, posts) as fuzzed:
+            watch = Watch(fuzzed.process)
+            calls = sources(fuzzed.document, seed, load_manifest(checkpoint), TOKEN)
+            if sockets:
+                del calls["frames"]  # a single-process server has no link between front and engine
+            tally = await fuzz(
+                fuzzed.target,
+                {"paths": calls["paths"]} if only_paths else calls,
+                lambda: series_by_route(fuzzed.metrics()),
+                requests=requests,
+                seconds=seconds,
+                known=await learn(fuzzed.target, corpus(seed)),
+                on_progress=watch.progress,
+            )
+            watch.look(tally)
+            return [*tally.rows(), watch.row()]
+
     with open(os.devnull, "w") as nowhere, tempfile.TemporaryDirectory() as work:
         logs.configure(Logs(), nowhere)
         posts = shutil.copytree(POSTS, Path(work) / POSTS.name)  # changes are written next to the corpus
-        where = server(checkpoint, posts) if sockets else in_process(checkpoint, posts)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            rows = runner.run(_run(where, requests, seconds, checkpoint, seed, only_paths))
+            rows = runner.run(run(posts))
     return [row for row in rows if not only_paths or row.row == "B9"]
 
 
@@ -150,32 +168,6 @@ async def server(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
             document = (await client.get("/openapi.json")).json()
         yield Fuzzed(target, started.process.pid, lambda: httpx.get(f"{started.url}/metrics").content, document)
         await target.close()
-
-
-async def _run(
-    where: AbstractAsyncContextManager[Fuzzed],
-    requests: int,
-    seconds: float,
-    checkpoint: Path,
-    seed: int,
-    only_paths: bool,
-) -> list[Row]:
-    async with where as fuzzed:
-        watch = Watch(fuzzed.process)
-        calls = sources(fuzzed.document, seed, load_manifest(checkpoint), TOKEN)
-        if isinstance(fuzzed.target, Sockets):
-            del calls["frames"]  # a single-process server has no link between front and engine
-        tally = await fuzz(
-            fuzzed.target,
-            {"paths": calls["paths"]} if only_paths else calls,
-            lambda: series_by_route(fuzzed.metrics()),
-            requests=requests,
-            seconds=seconds,
-            known=await learn(fuzzed.target, corpus(seed)),
-            on_progress=watch.progress,
-        )
-        watch.look(tally)
-        return [*tally.rows(), watch.row()]
 
 
 class Watch:
