@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -124,11 +125,10 @@ def peers(
     out: Out = RESULTS / "peers",
 ) -> None:
     """The same traffic and model behind other serving stacks; run it in the environment that `make peers` creates."""
-    from loadtest.peers.run import measure_peers
+    from loadtest.peers.run import Stand, chosen, measure_peers
 
-    result = measure_peers(
-        checkpoint, seconds, blocks, 0 if production else candidates, only or [], dtype, say, production
-    )
+    stand = Stand(checkpoint, dtype, candidates, os.cpu_count() or 1, production)
+    result = measure_peers(stand, chosen(only or [], say), seconds, blocks, say)
     _write(out, result)
     _print(result, "rows")
 

@@ -65,8 +65,7 @@ def rows_of(what: str, server: Server, rounds: int) -> Iterator[Row]:
     """Rows of a server that has answered nothing yet: memory of the first request, bits, dropped candidates, latencies, wire shares."""
     traffic = Traffic(TrafficSettings.production())
     first, *pages = (orjson.loads(page.body) for page in traffic.take(1 + 4 * rounds))
-    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")  # resets the high-water mark
-    held = server.status("VmRSS")
+    held = server.reset_peak()
     whole = ask(server, first, "columns")
     grown = (server.status("VmHWM") - held) / 1024
     yield Row.of(f"{what}: memory that the first request adds at most", Figure.of([grown]), "MiB")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -73,13 +72,13 @@ PEERS = (
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """Settings common to all peers."""
+    """Settings common to all peers. `candidates` a request, 0 for the mix of the traffic model."""
 
     checkpoint: Path
     dtype: str
     candidates: int
     threads: int
-    production: bool = False
+    production: bool
 
     @property
     def clients(self) -> int:
@@ -122,20 +121,12 @@ class Stand:
 
 
 def measure_peers(
-    checkpoint: Path,
-    seconds: float,
-    blocks: int,
-    candidates: int,
-    only: Sequence[str],
-    dtype: str,
-    say: Callable[[str], None],
-    production: bool = False,
+    stand: Stand, peers: Sequence[Peer], seconds: float, blocks: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """The table as plain JSON values. Every server gets the same bodies in the same order; the order of servers rotates by block.
 
     Raises TargetError if a server does not start, does not answer, or has other scores than the first.
     """
-    peers, stand = chosen(only, say), Stand(checkpoint, dtype, candidates, os.cpu_count() or 1, production)
     loads: dict[str, list[Block]] = {peer.name: [] for peer in peers}
     with ExitStack() as stack:
         servers: dict[str, Server] = {}
@@ -143,7 +134,9 @@ def measure_peers(
             say(f"starting {peer.name}")
             before = next(reversed(servers.values()), None)
             servers[peer.name] = stack.enter_context(stand.server(peer, before))
-        tolerance = PARITY[getattr(torch, dtype)].probabilities  # batching in other stacks changes bf16's last bits
+        tolerance = PARITY[
+            getattr(torch, stand.dtype)
+        ].probabilities  # batching in other stacks changes bf16's last bits
         targets = {peer.name: servers[peer.name].target for peer in peers if peer.engine != NOTHING}
         largest = largest_difference(targets, stand.bodies(1, PROBES), tolerance)
         say(f"all score alike: probabilities differ by at most {largest:.2g}")
@@ -163,8 +156,7 @@ def measure_peers(
         "kind": "peers",
         "machine": machine(),
         "settings": {
-            "checkpoint": str(checkpoint), "dtype": dtype, "threads": stand.threads, "seconds": seconds, "blocks": blocks,
-            "candidates": candidates, "clients": stand.clients,
+            **asdict(stand), "checkpoint": str(stand.checkpoint), "clients": stand.clients, "seconds": seconds, "blocks": blocks,
             "versions": {name: version(name) for name in STACKS if importlib.util.find_spec(name)},
         },
         "rows": rows,

@@ -78,6 +78,11 @@ class Server:
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return int(dict(line.split(":", 1) for line in lines)[name].split()[0])
 
+    def reset_peak(self) -> int:
+        """Begin to watch the peak of resident memory, `status("VmHWM")`, from now on; return what is resident, in KiB."""
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+        return self.status("VmRSS")
+
     def pause(self) -> None:
         """Stop all its processes, so that an idle server takes no time from the measured one."""
         os.killpg(self.process.pid, signal.SIGSTOP)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,14 +121,13 @@ def engine_kills(
             waited = [reply for reply in callers.replies[first:] if reply.asked_at < killed and reply.status != 200]
             slowest = max([slowest, *(reply.done_at - killed for reply in waited)])
             missing += not waited
-            missing += not wait_until(partial(_answers_after, callers, len(callers.replies)), serves_seconds)
+            seen = len(callers.replies)
+            missing += not wait_until(
+                lambda: any(reply.status == 200 for reply in callers.replies[seen:]), serves_seconds
+            )
     lost = sum(reply.status == 0 for reply in callers.replies)
     refused = sum(reply.status == 503 for reply in callers.replies)
     return [Row("P2", f"engine processes killed: {refused} × 503", kills, lost + missing, slowest, TOLD_SECONDS, "s")]
-
-
-def _answers_after(callers: Callers, row: int) -> bool:
-    return any(reply.status == 200 for reply in callers.replies[row:])
 
 
 def stopped_front(seconds: float, by: Sequence[signal.Signals] = (signal.SIGSTOP,)) -> list[Row]:
