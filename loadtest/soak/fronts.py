@@ -121,10 +121,8 @@ def engine_kills(
             waited = [reply for reply in callers.replies[first:] if reply.asked_at < killed and reply.status != 200]
             slowest = max([slowest, *(reply.done_at - killed for reply in waited)])
             missing += not waited
-            seen = len(callers.replies)
-            missing += not wait_until(
-                lambda: any(reply.status == 200 for reply in callers.replies[seen:]), serves_seconds
-            )
+            first = len(callers.replies)
+            missing += not wait_until(lambda: 200 in [each.status for each in callers.replies[first:]], serves_seconds)  # noqa: B023
     lost = sum(reply.status == 0 for reply in callers.replies)
     refused = sum(reply.status == 503 for reply in callers.replies)
     return [Row("P2", f"engine processes killed: {refused} × 503", kills, lost + missing, slowest, TOLD_SECONDS, "s")]
