@@ -139,7 +139,7 @@ async def in_process(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
     await listener.start()
     channel = grpc.aio.insecure_channel(f"{HOST}:{listener.port}")
     async with channel, linked(service, reloads, settings) as link:
-        target = InProcess(channel, app, admin, app.endpoints, link)
+        target = InProcess(channel, app, admin, link)
         yield Fuzzed(target, os.getpid(), service.metrics.render, app.pages.openapi())
     await listener.stop(1.0)
     await service.stop(1.0)

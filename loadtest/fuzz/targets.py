@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from starlette.types import ASGIApp
 
 from app.http.admin import POSTS, RELOAD
-from app.http.call import Endpoint
+from app.http.asgi import Routes
 from app.http.grpc_server import ROUTES
 from app.http.observe import METHODS
-from loadtest.fuzz.calls import Answer, Call, send, send_direct
+from loadtest.fuzz.calls import Answer, Call, send
 from loadtest.fuzz.frames import PATH
 from loadtest.fuzz.wires import ask_grpc
 from loadtest.generate.http_client import Client
@@ -47,20 +46,16 @@ class Target(ABC):
 
 @dataclass
 class InProcess(Target):
-    """The applications in this process. Paths in `direct` are called as our HTTP connection does, others through ASGI; `link` takes
-    the calls that are frames."""
+    """The applications in this process. `link` takes the calls that are frames."""
 
-    app: ASGIApp
-    admin: ASGIApp
-    direct: Mapping[str, Endpoint]
+    app: Routes
+    admin: Routes
     link: Callable[[Call], Awaitable[Answer]]
 
     def answer(self, call: Call) -> Awaitable[Answer]:
         """As `Target.answer`."""
         if call.path == PATH:
             return self.link(call)
-        if call.method == "POST" and (endpoint := self.direct.get(call.path)) is not None:
-            return send_direct(endpoint, call)
         return send(self.admin if call.path in (RELOAD, POSTS) else self.app, call)
 
 
