@@ -69,7 +69,7 @@ class Callers:
 
     A client makes up to `tries` attempts until it gets 200; `given_up` counts requests whose attempts all failed. With
     `until_gone`, a client ends with the server: at the first request that gets no reply or cannot be sent. For the share
-    `vanishing` of requests, it disconnects without waiting for the reply.
+    `vanishing` of requests, it disconnects without waiting for the reply. `pause_seconds`: least and most between two requests.
     """
 
     def __init__(
@@ -81,11 +81,12 @@ class Callers:
         tries: int = 1,
         until_gone: bool = False,
         vanishing: float = 0.0,
+        pause_seconds: tuple[float, float] = (0.0, 0.0),
         **options: Any,
     ) -> None:
         self.port, self.clients, self.payload = port, clients, payload
         self.tries, self.until_gone, self.vanishing = tries, until_gone, vanishing
-        self.options = options
+        self.pause_seconds, self.options = pause_seconds, options
         self.replies: list[Reply] = []
         self.given_up = self.vanished = 0
         self.stop = False
@@ -127,6 +128,8 @@ class Callers:
                 self.vanished += 1
             elif not await self._ask(client, payload):
                 return
+            elif self.pause_seconds[1]:
+                await asyncio.sleep(draw.uniform(*self.pause_seconds))
 
     async def _ask(self, client: Client, payload: bytes) -> bool:
         """Send a payload with retries; return whether the client goes on."""

@@ -6,24 +6,25 @@ Every served path needs an entry in `soak/attackers.py`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import os
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import numpy as np
 import orjson
 
-from loadtest.generate.http_client import Client
 from loadtest.generate.payload import post, rank_request
 from loadtest.matrix import Row
-from loadtest.servers.launch import HOST, free_port
+from loadtest.servers.launch import free_port
 from loadtest.soak.attackers import ATTACKERS, BESIDE_THE_DEMO, DEMO, EXAMPLE, Act, Ports
-from loadtest.soak.clients import apart
+from loadtest.soak.clients import Callers, apart
 from loadtest.soak.corpora import corpora
 from loadtest.soak.oracle import admin_settings
 from loadtest.soak.servers import fake, real
@@ -82,10 +83,8 @@ class Crowd:
 
     ports: Ports
     orders: Connection
-    runner: asyncio.Runner
     high: float
     request: Callable[[int], bytes]
-    draw: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
 
     def measure(self, name: str, count: int, seconds: float) -> Felt:
         """Measure alone, under attack and alone again. Repeat if beyond a limit, and take the median."""
@@ -110,18 +109,13 @@ class Crowd:
         return Felt(p50, p99, len(beside), refused + more, answered)
 
     def _rank(self, seconds: float) -> tuple[list[float], int]:
-        async def main() -> tuple[list[float], int]:
-            loop, refused = asyncio.get_running_loop(), 0
-            took: list[float] = []
-            until = loop.time() + seconds
-            async with Client(HOST, self.ports["main"], max_connections=1, timeout_seconds=10) as client:
-                while (now := loop.time()) < until:
-                    refused += (await client.ask(self.request(len(took) + 1))).status != 200
-                    took.append(loop.time() - now)
-                    await asyncio.sleep(self.draw.uniform(*PAUSE_SECONDS))
-            return took, refused
-
-        return self.runner.run(main())
+        """Seconds of each request of the ranking client, and how many were refused."""
+        numbers = itertools.count(1)
+        ranker = Callers(self.ports["main"], 1, lambda _: self.request(next(numbers)), pause_seconds=PAUSE_SECONDS)
+        with ranker:
+            time.sleep(seconds)
+        took = [reply.done_at - reply.asked_at for reply in ranker.replies]
+        return took, sum(reply.status != 200 for reply in ranker.replies)
 
 
 def _median(found: Sequence[Felt], figure: str) -> float:
@@ -155,8 +149,8 @@ def explained() -> Iterator[Crowd]:
 @contextmanager
 def _crowd(ports: Ports, high: float, request: Callable[[int], bytes]) -> Iterator[Crowd]:
     ours, theirs = multiprocessing.Pipe()
-    with apart(_attack, ports, theirs), asyncio.Runner() as runner:
-        yield Crowd(ports, ours, runner, high, request)
+    with apart(_attack, ports, theirs):
+        yield Crowd(ports, ours, high, request)
 
 
 def crowds(seconds: float) -> list[Row]:
