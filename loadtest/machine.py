@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-DEMO, RESULTS = ROOT / "weights" / "demo", ROOT / "loadtest" / "results"
+RESULTS = ROOT / "loadtest" / "results"
+DEMO, DEMO_TOWERS, DEMO_POSTS = (ROOT / "weights" / name for name in ("demo", "demo-towers", "demo-posts"))
 
 
 def machine() -> dict[str, Any]:

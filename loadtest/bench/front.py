@@ -19,16 +19,15 @@ from loadtest.bench.service import first_visits, reply_rows
 from loadtest.generate import wrk
 from loadtest.generate.payload import rank_body
 from loadtest.generate.traffic import Traffic, TrafficSettings
-from loadtest.machine import ROOT, commit
+from loadtest.machine import DEMO, DEMO_POSTS, DEMO_TOWERS, commit
 from loadtest.matrix import HISTORY, Row, publish
 from loadtest.servers.bare import bare_server
 from loadtest.servers.launch import Server, ranking_server
 from loadtest.soak.servers import FRONTED
 from loadtest.timing import Figure, ratio
 
-WEIGHTS = ROOT / "weights"
-LOGGED: dict[str, Any] = {"checkpoint": WEIGHTS / "demo", "logs__format": "json", "logs__success_sample": 1}
-POSTS: dict[str, Any] = {"retrieval__checkpoint": WEIGHTS / "demo-towers", "retrieval__corpus": WEIGHTS / "demo-posts"}
+POSTS: dict[str, Any] = {"retrieval__checkpoint": DEMO_TOWERS, "retrieval__corpus": DEMO_POSTS}
+LOGGED: dict[str, Any] = {"checkpoint": DEMO, "logs__format": "json", "logs__success_sample": 1}
 NULL = (*FRONTED, "--null")  # forwards take no time
 SMALL, LARGE, COLUMNS = "7 candidates", "64 candidates", "64 candidates in columns"
 PRODUCTION = "production: 1 022 events, 2 800 candidates in columns"
@@ -80,7 +79,7 @@ class Table:
         sides = {"ours": one, "fronts": self._start(**LOGGED, fronts=fronts)}
         if before:
             sides["before"] = self._start(root=before, **LOGGED)
-        example = orjson.loads((WEIGHTS / "demo" / "example.json").read_bytes())
+        example = orjson.loads((DEMO / "example.json").read_bytes())
         self.bodies: dict[str, Sequence[bytes]] = {
             SMALL: [orjson.dumps(example)],
             LARGE: first_visits(one.server.target, 64, USERS, as_objects=True),

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from loadtest.machine import ROOT
+from loadtest.machine import DEMO, ROOT
 from loadtest.matrix import Row, publish
 from loadtest.timing import Figure, alternate, ratio
 from model.create import EngineOptions
@@ -30,7 +30,6 @@ from weights.training.trainer import Trainer
 from weights.training.world.settings import WorldSettings
 from weights.training.world.simulate import simulate
 
-CHECKPOINT = ROOT / "weights" / "demo"
 PARTITIONS = 4
 STEPS, BATCH, IMPRESSIONS = 10, 32, 24  # of the trainer: steps per reading, requests per step, posts per request
 JOB = """
@@ -50,7 +49,7 @@ print(rows, seconds, most[1])
 
 def speed_rows(log: Path, rounds: int, threads: int) -> list[Row]:
     """Time of the engine for a job's forwards ÷ time of the whole job, Parquet to Parquet: wall clock, then processor time."""
-    scorer = Scorer(load_checkpoint(CHECKPOINT), EngineOptions(threads=threads))
+    scorer = Scorer(load_checkpoint(DEMO), EngineOptions(threads=threads))
     table = pq.read_table(log)
     where = partition_of(table["user_id"].to_numpy(), PARTITIONS)
     forwards = [
@@ -106,7 +105,7 @@ def memory_row(rows: int) -> Row:
         write_log(place / "one.parquet", simulate(WorldSettings(users=users, new_users=0)).log)
         for name, times in (("less", 1), ("more", 10)):
             copies(place / "one.parquet", times, place / name)
-            arguments = [CHECKPOINT, place / name, place / f"{name}-out", times * parts]
+            arguments = [DEMO, place / name, place / f"{name}-out", times * parts]
             command = [sys.executable, "-c", JOB, *map(str, arguments)]
             done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
             found.append((int(done[0]), int(done[2]) / 1024))

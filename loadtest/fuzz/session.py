@@ -35,7 +35,7 @@ from loadtest.fuzz.run import Tally, fuzz, learn, series_by_route, sources
 from loadtest.fuzz.slowest import SIZES, search, shown
 from loadtest.fuzz.sources import corpus
 from loadtest.fuzz.targets import InProcess, Sockets, Target
-from loadtest.machine import DEMO, ROOT
+from loadtest.machine import DEMO, DEMO_POSTS, DEMO_TOWERS
 from loadtest.matrix import Row
 from loadtest.servers.launch import HOST, free_port, ranking_server
 from model.native import build
@@ -44,7 +44,6 @@ from weights.checkpoint import load_manifest
 PROGRESS_SECONDS = 10.0
 TOKEN = "fuzz"  # noqa: S105
 DIGEST = hashlib.sha256(TOKEN.encode()).hexdigest()
-TOWERS, POSTS = ROOT / "weights/demo-towers", ROOT / "weights/demo-posts"
 GROWTH_LIMIT, SLACK_BYTES = 16.0, 16 * 2**20  # an object leaked by each request would exceed this
 CACHE_BYTES = 8 * 2**20  # small, since reloads empty the context cache and memory is compared
 
@@ -110,7 +109,7 @@ def session(checkpoint: Path, requests: int, seconds: float, seed: int, sockets:
 
     with open(os.devnull, "w") as nowhere, tempfile.TemporaryDirectory() as work:
         logs.configure(Logs(), nowhere)
-        posts = shutil.copytree(POSTS, Path(work) / POSTS.name)  # changes are written next to the corpus
+        posts = shutil.copytree(DEMO_POSTS, Path(work) / DEMO_POSTS.name)  # changes are written next to the corpus
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             rows = runner.run(run(posts))
     return [row for row in rows if not only_paths or row.row == "B9"]
@@ -122,7 +121,7 @@ async def in_process(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
     settings = Settings(
         checkpoint=checkpoint,
         cache=Cache(bytes=CACHE_BYTES),
-        retrieval=Retrieval(checkpoint=TOWERS, corpus=posts),
+        retrieval=Retrieval(checkpoint=DEMO_TOWERS, corpus=posts),
         logs=Logs(success_sample=0),
         queue=Queue(max_wait_seconds=0, stall_seconds=60, stall_exit_seconds=120),
         grpc=Grpc(port=0),
@@ -152,7 +151,7 @@ async def server(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
     with ranking_server(
         checkpoint=checkpoint,
         cache__bytes=CACHE_BYTES,
-        retrieval__checkpoint=TOWERS,
+        retrieval__checkpoint=DEMO_TOWERS,
         retrieval__corpus=posts,
         admin__port=admin_port,
         admin__token_sha256=DIGEST,

@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,11 +15,11 @@ import orjson
 
 from app.request import protobuf
 from loadtest.generate.payload import post, rank_body
+from loadtest.machine import DEMO
 from loadtest.servers.launch import HOST
 from loadtest.soak.hostile import DEAR
 from loadtest.soak.oracle import TOKEN
 
-DEMO = Path(__file__).parents[2] / "weights" / "demo"
 LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 
 Ports = Mapping[str, int]

@@ -23,7 +23,7 @@ import orjson
 from loadtest.generate.payload import post, rank_request
 from loadtest.matrix import Row
 from loadtest.servers.launch import free_port
-from loadtest.soak.attackers import ATTACKERS, BESIDE_THE_DEMO, DEMO, EXAMPLE, Act, Ports
+from loadtest.soak.attackers import ATTACKERS, BESIDE_THE_DEMO, EXAMPLE, Act, Ports
 from loadtest.soak.clients import Callers, apart
 from loadtest.soak.corpora import corpora
 from loadtest.soak.oracle import admin_settings
@@ -142,7 +142,7 @@ def explained() -> Iterator[Crowd]:
     def request(number: int) -> bytes:
         return post("localhost", "/rank", orjson.dumps(EXAMPLE | {"user_id": number}))
 
-    with real(checkpoint=DEMO) as server, _crowd({"main": server.port}, 90.0, request) as crowd:
+    with real() as server, _crowd({"main": server.port}, 90.0, request) as crowd:
         yield crowd
 
 

@@ -16,7 +16,7 @@ import httpx
 
 from loadtest.generate.http_client import Reply
 from loadtest.generate.payload import rank_request
-from loadtest.machine import ROOT
+from loadtest.machine import DEMO
 from loadtest.servers.launch import HOST, Server, free_port
 from loadtest.soak.clients import Callers, ask_all
 from loadtest.soak.servers import real
@@ -50,7 +50,7 @@ def two_checkpoints() -> Iterator[Path]:
     """A directory with `v0`, the checkpoint of the repository, and `v1`, the same shape with other weights and action names."""
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        shutil.copytree(ROOT / "weights" / "demo", root / NAMES[0])
+        shutil.copytree(DEMO, root / NAMES[0])
         write_small_checkpoint(root / NAMES[1], seed=1)
         rename_actions(root / NAMES[1])
         yield root

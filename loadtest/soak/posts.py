@@ -15,6 +15,7 @@ import numpy as np
 import orjson
 
 from loadtest.generate.http_client import Client, Reply
+from loadtest.machine import DEMO
 from loadtest.matrix import Row
 from loadtest.servers.launch import HOST, Server
 from loadtest.soak.clients import ask_all
@@ -182,7 +183,7 @@ def settings_of(root: Path, oracle: Oracle) -> dict[str, Any]:
     """Settings of a server that serves this corpus, and whose admin port may load others below `root`."""
     return {
         **admin_settings(root),
-        "checkpoint": "weights/demo",
+        "checkpoint": DEMO,
         "admin__root": root,
         **oracle.settings,
         "threads": 1,

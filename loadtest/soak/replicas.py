@@ -24,7 +24,7 @@ import typer
 from phoenix_ranker_client.calls import routing_key
 
 from loadtest.generate.payload import post
-from loadtest.machine import ROOT
+from loadtest.machine import DEMO_POSTS, DEMO_TOWERS, ROOT
 from loadtest.matrix import Row, table
 from loadtest.servers.balancer import balancer
 from loadtest.servers.launch import wait_until
@@ -33,7 +33,6 @@ from loadtest.soak.clients import ask_all, percentile
 from loadtest.soak.cluster import Processes
 from loadtest.soak.servers import real
 
-TOWERS, POSTS = ROOT / "weights/demo-towers", ROOT / "weights/demo-posts"
 STREAM = "posts"
 REPLICAS = 3
 PER_SECOND = 2000.0
@@ -98,7 +97,7 @@ class Fleet(Processes):
         base = built(root / "base", posts())
         for number in range(REPLICAS):
             shutil.copytree(base, root / f"corpus-{number}")
-        followed = {"retrieval__checkpoint": TOWERS, "retrieval__feed": redis.url(STREAM)}
+        followed = {"retrieval__checkpoint": DEMO_TOWERS, "retrieval__feed": redis.url(STREAM)}
         super().__init__(REPLICAS, lambda number: followed | {"retrieval__corpus": root / f"corpus-{number}"})
 
     def states(self) -> list[dict[str, Any]]:
@@ -212,7 +211,7 @@ def posts() -> dict[int, int]:
     """The author of each post of the demo."""
     from safetensors.numpy import load_file
 
-    rows = load_file(POSTS / "posts.safetensors")
+    rows = load_file(DEMO_POSTS / "posts.safetensors")
     return dict(zip(rows["post_ids"].tolist(), rows["author_ids"].tolist(), strict=True))
 
 
@@ -233,7 +232,9 @@ def built(directory: Path, authors: dict[int, int]) -> Path:
     source = directory.with_suffix(".npz")
     np.savez(source, post_ids=np.array(list(authors), np.int64), author_ids=np.array(list(authors.values()), np.int64))
     build = [sys.executable, "-m", "weights", "corpus", "build"]
-    subprocess.run([*build, source, "--encoder", TOWERS, "--out", directory], check=True, cwd=ROOT, capture_output=True)
+    subprocess.run(
+        [*build, source, "--encoder", DEMO_TOWERS, "--out", directory], check=True, cwd=ROOT, capture_output=True
+    )
     return directory
 
 
@@ -245,7 +246,7 @@ def _differing(made: Fleet, corpus: Path) -> int:
         replies = ask_all(port, payloads, keep_bodies=True, timeout_seconds=60)
         return [_posts(reply.body) if reply.status == 200 else b"" for reply in replies]
 
-    with real(threads=1, retrieval__checkpoint=TOWERS, retrieval__corpus=corpus) as server:
+    with real(threads=1, retrieval__checkpoint=DEMO_TOWERS, retrieval__corpus=corpus) as server:
         right = best(server.port)
     found = [best(port) for port in made.ports]
     return sum(not one or any(other != one for other in others) for one, *others in zip(right, *found, strict=True))
