@@ -14,10 +14,9 @@ import orjson
 import torch
 
 from loadtest.bench.engines import computed_in, engine_rows
-from loadtest.bench.production import checkpoint_of, production_rows, wire_rows
+from loadtest.bench.production import checkpoint_of, payload_of, production_rows, wire_rows
 from loadtest.generate.generator import closed_samples
 from loadtest.generate.samples import STAGES, Samples
-from loadtest.generate.tensors import inference_of
 from loadtest.generate.traffic import Traffic, TrafficSettings
 from loadtest.matrix import HISTORY, Row, publish
 from loadtest.servers.launch import ranking_server
@@ -88,16 +87,10 @@ def json_row(target: Target) -> Row:
 
 def reply_rows(target: Target) -> Iterator[Row]:
     """The server's own time to write a reply of 512 candidates on each wire, which blocks the event loop."""
-    names = target.info()["actions"]
-    bodies = [payload.partition(b"\r\n\r\n")[2] for payload in ranking_bodies(target, 512, 200)]
-    payloads: dict[str, list[bytes]] = {"binary": [], "columns": [], "objects": []}
-    for body in bodies:
-        content = orjson.loads(body)
-        payloads["objects"].append(target.request(body))
-        payloads["columns"].append(target.request(orjson.dumps(content | {"reply": "columns"})))
-        data, headers = inference_of(content, names).body(binary=True)
-        payloads["binary"].append(target.request(data, headers | {"Content-Type": "application/octet-stream"}))
-    for (wire, asked), goal_ms in zip(payloads.items(), (0.05, 0.15, 0.7), strict=True):
+    bodies = ranking_bodies(target, 512, 200)
+    contents = [orjson.loads(body.partition(b"\r\n\r\n")[2]) for body in bodies]
+    payloads = {wire: [payload_of(content, wire) for content in contents] for wire in ("binary", "columns")}
+    for (wire, asked), goal_ms in zip((payloads | {"objects": bodies}).items(), (0.05, 0.15, 0.7), strict=True):
         spent = all_answered(target, asked, clients=1).stages_ms[:, SERIALIZE]
         yield Row.of(f"reply of 512 candidates, {wire}", Figure.of(spent.tolist()), "ms", goal_ms)
 
