@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -51,15 +52,11 @@ def open_loop(
     candidates: Candidates = 0,
     production: Production = False,
     seed: Seed = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds until a request counts as failed.")] = 10.0,
-    deadline_ms: Annotated[int, typer.Option(help="X-Request-Timeout-Ms of every request; 0: none.")] = 0,
     out: Out = RESULTS / "open",
 ) -> None:
     """Load at a fixed rate, whatever the server does, and write a report."""
-    slo, traffic = Slo(slo_ms, slo_share), _traffic(candidates, production, seed)
-    settings = RunSettings(
-        rate, seconds, warmup, arrivals, slo, timeout, deadline_ms=deadline_ms or None, traffic=traffic
-    )
+    traffic = _traffic(candidates, production, seed)
+    settings = RunSettings(rate, seconds, warmup, arrivals, Slo(slo_ms, slo_share), traffic=traffic)
     with _target(url) as target:
         run = LoadRun(target, settings).run(seed=traffic.seed)
     run.save(out)
@@ -128,11 +125,10 @@ def peers(
     out: Out = RESULTS / "peers",
 ) -> None:
     """The same traffic and model behind other serving stacks; run it in the environment that `make peers` creates."""
-    from loadtest.peers.run import measure_peers
+    from loadtest.peers.run import Stand, chosen, measure_peers
 
-    result = measure_peers(
-        checkpoint, seconds, blocks, 0 if production else candidates, only or [], dtype, say, production
-    )
+    stand = Stand(checkpoint, dtype, candidates, os.cpu_count() or 1, production)
+    result = measure_peers(stand, chosen(only or [], say), seconds, blocks, say)
     _write(out, result)
     _print(result, "rows")
 

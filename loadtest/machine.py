@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-DEMO, RESULTS = ROOT / "weights" / "demo", ROOT / "loadtest" / "results"
+RESULTS = ROOT / "loadtest" / "results"
+DEMO, DEMO_TOWERS, DEMO_POSTS = (ROOT / "weights" / name for name in ("demo", "demo-towers", "demo-posts"))
 
 
 def machine() -> dict[str, Any]:
@@ -31,16 +32,11 @@ def machine() -> dict[str, Any]:
 @cache
 def commit(root: Path = ROOT) -> str:
     """Short hash of the checkout, with `+` if tracked files are modified; `unknown` outside git. Cached per process."""
+    command = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
     try:
-        hash_, dirty = (
-            subprocess.run(
-                ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
-            ).stdout.strip()
-            for arguments in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-        )
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return hash_ + ("+" if dirty else "")
 
 
 def _cpu_name() -> str:

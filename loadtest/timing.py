@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+WARM_UP = 2  # rounds
+
 
 @dataclass(frozen=True, slots=True)
 class Figure:
@@ -30,27 +32,23 @@ class Figure:
 
 
 def alternate(
-    sides: Mapping[str, Callable[[], object]],
-    rounds: int,
-    *,
-    warm_up: int = 2,
-    repeats: Mapping[str, int] | None = None,
+    sides: Mapping[str, Callable[[], object]], rounds: int, *, repeats: Mapping[str, int] | None = None
 ) -> dict[str, list[float]]:
     """Seconds of each side in each round. Every round runs every side `repeats` times and keeps the mean.
 
-    Garbage collection is off during the rounds, and the first `warm_up` rounds are discarded.
+    Garbage collection is off during the rounds, and two rounds before them are discarded.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     gc.collect()
     gc.disable()
     try:
-        for index in range(rounds + warm_up):
+        for index in range(rounds + WARM_UP):
             for name, side in sides.items():
                 times = (repeats or {}).get(name, 1)
                 start = time.perf_counter()
                 for _ in range(times):
                     side()
-                if index >= warm_up:
+                if index >= WARM_UP:
                     seconds[name].append((time.perf_counter() - start) / times)
     finally:
         gc.enable()

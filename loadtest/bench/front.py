@@ -6,7 +6,7 @@ import importlib.metadata
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,26 +19,21 @@ from loadtest.bench.service import first_visits, reply_rows
 from loadtest.generate import wrk
 from loadtest.generate.payload import rank_body
 from loadtest.generate.traffic import Traffic, TrafficSettings
-from loadtest.machine import ROOT, commit
+from loadtest.machine import DEMO, DEMO_POSTS, DEMO_TOWERS, commit
 from loadtest.matrix import HISTORY, Row, publish
 from loadtest.servers.bare import bare_server
 from loadtest.servers.launch import Server, ranking_server
 from loadtest.soak.servers import FRONTED
 from loadtest.timing import Figure, ratio
 
-WEIGHTS = ROOT / "weights"
-LOGGED: dict[str, Any] = {"checkpoint": WEIGHTS / "demo", "logs__format": "json", "logs__success_sample": 1}
-POSTS: dict[str, Any] = {"retrieval__checkpoint": WEIGHTS / "demo-towers", "retrieval__corpus": WEIGHTS / "demo-posts"}
+POSTS: dict[str, Any] = {"retrieval__checkpoint": DEMO_TOWERS, "retrieval__corpus": DEMO_POSTS}
+LOGGED: dict[str, Any] = {"checkpoint": DEMO, "logs__format": "json", "logs__success_sample": 1}
 NULL = (*FRONTED, "--null")  # forwards take no time
 SMALL, LARGE, COLUMNS = "7 candidates", "64 candidates", "64 candidates in columns"
 PRODUCTION = "production: 1 022 events, 2 800 candidates in columns"
 KNOWN, NEW = "known user", "new user"
-TARGETS = {
-    SMALL: 0.25,
-    LARGE: 0.30,
-    COLUMNS: 0.30,
-    PRODUCTION: math.inf,
-}  # share of the bare function's rate; none for production, where parsing is not the only work
+# share of the bare function's rate; none for production, where parsing is not the only work
+TARGETS = {SMALL: 0.25, LARGE: 0.30, COLUMNS: 0.30, PRODUCTION: math.inf}
 USERS, PRODUCTION_REQUESTS = 2000, 50  # sent in turn
 FIRST_NEW_USER, NEW_USERS = 10**12, 5_000  # in each reading
 NONE_HELD = (
@@ -48,32 +43,12 @@ NONE_HELD = (
 FEW, MANY, MOST = 32, 256, 512  # connections that ignore Retry-After
 COMPUTED = ("encode", "search", "forward")
 
-Bodies = Callable[[int], Sequence[bytes]]
-"""Bodies by round number, since some may be sent only once."""
-
 
 class Load(NamedTuple):
     """A kind of requests, sent in turn over this many connections."""
 
     requests: str
     connections: int
-
-
-class Reading(NamedTuple):
-    """What wrk counted, and the processor time that the side's processes used meanwhile."""
-
-    wrk: wrk.Reading
-    cpu_seconds: float
-
-    @property
-    def good(self) -> float:
-        """Replies with status 200 per second."""
-        return self.wrk.good_per_s
-
-    @property
-    def beside_computing_ms(self) -> float:
-        """Median latency minus the medians of the computing stages, in ms."""
-        return self.wrk.p50_ms - sum(self.wrk.stages_ms.get(stage, 0.0) for stage in COMPUTED)
 
 
 class Side(NamedTuple):
@@ -83,13 +58,13 @@ class Side(NamedTuple):
     processes: Sequence[int]
     core: int | None = None
 
-    def read(self, load: Load, bodies: Sequence[bytes], seconds: float) -> Reading:
-        """One reading."""
+    def read(self, load: Load, bodies: Sequence[bytes], seconds: float) -> wrk.Reading:
+        """One reading, with the processor time that the side's processes used meanwhile."""
         is_search = load.requests in (KNOWN, NEW)
         url = f"{self.server.url}/{'recommend' if is_search else 'rank'}"
         before = sum(map(cpu_seconds, self.processes))
         found = wrk.read(url, bodies, load.connections, seconds, core=self.core, says_stages=is_search)
-        return Reading(found, sum(map(cpu_seconds, self.processes)) - before)
+        return found._replace(cpu_seconds=sum(map(cpu_seconds, self.processes)) - before)
 
 
 class Table:
@@ -98,30 +73,32 @@ class Table:
     def __init__(self, stack: ExitStack, fronts: int, before: Path | None) -> None:
         self.fronts, self.stack = fronts, stack
         self.before = before
-        self.bodies: dict[str, Bodies] = {}
         self.plan: dict[tuple[str, Load], Side] = {}
-        self.found: dict[tuple[str, Load], list[Reading]] = {}
+        self.found: dict[tuple[str, Load], list[wrk.Reading]] = {}
         one = self._start(**LOGGED)
         sides = {"ours": one, "fronts": self._start(**LOGGED, fronts=fronts)}
         if before:
             sides["before"] = self._start(root=before, **LOGGED)
-        example = orjson.loads((WEIGHTS / "demo" / "example.json").read_bytes())
-        bodies: dict[str, Sequence[bytes]] = {
+        example = orjson.loads((DEMO / "example.json").read_bytes())
+        self.bodies: dict[str, Sequence[bytes]] = {
             SMALL: [orjson.dumps(example)],
             LARGE: first_visits(one.server.target, 64, USERS, as_objects=True),
             COLUMNS: first_visits(one.server.target, 64, USERS, as_objects=False),
             PRODUCTION: [page.body for page in Traffic(TrafficSettings.production()).take(PRODUCTION_REQUESTS)],
         }
-        for requests, asked in bodies.items():
-            self.bodies[requests] = lambda _, asked=asked: asked  # type: ignore[misc]
-            bare = self._bare(one.server, asked[0])
+        for requests, bodies in self.bodies.items():
+            bare = self._bare(one.server, bodies[0])
             for side, server in {"bare": bare, **sides}.items():
                 for connections in (1, 16, *((FEW, MANY) if requests == SMALL and side in ("bare", "ours") else ())):
                     self.plan[side, Load(requests, connections)] = server
         none_held = self._start(*NONE_HELD, **LOGGED)
         self.plan |= {("none held", Load(SMALL, connections)): none_held for connections in (FEW, MOST)}
         self._plan_nothing_computed()
-        self._plan_recommend(example)
+        del example["candidates"]
+        self.asked = example | {"k": 200, "top_k": 20}
+        self.bodies[KNOWN] = [orjson.dumps(self.asked)]
+        posts = self._start(**LOGGED, **POSTS)
+        self.plan |= {("posts", Load(requests, 1)): posts for requests in (KNOWN, NEW)}
 
     def _start(self, *command: str, **settings: Any) -> Side:
         server = self.stack.enter_context(ranking_server(*command, **settings))
@@ -134,34 +111,24 @@ class Table:
 
     def _plan_nothing_computed(self) -> None:
         """One front and several, around an engine whose forwards take no time. Each process gets its own core while there are enough."""
-        self.bodies["nothing"] = lambda _: [rank_body(1, 7)]
+        self.bodies["nothing"] = [rank_body(1, 7)]
         quiet = {"logs__level": "info", "logs__format": "json", "queue__max_wait_seconds": 0}
         for count in (1, self.fronts):
             server = self._start(*NULL, fronts=count, **quiet).server
             side = Side(server, pin(server), (os.cpu_count() or 1) - 1)
             self.plan[f"{count} around nothing", Load("nothing", 16 * count)] = side
 
-    def _plan_recommend(self, example: dict[str, Any]) -> None:
-        del example["candidates"]
-        posts = self._start(**LOGGED, **POSTS)
-        asked = example | {"k": 200, "top_k": 20}
-        self.bodies[KNOWN] = lambda _: [orjson.dumps(asked)]
-        self.bodies[NEW] = lambda turn: [
-            orjson.dumps(asked | {"user_id": str(FIRST_NEW_USER + turn * NEW_USERS + user)})
-            for user in range(NEW_USERS)
-        ]
-        self.plan |= {("posts", Load(requests, 1)): posts for requests in (KNOWN, NEW)}
-
     def read(self, turn: int, seconds: float) -> None:
-        """Take one reading of each side under each load."""
+        """Take one reading of each side under each load. New users are new in each turn."""
+        users = range(FIRST_NEW_USER + turn * NEW_USERS, FIRST_NEW_USER + (turn + 1) * NEW_USERS)
+        self.bodies[NEW] = [orjson.dumps(self.asked | {"user_id": str(user)}) for user in users]
         for (side, load), server in self.plan.items():
-            found = server.read(load, self.bodies[load.requests](turn), seconds)
+            found = server.read(load, self.bodies[load.requests], seconds)
             self.found.setdefault((side, load), []).append(found)
 
-    def values(self, side: str, load: Load, name: str = "good") -> list[float]:
+    def values(self, side: str, load: Load, name: str = "good_per_s") -> list[float]:
         """The figure `name` of each reading."""
-        found = self.found[side, load]
-        return [getattr(each if hasattr(each, name) else each.wrk, name) for each in found]
+        return [getattr(reading, name) for reading in self.found[side, load]]
 
     def rows(self) -> Iterator[Row]:
         """All rows: shares of the bare function's rate, the gain over `before`, latencies, refusals and scaling."""
@@ -180,7 +147,10 @@ class Table:
         yield from self._impatient()
         yield from self._scaling()
         for user in (KNOWN, NEW):
-            rest = self.values("posts", Load(user, 1), "beside_computing_ms")
+            rest = [
+                each.p50_ms - sum(each.stages_ms.get(stage, 0.0) for stage in COMPUTED)
+                for each in self.found["posts", Load(user, 1)]
+            ]
             yield Row.of(f"/recommend of a {user} beside what it computes, p50", Figure.of(rest), "ms", 0.5)
 
     def _impatient(self) -> Iterator[Row]:
@@ -195,28 +165,29 @@ class Table:
         ranked, refused = [], []
         few, most = (self.found["none held", Load(SMALL, count)] for count in (FEW, MOST))
         for one, other in zip(few, most, strict=True):
-            ranked.append(one.cpu_seconds / (one.good * one.wrk.seconds))
-            spent = other.cpu_seconds - ranked[-1] * other.good * other.wrk.seconds
-            refused.append(spent / max(other.wrk.bad_per_s * other.wrk.seconds, 1.0))
+            ranked.append(one.cpu_seconds / (one.good_per_s * one.seconds))
+            spent = other.cpu_seconds - ranked[-1] * other.good_per_s * other.seconds
+            refused.append(spent / max(other.bad_per_s * other.seconds, 1.0))
         sides = [Figure.of(refused), Figure.of(ranked)]
         what = "cost of a refusal ÷ of a small request, processor time"
         yield Row.of(what, ratio(refused, ranked), "", 0.04, sides=sides)
 
     def _scaling(self) -> Iterator[Row]:
         """Scaling by the clock, and by the fronts' processor time, which shows what they would reach with enough cores."""
-        one, several = (
-            self.found[f"{count} around nothing", Load("nothing", 16 * count)] for count in (1, self.fronts)
-        )
+        one, several = ((f"{count} around nothing", Load("nothing", 16 * count)) for count in (1, self.fronts))
         what, target = f"{self.fronts} fronts ÷ one, engine of no time, 7 candidates", 0.8 * self.fronts
-        faster = ratio([each.good for each in several], [each.good for each in one])
+        faster = ratio(self.values(*several), self.values(*one))
         yield Row.of(f"{what}, pinned on {os.cpu_count()} cores", faster, "×", target, at_least=True)
-        costs = [[each.cpu_seconds / (each.good * each.wrk.seconds) for each in side] for side in (one, several)]
+        costs = [
+            [each.cpu_seconds / (each.good_per_s * each.seconds) for each in self.found[side]]
+            for side in (one, several)
+        ]
         cheaper = ratio(*costs).scaled(self.fronts)
         yield Row.of(f"{what}, by processor time of fronts", cheaper, "×", target, at_least=True)
 
     def figures(self) -> list[dict[str, Any]]:
         """Every side under every load, for the JSON line."""
-        names = ("good", "bad_per_s", "p50_ms", "p99_ms", "cpu_seconds")
+        names = ("good_per_s", "bad_per_s", "p50_ms", "p99_ms", "cpu_seconds")
         return [
             {"side": side, **load._asdict(), **{name: self.values(side, load, name) for name in names}}
             for side, load in self.found

@@ -14,11 +14,9 @@ import orjson
 import torch
 
 from loadtest.bench.engines import computed_in, engine_rows
-from loadtest.bench.production import checkpoint_of, production_rows
-from loadtest.bench.wires import wire_rows
+from loadtest.bench.production import checkpoint_of, payload_of, production_rows, wire_rows
 from loadtest.generate.generator import closed_samples
 from loadtest.generate.samples import STAGES, Samples
-from loadtest.generate.tensors import inference_of
 from loadtest.generate.traffic import Traffic, TrafficSettings
 from loadtest.matrix import HISTORY, Row, publish
 from loadtest.servers.launch import ranking_server
@@ -35,13 +33,12 @@ def measure(
     compositions: int = 2000,
     dtype: Literal["auto", "bfloat16", "float32"] = "auto",
     vectors: Literal["auto", "avx2", "neon"] = "auto",
-    engine_only: bool = False,
     history: Path = HISTORY,
 ) -> None:
     """The targets table: engines against the dense definition, and the service around them. Exit code 0 even if targets are missed.
 
     `rounds`: readings of each side. `seconds`: length of a throughput reading. `compositions`: random batches for the row on bits.
-    `engine_only`: no HTTP rows; also so if `vectors` is given. `history`: CSV file to append to.
+    With `vectors`, there are no HTTP rows. `history`: CSV file to append to.
     """
     if vectors == "avx2" and not os.environ.get("ATEN_CPU_CAPABILITY"):  # torch reads it as it is imported
         os.environ["ATEN_CPU_CAPABILITY"] = "avx2"
@@ -49,7 +46,7 @@ def measure(
     chosen = computed_in(vectors) if dtype == "auto" else dtype
     rows = []
     found = engine_rows(getattr(torch, chosen), rounds, compositions, vectors)
-    if not engine_only and vectors == "auto":
+    if vectors == "auto":
         found = chain(found, service_rows(chosen, seconds), production_rows(rounds), wire_rows(rounds))
     for row in found:
         print(f"{row.what}: {row.figure:.3g} {row.unit} ({'met' if row.ok else 'missed'})", file=sys.stderr)
@@ -90,21 +87,15 @@ def json_row(target: Target) -> Row:
 
 def reply_rows(target: Target) -> Iterator[Row]:
     """The server's own time to write a reply of 512 candidates on each wire, which blocks the event loop."""
-    names = target.info()["actions"]
-    bodies = [payload.partition(b"\r\n\r\n")[2] for payload in ranking_bodies(target, 512, 200)]
-    payloads: dict[str, list[bytes]] = {"binary": [], "columns": [], "objects": []}
-    for body in bodies:
-        content = orjson.loads(body)
-        payloads["objects"].append(target.request(body))
-        payloads["columns"].append(target.request(orjson.dumps(content | {"reply": "columns"})))
-        data, headers = inference_of(content, names).body(binary=True)
-        payloads["binary"].append(target.request(data, headers | {"Content-Type": "application/octet-stream"}))
-    for (wire, asked), goal_ms in zip(payloads.items(), (0.05, 0.15, 0.7), strict=True):
+    bodies = ranking_bodies(target, 512, 200)
+    contents = [orjson.loads(body.partition(b"\r\n\r\n")[2]) for body in bodies]
+    payloads = {wire: [payload_of(content, wire) for content in contents] for wire in ("binary", "columns")}
+    for (wire, asked), goal_ms in zip((payloads | {"objects": bodies}).items(), (0.05, 0.15, 0.7), strict=True):
         spent = all_answered(target, asked, clients=1).stages_ms[:, SERIALIZE]
         yield Row.of(f"reply of 512 candidates, {wire}", Figure.of(spent.tolist()), "ms", goal_ms)
 
 
-def batching_row(checkpoint: Path, settings: dict[str, Any], seconds: float, rounds: int = 4) -> Row:
+def batching_row(checkpoint: Path, settings: dict[str, Any], seconds: float) -> Row:
     """Replies per second at 32 clients, batching on against off: two servers, loaded in turns, never at once."""
     settings = settings | {"queue__max_wait_seconds": 0}  # a busy machine must not turn slow replies into refusals
     with (
@@ -113,7 +104,7 @@ def batching_row(checkpoint: Path, settings: dict[str, Any], seconds: float, rou
     ):
         rates: dict[str, list[float]] = {"on": [], "off": []}
         bodies = ranking_bodies(batched.target, 64, 4000)
-        for _ in range(rounds):
+        for _ in range(4):
             for name, server in (("on", batched), ("off", single)):
                 samples = all_answered(server.target, bodies, clients=32, seconds=seconds)
                 rates[name].append(float((samples.status == 200).sum() / samples.done.max()))

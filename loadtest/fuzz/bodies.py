@@ -24,11 +24,10 @@ actions = st.one_of(
 )
 surfaces, times = st.integers(0, 15), st.integers(0, MAX_TIME)
 post: dict[str, st.SearchStrategy[Any]] = {"post_id": ids, "author_id": ids}
-event = st.fixed_dictionaries(
-    post,
-    optional={"actions": actions, "product_surface": surfaces, "dwell_time": st.floats(0, 1e300) | st.integers(0, 99)},
-)
-candidate = st.fixed_dictionaries(post, optional={"product_surface": surfaces, "created_at": times})
+of_event = {"actions": actions, "product_surface": surfaces, "dwell_time": st.floats(0, 1e300) | st.integers(0, 99)}
+of_candidate = {"product_surface": surfaces, "created_at": times}
+event = st.fixed_dictionaries(post, optional=of_event)
+candidate = st.fixed_dictionaries(post, optional=of_candidate)
 options: dict[str, st.SearchStrategy[Any]] = {
     "impression_ts": times,
     "weights": distinct.flatmap(lambda keys: st.fixed_dictionaries({key: st.floats(-1e9, 1e9) for key in keys}))
@@ -96,20 +95,7 @@ odd: st.SearchStrategy[Any] = st.one_of(
     st.floats(allow_nan=False, allow_infinity=False),
     st.text(max_size=5),
 )
-fields = st.sampled_from(
-    [
-        "user_id",
-        "context",
-        "post_id",
-        "author_id",
-        "actions",
-        "product_surface",
-        "dwell_time",
-        "created_at",
-        "extra",
-        *options,
-    ]
-)
+fields = st.sampled_from(["user_id", "context", "extra", *(post | of_event | of_candidate | options)])
 
 
 @st.composite

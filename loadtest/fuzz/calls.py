@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import orjson
-from starlette.types import ASGIApp
 
-from app.http.call import Endpoint
+from app.http.asgi import Routes
 from app.request import protobuf
 from loadtest.generate.tensors import LENGTH
 
@@ -27,7 +26,7 @@ OUTPUT_DTYPES = {"UINT64": "<u8", "INT64": "<i8", "FP32": "<f4", "FP64": "<f8"}
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request at the level of ASGI."""
+    """A request without its connection."""
 
     body: bytes
     path: str = "/rank"
@@ -37,7 +36,7 @@ class Call:
 
 @dataclass(slots=True)
 class Answer:
-    """A reply. `fault`: what the application raised, or no reply. `is_last`: the connection ended with it."""
+    """A reply. `fault`: what the endpoint raised, or no reply. `is_last`: the connection ended with it."""
 
     status: int = 0
     headers: dict[bytes, bytes] = field(default_factory=dict)
@@ -46,43 +45,18 @@ class Answer:
     is_last: bool = False
 
 
-async def send(app: ASGIApp, call: Call) -> Answer:
-    """Call the application without a socket; return its answer."""
-    answer = Answer()
-    messages = iter([{"type": "http.request", "body": call.body, "more_body": False}])
-
-    async def receive() -> Any:
-        for message in messages:
-            return message
-        return await asyncio.get_running_loop().create_future()  # the client stays connected
-
-    async def collect(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            answer.status, answer.headers = message["status"], dict(message["headers"])
-        else:
-            answer.body += message.get("body", b"")
-
-    scope = {
-        "type": "http", "method": call.method, "path": call.path, "raw_path": call.path.encode(), "query_string": b"",
-        "headers": list(call.headers), "http_version": "1.1", "scheme": "http", "server": ("fuzz", 80),
-        "client": ("fuzz", 1), "root_path": "", "state": {},
-    }  # fmt: skip
-    try:
-        await app(scope, receive, collect)
-    except Exception as error:
-        answer.fault = type(error).__name__
-    return answer
-
-
-def send_direct(endpoint: Endpoint, call: Call) -> asyncio.Future[Answer]:
-    """Call the endpoint directly, as our HTTP connection does, without ASGI."""
+async def send(routes: Routes, call: Call) -> Answer:
+    """Call the endpoint of this method and path, as our HTTP connection does; return its answer."""
     found: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-    handler = endpoint.begin(
-        call.headers, lambda status, fields, body, may_wait: found.set_result(Answer(status, dict(fields), body))
-    )
-    if not found.done():
-        handler.finish(call.body) if len(call.body) <= handler.max_body_bytes else handler.too_long()
-    return found
+    try:
+        handler = routes[call.method.encode(), call.path.encode()].begin(
+            call.headers, lambda status, fields, body, may_wait: found.set_result(Answer(status, dict(fields), body))
+        )
+        if not found.done():
+            handler.finish(call.body) if len(call.body) <= handler.max_body_bytes else handler.too_long()
+    except Exception as error:
+        return Answer(fault=type(error).__name__)
+    return await found
 
 
 def complaint(answer: Answer) -> str:

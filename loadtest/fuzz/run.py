@@ -95,7 +95,7 @@ def named(calls: Sequence[Call], first: int) -> list[Call]:
     """The calls, each with its own request id as last header unless it has one."""
     return [
         call
-        if any(name == REQUEST_ID for name, _ in call.headers)
+        if REQUEST_ID in dict(call.headers)
         else replace(call, headers=(*call.headers, (REQUEST_ID, NAME + b"%d" % number)))
         for number, call in enumerate(calls, first)
     ]
@@ -127,15 +127,14 @@ def sources(document: dict[str, Any], seed: int, manifest: Manifest, token: str)
     """By source, a function that returns its next call for the manifest's model. `token` opens the admin port."""
     bodies = corpus(seed)
     mutator, wires = Mutator(seed, bodies), WireMutator(seed, bodies, manifest.name, manifest.action_names)
-    generators = {
-        "hypothesis": apart(from_hypothesis, seed),
-        "schemathesis": apart(from_schemathesis, document, seed),
-        "paths": random_paths(seed),
-        "pages": from_pages(seed, token),
-    }
-    linked = FrameMutator(seed, manifest.config)
-    return {"mutations": mutator.call, "wires": wires.call, "frames": linked.call} | {
-        name: generator.__next__ for name, generator in generators.items()
+    return {
+        "mutations": mutator.call,
+        "wires": wires.call,
+        "frames": FrameMutator(seed, manifest.config).call,
+        "hypothesis": apart(from_hypothesis, seed).__next__,
+        "schemathesis": apart(from_schemathesis, document, seed).__next__,
+        "paths": random_paths(seed).__next__,
+        "pages": from_pages(seed, token).__next__,
     }
 
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from loadtest.fuzz.run import Tally, fuzz, learn, series_by_route, sources
 from loadtest.fuzz.slowest import SIZES, search, shown
 from loadtest.fuzz.sources import corpus
 from loadtest.fuzz.targets import InProcess, Sockets, Target
-from loadtest.machine import DEMO, ROOT
+from loadtest.machine import DEMO, DEMO_POSTS, DEMO_TOWERS
 from loadtest.matrix import Row
 from loadtest.servers.launch import HOST, free_port, ranking_server
 from model.native import build
@@ -44,7 +44,6 @@ from weights.checkpoint import load_manifest
 PROGRESS_SECONDS = 10.0
 TOKEN = "fuzz"  # noqa: S105
 DIGEST = hashlib.sha256(TOKEN.encode()).hexdigest()
-TOWERS, POSTS = ROOT / "weights/demo-towers", ROOT / "weights/demo-posts"
 GROWTH_LIMIT, SLACK_BYTES = 16.0, 16 * 2**20  # an object leaked by each request would exceed this
 CACHE_BYTES = 8 * 2**20  # small, since reloads empty the context cache and memory is compared
 
@@ -89,12 +88,30 @@ def session(checkpoint: Path, requests: int, seconds: float, seed: int, sockets:
     """Rows of the matrix after `requests` or `seconds`. Prints the first calls that broke a promise to standard error."""
     # makes native code end the process if it gets invalid input
     build.FLAGS = (*build.FLAGS, "-DRANKER_CHECKS")
+
+    async def run(posts: Path) -> list[Row]:
+        async with (server if sockets else in_process)(checkpoint, posts) as fuzzed:
+            watch = Watch(fuzzed.process)
+            calls = sources(fuzzed.document, seed, load_manifest(checkpoint), TOKEN)
+            if sockets:
+                del calls["frames"]  # a single-process server has no link between front and engine
+            tally = await fuzz(
+                fuzzed.target,
+                {"paths": calls["paths"]} if only_paths else calls,
+                lambda: series_by_route(fuzzed.metrics()),
+                requests=requests,
+                seconds=seconds,
+                known=await learn(fuzzed.target, corpus(seed)),
+                on_progress=watch.progress,
+            )
+            watch.look(tally)
+            return [*tally.rows(), watch.row()]
+
     with open(os.devnull, "w") as nowhere, tempfile.TemporaryDirectory() as work:
         logs.configure(Logs(), nowhere)
-        posts = shutil.copytree(POSTS, Path(work) / POSTS.name)  # changes are written next to the corpus
-        where = server(checkpoint, posts) if sockets else in_process(checkpoint, posts)
+        posts = shutil.copytree(DEMO_POSTS, Path(work) / DEMO_POSTS.name)  # changes are written next to the corpus
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            rows = runner.run(_run(where, requests, seconds, checkpoint, seed, only_paths))
+            rows = runner.run(run(posts))
     return [row for row in rows if not only_paths or row.row == "B9"]
 
 
@@ -104,7 +121,7 @@ async def in_process(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
     settings = Settings(
         checkpoint=checkpoint,
         cache=Cache(bytes=CACHE_BYTES),
-        retrieval=Retrieval(checkpoint=TOWERS, corpus=posts),
+        retrieval=Retrieval(checkpoint=DEMO_TOWERS, corpus=posts),
         logs=Logs(success_sample=0),
         queue=Queue(max_wait_seconds=0, stall_seconds=60, stall_exit_seconds=120),
         grpc=Grpc(port=0),
@@ -121,7 +138,7 @@ async def in_process(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
     await listener.start()
     channel = grpc.aio.insecure_channel(f"{HOST}:{listener.port}")
     async with channel, linked(service, reloads, settings) as link:
-        target = InProcess(app, admin, channel, app.endpoints, link)
+        target = InProcess(channel, app, admin, link)
         yield Fuzzed(target, os.getpid(), service.metrics.render, app.pages.openapi())
     await listener.stop(1.0)
     await service.stop(1.0)
@@ -134,7 +151,7 @@ async def server(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
     with ranking_server(
         checkpoint=checkpoint,
         cache__bytes=CACHE_BYTES,
-        retrieval__checkpoint=TOWERS,
+        retrieval__checkpoint=DEMO_TOWERS,
         retrieval__corpus=posts,
         admin__port=admin_port,
         admin__token_sha256=DIGEST,
@@ -145,37 +162,11 @@ async def server(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
         queue__stall_exit_seconds=120,
     ) as started:
         channel = grpc.aio.insecure_channel(f"{HOST}:{grpc_port}")
-        target = Sockets(HOST, started.port, admin_port, channel)
+        target = Sockets(channel, started.port, admin_port)
         async with httpx.AsyncClient(base_url=started.url) as client:
             document = (await client.get("/openapi.json")).json()
         yield Fuzzed(target, started.process.pid, lambda: httpx.get(f"{started.url}/metrics").content, document)
         await target.close()
-
-
-async def _run(
-    where: AbstractAsyncContextManager[Fuzzed],
-    requests: int,
-    seconds: float,
-    checkpoint: Path,
-    seed: int,
-    only_paths: bool,
-) -> list[Row]:
-    async with where as fuzzed:
-        watch = Watch(fuzzed.process)
-        calls = sources(fuzzed.document, seed, load_manifest(checkpoint), TOKEN)
-        if isinstance(fuzzed.target, Sockets):
-            del calls["frames"]  # a single-process server has no link between front and engine
-        tally = await fuzz(
-            fuzzed.target,
-            {"paths": calls["paths"]} if only_paths else calls,
-            lambda: series_by_route(fuzzed.metrics()),
-            requests=requests,
-            seconds=seconds,
-            known=await learn(fuzzed.target, corpus(seed)),
-            on_progress=watch.progress,
-        )
-        watch.look(tally)
-        return [*tally.rows(), watch.row()]
 
 
 class Watch:

@@ -19,10 +19,10 @@ from app.request.body import BatchDecoder, decode
 from app.request.validate import check
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
-from loadtest.machine import ROOT
+from loadtest.machine import DEMO
 from weights.checkpoint import load_manifest
 
-MANIFEST = load_manifest(ROOT / "weights/demo")
+MANIFEST = load_manifest(DEMO)
 VOCABULARY = Vocabulary.of(MANIFEST)
 LIMITS = Limits()
 SIZES = (2**16, 2**19, LIMITS.max_body_bytes)

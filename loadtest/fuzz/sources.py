@@ -26,20 +26,13 @@ BATCH = 50  # examples drawn at a time
 def drawn(strategy: SearchStrategy[Any], number: int, count: int = BATCH) -> list[Any]:
     """`count` examples of a strategy. Another number gives other examples."""
     found: list[Any] = []
+    chosen = settings(max_examples=count, database=None, deadline=None, phases=[Phase.generate],
+                      suppress_health_check=list(HealthCheck))  # fmt: skip
 
-    @seed(number)
-    @settings(
-        max_examples=count,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(strategy)
     def collect(value: Any) -> None:
         found.append(value)
 
-    collect()
+    seed(number)(chosen(given(strategy)(collect)))()
     return found
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
-from starlette.types import ASGIApp
 
 from app.http.admin import POSTS, RELOAD
-from app.http.call import Endpoint
+from app.http.asgi import Routes
 from app.http.grpc_server import ROUTES
 from app.http.observe import METHODS
-from loadtest.fuzz.calls import Answer, Call, send, send_direct
+from loadtest.fuzz.calls import Answer, Call, send
 from loadtest.fuzz.frames import PATH
 from loadtest.fuzz.wires import ask_grpc
 from loadtest.generate.http_client import Client
+from loadtest.servers.launch import HOST
 
 CONNECTIONS, DEPTH = 8, 8  # connections, and requests in flight on each
 REPLY_SECONDS = 60.0
@@ -24,61 +26,53 @@ FRAMING = frozenset({b"content-length", b"transfer-encoding", b"connection", b"u
 PLAIN = bytes(range(0x21, 0x7F))
 
 
-class Target(Protocol):
-    """Answers several calls at once."""
+@dataclass
+class Target(ABC):
+    """Answers calls; those of gRPC over its `channel`."""
+
+    channel: grpc.aio.Channel
 
     async def ask(self, calls: Sequence[Call]) -> list[Answer]:
         """Send the calls together; return the answers in the order of the calls."""
-        ...
-
-
-class InProcess:
-    """The applications in this process. Paths in `direct` are called as our HTTP connection does, others through ASGI."""
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        admin: ASGIApp,
-        channel: grpc.aio.Channel,
-        direct: Mapping[str, Endpoint],
-        link: Callable[[Call], Awaitable[Answer]],
-    ) -> None:
-        """`link` takes the calls that are frames."""
-        self.link = link
-        self.app = app
-        self.admin = admin
-        self.channel = channel
-        self.direct = direct
-
-    async def ask(self, calls: Sequence[Call]) -> list[Answer]:
-        """As `Target.ask`."""
         return await asyncio.gather(*map(self._one, calls))
 
-    def _one(self, call: Call) -> asyncio.Future[Answer]:
-        if call.path in ROUTES:
-            return asyncio.ensure_future(ask_grpc(self.channel, call))
+    def _one(self, call: Call) -> Awaitable[Answer]:
+        return ask_grpc(self.channel, call) if call.path in ROUTES else self.answer(call)
+
+    @abstractmethod
+    def answer(self, call: Call) -> Awaitable[Answer]:
+        """The answer to one call over HTTP."""
+
+
+@dataclass
+class InProcess(Target):
+    """The applications in this process. `link` takes the calls that are frames."""
+
+    app: Routes
+    admin: Routes
+    link: Callable[[Call], Awaitable[Answer]]
+
+    def answer(self, call: Call) -> Awaitable[Answer]:
+        """As `Target.answer`."""
         if call.path == PATH:
-            return asyncio.ensure_future(self.link(call))
-        if call.method == "POST" and (endpoint := self.direct.get(call.path)) is not None:
-            return send_direct(endpoint, call)
-        return asyncio.ensure_future(send(self.admin if call.path in (RELOAD, POSTS) else self.app, call))
+            return self.link(call)
+        return send(self.admin if call.path in (RELOAD, POSTS) else self.app, call)
 
 
-class Sockets:
+@dataclass
+class Sockets(Target):
     """The ports of a server, with pipelined requests. A call that may end its connection, or got no reply on one, is sent on its own."""
 
-    def __init__(self, host: str, port: int, admin_port: int, channel: grpc.aio.Channel) -> None:
-        options: dict[str, Any] = {"timeout_seconds": REPLY_SECONDS, "keep_bodies": True}
-        self.admin_port, self.port = admin_port, port
-        self.channel = channel
-        self.together = {
-            each: Client(host, each, max_connections=CONNECTIONS, depth=DEPTH, **options) for each in (port, admin_port)
-        }
-        self.alone = {each: Client(host, each, keep_alive=False, **options) for each in (port, admin_port)}
+    port: int
+    admin_port: int
 
-    async def ask(self, calls: Sequence[Call]) -> list[Answer]:
-        """As `Target.ask`."""
-        return await asyncio.gather(*map(self._one, calls))
+    def __post_init__(self) -> None:
+        options: dict[str, Any] = {"timeout_seconds": REPLY_SECONDS, "keep_bodies": True}
+        ports = (self.port, self.admin_port)
+        self.together = {
+            port: Client(HOST, port, max_connections=CONNECTIONS, depth=DEPTH, **options) for port in ports
+        }
+        self.alone = {port: Client(HOST, port, keep_alive=False, **options) for port in ports}
 
     async def close(self) -> None:
         """End all connections."""
@@ -86,9 +80,8 @@ class Sockets:
             await client.close()
         await self.channel.close()
 
-    async def _one(self, call: Call) -> Answer:
-        if call.path in ROUTES:
-            return await ask_grpc(self.channel, call)
+    async def answer(self, call: Call) -> Answer:
+        """As `Target.answer`."""
         port, sent = self.admin_port if call.path in (RELOAD, POSTS) else self.port, written(call)
         reply = None if ends_connection(call) else await self.together[port].ask(sent)
         if reply is None or reply.failure:

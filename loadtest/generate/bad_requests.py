@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,34 +23,25 @@ class BadRequest:
 
 def bad_requests(good: bytes) -> list[BadRequest]:
     """One bad request of each kind, made from a good body."""
-    invalid = [
-        BadRequest(name, orjson.dumps(corrupt(orjson.loads(good))), JSON, 422, "invalid_request")
-        for name, corrupt in CORRUPTIONS
-    ]
+    content = orjson.loads(good)
+    invalid = {name: content | fields for name, fields in WRONG_FIELDS.items()}
+    invalid["user id missing"] = {key: value for key, value in content.items() if key != "user_id"}
+    malformed = {
+        "cut short": good[: len(good) // 2],
+        "not a number": good.replace(b'"impression_ts":1', b'"impression_ts":NaN,"x":1'),
+        "empty body": b"",
+    }
     return [
-        *invalid,
-        BadRequest("cut short", good[: len(good) // 2], JSON, 400, "malformed_json"),
-        BadRequest(
-            "not a number",
-            good.replace(b'"impression_ts":1', b'"impression_ts":NaN,"x":1'),
-            JSON,
-            400,
-            "malformed_json",
-        ),
-        BadRequest("empty body", b"", JSON, 400, "malformed_json"),
+        *(BadRequest(name, orjson.dumps(body), JSON, 422, "invalid_request") for name, body in invalid.items()),
+        *(BadRequest(name, body, JSON, 400, "malformed_json") for name, body in malformed.items()),
         BadRequest("media type", good, "text/plain", 415, "unsupported_media_type"),
     ]
 
 
-def _with(key: str, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda body: body | {key: value}
-
-
-CORRUPTIONS: tuple[tuple[str, Callable[[dict[str, Any]], dict[str, Any]]], ...] = (
-    ("no candidates", _with("candidates", [])),
-    ("unknown field", _with("colour", "green")),
-    ("unknown action", _with("weights", {"applaud": 1.0})),
-    ("unequal arrays", _with("candidates", {"post_id": [1, 2], "author_id": [1]})),
-    ("id out of range", _with("candidates", [{"post_id": -1, "author_id": 1}])),
-    ("user id missing", lambda body: {key: value for key, value in body.items() if key != "user_id"}),
-)
+WRONG_FIELDS: dict[str, dict[str, Any]] = {
+    "no candidates": {"candidates": []},
+    "unknown field": {"colour": "green"},
+    "unknown action": {"weights": {"applaud": 1.0}},
+    "unequal arrays": {"candidates": {"post_id": [1, 2], "author_id": [1]}},
+    "id out of range": {"candidates": [{"post_id": -1, "author_id": 1}]},
+}

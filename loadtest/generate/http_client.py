@@ -7,7 +7,7 @@ import selectors
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal, cast
 
 import httptools
@@ -15,7 +15,6 @@ import httptools
 Failure = Literal["", "connect", "reset", "timeout", "protocol"]
 FAILURES: tuple[Failure, ...] = ("", "connect", "reset", "timeout", "protocol")
 
-SWEEP_SECONDS = 0.02
 IDLE_SECONDS = 2.0  # shorter than any server's keep-alive, so that no request goes to a closing socket
 MAX_CONNECTIONS = 900  # select() takes at most 1024 descriptors
 
@@ -33,19 +32,17 @@ class Reply:
     sent_at: float = 0.0
     done_at: float = 0.0
     port: int = 0
-    body_bytes: int = 0
     body: bytes = b""
     headers: dict[bytes, bytes] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Pending:
     payload: bytes
     done: Callable[[Reply], None]
-    deadline: float
     reply: Reply
     connection: _Connection | None = None
-    finished: bool = False
+    timer: asyncio.TimerHandle = field(init=False)
 
 
 def precise_loop() -> asyncio.AbstractEventLoop:
@@ -55,6 +52,7 @@ def precise_loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
+@dataclass
 class Client:
     """Sends ready-made payloads over at most `max_connections`, with `depth` in flight on each. Others wait in order.
 
@@ -63,42 +61,37 @@ class Client:
     its own connection.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        *,
-        max_connections: int = 512,
-        depth: int = 1,
-        timeout_seconds: float = 10.0,
-        keep_bodies: bool = False,
-        keep_alive: bool = True,
-    ) -> None:
-        if not 1 <= max_connections <= MAX_CONNECTIONS:
+    host: str
+    port: int
+    _: KW_ONLY
+    max_connections: int = 512
+    depth: int = 1
+    timeout_seconds: float = 10.0
+    keep_bodies: bool = False
+    keep_alive: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_connections <= MAX_CONNECTIONS:
             raise ValueError(f"max_connections must lie in 1 … {MAX_CONNECTIONS}")
-        self.host, self.port = host, port
-        self.max_connections, self.depth = max_connections, depth
-        self.timeout_seconds = timeout_seconds
-        self.keep_bodies, self.keep_alive = keep_bodies, keep_alive
         self.opened = 0
         self._loop = asyncio.get_running_loop()
         self._free: list[_Connection] = []  # with room for one more
         self._all: set[_Connection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
         self._waiting: deque[_Pending] = deque()
-        self._in_flight: deque[_Pending] = deque()
-        self._sweeper = self._loop.call_later(SWEEP_SECONDS, self._sweep)
+        self._in_flight: set[_Pending] = set()
 
     @property
     def in_flight(self) -> int:
         """Number of unanswered requests, including those that wait for a connection."""
-        return sum(not pending.finished for pending in self._in_flight)
+        return len(self._in_flight)
 
     def send(self, payload: bytes, done: Callable[[Reply], None]) -> None:
         """Send now, or as soon as a connection is free."""
         now = self._loop.time()
-        pending = _Pending(payload, done, now + self.timeout_seconds, Reply(asked_at=now))
-        self._in_flight.append(pending)
+        pending = _Pending(payload, done, Reply(asked_at=now))
+        pending.timer = self._loop.call_later(self.timeout_seconds, self._expire, pending)
+        self._in_flight.add(pending)
         connection = self._take_free(now)
         if connection is not None:
             connection.start(pending)
@@ -121,7 +114,6 @@ class Client:
 
     async def close(self) -> None:
         """Drop every connection. Unanswered requests fail with `reset`."""
-        self._sweeper.cancel()
         for task in list(self._connecting):
             task.cancel()
         for pending in list(self._in_flight):
@@ -160,7 +152,7 @@ class Client:
         """Start the oldest waiting requests on a connection with room; list it as free if room is left."""
         while self._waiting and connection.has_room:
             pending = self._waiting.popleft()
-            if not pending.finished:
+            if pending in self._in_flight:
                 connection.start(pending)
         connection.idle_since = self._loop.time()
         if connection.has_room and connection not in self._free:
@@ -174,9 +166,10 @@ class Client:
             self._open()
 
     def _finish(self, pending: _Pending, failure: Failure = "") -> None:
-        if pending.finished:
+        if pending not in self._in_flight:
             return
-        pending.finished = True
+        self._in_flight.discard(pending)
+        pending.timer.cancel()
         pending.reply.failure = failure
         if failure:
             pending.reply.status = 0
@@ -184,16 +177,10 @@ class Client:
         pending.payload = b""
         pending.done(pending.reply)
 
-    def _sweep(self) -> None:
-        """Fail overdue requests. All have the same timeout, so the oldest expire first."""
-        now = self._loop.time()
-        while self._in_flight and (self._in_flight[0].finished or self._in_flight[0].deadline <= now):
-            pending = self._in_flight.popleft()
-            if not pending.finished:
-                self._finish(pending, "timeout")
-                if pending.connection is not None:
-                    pending.connection.transport.abort()
-        self._sweeper = self._loop.call_later(SWEEP_SECONDS, self._sweep)
+    def _expire(self, pending: _Pending) -> None:
+        self._finish(pending, "timeout")
+        if pending.connection is not None:
+            pending.connection.transport.abort()
 
 
 class _Connection(asyncio.Protocol):
@@ -243,10 +230,8 @@ class _Connection(asyncio.Protocol):
             self.pending[0].reply.headers[name.lower()] = value
 
     def on_body(self, data: bytes) -> None:
-        if self.pending:
-            self.pending[0].reply.body_bytes += len(data)
-            if self.client.keep_bodies:
-                self._chunks.append(data)
+        if self.pending and self.client.keep_bodies:
+            self._chunks.append(data)
 
     def on_message_complete(self) -> None:
         if not self.pending:

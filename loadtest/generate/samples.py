@@ -19,7 +19,7 @@ RECORD = np.dtype(
         *((name, "f8") for name in ("due", "fired", "sent", "done")),
         ("status", "i2"),
         *((name, "i1") for name in ("failure", "kind", "cache")),
-        *((name, "i4") for name in ("candidates", "history", "reply_bytes")),
+        *((name, "i4") for name in ("candidates", "history")),
         ("retry_after", "?"),
         ("stages_ms", "f4", (len(STAGES),)),
     ]
@@ -63,7 +63,7 @@ class Samples(np.recarray[Any, Any]):
         self.sent[row] = reply.sent_at - start if reply.sent_at else UNSENT
         self.done[row] = reply.done_at - start
         self.status[row], self.failure[row] = reply.status, FAILURES.index(reply.failure)
-        self.reply_bytes[row], self.retry_after[row] = reply.body_bytes, b"retry-after" in reply.headers
+        self.retry_after[row] = b"retry-after" in reply.headers
         cache = reply.headers.get(b"x-context-cache", b"").decode("latin-1")
         self.cache[row] = CACHE_RESULTS.index(cache) if cache in CACHE_RESULTS else 0
         for stage, milliseconds in server_timing(reply.headers.get(b"server-timing", b"").decode("latin-1")).items():

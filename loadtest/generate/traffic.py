@@ -103,11 +103,7 @@ class _Person:
     """A user: an id, a history in columns, oldest first, and the number of finished visits."""
 
     user_id: int
-    history: Columns = field(
-        default_factory=lambda: {
-            name: [] for name in ("post_id", "author_id", "actions", "product_surface", "dwell_time")
-        }
-    )
+    history: Columns
     visits: int = 0
 
 
@@ -151,10 +147,7 @@ class Traffic(Iterator[RankRequest]):
 
     def first_visit(self) -> RankRequest:
         """The first page of a new user, after which the session ends."""
-        session = self._open(fresh=True)
-        request = self._page(session)
-        self._close(session)
-        return request
+        return self.burst(1)[0]
 
     def session(self) -> Iterator[RankRequest]:
         """All pages of one session, in order; the history grows when it ends."""
@@ -199,7 +192,8 @@ class Traffic(Iterator[RankRequest]):
         self._grow(person, int(self._random.poisson(self.settings.events_between_visits)))
 
     def _person(self, rank: int) -> _Person:
-        person = _Person(int(ids_of(np.array([rank]), USER_SALT)[0]))
+        history: Columns = {name: [] for name in ("post_id", "author_id", "actions", "product_surface", "dwell_time")}
+        person = _Person(int(ids_of(np.array([rank]), USER_SALT)[0]), history)
         self._grow(person, self._history_sizes.draw(self._random))
         return person
 

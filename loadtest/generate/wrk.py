@@ -40,7 +40,7 @@ function response(status, headers) timings:write(headers["server-timing"] or "",
 
 class Reading(NamedTuple):
     """Replies per second below status 400 (good) and others (bad), percentiles of all latencies in ms, and the length of the reading.
-    `stages_ms`: medians of the stages in `Server-Timing`, if they were read."""
+    `stages_ms`: medians of the stages in `Server-Timing`, if they were read. `cpu_seconds`: of the server, where the caller knows it."""
 
     good_per_s: float
     bad_per_s: float
@@ -48,6 +48,7 @@ class Reading(NamedTuple):
     p99_ms: float
     seconds: float
     stages_ms: Mapping[str, float] = {}
+    cpu_seconds: float = 0.0
 
 
 def read(

@@ -70,16 +70,9 @@ def report(comparison: Mapping[str, Any]) -> str:
     """The table and the verdict as Markdown."""
     rows = []
     for one in comparison["differences"]:
-        figures = (f"{one[name]:.3f}" for name in ("a", "b", "ratio"))
-        rows.append(
-            [
-                one["figure"],
-                *figures,
-                f"{one['ratio_low']:.3f} … {one['ratio_high']:.3f}",
-                f"{one['p']:.4f}",
-                one["verdict"],
-            ]
-        )
+        interval = f"{one['ratio_low']:.3f} … {one['ratio_high']:.3f}"
+        figures = [f"{one[name]:.3f}" for name in ("a", "b", "ratio")]
+        rows.append([one["figure"], *figures, interval, f"{one['p']:.4f}", one["verdict"]])
     table = markdown(("figure", "A", "B", "B / A", "95 %", "p (Holm)", "verdict"), rows)
     verdict = comparison["verdict"]
     said = f"{comparison['blocks']} blocks a side; below {100 * comparison['smallest_effect']:g} % nothing is judged."

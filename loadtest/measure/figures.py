@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loadtest.generate.http_client import FAILURES
-from loadtest.generate.samples import STAGES, UNSENT, Samples
+from loadtest.generate.samples import STAGES, Samples
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 
@@ -37,8 +37,8 @@ def summarise(samples: Samples, seconds: float, slo: Slo) -> dict[str, Any]:
     """
     if not len(samples):
         raise ValueError("a run without a request has no figures")
-    ok, rejected = samples[samples.status == 200], samples[samples.status == 429]
-    good, known_cache = slo.good(samples), ok.cache[ok.cache > 0]
+    ok, good = samples[samples.status == 200], slo.good(samples)
+    known_cache = ok.cache[ok.cache > 0]
     failed = samples.failure[samples.status == 0]
     return {
         "requests": len(samples),
@@ -53,12 +53,8 @@ def summarise(samples: Samples, seconds: float, slo: Slo) -> dict[str, Any]:
         "stages_ms": {stage: _percentiles(ok.stages_ms[:, column]) for column, stage in enumerate(STAGES)},
         "statuses": {str(code): count for code, count in _counted(samples.status) if code},
         "failures": {FAILURES[code]: count for code, count in _counted(failed)},
-        "unsent": int((samples.sent == UNSENT).sum()),
-        "rejected_p99_ms": float(1e3 * np.percentile(rejected.service_seconds, 99)) if len(rejected) else None,
-        "rejected_with_retry_after": int(rejected.retry_after.sum()),
         "cache_hit_share": float((known_cache == 1).mean()) if len(known_cache) else None,
         "candidates_rps": float(ok.candidates.sum()) / seconds,
-        "reply_bytes_mean": float(ok.reply_bytes.mean()) if len(ok) else 0.0,
     }
 
 

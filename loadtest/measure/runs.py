@@ -14,11 +14,11 @@ import numpy as np
 
 from loadtest.generate.generator import Arrivals, GeneratorLoad, measured, open_loop, schedule
 from loadtest.generate.http_client import Client, precise_loop
-from loadtest.generate.samples import STAGES, Samples
+from loadtest.generate.samples import Samples
 from loadtest.generate.traffic import RankRequest, Traffic, TrafficSettings
 from loadtest.machine import machine
 from loadtest.measure.figures import Slo, summarise
-from loadtest.servers.target import MetricsSnapshot, Target, fit_traffic
+from loadtest.servers.target import Target, fit_traffic
 
 FORMAT = 2
 MAX_PAYLOAD_BYTES = 2 * 2**30
@@ -35,9 +35,7 @@ class RunSettings:
     warmup_seconds: float = 5.0
     arrivals: Arrivals = "poisson"
     slo: Slo = field(default_factory=Slo)
-    timeout_seconds: float = 10.0
-    max_connections: int = 512
-    deadline_ms: int | None = None
+
     traffic: TrafficSettings = field(default_factory=TrafficSettings)
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,21 +94,17 @@ class LoadRun:
             return runner.run(self._run(settings, seed))
 
     async def _run(self, settings: RunSettings, seed: int) -> Run:
-        host, port = self.target.host, self.target.port
-        most, timeout = settings.max_connections, settings.timeout_seconds
-        async with Client(host, port, max_connections=most, timeout_seconds=timeout) as client:
+        async with Client(self.target.host, self.target.port) as client:
             if settings.warmup_seconds > 0:
                 await self._phase(client, settings, settings.warmup_seconds, seed + 1_000_003, "warm-up")
-            before = self.target.metrics()
             samples, load = await self._phase(client, settings, settings.seconds, seed, "measure")
-        server = _server_figures(before, self.target.metrics(), self.target.path)
         meta = {
             "format": FORMAT,
             "kind": "open",
             "settings": settings.to_dict() | {"seed": seed},
             "target": self.target.origin,
             "machine": machine(),
-            "server": {"info": self.info, **server},
+            "server": {"info": self.info},
             "generator": asdict(load) | {"is_bottleneck": load.is_bottleneck},
             "summary": summarise(samples, settings.seconds, settings.slo),
         }
@@ -121,10 +115,9 @@ class LoadRun:
     ) -> tuple[Samples, GeneratorLoad]:
         due = schedule(settings.arrivals, settings.rate_rps, seconds, seed)
         requests, samples = self._prepare(len(due)), Samples.empty(len(due))
-        headers = {"X-Request-Timeout-Ms": str(settings.deadline_ms)} if settings.deadline_ms else {}
-        payloads = [self.target.request(request.for_path(self.target.path), headers) for request in requests]
+        payloads = [self.target.request(request.for_path(self.target.path)) for request in requests]
         ticker = asyncio.create_task(self._tick(samples, client, name, seconds, settings.slo))
-        _, load = await measured(open_loop(client, payloads, due, samples=samples), client)
+        _, load = await measured(open_loop(client, payloads, due, samples=samples))
         ticker.cancel()
         for row, request in enumerate(requests):
             samples.describe(row, request)
@@ -155,26 +148,3 @@ class LoadRun:
                 f"good {slo.good(part).sum():5d}  429 {(part.status == 429).sum():4d}  "
                 f"p50 {p50:7.1f} ms  p99 {p99:7.1f} ms  waiting {client.in_flight:4d}"
             )
-
-
-def _server_figures(before: MetricsSnapshot | None, after: MetricsSnapshot | None, route: str) -> dict[str, Any]:
-    """The server's own counts for the measured part: requests, mean milliseconds of stages, rejections, cache lookups."""
-    if before is None or after is None:
-        return {}
-    grown = after.since(before)
-
-    def mean(histogram: str, **labels: str) -> float | None:
-        count = grown.total(f"{histogram}_count", **labels)
-        return grown.total(f"{histogram}_sum", **labels) / count if count else None
-
-    def by(label: str, name: str) -> dict[str, float]:
-        return {dict(labels).get(label, ""): value for labels, value in grown.values.get(name, {}).items() if value}
-
-    stages = {stage: mean("ranker_stage_duration_seconds", stage=stage) for stage in (*STAGES, "encode", "search")}
-    return {
-        "requests": grown.total("ranker_http_requests_total", route=route),
-        "stages_ms": {stage: 1e3 * seconds for stage, seconds in stages.items() if seconds is not None},
-        "batch_requests_mean": mean("ranker_batch_requests"),
-        "cache_lookups": by("result", "ranker_context_cache_lookups_total"),
-        "rejected": by("reason", "ranker_rejected_total"),
-    }

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from weights.checkpoint import load_manifest
 
 SINGLE_SECONDS = 2.0
 PROBES = 4
+STACKS = ("fastapi", "uvicorn", "litserve", "bentoml", "torch")
 NOTHING = "none: parses JSON, sends as many bytes"
 # torch's threads sleep while waiting for each other, as spinning would starve the process that does HTTP
 ALIKE = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -72,13 +72,13 @@ PEERS = (
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """Settings common to all peers."""
+    """Settings common to all peers. `candidates` a request, 0 for the mix of the traffic model."""
 
     checkpoint: Path
     dtype: str
     candidates: int
     threads: int
-    production: bool = False
+    production: bool
 
     @property
     def clients(self) -> int:
@@ -121,20 +121,12 @@ class Stand:
 
 
 def measure_peers(
-    checkpoint: Path,
-    seconds: float,
-    blocks: int,
-    candidates: int,
-    only: Sequence[str],
-    dtype: str,
-    say: Callable[[str], None],
-    production: bool = False,
+    stand: Stand, peers: Sequence[Peer], seconds: float, blocks: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """The table as plain JSON values. Every server gets the same bodies in the same order; the order of servers rotates by block.
 
     Raises TargetError if a server does not start, does not answer, or has other scores than the first.
     """
-    peers, stand = chosen(only, say), Stand(checkpoint, dtype, candidates, os.cpu_count() or 1, production)
     loads: dict[str, list[Block]] = {peer.name: [] for peer in peers}
     with ExitStack() as stack:
         servers: dict[str, Server] = {}
@@ -142,7 +134,9 @@ def measure_peers(
             say(f"starting {peer.name}")
             before = next(reversed(servers.values()), None)
             servers[peer.name] = stack.enter_context(stand.server(peer, before))
-        tolerance = PARITY[getattr(torch, dtype)].probabilities  # batching in other stacks changes bf16's last bits
+        tolerance = PARITY[
+            getattr(torch, stand.dtype)
+        ].probabilities  # batching in other stacks changes bf16's last bits
         targets = {peer.name: servers[peer.name].target for peer in peers if peer.engine != NOTHING}
         largest = largest_difference(targets, stand.bodies(1, PROBES), tolerance)
         say(f"all score alike: probabilities differ by at most {largest:.2g}")
@@ -162,8 +156,8 @@ def measure_peers(
         "kind": "peers",
         "machine": machine(),
         "settings": {
-            "checkpoint": str(checkpoint), "dtype": dtype, "threads": stand.threads, "seconds": seconds, "blocks": blocks,
-            "candidates": candidates, "clients": stand.clients, "versions": versions(),
+            **asdict(stand), "checkpoint": str(stand.checkpoint), "clients": stand.clients, "seconds": seconds, "blocks": blocks,
+            "versions": {name: version(name) for name in STACKS if importlib.util.find_spec(name)},
         },
         "rows": rows,
         "largest_difference": largest,
@@ -185,20 +179,22 @@ def chosen(only: Sequence[str], say: Callable[[str], None]) -> list[Peer]:
 
 def largest_difference(targets: Mapping[str, Target], bodies: Sequence[bytes], tolerance: float) -> float:
     """Largest difference of a probability between any server and the first. Raises TargetError if beyond `tolerance`, or without a 200."""
-    reference: list[np.ndarray[Any, Any]] = []
-    largest = 0.0
-    for name, target in targets.items():
-        for index, body in enumerate(bodies):
-            reply = ask(target, body)
-            if reply.status_code != 200:
-                raise TargetError(f"{name} answers {reply.status_code}: {reply.text[:300]}")
-            found = np.array([candidate["probabilities"] for candidate in reply.json()["candidates"]])
-            if len(reference) <= index:
-                reference.append(found)
-            largest = max(largest, float(np.abs(found - reference[index]).max()))
+    first, largest = next(iter(targets)), 0.0
+    for body in bodies:
+        scores = {name: probabilities(name, target, body) for name, target in targets.items()}
+        for name, found in scores.items():
+            largest = max(largest, float(np.abs(found - scores[first]).max()))
             if largest > tolerance:
-                raise TargetError(f"{name} has other scores than {next(iter(targets))}: by up to {largest:.3g}")
+                raise TargetError(f"{name} has other scores than {first}: by up to {largest:.3g}")
     return largest
+
+
+def probabilities(name: str, target: Target, body: bytes) -> np.ndarray[Any, Any]:
+    """Probabilities of each candidate, `[C, A]`. Raises TargetError without a 200."""
+    reply = ask(target, body)
+    if reply.status_code != 200:
+        raise TargetError(f"{name} answers {reply.status_code}: {reply.text[:300]}")
+    return np.array([candidate["probabilities"] for candidate in reply.json()["candidates"]])
 
 
 def ask(target: Target, body: bytes) -> httpx.Response:
@@ -254,12 +250,3 @@ def report(rows: Sequence[Mapping[str, Any]], stand: Stand) -> str:
         lines.append([row["name"], row["engine"], f"{row['throughput_rps']:.0f}", *figures])
     head = ("server", "model", f"requests / s, {stand.clients} clients", *COLUMNS)
     return f"# Peers\n\n{verdict(rows, stand.clients)} {at}, {load}.\n\n{markdown(head, lines, 2)}\n"
-
-
-def versions() -> dict[str, str]:
-    """Versions of the installed stacks."""
-    found = {}
-    for name in ("fastapi", "uvicorn", "litserve", "bentoml", "torch"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found

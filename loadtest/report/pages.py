@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.generate.samples import CACHE_RESULTS, Samples
+from loadtest.generate.samples import CACHE_RESULTS
 from loadtest.generate.traffic import KINDS
 from loadtest.matrix import markdown
 from loadtest.measure.figures import percentiles_ms
@@ -78,12 +78,17 @@ def run_report(run: Run) -> tuple[str, Pictures]:
         "context cache hits": _percent(summary["cache_hit_share"]),
         "generator lag p99, ms": _n(generator["lag_p99_ms"]),
     }
+    ok = samples[samples.status == 200]
+    kinds = {kind.replace("_", " "): ok[ok.kind == index] for index, kind in enumerate(KINDS)}
+    kinds |= {f"context cache {name}": ok[ok.cache == index] for index, name in enumerate(CACHE_RESULTS) if name}
+    statuses = np.unique(samples.status).tolist()
+    outcomes = {str(each or "no reply"): samples[samples.status == each] for each in statuses}
     good = f"{100 * summary['good_share']:.2f} % answered within {slo.latency_ms:g} ms"
     verdict = f"**{good}: the objective of {100 * slo.share:g} % {'holds' if summary['holds_slo'] else 'is missed'}.**"
     title = f"# Load test, open loop, {settings['rate_rps']:g} requests / s, {settings['arrivals']} arrivals"
     return _joined(
         title, verdict, LATE * generator["is_bottleneck"], _where(run.meta), markdown(("figure", ""), figures.items()),
-        *shown, f"## Latency by kind of request\n\n{_by_kind(samples)}", f"## Outcomes\n\n{_by_outcome(samples)}",
+        *shown, f"## Latency by kind of request\n\n{_latencies('kind', kinds)}", f"## Outcomes\n\n{_latencies('status', outcomes)}",
     ), pictures  # fmt: skip
 
 
@@ -108,19 +113,6 @@ def search_report(meta: Mapping[str, Any]) -> tuple[str, Pictures]:
 
 def _joined(*parts: str) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _by_kind(samples: Samples) -> str:
-    """Latency by kind of request (first visit, later page, …) and by context cache hit or miss."""
-    ok = samples[samples.status == 200]
-    groups = {kind.replace("_", " "): ok[ok.kind == index] for index, kind in enumerate(KINDS)}
-    groups |= {f"context cache {name}": ok[ok.cache == index] for index, name in enumerate(CACHE_RESULTS) if name}
-    return _latencies("kind", groups)
-
-
-def _by_outcome(samples: Samples) -> str:
-    statuses = np.unique(samples.status).tolist()
-    return _latencies("status", {str(each or "no reply"): samples[samples.status == each] for each in statuses})
 
 
 def _latencies(head: str, groups: Mapping[str, Any]) -> str:

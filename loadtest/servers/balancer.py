@@ -14,7 +14,7 @@ from pathlib import Path
 
 from loadtest.machine import ROOT
 from loadtest.servers.launch import HOST, free_port, start_process
-from loadtest.servers.target import Target, get
+from loadtest.servers.target import Target
 
 PLACES = "/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin:" + str(ROOT / ".cache/haproxy/usr/sbin")
 SERVED_BY = "x-served-by"
@@ -106,17 +106,10 @@ def balancer(ports: Sequence[int], *changes: Change, kind: Balancer = HAPROXY) -
         )
         try:
             target = Target(HOST, port)
-            while not _is_up(target):
+            while not target.answers():
                 assert process.poll() is None, f"{kind.name} ended"
                 time.sleep(0.05)
             yield target
         finally:
             process.terminate()
             process.wait(10)
-
-
-def _is_up(target: Target) -> bool:
-    try:
-        return get(f"{target.origin}/readyz", 2).status_code == 200
-    except OSError:
-        return False

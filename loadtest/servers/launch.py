@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from loadtest.machine import ROOT
-from loadtest.servers.target import Target, TargetError, get
+from loadtest.servers.target import Target, TargetError
 
 APP = (sys.executable, "-m", "app")
 HOST = "127.0.0.1"
@@ -67,19 +67,21 @@ class Server:
 
     def answers(self, path: str = "/readyz") -> bool:
         """Whether a GET gets 200 now."""
-        try:
-            return get(f"{self.url}{path}", 2).status_code == 200
-        except OSError:
-            return False
+        return self.target.answers(path)
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels, 0 if it does not exist."""
-        return self.target.scrape().total(name)
+        return self.target.total(name)
 
     def status(self, name: str) -> int:
         """A figure from the process's /proc status: a count, or KiB."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return int(dict(line.split(":", 1) for line in lines)[name].split()[0])
+
+    def reset_peak(self) -> int:
+        """Begin to watch the peak of resident memory, `status("VmHWM")`, from now on; return what is resident, in KiB."""
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+        return self.status("VmRSS")
 
     def pause(self) -> None:
         """Stop all its processes, so that an idle server takes no time from the measured one."""
@@ -91,15 +93,13 @@ class Server:
 
     def wait_ready(self, path: str = "/readyz") -> None:
         """Wait until it answers. Raises TargetError with the end of its log if it exits or does not get ready in time."""
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                reason = f"the server ended with code {self.process.returncode} before it was ready"
-                raise TargetError(f"{reason}:\n{self.raw[-LOG_TAIL_CHARACTERS:]}")
-            if self.answers(path):
-                return
-            time.sleep(0.05)
-        raise TargetError(f"the server was not ready after {START_SECONDS:.0f} s:\n{self.raw[-LOG_TAIL_CHARACTERS:]}")
+        came = wait_until(lambda: self.process.poll() is not None or self.answers(path), START_SECONDS, 0.05)
+        code = self.process.poll()
+        if not came or code is not None:
+            reason = (
+                f"ended with code {code} before it was ready" if came else f"was not ready in {START_SECONDS:.0f} s"
+            )
+            raise TargetError(f"the server {reason}:\n{self.raw[-LOG_TAIL_CHARACTERS:]}")
 
     def stop(self) -> int:
         """Send SIGTERM, then SIGKILL to the rest of its group; return the exit code."""
@@ -111,6 +111,14 @@ class Server:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait()
+
+
+def wait_until(condition: Callable[[], object], seconds: float, every_seconds: float = 0.01) -> bool:
+    """Wait until the condition holds; return whether it did in time."""
+    until = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < until:
+        time.sleep(every_seconds)
+    return bool(holds)
 
 
 def free_port() -> int:

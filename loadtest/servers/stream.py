@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from loadtest.servers.launch import HOST, free_port, start_process
+from loadtest.servers.launch import HOST, free_port, start_process, wait_until
 
 START_SECONDS = 20.0
 
@@ -42,17 +42,14 @@ class RedisServer:
         command += ["--appendfsync", "always"]  # by default a kill can lose a second of what was acknowledged
         self.directory.mkdir(parents=True, exist_ok=True)
         self._process = start_process([*command, "--dir", str(self.directory)], stdout=subprocess.DEVNULL)
+        assert wait_until(self._answers, START_SECONDS), "redis-server does not answer"
+
+    def _answers(self) -> bool:
         import redis
 
-        until = time.monotonic() + START_SECONDS
-        while True:
-            try:
-                self.client().ping()
-                return
-            except redis.RedisError:
-                assert time.monotonic() < until, "redis-server does not answer"
-                assert self._process.poll() is None, "redis-server has ended"
-                time.sleep(0.05)
+        with suppress(redis.RedisError):
+            return bool(self.client().ping())
+        return False
 
     def kill(self) -> None:
         """End it as a crash would."""

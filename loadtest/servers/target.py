@@ -14,8 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from loadtest.generate.payload import post
 from loadtest.generate.traffic import ACTION_SHARES, TrafficSettings
 
-Labels = tuple[tuple[str, str], ...]
-
 
 class TargetError(RuntimeError):
     """The server cannot be measured; the message says why."""
@@ -77,54 +75,30 @@ class Target:
         values: dict[str, Any] = json.loads(reply.text)
         return values
 
-    def scrape(self) -> MetricsSnapshot:
-        """`GET /metrics`. Raises OSError without an answer, ValueError if it is not a Prometheus exposition."""
+    def answers(self, path: str = "/readyz") -> bool:
+        """Whether a GET gets 200 now."""
+        try:
+            return get(f"{self.origin}{path}", 2).status_code == 200
+        except OSError:
+            return False
+
+    def total(self, metric: str, **labels: str) -> float:
+        """Sum of a metric over the series that carry all of `labels`. Raises OSError without an answer, ValueError without metrics."""
         reply = get(f"{self.origin}/metrics", 5)
         if reply.status_code != 200:
             raise ValueError(f"/metrics answers {reply.status_code}")
-        return MetricsSnapshot.parse(reply.text)
-
-    def metrics(self) -> MetricsSnapshot | None:
-        """The same; None if the metrics cannot be read."""
-        try:
-            return self.scrape()
-        except (OSError, ValueError):
-            return None
+        return total(reply.text, metric, **labels)
 
     def request(self, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
         """A POST of a JSON body to this server, as bytes ready to send."""
         return post(f"{self.host}:{self.port}", self.path, body, headers)
 
 
-@dataclass(frozen=True, slots=True)
-class MetricsSnapshot:
-    """Samples of a Prometheus exposition: name → labels → value."""
-
-    values: dict[str, dict[Labels, float]]
-
-    @classmethod
-    def parse(cls, text: str) -> MetricsSnapshot:
-        """Parse an exposition. Raises ValueError if the text is not one."""
-        values: dict[str, dict[Labels, float]] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                values.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
-        return cls(values)
-
-    def since(self, before: MetricsSnapshot) -> MetricsSnapshot:
-        """Increases of counters and buckets since `before`. The result is meaningless for gauges."""
-        return MetricsSnapshot(
-            {
-                name: {labels: value - before.values.get(name, {}).get(labels, 0.0) for labels, value in series.items()}
-                for name, series in self.values.items()
-            }
-        )
-
-    def total(self, name: str, **labels: str) -> float:
-        """Sum over the series that carry all of `labels`."""
-        return sum(
-            value for having, value in self.values.get(name, {}).items() if labels.items() <= dict(having).items()
-        )
+def total(exposition: str, metric: str, **labels: str) -> float:
+    """Sum of a metric over the series that carry all of `labels`; 0 if there are none."""
+    families = text_string_to_metric_families(exposition)
+    samples = (sample for family in families for sample in family.samples)
+    return sum(each.value for each in samples if each.name == metric and labels.items() <= each.labels.items())
 
 
 def fit_traffic(settings: TrafficSettings, info: Mapping[str, Any]) -> TrafficSettings:

@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,11 +15,11 @@ import orjson
 
 from app.request import protobuf
 from loadtest.generate.payload import post, rank_body
+from loadtest.machine import DEMO
 from loadtest.servers.launch import HOST
 from loadtest.soak.hostile import DEAR
 from loadtest.soak.oracle import TOKEN
 
-DEMO = Path(__file__).parents[2] / "weights" / "demo"
 LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 
 Ports = Mapping[str, int]
@@ -67,12 +66,12 @@ def once(request: bytes) -> Act:
     return act
 
 
-def _get(path: str) -> bytes:
-    return f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+def _request(path: str, method: str = "GET") -> bytes:
+    return f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
 
 
-def _gets(*routes: str) -> dict[str, Attacker]:
-    return {f"GET {route}": Attacker(route, asks(_get(route))) for route in routes}
+def _gets(route: str, path: str = "", expected: int = 200) -> Attacker:
+    return Attacker(route, asks(_request(path or route)), expected)
 
 
 def _posts(route: str, content: Any, path: str = "", expected: int = 200) -> Attacker:
@@ -87,6 +86,10 @@ def _admin(route: str, content: Any, expected: int, token: str = TOKEN) -> Attac
 SMALL = orjson.loads(rank_body(7))
 ASKED = orjson.loads(rank_body(8, history=16)) | {"explain": [80_001, 80_002]}
 INFER = f"/{protobuf.SERVICE}/ModelInfer"
+PAGES = (
+    "/docs", "/explore", "/explore/checkpoint.json", "/info", "/livez", "/metrics", "/openapi.json", "/readyz", "/startupz",
+    "/v2", "/v2/health/live", "/v2/health/ready",
+)  # fmt: skip
 MODEL, VERSION = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
 EXAMPLE = orjson.loads((DEMO / "example.json").read_bytes())
 DEMO_EXPLAINED = "/explain of the demo"
@@ -119,10 +122,10 @@ def calls(method: str, message: bytes, at_once: int = 1) -> Act:
     return act
 
 
-def _calls(method: str, message: bytes = b"", expected: int = 200) -> dict[str, Attacker]:
+def _calls(method: str, message: bytes = b"") -> dict[str, Attacker]:
     route = f"/{protobuf.SERVICE}/{method}"
     return {
-        f"{method}{told}": Attacker(route, calls(method, message, number), expected)
+        f"{method}{told}": Attacker(route, calls(method, message, number))
         for told, number in (("", 1), (", 16 at once", 16))
     }
 
@@ -137,23 +140,20 @@ def _tensors() -> bytes:
 
 NAMED = protobuf.CLASSES["ModelReadyRequest"](name="fake", version="v1").SerializeToString()
 ATTACKERS: dict[str, Attacker] = {
-    **_gets(
-        "/", "/docs", "/explore", "/explore/checkpoint.json", "/info", "/livez", "/metrics", "/openapi.json", "/readyz"
-    ),
-    **_gets("/startupz", "/v2", "/v2/health/live", "/v2/health/ready"),
-    "GET /": Attacker("/", asks(_get("/")), 307),
-    "GET an asset": Attacker("/assets/{name}", asks(_get("/assets/explore.js"))),
-    "GET the largest asset": Attacker("/assets/{name}", asks(_get("/assets/swagger-ui-bundle.js"))),
-    "GET an asset that is not there": Attacker("/assets/{name}", asks(_get("/assets/none.js")), 404),
-    "GET a model": Attacker(MODEL, asks(_get("/v2/models/fake"))),
-    "GET a model's state": Attacker(f"{MODEL}/ready", asks(_get("/v2/models/fake/ready"))),
-    "GET a version": Attacker(VERSION, asks(_get("/v2/models/fake/versions/v1"))),
-    "GET a version's state": Attacker(f"{VERSION}/ready", asks(_get("/v2/models/fake/versions/v1/ready"))),
-    "GET /livez, a connection each": Attacker("/livez", once(_get("/livez"))),
-    "GET nothing": Attacker("unmatched", asks(_get("/nothing")), 404),
-    "GET /rank": Attacker("/rank", asks(_get("/rank")), 405),
-    "POST /info": Attacker("/info", asks(post("localhost", "/info", b"{}")), 405),
-    "HEAD /openapi.json": Attacker("/openapi.json", asks(_get("/openapi.json").replace(b"GET", b"HEAD"))),
+    **{f"GET {path}": _gets(path) for path in PAGES},
+    "GET /": _gets("/", expected=307),
+    "GET an asset": _gets("/assets/{name}", "/assets/explore.js"),
+    "GET the largest asset": _gets("/assets/{name}", "/assets/swagger-ui-bundle.js"),
+    "GET an asset that is not there": _gets("/assets/{name}", "/assets/none.js", 404),
+    "GET a model": _gets(MODEL, "/v2/models/fake"),
+    "GET a model's state": _gets(f"{MODEL}/ready", "/v2/models/fake/ready"),
+    "GET a version": _gets(VERSION, "/v2/models/fake/versions/v1"),
+    "GET a version's state": _gets(f"{VERSION}/ready", "/v2/models/fake/versions/v1/ready"),
+    "GET /livez, a connection each": Attacker("/livez", once(_request("/livez"))),
+    "GET nothing": _gets("unmatched", "/nothing", 404),
+    "GET /rank": _gets("/rank", expected=405),
+    "POST /info": _posts("/info", {}, expected=405),
+    "HEAD /openapi.json": Attacker("/openapi.json", asks(_request("/openapi.json", "HEAD"))),
     "/context": _posts("/context", {"user_id": 7}),
     "/rank": _posts("/rank", SMALL),
     "/rank, refused": _posts("/rank", {}, expected=422),
@@ -176,9 +176,8 @@ ATTACKERS: dict[str, Attacker] = {
     **_calls("ServerMetadata"),
     **_calls("ModelReady", NAMED),
     **_calls("ModelMetadata", NAMED),
-    "ModelInfer": Attacker(
-        INFER, calls("ModelInfer", _tensors())
-    ),  # 16 at once are 16 rankings: fair shares are per key
+    # 16 at once would be 16 rankings: fair shares are per key
+    "ModelInfer": Attacker(INFER, calls("ModelInfer", _tensors())),
     "ModelInfer, refused": Attacker(INFER, calls("ModelInfer", b""), grpc.StatusCode.INVALID_ARGUMENT.value[0]),
 }
 

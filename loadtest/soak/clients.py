@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.context import SpawnProcess
 from typing import Any, Self
 
 import numpy as np
@@ -33,9 +36,21 @@ def any_size(draw: random.Random) -> bytes:
     return rank_request(draw.randrange(1, 10**6), draw.choice((1, 16, 64)))
 
 
-def p99(replies: Sequence[Reply]) -> float:
-    """99th percentile of the seconds from asking to the last byte; 0 if there are no replies."""
-    return float(np.percentile([reply.done_at - reply.asked_at for reply in replies], 99)) if replies else 0.0
+def percentile(replies: Sequence[Reply], percent: float = 99) -> float:
+    """A percentile of the seconds from asking to the last byte; 0 if there are no replies."""
+    return float(np.percentile([reply.done_at - reply.asked_at for reply in replies], percent)) if replies else 0.0
+
+
+@contextmanager
+def apart(run: Callable[..., None], *arguments: object) -> Iterator[SpawnProcess]:
+    """Run a function in another process until the block ends, so that its work does not disturb what is measured in this one."""
+    process = multiprocessing.get_context("spawn").Process(target=run, args=arguments, daemon=True)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
 
 
 async def vanish(port: int, request: bytes, after_seconds: float) -> None:
@@ -54,7 +69,7 @@ class Callers:
 
     A client makes up to `tries` attempts until it gets 200; `given_up` counts requests whose attempts all failed. With
     `until_gone`, a client ends with the server: at the first request that gets no reply or cannot be sent. For the share
-    `vanishing` of requests, it disconnects without waiting for the reply.
+    `vanishing` of requests, it disconnects without waiting for the reply. `pause_seconds`: least and most between two requests.
     """
 
     def __init__(
@@ -66,11 +81,12 @@ class Callers:
         tries: int = 1,
         until_gone: bool = False,
         vanishing: float = 0.0,
+        pause_seconds: tuple[float, float] = (0.0, 0.0),
         **options: Any,
     ) -> None:
         self.port, self.clients, self.payload = port, clients, payload
         self.tries, self.until_gone, self.vanishing = tries, until_gone, vanishing
-        self.options = options
+        self.pause_seconds, self.options = pause_seconds, options
         self.replies: list[Reply] = []
         self.given_up = self.vanished = 0
         self.stop = False
@@ -96,10 +112,6 @@ class Callers:
         sent = (reply for reply in self.replies if reply.status or reply.sent_at)
         return Counter(str(reply.status or f"lost: {reply.failure}") for reply in sent)
 
-    def since(self, row: int) -> list[Reply]:
-        """The attempts that ended after the first `row` ones."""
-        return self.replies[row:]
-
     def note(self, payload: bytes, reply: Reply) -> None:
         """Record a finished attempt."""
         self.replies.append(reply)
@@ -116,6 +128,8 @@ class Callers:
                 self.vanished += 1
             elif not await self._ask(client, payload):
                 return
+            elif self.pause_seconds[1]:
+                await asyncio.sleep(draw.uniform(*self.pause_seconds))
 
     async def _ask(self, client: Client, payload: bytes) -> bool:
         """Send a payload with retries; return whether the client goes on."""

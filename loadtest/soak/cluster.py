@@ -9,9 +9,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import orjson
@@ -24,7 +24,7 @@ from loadtest.matrix import Row
 from loadtest.servers.balancer import HAPROXY, NGINX, SERVED_BY, Balancer, Change, balancer
 from loadtest.servers.launch import HOST, Server, free_port
 from loadtest.servers.target import Target
-from loadtest.soak.clients import Callers, ask_all
+from loadtest.soak.clients import Callers, ask_all, percentile
 from loadtest.soak.servers import real
 
 CANDIDATES = 8
@@ -60,22 +60,21 @@ class Processes:
         self._stacks.pop(number).close()
         return code
 
-    def close(self) -> None:
-        """End all running servers."""
-        for number in list(self.running):
-            self.end(number)
+    @contextmanager
+    def begun(self, count: int) -> Iterator[Self]:
+        """Start the first `count` servers; at the end of the block end all that run."""
+        try:
+            for number in range(count):
+                self.start(number)
+            yield self
+        finally:
+            for number in list(self.running):
+                self.end(number)
 
 
-@contextmanager
-def two_processes() -> Iterator[Processes]:
-    """Yield two running processes; a third can be started."""
-    processes = Processes(3)
-    try:
-        processes.start(0)
-        processes.start(1)
-        yield processes
-    finally:
-        processes.close()
+def two_processes() -> AbstractContextManager[Processes]:
+    """Two running processes; a third can be started."""
+    return Processes(3).begun(2)
 
 
 @contextmanager
@@ -113,8 +112,8 @@ def place(target: Target, processes: Processes, users: Sequence[int]) -> Placed:
 
 
 def _hits(processes: Processes) -> float:
-    scraped = (server.target.scrape() for server in processes.running.values())
-    return sum(each.total("ranker_context_cache_lookups_total", result="hit") for each in scraped)
+    name = "ranker_context_cache_lookups_total"
+    return sum(server.target.total(name, result="hit") for server in processes.running.values())
 
 
 def one_more(processes: Processes, users: int, kind: Balancer, *changes: Change) -> list[Row]:
@@ -145,11 +144,11 @@ def one_more(processes: Processes, users: int, kind: Balancer, *changes: Change)
     ]
 
 
-def hop(processes: Processes, kind: Balancer, turns: int = HOP_TURNS) -> Row:
+def hop(processes: Processes, kind: Balancer) -> Row:
     """Latency that the balancer adds at one connection: requests through it and directly, in turns."""
     seconds: list[list[float]] = [[], []]
     with balancer(processes.ports[:1], kind=kind) as target:
-        for _ in range(turns):
+        for _ in range(HOP_TURNS):
             for found, port in zip(seconds, (target.port, processes.ports[0]), strict=True):
                 replies = ask_all(port, [asked(user) for user in range(1, 21)])
                 assert {reply.status for reply in replies} == {200}
@@ -177,16 +176,20 @@ class Library(Callers):
             self.replies.append(reply)
 
 
-def under_load(target: Target, harm: Callable[[], None], large: bool = False) -> tuple[int, int, float]:
+def under_load(
+    processes: Processes, kind: Balancer, changes: Sequence[Change], harm: Callable[[], None], large: bool = False
+) -> tuple[int, int, float]:
     """Run `harm` under load. Return the numbers of answered and lost requests, and the slowest one's seconds."""
-    kind, clients = (Library, LARGE_CLIENTS) if large else (Callers, CLIENTS)
-    callers = kind(target.port, clients, lambda draw: asked(draw.randrange(1, 1001)))
-    with callers:
+    clients, count = (Library, LARGE_CLIENTS) if large else (Callers, CLIENTS)
+    with (
+        behind(processes, 2, kind, *changes) as target,
+        clients(target.port, count, lambda draw: asked(draw.randrange(1, 1001))) as callers,
+    ):
         time.sleep(1)
         harm()
         time.sleep(1)
     answered = sum(reply.status == 200 for reply in callers.replies)
-    return answered, len(callers.replies) - answered, max(reply.done_at - reply.asked_at for reply in callers.replies)
+    return answered, len(callers.replies) - answered, percentile(callers.replies, 100)
 
 
 def deaths(processes: Processes, runs: int, kind: Balancer, *changes: Change, large: bool = False) -> Row:
@@ -201,8 +204,7 @@ def deaths(processes: Processes, runs: int, kind: Balancer, *changes: Change, la
             processes.start(run % 2)
             time.sleep(kind.settled_seconds)
 
-    with behind(processes, 2, kind, *changes) as target:
-        answered, lost, _ = under_load(target, harm, large)
+    answered, lost, _ = under_load(processes, kind, changes, harm, large)
     what = f"{kind.name}: a process killed under load, {'73 KB a request, ' * large}{answered} answered"
     return Row("G2", what, runs, 0, lost / runs, 0, "requests lost a kill")
 
@@ -215,8 +217,7 @@ def frozen(processes: Processes, kind: Balancer, *changes: Change, large: bool =
         time.sleep(FROZEN_SECONDS)
         processes.running[0].resume()
 
-    with behind(processes, 2, kind, *changes) as target:
-        answered, lost, slowest = under_load(target, harm, large)
+    answered, lost, slowest = under_load(processes, kind, changes, harm, large)
     size = "73 KB a request, " * large
     what = f"{kind.name}: a process frozen for {FROZEN_SECONDS:.0f} s under load, {size}{answered} answered"
     return Row("G4", what, answered, lost, slowest, 2, "s until the slowest reply")
@@ -234,8 +235,7 @@ def rolling(
             processes.start(number)
             time.sleep(kind.settled_seconds)
 
-    with behind(processes, 2, kind, *changes) as target:
-        answered, lost, _ = under_load(target, harm)
+    answered, lost, _ = under_load(processes, kind, changes, harm)
     what, failed = f"{kind.name}: rolling update under load, {answered} answered", sum(code != 0 for code in codes)
     return Row("G3", what, len(codes), failed, lost, 0, "requests lost")
 

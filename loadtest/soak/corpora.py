@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,6 +85,11 @@ class Oracle:
         engine.close()
 
     @property
+    def settings(self) -> dict[str, object]:
+        """Settings of a server that serves it."""
+        return {"retrieval__checkpoint": self.towers, "retrieval__corpus": self.corpus}
+
+    @property
     def towers(self) -> Path:
         """The retrieval checkpoint."""
         return self.root / f"towers-{self.name}"
@@ -103,6 +111,11 @@ class Oracle:
         for edit in self.edits:
             self._make_live(edit)
 
+    def lose_half(self) -> None:
+        """Cut each change log to half its length, as a crash without syncs would."""
+        for log in self.corpus.glob("changes-*.log"):
+            os.truncate(log, log.stat().st_size // 2)
+
     def _make_live(self, edit: Edit) -> None:
         for post_id in (*edit.delete, *(post_id for post_id, _ in edit.upsert)):
             self.live.pop(post_id, None)
@@ -123,6 +136,13 @@ class Oracle:
         scores = score_rows(torch.from_numpy(rows), torch.from_numpy(self._users[user])).numpy()
         order = np.lexsort((np.arange(len(ids)), -scores))[:K]
         return ids[order].tolist(), scores[order].tobytes()
+
+
+@contextmanager
+def corpora(*names: str) -> Iterator[dict[str, Oracle]]:
+    """Corpora in one temporary directory, by name, each with other posts."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield {name: Oracle(name, Path(directory), seed) for seed, name in enumerate(names)}
 
 
 def _history(user: int) -> list[int]:

@@ -6,26 +6,26 @@ Every served path needs an entry in `soak/attackers.py`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import os
 import statistics
-import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import numpy as np
 import orjson
 
-from loadtest.generate.http_client import Client
 from loadtest.generate.payload import post, rank_request
 from loadtest.matrix import Row
-from loadtest.servers.launch import HOST, free_port
-from loadtest.soak.attackers import ATTACKERS, BESIDE_THE_DEMO, DEMO, EXAMPLE, Act, Ports
-from loadtest.soak.corpora import Oracle
+from loadtest.servers.launch import free_port
+from loadtest.soak.attackers import ATTACKERS, BESIDE_THE_DEMO, EXAMPLE, Act, Ports
+from loadtest.soak.clients import Callers, apart
+from loadtest.soak.corpora import corpora
 from loadtest.soak.oracle import admin_settings
 from loadtest.soak.servers import fake, real
 
@@ -56,12 +56,12 @@ def _attack(ports: Ports, orders: Connection) -> None:
             until = asyncio.get_running_loop().time() + START_SECONDS
             while not seen[attacker.expected] and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
-            orders.send(dict(seen))
+            orders.send(seen)
             await asyncio.to_thread(orders.recv)
             for client in clients:
                 client.cancel()
             await asyncio.gather(*clients, return_exceptions=True)
-            orders.send(dict(seen))
+            orders.send(seen)
 
     asyncio.run(main())
 
@@ -74,106 +74,83 @@ class Felt:
     p99: float
     tried: int
     refused: int
-    answered: Mapping[int, int] = field(default_factory=dict)  # replies to the attackers, by status
+    answered: Counter[int]  # replies to the attackers, by status
 
 
+@dataclass
 class Crowd:
-    """A ranking client of a server, and a process that runs attackers on order."""
+    """A ranking client of a server, and a process that runs attackers on `orders`. `high`: the percentile that is called p99."""
 
-    def __init__(
-        self, ports: Ports, orders: Connection, runner: asyncio.Runner, high: float, request: Callable[[int], bytes]
-    ) -> None:
-        self._ports, self._orders, self._runner = ports, orders, runner
-        self._high, self._request = high, request  # high: a percentile
-        self._draw = np.random.default_rng(1)
+    ports: Ports
+    orders: Connection
+    high: float
+    request: Callable[[int], bytes]
 
     def measure(self, name: str, count: int, seconds: float) -> Felt:
         """Measure alone, under attack and alone again. Repeat if beyond a limit, and take the median."""
         found = [self._once(name, count, seconds)]
-        while len(found) <= RETRIES and (
-            statistics.median(each.p50 for each in found) >= P50_TIMES or self._high_of(found) >= P99_TIMES
-        ):
+        while len(found) <= RETRIES and (_median(found, "p50") >= P50_TIMES or _median(found, "p99") >= P99_TIMES):
             found.append(self._once(name, count, seconds * 2))
-        answered = sum((Counter(each.answered) for each in found), Counter[int]())
         return Felt(
-            statistics.median(each.p50 for each in found), self._high_of(found),
-            sum(each.tried for each in found), sum(each.refused for each in found), answered,
+            _median(found, "p50"), _median(found, "p99"), sum(each.tried for each in found),
+            sum(each.refused for each in found), sum((each.answered for each in found), Counter[int]()),
         )  # fmt: skip
-
-    @staticmethod
-    def _high_of(found: Sequence[Felt]) -> float:
-        return statistics.median(each.p99 for each in found)
 
     def _once(self, name: str, count: int, seconds: float) -> Felt:
         before, _ = self._rank(seconds / 2)
-        self._orders.send((name, count))
-        self._orders.recv()  # the attackers are running
+        self.orders.send((name, count))
+        self.orders.recv()  # the attackers are running
         beside, refused = self._rank(seconds)
-        self._orders.send(None)
-        answered = self._orders.recv()
+        self.orders.send(None)
+        answered = self.orders.recv()
         after, more = self._rank(seconds / 2)
         alone = before + after
-        p50, p99 = (float(np.percentile(beside, share) / np.percentile(alone, share)) for share in (50, self._high))
+        p50, p99 = (float(np.percentile(beside, share) / np.percentile(alone, share)) for share in (50, self.high))
         return Felt(p50, p99, len(beside), refused + more, answered)
 
     def _rank(self, seconds: float) -> tuple[list[float], int]:
-        async def main() -> tuple[list[float], int]:
-            loop, refused = asyncio.get_running_loop(), 0
-            took: list[float] = []
-            until = loop.time() + seconds
-            async with Client(HOST, self._ports["main"], max_connections=1, timeout_seconds=10) as client:
-                while (now := loop.time()) < until:
-                    refused += (await client.ask(self._request(len(took) + 1))).status != 200
-                    took.append(loop.time() - now)
-                    await asyncio.sleep(self._draw.uniform(*PAUSE_SECONDS))
-            return took, refused
+        """Seconds of each request of the ranking client, and how many were refused."""
+        numbers = itertools.count(1)
+        ranker = Callers(self.ports["main"], 1, lambda _: self.request(next(numbers)), pause_seconds=PAUSE_SECONDS)
+        with ranker:
+            time.sleep(seconds)
+        took = [reply.done_at - reply.asked_at for reply in ranker.replies]
+        return took, sum(reply.status != 200 for reply in ranker.replies)
 
-        return self._runner.run(main())
+
+def _median(found: Sequence[Felt], figure: str) -> float:
+    return float(statistics.median(getattr(each, figure) for each in found))
 
 
 @contextmanager
 def crowded(*faults: str, high: float = 99.0) -> Iterator[Crowd]:
     """A server with every port and path, its ranking client and its attackers."""
-    with tempfile.TemporaryDirectory() as folder:
-        oracle, admin = Oracle("own", Path(folder), 1), admin_settings(Path(folder))
+    with corpora("own") as served:
+        admin = admin_settings(served["own"].root)
         del admin["checkpoint"]
-        settings = {"retrieval__checkpoint": oracle.towers, "retrieval__corpus": oracle.corpus, **admin}
-        settings["grpc__port"] = free_port()
+        settings = {**served["own"].settings, **admin, "grpc__port": free_port()}
         with fake("--forward-ms=5", *faults, **settings) as server:
-            ports = {
-                "main": server.port,
-                "admin": int(str(admin["admin__port"])),
-                "grpc": int(str(settings["grpc__port"])),
-            }
-            with _crowd(ports, high, lambda number: rank_request(number)) as crowd:
+            ports = {name: int(str(settings[f"{name}__port"])) for name in ("admin", "grpc")}
+            with _crowd({"main": server.port, **ports}, high, rank_request) as crowd:
                 yield crowd
 
 
 @contextmanager
 def explained() -> Iterator[Crowd]:
     """A server with the demo checkpoint, a client that ranks its example, and attackers that ask to explain it."""
-    with (
-        real(checkpoint=DEMO) as server,
-        _crowd(
-            {"main": server.port},
-            90.0,
-            lambda number: post("localhost", "/rank", orjson.dumps(EXAMPLE | {"user_id": number})),
-        ) as crowd,
-    ):
+
+    def request(number: int) -> bytes:
+        return post("localhost", "/rank", orjson.dumps(EXAMPLE | {"user_id": number}))
+
+    with real() as server, _crowd({"main": server.port}, 90.0, request) as crowd:
         yield crowd
 
 
 @contextmanager
 def _crowd(ports: Ports, high: float, request: Callable[[int], bytes]) -> Iterator[Crowd]:
     ours, theirs = multiprocessing.Pipe()
-    clients = multiprocessing.get_context("spawn").Process(target=_attack, args=(ports, theirs), daemon=True)
-    clients.start()
-    try:
-        with asyncio.Runner() as runner:
-            yield Crowd(ports, ours, runner, high, request)
-    finally:
-        clients.kill()
-        clients.join()
+    with apart(_attack, ports, theirs):
+        yield Crowd(ports, ours, high, request)
 
 
 def crowds(seconds: float) -> list[Row]:
@@ -184,7 +161,7 @@ def crowds(seconds: float) -> list[Row]:
     rows = []
     for count in COUNTS:
         found = {name: each for (name, number), each in felt.items() if number == count}
-        missed = sum(not each.answered.get(ATTACKERS[name].expected) for name, each in found.items())
+        missed = sum(not each.answered[ATTACKERS[name].expected] for name, each in found.items())
         for what, limit in (("p50", P50_TIMES), ("p99", P99_TIMES)):
             worst = max(found, key=lambda name: getattr(found[name], what))
             tried, failed = sum(each.tried for each in found.values()), sum(each.refused for each in found.values())

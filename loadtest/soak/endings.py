@@ -6,19 +6,16 @@ import asyncio
 import random
 import signal
 import subprocess
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 from app.exits import EXIT_ENGINE_LOST
 from loadtest.generate.payload import rank_request
 from loadtest.matrix import Row
-from loadtest.servers.launch import Server
+from loadtest.servers.launch import Server, wait_until
 from loadtest.soak.clients import Callers, ask_all, vanish
-from loadtest.soak.corpora import Oracle, search_request
+from loadtest.soak.corpora import corpora, search_request
 from loadtest.soak.servers import HANG, RAISE, STICKY, fake
 
 CLIENTS = 16
@@ -82,16 +79,9 @@ def stuck(runs: int, **settings: object) -> Row:
 
 def stuck_search(runs: int, **settings: object) -> Row:
     """F5: the same with a search that never ends."""
-    with _searched() as served:
-        return _stuck(runs, "search", lambda user: search_request(user - 1, "/retrieve"), served | settings)
-
-
-@contextmanager
-def _searched() -> Iterator[dict[str, object]]:
-    """Settings of a server with a small corpus."""
-    with tempfile.TemporaryDirectory() as folder:
-        corpus = Oracle("stuck", Path(folder), 0)
-        yield {"retrieval__checkpoint": corpus.towers, "retrieval__corpus": corpus.corpus}
+    with corpora("a") as served:
+        searched = served["a"].settings | settings
+        return _stuck(runs, "search", lambda user: search_request(user - 1, "/retrieve"), searched)
 
 
 def _stuck(runs: int, what: str, request: Callable[[int], bytes], settings: Mapping[str, object]) -> Row:
@@ -104,8 +94,7 @@ def _stuck(runs: int, what: str, request: Callable[[int], bytes], settings: Mapp
             with Callers(server.port, 4, lambda _, hung=hung: request(next(hung, 1)), timeout_seconds=10) as callers:  # type: ignore[misc]
                 time.sleep(0.1)
                 callers.stop = True  # each has asked once
-                while server.answers() and time.monotonic() < began + 4 * STUCK_SECONDS:
-                    time.sleep(0.05)
+                wait_until(lambda: not server.answers(), 4 * STUCK_SECONDS, 0.05)
                 slowest = max(slowest, time.monotonic() - began)
             code = _exit_code(server, began + STALL_EXIT_SECONDS + LATE_EXIT_SECONDS - time.monotonic())
             # A request that arrived before the one that hangs got 200, and its caller sent another.
@@ -120,9 +109,9 @@ def stuck_loop(runs: int, *faults: str, **settings: object) -> Row:
     lasts longer than a search may hang must not make it exit."""
     chosen = {"queue__stall_exit_seconds": STALL_EXIT_SECONDS, "logs__level": "error", **settings}
     failed, slowest = 0, 0.0
-    with _searched() as served:
+    with corpora("a") as served:
         for _ in range(runs):
-            with fake("--searches-in-loop", *faults, **served, **chosen) as server:
+            with fake("--searches-in-loop", *faults, **served["a"].settings, **chosen) as server:
                 [first] = ask_all(server.port, [search_request(1, "/retrieve")])  # measures how long one takes
                 server.pause()
                 time.sleep(STALL_EXIT_SECONDS + 1)
@@ -172,10 +161,8 @@ def vanishing(clients: int) -> Row:
     """F7: clients vanish at random moments. The event loop survives and the gauges return to 0."""
     with fake("--forward-ms=2", "--candidate-us=20", queue__max_wait_seconds=10) as server:
         asyncio.run(_vanish(server.port, clients))
-        until = time.monotonic() + SETTLE_SECONDS
-        while (left := queued(server)) and time.monotonic() < until:
-            time.sleep(0.1)
-        alive, seen = server.answers(), server.metric("ranker_cancelled_total")
+        wait_until(lambda: not queued(server), SETTLE_SECONDS, 0.1)
+        left, alive, seen = queued(server), server.answers(), server.metric("ranker_cancelled_total")
     what, failed = f"clients vanish ({seen:.0f} noticed at work)", int(not alive or not seen)
     return Row("F7", what, clients, failed, left, 0, "left in the queue")
 

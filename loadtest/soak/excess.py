@@ -98,8 +98,7 @@ def checkpoints(runs: int, **settings: object) -> Row:
         for _ in range(runs):
             with real(**chosen) as server:
                 before = scores(server)
-                Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")  # resets the high-water mark
-                held = server.status("VmHWM")
+                held = server.reset_peak()
                 began = time.monotonic()
                 right = [reload(port, "large") == REFUSED, reload(port, "endless") == REFUSED]
                 right.append(time.monotonic() - began < PATIENCE_SECONDS)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from loadtest.matrix import Row
-from loadtest.servers.launch import Server
-from loadtest.soak.clients import Callers, p99
+from loadtest.servers.launch import Server, wait_until
+from loadtest.soak.clients import Callers, percentile
 from loadtest.soak.endings import queued
 from loadtest.soak.servers import fake
 
@@ -64,16 +63,6 @@ def peers_of(process: int) -> set[int]:
     return {int(row[2].partition(":")[2], 16) for row in rows if row[3] == "01" and row[9] in inodes}
 
 
-def until(condition: Callable[[], object], seconds: float) -> bool:
-    """Wait until the condition holds; return whether it did in time."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return False
-
-
 def front_kills(kills: int, spared: bool = False) -> list[Row]:
     """P1: `kill -9` of one front after the other. The control `spared` checks the other front's requests and must be red."""
     with fake("--forward-ms=2", **LOGGED) as server:
@@ -94,15 +83,15 @@ def front_kills(kills: int, spared: bool = False) -> list[Row]:
 def _kill_front(server: Server, callers: Callers, front: int, spared: bool) -> tuple[int, float]:
     """Kill a front. Return how many requests of other fronts were lost, and the seconds until a new front accepts."""
     time.sleep(LIVED_SECONDS)
-    until(lambda: spare_waits(server), SPARE_SECONDS)
+    wait_until(lambda: spare_waits(server), SPARE_SECONDS)
     process = process_of(server, front)
     os.kill(process, signal.SIGSTOP)  # so that its connections no longer change
     own, first = peers_of(process_of(server, 3 - front) if spared else process), len(callers.replies)
     began, written = time.time(), len(server.lines)
     os.kill(process, signal.SIGKILL)
-    if not until(lambda: _listening_at(server, front, written), 10 * BACK_SECONDS):
+    if not wait_until(lambda: _listening_at(server, front, written), 10 * BACK_SECONDS):
         return 1, float("inf")
-    foreign = sum(reply.status == 0 and reply.port not in own for reply in callers.since(first))
+    foreign = sum(reply.status == 0 and reply.port not in own for reply in callers.replies[first:])
     return foreign, (_listening_at(server, front, written) or 0.0) - began
 
 
@@ -129,17 +118,14 @@ def engine_kills(
             first, killed = len(callers.replies), time.monotonic()
             os.kill(process, signal.SIGKILL)
             time.sleep(0.5)
-            waited = [reply for reply in callers.since(first) if reply.asked_at < killed and reply.status != 200]
+            waited = [reply for reply in callers.replies[first:] if reply.asked_at < killed and reply.status != 200]
             slowest = max([slowest, *(reply.done_at - killed for reply in waited)])
             missing += not waited
-            missing += not until(partial(_answers_after, callers, len(callers.replies)), serves_seconds)
+            first = len(callers.replies)
+            missing += not wait_until(lambda: 200 in [each.status for each in callers.replies[first:]], serves_seconds)  # noqa: B023
     lost = sum(reply.status == 0 for reply in callers.replies)
     refused = sum(reply.status == 503 for reply in callers.replies)
     return [Row("P2", f"engine processes killed: {refused} × 503", kills, lost + missing, slowest, TOLD_SECONDS, "s")]
-
-
-def _answers_after(callers: Callers, row: int) -> bool:
-    return any(reply.status == 200 for reply in callers.since(row))
 
 
 def stopped_front(seconds: float, by: Sequence[signal.Signals] = (signal.SIGSTOP,)) -> list[Row]:
@@ -159,9 +145,9 @@ def _stop_front(server: Server, seconds: float, stopped: signal.Signals) -> Row:
         before = [reply for reply in callers.replies[:first] if reply.port in others]
         os.kill(process, stopped)
         time.sleep(seconds)
-        during = [reply for reply in callers.since(first) if reply.port in others]
+        during = [reply for reply in callers.replies[first:] if reply.port in others]
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGCONT)
     failed = sum(reply.status != 200 for reply in callers.replies) + (not server.answers()) + (not during)
-    ratio = p99(during) / max(p99(before), 1e-9)
+    ratio = percentile(during) / max(percentile(before), 1e-9)
     return Row("P3", "a front stopped: p99 of the other's clients", len(during), failed, ratio, 1.5, "× before")

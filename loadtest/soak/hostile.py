@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from multiprocessing.synchronize import Event
 from typing import Any
 
-import numpy as np
 import orjson
 from h2.config import H2Configuration
 from h2.connection import H2Connection
@@ -23,8 +22,7 @@ from loadtest.generate.http_client import Reply
 from loadtest.generate.payload import post, rank_request
 from loadtest.matrix import Row
 from loadtest.servers.launch import HOST, Server, free_port
-from loadtest.soak.clients import Callers
-from loadtest.soak.leak import usage
+from loadtest.soak.clients import Callers, apart, percentile
 from loadtest.soak.servers import fake
 
 START_SECONDS = 60.0  # imports take long on a busy machine
@@ -146,18 +144,12 @@ def _attack(port: int, kinds: list[str], there: Event) -> None:
 @contextmanager
 def attacked(port: int, kinds: list[str]) -> Iterator[None]:
     """Run these clients in another process. Raises RuntimeError if none connected or the process did not last to the end."""
-    context = multiprocessing.get_context("spawn")
-    there = context.Event()
-    clients = context.Process(target=_attack, args=(port, kinds, there), daemon=True)
-    clients.start()
-    try:
+    there = multiprocessing.get_context("spawn").Event()
+    with apart(_attack, port, kinds, there) as clients:
         is_there = there.wait(START_SECONDS)
         yield
         if not (is_there and clients.is_alive()):
             raise RuntimeError(f"the hostile clients ended with code {clients.exitcode}: nothing was attacked")
-    finally:
-        clients.kill()
-        clients.join()
 
 
 @dataclass(frozen=True)
@@ -169,28 +161,15 @@ class Seen:
     resident: list[int]
     most: dict[str, int]
 
-    @property
-    def tried(self) -> int:
-        """Number of requests."""
-        return len(self.peace) + len(self.attack)
+    def row(self, row: str, what: str, figure: float, limit: float, unit: str) -> Row:
+        """A row in which a request of the well-behaved client has failed that got neither 200 nor 429."""
+        statuses = [reply.status for reply in self.peace + self.attack]
+        return Row(row, what, len(statuses), sum(each not in (200, 429) for each in statuses), figure, limit, unit)
 
-    @property
-    def failed(self) -> int:
-        """Number of requests that got neither 200 nor 429."""
-        return sum(reply.status not in (200, 429) for reply in self.peace + self.attack)
-
-    def row(self, what: str, limit: str) -> Row:
+    def grown(self, what: str, limit: str) -> Row:
         """The row for the largest growth in memory under attack."""
-        grown = max(self.resident) - self.resident[0]
-        return Row(
-            "B11",
-            f"{what}: memory beyond that before",
-            self.tried,
-            self.failed,
-            grown / MIB,
-            self.most[limit] / MIB,
-            "MiB",
-        )
+        figure = (max(self.resident) - self.resident[0]) / MIB
+        return self.row("B11", f"{what}: memory beyond that before", figure, self.most[limit] / MIB, "MiB")
 
 
 def observe(kinds: list[str], seconds: float, *faults: str, port: int = 0, **settings: Any) -> Seen:
@@ -208,7 +187,7 @@ def _watched(server: Server, seconds: float) -> tuple[list[Reply], list[int]]:
     resident, until = [], time.monotonic() + seconds
     with Callers(server.port, 1, timeout_seconds=5) as callers:
         while time.monotonic() < until:
-            resident.append(usage(server).resident_bytes)
+            resident.append(1024 * server.status("VmRSS"))
             time.sleep(0.1)
     return callers.replies, resident
 
@@ -216,26 +195,23 @@ def _watched(server: Server, seconds: float) -> tuple[list[Reply], list[int]]:
 def dear(seconds: float, *faults: str, percent: int = 50) -> Row:
     """B10: one connection sends bodies that are expensive to read, back to back."""
     seen = observe(["dear bodies"], seconds, *faults)
-    peace, attack = (
-        np.percentile([reply.done_at - reply.asked_at for reply in replies], percent)
-        for replies in (seen.peace, seen.attack)
-    )
+    peace, attack = percentile(seen.peace, percent), percentile(seen.attack, percent)
     what = f"one connection with bodies dear to read: p{percent} of others"
-    return Row("B10", what, seen.tried, seen.failed, float(attack / peace), P50_LIMIT, "× without it")
+    return seen.row("B10", what, attack / peace, P50_LIMIT, "× without it")
 
 
 def memory(seconds: float, *faults: str, **settings: Any) -> Row:
     """B11: memory with hundreds of hostile clients of every kind at once."""
     clients = sum(number for _, number in KINDS.values())
     seen = observe(list(KINDS), seconds, *faults, **settings)
-    return seen.row(f"{clients} hostile clients of every kind at once", "total")
+    return seen.grown(f"{clients} hostile clients of every kind at once", "total")
 
 
 def calls(seconds: float, **settings: Any) -> Row:
     """B11: memory with hundreds of half-sent gRPC calls."""
     port = free_port()
     seen = observe([HALF_CALLS], seconds, port=port, grpc__port=port, **settings)
-    return seen.row(f"{CONNECTIONS * CALLS} half-sent calls over gRPC", "grpc")
+    return seen.grown(f"{CONNECTIONS * CALLS} half-sent calls over gRPC", "grpc")
 
 
 def terminations(kinds: list[str]) -> Row:
@@ -248,6 +224,5 @@ def terminations(kinds: list[str]) -> Row:
             server.process.send_signal(signal.SIGTERM)
             failed += server.process.wait(3 * END_SECONDS) != 0
             slowest = max(slowest, time.monotonic() - began)
-    return Row(
-        "B11", f"SIGTERM under each: {', '.join(kinds)}", len(kinds), failed, slowest, END_SECONDS, "s until exit 0"
-    )
+    what = f"SIGTERM under each: {', '.join(kinds)}"
+    return Row("B11", what, len(kinds), failed, slowest, END_SECONDS, "s until exit 0")

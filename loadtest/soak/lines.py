@@ -21,13 +21,8 @@ LONGEST_NAME = 128
 IN_FLIGHT = 32
 PATH = ('"', "\\", "{}", "%0d%0a", "%1b", "\\u000a", "null", "x" * 4000)
 HEADER = (*PATH, "\t", "\u0085", "\u2028", "é", "\U0001f600", "\x9b31m")
-REFUSED = (
-    "\x1b[31m",
-    "\x0b",
-    "\x7f",
-    "\r",
-    "x" * 40_000,
-)  # in a header, a request with these never reaches the application
+# in a header, a request with these never reaches the application
+REFUSED = ("\x1b[31m", "\x0b", "\x7f", "\r", "x" * 40_000)
 BODY = (*HEADER, *REFUSED, "\r\n", "\n", "\x00", "x" * 65_536, "\ud800")
 
 
@@ -44,10 +39,9 @@ def lines(seconds: float, style: str = "json") -> Row:
     faults = [fault for line in written if (fault := complaint(line))]
     requests = sum('"event":"request"' in (bare := line.replace(" ", "")) and "/readyz" not in bare for line in written)
     failed = len(faults) + abs(requests - named)
-    what = f"hostile ids and headers: one line of JSON each, {strangers} refused before HTTP; {'; '.join(sorted(set(faults)))}"
-    return Row(
-        "B8", what.removesuffix("; "), named, failed, max(map(len, written)), LONGEST_LINE, "characters in a line"
-    )
+    told = [f"hostile ids and headers: one line of JSON each, {strangers} refused before HTTP", *sorted(set(faults))]
+    longest = max(map(len, written))
+    return Row("B8", "; ".join(told), named, failed, longest, LONGEST_LINE, "characters in a line")
 
 
 def complaint(line: str) -> str:

@@ -16,7 +16,7 @@ import httpx
 
 from loadtest.generate.http_client import Reply
 from loadtest.generate.payload import rank_request
-from loadtest.machine import ROOT
+from loadtest.machine import DEMO
 from loadtest.servers.launch import HOST, Server, free_port
 from loadtest.soak.clients import Callers, ask_all
 from loadtest.soak.servers import real
@@ -50,7 +50,7 @@ def two_checkpoints() -> Iterator[Path]:
     """A directory with `v0`, the checkpoint of the repository, and `v1`, the same shape with other weights and action names."""
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        shutil.copytree(ROOT / "weights" / "demo", root / NAMES[0])
+        shutil.copytree(DEMO, root / NAMES[0])
         write_small_checkpoint(root / NAMES[1], seed=1)
         rename_actions(root / NAMES[1])
         yield root
@@ -70,6 +70,12 @@ def admin_settings(root: Path) -> dict[str, object]:
     """Settings of a server whose checkpoint `swap` can change."""
     digest = hashlib.sha256(TOKEN.encode()).hexdigest()
     return {"checkpoint": root / NAMES[0], "admin__port": free_port(), "admin__token_sha256": digest}
+
+
+def admin_client(port: object) -> httpx.AsyncClient:
+    """A client of a server's admin port."""
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    return httpx.AsyncClient(base_url=f"http://{HOST}:{port}", headers=headers, timeout=60)
 
 
 def swap(port: object, name: str, seconds: float = 60.0) -> int:

@@ -1,15 +1,16 @@
-"""L1, L2, L3, L5: load beyond engine or event loop, and deadlines shorter than the queue, with a fake engine."""
+"""L1, L2, L3, L5, L6: load beyond engine or event loop, also beside a shadow checkpoint, and short deadlines, with a fake engine."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from loadtest.generate import wrk
 from loadtest.generate.generator import closed_samples, open_loop, schedule
@@ -19,6 +20,7 @@ from loadtest.generate.samples import Samples
 from loadtest.matrix import Row
 from loadtest.servers.launch import HOST, Server
 from loadtest.soak.clients import ask_all
+from loadtest.soak.oracle import fingerprint
 from loadtest.soak.servers import fake
 
 FORWARD_SECONDS = 0.1  # long enough that generator and event loop do not limit the figures
@@ -39,6 +41,10 @@ RECOVERY_SECONDS = 5.0
 RETRIES = 3
 WAVE = 100
 FEW, MANY = 32, 256  # impatient callers
+SHADOWED = 5  # times the capacity
+SHADOW = {"shadow__checkpoint": "second", "shadow__share": 1.0}
+COMPUTES = "--shadow-ms=50"  # per shadowed request, on the device of the first checkpoint
+ASKED = 20  # requests whose bits are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +63,8 @@ class Load:
         good, refused = samples.status == 200, (samples.status == 429) & samples.retry_after
         took, last = samples.service_seconds, float(samples.done[good].max(initial=0.0))
         rate = float(good.sum()) / max(seconds, last)
-        return cls(rate, _p99(took[good]), _p99(took[refused]), len(samples), int((~good & ~refused).sum()))
-
-
-def _p99(seconds: NDArray[np.float64]) -> float:
-    return float(np.percentile(seconds, 99)) if len(seconds) else 0.0
+        admitted, rejected = (float(np.percentile(took[each], 99)) if each.any() else 0.0 for each in (good, refused))
+        return cls(rate, admitted, rejected, len(samples), int((~good & ~refused).sum()))
 
 
 def offer(server: Server, multiple: float, seconds: float, seed: int = 1) -> Load:
@@ -80,7 +83,7 @@ def unloaded(server: Server, requests: int) -> float:
     """99th percentile of the latency of requests sent one by one, in seconds."""
     payloads = [rank_request(user, CANDIDATES) for user in range(1, requests + 1)]
     replies = ask_all(server.port, payloads, timeout_seconds=60)
-    return _p99(np.array([reply.done_at - reply.sent_at for reply in replies]))
+    return float(np.percentile([reply.done_at - reply.sent_at for reply in replies], 99))
 
 
 def total(loads: Sequence[Load]) -> tuple[int, int]:
@@ -88,9 +91,9 @@ def total(loads: Sequence[Load]) -> tuple[int, int]:
     return sum(load.tried for load in loads), sum(load.broken for load in loads)
 
 
-def overload(seconds: float, settings: dict[str, object] | None = None) -> list[Row]:
+def overload(seconds: float, settings: Mapping[str, object] = SETTINGS) -> list[Row]:
     """L1: 1×, 5× and 10× of the capacity."""
-    with fake(*ENGINE, **(settings or SETTINGS)) as server:
+    with fake(*ENGINE, **settings) as server:
         alone = unloaded(server, max(20, int(seconds / 4 / FORWARD_SECONDS)))
         loads = [offer(server, multiple, seconds / 4) for multiple in (1, 5, 10)]
     tried, broken = total(loads)
@@ -165,14 +168,14 @@ def impatience(seconds: float, *faults: str, rounds: int = 3, **settings: Any) -
     ]
 
 
-def deadlines(requests: int, settings: dict[str, object] | None = None) -> Row:
+def deadlines(requests: int) -> Row:
     """L3: deadlines shorter than the queue. A request that gets 504 must not have been computed.
 
     Requests come in waves: more at once would overload the event loop, which then answers 429 to unread requests.
     """
-    loose = {"batching__max_candidates": CANDIDATES, "batching__chunk_candidates": CANDIDATES}
+    one_at_a_time = {"batching__max_candidates": CANDIDATES, "batching__chunk_candidates": CANDIDATES}
     statuses: list[int] = []
-    with fake("--forward-ms=2", **{**loose, "queue__max_wait_seconds": 0, **(settings or {})}) as server:
+    with fake("--forward-ms=2", queue__max_wait_seconds=0, **one_at_a_time) as server:
         for first in range(1, requests + 1, WAVE):
             users = range(first, min(first + WAVE, requests + 1))
             hurried = [rank_request(user, CANDIDATES, {"X-Request-Timeout-Ms": "40"}) for user in users]
@@ -183,3 +186,38 @@ def deadlines(requests: int, settings: dict[str, object] | None = None) -> Row:
     what = f"deadline shorter than the queue: 504 ({late}), never computed"
     in_vain = max(0, wasted) / max(1, late)
     return Row("L3", what, requests, len(statuses) - answered - late, in_vain, 0.1, "computed in vain per 504")
+
+
+def shadow(seconds: float, *faults: str, rounds: int = 4) -> list[Row]:
+    """L6: load at five times the capacity, in turns with and without a shadow that scores every answered request. Medians of the rounds."""
+    loads: list[list[Load]] = [[], []]
+    with ExitStack() as stack:
+        servers = [stack.enter_context(fake(*ENGINE, COMPUTES, *faults, **SETTINGS, **more)) for more in ({}, SHADOW)]
+        replies = [_asked(server) for server in servers]
+        scored = servers[1].metric("ranker_shadow_candidates_total") // CANDIDATES
+        for turn in range(2 * rounds):
+            side = (turn + turn // 2) % 2  # A B B A
+            servers[1 - side].pause()
+            loads[side].append(offer(servers[side], SHADOWED, seconds / 2 / rounds, seed=turn // 2))
+            servers[1 - side].resume()
+    p99, goodput = (
+        [float(np.median([getattr(load, name) for load in side])) for side in loads]
+        for name in ("admitted_p99", "goodput_rps")
+    )
+    tried, broken = total(loads[0] + loads[1])
+    changed = sum(one != other for one, other in zip(*replies, strict=True))
+    return [
+        Row("L6", "replies beside a shadow that has scored them", int(scored), changed, changed, 0, "changed"),
+        Row("L6", "5× beside a shadow: p99 of the admitted", tried, broken, p99[1] / p99[0], 1.15, "× without"),
+        Row("L6", "5× beside a shadow: goodput", tried, 0, goodput[1] / goodput[0], 0.95, "× without", at_least=True),
+    ]
+
+
+def _asked(server: Server) -> list[bytes]:
+    """Fingerprints of a server's replies to the same requests, sent one by one."""
+    found = []
+    for user in range(1, ASKED + 1):
+        [reply] = ask_all(server.port, [rank_request(user, CANDIDATES)], keep_bodies=True)
+        found.append(fingerprint(reply) if reply.status == 200 else b"")
+        time.sleep(0.08)  # a moment for the shadow
+    return found

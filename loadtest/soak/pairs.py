@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import signal
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 
 from loadtest.matrix import Row
-from loadtest.servers.launch import HOST, Server, free_port
+from loadtest.servers.launch import Server, free_port
 from loadtest.soak.cluster import Processes
-from loadtest.soak.corpora import POSTS, Oracle
-from loadtest.soak.oracle import TOKEN
+from loadtest.soak.corpora import POSTS, corpora
+from loadtest.soak.oracle import admin_client
 from loadtest.soak.posts import NEW_POSTS, settings_of
 
 SEEN_SECONDS = 1.0  # limit until the other process serves a change
@@ -62,10 +59,9 @@ class Pair:
 
     async def ask(self, number: int, path: str, body: Any = None) -> httpx.Response | None:
         """Send a request to a server's admin port; None if the server is killed meanwhile."""
-        base = f"http://{HOST}:{self.admin_ports[number]}"
-        async with httpx.AsyncClient(base_url=base, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as admin:
+        async with admin_client(self.admin_ports[number]) as admin:
             with suppress(httpx.TransportError):
-                return await admin.post(path, json=body) if body is not None else await admin.post(path)
+                return await admin.post(path, json=body)
         return None
 
     async def _change(self, number: int) -> None:
@@ -126,13 +122,10 @@ def pairs(
     """R4 in `rounds` rounds, or fewer if time runs out. `compact_share`: share of rounds in which both servers compact."""
     until = time.monotonic() + seconds
     admin_ports = [free_port(), free_port()]
-    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack, asyncio.Runner() as runner:
-        oracle = Oracle("a", Path(directory), 0)
-        settings = settings_of(oracle.root, oracle)
+    with corpora("a") as oracles, asyncio.Runner() as runner, ExitStack() as stack:
+        settings = settings_of(oracles["a"].root, oracles["a"])
         processes = Processes(2, lambda number: settings | {"admin__port": admin_ports[number]})
-        stack.callback(processes.close)
-        processes.start(0)
-        processes.start(1)
+        stack.enter_context(processes.begun(2))
         pair = Pair(processes, admin_ports, random.Random(0), compact_share)
         done, lags = 0, list[float]()
         while done < rounds and time.monotonic() < until:
@@ -142,8 +135,8 @@ def pairs(
                 lags.append(runner.run(pair.seconds_until_seen()))
         for number in range(2):
             processes.end(number, signal.SIGKILL)
-        for log in oracle.corpus.glob("changes-*.log") if "lose" in faults else ():
-            os.truncate(log, log.stat().st_size // 2)
+        if "lose" in faults:
+            oracles["a"].lose_half()
         processes.start(0)
         lost = runner.run(pair.lost())
     known = len(pair.deleted) + len(pair.added)

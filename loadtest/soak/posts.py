@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import signal
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +15,12 @@ import numpy as np
 import orjson
 
 from loadtest.generate.http_client import Client, Reply
+from loadtest.machine import DEMO
 from loadtest.matrix import Row
 from loadtest.servers.launch import HOST, Server
 from loadtest.soak.clients import ask_all
-from loadtest.soak.corpora import USERS, Edit, Oracle, search_request
-from loadtest.soak.oracle import TOKEN, admin_settings
+from loadtest.soak.corpora import USERS, Edit, Oracle, corpora, search_request
+from loadtest.soak.oracle import admin_client, admin_settings
 from loadtest.soak.servers import real
 
 SEARCHERS = 8
@@ -118,8 +117,7 @@ class Searched:
 
     async def change(self, operations: int, draw: random.Random) -> None:
         """Upsert and delete `operations` posts, a few at a time, with compactions in parallel and swaps now and then."""
-        headers = {"Authorization": f"Bearer {TOKEN}"}
-        async with httpx.AsyncClient(base_url=f"http://{HOST}:{self.admin_port}", headers=headers, timeout=60) as admin:
+        async with admin_client(self.admin_port) as admin:
             compactions: list[asyncio.Task[None]] = []
             try:
                 sent = 0
@@ -136,14 +134,10 @@ class Searched:
     async def _edit(self, admin: httpx.AsyncClient, draw: random.Random) -> None:
         oracle = self.oracles[self.serving]
         live = list(oracle.live)
-        upsert = [
-            (
-                draw.choice(live) if draw.random() < 0.3 else draw.randrange(NEW_POSTS, 2 * NEW_POSTS),
-                draw.randrange(1, 600),
-            )
-            for _ in range(draw.randrange(self.pace.posts))
-        ]
-        taken = dict(upsert)
+        taken = {}
+        for _ in range(draw.randrange(self.pace.posts)):
+            post = draw.choice(live) if draw.random() < 0.3 else draw.randrange(NEW_POSTS, 2 * NEW_POSTS)
+            taken[post] = draw.randrange(1, 600)
         delete = [post for post in draw.sample(live, draw.randrange(1, 1 + self.pace.posts)) if post not in taken]
         edit = Edit(delete, list(taken.items()))
         for post in taken:
@@ -189,10 +183,9 @@ def settings_of(root: Path, oracle: Oracle) -> dict[str, Any]:
     """Settings of a server that serves this corpus, and whose admin port may load others below `root`."""
     return {
         **admin_settings(root),
-        "checkpoint": "weights/demo",
+        "checkpoint": DEMO,
         "admin__root": root,
-        "retrieval__checkpoint": oracle.towers,
-        "retrieval__corpus": oracle.corpus,
+        **oracle.settings,
         "threads": 1,
         "queue__max_wait_seconds": 5,
     }
@@ -200,10 +193,8 @@ def settings_of(root: Path, oracle: Oracle) -> dict[str, Any]:
 
 def changes(operations: int, pace: Pace = Pace(), faults: Sequence[Fault] = (), **further: Any) -> list[Row]:
     """R1, R2 and R3 while `operations` posts are upserted or deleted. `further`: more settings of the server."""
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        oracles = {name: Oracle(name, root, number) for number, name in enumerate("ab")}
-        settings = settings_of(root, oracles["a"]) | further
+    with corpora("a", "b") as oracles:
+        settings = settings_of(oracles["a"].root, oracles["a"]) | further
         with real(**settings) as server, asyncio.Runner() as runner:
             searched = Searched(oracles, settings["admin__port"], pace, faults)
             runner.run(_both(searched, server, operations, random.Random(0)))
@@ -231,17 +222,17 @@ async def _both(searched: Searched, server: Server, operations: int, draw: rando
 def kills(count: int, faults: Sequence[Fault] = ()) -> Row:
     """R1 with `kill -9` during changes and compactions: a restart has every acknowledged change, and no change in part."""
     draw, different, lost, answered = random.Random(1), 0, 0, 0
-    with tempfile.TemporaryDirectory() as directory:
-        oracle = Oracle("a", Path(directory), 0)
+    with corpora("a") as oracles:
+        oracle = oracles["a"]
         for _ in range(count):
             settings = settings_of(oracle.root, oracle)
-            searched = Searched({"a": oracle}, settings["admin__port"], Pace(5, 8), faults)
+            searched = Searched(oracles, settings["admin__port"], Pace(5, 8), faults)
             searched.acknowledged["a"] = len(oracle.edits)
             with real(**settings) as server, asyncio.Runner() as runner:
                 runner.run(_killed(searched, server, draw))
-            for log in oracle.corpus.glob("changes-*.log") if "lose" in faults else ():
-                os.truncate(log, log.stat().st_size // 2)
-            after = Searched({"a": oracle}, None)
+            if "lose" in faults:
+                oracle.lose_half()
+            after = Searched(oracles, None)
             with real(**settings) as server:
                 each_user(after, server)
             kept = after.answers[0].edits

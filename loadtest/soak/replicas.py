@@ -24,15 +24,15 @@ import typer
 from phoenix_ranker_client.calls import routing_key
 
 from loadtest.generate.payload import post
-from loadtest.machine import ROOT
+from loadtest.machine import DEMO_POSTS, DEMO_TOWERS, ROOT
 from loadtest.matrix import Row, table
 from loadtest.servers.balancer import balancer
+from loadtest.servers.launch import wait_until
 from loadtest.servers.stream import RedisServer
-from loadtest.soak.clients import ask_all, p99
+from loadtest.soak.clients import ask_all, percentile
 from loadtest.soak.cluster import Processes
 from loadtest.soak.servers import real
 
-TOWERS, POSTS = ROOT / "weights/demo-towers", ROOT / "weights/demo-posts"
 STREAM = "posts"
 REPLICAS = 3
 PER_SECOND = 2000.0
@@ -97,14 +97,8 @@ class Fleet(Processes):
         base = built(root / "base", posts())
         for number in range(REPLICAS):
             shutil.copytree(base, root / f"corpus-{number}")
-        super().__init__(
-            REPLICAS,
-            lambda number: {
-                "retrieval__checkpoint": TOWERS,
-                "retrieval__corpus": root / f"corpus-{number}",
-                "retrieval__feed": redis.url(STREAM),
-            },
-        )
+        followed = {"retrieval__checkpoint": DEMO_TOWERS, "retrieval__feed": redis.url(STREAM)}
+        super().__init__(REPLICAS, lambda number: followed | {"retrieval__corpus": root / f"corpus-{number}"})
 
     def states(self) -> list[dict[str, Any]]:
         """The corpus part of each replica's `/info`."""
@@ -112,13 +106,13 @@ class Fleet(Processes):
 
     def wait_for(self, position: str, seconds: float) -> bool:
         """Wait until all replicas have applied the stream up to `position`; return whether they did in time."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+
+        def are_there() -> bool:
             with suppress(httpx.HTTPError, KeyError, TypeError):
-                if all(state["position"] == position for state in self.states()):
-                    return True
-            time.sleep(0.1)
-        return False
+                return all(state["position"] == position for state in self.states())
+            return False
+
+        return wait_until(are_there, seconds, 0.1)
 
 
 @contextmanager
@@ -126,14 +120,8 @@ def fleet() -> Iterator[tuple[Fleet, Path]]:
     """Yield a running fleet and its directory."""
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        with RedisServer(root / "redis") as redis:
-            made = Fleet(root, redis)
-            try:
-                for number in range(REPLICAS):
-                    made.start(number)
-                yield made, root
-            finally:
-                made.close()
+        with RedisServer(root / "redis") as redis, Fleet(root, redis).begun(REPLICAS) as made:
+            yield made, root
 
 
 def lags(made: Fleet, seconds: float) -> list[float]:
@@ -165,15 +153,14 @@ def under_load(seconds: float, per_second: float = PER_SECOND) -> list[Row]:
                     if kind:
                         seen += lags(made, min(5.0, seconds / 4))
                         written = max(written, writer.written / (time.monotonic() - started))
-                readings[kind].append(p99(replies))
+                readings[kind].append(percentile(replies))
                 refused += sum(reply.status != 200 for reply in replies)
                 tried += len(replies)
         ratio = float(np.median([with_ / without for without, with_ in zip(*readings, strict=True)]))
     lag = float(np.percentile(seen, 99))
+    fed = f"{per_second:g} changes/s into three replicas: written"
     return [
-        Row(
-            "R6", f"{per_second:g} changes/s into three replicas: written", 1, 0, written, 0.97 * per_second, "/s", True
-        ),
+        Row("R6", fed, 1, 0, written, 0.97 * per_second, "/s", True),
         Row("R6", "until every replica serves a change: p99", len(seen), 0, lag, 1.0, "s"),
         Row("R6", "a search through HAProxy beside them: p99", tried, refused, ratio, 1.5, "× without"),
     ]
@@ -212,16 +199,9 @@ def kills(count: int, seconds: float, per_second: float = PER_SECOND, *, spoil: 
         lost = sum(abs(state["sequence"] - entries) for state in states) if whole else entries
         digests = {state["changes_digest"] for state in states}
         differing = _differing(made, built(root / "at-once", left(client)))
+    killed = f"{done} kills of replicas and one of Redis: {entries} changes, lost or made twice"
     return [
-        Row(
-            "R7",
-            f"{done} kills of replicas and one of Redis: {entries} changes, lost or made twice",
-            done,
-            0,
-            lost,
-            0,
-            "",
-        ),
+        Row("R7", killed, done, 0, lost, 0, ""),
         Row("R7", "different digests of three replicas", len(states), len(digests) - 1, len(digests), 1, ""),
         Row("R7", f"users whose best {TOP} differ, beside a corpus built at once", USERS, differing, differing, 0, ""),
     ]
@@ -231,7 +211,7 @@ def posts() -> dict[int, int]:
     """The author of each post of the demo."""
     from safetensors.numpy import load_file
 
-    rows = load_file(POSTS / "posts.safetensors")
+    rows = load_file(DEMO_POSTS / "posts.safetensors")
     return dict(zip(rows["post_ids"].tolist(), rows["author_ids"].tolist(), strict=True))
 
 
@@ -251,19 +231,10 @@ def built(directory: Path, authors: dict[int, int]) -> Path:
     """Build a corpus with `weights corpus build`, since vectors made elsewhere may differ in their last bits."""
     source = directory.with_suffix(".npz")
     np.savez(source, post_ids=np.array(list(authors), np.int64), author_ids=np.array(list(authors.values()), np.int64))
-    command = [
-        sys.executable,
-        "-m",
-        "weights",
-        "corpus",
-        "build",
-        str(source),
-        "--encoder",
-        str(TOWERS),
-        "--out",
-        str(directory),
-    ]
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    build = [sys.executable, "-m", "weights", "corpus", "build"]
+    subprocess.run(
+        [*build, source, "--encoder", DEMO_TOWERS, "--out", directory], check=True, cwd=ROOT, capture_output=True
+    )
     return directory
 
 
@@ -275,7 +246,7 @@ def _differing(made: Fleet, corpus: Path) -> int:
         replies = ask_all(port, payloads, keep_bodies=True, timeout_seconds=60)
         return [_posts(reply.body) if reply.status == 200 else b"" for reply in replies]
 
-    with real(threads=1, retrieval__checkpoint=TOWERS, retrieval__corpus=corpus) as server:
+    with real(threads=1, retrieval__checkpoint=DEMO_TOWERS, retrieval__corpus=corpus) as server:
         right = best(server.port)
     found = [best(port) for port in made.ports]
     return sum(not one or any(other != one for other in others) for one, *others in zip(right, *found, strict=True))

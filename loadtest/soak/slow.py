@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from loadtest.matrix import Row
 from loadtest.servers.launch import HOST, Server
-from loadtest.soak.clients import Callers, p99
+from loadtest.soak.clients import Callers, percentile
 from loadtest.soak.servers import fake
 
 CLOSE_SECONDS = 10.0
@@ -44,7 +44,7 @@ def _p99(server: Server) -> float:
     """99th percentile of the latency of requests sent one after the other, in seconds."""
     with Callers(server.port, 1) as callers:
         time.sleep(WATCH_SECONDS)
-    return p99(callers.replies)
+    return percentile(callers.replies)
 
 
 async def _hold_all(port: int, sockets: int) -> list[float]:

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from loadtest.bench import wires
+from loadtest.bench import production
 from loadtest.bench.production import payload_of
 from loadtest.servers.launch import ranking_server
 
 
 def test_every_form_is_taken_and_has_the_bits_of_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wires, "READINGS", 2)
-    rows = list(wires.reading_rows(2))
+    monkeypatch.setattr(production, "READINGS", 2)
+    rows = list(production.reading_rows(2))
     with ranking_server(threads=1) as server:
-        rows += [*wires.page_rows(server, 1), wires.prewarmed_row(server, "the demo's window", 1)]
+        rows += [*production.page_rows(server, 1), production.prewarmed_row(server, "the demo's window", 1)]
         assert len(rows) == 8
         [size] = [row for row in rows if row.unit == "bytes"]
         assert size.ok, size  # the others compare speeds
@@ -25,6 +25,6 @@ def test_every_form_is_taken_and_has_the_bits_of_the_other(monkeypatch: pytest.M
                 content = {"user_id": 1, "history": [], "candidates": content["candidates"]}
             return payload_of(content, wire, path)
 
-        monkeypatch.setattr(wires, "payload_of", another)
+        monkeypatch.setattr(production, "payload_of", another)
         with pytest.raises(RuntimeError, match="other bits"):
-            list(wires.page_rows(server, 1))
+            list(production.page_rows(server, 1))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from loadtest.matrix import Row
-from loadtest.soak import endings, hostile, lines, protocol, swaps
+from loadtest.soak import endings, hostile, lines, protocol, reloads
 from tests.reliability.live import all_ok
 
 pytestmark = pytest.mark.timeout(180)
@@ -25,10 +25,10 @@ def stuck_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 HOLDS: dict[str, Callable[[], Row | Sequence[Row]]] = {
-    "F1, C2 swaps under load drop nothing and cross nothing, with and without fronts": lambda: swaps.swaps(
+    "F1, C2 swaps under load drop nothing and cross nothing, with and without fronts": lambda: reloads.swaps(
         2.0, payload_count=20, fronts=(0, 2)
     ),
-    "C2 scores are not crossed": lambda: swaps.crossing(1.5),
+    "C2 scores are not crossed": lambda: reloads.crossing(1.5),
     "F3 sigterm loses nothing and exits 0": lambda: endings.terminations(2),
     "F5 a stuck engine is seen, answered and ended": lambda: endings.stuck(1, **SOON),
     "F5 a stuck search is seen, answered and ended": lambda: endings.stuck_search(1, **SOON),
@@ -48,7 +48,7 @@ def test_a_row_holds(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 RED: dict[str, Callable[[], Row]] = {
-    "C2 where scores are crossed": lambda: swaps.crossing(1.5, "--cross"),
+    "C2 where scores are crossed": lambda: reloads.crossing(1.5, "--cross"),
     "F4 where the process stops answering": lambda: endings.kills(1, signal.SIGSTOP),
     "F5 where nobody watches the stuck search": lambda: endings.stuck_search(
         1, **SOON, queue__stall_exit_seconds=3600, drain__timeout_seconds=1

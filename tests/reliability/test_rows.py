@@ -9,7 +9,7 @@ import pytest
 
 from loadtest.generate import wrk
 from loadtest.matrix import Row
-from loadtest.soak import hostile, leak, overload, shadow
+from loadtest.soak import hostile, overload, reloads
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -61,7 +61,7 @@ def test_l5_is_red_where_no_refusal_waits() -> None:
 
 
 def test_l6_a_shadow_takes_nothing_from_answers_under_overload() -> None:
-    bits, p99, goodput = shadow.shadow(5.0, rounds=1)
+    bits, p99, goodput = overload.shadow(5.0, rounds=1)
     assert bits.ok, bits
     assert not p99.failed
     assert p99.figure < 1.5  # the hundredths are the long form's
@@ -69,14 +69,14 @@ def test_l6_a_shadow_takes_nothing_from_answers_under_overload() -> None:
 
 
 def test_l6_is_red_where_the_shadow_does_not_ask_who_waits() -> None:
-    _, p99, goodput = shadow.shadow(3.0, "--eager-shadow", rounds=1)
+    _, p99, goodput = overload.shadow(3.0, "--eager-shadow", rounds=1)
     assert not (p99.ok and goodput.ok)
 
 
 def test_l4_a_planted_leak_is_seen_and_without_it_memory_is_flat() -> None:
-    leaking = leak.leak(3.0, "--leak-bytes=8192")
+    leaking = reloads.leak(3.0, "--leak-bytes=8192")
     assert not leaking.ok
-    sound = leak.leak(3.0)
+    sound = reloads.leak(3.0)
     assert not sound.failed
     assert sound.figure < leaking.figure / 2
 

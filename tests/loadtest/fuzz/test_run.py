@@ -19,12 +19,15 @@ import grpc
 import numpy as np
 import pytest
 from pydantic import SecretStr
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.engine.loading import RetrievalLoader
 from app.errors import NotReady
 from app.http.admin import create_admin_app
 from app.http.application import create_app
+from app.http.asgi import Routes
+from app.http.call import Answer as HttpAnswer
+from app.http.call import Call as HttpCall
+from app.http.call import Endpoint, Fields, Reply
 from app.http.grpc_server import ROUTES
 from app.interface import CheckpointNotFound, ReloadInProgress, Reloads
 from app.ports import create_grpc_server
@@ -53,7 +56,8 @@ SETTINGS = Settings(
     queue=Queue(max_wait_seconds=0),
     admin=Admin(port=0, token_sha256=SecretStr(DIGEST)),
 )
-Plant = Callable[[ASGIApp], ASGIApp]
+Change = Callable[[int, Fields, bytes], HttpAnswer]
+Plant = Callable[[Routes], Routes]
 Around = Callable[[Target], Target]
 
 
@@ -80,8 +84,7 @@ def run(retrieval: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> Run:
         await server.start()
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.port}")  # type: ignore[attr-defined]
         async with channel, linked(service, cast(Reloader, Refusing()), SETTINGS) as link:
-            sound = InProcess(app, admin, channel, app.endpoints, link)
-            target = sound if plant is nothing else InProcess(plant(app), admin, channel, {}, link)
+            sound, target = (InProcess(channel, routes, admin, link) for routes in (app, plant(app)))
             calls = sources(app.pages.openapi(), 1, service.model.manifest, TOKEN)
             tally = await fuzz(
                 around(target),
@@ -111,38 +114,49 @@ class Refusing:
         raise ReloadInProgress
 
 
-def nothing(app: ASGIApp) -> ASGIApp:
+def nothing(routes: Routes) -> Routes:
     """Is planted."""
-    return app
+    return routes
 
 
-def changing(change: Callable[[Message], Message]) -> Plant:
+class Planted(Endpoint):
+    """An endpoint whose replies `change` makes others."""
+
+    def __init__(self, endpoint: Endpoint, change: Change) -> None:
+        self.endpoint, self.change = endpoint, change
+
+    def begin(self, headers: Fields, reply: Reply) -> HttpCall:
+        return self.endpoint.begin(
+            headers, lambda status, fields, body, may_wait: reply(*self.change(status, fields, body), may_wait)
+        )
+
+
+class PlantedRoutes(dict[tuple[bytes, bytes], Endpoint]):
+    """All endpoints of an application, each planted with a change of its replies."""
+
+    def __init__(self, routes: Routes, change: Change) -> None:
+        self.routes, self.change = routes, change
+
+    def __getitem__(self, asked: tuple[bytes, bytes]) -> Endpoint:
+        return Planted(self.routes[asked], self.change)
+
+
+def changing(change: Change) -> Plant:
     """Replies are not what the application said."""
-
-    def plant(app: ASGIApp) -> ASGIApp:
-        async def planted(scope: Scope, receive: Receive, send: Send) -> None:
-            async def corrupted(message: Message) -> None:
-                await send(change(message))
-
-            await app(scope, receive, corrupted)
-
-        return planted
-
-    return plant
+    return partial(PlantedRoutes, change=change)
 
 
-def failing(app: ASGIApp) -> ASGIApp:
+class Failing(dict[tuple[bytes, bytes], Endpoint]):
     """Raises for each tenth request."""
-    count = 0
 
-    async def planted(scope: Scope, receive: Receive, send: Send) -> None:
-        nonlocal count
-        count += 1
-        if count % 10 == 0:
+    def __init__(self, routes: Routes) -> None:
+        self.routes, self.count = routes, 0
+
+    def __getitem__(self, asked: tuple[bytes, bytes]) -> Endpoint:
+        self.count += 1
+        if self.count % 10 == 0:
             raise KeyError("planted")
-        await app(scope, receive, send)
-
-    return planted
+        return self.routes[asked]
 
 
 def test_nothing_is_found(run: Run) -> None:
@@ -156,14 +170,12 @@ def test_nothing_is_found(run: Run) -> None:
 
 def rewriting(old: bytes, new: bytes) -> Plant:
     """These bytes of every body are others."""
-    return changing(
-        lambda message: message | {"body": message["body"].replace(old, new)} if "body" in message else message
-    )
+    return changing(lambda status, fields, body: (status, fields, body.replace(old, new)))
 
 
 PLANTS: dict[str, Plant] = {
-    "raised KeyError": failing,
-    "status 500": changing(lambda message: message | {"status": 500} if message.get("status") == 422 else message),
+    "raised KeyError": Failing,
+    "status 500": changing(lambda status, fields, body: (500 if status == 422 else status, fields, body)),
     "an error that shows the input": rewriting(b'"detail":"', b'"detail":"' + MARK.encode()),
     "scores that are null": rewriting(b'"score":', b'"score":null,"s":'),
     "scores that are no JSON": rewriting(b'"score":', b'"score":NaN,"s":'),
@@ -179,11 +191,9 @@ def test_what_is_planted_is_found(run: Run, plant: Plant, found: str) -> None:
     assert tally.failures
 
 
-def longer_data(message: Message) -> Message:
+def longer_data(status: int, fields: Fields, body: bytes) -> HttpAnswer:
     """Binary replies have some bytes more."""
-    return (
-        message | {"body": message["body"] + bytes(4)} if b'"binary_data_size"' in message.get("body", b"") else message
-    )
+    return status, fields, body + bytes(4 * (b'"binary_data_size"' in body))
 
 
 WIRE_PLANTS: dict[str, Plant] = {
@@ -191,7 +201,7 @@ WIRE_PLANTS: dict[str, Plant] = {
     "tensors of other numbers than their shapes say": rewriting(b'"datatype":"FP64"', b'"datatype":"FP32"'),
     "scores that are no tensors": rewriting(b'"outputs":', b'"zutputs":'),
     "an error that shows the input": rewriting(b'"detail":"', b'"detail":"' + MARK.encode()),
-    "raised KeyError": failing,
+    "raised KeyError": Failing,
 }
 
 
@@ -318,7 +328,7 @@ def test_over_sockets_the_same_calls_get_the_same_answers(run: Run, retrieval: R
     asked = [(call, answer) for call, answer in asked if not call.path.startswith("/admin")]
 
     async def over_sockets(port: int) -> list[Answer]:
-        target = Sockets("127.0.0.1", port, port, cast(Any, grpc.aio.insecure_channel(f"127.0.0.1:{port}")))
+        target = Sockets(cast(Any, grpc.aio.insecure_channel(f"127.0.0.1:{port}")), port, port)
         answers = await target.ask([call for call, _ in asked])
         await target.close()
         return answers

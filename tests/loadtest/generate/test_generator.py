@@ -25,7 +25,7 @@ def payloads(count):
 async def load(server, make_loop, **options):
     """A loop's samples, and how busy the generator was."""
     async with server.serving(), Client("127.0.0.1", server.port, **options) as client:
-        return await measured(make_loop(client), client)
+        return await measured(make_loop(client))
 
 
 def open_run(server, due, **options):

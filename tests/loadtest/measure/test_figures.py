@@ -8,7 +8,7 @@ from loadtest.generate.traffic import TrafficSettings
 from loadtest.measure.compare import bootstrap_interval, compare_blocks, figures_of, holm, paired_p, report
 from loadtest.measure.figures import Slo, over_time, summarise
 from loadtest.measure.search import SearchSettings, search
-from loadtest.servers.target import MetricsSnapshot, Target, TargetError, fit_traffic
+from loadtest.servers.target import Target, TargetError, fit_traffic, total
 
 
 def samples_of(latencies, status=200, gap=0.01):
@@ -34,7 +34,6 @@ def test_percentiles_and_goodput_under_the_objective():
 def test_rejections_and_failures_are_not_goodput_and_not_in_the_latency():
     samples = samples_of(np.full(100, 0.01))
     samples.status[:10] = 429
-    samples.retry_after[:9] = True
     samples.status[10:15] = 0
     samples.failure[10:15] = 3
     samples.done[10:15] += 10
@@ -42,7 +41,6 @@ def test_rejections_and_failures_are_not_goodput_and_not_in_the_latency():
     assert summary["good_share"] == pytest.approx(0.85)
     assert summary["statuses"] == {"200": 85, "429": 10}
     assert summary["failures"] == {"timeout": 5}
-    assert summary["rejected_with_retry_after"] == 9
     assert summary["latency_ms"]["max"] == pytest.approx(10)
 
 
@@ -140,17 +138,15 @@ def test_p_values():
     assert 1 <= low < 2 < high <= 3
 
 
-def test_counters_are_differences_of_two_scrapes():
-    def exposition(ranked, retrieved):
-        return (
-            "# TYPE d_seconds histogram\n"
-            f'd_seconds_count{{route="/rank"}} {ranked}\nd_seconds_sum{{route="/rank"}} 1\n'
-            f'd_seconds_count{{route="/retrieve"}} {retrieved}\nd_seconds_sum{{route="/retrieve"}} 1\n'
-        )
-
-    before, after = MetricsSnapshot.parse(exposition(1000, 0)), MetricsSnapshot.parse(exposition(1050, 50))
-    assert after.since(before).total("d_seconds_count", route="/rank") == 50
-    assert after.since(before).total("d_seconds_count") == 100
+def test_a_metric_is_summed_over_the_series_that_carry_the_labels():
+    exposition = (
+        "# TYPE d_seconds histogram\n"
+        'd_seconds_count{route="/rank"} 1050\nd_seconds_sum{route="/rank"} 1\n'
+        'd_seconds_count{route="/retrieve"} 50\nd_seconds_sum{route="/retrieve"} 1\n'
+    )
+    assert total(exposition, "d_seconds_count", route="/rank") == 1050
+    assert total(exposition, "d_seconds_count") == 1100
+    assert total(exposition, "nothing") == 0
 
 
 def test_traffic_is_cut_to_the_server_and_addresses_are_checked():

@@ -102,7 +102,7 @@ def test_rows_are_medians_with_their_spread():
     measured = {name: [block | {"throughput_rps": rate} for rate in given] for name, given in rates.items()}
     rows = run.table(list(run.PEERS[:2]), measured)
     assert (rows[0]["throughput_rps"], rows[0]["throughput_spread_rps"], rows[1]["ratio"]) == (20, 10, 2)
-    assert "| plain FastAPI | dense reference | 20 | 10 |" in run.report(rows, run.Stand(ROOT, "float32", 64, 2))
+    assert "| plain FastAPI | dense reference | 20 | 10 |" in run.report(rows, run.Stand(ROOT, "float32", 64, 2, False))
 
 
 def test_what_ranks_nothing_is_no_fastest_server():
