@@ -19,7 +19,8 @@ from model.retrieval.towers import Towers
 from weights.errors import CheckpointError
 from weights.format.layout import model_for
 from weights.format.manifest import ContinuousOutput, Manifest
-from weights.format.reader import MappedFiles, Progress, opened, read_manifest, read_tensors
+from weights.format.reader import MappedFiles, opened, read_manifest, read_tensors
+from weights.format.tensorfile import Progress
 from weights.format.writer import Labels, TableDtype, write_checkpoint
 from weights.text_ids import IdKind
 

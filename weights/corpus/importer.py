@@ -18,7 +18,7 @@ from weights.checkpoint import Encoder
 from weights.corpus.manifest import VECTORS, CorpusManifest
 from weights.corpus.store import CorpusLabels, StoredCorpus, write_corpus
 from weights.errors import CheckpointError
-from weights.format.reader import Progress
+from weights.format.tensorfile import Progress
 from weights.published.npz import FLOAT32, NpzFile
 from weights.text_ids import IdKind, is_text_id, text_ids
 
@@ -176,23 +176,16 @@ def make_corpus(
     if not encode:
         check_rows(source, encoder)
     width, table = encoder.manifest.config.width, encoder.towers.tables.post.dtype
-    done, total = 0, source.posts
 
     def chunks(tensor: str) -> Iterator[Tensor]:
-        nonlocal done
         if tensor != VECTORS:
-            yield from source.column(tensor)
-            return
-        for rows in encoded(source, encoder) if encode else source.vectors(width):
-            yield rows
-            done += len(rows)
-            if progress:
-                progress(done, total)
+            return source.column(tensor)
+        return encoded(source, encoder) if encode else source.vectors(width)
 
     half = encode and table is torch.bfloat16
     return write_corpus(
         out, labels, encoder, source.posts, source.columns, chunks, source.topic_names,
-        dtype="bfloat16" if half else "float32", text_width=source.text_width, replace=replace,
+        dtype="bfloat16" if half else "float32", text_width=source.text_width, replace=replace, progress=progress,
     )  # fmt: skip
 
 

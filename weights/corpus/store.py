@@ -15,7 +15,8 @@ from weights.checkpoint import Encoder
 from weights.corpus.manifest import TEXTS, VECTORS, CorpusManifest, corpus_tensors
 from weights.errors import CheckpointError
 from weights.format.manifest import MANIFEST_NAME, Manifest
-from weights.format.reader import MappedFiles, Progress, opened, read_manifest, read_tensors
+from weights.format.reader import MappedFiles, opened, read_manifest, read_tensors
+from weights.format.tensorfile import Progress
 from weights.format.writer import TableDtype, check_target, refused_writing, write_file, write_files, written_beside
 
 LENGTH_OFF = {"float32": 1e-3, "bfloat16": 1e-2}
@@ -118,6 +119,7 @@ def write_corpus(
     dtype: TableDtype = "float32",
     text_width: int = 0,
     replace: bool = False,
+    progress: Progress | None = None,
 ) -> CorpusManifest:
     """Write `path` from `chunks(tensor)`, which gives the elements of `vectors` and each column in order, in chunks of any size.
 
@@ -134,7 +136,7 @@ def write_corpus(
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = corpus_tensors(columns, posts, width, dtype, text_width=text_width)
         with written_beside(path) as partial:
-            files = write_files(partial, tensors, chunks)
+            files = write_files(partial, tensors, chunks, progress)
             manifest = CorpusManifest(
                 name=labels.name,
                 version=labels.version,

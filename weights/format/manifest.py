@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from model.config import MAX_FACTOR, ConfigError, ModelConfig, RetrievalConfig
@@ -191,10 +191,6 @@ class Manifest(Document):
         manifest = cls(**read, config=config)
         manifest._check_written(raw, values["digest"])
         return manifest
-
-    def relabelled(self, **changes: Any) -> Manifest:
-        """The same weights with another name, version, action names, continuous outputs or score weights."""
-        return replace(self, **changes)
 
 
 def signed(content: Mapping[str, Any]) -> bytes:
