@@ -145,6 +145,15 @@ def write_file(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a file beside `path` and rename it: the file is complete or as before, even after a power cut."""
+    new = path.with_suffix(".new")
+    write(new)
+    with new.open("rb") as file:
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
 def _put_in_place(partial: Path, path: Path) -> None:
     """Rename into place. An old checkpoint is moved aside first; its other files (not tensors) that the new one lacks are kept."""
     old = None

@@ -23,6 +23,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from weights.format.writer import write_whole
 from weights.scoring.scorer import NAMING, Prepared, Scorer
 from weights.tables import ids_of, tables_of
 from weights.text_ids import IdKind
@@ -100,13 +101,12 @@ def score_log(
         writing: Future[None] | None = None
         read = _one_ahead(files, (partial(_prepared, scorer, piece, since_ts, str(log)) for piece in pieces))
         for part, size, prepared in zip(todo, sizes, read, strict=True):
-            scored = (
-                scorer.score(prepared, partial(_tell, say, rows, done)) if prepared else scorer.schema.empty_table()
-            )
+            told = partial(lambda before, scored: say("scored", before + scored, rows), done)
+            scored = scorer.score(prepared, told) if prepared else scorer.schema.empty_table()
             done += size
             if writing:
                 writing.result()
-            writing = files.submit(_rename, part, partial(_write, scored, sums))
+            writing = files.submit(write_whole, part, partial(_write, scored, sums))
         if writing:
             writing.result()
     shutil.rmtree(split, ignore_errors=True)
@@ -129,7 +129,7 @@ def _claim(out: Path, job: Job) -> None:
         if out.exists() and any(out.iterdir()):
             raise JobError(f"{out} holds something else: choose another place")
         out.mkdir(parents=True, exist_ok=True)
-        _rename(stated, lambda new: new.write_text(json.dumps(wanted, indent=1)))
+        write_whole(stated, lambda new: new.write_text(json.dumps(wanted, indent=1)))
         return
     found = json.loads(stated.read_text())
     if differing := [name for name in wanted if found.get(name) != wanted[name]]:
@@ -178,10 +178,6 @@ def _prepared(scorer: Scorer, piece: Path, since_ts: int, where: str) -> Prepare
     return scorer.prepare(table, since_ts, where) if len(table) else None
 
 
-def _tell(say: Progress, rows: int, before: int, done: int) -> None:
-    say("scored", before + done, rows)
-
-
 def _sha256(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
@@ -203,13 +199,4 @@ def _write(scored: pa.Table, sums: dict[str, str], path: Path) -> None:
     sums[path.with_suffix(".parquet").name] = _sha256(
         path
     )  # listed before the file gets its name, so every named file is listed
-    _rename(path.with_name(SUMS), lambda new: new.write_text("".join(f"{sums[n]}  {n}\n" for n in sorted(sums))))
-
-
-def _rename(path: Path, write: Callable[[Path], object]) -> None:
-    """Write to a temporary file and rename: the file is complete or absent, even after a power cut."""
-    new = path.with_suffix(".new")
-    write(new)
-    with new.open("rb") as file:
-        os.fsync(file.fileno())
-    new.rename(path)
+    write_whole(path.with_name(SUMS), lambda new: new.write_text("".join(f"{sums[n]}  {n}\n" for n in sorted(sums))))
