@@ -24,8 +24,7 @@ from weights.commands.console import (
     show_manifest,
 )
 from weights.corpus.importer import Posts, PostsFile, check_corpus, check_texts, make_corpus
-from weights.corpus.snapshot import publish
-from weights.corpus.store import CorpusLabels, load_corpus, load_corpus_manifest
+from weights.corpus.store import CorpusLabels, load_corpus, load_corpus_manifest, publish
 from weights.errors import CheckpointError
 from weights.text_ids import IdKind
 
