@@ -85,6 +85,7 @@ def figures_of(ranker: Ranker, request: Request, chosen: int = 0) -> Figures:
     each = {name: np.stack([layer[name] for layer in layers]) for name in layers[0]}
     moved = candidates.chunk(0, min(len(candidates), MOVED_CANDIDATES))
     score_changes, changes = _leave_one_out(ranker, request)
+    turns = np.arange(0, config.head_width, 2) / config.head_width
     return Figures(
         mask=mask[0].numpy(),
         causal=(torch.ones_like(mask[0]).tril() & valid[0]).numpy(),
@@ -98,7 +99,7 @@ def figures_of(ranker: Ranker, request: Request, chosen: int = 0) -> Figures:
         score_changes=score_changes,
         changes=changes,
         rope_logits=rope[0] if rope else None,
-        wavelengths=_wavelengths(ranker) if rope else None,
+        wavelengths=2 * math.pi * config.rope_base**turns if rope else None,
         history=len(context),
         chosen=chosen,
         **each,
@@ -226,10 +227,3 @@ def _leave_one_out(ranker: Ranker, request: Request) -> tuple[Array, Array]:
     whole = probabilities(request.context)
     changes = np.stack([whole - probabilities(context) for context in _without(request.context)])
     return changes @ request.weights, changes.astype(np.float32)
-
-
-def _wavelengths(ranker: Ranker) -> Array:
-    """The wavelength of each pair of components, in tokens."""
-    config = ranker.config
-    found: Array = 2 * math.pi * config.rope_base ** (np.arange(0, config.head_width, 2) / config.head_width)
-    return found

@@ -32,7 +32,6 @@ class Facts:
     test_ts: int
     truth: Truth
     author_topics: dict[int, int]
-    names: dict[str, Any]
 
 
 def save_world(directory: Path, world: World) -> None:
@@ -90,4 +89,4 @@ def load_facts(directory: Path) -> Facts:
     )
     topics = {name: index for index, name in enumerate(document["topics"])}
     authors = {int(author): topics[entry["topic"]] for author, entry in document["authors"].items()}
-    return Facts(int(document["test_ts"]), truth, authors, document)
+    return Facts(int(document["test_ts"]), truth, authors)
