@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -210,20 +209,13 @@ def _positions(ranker: Ranker, context: Context, candidates: Candidates) -> dict
     return {name: collate([(context, candidates)], config, kind).positions[0].numpy() for name, config, kind in kinds}
 
 
-def _without(context: Context) -> Iterator[Context]:
-    """The context without each event, then without the user."""
-    keep = np.arange(len(context))
-    for place in keep:
-        yield context.rows(np.delete(keep, place))
-    yield replace(context, user_id=0)
-
-
 def _leave_one_out(ranker: Ranker, request: Request) -> tuple[Array, Array]:
     """Changes of scores `[h + 1, C]` and of probabilities `[h + 1, C, A]`: with each item minus without it."""
 
     def probabilities(context: Context) -> Array:
         return 1 / (1 + np.exp(-_logits(ranker, context, request.candidates).astype(np.float64)))
 
-    whole = probabilities(request.context)
-    changes = np.stack([whole - probabilities(context) for context in _without(request.context)])
+    context, events = request.context, np.arange(len(request.context))
+    fewer = [*(context.rows(np.delete(events, place)) for place in events), replace(context, user_id=0)]
+    changes = probabilities(context) - np.stack([probabilities(each) for each in fewer])
     return changes @ request.weights, changes.astype(np.float32)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import TypeVar
 
@@ -86,9 +86,7 @@ def opened(what: str, path: Path) -> Iterator[int]:
 def read_manifest(directory: int, parse: Callable[[bytes], T]) -> T:
     """Read `manifest.json` from an open directory and let `parse` check it. Raises CheckpointError."""
     with _open_file(directory, MANIFEST_NAME) as file:
-        raw = b""
-        while len(raw) <= MAX_MANIFEST_BYTES and (chunk := file.read(MAX_MANIFEST_BYTES + 1 - len(raw))):
-            raw += chunk
+        raw = BufferedReader(file).read(MAX_MANIFEST_BYTES + 1)
         if len(raw) > MAX_MANIFEST_BYTES:
             raise CheckpointError(f"{MANIFEST_NAME} is longer than {MAX_MANIFEST_BYTES} bytes")
         try:

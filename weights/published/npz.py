@@ -14,8 +14,8 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from weights.errors import CheckpointError
+from weights.format.tensorfile import CHUNK_BYTES
 
-CHUNK_BYTES = 2**20
 FLOAT32 = np.dtype("<f4")
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # what numpy writes; zipfile unpacks others without limit
 
