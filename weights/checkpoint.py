@@ -24,18 +24,6 @@ from weights.format.tensorfile import Progress
 from weights.format.writer import Labels, TableDtype, write_checkpoint
 from weights.text_ids import IdKind
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "Encoder",
-    "Progress",
-    "load_any",
-    "load_checkpoint",
-    "load_encoder",
-    "load_manifest",
-    "save_checkpoint",
-]
-
 ROWS_PER_CHUNK = 16384
 """Rows of a table converted at once while saving."""
 

@@ -14,7 +14,6 @@ import typer
 from model.config import ContextAttention, RetrievalConfig
 from weights import checkpoint
 from weights.actions import default_score_weights, released_action_names
-from weights.checkpoint import CheckpointError
 from weights.commands import corpus, explain, scoring, training
 from weights.commands.console import (
     AsJson,
@@ -36,6 +35,7 @@ from weights.commands.console import (
     score_weights_of,
     show_manifest,
 )
+from weights.errors import CheckpointError
 from weights.format import writer
 from weights.format.writer import TableDtype
 from weights.published import importer

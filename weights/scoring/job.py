@@ -10,12 +10,11 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -28,8 +27,6 @@ from weights.scoring.scorer import NAMING, Prepared, Scorer
 from weights.tables import ids_of, tables_of
 from weights.text_ids import IdKind
 from weights.training.log import action_names, open_log
-
-Result = TypeVar("Result")
 
 PARTITION_ROWS = 500_000
 ROUND_ROWS = 1_000_000
@@ -99,8 +96,11 @@ def score_log(
     done = rows - sum(sizes)
     with ThreadPoolExecutor(1, thread_name_prefix="files") as files:  # reads and writes while the engine computes
         writing: Future[None] | None = None
-        read = _one_ahead(files, (partial(_prepared, scorer, piece, since_ts, str(log)) for piece in pieces))
-        for part, size, prepared in zip(todo, sizes, read, strict=True):
+        reads = (files.submit(_prepared, scorer, piece, since_ts, str(log)) for piece in pieces)
+        reading = next(reads, None)
+        for part, size in zip(todo, sizes, strict=True):
+            assert reading is not None
+            prepared, reading = reading.result(), next(reads, None)  # the next is read while this one is scored
             told = partial(lambda before, scored: say("scored", before + scored, rows), done)
             scored = scorer.score(prepared, told) if prepared else scorer.schema.empty_table()
             done += size
@@ -157,18 +157,6 @@ def _split(source: ds.FileSystemDataset, split: Path, job: Job, ids: IdKind, say
     for writer in writers:
         writer.close()
     unfinished.rename(split)
-
-
-def _one_ahead(pool: ThreadPoolExecutor, calls: Iterable[Callable[[], Result]]) -> Iterator[Result]:
-    """Yield the results of `calls` in order. The pool runs the next call while the caller works on the last result."""
-    coming: Future[Result] | None = None
-    for call in calls:
-        begun = pool.submit(call)
-        if coming is not None:
-            yield coming.result()
-        coming = begun
-    if coming is not None:
-        yield coming.result()
 
 
 def _prepared(scorer: Scorer, piece: Path, since_ts: int, where: str) -> Prepared | None:
