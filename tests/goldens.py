@@ -31,10 +31,11 @@ def expected(name: str) -> dict[str, np.ndarray[Any, Any]]:
 
 def imported(name: str, out: Path) -> Path:
     """One golden, imported into a checkpoint directory as a user would."""
-    from weights.published.importer import PublishedModel, import_published, labels_for
+    from weights.format.writer import write_checkpoint
+    from weights.published.importer import PublishedModel, labels_for
 
     with PublishedModel(GOLDEN / name / "ranker") as ranker:
-        import_published(ranker, out, labels_for(ranker.config, name))
+        write_checkpoint(out, ranker.config, ranker.chunks, labels_for(ranker.config, name))
     return out
 
 

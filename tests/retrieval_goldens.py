@@ -12,7 +12,8 @@ from model.config import ModelConfig
 from model.inputs import Context
 from tests.goldens import GOLDEN
 from weights.checkpoint import Encoder, load_encoder
-from weights.published.importer import PublishedModel, import_published, labels_for
+from weights.format.writer import write_checkpoint
+from weights.published.importer import PublishedModel, labels_for
 
 NAMES = ("retrieval-mean-pool", "retrieval-mlp-gqa")
 REQUESTS = 10
@@ -54,5 +55,5 @@ def arrays(path: Path) -> dict[str, np.ndarray[Any, Any]]:
 def imported(source: Path, out: Path, **options: Any) -> Encoder:
     """A published retrieval directory as a loaded checkpoint of ours."""
     with PublishedModel(source) as model:
-        import_published(model, out, labels_for(model.config, "towers"), **options)
+        write_checkpoint(out, model.config, model.chunks, labels_for(model.config, "towers"), **options)
     return load_encoder(out)

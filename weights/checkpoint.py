@@ -19,21 +19,10 @@ from model.retrieval.towers import Towers
 from weights.errors import CheckpointError
 from weights.format.layout import model_for
 from weights.format.manifest import ContinuousOutput, Manifest
-from weights.format.reader import MappedFiles, Progress, opened, read_manifest, read_tensors
+from weights.format.reader import MappedFiles, opened, read_manifest, read_tensors
+from weights.format.tensorfile import Progress
 from weights.format.writer import Labels, TableDtype, write_checkpoint
 from weights.text_ids import IdKind
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "Encoder",
-    "Progress",
-    "load_any",
-    "load_checkpoint",
-    "load_encoder",
-    "load_manifest",
-    "save_checkpoint",
-]
 
 ROWS_PER_CHUNK = 16384
 """Rows of a table converted at once while saving."""

@@ -27,15 +27,17 @@ GREY, BLUE, YELLOW, DARK = "#b8b8b8", "#2f6f9f", "#e0a458", "#333333"
 """The colours of every report; the model is blue."""
 
 
-def plain(value: Any) -> Any:
-    """Convert a value for JSON: arrays become lists, and numbers that are not finite become null."""
+def plain(value: Any, digits: int | None = None) -> Any:
+    """Convert a value for JSON: arrays become lists, and numbers that are not finite become null. `digits`: round to so many."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, dict):
-        return {name: plain(below) for name, below in value.items()}
+        return {name: plain(below, digits) for name, below in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(below) for below in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [plain(below, digits) for below in value]
+    if not isinstance(value, float):
+        return value
+    return (value if digits is None else round(value, digits)) if math.isfinite(value) else None
 
 
 def write_figures(directory: Path, values: dict[str, Any], indent: int | None = 1) -> None:

@@ -20,13 +20,13 @@ from model.create import EngineOptions, create_engine, find_device
 from model.engine import Engine, EngineError
 from model.retrieval.engine import RetrievalEngine, RetrievalOptions
 from model.retrieval.inputs import Change, Mark, NewPosts, PostChange
-from weights.checkpoint import Checkpoint, CheckpointError, Encoder, load_checkpoint, load_encoder
+from weights.checkpoint import Checkpoint, Encoder, load_checkpoint, load_encoder
 from weights.corpus.changes import ChangeLog
 from weights.corpus.compaction import Compaction, Part, load_changed
 from weights.corpus.importer import encode
 from weights.corpus.records import mark_after, no_posts
 from weights.corpus.store import StoredCorpus
-from weights.errors import NotStored
+from weights.errors import CheckpointError, NotStored
 
 NICE = 10  # gets about a tenth of the time of a serving thread on the same core
 

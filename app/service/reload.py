@@ -17,8 +17,9 @@ from app.engine.loading import Loader, RetrievalLoader
 from app.errors import CorpusNotLoaded
 from app.interface import CheckpointNotFound, ReloadInProgress, ServedModel, ServedRetrieval, served_identity
 from app.service.service import RankingService
-from weights.checkpoint import CheckpointError, load_manifest
+from weights.checkpoint import load_manifest
 from weights.corpus.store import load_corpus_manifest
+from weights.errors import CheckpointError
 from weights.format.manifest import MANIFEST_NAME
 
 MAX_NAME_LENGTH = 512

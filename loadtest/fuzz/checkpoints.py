@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from loadtest.matrix import Row
-from weights.checkpoint import CheckpointError, load_checkpoint
+from weights.checkpoint import load_checkpoint
+from weights.errors import CheckpointError
 from weights.format.manifest import signed
 from weights.format.writer import write_checkpoint
 from weights.published.importer import labels_for

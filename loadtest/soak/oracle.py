@@ -9,6 +9,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def two_checkpoints() -> Iterator[Path]:
 def rename_actions(checkpoint: Path) -> None:
     """Rename each action of a checkpoint, so that a reply with another version's names is noticed."""
     manifest = load_manifest(checkpoint)
-    renamed = manifest.relabelled(
+    renamed = replace(
+        manifest,
         action_names=tuple(f"{name}_again" for name in manifest.action_names),
         score_weights={f"{name}_again": weight for name, weight in manifest.score_weights.items()},
     )

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from loadtest.fuzz.checkpoints import accepted, make_signed_nan, mutants, sign_again, write_small
 from model.batch import collate
 from tests import goldens
-from weights.checkpoint import CheckpointError, load_checkpoint, load_manifest, save_checkpoint
+from weights.checkpoint import load_checkpoint, load_manifest, save_checkpoint
+from weights.errors import CheckpointError
 from weights.format import layout, reader
 from weights.format.manifest import ContinuousOutput
 from weights.synthetic.random_weights import mini_config, random_ranker

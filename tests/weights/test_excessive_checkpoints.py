@@ -21,7 +21,8 @@ from model.config import ModelConfig
 from model.create import EngineOptions, create_engine
 from model.engine import EngineError
 from model.synthetic import random_ranker
-from weights.checkpoint import CheckpointError, load_checkpoint
+from weights.checkpoint import load_checkpoint
+from weights.errors import CheckpointError
 from weights.synthetic.random_weights import mini_config
 
 ROOT = Path(__file__).parents[2]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +14,6 @@ import typer
 from model.config import ContextAttention, RetrievalConfig
 from weights import checkpoint
 from weights.actions import default_score_weights, released_action_names
-from weights.checkpoint import CheckpointError
 from weights.commands import corpus, explain, scoring, training
 from weights.commands.console import (
     AsJson,
@@ -36,6 +35,7 @@ from weights.commands.console import (
     score_weights_of,
     show_manifest,
 )
+from weights.errors import CheckpointError
 from weights.format import writer
 from weights.format.writer import TableDtype
 from weights.published import importer
@@ -84,8 +84,8 @@ def import_(
         names = read_names(actions) if actions else released_action_names(config.actions)
         weights = score_weights_of(score_weights, names)
         labels = importer.labels_for(config, name or label_of(out), version, names, weights, ids)
-        manifest = importer.import_published(
-            model, out, labels, table_dtype=tables, replace_existing=replace, progress=partial(bar, "Importing")
+        manifest = writer.write_checkpoint(
+            out, config, model.chunks, labels, table_dtype=tables, replace=replace, progress=partial(bar, "Importing")
         )
     if isinstance(config, RetrievalConfig):
         outputs = (
@@ -174,7 +174,7 @@ def inspect(directory: Directory, as_json: AsJson = False) -> None:
         "ids": manifest.ids,
         **{key: json.dumps(value) for key, value in manifest.config.to_dict().items()},
         "action names": ", ".join(manifest.action_names),
-        "continuous": json.dumps([asdict(output) for output in manifest.continuous]),
+        "continuous": json.dumps([dataclasses.asdict(output) for output in manifest.continuous]),
         "score weights": json.dumps(manifest.score_weights),
     }
     show_manifest(manifest, rows, as_json=as_json)
@@ -199,7 +199,7 @@ def relabel(
         before = checkpoint.load_manifest(directory)
         if score_weights:
             changes["score_weights"] = score_weights_of(score_weights, changes.get("action_names", before.action_names))
-        manifest = before.relabelled(**changes)
+        manifest = dataclasses.replace(before, **changes)
         writer.replace_manifest(directory, manifest)
     say(f"{directory} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
 

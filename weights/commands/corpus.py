@@ -24,8 +24,7 @@ from weights.commands.console import (
     show_manifest,
 )
 from weights.corpus.importer import Posts, PostsFile, check_corpus, check_texts, make_corpus
-from weights.corpus.snapshot import publish
-from weights.corpus.store import CorpusLabels, load_corpus, load_corpus_manifest
+from weights.corpus.store import CorpusLabels, load_corpus, load_corpus_manifest, publish
 from weights.errors import CheckpointError
 from weights.text_ids import IdKind
 
@@ -85,7 +84,7 @@ def _make(
     source: Path, encoder: Path, out: Path, topics: Path | None, labels: CorpusLabels, *, encode: bool, replace: bool
 ) -> None:
     started = time.perf_counter()
-    with refusals(ValueError, OSError), progress_bar() as bar:  # LogError is a ValueError
+    with refusals(ValueError, OSError), progress_bar(in_bytes=True) as bar:  # LogError is a ValueError
         towers = load_encoder(encoder)
         with _opened(source, towers.manifest.ids, topics) as posts:
             for note in posts.notes:

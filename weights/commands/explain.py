@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from weights.checkpoint import CheckpointError, load_checkpoint, load_encoder
+from weights.checkpoint import load_checkpoint, load_encoder
 from weights.commands.console import Directory, app, out_option, read_json, refusals, say
 from weights.corpus.store import load_corpus
+from weights.errors import CheckpointError
 
 
 @app.command()

@@ -16,7 +16,7 @@ import typer
 from model.config import ModelConfig
 from model.presets import PRESETS, with_preset
 from weights.actions import continuous_outputs
-from weights.checkpoint import CheckpointError, load_checkpoint, load_encoder, save_checkpoint
+from weights.checkpoint import load_checkpoint, load_encoder, save_checkpoint
 from weights.commands.console import (
     Ids,
     Out,
@@ -32,6 +32,7 @@ from weights.commands.console import (
     score_weights_of,
     show,
 )
+from weights.errors import CheckpointError
 from weights.format.manifest import Manifest
 from weights.format.writer import check_target, refused_writing
 from weights.text_ids import IdKind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -18,7 +19,7 @@ from weights.checkpoint import Encoder
 from weights.corpus.manifest import VECTORS, CorpusManifest
 from weights.corpus.store import CorpusLabels, StoredCorpus, write_corpus
 from weights.errors import CheckpointError
-from weights.format.reader import Progress
+from weights.format.tensorfile import Progress
 from weights.published.npz import FLOAT32, NpzFile
 from weights.text_ids import IdKind, is_text_id, text_ids
 
@@ -59,6 +60,10 @@ class Posts:
 
     def column(self, name: str) -> Iterator[Tensor]:
         """Yield one of `columns` in order: int64, ids from 2^63 on negative; topics int32, indexing `topic_names`; texts as in `Corpus`."""
+        return self._topics() if name == "topics" else self._column(name)
+
+    def _column(self, name: str) -> Iterator[Tensor]:
+        """`column` for all but the topics."""
         raise NotImplementedError
 
     def topic_names(self) -> tuple[str, ...]:
@@ -97,12 +102,10 @@ class PostsFile(Posts):
         super().__init__(path, "uint64", topics)
         self._archive = NpzFile(path)
         try:
-            (self.posts,), _ = self._column("post_ids", _IDS)
-            self._column("author_ids", _IDS)
-            self.columns = ["post_ids", "author_ids"]
-            if "created_at" in self._archive.names:
-                self._column("created_at", _IDS)
-                self.columns.append("created_at")
+            self.posts = math.prod(self._archive.header("post_ids")[0])
+            self.columns = ["post_ids", "author_ids"] + ["created_at"] * ("created_at" in self._archive.names)
+            for name in self.columns:
+                self._check(name)
             if topics is not None or self._has_topics():
                 self.columns.append("topics")
         except BaseException:
@@ -120,23 +123,18 @@ class PostsFile(Posts):
         for chunk in self._archive.rows(REPRESENTATIONS, (self.posts, width), FLOAT32):
             yield torch.from_numpy(chunk).view(-1, width)
 
-    def column(self, name: str) -> Iterator[Tensor]:
-        """As `Posts.column`."""
-        if name == "topics":
-            yield from self._topics()
-            return
+    def _column(self, name: str) -> Iterator[Tensor]:
         shape, dtype = self._archive.header(name)
         for chunk in self._archive.rows(name, shape, dtype):
             yield torch.from_numpy(chunk.view(np.int64))
 
-    def _column(self, name: str, dtypes: tuple[np.dtype[Any], ...]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    def _check(self, name: str) -> None:
         shape, dtype = self._archive.header(name)
-        if dtype not in dtypes or len(shape) != 1 or (name != "post_ids" and shape != (self.posts,)):
+        if dtype not in _IDS or shape != (self.posts,):
             raise CheckpointError(
                 f"{self._archive.path}: array {name} has shape {list(shape)} of {dtype.str}, a corpus has one number of "
                 "64 bits a post."
             )
-        return shape, dtype
 
     def _has_topics(self) -> bool:
         """Whether the topics can be read. Python objects would have to be unpickled: they are left out, with a note."""
@@ -179,23 +177,16 @@ def make_corpus(
     if not encode:
         check_rows(source, encoder)
     width, table = encoder.manifest.config.width, encoder.towers.tables.post.dtype
-    done, total = 0, source.posts
 
     def chunks(tensor: str) -> Iterator[Tensor]:
-        nonlocal done
         if tensor != VECTORS:
-            yield from source.column(tensor)
-            return
-        for rows in encoded(source, encoder) if encode else source.vectors(width):
-            yield rows
-            done += len(rows)
-            if progress:
-                progress(done, total)
+            return source.column(tensor)
+        return encoded(source, encoder) if encode else source.vectors(width)
 
     half = encode and table is torch.bfloat16
     return write_corpus(
         out, labels, encoder, source.posts, source.columns, chunks, source.topic_names,
-        dtype="bfloat16" if half else "float32", text_width=source.text_width, replace=replace,
+        dtype="bfloat16" if half else "float32", text_width=source.text_width, replace=replace, progress=progress,
     )  # fmt: skip
 
 

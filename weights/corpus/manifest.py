@@ -15,7 +15,6 @@ from weights.format.manifest import (
     FileEntry,
     TensorEntry,
     check_keys,
-    entries_content,
     parse_json_object,
 )
 from weights.text_ids import MAX_TEXT_BYTES, IdKind
@@ -112,7 +111,7 @@ class CorpusManifest(Document):
         mark, ids = values.pop("mark"), values.pop("ids")
         values |= {"mark": mark._asdict()} if any(mark) else {}  # so that older corpora keep their digests
         values |= {} if ids == "uint64" else {"ids": ids}
-        return {"format_version": FORMAT_VERSION, "kind": KIND, **values, **entries_content(self.files, self.tensors)}
+        return {"format_version": FORMAT_VERSION, "kind": KIND, **values, **self._entries()}
 
     @property
     def first_mark(self) -> Mark:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ from weights.checkpoint import Encoder
 from weights.corpus.manifest import TEXTS, VECTORS, CorpusManifest, corpus_tensors
 from weights.errors import CheckpointError
 from weights.format.manifest import MANIFEST_NAME, Manifest
-from weights.format.reader import MappedFiles, Progress, opened, read_manifest, read_tensors
+from weights.format.reader import MappedFiles, opened, read_manifest, read_tensors
+from weights.format.tensorfile import Progress
 from weights.format.writer import TableDtype, check_target, refused_writing, write_file, write_files, written_beside
 
 LENGTH_OFF = {"float32": 1e-3, "bfloat16": 1e-2}
@@ -118,6 +120,7 @@ def write_corpus(
     dtype: TableDtype = "float32",
     text_width: int = 0,
     replace: bool = False,
+    progress: Progress | None = None,
 ) -> CorpusManifest:
     """Write `path` from `chunks(tensor)`, which gives the elements of `vectors` and each column in order, in chunks of any size.
 
@@ -134,7 +137,7 @@ def write_corpus(
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = corpus_tensors(columns, posts, width, dtype, text_width=text_width)
         with written_beside(path) as partial:
-            files = write_files(partial, tensors, chunks)
+            files = write_files(partial, tensors, chunks, progress)
             manifest = CorpusManifest(
                 name=labels.name,
                 version=labels.version,
@@ -150,3 +153,31 @@ def write_corpus(
             )
             write_file(partial / MANIFEST_NAME, manifest.to_json())
         return manifest
+
+
+def publish(directory: Path, out: Path) -> tuple[Path, CorpusManifest]:
+    """Copy the corpus to `out/NAME@SEQUENCE` in one step and check it, for new replicas to start from: its last compaction, without
+    later changes, which the feed has. An existing copy stays. A service may write to it meanwhile.
+
+    Raises CheckpointError.
+    """
+    while True:
+        manifest = load_corpus_manifest(directory)
+        target = out / f"{manifest.name}@{manifest.first_mark.sequence}"
+        if target.exists():
+            there = load_corpus_manifest(target)
+            if there.first_mark[:2] != manifest.first_mark[:2]:
+                raise CheckpointError(f"Snapshot {target} is not written: one of another corpus is there.")
+            return target, there
+        with refused_writing(f"Snapshot {target}"):
+            out.mkdir(parents=True, exist_ok=True)
+            try:
+                with written_beside(target) as partial:
+                    for name in manifest.files:
+                        shutil.copyfile(directory / name, partial / name)
+                    write_file(partial / MANIFEST_NAME, manifest.to_json())
+                    load_corpus(partial)
+                return target, manifest
+            except FileNotFoundError:
+                if load_corpus_manifest(directory).digest == manifest.digest:
+                    raise  # otherwise it was compacted meanwhile: try again

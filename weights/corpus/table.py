@@ -44,11 +44,7 @@ class PostsTable(Posts):
             for name in IDS:
                 self._check_texts(name)
 
-    def column(self, name: str) -> Iterator[Tensor]:
-        """As `Posts.column`."""
-        if name == "topics":
-            yield from self._topics()
-            return
+    def _column(self, name: str) -> Iterator[Tensor]:
         for table in self._tables(*(IDS if name == TEXTS else [name])):
             if name == TEXTS:
                 pairs = zip(*(self._listed(table, each) for each in IDS), strict=True)

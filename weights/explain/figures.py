@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,6 +84,7 @@ def figures_of(ranker: Ranker, request: Request, chosen: int = 0) -> Figures:
     each = {name: np.stack([layer[name] for layer in layers]) for name in layers[0]}
     moved = candidates.chunk(0, min(len(candidates), MOVED_CANDIDATES))
     score_changes, changes = _leave_one_out(ranker, request)
+    turns = np.arange(0, config.head_width, 2) / config.head_width
     return Figures(
         mask=mask[0].numpy(),
         causal=(torch.ones_like(mask[0]).tril() & valid[0]).numpy(),
@@ -98,7 +98,7 @@ def figures_of(ranker: Ranker, request: Request, chosen: int = 0) -> Figures:
         score_changes=score_changes,
         changes=changes,
         rope_logits=rope[0] if rope else None,
-        wavelengths=_wavelengths(ranker) if rope else None,
+        wavelengths=2 * math.pi * config.rope_base**turns if rope else None,
         history=len(context),
         chosen=chosen,
         **each,
@@ -209,27 +209,13 @@ def _positions(ranker: Ranker, context: Context, candidates: Candidates) -> dict
     return {name: collate([(context, candidates)], config, kind).positions[0].numpy() for name, config, kind in kinds}
 
 
-def _without(context: Context) -> Iterator[Context]:
-    """The context without each event, then without the user."""
-    keep = np.arange(len(context))
-    for place in keep:
-        yield context.rows(np.delete(keep, place))
-    yield replace(context, user_id=0)
-
-
 def _leave_one_out(ranker: Ranker, request: Request) -> tuple[Array, Array]:
     """Changes of scores `[h + 1, C]` and of probabilities `[h + 1, C, A]`: with each item minus without it."""
 
     def probabilities(context: Context) -> Array:
         return 1 / (1 + np.exp(-_logits(ranker, context, request.candidates).astype(np.float64)))
 
-    whole = probabilities(request.context)
-    changes = np.stack([whole - probabilities(context) for context in _without(request.context)])
+    context, events = request.context, np.arange(len(request.context))
+    fewer = [*(context.rows(np.delete(events, place)) for place in events), replace(context, user_id=0)]
+    changes = probabilities(context) - np.stack([probabilities(each) for each in fewer])
     return changes @ request.weights, changes.astype(np.float32)
-
-
-def _wavelengths(ranker: Ranker) -> Array:
-    """The wavelength of each pair of components, in tokens."""
-    config = ranker.config
-    found: Array = 2 * math.pi * config.rope_base ** (np.arange(0, config.head_width, 2) / config.head_width)
-    return found

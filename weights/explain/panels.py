@@ -100,7 +100,7 @@ def positions(figures: Figures, labels: Labels) -> Panel:
     figure, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
     for (kind, values), style in zip(figures.positions.items(), (".", "+", "x"), strict=True):
         axes.plot(values, style, label=kind, alpha=0.8)
-    _border(axes, figures, both=False)
+    _lines(axes, figures.history + 0.5, both=False)
     axes.set(xlabel="token: user, history oldest first, candidates", ylabel="RoPE position")
     axes.legend()
     text = (
@@ -288,19 +288,15 @@ def retrieval(figures: RetrievalFigures) -> Panel:
 
 
 def _token_axes(axes: Axes, figures: Figures, labels: Labels) -> None:
-    _border(axes, figures, both=True)
+    _lines(axes, figures.history + 0.5, both=True)
     axes.set(xlabel="can be looked at", ylabel="asks")
     if len(labels.tokens) <= 40:
         _names(axes, labels.tokens, "x")
         _names(axes, labels.tokens, "y")
 
 
-def _border(axes: Axes, figures: Figures, *, both: bool) -> None:
-    """Dashed lines where the candidates begin."""
-    _lines(axes, figures.history + 0.5, both=both)
-
-
 def _lines(axes: Axes, start: float, *, both: bool) -> None:
+    """Dashed lines where the candidates begin."""
     axes.axvline(start, color="#c0392b", linestyle="--", linewidth=1)
     if both:
         axes.axhline(start, color="#c0392b", linestyle="--", linewidth=1)

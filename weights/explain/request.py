@@ -63,10 +63,10 @@ def _request(body: dict[str, Any], manifest: Manifest, names: dict[str, str]) ->
     def name_of(post: dict[str, Any]) -> str:
         return names.get(str(post["author_id"]), f"post {post['post_id']}")
 
-    tokens = [
-        "user",
-        *(f"{name_of(event)}: {_list(row, manifest)}" for event, row in zip(events, actions, strict=True)),
-    ]
+    tokens = ["user"]
+    for event, row in zip(events, actions, strict=True):
+        done = ", ".join(manifest.action_names[place] for place in np.flatnonzero(row)[:2])
+        tokens.append(f"{name_of(event)}: {done or 'seen'}")
     factors = np.array([float(weights.get(name, 0)) for name in manifest.action_names])
     names_of_all = [*tokens, *map(name_of, posts)]
     return Request(context, candidates, factors, names_of_all, int(body.get("impression_ts", 0)))
@@ -91,7 +91,3 @@ def _ids(rows: list[dict[str, Any]], key: str, manifest: Manifest) -> NDArray[np
 
 def _column(rows: list[dict[str, Any]], key: str, dtype: Any) -> NDArray[Any]:
     return np.array([(int if np.issubdtype(dtype, np.integer) else float)(row.get(key, 0)) for row in rows], dtype)
-
-
-def _list(row: NDArray[np.float32], manifest: Manifest) -> str:
-    return ", ".join(manifest.action_names[place] for place in np.flatnonzero(row)[:2]) or "seen"

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from model.config import MAX_FACTOR, ConfigError, ModelConfig, RetrievalConfig
@@ -72,6 +72,11 @@ class Document:
     def _content(self) -> dict[str, Any]:
         """All that the digest covers."""
         raise NotImplementedError
+
+    def _entries(self) -> dict[str, Any]:
+        """Files and tensors as in the content, sorted by name."""
+        listed: dict[str, Mapping[str, Any]] = {"files": self.files, "tensors": self.tensors}
+        return {key: {name: asdict(each) for name, each in sorted(entries.items())} for key, entries in listed.items()}
 
     def _sign(self) -> None:
         """Set the digest, and a short one as `version` if that is empty. Raises CheckpointError for invalid fields."""
@@ -143,7 +148,6 @@ class Manifest(Document):
     score_weights: dict[str, float]
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
-    format_version: int = FORMAT_VERSION
     ids: IdKind = "uint64"
     digest: str = field(init=False)
 
@@ -158,7 +162,7 @@ class Manifest(Document):
 
     def _content(self) -> dict[str, Any]:
         return {
-            "format_version": self.format_version,
+            "format_version": FORMAT_VERSION,
             **(RETRIEVAL if isinstance(self.config, RetrievalConfig) else {}),
             **({} if self.ids == "uint64" else {"ids": self.ids}),
             "name": self.name,
@@ -167,7 +171,7 @@ class Manifest(Document):
             "action_names": list(self.action_names),
             "continuous": [asdict(output) for output in self.continuous],
             "score_weights": self.score_weights,
-            **entries_content(self.files, self.tensors),
+            **self._entries(),
         }
 
     @classmethod
@@ -191,10 +195,6 @@ class Manifest(Document):
         manifest = cls(**read, config=config)
         manifest._check_written(raw, values["digest"])
         return manifest
-
-    def relabelled(self, **changes: Any) -> Manifest:
-        """The same weights with another name, version, action names, continuous outputs or score weights."""
-        return replace(self, **changes)
 
 
 def signed(content: Mapping[str, Any]) -> bytes:
@@ -276,14 +276,6 @@ def _continuous(item: Any) -> ContinuousOutput:
         raise CheckpointError("continuous must hold objects")
     check_keys(item, {"name": str, "scale": float, "unit": str}, "continuous")
     return ContinuousOutput(**item)
-
-
-def entries_content(files: Mapping[str, FileEntry], tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
-    """Files and tensors as in a manifest's content, sorted by name."""
-    return {
-        "files": {name: asdict(entry) for name, entry in sorted(files.items())},
-        "tensors": {name: asdict(entry) for name, entry in sorted(tensors.items())},
-    }
 
 
 def _file_entry(name: str, item: Any) -> FileEntry:

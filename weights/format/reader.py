@@ -5,22 +5,21 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
 from model.memory import shortage
 from weights.errors import CheckpointError
 from weights.format.layout import is_table
-from weights.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, TensorEntry
-from weights.format.tensorfile import Buffer, StoredTensor, read_header, scan
+from weights.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Document, FileEntry, TensorEntry
+from weights.format.tensorfile import Buffer, Progress, StoredTensor, advancing, read_header, scan
 
 COPIED_BYTES = 16 * 2**20
 """Files up to this length are copied into memory, not mapped, so later changes to them do not reach the served model."""
@@ -28,20 +27,6 @@ COPIED_BYTES = 16 * 2**20
 _CLOCK_STEP_SECONDS = 0.02  # longer than a tick of the kernel's clock for file times
 
 T = TypeVar("T")
-Progress = Callable[[int, int], None]
-"""Called with bytes done and total bytes, from several threads but never concurrently."""
-
-
-class Listing(Protocol):
-    """The files and tensors that a manifest lists for its directory."""
-
-    @property
-    def files(self) -> Mapping[str, FileEntry]:
-        """Digest and length by file."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorEntry]:
-        """File, dtype and shape by tensor name."""
 
 
 class MappedFiles:
@@ -101,9 +86,7 @@ def opened(what: str, path: Path) -> Iterator[int]:
 def read_manifest(directory: int, parse: Callable[[bytes], T]) -> T:
     """Read `manifest.json` from an open directory and let `parse` check it. Raises CheckpointError."""
     with _open_file(directory, MANIFEST_NAME) as file:
-        raw = b""
-        while len(raw) <= MAX_MANIFEST_BYTES and (chunk := file.read(MAX_MANIFEST_BYTES + 1 - len(raw))):
-            raw += chunk
+        raw = BufferedReader(file).read(MAX_MANIFEST_BYTES + 1)
         if len(raw) > MAX_MANIFEST_BYTES:
             raise CheckpointError(f"{MANIFEST_NAME} is longer than {MAX_MANIFEST_BYTES} bytes")
         try:
@@ -114,7 +97,7 @@ def read_manifest(directory: int, parse: Callable[[bytes], T]) -> T:
 
 def read_tensors(
     directory: int,
-    manifest: Listing,
+    manifest: Document,
     progress: Progress | None,
     threads: int | None,
     is_mapped: Callable[[str], bool] = is_table,
@@ -125,14 +108,7 @@ def read_tensors(
     A file is mapped, and recorded in `mapped`, if all its tensors are `is_mapped` and it is not short; others are read into memory.
     Raises CheckpointError; with several bad files, for the first.
     """
-    done, total, lock = 0, sum(entry.bytes for entry in manifest.files.values()), threading.Lock()
-
-    def advance(count: int) -> None:
-        nonlocal done
-        with lock:
-            done += count
-            if progress:
-                progress(done, total)
+    advance = advancing(progress, sum(entry.bytes for entry in manifest.files.values()))
 
     def read(name: str) -> dict[str, Tensor]:
         try:
@@ -159,6 +135,12 @@ def check_digest(digest: str, entry: FileEntry) -> None:
         raise CheckpointError(f"has SHA-256 {digest[:12]}… instead of {entry.sha256[:12]}…: its content was changed")
 
 
+def check_finite(corrupted: str | None) -> None:
+    """Raises CheckpointError if `scan` found a NaN or an infinity."""
+    if corrupted is not None:
+        raise CheckpointError(f"holds a NaN or an infinity in tensor {corrupted}")
+
+
 def check_stored(stored: Mapping[str, StoredTensor], listed: Mapping[str, TensorEntry]) -> None:
     """Compare the tensors in a file with those that the manifest lists for it. Raises CheckpointError."""
     missing, unknown = sorted(set(listed) - set(stored)), sorted(set(stored) - set(listed))
@@ -180,24 +162,18 @@ def check_unchanged(before: os.stat_result, after: os.stat_result) -> None:
         raise CheckpointError("changed while it was being read")
 
 
-def check_finite(corrupted: str | None) -> None:
-    """Raises CheckpointError if `scan` found a NaN or an infinity."""
-    if corrupted is not None:
-        raise CheckpointError(f"holds a NaN or an infinity in tensor {corrupted}")
-
-
 def _read_file(
     directory: int,
     name: str,
-    manifest: Listing,
+    manifest: Document,
     advance: Callable[[int], None],
     is_mapped: Callable[[str], bool],
     mapped: MappedFiles,
 ) -> dict[str, Tensor]:
-    listed = {key: entry for key, entry in manifest.tensors.items() if entry.file == name}
+    entry, listed = manifest.files[name], {key: each for key, each in manifest.tensors.items() if each.file == name}
     with _open_file(directory, name) as file:
         before = _settled(file)
-        check_length(before.st_size, manifest.files[name])
+        check_length(before.st_size, entry)
         header, stored = read_header(file, before.st_size)
         check_stored(stored, listed)
         params = None if before.st_size > COPIED_BYTES and all(map(is_mapped, listed)) else _room(before.st_size)
@@ -206,7 +182,7 @@ def _read_file(
         if params is None:
             mapped.add(name, file, before)
         check_unchanged(before, os.fstat(file.fileno()))
-    check_digest(digest, manifest.files[name])
+    check_digest(digest, entry)
     check_finite(corrupted)
     return {key: tensor.view(buffer) for key, tensor in stored.items()}
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from io import FileIO
@@ -25,6 +26,8 @@ from weights.errors import CheckpointError
 from weights.format.manifest import FileEntry, check_keys, parse_json_object
 
 Buffer = Any  # a writable mmap or bytearray, as torch.frombuffer wants it; the stubs have no common name for both
+Progress = Callable[[int, int], None]
+"""Called with bytes done and total bytes, from several threads but never concurrently."""
 
 CHUNK_BYTES = 2**20  # small enough to be read, hashed and checked in the processor's cache
 _ALIGNMENT_BYTES = 64  # data starts on a cache line, so table rows touch as few lines as possible
@@ -151,18 +154,36 @@ def is_finite(values: Tensor) -> bool:
     return not bool((exponents == _BFLOAT16_EXPONENT).any())
 
 
+def advancing(progress: Progress | None, total: int) -> Callable[[int], None]:
+    """A function to call with each number of bytes that was read or written, by any thread; it tells `progress`."""
+    done, lock = 0, threading.Lock()
+
+    def advance(count: int) -> None:
+        nonlocal done
+        with lock:
+            done += count
+            if progress:
+                progress(done, total)
+
+    return advance
+
+
 def write_tensors(
-    path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], chunks: Callable[[str], Iterable[Tensor]]
+    path: Path,
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    chunks: Callable[[str], Iterable[Tensor]],
+    advance: Callable[[int], None] = lambda count: None,
 ) -> FileEntry:
     """Write tensors, name → (dtype, shape), in this order to a new file; `chunks(name)` gives the elements in order.
 
-    Chunks may have any size, shape, convertible dtype and device; each is converted, checked, hashed and written in turn.
-    Raises CheckpointError for values that are not finite in the file's dtype, and for too many or too few values.
+    `advance` is called with the bytes of each chunk. Chunks may have any size, shape, convertible dtype and device; each is
+    converted, checked, hashed and written in turn. Raises CheckpointError for values that are not
+    finite in the file's dtype, and for too many or too few values.
     """
     names = {dtype: stored for stored, dtype in _STORED.items()}
     header, end = {}, 0
     for name, (dtype, shape) in tensors.items():
-        start, end = end, end + math.prod(shape) * _ITEM_BYTES[dtype]
+        start, end = end, end + StoredTensor(dtype, shape, 0).bytes
         header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
@@ -184,6 +205,7 @@ def write_tensors(
                 data = values.view(torch.uint8).numpy().data
                 file.write(data)
                 digest.update(data)
+                advance(len(data))
             if left:
                 raise CheckpointError(f"tensor {name} has fewer values than its shape")
         file.flush()

@@ -17,7 +17,7 @@ from model.config import ModelConfig
 from weights.errors import CheckpointError
 from weights.format.layout import expected_shapes, file_of, is_table
 from weights.format.manifest import MANIFEST_NAME, ContinuousOutput, FileEntry, Manifest, TensorEntry
-from weights.format.tensorfile import write_tensors
+from weights.format.tensorfile import Progress, StoredTensor, advancing, write_tensors
 from weights.text_ids import IdKind
 
 TableDtype = Literal["float32", "bfloat16"]
@@ -44,6 +44,7 @@ def write_checkpoint(
     table_dtype: TableDtype = "float32",
     extras: Mapping[str, bytes] | None = None,
     replace: bool = False,
+    progress: Progress | None = None,
 ) -> Manifest:
     """Write `path` from `chunks(name)`, which gives the elements of a tensor in order, in chunks of any size.
 
@@ -62,7 +63,7 @@ def write_checkpoint(
             for name, shape in expected_shapes(config).items()
         }
         with written_beside(path) as partial:
-            manifest = Manifest(**said, files=write_files(partial, tensors, chunks), tensors=tensors)
+            manifest = Manifest(**said, files=write_files(partial, tensors, chunks, progress), tensors=tensors)
             for name, content in {**(extras or {}), MANIFEST_NAME: manifest.to_json()}.items():
                 write_file(partial / name, content)
         return manifest
@@ -122,13 +123,17 @@ def check_target(path: Path, *, replace: bool) -> None:
 
 
 def write_files(
-    directory: Path, tensors: Mapping[str, TensorEntry], chunks: Callable[[str], Iterable[Tensor]]
+    directory: Path,
+    tensors: Mapping[str, TensorEntry],
+    chunks: Callable[[str], Iterable[Tensor]],
+    progress: Progress | None = None,
 ) -> dict[str, FileEntry]:
     """Write the files of these tensors and sync them to disk; `chunks` as in `write_checkpoint`."""
     files = {}
+    advance = advancing(progress, sum(StoredTensor(entry.dtype, entry.shape, 0).bytes for entry in tensors.values()))
     for file in sorted({entry.file for entry in tensors.values()}):
         inside = {name: (entry.dtype, entry.shape) for name, entry in tensors.items() if entry.file == file}
-        files[file] = write_tensors(directory / file, inside, chunks)
+        files[file] = write_tensors(directory / file, inside, chunks, advance)
     return files
 
 
@@ -138,6 +143,15 @@ def write_file(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a file beside `path` and rename it: the file is complete or as before, even after a power cut."""
+    new = path.with_suffix(".new")
+    write(new)
+    with new.open("rb") as file:
+        os.fsync(file.fileno())
+    new.replace(path)
 
 
 def _put_in_place(partial: Path, path: Path) -> None:

@@ -12,17 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from model.config import ConfigError, ContextAttention, HashSpec, ModelConfig, RetrievalConfig
 from weights.actions import RELEASED_DWELL_INDEX, continuous_outputs, default_score_weights, released_action_names
 from weights.errors import CheckpointError
 from weights.format.layout import expected_shapes, is_table
-from weights.format.manifest import Manifest, parse_json_object
-from weights.format.reader import Progress
+from weights.format.manifest import parse_json_object
 from weights.format.tensorfile import is_finite
-from weights.format.writer import Labels, TableDtype, write_checkpoint
-from weights.published.npz import NpzFile
+from weights.format.writer import Labels
+from weights.published.npz import FLOAT32, NpzFile
 from weights.text_ids import IdKind
 
 CONFIG_FILE, PARAMS_FILE, TABLES_FILE = "config.json", "model_params.npz", "embedding_tables.npz"
@@ -92,8 +92,8 @@ class PublishedModel:
         """The float32 elements of tensor `name` in order, at most 1 MiB at a time."""
         archive = self._tables if is_table(name) else self._params
         published = published_name(name, self._is_retrieval)
-        for chunk in archive.read(published, self.shapes[name]):
-            if not is_finite(chunk):
+        for rows in archive.rows(published, self.shapes[name], FLOAT32):
+            if not is_finite(chunk := torch.from_numpy(rows)):
                 raise CheckpointError(f"{archive.path}: array {published} holds a NaN or an infinity.")
             yield chunk
 
@@ -256,26 +256,3 @@ def labels_for(
         weights = {}  # a retrieval score is a cosine, without weights
     outputs = continuous_outputs(config.continuous_actions, RELEASED_DWELL_INDEX)
     return Labels(name, names, outputs, weights, version, ids)
-
-
-def import_published(
-    model: PublishedModel,
-    out: Path,
-    labels: Labels,
-    *,
-    table_dtype: TableDtype = "float32",
-    replace_existing: bool = False,
-    progress: Progress | None = None,
-) -> Manifest:
-    """Stream an opened download into a checkpoint directory, a chunk of at most 1 MiB at a time. Raises CheckpointError."""
-    done, total = 0, sum(math.prod(shape) * 4 for shape in model.shapes.values())
-
-    def chunks(name: str) -> Iterator[Tensor]:
-        nonlocal done
-        for chunk in model.chunks(name):
-            yield chunk
-            done += chunk.numel() * 4
-            if progress:
-                progress(done, total)
-
-    return write_checkpoint(out, model.config, chunks, labels, table_dtype=table_dtype, replace=replace_existing)

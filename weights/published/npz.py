@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import torch
 from numpy.lib import format as npy
 from numpy.typing import NDArray
-from torch import Tensor
 
 from weights.errors import CheckpointError
+from weights.format.tensorfile import CHUNK_BYTES
 
-CHUNK_BYTES = 2**20
 FLOAT32 = np.dtype("<f4")
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # what numpy writes; zipfile unpacks others without limit
 
@@ -58,10 +56,6 @@ class NpzFile:
         shape, dtype, stream = self._open(name)
         stream.close()
         return shape, dtype
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
-        """The elements of array `name` in C order, float32, flat; as `rows`."""
-        return map(torch.from_numpy, self.rows(name, shape, FLOAT32))
 
     def rows(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
         """The elements of array `name` in C order, flat, in chunks of at most 1 MiB; chunks hold whole rows if a row fits into 1 MiB.

@@ -10,12 +10,11 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -23,12 +22,11 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from weights.format.writer import write_whole
 from weights.scoring.scorer import NAMING, Prepared, Scorer
 from weights.tables import ids_of, tables_of
 from weights.text_ids import IdKind
 from weights.training.log import action_names, open_log
-
-Result = TypeVar("Result")
 
 PARTITION_ROWS = 500_000
 ROUND_ROWS = 1_000_000
@@ -98,15 +96,17 @@ def score_log(
     done = rows - sum(sizes)
     with ThreadPoolExecutor(1, thread_name_prefix="files") as files:  # reads and writes while the engine computes
         writing: Future[None] | None = None
-        read = _one_ahead(files, (partial(_prepared, scorer, piece, since_ts, str(log)) for piece in pieces))
-        for part, size, prepared in zip(todo, sizes, read, strict=True):
-            scored = (
-                scorer.score(prepared, partial(_tell, say, rows, done)) if prepared else scorer.schema.empty_table()
-            )
+        reads = (files.submit(_prepared, scorer, piece, since_ts, str(log)) for piece in pieces)
+        reading = next(reads, None)
+        for part, size in zip(todo, sizes, strict=True):
+            assert reading is not None
+            prepared, reading = reading.result(), next(reads, None)  # the next is read while this one is scored
+            told = partial(lambda before, scored: say("scored", before + scored, rows), done)
+            scored = scorer.score(prepared, told) if prepared else scorer.schema.empty_table()
             done += size
             if writing:
                 writing.result()
-            writing = files.submit(_rename, part, partial(_write, scored, sums))
+            writing = files.submit(write_whole, part, partial(_write, scored, sums))
         if writing:
             writing.result()
     shutil.rmtree(split, ignore_errors=True)
@@ -129,7 +129,7 @@ def _claim(out: Path, job: Job) -> None:
         if out.exists() and any(out.iterdir()):
             raise JobError(f"{out} holds something else: choose another place")
         out.mkdir(parents=True, exist_ok=True)
-        _rename(stated, lambda new: new.write_text(json.dumps(wanted, indent=1)))
+        write_whole(stated, lambda new: new.write_text(json.dumps(wanted, indent=1)))
         return
     found = json.loads(stated.read_text())
     if differing := [name for name in wanted if found.get(name) != wanted[name]]:
@@ -159,27 +159,11 @@ def _split(source: ds.FileSystemDataset, split: Path, job: Job, ids: IdKind, say
     unfinished.rename(split)
 
 
-def _one_ahead(pool: ThreadPoolExecutor, calls: Iterable[Callable[[], Result]]) -> Iterator[Result]:
-    """Yield the results of `calls` in order. The pool runs the next call while the caller works on the last result."""
-    coming: Future[Result] | None = None
-    for call in calls:
-        begun = pool.submit(call)
-        if coming is not None:
-            yield coming.result()
-        coming = begun
-    if coming is not None:
-        yield coming.result()
-
-
 def _prepared(scorer: Scorer, piece: Path, since_ts: int, where: str) -> Prepared | None:
     """Read and prepare a piece; None if it has no rows."""
     with pa.ipc.open_file(pa.OSFile(str(piece))) as reader:
         table = reader.read_all()
     return scorer.prepare(table, since_ts, where) if len(table) else None
-
-
-def _tell(say: Progress, rows: int, before: int, done: int) -> None:
-    say("scored", before + done, rows)
 
 
 def _sha256(file: Path) -> str:
@@ -203,13 +187,4 @@ def _write(scored: pa.Table, sums: dict[str, str], path: Path) -> None:
     sums[path.with_suffix(".parquet").name] = _sha256(
         path
     )  # listed before the file gets its name, so every named file is listed
-    _rename(path.with_name(SUMS), lambda new: new.write_text("".join(f"{sums[n]}  {n}\n" for n in sorted(sums))))
-
-
-def _rename(path: Path, write: Callable[[Path], object]) -> None:
-    """Write to a temporary file and rename: the file is complete or absent, even after a power cut."""
-    new = path.with_suffix(".new")
-    write(new)
-    with new.open("rb") as file:
-        os.fsync(file.fileno())
-    new.rename(path)
+    write_whole(path.with_name(SUMS), lambda new: new.write_text("".join(f"{sums[n]}  {n}\n" for n in sorted(sums))))

@@ -136,7 +136,7 @@ def write_posts(path: Path, world: World, encoder: Encoder, posts: NDArray[np.in
 def facts_of(world: World) -> Facts:
     """The facts of a world in memory, as `load_facts` reads them from a saved one."""
     topics = {int(a): int(t) for a, t in zip(world.authors.ids, world.authors.topic, strict=True)}
-    return Facts(world.settings.test_ts, world.truth, topics, world_names(world))
+    return Facts(world.settings.test_ts, world.truth, topics)
 
 
 def _names(world: World, request: dict[str, Any]) -> dict[str, Any]:

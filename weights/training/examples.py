@@ -175,8 +175,7 @@ def _with_fresh_ids(request: Request, rng: np.random.Generator, user_share: floa
     known, unseen = rng.random() >= user_share, int(rng.integers(1, 2**63)) if rng.random() < 0.5 else 0
     user = context.user_id if known else unseen
     posts = [_refresh(ids, rng, post_share) for ids in (context.post_ids, candidates.post_ids)]
-    context = Context(user, posts[0], context.author_ids, context.actions, context.surfaces, context.dwell_seconds)
-    return context, Candidates(posts[1], candidates.author_ids, candidates.surfaces, candidates.age_buckets)
+    return replace(context, user_id=user, post_ids=posts[0]), replace(candidates, post_ids=posts[1])
 
 
 def _refresh(ids: NDArray[np.uint64], rng: np.random.Generator, share: float) -> NDArray[np.uint64]:

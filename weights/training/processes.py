@@ -80,10 +80,10 @@ class Processes:
             assert gradient is not None
             mine = torch.unique(rows)
             mine = mine[mine != 0]  # row 0 is padding and has no gradient
-            parts = self._gather_rows(mine, gradient[mine] / self.size)
+            parts = self.gather((mine.cpu(), (gradient[mine] / self.size).cpu()))
             gradient.zero_()
             for ids, values in parts:
-                gradient.index_add_(0, ids, values)
+                gradient.index_add_(0, ids.to(gradient.device), values.to(gradient.device))
 
     def mean(self, value: Tensor) -> float:
         """The mean of a scalar over all processes."""
@@ -108,20 +108,6 @@ class Processes:
             raise ProcessesError(
                 f"the processes of this run differ in {', '.join(differing)}: all need the same arguments, log, state and build"
             )
-
-    def _gather_rows(self, ids: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Every process's ids `[n]` and values `[n, D]`, by rank. n differs, and is 0 if a process saw only padding."""
-        counts = [ids.new_empty(1) for _ in range(self.size)]
-        dist.all_gather(counts, ids.new_tensor([len(ids)]))
-        lengths = [int(count) for count in counts]
-        gathered = []
-        for mine in (ids, values):
-            padded = mine.new_zeros(max(*lengths, 1), *mine.shape[1:])
-            padded[: len(mine)] = mine
-            everyone = [torch.empty_like(padded) for _ in range(self.size)]
-            dist.all_gather(everyone, padded)
-            gathered.append([each[:length] for each, length in zip(everyone, lengths, strict=True)])
-        return list(zip(*gathered, strict=True))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from model.config import ModelConfig
 from model.ranker import Ranker
+from weights.format.writer import write_whole
 from weights.tables import LogError
-from weights.training.curve import CURVE_NAME, draw_curve
 from weights.training.examples import Examples
 from weights.training.log import Log
 from weights.training.processes import Processes, weight_sums
@@ -24,6 +24,8 @@ from weights.training.state import load_state, run_facts, save_state
 from weights.training.trainer import Status, Trainer
 
 VALIDATION_SHARE = 0.03
+CURVE_NAME = "curve.png"
+SMOOTH_STEPS = 50  # a batch's loss is mostly noise: the line is the mean over this many
 
 
 def train(
@@ -64,6 +66,30 @@ def _keep(state: Path | None, trainer: Trainer) -> None:
     if state:
         save_state(trainer, state)
         draw_curve(trainer.curve, state / CURVE_NAME)
+
+
+def draw_curve(curve: Sequence[tuple[float, float, float]], path: Path) -> None:
+    """Draw a trainer's `curve`: learning rate, loss and validation loss of every step."""
+    import matplotlib.pyplot as plt
+
+    from weights.report import BLUE, DARK, GREY, YELLOW, png
+
+    rates, losses, validation = np.array(curve).T
+    steps = np.arange(1, len(curve) + 1)
+    figure, (upper, lower) = plt.subplots(2, 1, sharex=True, figsize=(8, 5), dpi=90, height_ratios=(3, 1))
+    upper.plot(steps, losses, color=GREY, linewidth=0.5, label="loss of each batch")
+    if len(curve) > SMOOTH_STEPS:
+        means = np.convolve(losses, np.full(SMOOTH_STEPS, 1 / SMOOTH_STEPS), "valid")
+        upper.plot(steps[SMOOTH_STEPS - 1 :], means, color=BLUE, label=f"mean of {SMOOTH_STEPS}")
+    evaluated = np.isfinite(validation)
+    upper.plot(steps[evaluated], validation[evaluated], ".-", color=YELLOW, label="validation loss")
+    upper.set_ylabel("loss")
+    upper.legend(fontsize=8)
+    lower.plot(steps, rates, color=DARK)
+    lower.set_ylabel("learning rate")
+    lower.set_xlabel("step")
+    figure.tight_layout()
+    write_whole(path, lambda new: new.write_bytes(png(figure)))
 
 
 @contextmanager

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 from model.config import HashSpec, ModelConfig
 
 MERSENNE_61 = 2**61 - 1
-INIT_SCHEMES = ("upstream", "unit")
-DEVICES = ("cpu", "cuda")
-DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +42,8 @@ class TrainSettings:
     threads: int = 1  # per process; a second gains little at this size, and other counts give other bits
 
     def __post_init__(self) -> None:
-        for name, known in (("init", INIT_SCHEMES), ("device", DEVICES), ("dtype", DTYPES)):
-            if getattr(self, name) not in known:
+        for name, kind in get_type_hints(TrainSettings).items():
+            if (known := get_args(kind)) and getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {' or '.join(known)}, got {getattr(self, name)!r}")
 
 

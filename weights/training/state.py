@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from weights.format.writer import write_whole
 from weights.training.trainer import Trainer
 
 STATE_NAME = "state.safetensors"
@@ -39,19 +39,17 @@ def save_state(trainer: Trainer, directory: Path) -> None:
     counters = {name: getattr(trainer, name) for name in COUNTERS}
     document = {"run": run_facts(trainer), **counters, "generator": trainer.generator.get_state().tolist()}
     # the counters are in the tensor file's header, so that one rename replaces both
-    new = directory / f"{STATE_NAME}.new"
-    save_file(tensors, new, metadata={COUNTERS_NAME: json.dumps(document)})
-    with new.open("rb") as file:
-        os.fsync(file.fileno())  # complete before it is renamed, even after a power cut
-    os.replace(new, directory / STATE_NAME)
+    metadata = {COUNTERS_NAME: json.dumps(document)}
+    write_whole(directory / STATE_NAME, lambda new: save_file(tensors, new, metadata))
 
 
 def load_state(trainer: Trainer, directory: Path) -> None:
     """Restore what `save_state` wrote. Raises StateError if it is absent or belongs to other settings or another log."""
     path = directory / STATE_NAME
     try:
-        tensors = load_file(path)
-        document = json.loads(_header(path)[COUNTERS_NAME])
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            document = json.loads((file.metadata() or {})[COUNTERS_NAME])
         counters = {name: document[name] for name in COUNTERS}
         trainer.curve = [tuple(row) for row in tensors.pop(CURVE).tolist()]
     except (OSError, KeyError, ValueError, SafetensorError) as error:
@@ -71,12 +69,6 @@ def load_state(trainer: Trainer, directory: Path) -> None:
     trainer.generator.set_state(torch.tensor(document["generator"], dtype=torch.uint8))
     for name, value in counters.items():
         setattr(trainer, name, value)
-
-
-def _header(path: Path) -> dict[str, str]:
-    with safe_open(path, "pt") as file:
-        metadata: dict[str, str] = file.metadata()
-        return metadata
 
 
 def run_facts(trainer: Trainer) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -38,6 +39,12 @@ class Status:
     best: float
     evaluated: bool
     impressions: int
+
+
+@lru_cache(maxsize=2)  # a batch may reach from one epoch into the next
+def epoch_order(seed: int, epoch: int, requests: int) -> NDArray[np.int64]:
+    """The order of the requests in one epoch, `[requests]`."""
+    return np.random.default_rng((seed, TRAIN_ORDER, epoch)).permutation(requests)
 
 
 class Trainer:
@@ -76,7 +83,6 @@ class Trainer:
         self.curve: list[tuple[float, float, float]] = []
         """Learning rate, loss and validation loss of every step; the last is NaN for a step without an evaluation."""
         self.impressions = 0
-        self._orders: dict[int, NDArray[np.int64]] = {}
 
     @property
     def finished(self) -> bool:
@@ -181,16 +187,10 @@ class Trainer:
         """The requests of this step; each epoch has its own permutation."""
         size = self.settings.batch_requests
         place = np.arange(self.step * size, (self.step + 1) * size)
-        epochs = place // len(self.train)
-        self._orders = {epoch: self._order(epoch) for epoch in map(int, np.unique(epochs))}
-        rows = [self._orders[int(epoch)][p % len(self.train)] for epoch, p in zip(epochs, place, strict=True)]
-        return self.train[rows]
-
-    def _order(self, epoch: int) -> NDArray[np.int64]:
-        known = self._orders.get(epoch)
-        if known is not None:
-            return known
-        return np.random.default_rng((self.settings.seed, TRAIN_ORDER, epoch)).permutation(len(self.train))
+        count, seed = len(self.train), self.settings.seed
+        return self.train[
+            [epoch_order(seed, epoch, count)[row] for epoch, row in zip(*divmod(place, count), strict=True)]
+        ]
 
     def _groups(self) -> list[dict[str, object]]:
         """Parameter groups: matrices and embedding tables have a decay each, norm scales and biases none.

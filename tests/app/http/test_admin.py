@@ -28,7 +28,8 @@ from app.settings import Admin, Settings, Shadow
 from app.telemetry.metrics import Metrics
 from tests.app import retrieving
 from tests.app.fakes import FakeEngine, Gate, loaded, loader, running, until
-from weights.checkpoint import CheckpointError, load_manifest
+from weights.checkpoint import load_manifest
+from weights.errors import CheckpointError
 
 TOKEN = "correct horse"
 GOOD = {"host": "localhost:9000", "authorization": f"Bearer {TOKEN}"}

@@ -17,7 +17,7 @@ from app.settings import Queue, Settings
 from tests.app.fakes import run, until
 from tests.app.ray.planted import HANG, Planted
 from tests.app.serving import good
-from weights.checkpoint import CheckpointError
+from weights.errors import CheckpointError
 
 pytestmark = pytest.mark.anyio
 

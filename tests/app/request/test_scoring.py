@@ -63,7 +63,8 @@ def test_the_published_weights_count_what_the_checkpoint_has() -> None:
     assert math.isclose(score, 0.5 * 0.5 + 5 * 0.25 - 234 * 0.125 + 0.004 * 15, rel_tol=1e-12)
     assert len(checked(good(weights="default")).weights) == 3
     other = Vocabulary.of(
-        MANIFEST.relabelled(
+        replace(
+            MANIFEST,
             action_names=("a", "favorite", "b"),
             continuous=(ContinuousOutput("c", 1.0, ""),),
             score_weights={},

@@ -35,7 +35,7 @@ from tests.app.request.test_codec import frozen, told
 from tests.app.serving import good
 from weights.text_ids import text_id
 
-MANIFEST = loaded(FakeEngine()).checkpoint.manifest.relabelled(ids="text", version="")
+MANIFEST = replace(loaded(FakeEngine()).checkpoint.manifest, ids="text", version="")
 CONFIG, LIMITS, WORDS = MANIFEST.config, Limits(), Vocabulary.of(MANIFEST)
 LIBRARY = load_library()
 assert LIBRARY is not None

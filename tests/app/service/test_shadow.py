@@ -36,7 +36,7 @@ from tests.app.fakes import (
 )  # fmt: skip
 from tests.app.serving import value_of
 from weights.agreement import agreement
-from weights.checkpoint import CheckpointError
+from weights.errors import CheckpointError
 
 pytestmark = pytest.mark.anyio
 EVERY = Shadow(checkpoint=Path("second"), share=1.0)

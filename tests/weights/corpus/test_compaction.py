@@ -21,8 +21,7 @@ from weights.corpus import compaction as compacting
 from weights.corpus.changes import ChangeLog
 from weights.corpus.compaction import Compaction, load_changed
 from weights.corpus.records import mark_after
-from weights.corpus.snapshot import publish
-from weights.corpus.store import load_corpus, load_corpus_manifest
+from weights.corpus.store import load_corpus, load_corpus_manifest, publish
 from weights.errors import CheckpointError, NotStored
 from weights.format.writer import write_files
 

@@ -57,7 +57,7 @@ def test_it_comes_back() -> None:
     ],
 )
 def test_the_digest_covers_everything(change: dict[str, Any]) -> None:
-    assert MANIFEST.relabelled(**change).digest != MANIFEST.digest
+    assert replace(MANIFEST, **change).digest != MANIFEST.digest
 
 
 @settings(max_examples=300, deadline=None)
@@ -137,7 +137,7 @@ def test_a_bad_digest_or_a_bad_length_alone_is_refused(sha256: str, length: int)
 )
 def test_parts_that_do_not_fit_are_refused(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(CheckpointError, match=sentence):
-        MANIFEST.relabelled(**change)
+        replace(MANIFEST, **change)
 
 
 def test_default_weights_reward_and_punish() -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from weights.checkpoint import CheckpointError, load_checkpoint
+from weights.checkpoint import load_checkpoint
+from weights.errors import CheckpointError
 from weights.format import writer
 from weights.format.writer import write_checkpoint
 from weights.published.importer import labels_for

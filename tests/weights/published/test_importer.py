@@ -16,9 +16,10 @@ from model.batch import collate
 from model.config import ModelConfig, RetrievalConfig
 from model.retrieval.towers import Towers
 from tests import goldens, retrieval_goldens
-from weights.checkpoint import Checkpoint, CheckpointError, load_checkpoint, load_encoder
-from weights.format.writer import TableDtype
-from weights.published.importer import PublishedModel, import_published, labels_for
+from weights.checkpoint import Checkpoint, load_checkpoint, load_encoder
+from weights.errors import CheckpointError
+from weights.format.writer import TableDtype, write_checkpoint
+from weights.published.importer import PublishedModel, labels_for
 from weights.synthetic.published import write_published
 from weights.synthetic.random_weights import mini_config, random_model, random_ranker, retrieval_config
 
@@ -26,7 +27,7 @@ from weights.synthetic.random_weights import mini_config, random_model, random_r
 def brought_in(source: Path, out: Path, tables: TableDtype = "float32", **options: Any) -> Checkpoint:
     """Import and load."""
     with PublishedModel(source, **options) as ranker:
-        import_published(ranker, out, labels_for(ranker.config, "x"), table_dtype=tables)
+        write_checkpoint(out, ranker.config, ranker.chunks, labels_for(ranker.config, "x"), table_dtype=tables)
     return load_checkpoint(out)
 
 

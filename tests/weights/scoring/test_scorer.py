@@ -17,7 +17,8 @@ import pyarrow as pa
 from model.create import EngineOptions, create_engine
 from model.engine import EngineError, Item
 from model.ranking import combine
-from weights.checkpoint import CheckpointError, load_checkpoint
+from weights.checkpoint import load_checkpoint
+from weights.errors import CheckpointError
 from weights.scoring import scorer as module
 from weights.scoring.scorer import Scorer
 from weights.tables import LogError

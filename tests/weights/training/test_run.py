@@ -13,8 +13,7 @@ pytest.importorskip("pyarrow")
 from safetensors.torch import load_file
 
 from tests.weights.training.small_run import TRAINING, small_config
-from weights.training.curve import CURVE_NAME
-from weights.training.run import train
+from weights.training.run import CURVE_NAME, train
 from weights.training.state import STATE_NAME
 from weights.training.trainer import Status
 from weights.training.world.simulate import World

@@ -29,7 +29,7 @@ from weights.training.world.behaviour import (
 from weights.training.world.population import draw_authors, draw_posts, draw_users, interest, regard_now
 from weights.training.world.settings import DAY_SECONDS, SURFACES, WorldSettings
 from weights.training.world.simulate import World, simulate
-from weights.training.world.store import load_facts, save_world
+from weights.training.world.store import WORLD_NAME, load_facts, save_world
 
 SMALL = WorldSettings(users=400, new_users=20)
 DEMO = Path(__file__).parents[3] / "weights"
@@ -215,4 +215,5 @@ def test_a_saved_world_reads_back(world: World, tmp_path: Path) -> None:
     assert facts.test_ts == SMALL.test_ts
     assert np.array_equal(facts.truth.probabilities, world.truth.probabilities)
     assert len(facts.author_topics) == SMALL.authors
-    assert len({entry["name"] for entry in facts.names["authors"].values()}) == SMALL.authors
+    named = json.loads((tmp_path / WORLD_NAME).read_text())
+    assert len({entry["name"] for entry in named["authors"].values()}) == SMALL.authors

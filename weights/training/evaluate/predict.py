@@ -68,13 +68,9 @@ def _ablation(
     if ablation == "no history":
         return lambda index: examples.context(index).rows(slice(0))
     if ablation == "shuffled order":
-        return lambda index: _shuffled(examples.context(index), rng)
+        return lambda index: (context := examples.context(index)).rows(rng.permutation(len(context)))
     other = dict(zip(requests.tolist(), rng.permutation(requests).tolist(), strict=True))
     return lambda index: replace(examples.context(other[index]), user_id=examples.context(index).user_id)
-
-
-def _shuffled(context: Context, rng: np.random.Generator) -> Context:
-    return context.rows(rng.permutation(len(context)))
 
 
 def popularity(train: Log, test: Log, strength: float = 20.0) -> Floats:

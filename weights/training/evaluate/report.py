@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 
-from weights.report import BLUE, DARK, GREY, YELLOW, markdown_table, png, write_figures
+from weights.report import BLUE, DARK, GREY, YELLOW, markdown_table, plain, png, write_figures
 from weights.training.evaluate.evaluation import AFFINITY, MODEL, OPTIMUM, POPULARITY, TRUE_AFFINITY, Evaluation
 
 COLOURS = {POPULARITY: GREY, AFFINITY: YELLOW, MODEL: BLUE, OPTIMUM: DARK}
@@ -45,27 +44,22 @@ def write_report(evaluation: Evaluation, directory: Path, title: str, command: s
 def figures(evaluation: Evaluation) -> dict[str, object]:
     """The headline figures as JSON values; an undefined figure, such as the AUC of an action that never happens, is null."""
     sources = evaluation.figures
-    return {
+    values: dict[str, object] = {
         "requests": evaluation.requests,
         "impressions": evaluation.impressions,
         "frequent_actions": evaluation.frequent,
-        "mean_auc": {source: _number(evaluation.mean_auc(source)) for source in sources},
-        "way_to_optimum": {source: _number(evaluation.way(source)) for source in sources if OPTIMUM in sources},
-        "ndcg": {source: _number(value) for source, value in evaluation.ndcg.items()},
-        "calibration_error": _number(evaluation.calibration_error(MODEL)),
+        "mean_auc": {source: evaluation.mean_auc(source) for source in sources},
+        "way_to_optimum": {source: evaluation.way(source) for source in sources if OPTIMUM in sources},
+        "ndcg": evaluation.ndcg,
+        "calibration_error": evaluation.calibration_error(MODEL),
         "ablations": {
-            name: {"mean_auc": _number(auc), "log_loss": _number(loss), "ndcg": _number(ndcg)}
-            for name, (auc, loss, ndcg) in evaluation.ablations.items()
+            name: dict(zip(("mean_auc", "log_loss", "ndcg"), three, strict=True))
+            for name, three in evaluation.ablations.items()
         },
-        "actions": {
-            name: {key: _number(value) for key, value in asdict(values).items()}
-            for name, values in sources[MODEL].items()
-        },
+        "actions": {name: asdict(each) for name, each in sources[MODEL].items()},
     }
-
-
-def _number(value: float) -> float | None:
-    return round(value, 5) if math.isfinite(value) else None
+    rounded: dict[str, object] = plain(values, 5)
+    return rounded
 
 
 def _headline(evaluation: Evaluation) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -61,7 +60,7 @@ def evaluate_retrieval(
             continue
         seen = np.isin(ids, context.post_ids)
         best = _top(np.where(seen, -np.inf, true_values(world, user, posts) @ values), BEST)
-        vector = towers.encode_users([without_dwell(context)])[0].numpy()
+        vector = towers.encode_users([context])[0].numpy()
         sources = {
             "towers": vectors @ vector,
             "popularity": np.array([liked.get(author, 0) for author in authors], np.float64),
@@ -108,11 +107,6 @@ def history_of(log: Log, user_id: int, length: int) -> Context:
         log.product_surface[rows],
         log.dwell_seconds[rows],
     )
-
-
-def without_dwell(context: Context) -> Context:
-    """The context without dwell times, which the towers do not read."""
-    return replace(context, dwell_seconds=np.zeros(len(context), np.float32))
 
 
 def _top(scores: NDArray[Any], count: int) -> NDArray[np.int64]:

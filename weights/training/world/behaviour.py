@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from weights.training.world.settings import SURFACES
@@ -112,7 +113,10 @@ def true_probabilities(given: Circumstances) -> Floats:
         result += np.float32(mass) * _sigmoid(_logits(given, np.full(len(result), node, np.float32)))
     mean = log_dwell(given)
     for name, threshold in DWELL_THRESHOLDS_SECONDS.items():
-        result[:, ACTION_NAMES.index(name)] = _normal_tail((np.log(threshold) - mean) / DWELL_SPREAD)
+        z = torch.from_numpy((np.log(threshold) - mean) / DWELL_SPREAD)
+        result[:, ACTION_NAMES.index(name)] = (
+            0.5 * torch.erfc(z / 2**0.5)
+        ).numpy()  # P(N(0, 1) ≥ z); numpy has no erfc
     return result
 
 
@@ -127,10 +131,3 @@ def _logits(given: Circumstances, noise: Floats) -> Floats:
 
 def _sigmoid(logits: Floats) -> Floats:
     return np.asarray(1 / (1 + np.exp(-logits)), np.float32)
-
-
-def _normal_tail(z: Floats) -> Floats:
-    """P(N(0, 1) ≥ z), by torch's error function: numpy has none."""
-    import torch
-
-    return (0.5 * torch.erfc(torch.from_numpy(z) / 2**0.5)).numpy()

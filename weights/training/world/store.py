@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from weights.training.log import write_log
 from weights.training.world.names import person_name, topic_name
@@ -32,7 +31,6 @@ class Facts:
     test_ts: int
     truth: Truth
     author_topics: dict[int, int]
-    names: dict[str, Any]
 
 
 def save_world(directory: Path, world: World) -> None:
@@ -80,14 +78,8 @@ def load_facts(directory: Path) -> Facts:
     document = json.loads((directory / WORLD_NAME).read_text())
     table = pq.read_table(directory / TRUTH_NAME)
     names = [name for name in table.column_names if name.startswith(PROBABILITY_PREFIX)]
-
-    def column(name: str) -> NDArray[Any]:
-        values: NDArray[Any] = table.column(name).to_numpy()
-        return values
-
-    truth = Truth(
-        np.stack([column(name) for name in names], 1), column("log_dwell"), column("affinity"), column("topic")
-    )
+    further = (table[name].to_numpy() for name in ("log_dwell", "affinity", "topic"))
+    truth = Truth(np.stack([table[name].to_numpy() for name in names], 1), *further)
     topics = {name: index for index, name in enumerate(document["topics"])}
     authors = {int(author): topics[entry["topic"]] for author, entry in document["authors"].items()}
-    return Facts(int(document["test_ts"]), truth, authors, document)
+    return Facts(int(document["test_ts"]), truth, authors)
