@@ -110,6 +110,7 @@ def servers_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     from tests.zygote import zygote
 
+    zygote.prepare()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "start_process", zygote.start)
         yield

@@ -27,7 +27,7 @@ from loadtest.machine import ROOT
 from loadtest.servers.launch import start_process
 
 MODULES = ("app", "loadtest.soak.faulty_server")
-PASSING = ("RANKER_", "PYTEST_CURRENT_TEST")  # variables that may differ
+PASSING = ("RANKER_", "PYTEST_CURRENT_TEST", "KMP_")  # variables that may differ: libraries set the last as they load
 PR_SET_PDEATHSIG = 1
 
 
@@ -74,8 +74,13 @@ class Zygote:
     """The process that is forked, begun with the first server that wants it."""
 
     def __init__(self) -> None:
-        self._environment = self.shared(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self._environment: dict[str, str] = {}
         self._socket: socket.socket | None = None
+
+    def prepare(self) -> None:
+        """Once all tests are collected, and before one of them sets a variable: what modules set as they are imported is shared."""
+        if not self._environment:
+            self._environment = self.shared(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
     @staticmethod
     def shared(environment: Mapping[str, str]) -> dict[str, str]:
@@ -107,6 +112,7 @@ class Zygote:
         self, command: Sequence[str], output: IO[Any], errors: IO[Any], directory: Path, environment: Mapping[str, str]
     ) -> Forked:
         if self._socket is None:
+            self.prepare()
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 start = [sys.executable, "-m", "tests.zygote", str(theirs.fileno())]

@@ -66,14 +66,16 @@ def test_it_is_searched_and_shows_the_api_from_a_file(site: Path, browser: Any) 
     assert not [url for url in asked if url.startswith("http")]
 
 
-@pytest.mark.parametrize("link", ["[x](nowhere.md)", "[x](api.md#no-such-part)", "[x](../app/nowhere.py)"])
-def test_a_link_to_nowhere_stops_it(tmp_path: Path, link: str) -> None:
+def test_a_link_to_nowhere_stops_it(tmp_path: Path) -> None:
     for entry in ROOT.iterdir():
         if entry.name != "docs":
             (tmp_path / entry.name).symlink_to(entry)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     page = tmp_path / "docs" / "explore.md"
-    page.write_text(page.read_text() + f"\n{link}\n")
+    nowhere = ("nowhere.md", "api.md#no-such-part", "../app/nowhere.py")
+    page.write_text(page.read_text() + "".join(f"\n[x]({link})\n" for link in nowhere))
     done = build(tmp_path, tmp_path / "out")
     assert done.returncode == 1
-    assert "explore.md" in done.stderr
+    for link in nowhere:
+        [line] = [line for line in done.stderr.splitlines() if link.rpartition("/")[2] in line]
+        assert "explore.md" in line

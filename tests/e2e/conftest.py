@@ -40,7 +40,7 @@ def browser() -> Iterator[Any]:
 def tab(browser: Any, server: Server) -> Iterator[Any]:
     from tests.e2e.explorer import Explorer
 
-    explorer = Explorer(browser, server.url, viewport={"width": 1440, "height": 900})
+    explorer = Explorer(browser, server.url, viewport={"width": 1440, "height": 900}, reduced_motion="reduce")
     yield explorer
     explorer.context.close()
     assert explorer.complaints == []

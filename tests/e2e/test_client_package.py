@@ -69,9 +69,10 @@ def test_the_wheel_and_the_sdist_hold_the_client_and_nothing_else(built: Path) -
 def test_it_ranks_from_an_environment_without_the_server(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
     python = tmp_path / "venv" / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check")
     for command in (
-        (oldest_python(), "-m", "venv", tmp_path / "venv"),
-        (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel),
+        (oldest_python(), "-m", "venv", "--without-pip", tmp_path / "venv"),
+        (*pip, "--ignore-installed", wheel),
     ):
         done = run(*command, cwd=tmp_path)
         assert done.returncode == 0, done.stderr

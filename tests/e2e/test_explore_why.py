@@ -201,6 +201,8 @@ def test_two_checkpoints_of_other_kinds_stand_side_by_side(browser: Any, two: Se
             ]
         }
         assert (tab.shown(0), tab.shown(1)) == (by(own, EXAMPLE), by("strange", bare))
+        for side, told in enumerate((f"demo {own}", "imported strange")):
+            assert told in tab.page.locator(".list").nth(side).inner_text()
         notes = tab.page.locator(".list .note").all_inner_texts()
         assert notes[0] == "Knows every action of the history."
         assert notes[1].startswith(
@@ -218,9 +220,17 @@ def test_two_checkpoints_of_other_kinds_stand_side_by_side(browser: Any, two: Se
         tab.settle(lambda: tab.page.locator('[data-action="action_1"]').fill("1"))
         assert tab.shown(1) == by("strange", shorter[1] | {"weights": {"favorite": 2.0, "action_1": 1.0}})
         assert tab.shown(0) == by(own, shorter[0])
+        tab.page.locator(".list").nth(1).get_by_role("button", name="Why").first.click()
+        tab.page.wait_for_selector(".reasons")
         tab.page.wait_for_timeout(300)
         again = Explorer(browser, two.url).open(tab.page.evaluate("location.href").removeprefix(two.url))
         assert [again.shown(side) for side in (0, 1)] == [tab.shown(side) for side in (0, 1)]
+        tab.page.get_by_text("A", exact=True).click()
+        tab.page.locator("#curl").click()
+        assert f"x-model-version: {own}" in tab.page.evaluate("navigator.clipboard.readText()")
+        for name in ("Compare", "Checkpoints", "Checkpoints"):
+            tab.settle(lambda name=name: tab.page.get_by_role("button", name=name).click())
+        assert tab.page.locator(".list").count() == 1
         assert tab.complaints + again.complaints == []
         for each in (tab, again):
             each.context.close()

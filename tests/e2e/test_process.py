@@ -17,9 +17,11 @@ import httpx
 import pytest
 from phoenix_ranker_client import Candidate, RankerClient
 
+from loadtest.servers import launch
 from tests.e2e.process import DEMO, ROOT, Server, serving
 from tests.reliability.live import connect, read_all, wait_until
 from tests.reliability.live import exchange as wire
+from tests.zygote import Forked, zygote
 
 STARTED_ANEW = True  # by an interpreter of its own, as operators do
 LIMIT = 65_536
@@ -175,6 +177,16 @@ def test_a_compressed_body_is_unpacked_up_to_the_limit(server: Server) -> None:
 
 
 # start and end
+
+
+def test_servers_of_other_files_are_forked_though_a_library_has_set_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one was in a run of all tests, where an import had set TRITON_INTERPRET and another one KMP_INIT_AT_FORK."""
+    monkeypatch.setattr(launch, "start_process", zygote.start)
+    zygote.prepare()
+    for name, is_forked in (("KMP_INIT_AT_FORK", True), ("OMP_WAIT_POLICY", False)):
+        monkeypatch.setenv(name, "passive")
+        with serving(DEMO, threads=1) as server:
+            assert isinstance(server.process, Forked) is is_forked, name
 
 
 @pytest.mark.parametrize(

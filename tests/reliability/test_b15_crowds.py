@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 
 import pytest
@@ -15,12 +15,13 @@ from app.http.application import Application
 from app.http.grpc_server import ROUTES
 from app.settings import Admin, Grpc, Settings
 from loadtest.soak.attackers import ATTACKERS, DEMO_EXPLAINED
-from loadtest.soak.crowds import COUNTS, P50_TIMES, P99_TIMES, Crowd, crowded, explained
+from loadtest.soak.crowds import P50_TIMES, P99_TIMES, crowded, explained
 from loadtest.soak.fake_engine import FakeEngine
 from tests.reliability.live import Live, live
 
 pytestmark = pytest.mark.timeout(240)
 WINDOW_SECONDS = 0.2
+CLIENTS = 4  # one slows others down no more than four; the long form has both
 MOST_SECONDS = 0.0012  # of the event loop, for one request of any path that does not rank; 0.6 ms are the most seen
 RANKING = ("/context", "/rank", "/rank/{name}", "/rank/batch", "/explain", "/retrieve", "/recommend")
 
@@ -41,38 +42,26 @@ def test_every_path_is_walked() -> None:
     assert unwalked({*routes, "/new"}) == {"/new"}, "the control: a path without a row"
 
 
-def felt(crowd: Crowd, count: int) -> None:
-    """Every path in turn. Raises AssertionError with all of those beside which the ranker was too slow, or was refused."""
+def test_no_path_in_a_closed_loop_slows_a_ranker_down() -> None:
     wrong = []
-    for name, attacker in ATTACKERS.items():
-        found = crowd.measure(name, count, WINDOW_SECONDS)
-        if found.p50 >= P50_TIMES or found.p99 >= P99_TIMES or found.refused:
-            wrong.append((name, found))
-        elif not found.answered.get(attacker.expected):
-            wrong.append((f"{name} attacked nothing", found))
+    with crowded(high=90.0) as crowd:  # a window is too short for more; the long form has the 99th
+        for name, attacker in ATTACKERS.items():
+            found = crowd.measure(name, CLIENTS, WINDOW_SECONDS)
+            if found.p50 >= P50_TIMES or found.p99 >= P99_TIMES or found.refused:
+                wrong.append((name, found))
+            elif not found.answered.get(attacker.expected):
+                wrong.append((f"{name} attacked nothing", found))
     assert not wrong
-
-
-@pytest.fixture(scope="module")
-def crowd() -> Iterator[Crowd]:
-    with crowded(high=90.0) as found:  # a window is too short for more; the long form has the 99th
-        yield found
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_no_path_in_a_closed_loop_slows_a_ranker_down(crowd: Crowd, count: int) -> None:
-    felt(crowd, count)
 
 
 def test_it_is_red_where_nothing_is_kept_and_nobody_rests() -> None:
     with crowded("--nothing-kept", "--no-rest", high=90.0) as found:
-        assert found.measure("GET /openapi.json", 4, WINDOW_SECONDS).p50 > 2 * P50_TIMES
+        assert found.measure("GET /openapi.json", CLIENTS, WINDOW_SECONDS).p50 > 2 * P50_TIMES
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_impatient_explainers_take_no_ranking_from_others(count: int) -> None:
+def test_impatient_explainers_take_no_ranking_from_others() -> None:
     with explained() as found:
-        seen = found.measure(DEMO_EXPLAINED, count, 3.0)
+        seen = found.measure(DEMO_EXPLAINED, CLIENTS, 3.0)
     assert seen.tried >= 156
     assert (seen.refused, seen.p50 < P50_TIMES) == (0, True), seen
     assert seen.answered[200] > 0

@@ -29,6 +29,11 @@ from weights.format.writer import replace_manifest
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.fixture(autouse=True)
+def few_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "CLIENTS", 3)
+
+
 @pytest.fixture(scope="module")
 def processes() -> Iterator[cluster.Processes]:
     with cluster.two_processes() as processes:
@@ -52,12 +57,12 @@ def kinds(*wanted: Balancer, long: tuple[Balancer, ...] = ()) -> pytest.MarkDeco
 def test_g1_few_users_move_when_a_process_comes_and_no_score_changes(
     processes: cluster.Processes, kind: Balancer
 ) -> None:
-    all_ok(cluster.one_more(processes, 300, kind))
+    all_ok(cluster.one_more(processes, 150, kind))
 
 
 @kinds(HAPROXY)
 def test_g1_is_red_when_requests_go_anywhere(processes: cluster.Processes, kind: Balancer) -> None:
-    moved, hits, *_ = cluster.one_more(processes, 100, kind, kind.at_random)
+    moved, hits, *_ = cluster.one_more(processes, 60, kind, kind.at_random)
     assert not moved.ok
     assert not hits.ok
 

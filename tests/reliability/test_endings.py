@@ -26,17 +26,17 @@ def stuck_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 HOLDS: dict[str, Callable[[], Row | Sequence[Row]]] = {
     "F1, C2 swaps under load drop nothing and cross nothing, with and without fronts": lambda: reloads.swaps(
-        2.0, payload_count=20, fronts=(0, 2)
+        1.0, payload_count=10, fronts=(0, 2)
     ),
-    "C2 scores are not crossed": lambda: reloads.crossing(1.5),
+    "C2 scores are not crossed": lambda: reloads.crossing(0.7),
     "F3 sigterm loses nothing and exits 0": lambda: endings.terminations(2),
     "F5 a stuck engine is seen, answered and ended": lambda: endings.stuck(1, **SOON),
     "F5 a stuck search is seen, answered and ended": lambda: endings.stuck_search(1, **SOON),
     "F5 a search that hangs the loop ends the process": lambda: endings.stuck_loop(1),
     "F6 the innocent get their scores, and a lost device ends the process": lambda: endings.raising(100),
     "F7 clients may vanish": lambda: endings.vanishing(150),
-    "B5 no broken request brings a second reply": lambda: protocol.protocol(1.0),
-    "B8 whatever is sent is one line of JSON": lambda: lines.lines(1.0),
+    "B5 no broken request brings a second reply": lambda: protocol.protocol(0.2),
+    "B8 whatever is sent is one line of JSON": lambda: lines.lines(0.5),
 }
 
 
@@ -48,14 +48,14 @@ def test_a_row_holds(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 RED: dict[str, Callable[[], Row]] = {
-    "C2 where scores are crossed": lambda: reloads.crossing(1.5, "--cross"),
+    "C2 where scores are crossed": lambda: reloads.crossing(0.7, "--cross"),
     "F4 where the process stops answering": lambda: endings.kills(1, signal.SIGSTOP),
     "F5 where nobody watches the stuck search": lambda: endings.stuck_search(
         1, **SOON, queue__stall_exit_seconds=3600, drain__timeout_seconds=1
     ),
     "F5 where nobody watches the loop": lambda: endings.stuck_loop(1, "--no-loop-watch"),
-    "B5 with the stock protocol": lambda: protocol.protocol(1.0, "--stock-protocol"),
-    "B8 where lines are written for people": lambda: lines.lines(0.5, "console"),
+    "B5 with the stock protocol": lambda: protocol.protocol(0.2, "--stock-protocol"),
+    "B8 where lines are written for people": lambda: lines.lines(0.2, "console"),
 }
 
 

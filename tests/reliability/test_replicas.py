@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from loadtest.servers.balancer import HAPROXY
 from loadtest.servers.stream import RedisServer
+from loadtest.soak import replicas
 from loadtest.soak.replicas import fleet, kills, lags, under_load
+from tests.zygote import zygote
 
 pytestmark = pytest.mark.skipif(
     not RedisServer.is_installed() or HAPROXY.program is None, reason="needs Debian's redis-server and haproxy"
 )
 
 
+@pytest.fixture(autouse=True)
+def cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer users are compared, and corpora are built by a process that has imported torch."""
+
+    def run(command: list[str], **_: object) -> None:
+        zygote.run(command).check_returncode()
+
+    monkeypatch.setattr(replicas, "USERS", 100)
+    monkeypatch.setattr(replicas, "subprocess", SimpleNamespace(run=run))
+
+
 @pytest.mark.timeout(240)
 def test_r7_replicas_are_equal_after_kills_of_each_and_of_redis() -> None:
-    for row in kills(3, 60, 500):
+    for row in kills(2, 60, 250):
         assert row.ok, row.to_json()
 
 
 @pytest.mark.timeout(240)
 def test_r7_is_red_without_an_entry() -> None:
-    lost, digests, differing = kills(1, 10, 500, spoil=True)
+    lost, digests, differing = kills(1, 10, 250, spoil=True)
     assert not lost.ok
     assert lost.failed == 0
     assert lost.figure == 3, "each replica has made one more than the stream holds"
@@ -34,7 +48,7 @@ def test_r7_is_red_without_an_entry() -> None:
 
 @pytest.mark.timeout(240)
 def test_r6_a_change_reaches_every_replica_within_a_second() -> None:
-    written, lag, searches = under_load(4, 500)
+    written, lag, searches = under_load(2, 500)
     for row in (written, lag):
         assert row.ok, row.to_json()
     assert (searches.tried, searches.failed) >= (800, 0), "milliseconds are judged by the long form"
