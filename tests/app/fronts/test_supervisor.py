@@ -65,17 +65,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Pa
     """One that runs, with gRPC where that is installed, and the directory of its temporary files, which is empty afterwards."""
     temporary = tmp_path_factory.mktemp("temporary")
     ports = {"grpc__port": free_port()} if find_spec("grpc") else {}
-    with started(*FRONTED, environment={"TMPDIR": str(temporary)}, **ports) as server:
+    with started(*FRONTED, environment={"TMPDIR": str(temporary)}, drain__delay_seconds=1, **ports) as server:
         server.wait_ready()
         yield server, temporary
         assert server.stop() == 0
     assert list(temporary.iterdir()) == []
 
 
-def test_a_start_a_drain_and_exit_0() -> None:
-    with started(*FRONTED, drain__delay_seconds=0.5) as server:
+def test_a_start_a_reload_by_signal_a_drain_and_exit_0() -> None:
+    with started(drain__delay_seconds=0.5, device="cpu", backend="dense") as server:
+        event(server, "engine_started")
+        server.process.send_signal(signal.SIGHUP)  # there is nothing to be read again yet
         server.wait_ready("/livez")
         server.wait_ready()
+        server.process.send_signal(signal.SIGHUP)
+        assert event(server, "unchanged")["checkpoint"] == "weights/demo"
         torch = [
             "libtorch" in Path(f"/proc/{each}/maps").read_text() for each in (*processes(server), server.process.pid)
         ]
@@ -91,17 +95,6 @@ def test_a_start_a_drain_and_exit_0() -> None:
         assert not any(map(alive, began))
         assert {line["front"] for line in server.lines if line["event"] == "listening"} == {1, 2}
         assert [line["front"] for line in server.lines if line["event"] == "page"] == [1]
-
-
-def test_every_process_gets_the_signal_and_the_drain_is_one() -> None:
-    """As systemd sends it: to all at once, and the supervisor hands it on."""
-    with started(*FRONTED, drain__delay_seconds=1) as server:
-        server.wait_ready()
-        for each in (*processes(server), server.process.pid):
-            os.kill(each, signal.SIGTERM)
-        event(server, "draining")
-        assert status(server, "/livez") == 200
-        assert server.process.wait(90) == 0
 
 
 def test_a_second_signal_ends_all_at_once() -> None:
@@ -253,15 +246,6 @@ async def test_a_process_that_the_system_refuses_is_started_a_moment_later(monke
     assert await ending == 0
 
 
-def test_sighup_reads_the_checkpoint_again() -> None:
-    with started(device="cpu", backend="dense") as server:
-        event(server, "engine_started")
-        server.process.send_signal(signal.SIGHUP)  # there is nothing to be read again yet
-        server.wait_ready()
-        server.process.send_signal(signal.SIGHUP)
-        assert event(server, "unchanged")["checkpoint"] == "weights/demo"
-
-
 def test_the_socket_lies_where_only_we_come_and_takes_no_nonsense(whole: tuple[Server, Path]) -> None:
     server, temporary = whole
     [directory] = temporary.glob("ranker-*")
@@ -274,6 +258,16 @@ def test_the_socket_lies_where_only_we_come_and_takes_no_nonsense(whole: tuple[S
             assert stranger.recv(1) == b""
     event(server, "link_broken")
     assert server.answers()
+
+
+def test_every_process_gets_the_signal_and_the_drain_is_one(whole: tuple[Server, Path]) -> None:
+    """As systemd sends it: to all at once, and the supervisor hands it on. It stands behind all others of this server."""
+    server, _ = whole
+    for each in (*processes(server), server.process.pid):
+        os.kill(each, signal.SIGTERM)
+    event(server, "draining")
+    assert status(server, "/livez") == 200
+    assert server.process.wait(90) == 0
 
 
 def test_a_front_that_is_assigned_closes_what_is_not_its_own() -> None:
