@@ -154,7 +154,7 @@ def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_one(tmp_path: Pa
 
 
 def test_a_checkpoint_that_cannot_be_loaded_ends_the_whole_with_1() -> None:
-    with started(*FRONTED, "--refused-after-seconds=1", drain__delay_seconds=30) as server:
+    with started(*FRONTED, "--refused-after-seconds=1", fronts=1, drain__delay_seconds=30) as server:
         assert server.process.wait(90) == 1  # without the delay
         assert "planted" in str(event(server, "fatal")["reason"])
 
@@ -162,7 +162,7 @@ def test_a_checkpoint_that_cannot_be_loaded_ends_the_whole_with_1() -> None:
 def test_settings_that_only_a_front_finds_unusable_end_the_whole_with_2(tmp_path: Path) -> None:
     missing = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{missing!r}] = None")
-    with started(environment={"PYTHONPATH": f"{ROOT}:{tmp_path}"}, tracing__enabled="true") as server:
+    with started(environment={"PYTHONPATH": f"{ROOT}:{tmp_path}"}, fronts=1, tracing__enabled="true") as server:
         assert server.process.wait(90) == 2
 
 
@@ -187,24 +187,31 @@ def test_every_front_serves_grpc_on_one_port(whole: tuple[Server, Path]) -> None
             grpc.channel_ready_future(channel).result(10)
 
 
-@pytest.mark.parametrize("policy", ["exit", "restart"])
-def test_when_the_engine_process_ends_fronts_stay_up_until_the_policy_says_otherwise(policy: str) -> None:
-    with started(*FRONTED, engine_loss=policy, drain__delay_seconds=30) as server:
+def test_when_the_engine_process_ends_fronts_stay_up_and_it_is_started_again_once_for_all() -> None:
+    with started(*FRONTED, engine_loss="restart", fronts=1, drain__delay_seconds=30) as server:
         server.wait_ready()
-        if policy == "restart":
-            time.sleep(ENGINE_SECONDS)  # one that lived less is not started again
+        time.sleep(ENGINE_SECONDS)  # one that lived less is not started again
         first = process_of(server, None)
         os.kill(first, signal.SIGKILL)
-        if policy == "restart":
-            wait_until(lambda: status(server, "/readyz") == 503)
-            assert status(server, "/livez") == status(server, "/startupz") == 200
-            server.wait_ready()
-            assert process_of(server, None) != first
-            while server.process.poll() is None:  # soon again
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process_of(server, None), signal.SIGKILL)
-                time.sleep(0.1)
+        wait_until(lambda: status(server, "/readyz") == 503)
+        assert status(server, "/livez") == status(server, "/startupz") == 200
+        server.wait_ready()
+        assert process_of(server, None) != first
+        while server.process.poll() is None:  # soon again
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_of(server, None), signal.SIGKILL)
+            time.sleep(0.1)
         assert server.process.wait(90) == 70
+
+
+async def test_by_the_other_policy_an_engine_process_that_ends_ends_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "ENGINE_SECONDS", 0.0)
+    whole = Supervisor(Settings(fronts=1, port=0, engine_loss="exit", drain=Drain(delay_seconds=30)), *IDLERS)
+    ending = asyncio.ensure_future(whole.run())
+    await until(lambda: None not in (whole._engine, whole._fronts.get(1)))
+    assert whole._engine is not None
+    whole._engine.kill()
+    assert await asyncio.wait_for(ending, 20) == 70
 
 
 async def test_a_process_that_the_system_refuses_is_started_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
