@@ -215,18 +215,20 @@ async def test_a_user_who_cannot_be_looked_up_fails_alone() -> None:
     assert [isinstance(one, EngineDown) for one in ended] == [False, True, False]
 
 
+@pytest.mark.parametrize(("seconds", "thread"), [(1e-4, "MainThread"), (1.0, RETRIEVAL_THREAD)])
 @scenario
-async def test_a_short_search_that_raises_fails_alone() -> None:
+async def test_a_search_that_raises_fails_alone_wherever_it_is_computed(seconds: float, thread: str) -> None:
     def fail(queries: Sequence[Query]) -> None:
         if any(query.context.user_id == 3 for query in queries):
             raise RuntimeError("planted")
 
-    bench = Bench(FakeRetrieval(FakeClock(), 1e-4, fail))
+    bench = Bench(FakeRetrieval(FakeClock(), seconds, fail))
     await bench.begin()
     await bench.ask(0)
     ended = await asyncio.gather(*(bench.ask(user) for user in (1, 2, 3, 4)), return_exceptions=True)
     assert [isinstance(one, EngineDown) for one in ended] == [False, False, True, False]
     assert bench.engine.batches[1:] == [[1, 2, 3, 4], [1], [2], [3], [4]]
+    assert set(bench.engine.threads[1:]) == {thread}
 
 
 @scenario
