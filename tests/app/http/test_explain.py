@@ -34,6 +34,7 @@ from tests.app.serving import good, served, value_of
 from tests.goldens import imported
 from tests.reliability.live import connect, live, one_reply, statuses, wait_until
 
+pytestmark = pytest.mark.anyio
 JSON = {"content-type": "application/json"}
 
 
@@ -280,7 +281,7 @@ LONG = good(candidates={"post_id": list(range(1, 4101)), "author_id": [1] * 4100
         ("/rank/batch", explain.Ranking, [LONG]),
     ],
 )
-def test_others_come_in_between_the_pieces_of_a_reply(
+async def test_others_come_in_between_the_pieces_of_a_reply(
     path: str, writer: Any, body: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns, seen, render = [0], list[int](), writer.render
@@ -290,21 +291,18 @@ def test_others_come_in_between_the_pieces_of_a_reply(
             seen.append(turns[0])
             yield piece
 
-    async def main() -> None:
-        async with running(FakeEngine()) as service:
-            app = serving.create_app(Settings(limits=Limits(max_candidates=4100)), service)
-            loop = asyncio.get_running_loop()
-
-            def turn() -> None:
-                turns[0] += 1
-                loop.call_soon(turn)
-
-            turn()
-            messages = [serving.chunk(json.dumps(body).encode(), False)]
-            assert (await serving.ask(app, messages, path=path))[0]["status"] == 200
-
     monkeypatch.setattr(writer, "render", watched)
-    asyncio.run(main())
+    async with running(FakeEngine()) as service:
+        app = serving.create_app(Settings(limits=Limits(max_candidates=4100)), service)
+        loop = asyncio.get_running_loop()
+
+        def turn() -> None:
+            turns[0] += 1
+            loop.call_soon(turn)
+
+        turn()
+        messages = [serving.chunk(json.dumps(body).encode(), False)]
+        assert (await serving.ask(app, messages, path=path))[0]["status"] == 200
     assert len(set(seen)) == len(seen) >= 2
 
 
@@ -320,33 +318,29 @@ def test_a_context_may_be_named(client: TestClient) -> None:
     assert whole["events"] == by_handle["events"]
 
 
-def test_as_many_run_as_are_allowed_and_all_work_is_admitted() -> None:
+async def test_as_many_run_as_are_allowed_and_all_work_is_admitted() -> None:
     """While one is held in the engine, its contexts are in the queue, and another is refused."""
-
-    async def main() -> None:
-        gate = Gate()
-        service = RankingService(serving.loader(FakeEngine(before=gate)), Settings(), serving.Metrics())
-        app = serving.create_app(Settings(), service)
-        service.start()
-        await service.wait_ready()
-        body = json.dumps(question()).encode()
-        first = asyncio.ensure_future(serving.ask(app, [serving.chunk(body, False)], path="/explain"))
-        await gate.reached()
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert service.admission.requests == 1, "the first of its contexts"
-        second, told = await serving.ask(app, [serving.chunk(body, False)], path="/explain"), list[tuple[int, bool]]()
-        assert second[0]["status"] == 429
-        fields = [(b"content-type", b"application/json")]
-        app.endpoints["/explain"].begin(fields, lambda status, headers, body, may_wait: told.append((status, may_wait)))
-        assert told == [(429, True)], "who asks again at once need not be told at once"
-        gate.opened.set()
-        assert (await first)[0]["status"] == 200
-        assert service.admission.requests == 0
-        assert (await serving.ask(app, [serving.chunk(body, False)], path="/explain"))[0]["status"] == 200
-        await service.stop(1.0)
-
-    asyncio.run(main())
+    gate = Gate()
+    service = RankingService(serving.loader(FakeEngine(before=gate)), Settings(), serving.Metrics())
+    app = serving.create_app(Settings(), service)
+    service.start()
+    await service.wait_ready()
+    body = json.dumps(question()).encode()
+    first = asyncio.ensure_future(serving.ask(app, [serving.chunk(body, False)], path="/explain"))
+    await gate.reached()
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert service.admission.requests == 1, "the first of its contexts"
+    second, told = await serving.ask(app, [serving.chunk(body, False)], path="/explain"), list[tuple[int, bool]]()
+    assert second[0]["status"] == 429
+    fields = [(b"content-type", b"application/json")]
+    app.endpoints["/explain"].begin(fields, lambda status, headers, body, may_wait: told.append((status, may_wait)))
+    assert told == [(429, True)], "who asks again at once need not be told at once"
+    gate.opened.set()
+    assert (await first)[0]["status"] == 200
+    assert service.admission.requests == 0
+    assert (await serving.ask(app, [serving.chunk(body, False)], path="/explain"))[0]["status"] == 200
+    await service.stop(1.0)
 
 
 def test_a_refusal_for_want_of_a_place_reads_nothing() -> None:
@@ -386,42 +380,39 @@ def test_an_explanation_rests_between_its_turns(monkeypatch: pytest.MonkeyPatch)
         assert 0.45 <= time.monotonic() - began < 0.9, "it rests until half of its time is over, and no longer"
 
 
-def test_a_client_that_disconnects_drops_all_of_it() -> None:
-    async def main() -> None:
-        gate = Gate()
-        service = RankingService(serving.loader(FakeEngine(before=gate)), Settings(), serving.Metrics())
-        app = serving.create_app(Settings(), service)
-        service.start()
-        await service.wait_ready()
-        gone = asyncio.Event()
-        body = json.dumps(question()).encode()
-        given = iter([serving.chunk(body, False)])
+async def test_a_client_that_disconnects_drops_all_of_it() -> None:
+    gate = Gate()
+    service = RankingService(serving.loader(FakeEngine(before=gate)), Settings(), serving.Metrics())
+    app = serving.create_app(Settings(), service)
+    service.start()
+    await service.wait_ready()
+    gone = asyncio.Event()
+    body = json.dumps(question()).encode()
+    given = iter([serving.chunk(body, False)])
 
-        async def receive() -> dict[str, Any]:
-            for message in given:
-                return message
-            await gone.wait()
-            return {"type": "http.disconnect"}
+    async def receive() -> dict[str, Any]:
+        for message in given:
+            return message
+        await gone.wait()
+        return {"type": "http.disconnect"}
 
-        async def send(message: dict[str, Any]) -> None:
-            raise AssertionError
+    async def send(message: dict[str, Any]) -> None:
+        raise AssertionError
 
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/explain",
-            "headers": [(b"content-type", b"application/json")],
-        }
-        call = asyncio.ensure_future(app(scope, receive, send))
-        await gate.reached()
-        gone.set()
-        await call
-        await until(lambda: service.admission.requests == 0)
-        assert not gate.left.is_set()
-        gate.opened.set()
-        await asyncio.sleep(0.05)
-        assert service.plain_path._executor._work_queue.empty()
-        assert (await serving.ask(app, [serving.chunk(body, False)], path="/explain"))[0]["status"] == 200
-        await service.stop(1.0)
-
-    asyncio.run(main())
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/explain",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    call = asyncio.ensure_future(app(scope, receive, send))
+    await gate.reached()
+    gone.set()
+    await call
+    await until(lambda: service.admission.requests == 0)
+    assert not gate.left.is_set()
+    gate.opened.set()
+    await asyncio.sleep(0.05)
+    assert service.plain_path._executor._work_queue.empty()
+    assert (await serving.ask(app, [serving.chunk(body, False)], path="/explain"))[0]["status"] == 200
+    await service.stop(1.0)

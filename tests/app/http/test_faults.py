@@ -26,6 +26,8 @@ from tests.app.fakes import FakeEngine, loaded, loader, running
 from tests.app.serving import ask, chunk, good, served, value_of
 from tests.reliability.live import wait_until
 
+pytestmark = pytest.mark.anyio
+
 
 def test_a_fault_of_ours_is_a_problem_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fail(*_: Any) -> None:
@@ -211,40 +213,33 @@ def test_a_long_body_is_refused_while_it_is_read() -> None:
     asyncio.run(main())
 
 
-def test_a_body_in_many_chunks_is_one_body() -> None:
-    async def main() -> None:
-        async with running(FakeEngine()) as service:
-            app = create_app(Settings(), service)
-            raw = json.dumps(good()).encode()
-            pieces = [chunk(raw[place : place + 1], True) for place in range(len(raw))]
-            sent = await ask(app, [*pieces, chunk(b"", False)])
-            assert sent[0]["status"] == 200
-
-    asyncio.run(main())
+async def test_a_body_in_many_chunks_is_one_body() -> None:
+    async with running(FakeEngine()) as service:
+        app = create_app(Settings(), service)
+        raw = json.dumps(good()).encode()
+        pieces = [chunk(raw[place : place + 1], True) for place in range(len(raw))]
+        sent = await ask(app, [*pieces, chunk(b"", False)])
+        assert sent[0]["status"] == 200
 
 
-def test_a_client_that_leaves_costs_nothing_more() -> None:
+async def test_a_client_that_leaves_costs_nothing_more() -> None:
     gate = threading.Event()
     engine = FakeEngine(before=lambda items: (gate.wait(10), None)[1])
-
-    async def main() -> None:
-        async with running(engine) as service:
-            app = create_app(Settings(), service)
-            raw = json.dumps(good(user_id=1)).encode()
-            first = asyncio.create_task(ask(app, [chunk(raw, False)]))
-            await asyncio.sleep(0.05)  # in its forward
-            leaver = json.dumps(good(user_id=2)).encode()
-            gone = await ask(app, [chunk(leaver, False), {"type": "http.disconnect"}])
-            assert gone == []  # nobody to answer
-            left_early = await ask(app, [chunk(b"{", True), {"type": "http.disconnect"}])
-            assert left_early == []
-            gate.set()
-            assert (await first)[0]["status"] == 200
-            assert engine.forwards == [[1]]  # never computed
-            assert service.admission.requests == 0
-            text = service.metrics.render().decode()
-            assert value_of(text, 'ranker_http_requests_total{code="499",method="POST",route="/rank"}') == 2
-            assert value_of(text, 'ranker_cancelled_total{stage="queue"}') == 1
-            assert value_of(text, 'ranker_cancelled_total{stage="body"}') == 1
-
-    asyncio.run(main())
+    async with running(engine) as service:
+        app = create_app(Settings(), service)
+        raw = json.dumps(good(user_id=1)).encode()
+        first = asyncio.create_task(ask(app, [chunk(raw, False)]))
+        await asyncio.sleep(0.05)  # in its forward
+        leaver = json.dumps(good(user_id=2)).encode()
+        gone = await ask(app, [chunk(leaver, False), {"type": "http.disconnect"}])
+        assert gone == []  # nobody to answer
+        left_early = await ask(app, [chunk(b"{", True), {"type": "http.disconnect"}])
+        assert left_early == []
+        gate.set()
+        assert (await first)[0]["status"] == 200
+        assert engine.forwards == [[1]]  # never computed
+        assert service.admission.requests == 0
+        text = service.metrics.render().decode()
+        assert value_of(text, 'ranker_http_requests_total{code="499",method="POST",route="/rank"}') == 2
+        assert value_of(text, 'ranker_cancelled_total{stage="queue"}') == 1
+        assert value_of(text, 'ranker_cancelled_total{stage="body"}') == 1

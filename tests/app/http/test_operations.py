@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import httpx
 import pytest
 from starlette.testclient import TestClient
@@ -14,6 +12,8 @@ from app.http.asgi import Guest
 from app.settings import Probes, Settings
 from tests.app.fakes import FakeEngine, running
 from tests.app.serving import good
+
+pytestmark = pytest.mark.anyio
 
 
 def test_info_says_what_runs(client: TestClient) -> None:
@@ -80,20 +80,16 @@ def test_paths_make_no_series(client: TestClient) -> None:
     assert series() != before  # a series that is new would have been noticed
 
 
-def test_metrics_move_to_a_port_of_their_own() -> None:
+async def test_metrics_move_to_a_port_of_their_own() -> None:
     settings = Settings(probes=Probes(port=9100))
-
-    async def main() -> None:
-        async with running(FakeEngine()) as service:
-            app = create_app(settings, service)
-            _, port = build_server(settings, service).ports
-            assert (port.host, port.port, port.is_counted) == ("127.0.0.1", 9100, False)
-            side = Guest(port.routes, lambda: None, lambda: None)  # type: ignore[arg-type]
-            moved = {"/metrics": 404, "/readyz": 200, "/rank": 405, "/redoc": 404}
-            there = {"/metrics": 200, "/readyz": 200, "/info": 200, "/rank": 404, "/docs": 404, "/openapi.json": 404}
-            for given, paths in ((app, moved), (side, there)):
-                async with httpx.AsyncClient(transport=httpx.ASGITransport(given), base_url="http://test") as client:
-                    for path, status in paths.items():
-                        assert (await client.get(path)).status_code == status
-
-    asyncio.run(main())
+    async with running(FakeEngine()) as service:
+        app = create_app(settings, service)
+        _, port = build_server(settings, service).ports
+        assert (port.host, port.port, port.is_counted) == ("127.0.0.1", 9100, False)
+        side = Guest(port.routes, lambda: None, lambda: None)  # type: ignore[arg-type]
+        moved = {"/metrics": 404, "/readyz": 200, "/rank": 405, "/redoc": 404}
+        there = {"/metrics": 200, "/readyz": 200, "/info": 200, "/rank": 404, "/docs": 404, "/openapi.json": 404}
+        for given, paths in ((app, moved), (side, there)):
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(given), base_url="http://test") as client:
+                for path, status in paths.items():
+                    assert (await client.get(path)).status_code == status

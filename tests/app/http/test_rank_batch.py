@@ -27,6 +27,8 @@ from tests.app.bounds import bounded
 from tests.app.fakes import FakeEngine, running, until
 from tests.app.serving import ask, chunk, good, served, value_of
 
+pytestmark = pytest.mark.anyio
+
 
 class Broken(FakeEngine):
     """Gives NaN to one user's request."""
@@ -172,25 +174,21 @@ def test_a_batch_is_refused_for_the_room_that_others_take_up() -> None:
         assert first.result(10).status_code == 200
 
 
-def test_a_batch_whose_client_leaves_is_dropped() -> None:
+async def test_a_batch_whose_client_leaves_is_dropped() -> None:
     gate = threading.Event()
     engine = FakeEngine(before=lambda items: (gate.wait(10), None)[1])
-
-    async def main() -> None:
-        async with running(engine) as service:
-            app = create_app(Settings(), service)
-            first = asyncio.create_task(ask(app, [chunk(json.dumps(good(user_id=1)).encode(), False)]))
-            await asyncio.sleep(0.05)
-            raw = json.dumps([good(user_id=2), good(user_id=3)]).encode()
-            messages = [chunk(raw, False), {"type": "http.disconnect"}]
-            assert await ask(app, messages, path="/rank/batch") == []
-            await until(lambda: service.admission.requests == 1)
-            gate.set()
-            assert (await first)[0]["status"] == 200
-            assert engine.forwards == [[1]]
-            assert service.admission.requests == 0
-
-    asyncio.run(main())
+    async with running(engine) as service:
+        app = create_app(Settings(), service)
+        first = asyncio.create_task(ask(app, [chunk(json.dumps(good(user_id=1)).encode(), False)]))
+        await asyncio.sleep(0.05)
+        raw = json.dumps([good(user_id=2), good(user_id=3)]).encode()
+        messages = [chunk(raw, False), {"type": "http.disconnect"}]
+        assert await ask(app, messages, path="/rank/batch") == []
+        await until(lambda: service.admission.requests == 1)
+        gate.set()
+        assert (await first)[0]["status"] == 200
+        assert engine.forwards == [[1]]
+        assert service.admission.requests == 0
 
 
 def test_nan_fails_one_request_alone() -> None:
