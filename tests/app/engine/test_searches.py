@@ -292,21 +292,3 @@ async def test_silence_lasts_as_long_as_the_present_batch() -> None:
     gate.opened.set()
     await until(lambda: versions.silent_seconds() == 0)
     assert bench.engine.batches == [[1]]
-
-
-@scenario
-async def test_a_version_that_was_replaced_is_freed_once_nobody_needs_it() -> None:
-    gate = Gate()
-    bench = Bench(FakeRetrieval(FakeClock(), before=gate))
-    old = await bench.begin()
-    tasks = [bench.ask(1)]
-    await gate.reached()
-    tasks.append(bench.ask(2))
-    new = await bench.begin(FakeRetrieval(bench.engine.clock))
-    tasks += [bench.ask(3), bench.ask(4, served=old)]
-    await tasks[2]
-    assert [worker.model.served for worker in bench.service.versions.held] == [old, new]
-    gate.opened.set()
-    await asyncio.gather(*tasks)
-    assert bench.engine.batches == [[1], [2, 4]]
-    assert [worker.model.served for worker in bench.service.versions.held] == [new]

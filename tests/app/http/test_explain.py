@@ -16,15 +16,12 @@ from starlette.testclient import TestClient
 from app.assembly import build_app
 from app.errors import InvalidRequest, TooLarge
 from app.http import explain
-from app.http.headers import Headers
-from app.http.observe import Recorder
 from app.request.body import decode
 from app.request.replies import ExplainReply
 from app.request.schema import ExplainRequest
 from app.request.validate import check_explain
 from app.service.service import RankingService
 from app.settings import Explore, Limits, Settings
-from app.telemetry.exchange import Exchange
 from loadtest.fuzz.bodies import in_arrays
 from tests.app import serving
 from tests.app.bounds import fix
@@ -90,26 +87,6 @@ def rank(client: TestClient, body: dict[str, Any]) -> list[dict[str, Any]]:
     assert reply.status_code == 200, reply.text
     rows: list[dict[str, Any]] = reply.json()["candidates"]
     return rows
-
-
-def test_an_explanation_is_counted(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[Exchange] = []
-    end = Recorder.end
-
-    def noted(recorder: Recorder, exchange: Exchange, headers: Headers) -> None:
-        ended.append(exchange)
-        end(recorder, exchange, headers)
-
-    monkeypatch.setattr(Recorder, "end", noted)
-    body = asked(client)
-    names = "ranker_history_truncated_total", 'ranker_stage_duration_seconds_count{stage="attention"}'
-    before = [value_of(client.get("/metrics").text, name) for name in names]
-    reply = client.post("/explain", json=body | {"explain": [body["candidates"][0]["post_id"]], "request_id": "page-7"})
-    assert (reply.status_code, reply.headers["x-request-id"]) == (200, "page-7"), reply.text
-    assert [value_of(client.get("/metrics").text, name) for name in names] == [count + 1 for count in before]
-    [found] = [exchange for exchange in ended if exchange.route == "/explain"]
-    assert found.requests == 1 + len(reply.json()["events"]["place"]) + 2, "each event, the user, and all of it"
-    assert list(found.stages) == ["parse", "queue", "forward", "attention", "serialize"]
 
 
 def test_every_change_has_the_bits_of_two_rankings(either: TestClient) -> None:
@@ -247,20 +224,6 @@ def test_it_is_on_where_it_was_asked_for_and_on_loopback(settings: Settings, sta
     with served(settings=settings) as (client, _):
         assert client.post("/explain", json=question()).status_code == status
         assert ("/explain" in client.get("/openapi.json").json()["paths"]) == (status == 200)
-
-
-def test_refusals_leave_no_place_taken() -> None:
-    with served() as (client, service):
-        for content, headers, status in (
-            (b"{", JSON, 400),
-            (b"{}", {"content-type": "text/plain"}, 415),
-            (b"{}", JSON | {"accept": "image/png"}, 406),
-            (json.dumps(question()).encode(), JSON | {"x-request-timeout-ms": "0"}, 504),
-        ):
-            reply = client.post("/explain", content=content, headers=headers)
-            assert (reply.status_code, reply.headers["content-type"]) == (status, "application/problem+json")
-        assert service.admission.requests == 0
-        assert client.post("/explain", json=question()).status_code == 200
 
 
 def test_between_contexts_it_only_lets_others_in() -> None:

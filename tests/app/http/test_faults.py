@@ -117,14 +117,6 @@ def test_no_reply_comes_from_a_file_that_was_written_to(tmp_path: Path, monkeypa
         assert client.get("/readyz").status_code == 200
 
 
-def test_a_refused_request_gives_its_place_back() -> None:
-    with served() as (client, service):
-        for _ in range(5):
-            assert client.post("/rank", json=good(user_id=-1)).status_code == 422
-        assert service.admission.requests == 0
-        assert service.admission.candidates == 0
-
-
 def test_readiness_names_the_way_of_computing_and_metrics_count_the_steps_down() -> None:
     with served() as (client, _):
         assert client.get("/readyz").json() == {"status": "ready"}

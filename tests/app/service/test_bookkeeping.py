@@ -13,7 +13,7 @@ import pytest
 import structlog
 
 from app.engine.loading import NICE, LoadedModel
-from app.errors import DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded, ServiceError
+from app.errors import DeadlineExceeded, Draining, EngineDown, Overloaded, ServiceError
 from app.interface import ranked
 from app.load import HALF_LIFE_SECONDS
 from app.service import watchdog
@@ -64,20 +64,6 @@ async def test_the_load_of_a_service_is_what_its_engine_and_its_queue_do() -> No
 
 
 # refusals
-
-
-async def test_each_refusal_says_when_to_come_back() -> None:
-    async with running(FakeEngine()) as service:
-        service.refuse_new()
-        for ask in (service.check_open, lambda: service.admit(service.model, candidates=1, history=0, deadline=None)):
-            with pytest.raises(Draining) as caught:
-                ask()
-            assert caught.value.retry_after_seconds is not None
-        assert refused(service, "draining") == 2
-    waiting = RankingService(loader(FakeEngine()), Settings(), Metrics())
-    with pytest.raises(NotReady) as early:
-        waiting.check_open()
-    assert early.value.retry_after_seconds is not None
 
 
 async def test_who_waits_for_room_is_not_counted_as_refused() -> None:
@@ -309,18 +295,6 @@ async def test_a_manifest_that_is_refused_is_tried_once_until_it_changes(tmp_pat
         await until(lambda: not reloads._tasks)
 
 
-async def test_after_the_end_nothing_can_be_begun_anywhere() -> None:
-    async with running(FakeEngine()) as service:
-        assert right(await rank(service, 1), 1)
-        await service.stop(1.0)
-        for executor in (service.plain_path._executor, service.retrieval._slow):
-            with pytest.raises(RuntimeError, match="shutdown"):
-                executor.submit(print)
-        assert all(task.done() or task.cancelling() for task in service._tasks)
-        with pytest.raises(Draining):
-            service.check_open()
-
-
 @pytest.mark.parametrize("short", [False, True])
 async def test_who_is_refused_while_the_loop_is_short_of_time_may_wait_for_the_answer(
     short: bool, monkeypatch: pytest.MonkeyPatch
@@ -336,7 +310,7 @@ async def test_who_is_refused_while_the_loop_is_short_of_time_may_wait_for_the_a
 
 
 @pytest.mark.parametrize("which", ["plain path", "compaction"])
-async def test_an_end_waits_for_no_thread_and_begins_nothing_that_waited(which: str) -> None:
+async def test_an_end_waits_for_no_thread_and_nothing_begins_after_it(which: str) -> None:
     async with running(FakeEngine()) as service:
         executor = service.plain_path._executor if which == "plain path" else service.retrieval._slow
         gate = Gate()
@@ -346,6 +320,11 @@ async def test_an_end_waits_for_no_thread_and_begins_nothing_that_waited(which: 
         assert await asyncio.wait_for(service.stop(1.0), 5.0)
         assert not hanging.done()
         assert waiting.cancelled()
+        with pytest.raises(RuntimeError, match="shutdown"):
+            executor.submit(print)
+        assert all(task.done() or task.cancelling() for task in service._tasks)
+        with pytest.raises(Draining):
+            service.check_open()
         gate.opened.set()
 
 

@@ -222,14 +222,18 @@ async def test_a_swap_changes_towers_and_corpus_between_two_searches(load: Retri
         new = await service.swap(another)
         assert (service.served, new.manifest.version, new.corpus.version) == (new, "v2", "v2")
         after = search(service, 1)
+        late = asyncio.ensure_future(found(service, query(1), DEADLINE, old))
         await asyncio.sleep(0)
+        assert [worker.model.served for worker in service.versions.held] == [old, new]
         assert not engines[0].closed.is_set()
         gate.opened.set()
         first, second, third = await asyncio.gather(begun, waits, after)
         assert first.posts.scores.tobytes() == second.posts.scores.tobytes() != third.posts.scores.tobytes()
-        assert (engines[0].scans, others[0].scans) == ([[1, 1]], [[1]])
+        assert (await late).posts.scores.tobytes() == first.posts.scores.tobytes(), "for it was still held"
+        assert (engines[0].scans, others[0].scans) == ([[1, 1], [1]], [[1]])
         await asyncio.to_thread(engines[0].closed.wait, 5)
         assert engines[0].closed.is_set()
+        assert [worker.model.served for worker in service.versions.held] == [new]
         with pytest.raises(CorpusNotLoaded, match="was replaced") as refused:
             await found(service, query(1), DEADLINE, old)
         assert refused.value.retry_after_seconds == 0, "another corpus serves"

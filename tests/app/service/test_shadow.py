@@ -119,21 +119,17 @@ async def test_the_figures_are_those_of_compare() -> None:
                 assert value_of(said, series) == pytest.approx(sum(mean[row][column] for mean in means), rel=1e-5)
 
 
-async def test_one_candidate_has_no_order_to_compare() -> None:
-    async with both(FakeEngine(), FakeEngine(2)) as service:
+async def test_long_lists_are_scored_in_chunks_and_one_candidate_has_no_order_to_compare() -> None:
+    second = FakeEngine(2)
+    async with both(FakeEngine(), second, batching=Batching(chunk_candidates=4)) as service:
         await rank(service, 1, 1)
         await until(lambda: results(service) == {"scored": 1})
         assert counted(service, "shadow_candidates_total") == 1
         assert counted(service, "shadow_kendall_distance_count") == 0
         assert counted(service, 'shadow_overlap_count{k="1"}') == 0
-
-
-async def test_long_lists_are_scored_in_chunks_with_the_same_bits() -> None:
-    second = FakeEngine(2)
-    async with both(FakeEngine(), second, batching=Batching(chunk_candidates=4)) as service:
         await rank(service, 1, 10)
-        await until(lambda: results(service) == {"scored": 1})
-        assert second.chunks == [[4], [3], [3]]
+        await until(lambda: results(service) == {"scored": 2})
+        assert second.chunks == [[1], [4], [3], [3]]
 
 
 async def test_a_busy_service_is_left_alone_and_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
