@@ -26,7 +26,8 @@ from app.service.service import RankingService
 from app.settings import Admin, Settings, Shadow
 from app.telemetry.metrics import Metrics
 from tests.app import retrieving
-from tests.app.fakes import FakeEngine, Gate, loaded, loader, running, until
+from tests.app.fakes import FakeEngine, Gate, loaded, loader, ready, running, until
+from tests.reliability.live import wait_until
 from weights.checkpoint import CheckpointError, load_manifest
 
 pytestmark = pytest.mark.anyio
@@ -63,12 +64,8 @@ def client(root: Path) -> Iterator[TestClient]:
     app = create_admin_app(SETTINGS, Reloader(service, root, root / "v1", by_name), service)
     with TestClient(app, base_url="http://localhost:9000") as client:
         assert client.portal is not None
-
-        async def start() -> None:
-            service.start()
-            await service.wait_ready()
-
-        client.portal.call(start)
+        client.portal.call(service.start)
+        client.portal.call(service.wait_ready)
         client.app_state["service"] = service  # type: ignore[attr-defined]
         yield client
         client.portal.call(service.stop, 1.0)
@@ -250,9 +247,7 @@ def test_the_watch_loads_a_new_manifest_once_and_does_not_retry_a_refused_one(tm
 
     async def main() -> None:
         point("v1")
-        service = RankingService(loader(FakeEngine()), Settings(), Metrics())
-        service.start()
-        await service.wait_ready()
+        service = await ready(loader(FakeEngine()))
         reloader = Reloader(service, tmp_path, place, load)
         reloader.watch(0.01)
         await turns(3)
@@ -380,12 +375,8 @@ def retrieving_client(tmp_path: Path) -> Iterator[tuple[TestClient, RankingServi
     reloader = Reloader(service, tmp_path, tmp_path / "none", by_name, paths, load)
     with TestClient(create_admin_app(SETTINGS, reloader, service), base_url="http://localhost:9000") as client:
         assert client.portal is not None
-
-        async def start() -> None:
-            service.start()
-            await service.wait_ready()
-
-        client.portal.call(start)
+        client.portal.call(service.start)
+        client.portal.call(service.wait_ready)
         yield client, service
         client.portal.call(service.stop, 1.0)
 
@@ -405,11 +396,6 @@ def test_the_second_checkpoint_is_changed_by_name_by_signal_and_by_watching(tmp_
         assert service.second is not None
         return "" if service.second.model is None else service.second.model.manifest.version
 
-    async def begin() -> None:
-        service.start()
-        await service.wait_ready()
-        await until(lambda: held() == "b")
-
     async def replaced(begin: Callable[[], None], later: Callable[[], object] = lambda: None) -> None:
         """The same name again is another model, by identity."""
         assert service.second is not None
@@ -422,7 +408,9 @@ def test_the_second_checkpoint_is_changed_by_name_by_signal_and_by_watching(tmp_
 
     with TestClient(create_admin_app(SETTINGS, reloader, service), base_url="http://localhost:9000") as client:
         assert client.portal is not None
-        client.portal.call(begin)
+        client.portal.call(service.start)
+        client.portal.call(service.wait_ready)
+        wait_until(lambda: held() == "b")
         reply = client.post("/admin/reload", json={"second": "c"}, headers=GOOD)
         assert (reply.status_code, reply.json()["second"]["version"], held()) == (200, "c", "c")
         reply = client.post("/admin/reload", json={"second": "refused"}, headers=GOOD)
@@ -448,9 +436,7 @@ async def test_a_reload_that_changed_nothing_says_so_whatever_else_was_reloaded_
         return lambda steps: (gate(None), loaded(FakeEngine()))[1]
 
     settings = Settings(shadow=Shadow(checkpoint=tmp_path / "b"))
-    service = RankingService(loader(FakeEngine()), settings, Metrics(), second=by_name(tmp_path / "b"))
-    service.start()
-    await service.wait_ready()
+    service = await ready(loader(FakeEngine()), settings, second=by_name(tmp_path / "b"))
     await until(lambda: service.second is not None and service.second.model is not None)
     reloader = Reloader(
         service, tmp_path, tmp_path / "b", slow, second=tmp_path / "b", second_loader=by_name
@@ -608,9 +594,7 @@ def test_a_link_that_was_changed_is_followed_when_the_present_one_is_read_again(
         (root / "fresh").rename(root / "current")
 
     async def main() -> None:
-        service = RankingService(loader(FakeEngine()), Settings(), Metrics())
-        service.start()
-        await service.wait_ready()
+        service = await ready(loader(FakeEngine()))
         reloader = Reloader(service, root, root / "v1", load)
         point(root / "v1")
         await reloader.reload(reloader.resolve("current"))

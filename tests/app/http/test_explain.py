@@ -20,12 +20,11 @@ from app.request.body import decode
 from app.request.replies import ExplainReply
 from app.request.schema import ExplainRequest
 from app.request.validate import check_explain
-from app.service.service import RankingService
 from app.settings import Explore, Limits, Settings
 from loadtest.fuzz.bodies import in_arrays
 from tests.app import serving
 from tests.app.bounds import fix
-from tests.app.fakes import FakeEngine, Gate, running, until
+from tests.app.fakes import FakeEngine, Gate, loader, ready, running, until
 from tests.app.published import keeps
 from tests.app.serving import good, served, value_of
 from tests.goldens import imported
@@ -284,10 +283,8 @@ def test_a_context_may_be_named(client: TestClient) -> None:
 async def test_as_many_run_as_are_allowed_and_all_work_is_admitted() -> None:
     """While one is held in the engine, its contexts are in the queue, and another is refused."""
     gate = Gate()
-    service = RankingService(serving.loader(FakeEngine(before=gate)), Settings(), serving.Metrics())
+    service = await ready(loader(FakeEngine(before=gate)))
     app = serving.create_app(Settings(), service)
-    service.start()
-    await service.wait_ready()
     body = json.dumps(question()).encode()
     first = asyncio.ensure_future(serving.ask(app, [serving.chunk(body, False)], path="/explain"))
     await gate.reached()
@@ -345,10 +342,8 @@ def test_an_explanation_rests_between_its_turns(monkeypatch: pytest.MonkeyPatch)
 
 async def test_a_client_that_disconnects_drops_all_of_it() -> None:
     gate = Gate()
-    service = RankingService(serving.loader(FakeEngine(before=gate)), Settings(), serving.Metrics())
+    service = await ready(loader(FakeEngine(before=gate)))
     app = serving.create_app(Settings(), service)
-    service.start()
-    await service.wait_ready()
     gone = asyncio.Event()
     body = json.dumps(question()).encode()
     given = iter([serving.chunk(body, False)])

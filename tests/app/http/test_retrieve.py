@@ -21,12 +21,11 @@ from app.errors import EngineDown
 from app.http.application import Application, create_app
 from app.service.service import RankingService
 from app.settings import Auth, Deadline, Limits, Queue, Settings
-from app.telemetry.metrics import Metrics
 from model.retrieval.engine import RetrievalEngine, Users
 from model.retrieval.inputs import Answers, PostChange, PostRows, Query
 from tests.app import retrieving
 from tests.app.bounds import bounded
-from tests.app.fakes import FakeEngine, Gate, loader, until
+from tests.app.fakes import FakeEngine, Gate, loader, ready, until
 from tests.app.serving import ask, chunk, served, value_of
 
 NOW = retrieving.NOW
@@ -403,9 +402,7 @@ def test_a_search_whose_client_leaves_is_not_made(path: str, tmp_path: Path, mon
     monkeypatch.setattr("app.engine.runners.SHORT_SEARCH_SECONDS", 0.0)
 
     async def main() -> None:
-        service = RankingService(loader(FakeEngine()), Settings(), Metrics(), retrieval=retrieving.loader(tmp_path))
-        service.start()
-        await service.wait_ready()
+        service = await ready(loader(FakeEngine()), retrieval=retrieving.loader(tmp_path))
         monkeypatch.setattr(RetrievalEngine, "retrieve", held)
         app = create_app(Settings(), service)
 

@@ -36,6 +36,7 @@ from tests.app.fakes import (
     loaded,
     loader,
     rank,
+    ready,
     request,
     right,
     running,
@@ -96,9 +97,7 @@ async def test_a_failure_answers_searches_too(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("app.engine.runners.SHORT_SEARCH_SECONDS", 0.0)
     held = Gate()
     fake = FakeEngine(before=held)
-    service = RankingService(loader(fake), Settings(), Metrics(), retrieval=retrieving.loader(tmp_path))
-    service.start()
-    await service.wait_ready()
+    service = await ready(loader(fake), retrieval=retrieving.loader(tmp_path))
     gate, engine = Gate(), service.retrieval._loaded.engine
     search = engine.retrieve
     vars(engine)["retrieve"] = lambda *asked: (gate(asked), search(*asked))[1]
@@ -129,9 +128,7 @@ async def test_a_failure_answers_searches_too(tmp_path: Path, monkeypatch: pytes
 async def test_the_end_refuses_waits_and_answers_the_rest() -> None:
     for seconds, finished in ((10.0, True), (0.05, False)):
         gate = Gate()
-        service = RankingService(loader(FakeEngine(before=gate)), Settings(), Metrics())
-        service.start()
-        await service.wait_ready()
+        service = await ready(loader(FakeEngine(before=gate)))
         first = asyncio.ensure_future(rank(service, 1))
         await gate.reached()
         stopping = asyncio.ensure_future(service.stop(seconds))
@@ -233,9 +230,7 @@ async def test_without_a_second_checkpoint_nothing_is_asked_of_it() -> None:
 async def test_both_checkpoints_count_where_both_answer() -> None:
     gates = Gate(), Gate()
     load = loader(FakeEngine(2, before=gates[1]), "v2")
-    service = RankingService(loader(FakeEngine(before=gates[0])), Settings(**GROUPS), Metrics(), second=load)  # type: ignore[arg-type]
-    service.start()
-    await service.wait_ready()
+    service = await ready(loader(FakeEngine(before=gates[0])), Settings(**GROUPS), second=load)  # type: ignore[arg-type]
     await until(lambda: service.second is not None and service.second.model is not None)
     second = service.second
     assert second.model is not None
@@ -330,9 +325,7 @@ async def test_an_end_waits_for_no_thread_and_nothing_begins_after_it(which: str
 
 async def test_the_log_names_the_towers_and_the_posts_of_a_reload(tmp_path: Path) -> None:
     loads: list[Any] = [retrieving.loader(tmp_path / "two", version="v2")]
-    service = RankingService(loader(FakeEngine()), Settings(), Metrics(), retrieval=retrieving.loader(tmp_path / "one"))
-    service.start()
-    await service.wait_ready()
+    service = await ready(loader(FakeEngine()), retrieval=retrieving.loader(tmp_path / "one"))
     paths = tmp_path / "towers", tmp_path / "posts"
 
     def load(*given: Path) -> Any:

@@ -42,6 +42,7 @@ from tests.app.fakes import (
     loaded,
     loader,
     rank,
+    ready,
     request,
     right,
     running,
@@ -408,9 +409,7 @@ async def test_after_a_failure_the_end_waits_a_second_for_the_engine_and_no_long
         engine = FakeEngine()
         closed, hold = engine.close, threading.Event()
         engine.close = lambda hold=hold, seconds=close_seconds, closed=closed: (hold.wait(seconds), closed())  # type: ignore[method-assign,misc]
-        service = RankingService(loader(engine), Settings(), Metrics())
-        service.start()
-        await service.wait_ready()
+        service = await ready(loader(engine))
         service.engine_lost("planted")
         async with asyncio.timeout(10):
             await service.stop(30.0)
@@ -425,9 +424,7 @@ async def test_a_search_that_is_not_finished_at_the_end_is_told(
     load = retrieving.loader(tmp_path)
     for seconds, finished in ((0.05, False), (10.0, True)):
         gate = Gate()
-        service = RankingService(loader(FakeEngine()), Settings(), Metrics(), retrieval=load)
-        service.start()
-        await service.wait_ready()
+        service = await ready(loader(FakeEngine()), retrieval=load)
         engine = service.retrieval._loaded.engine
         search = engine.retrieve
         vars(engine)["retrieve"] = lambda *asked, gate=gate, search=search: (gate(asked), search(*asked))[1]

@@ -20,7 +20,6 @@ from app.interface import ranked
 from app.service import watchdog
 from app.service.service import RankingService
 from app.settings import Batching, Queue, Settings, Shadow, Split
-from app.telemetry.metrics import Metrics
 from model.engine import CacheStats, EngineError
 from tests.app.fakes import (
     ACTIONS,
@@ -30,6 +29,7 @@ from tests.app.fakes import (
     loaded,
     loader,
     rank,
+    ready,
     request,
     right,
     until,
@@ -49,9 +49,7 @@ async def both(
 ) -> AsyncIterator[RankingService]:
     """A service that is ready, and has loaded its second checkpoint or has failed to."""
     load = loader(second, "v2") if isinstance(second, FakeEngine) else second
-    service = RankingService(loader(first), Settings(shadow=shadow, **groups), Metrics(), second=load)
-    service.start()
-    await service.wait_ready()
+    service = await ready(loader(first), Settings(shadow=shadow, **groups), second=load)
     await until(lambda: service.second is not None and "being loaded" not in service.second.reason)
     try:
         yield service
@@ -315,9 +313,7 @@ async def test_a_load_that_hangs_delays_neither_readiness_nor_a_reload_of_the_fi
         assert goes_on.wait(10)
         return loaded(FakeEngine(2), "v2")
 
-    service = RankingService(loader(FakeEngine()), Settings(shadow=EVERY), Metrics(), second=slow)
-    service.start()
-    await service.wait_ready()
+    service = await ready(loader(FakeEngine()), Settings(shadow=EVERY), second=slow)
     assert service.health().ready
     assert (await service.swap(loader(FakeEngine(3), "v3"))).manifest.version == "v3"
     goes_on.set()
@@ -338,9 +334,7 @@ async def test_a_ticket_for_a_second_checkpoint_that_was_given_up_is_told_at_onc
 
 async def test_where_none_is_configured_none_is_loaded_and_nothing_is_said() -> None:
     with structlog.testing.capture_logs() as lines:
-        service = RankingService(loader(FakeEngine()), Settings(), Metrics())
-        service.start()
-        await service.wait_ready()
+        service = await ready(loader(FakeEngine()))
         await service._tasks[-1]
         await service.stop(1.0)
     assert service.second is None
