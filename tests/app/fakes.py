@@ -79,13 +79,19 @@ async def running_on(
     load: Loader, clock: Callable[[], float] = time.monotonic, **groups: Any
 ) -> AsyncIterator[RankingService]:
     """The same on what this loads."""
-    service = RankingService(load, Settings(**groups), Metrics(), clock=clock)
-    service.start()
-    await service.wait_ready()
+    service = await ready(load, Settings(**groups), clock=clock)
     try:
         yield service
     finally:
         await service.stop(1.0)
+
+
+async def ready(load: Loader, settings: Settings | None = None, **options: Any) -> RankingService:
+    """A service of what this loads, ready; the caller stops it. `options` are further ones of `RankingService`."""
+    service = RankingService(load, settings or Settings(), Metrics(), **options)
+    service.start()
+    await service.wait_ready()
+    return service
 
 
 @asynccontextmanager

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +70,18 @@ def written(
     ids: IdKind = "uint64",
 ) -> tuple[Path, Path]:
     """The directories of a retrieval checkpoint and a corpus; with texts, post 9's is `post:9` and author 5's `author:5`."""
+    names = f"towers-{version}", f"corpus-{version}"
+    made = _made(seed, version, tuple(leave_out), tuple(actions), ids)
+    for name in names:
+        shutil.copytree(made / name, directory / name)
+    return directory / names[0], directory / names[1]
+
+
+@cache
+def _made(seed: int, version: str, leave_out: tuple[str, ...], actions: tuple[str, ...], ids: IdKind) -> Path:
+    """A directory with both, which is written once a process."""
+    directory = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, directory)
     checkpoint, corpus = directory / f"towers-{version}", directory / f"corpus-{version}"
     made = towers(seed, actions=len(actions))
     save_checkpoint(checkpoint, made, name="towers", action_names=actions, version=version, ids=ids)
@@ -90,7 +106,7 @@ def written(
     write_corpus(
         corpus, CorpusLabels("posts", version), encoder, POSTS, list(values), chunks, lambda: topics, text_width=width
     )
-    return checkpoint, corpus
+    return directory
 
 
 def loader(directory: Path, **options: Any) -> RetrievalLoader:

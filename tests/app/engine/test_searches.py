@@ -215,18 +215,20 @@ async def test_a_user_who_cannot_be_looked_up_fails_alone() -> None:
     assert [isinstance(one, EngineDown) for one in ended] == [False, True, False]
 
 
+@pytest.mark.parametrize(("seconds", "thread"), [(1e-4, "MainThread"), (1.0, RETRIEVAL_THREAD)])
 @scenario
-async def test_a_short_search_that_raises_fails_alone() -> None:
+async def test_a_search_that_raises_fails_alone_wherever_it_is_computed(seconds: float, thread: str) -> None:
     def fail(queries: Sequence[Query]) -> None:
         if any(query.context.user_id == 3 for query in queries):
             raise RuntimeError("planted")
 
-    bench = Bench(FakeRetrieval(FakeClock(), 1e-4, fail))
+    bench = Bench(FakeRetrieval(FakeClock(), seconds, fail))
     await bench.begin()
     await bench.ask(0)
     ended = await asyncio.gather(*(bench.ask(user) for user in (1, 2, 3, 4)), return_exceptions=True)
     assert [isinstance(one, EngineDown) for one in ended] == [False, False, True, False]
     assert bench.engine.batches[1:] == [[1, 2, 3, 4], [1], [2], [3], [4]]
+    assert set(bench.engine.threads[1:]) == {thread}
 
 
 @scenario
@@ -290,21 +292,3 @@ async def test_silence_lasts_as_long_as_the_present_batch() -> None:
     gate.opened.set()
     await until(lambda: versions.silent_seconds() == 0)
     assert bench.engine.batches == [[1]]
-
-
-@scenario
-async def test_a_version_that_was_replaced_is_freed_once_nobody_needs_it() -> None:
-    gate = Gate()
-    bench = Bench(FakeRetrieval(FakeClock(), before=gate))
-    old = await bench.begin()
-    tasks = [bench.ask(1)]
-    await gate.reached()
-    tasks.append(bench.ask(2))
-    new = await bench.begin(FakeRetrieval(bench.engine.clock))
-    tasks += [bench.ask(3), bench.ask(4, served=old)]
-    await tasks[2]
-    assert [worker.model.served for worker in bench.service.versions.held] == [old, new]
-    gate.opened.set()
-    await asyncio.gather(*tasks)
-    assert bench.engine.batches == [[1], [2, 4]]
-    assert [worker.model.served for worker in bench.service.versions.held] == [new]

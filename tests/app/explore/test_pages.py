@@ -20,6 +20,7 @@ from app.explore.pages import MOST_CARRIED_BYTES, POLICY, WHAT_THERE_IS, Kept, c
 from app.http import application
 from app.settings import Explore, Settings
 
+pytestmark = pytest.mark.anyio
 serving = pytest.importorskip("tests.app.serving", reason="needs torch")
 DEMO = Path(__file__).parents[3] / "weights" / "demo"
 ROOM = files("app.explore")
@@ -156,7 +157,7 @@ def test_what_a_checkpoint_carries_and_what_describes_it_are_made_once(monkeypat
         assert made == [service.model.manifest.digest, "described"]
 
 
-def test_what_could_not_be_made_is_made_again_and_of_another_key_anew() -> None:
+async def test_what_could_not_be_made_is_made_again_and_of_another_key_anew() -> None:
     made: list[str] = []
 
     def make(key: str) -> bytes:
@@ -167,14 +168,11 @@ def test_what_could_not_be_made_is_made_again_and_of_another_key_anew() -> None:
 
     kept, request = Kept(make, "text/plain"), Request({"type": "http", "headers": []})
 
-    async def main() -> None:
-        with pytest.raises(OSError, match="planted"):
-            await kept.reply("a", request)
-        replies = await asyncio.gather(*(kept.reply("a", request) for _ in range(5)))
-        assert {reply.body for reply in replies} == {b"a"}
-        assert (await kept.reply("b", request)).body == b"b"
-
-    asyncio.run(main())
+    with pytest.raises(OSError, match="planted"):
+        await kept.reply("a", request)
+    replies = await asyncio.gather(*(kept.reply("a", request) for _ in range(5)))
+    assert {reply.body for reply in replies} == {b"a"}
+    assert (await kept.reply("b", request)).body == b"b"
     assert made == ["a", "a", "b"]
 
 

@@ -39,13 +39,9 @@ async def test_scores_are_the_same_bits_as_without_a_link() -> None:
             assert ranked.scores.is_finite()
             assert ranked.forward_seconds > 0
         assert found.service.admission.requests == 0
-
-
-async def test_a_front_knows_the_model_as_the_engine_process_does() -> None:
-    async with linked(FakeEngine()) as found:
         there, here = found.service.model, found.fronts[0].model
-        assert here.manifest == there.manifest
-        assert here.engine == there.engine
+        assert (here.manifest, here.engine) == (there.manifest, there.engine)
+        assert found.fronts[0].second is None, "where none is configured there is none"
 
 
 @pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
@@ -175,15 +171,20 @@ async def test_each_refusal_is_told_once() -> None:
         assert told == [7]
 
 
-async def test_what_is_refused_unread_counts_as_asked_for() -> None:
+async def test_what_is_refused_unread_counts_as_asked_for_and_as_work_of_the_loop() -> None:
+    """By the latter the loop's lag tells a machine that is too slow from callers that are too many."""
     async with linked(FakeEngine()) as found:
         [front], offered = found.fronts, found.service.admission.offered
+        begun = front._work()
         await begin(front, 1)[1]
         before = offered.forwards_per_second(found.service.clock())
         front.state.closed = "planted"
         for _ in range(50):
             with pytest.raises(Overloaded):
                 front.check_open()
+        after = front._work()
+        assert (after.refused - begun.refused, after.answered - begun.answered) == (50, 1)
+        assert after.cpu_seconds >= begun.cpu_seconds
         await until(lambda: offered.forwards_per_second(found.service.clock()) > 10 * before)
         text = (await front.exposition()).decode()
         assert value_of(text, 'ranker_rejected_total{reason="queue_full"}') == 50
@@ -423,6 +424,8 @@ async def test_a_front_that_stops_waits_for_its_requests_and_takes_no_more() -> 
         assert await stopping
         assert right((await sent).scores, 1)
         assert not front.has_running_threads(), "its process may end in order"
+        assert front.uplink.link is None, "what it told last is on its way once the other side has closed"
+        assert front.uplink._ended.is_set()
 
 
 async def test_a_front_that_stops_waits_for_an_engine_process_that_hangs_for_so_long(
@@ -448,12 +451,17 @@ async def test_a_fault_in_one_callers_code_ends_no_link() -> None:
         assert [line["event"] for line in lines] == ["fault"]
 
 
-async def test_a_ticket_serves_once() -> None:
+async def test_a_ticket_serves_once_and_one_that_was_released_nobody() -> None:
     async with linked(FakeEngine()) as found:
-        place, future = begin(found.fronts[0], 1)
+        [front] = found.fronts
+        place, future = begin(front, 1)
         await future
-        with pytest.raises(ValueError, match="before"):
-            found.fronts[0].rank(place, *request(1), print)
+        released = front.admit(front.model, candidates=4, history=2, deadline=None)
+        released.release()
+        for used in (place, released):
+            with pytest.raises(ValueError, match="before"):
+                front.rank(used, *request(1), print)
+        assert not front.uplink.asked
 
 
 async def test_reloads_fail_on_a_front_as_they_do_in_one_process() -> None:
@@ -505,8 +513,11 @@ async def test_after_a_lost_link_there_is_one_again_and_no_more() -> None:
     async with linked(FakeEngine()) as found:
         [front] = found.fronts
         for _ in range(2):
+            number = front.state.model
+            assert front.serves.get(number) is front.model
             found.cut()
             await until(lambda: front.uplink.link is None)
+            assert front.serves.get(number) is None, "nothing is kept of an engine process that is gone"
             await found.mend()
             await until(lambda: front.health().ready)
             first = front.uplink.link
@@ -555,37 +566,6 @@ async def test_the_engine_process_looks_whether_it_is_open_to_this_key_but_not_f
             assert asked == ["feed"]
 
 
-async def test_of_an_engine_process_that_is_gone_nothing_is_kept() -> None:
-    async with linked(FakeEngine()) as found:
-        [front] = found.fronts
-        number = front.state.model
-        assert front.serves.get(number) is front.model
-        found.cut()
-        await until(lambda: front.uplink.link is None)
-        assert front.serves.get(number) is None
-        await found.mend()
-        await until(lambda: front.health().ready)
-
-
-async def test_a_place_that_was_released_serves_nobody() -> None:
-    async with linked(FakeEngine()) as found:
-        [front] = found.fronts
-        place = front.admit(front.model, candidates=4, history=2, deadline=None)
-        place.release()
-        with pytest.raises(ValueError, match="before"):
-            front.rank(place, *request(1), print)
-        assert not front.uplink.asked
-
-
-async def test_a_front_that_has_stopped_has_no_link() -> None:
-    """Its process ends next: what it told last is on its way only once the other side has closed."""
-    async with linked(FakeEngine()) as found:
-        [front] = found.fronts
-        assert await front.stop(1.0)
-        assert front.uplink.link is None
-        assert front.uplink._ended.is_set()
-
-
 async def test_a_front_has_its_link_before_it_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.fronts.front.LINK_SECONDS", 60.0)
     async with linked(FakeEngine(), fronts=0) as found:
@@ -597,18 +577,3 @@ async def test_a_front_has_its_link_before_it_accepts(monkeypatch: pytest.Monkey
         assert front.linked.is_set()
         assert port_of(server)
         await server.shutdown()
-
-
-async def test_what_a_front_refuses_is_part_of_its_loops_work() -> None:
-    """By it the loop's lag tells a machine that is too slow from callers that are too many."""
-    async with linked(FakeEngine()) as found:
-        [front] = found.fronts
-        before = front._work()
-        await begin(front, 1)[1]
-        front.state.closed = "planted"
-        for _ in range(3):
-            with pytest.raises(Overloaded):
-                front.check_open()
-        after = front._work()
-        assert (after.refused - before.refused, after.answered - before.answered) == (3, 1)
-        assert after.cpu_seconds >= before.cpu_seconds

@@ -74,11 +74,6 @@ async def test_a_second_checkpoint_that_is_given_up_when_it_is_loaded_is_told_so
         assert refused.value.retry_after_seconds is not None
 
 
-async def test_where_none_is_configured_there_is_none() -> None:
-    async with linked(FakeEngine()) as found:
-        assert found.fronts[0].second is None
-
-
 async def test_the_shadow_lives_in_the_engine_process_and_leaves_explanations_out() -> None:
     second = FakeEngine(2)
     groups = {"shadow": GROUPS["shadow"]}

@@ -70,17 +70,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Pa
     """One that runs, with gRPC where that is installed, and the directory of its temporary files, which is empty afterwards."""
     temporary = tmp_path_factory.mktemp("temporary")
     ports = {"grpc__port": free_port()} if find_spec("grpc") else {}
-    with started(*FRONTED, environment={"TMPDIR": str(temporary)}, **ports) as server:
+    with started(*FRONTED, environment={"TMPDIR": str(temporary)}, drain__delay_seconds=1, **ports) as server:
         server.wait_ready()
         yield server, temporary
         assert server.stop() == 0
     assert list(temporary.iterdir()) == []
 
 
-def test_a_start_a_drain_and_exit_0() -> None:
-    with started(*FRONTED, drain__delay_seconds=0.5) as server:
+def test_a_start_a_reload_by_signal_a_drain_and_exit_0() -> None:
+    with started(drain__delay_seconds=0.5, device="cpu", backend="dense") as server:
+        event(server, "engine_started")
+        server.process.send_signal(signal.SIGHUP)  # there is nothing to be read again yet
         server.wait_ready("/livez")
         server.wait_ready()
+        server.process.send_signal(signal.SIGHUP)
+        assert event(server, "unchanged")["checkpoint"] == "weights/demo"
         torch = [
             "libtorch" in Path(f"/proc/{each}/maps").read_text() for each in (*processes(server), server.process.pid)
         ]
@@ -96,17 +100,6 @@ def test_a_start_a_drain_and_exit_0() -> None:
         assert not any(map(alive, began))
         assert {line["front"] for line in server.lines if line["event"] == "listening"} == {1, 2}
         assert [line["front"] for line in server.lines if line["event"] == "page"] == [1]
-
-
-def test_every_process_gets_the_signal_and_the_drain_is_one() -> None:
-    """As systemd sends it: to all at once, and the supervisor hands it on."""
-    with started(*FRONTED, drain__delay_seconds=1) as server:
-        server.wait_ready()
-        for each in (*processes(server), server.process.pid):
-            os.kill(each, signal.SIGTERM)
-        event(server, "draining")
-        assert status(server, "/livez") == 200
-        assert server.process.wait(90) == 0
 
 
 def test_a_second_signal_ends_all_at_once() -> None:
@@ -166,7 +159,7 @@ def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_one(tmp_path: Pa
 
 
 def test_a_checkpoint_that_cannot_be_loaded_ends_the_whole_with_1() -> None:
-    with started(*FRONTED, "--refused-after-seconds=1", drain__delay_seconds=30) as server:
+    with started(*FRONTED, "--refused-after-seconds=1", fronts=1, drain__delay_seconds=30) as server:
         assert server.process.wait(90) == 1  # without the delay
         assert "planted" in str(event(server, "fatal")["reason"])
 
@@ -174,7 +167,7 @@ def test_a_checkpoint_that_cannot_be_loaded_ends_the_whole_with_1() -> None:
 def test_settings_that_only_a_front_finds_unusable_end_the_whole_with_2(tmp_path: Path) -> None:
     missing = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{missing!r}] = None")
-    with started(environment={"PYTHONPATH": f"{ROOT}:{tmp_path}"}, tracing__enabled="true") as server:
+    with started(environment={"PYTHONPATH": f"{ROOT}:{tmp_path}"}, fronts=1, tracing__enabled="true") as server:
         assert server.process.wait(90) == 2
 
 
@@ -199,23 +192,20 @@ def test_every_front_serves_grpc_on_one_port(whole: tuple[Server, Path]) -> None
             grpc.channel_ready_future(channel).result(10)
 
 
-@pytest.mark.parametrize("policy", ["exit", "restart"])
-def test_when_the_engine_process_ends_fronts_stay_up_until_the_policy_says_otherwise(policy: str) -> None:
-    with started(*FRONTED, engine_loss=policy, drain__delay_seconds=30) as server:
+def test_when_the_engine_process_ends_fronts_stay_up_and_it_is_started_again_once_for_all() -> None:
+    with started(*FRONTED, engine_loss="restart", fronts=1, drain__delay_seconds=30) as server:
         server.wait_ready()
-        if policy == "restart":
-            time.sleep(ENGINE_SECONDS)  # one that lived less is not started again
+        time.sleep(ENGINE_SECONDS)  # one that lived less is not started again
         first = process_of(server, None)
         os.kill(first, signal.SIGKILL)
-        if policy == "restart":
-            wait_until(lambda: status(server, "/readyz") == 503)
-            assert status(server, "/livez") == status(server, "/startupz") == 200
-            server.wait_ready()
-            assert process_of(server, None) != first
-            while server.process.poll() is None:  # soon again
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process_of(server, None), signal.SIGKILL)
-                time.sleep(0.1)
+        wait_until(lambda: status(server, "/readyz") == 503)
+        assert status(server, "/livez") == status(server, "/startupz") == 200
+        server.wait_ready()
+        assert process_of(server, None) != first
+        while server.process.poll() is None:  # soon again
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_of(server, None), signal.SIGKILL)
+            time.sleep(0.1)
         assert server.process.wait(90) == 70
 
 
@@ -251,6 +241,16 @@ def test_an_engine_process_that_is_started_again_serves_what_was_loaded_last(tmp
         assert post("/admin/reload", {"corpus": "corpus-v2"})["result"] == "unchanged"
         assert server.stop() == 0
     assert list(temporary.glob("ranker-*")) == []
+
+
+async def test_by_the_other_policy_an_engine_process_that_ends_ends_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "ENGINE_SECONDS", 0.0)
+    whole = Supervisor(Settings(fronts=1, port=0, engine_loss="exit", drain=Drain(delay_seconds=30)), *IDLERS)
+    ending = asyncio.ensure_future(whole.run())
+    await until(lambda: None not in (whole._engine, whole._fronts.get(1)))
+    assert whole._engine is not None
+    whole._engine.kill()
+    assert await asyncio.wait_for(ending, 20) == 70
 
 
 async def test_a_process_that_the_system_refuses_is_started_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,15 +292,6 @@ async def test_a_process_that_the_system_refuses_is_started_a_moment_later(monke
     assert await ending == 0
 
 
-def test_sighup_reads_the_checkpoint_again() -> None:
-    with started(device="cpu", backend="dense") as server:
-        event(server, "engine_started")
-        server.process.send_signal(signal.SIGHUP)  # there is nothing to be read again yet
-        server.wait_ready()
-        server.process.send_signal(signal.SIGHUP)
-        assert event(server, "unchanged")["checkpoint"] == "weights/demo"
-
-
 def test_the_socket_lies_where_only_we_come_and_takes_no_nonsense(whole: tuple[Server, Path]) -> None:
     server, temporary = whole
     [directory] = temporary.glob("ranker-*")
@@ -313,6 +304,16 @@ def test_the_socket_lies_where_only_we_come_and_takes_no_nonsense(whole: tuple[S
             assert stranger.recv(1) == b""
     event(server, "link_broken")
     assert server.answers()
+
+
+def test_every_process_gets_the_signal_and_the_drain_is_one(whole: tuple[Server, Path]) -> None:
+    """As systemd sends it: to all at once, and the supervisor hands it on. It stands behind all others of this server."""
+    server, _ = whole
+    for each in (*processes(server), server.process.pid):
+        os.kill(each, signal.SIGTERM)
+    event(server, "draining")
+    assert status(server, "/livez") == 200
+    assert server.process.wait(90) == 0
 
 
 def test_a_front_that_is_assigned_closes_what_is_not_its_own() -> None:

@@ -28,10 +28,12 @@ KEY = "feed-key"
 EVENT = {"post_id": 17, "author_id": 5, "actions": ["favorite"]}
 LONG = [EVENT] * 20  # of which the fake ranker reads 16 and the towers 8
 POSTS = {"user_id": "7", "history": [EVENT] * 3, "k": 5, "request_id": "page-7"}
+VIEWER = {name: value for name, value in POSTS.items() if name != "k"}
 RANKED, FOUND = ["parse", "queue", "forward"], ["parse", "queue", "encode", "search"]
 
 # path: the request, the same beyond the window, stages of the reply, what the log line says, replies in the distributions
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str], dict[str, Any], int]] = {
+    "/context": (VIEWER, VIEWER | {"history": LONG}, RANKED, {"history": 3}, 0),
     "/rank": (good(), good(history=LONG), RANKED, {"candidates": 3, "history": 3}, 1),
     "/rank/batch": (
         {"requests": [good(), good(history=[])]},
@@ -113,8 +115,10 @@ def test_a_history_beyond_the_window_is_counted_once(running: tuple[TestClient, 
     reply, grown, line = asked(running[0], path, CALLS[path][1])
     assert grown["ranker_history_truncated_total"] == 1
     assert line["history"] == len(LONG)
+    assert line.get("requests") == {"/rank/batch": 1, "/explain": 1 + 16 + 2}.get(path)
     content = reply.json()["results"][0] if path == "/rank/batch" else reply.json()
-    assert content["history_dropped"] == len(LONG) - content["history_used"] > 0
+    used = 8 if path == "/retrieve" else 16
+    assert (content["history_used"], content["history_dropped"]) == (used, len(LONG) - used)
 
 
 @pytest.mark.parametrize("path", CALLS)
@@ -234,12 +238,6 @@ def test_a_request_over_http_has_its_spans(monkeypatch: pytest.MonkeyPatch) -> N
     assert (root.context.trace_id, root.parent.span_id) == (7, 5)
     assert root.attributes["ranker.request_id"] == reply.headers["x-request-id"]
     assert 0 < root.end_time - root.start_time < took * 1e9
-
-
-def test_what_serves_posts_is_told(running: tuple[TestClient, RankingService]) -> None:
-    told = running[0].get("/info").json()["retrieval"]
-    assert told["corpus"]["posts"] == 299
-    assert told["model"] == {"name": "towers", "version": "v1"}
 
 
 @pytest.mark.parametrize("path", CALLS)

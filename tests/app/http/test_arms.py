@@ -25,10 +25,11 @@ from app.settings import Grpc, Settings, Shadow, Split
 from app.telemetry.metrics import Metrics
 from loadtest.generate.tensors import inference_of
 from tests.app import retrieving
-from tests.app.fakes import ACTIONS, FakeEngine, expected, loader, request, right, run, until
+from tests.app.fakes import ACTIONS, FakeEngine, expected, loader, request, right, until
 from tests.app.serving import good, listening, port_of, value_of
 from tests.app.triton_inputs import inputs
 
+pytestmark = pytest.mark.anyio
 SECOND = Shadow(checkpoint=Path("second"))
 HALF = Split(users=0.5, experiment="march")
 OTHER = ("like", "repost", "block")
@@ -240,33 +241,29 @@ def test_either_may_be_swapped_and_a_lost_one_leaves_its_users_to_the_first() ->
         assert "shadow" not in client.get("/info").json()["settings"], "where it lies is nobody's business"
 
 
-def test_none_is_crossed_in_shared_queues_while_both_are_swapped() -> None:
+async def test_none_is_crossed_in_shared_queues_while_both_are_swapped() -> None:
     """Every reply has the bits of the version that it was given, and the other version's are others."""
+    settings = Settings(shadow=SECOND, split=HALF)
+    service = RankingService(loader(FakeEngine()), settings, Metrics(), second=loader(FakeEngine(2), "v2"))
+    arms = Arms(service, HALF)
+    service.start()
+    await service.wait_ready()
+    await until(lambda: service.second is not None and service.second.answers)
 
-    async def main() -> None:
-        settings = Settings(shadow=SECOND, split=HALF)
-        service = RankingService(loader(FakeEngine()), settings, Metrics(), second=loader(FakeEngine(2), "v2"))
-        arms = Arms(service, HALF)
-        service.start()
-        await service.wait_ready()
-        await until(lambda: service.second is not None and service.second.answers)
+    async def one(user: int) -> str:
+        model = arms.model(user)
+        version = int(model.manifest.version[1:])
+        ticket = service.admit(model, candidates=4, history=2, deadline=None)
+        scores = (await ranked(service, ticket, *request(user))).scores
+        assert right(scores, user, version)
+        assert not np.array_equal(scores.logits, expected(*request(user), 3 - version if version < 3 else 1).logits)
+        assert version % 2 == (0 if is_second(user, HALF) else 1)
+        return model.manifest.version
 
-        async def one(user: int) -> str:
-            model = arms.model(user)
-            version = int(model.manifest.version[1:])
-            ticket = service.admit(model, candidates=4, history=2, deadline=None)
-            scores = (await ranked(service, ticket, *request(user))).scores
-            assert right(scores, user, version)
-            assert not np.array_equal(scores.logits, expected(*request(user), 3 - version if version < 3 else 1).logits)
-            assert version % 2 == (0 if is_second(user, HALF) else 1)
-            return model.manifest.version
-
-        seen = set(await asyncio.gather(*map(one, range(1, 200))))
-        later = [asyncio.ensure_future(one(user)) for user in range(1, 200)]
-        await service.swap(loader(FakeEngine(3), "v3"))
-        await service.second_checkpoint.swap(loader(FakeEngine(4), "v4"))
-        seen |= set(await asyncio.gather(*later, *map(one, range(200, 400))))
-        assert seen == {"v1", "v2", "v3", "v4"}
-        await service.stop(1.0)
-
-    run(main())
+    seen = set(await asyncio.gather(*map(one, range(1, 200))))
+    later = [asyncio.ensure_future(one(user)) for user in range(1, 200)]
+    await service.swap(loader(FakeEngine(3), "v3"))
+    await service.second_checkpoint.swap(loader(FakeEngine(4), "v4"))
+    seen |= set(await asyncio.gather(*later, *map(one, range(200, 400))))
+    assert seen == {"v1", "v2", "v3", "v4"}
+    await service.stop(1.0)

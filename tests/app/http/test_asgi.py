@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -18,11 +19,13 @@ from starlette.responses import StreamingResponse
 
 from app.assembly import build_app
 from app.settings import Settings
-from tests.app.fakes import FakeEngine, Gate
-from tests.app.serving import ask, chunk, good, served, value_of
+from loadtest.servers.launch import ranking_server
+from loadtest.servers.target import get
+from tests.app.serving import served
 from tests.reliability.live import wait_until
 
 ROOT = Path(__file__).parents[3]
+BODY = json.loads((ROOT / "weights/demo/example.json").read_bytes())
 APP = "tests.app.http.test_asgi:demo"
 SERVERS = {
     "uvicorn": ["-m", "uvicorn", "--log-level", "error", "--port", "{port}", "--factory", APP],
@@ -33,7 +36,7 @@ SERVERS = {
 
 def demo() -> Any:
     """The service around the demo's checkpoint, as `uvicorn --factory` makes it."""
-    return build_app(Settings(checkpoint=ROOT / "weights" / "demo"))
+    return build_app(Settings(checkpoint=ROOT / "weights" / "demo", threads=1))
 
 
 @contextmanager
@@ -41,14 +44,15 @@ def hosted(name: str) -> Iterator[str]:
     """The address of another server's process around `demo`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, *(word.format(port=port) for word in SERVERS[name])], cwd=ROOT)
+    command = [sys.executable, *(word.format(port=port) for word in SERVERS[name])]
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
     url = f"http://127.0.0.1:{port}"
 
     def is_ready() -> bool:
         assert process.poll() is None
         try:
-            return httpx.get(url + "/readyz").status_code == 200
-        except httpx.TransportError:
+            return get(url + "/readyz", 2).status_code == 200
+        except OSError:
             return False
 
     try:
@@ -59,32 +63,23 @@ def hosted(name: str) -> Iterator[str]:
         assert process.wait(20) in (0, -15)
 
 
+@pytest.fixture(scope="module")
+def ours() -> list[float]:
+    """The scores of our own server."""
+    with ranking_server(checkpoint=ROOT / "weights" / "demo", threads=1) as server:
+        return [one["score"] for one in httpx.post(server.url + "/rank", json=BODY).json()["candidates"]]
+
+
 @pytest.mark.parametrize("name", SERVERS)
-def test_another_server_gives_the_same_scores(name: str) -> None:
-    body = json.loads((ROOT / "weights/demo/example.json").read_bytes())
+def test_another_server_gives_the_same_scores(name: str, ours: list[float]) -> None:
     with hosted(name) as url:
-        reply = httpx.post(url + "/rank", json=body)
+        reply = httpx.post(url + "/rank", json=BODY)
         refused = httpx.post(url + "/rank", json={"user_id": 1})
         head = httpx.head(url + "/info")
     assert (reply.status_code, refused.status_code, head.status_code) == (200, 422, 200)
     assert (head.content, int(head.headers["content-length"]) > 100) == (b"", True)
     assert refused.headers["content-type"] == "application/problem+json"
-    with_ours = rank_by_ours(body)
-    assert [one["score"] for one in reply.json()["candidates"]] == with_ours
-
-
-def rank_by_ours(body: dict[str, Any]) -> list[float]:
-    from loadtest.servers.launch import ranking_server
-
-    with ranking_server(checkpoint=ROOT / "weights" / "demo") as server:
-        return [one["score"] for one in httpx.post(server.url + "/rank", json=body).json()["candidates"]]
-
-
-def test_a_body_without_an_end_is_refused_where_it_passes_the_limit() -> None:
-    with served() as (client, service):
-        limit = service.settings.limits.max_body_bytes
-        sent = asyncio.run(ask(client.app, [chunk(bytes(limit // 2), True)] * 3))
-        assert sent[0]["status"] == 413
+    assert [one["score"] for one in reply.json()["candidates"]] == ours
 
 
 def test_a_page_in_pieces_is_whole() -> None:
@@ -98,14 +93,3 @@ def test_a_page_in_pieces_is_whole() -> None:
     with served() as (client, _):
         client.app.pages.add_route("/pieces", lambda request: StreamingResponse(pieces()))
         assert client.get("/pieces").content == b"ab"
-
-
-def test_a_client_that_goes_is_counted_and_its_work_is_dropped() -> None:
-    body, gate = json.dumps(good()).encode(), Gate()
-    gone = {"type": "http.disconnect"}
-    with served(FakeEngine(before=gate)) as (client, service):
-        assert asyncio.run(ask(client.app, [chunk(body, True), gone])) == []
-        assert asyncio.run(ask(client.app, [chunk(body, False), gone])) == []
-        gate.opened.set()
-        assert value_of(client.get("/metrics").text, 'ranker_cancelled_total{stage="body"}') == 1
-        assert service.admission.requests == 0

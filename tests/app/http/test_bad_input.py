@@ -136,13 +136,8 @@ MALFORMED: dict[str, bytes] = {
     "empty": b"",
     "text": MARK.encode(),
     "cut off": b'{"user_id": 1',
-    "NaN": b'{"user_id": NaN}',
-    "Infinity": b'{"user_id": 1, "weights": {"favorite": Infinity}}',
-    "1e999": b'{"user_id": 1e999}',
     "duplicate key": b'{"user_id": 1, "zq9marker": 1, "zq9marker": 2}',
     "lone surrogate": b'{"user_id": "\\ud800zq9marker"}',
-    "UTF-16": json.dumps({"user_id": MARK}).encode("utf-16"),
-    "byte order mark": b"\xef\xbb\xbf{}",
     "bad UTF-8": b'{"user_id": "zq9marker\xff"}',
     "deep": b"[" * 20_000 + b"]" * 20_000,
 }
@@ -206,19 +201,32 @@ CASES = (
 )  # fmt: skip
 
 
+FIELDS = {f"422 {name}": field for name, (_, field) in INVALID.items()}
+"""Which field a refusal names."""
+
+
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
     with served(settings=Settings(limits=LIMITS)) as (client, _):
         yield client
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_status_code_and_silence(client: TestClient, case: tuple[str, str, bytes, dict[str, str], int, str]) -> None:
-    method, path, body, headers, status, code = case
+def counted(client: TestClient, status: int) -> float:
+    """Replies of this status, by the metrics."""
+    (family,) = client.app.service.metrics.http_requests.collect()  # type: ignore[attr-defined]
+    samples = (sample for sample in family.samples if sample.name.endswith("_total"))
+    return sum(sample.value for sample in samples if sample.labels["code"] == str(status))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_status_code_and_silence(client: TestClient, name: str) -> None:
+    method, path, body, headers, status, code = CASES[name]
+    before = counted(client, status)
     with structlog.testing.capture_logs() as lines:
         reply = client.request(method, path, content=body, headers=headers)
     assert (reply.status_code, reply.json()["code"]) == (status, code)
     assert [(line["status"], line["code"]) for line in lines if line["event"] == "request"] == [(status, code)]
+    assert counted(client, status) == before + 1
     assert reply.headers["content-type"] == "application/problem+json"
     assert reply.json()["status"] == status
     assert {"type", "title", "detail"} <= reply.json().keys()
@@ -226,12 +234,9 @@ def test_status_code_and_silence(client: TestClient, case: tuple[str, str, bytes
     assert reply.headers["x-request-id"] == reply.json()["request_id"]
     assert MARK not in reply.text
     assert MARK not in str(reply.headers) + str(lines)
-
-
-@pytest.mark.parametrize(("body", "field"), INVALID.values(), ids=INVALID.keys())
-def test_the_field_is_named(client: TestClient, body: Any, field: str) -> None:
-    errors = client.post("/rank", content=json.dumps(body), headers=JSON).json()["errors"]
-    assert [error["field"] for error in errors] == [field]
+    assert client.app.service.admission.requests == 0  # type: ignore[attr-defined]
+    if name in FIELDS:
+        assert [error["field"] for error in reply.json()["errors"]] == [FIELDS[name]]
 
 
 def test_the_table_is_long_enough_and_its_base_is_good(client: TestClient) -> None:

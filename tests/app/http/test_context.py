@@ -81,12 +81,7 @@ def test_what_is_wrong_with_a_context_is_said(body: bytes, status: int, code: st
 def test_headers_are_read_as_elsewhere() -> None:
     kind = {"Content-Type": "application/json"}
     with served() as (client, _):
-        for headers, status in (
-            ({"Content-Type": "text/plain"}, 415),
-            ({**kind, "Accept": "text/html"}, 406),
-            ({**kind, "X-Model-Version": "none"}, 404),
-            ({**kind, "X-Request-Timeout-Ms": "0"}, 504),
-        ):
+        for headers, status in (({**kind, "X-Model-Version": "none"}, 404),):
             assert client.post("/context", content=b'{"user_id": 7}', headers=headers).status_code == status, headers
         assert client.get("/context").status_code == 405
 

@@ -16,24 +16,21 @@ from starlette.testclient import TestClient
 from app.assembly import build_app
 from app.errors import DeadlineExceeded, InvalidRequest, TooLarge
 from app.http import explain
-from app.http.headers import Headers
-from app.http.observe import Recorder
 from app.request.body import decode
 from app.request.replies import ExplainReply
 from app.request.schema import ExplainRequest
 from app.request.validate import check_explain
-from app.service.service import RankingService
 from app.settings import Explore, Limits, Settings
-from app.telemetry.exchange import Exchange
 from loadtest.fuzz.bodies import in_arrays
 from tests.app import serving
 from tests.app.bounds import fix
-from tests.app.fakes import FakeEngine, Gate, running, until
+from tests.app.fakes import FakeEngine, Gate, loader, ready, running, until
 from tests.app.published import keeps
 from tests.app.serving import good, served, value_of
 from tests.goldens import imported
 from tests.reliability.live import connect, live, one_reply, statuses, wait_until
 
+pytestmark = pytest.mark.anyio
 JSON = {"content-type": "application/json"}
 
 
@@ -89,26 +86,6 @@ def rank(client: TestClient, body: dict[str, Any]) -> list[dict[str, Any]]:
     assert reply.status_code == 200, reply.text
     rows: list[dict[str, Any]] = reply.json()["candidates"]
     return rows
-
-
-def test_an_explanation_is_counted(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[Exchange] = []
-    end = Recorder.end
-
-    def noted(recorder: Recorder, exchange: Exchange, headers: Headers) -> None:
-        ended.append(exchange)
-        end(recorder, exchange, headers)
-
-    monkeypatch.setattr(Recorder, "end", noted)
-    body = asked(client)
-    names = "ranker_history_truncated_total", 'ranker_stage_duration_seconds_count{stage="attention"}'
-    before = [value_of(client.get("/metrics").text, name) for name in names]
-    reply = client.post("/explain", json=body | {"explain": [body["candidates"][0]["post_id"]], "request_id": "page-7"})
-    assert (reply.status_code, reply.headers["x-request-id"]) == (200, "page-7"), reply.text
-    assert [value_of(client.get("/metrics").text, name) for name in names] == [count + 1 for count in before]
-    [found] = [exchange for exchange in ended if exchange.route == "/explain"]
-    assert found.requests == 1 + len(reply.json()["events"]["place"]) + 2, "each event, the user, and all of it"
-    assert list(found.stages) == ["parse", "queue", "forward", "attention", "serialize"]
 
 
 def test_every_change_has_the_bits_of_two_rankings(either: TestClient) -> None:
@@ -248,20 +225,6 @@ def test_it_is_on_where_it_was_asked_for_and_on_loopback(settings: Settings, sta
         assert ("/explain" in client.get("/openapi.json").json()["paths"]) == (status == 200)
 
 
-def test_refusals_leave_no_place_taken() -> None:
-    with served() as (client, service):
-        for content, headers, status in (
-            (b"{", JSON, 400),
-            (b"{}", {"content-type": "text/plain"}, 415),
-            (b"{}", JSON | {"accept": "image/png"}, 406),
-            (json.dumps(question()).encode(), JSON | {"x-request-timeout-ms": "0"}, 504),
-        ):
-            reply = client.post("/explain", content=content, headers=headers)
-            assert (reply.status_code, reply.headers["content-type"]) == (status, "application/problem+json")
-        assert service.admission.requests == 0
-        assert client.post("/explain", json=question()).status_code == 200
-
-
 def test_a_call_whose_time_ends_in_its_midst_was_not_refused_on_arrival() -> None:
     events = [{"post_id": number, "author_id": 1} for number in range(1, 17)]
     with served(FakeEngine(before=lambda items: time.sleep(0.1))) as (client, _):
@@ -289,7 +252,7 @@ LONG = good(candidates={"post_id": list(range(1, 4101)), "author_id": [1] * 4100
         ("/rank/batch", explain.Ranking, [LONG]),
     ],
 )
-def test_others_come_in_between_the_pieces_of_a_reply(
+async def test_others_come_in_between_the_pieces_of_a_reply(
     path: str, writer: Any, body: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns, seen, render = [0], list[int](), writer.render
@@ -299,21 +262,18 @@ def test_others_come_in_between_the_pieces_of_a_reply(
             seen.append(turns[0])
             yield piece
 
-    async def main() -> None:
-        async with running(FakeEngine()) as service:
-            app = serving.create_app(Settings(limits=Limits(max_candidates=4100)), service)
-            loop = asyncio.get_running_loop()
-
-            def turn() -> None:
-                turns[0] += 1
-                loop.call_soon(turn)
-
-            turn()
-            messages = [serving.chunk(json.dumps(body).encode(), False)]
-            assert (await serving.ask(app, messages, path=path))[0]["status"] == 200
-
     monkeypatch.setattr(writer, "render", watched)
-    asyncio.run(main())
+    async with running(FakeEngine()) as service:
+        app = serving.create_app(Settings(limits=Limits(max_candidates=4100)), service)
+        loop = asyncio.get_running_loop()
+
+        def turn() -> None:
+            turns[0] += 1
+            loop.call_soon(turn)
+
+        turn()
+        messages = [serving.chunk(json.dumps(body).encode(), False)]
+        assert (await serving.ask(app, messages, path=path))[0]["status"] == 200
     assert len(set(seen)) == len(seen) >= 2
 
 
@@ -329,33 +289,27 @@ def test_a_context_may_be_named(client: TestClient) -> None:
     assert whole["events"] == by_handle["events"]
 
 
-def test_as_many_run_as_are_allowed_and_all_work_is_admitted() -> None:
+async def test_as_many_run_as_are_allowed_and_all_work_is_admitted() -> None:
     """While one is held in the engine, its contexts are in the queue, and another is refused."""
-
-    async def main() -> None:
-        gate = Gate()
-        service = RankingService(serving.loader(FakeEngine(before=gate)), Settings(), serving.Metrics())
-        app = serving.create_app(Settings(), service)
-        service.start()
-        await service.wait_ready()
-        body = json.dumps(question()).encode()
-        first = asyncio.ensure_future(serving.ask(app, [serving.chunk(body, False)], path="/explain"))
-        await gate.reached()
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert service.admission.requests == 1, "the first of its contexts"
-        second, told = await serving.ask(app, [serving.chunk(body, False)], path="/explain"), list[tuple[int, bool]]()
-        assert second[0]["status"] == 429
-        fields = [(b"content-type", b"application/json")]
-        app.endpoints["/explain"].begin(fields, lambda status, headers, body, may_wait: told.append((status, may_wait)))
-        assert told == [(429, True)], "who asks again at once need not be told at once"
-        gate.opened.set()
-        assert (await first)[0]["status"] == 200
-        assert service.admission.requests == 0
-        assert (await serving.ask(app, [serving.chunk(body, False)], path="/explain"))[0]["status"] == 200
-        await service.stop(1.0)
-
-    asyncio.run(main())
+    gate = Gate()
+    service = await ready(loader(FakeEngine(before=gate)))
+    app = serving.create_app(Settings(), service)
+    body = json.dumps(question()).encode()
+    first = asyncio.ensure_future(serving.ask(app, [serving.chunk(body, False)], path="/explain"))
+    await gate.reached()
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert service.admission.requests == 1, "the first of its contexts"
+    second, told = await serving.ask(app, [serving.chunk(body, False)], path="/explain"), list[tuple[int, bool]]()
+    assert second[0]["status"] == 429
+    fields = [(b"content-type", b"application/json")]
+    app.endpoints["/explain"].begin(fields, lambda status, headers, body, may_wait: told.append((status, may_wait)))
+    assert told == [(429, True)], "who asks again at once need not be told at once"
+    gate.opened.set()
+    assert (await first)[0]["status"] == 200
+    assert service.admission.requests == 0
+    assert (await serving.ask(app, [serving.chunk(body, False)], path="/explain"))[0]["status"] == 200
+    await service.stop(1.0)
 
 
 def test_a_refusal_for_want_of_a_place_reads_nothing() -> None:
@@ -395,42 +349,37 @@ def test_an_explanation_rests_between_its_turns(monkeypatch: pytest.MonkeyPatch)
         assert 0.45 <= time.monotonic() - began < 0.9, "it rests until half of its time is over, and no longer"
 
 
-def test_a_client_that_disconnects_drops_all_of_it() -> None:
-    async def main() -> None:
-        gate = Gate()
-        service = RankingService(serving.loader(FakeEngine(before=gate)), Settings(), serving.Metrics())
-        app = serving.create_app(Settings(), service)
-        service.start()
-        await service.wait_ready()
-        gone = asyncio.Event()
-        body = json.dumps(question()).encode()
-        given = iter([serving.chunk(body, False)])
+async def test_a_client_that_disconnects_drops_all_of_it() -> None:
+    gate = Gate()
+    service = await ready(loader(FakeEngine(before=gate)))
+    app = serving.create_app(Settings(), service)
+    gone = asyncio.Event()
+    body = json.dumps(question()).encode()
+    given = iter([serving.chunk(body, False)])
 
-        async def receive() -> dict[str, Any]:
-            for message in given:
-                return message
-            await gone.wait()
-            return {"type": "http.disconnect"}
+    async def receive() -> dict[str, Any]:
+        for message in given:
+            return message
+        await gone.wait()
+        return {"type": "http.disconnect"}
 
-        async def send(message: dict[str, Any]) -> None:
-            raise AssertionError
+    async def send(message: dict[str, Any]) -> None:
+        raise AssertionError
 
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/explain",
-            "headers": [(b"content-type", b"application/json")],
-        }
-        call = asyncio.ensure_future(app(scope, receive, send))
-        await gate.reached()
-        gone.set()
-        await call
-        await until(lambda: service.admission.requests == 0)
-        assert not gate.left.is_set()
-        gate.opened.set()
-        await asyncio.sleep(0.05)
-        assert service.plain_path._executor._work_queue.empty()
-        assert (await serving.ask(app, [serving.chunk(body, False)], path="/explain"))[0]["status"] == 200
-        await service.stop(1.0)
-
-    asyncio.run(main())
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/explain",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    call = asyncio.ensure_future(app(scope, receive, send))
+    await gate.reached()
+    gone.set()
+    await call
+    await until(lambda: service.admission.requests == 0)
+    assert not gate.left.is_set()
+    gate.opened.set()
+    await asyncio.sleep(0.05)
+    assert service.plain_path._executor._work_queue.empty()
+    assert (await serving.ask(app, [serving.chunk(body, False)], path="/explain"))[0]["status"] == 200
+    await service.stop(1.0)

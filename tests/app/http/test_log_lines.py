@@ -19,7 +19,6 @@ from app.telemetry import logs
 from loadtest.fuzz.bodies import nearly_valid
 from loadtest.fuzz.calls import JSON_TYPE, Answer, Call, send
 from tests.app.fakes import FakeEngine, running
-from tests.app.serving import good
 
 SECRET = "700000000000000007"
 evil = st.sampled_from(
@@ -90,17 +89,6 @@ def test_bodies(application: Application, body: dict[str, Any], name: str) -> No
     assert SECRET not in lines[0]
 
 
-def test_a_good_request_says_what_it_was(application: Application) -> None:
-    posts = {"post_id": [SECRET, 2], "author_id": [1, 2]}
-    body = {"user_id": SECRET, "history": posts, "candidates": posts}
-    headers = (JSON_TYPE, (b"x-request-id", b"mine"))
-    answer, lines = application.lines(Call(json.dumps(body).encode(), headers=headers))
-    line = check(lines, answer)
-    assert (line["request_id"], line["version"], line["candidates"], line["history"]) == ("mine", "v1", 2, 2)
-    assert set(line["stages_ms"]) == {"parse", "queue", "forward", "serialize"}
-    assert SECRET not in lines[0]
-
-
 def test_a_line_that_shows_the_input_would_be_noticed(
     application: Application, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,11 +97,3 @@ def test_a_line_that_shows_the_input_would_be_noticed(
     answer, lines = application.lines(call)
     with pytest.raises(AssertionError):
         check(lines, answer)
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_line_of_a_batch_says_how_many_requests_it_held(application: Application, count: int) -> None:
-    body = json.dumps({"requests": [good(user_id=user) for user in range(1, count + 1)]}).encode()
-    answer, lines = application.lines(Call(body, path="/rank/batch", headers=(JSON_TYPE,)))
-    assert answer.status == 200
-    assert check(lines, answer)["requests"] == count

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import httpx
 import pytest
 from starlette.testclient import TestClient
@@ -14,6 +12,8 @@ from app.http.asgi import Guest
 from app.settings import Probes, Settings
 from tests.app.fakes import FakeEngine, running
 from tests.app.serving import good
+
+pytestmark = pytest.mark.anyio
 
 
 def test_info_says_what_runs(client: TestClient) -> None:
@@ -28,14 +28,24 @@ def test_info_says_what_runs(client: TestClient) -> None:
     assert not {"auth", "admin"} & info["settings"].keys()
 
 
-@pytest.mark.parametrize("path", ["/livez", "/readyz", "/startupz", "/metrics", "/info", "/docs", "/openapi.json"])
-def test_a_get_route_answers_head_with_the_same_headers_and_no_body(client: TestClient, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "media_type"),
+    [
+        *((path, "application/json") for path in ("/livez", "/readyz", "/startupz", "/info", "/openapi.json")),
+        ("/metrics", "text/plain; version=0.0.4; charset=utf-8"),
+        ("/docs", "text/html"),
+    ],
+)
+def test_a_get_route_says_what_it_is_and_answers_head_with_the_same_headers_and_no_body(
+    client: TestClient, path: str, media_type: str
+) -> None:
     def headers(reply: httpx.Response) -> dict[str, str]:
         changing = {"x-request-id"} | ({"content-length"} if path == "/metrics" else set())
         return {name: value for name, value in reply.headers.items() if name not in changing}
 
     got, head = client.get(path), client.head(path)
     assert (head.status_code, headers(head)) == (200, headers(got))
+    assert got.headers["content-type"] == media_type
     assert int(head.headers["content-length"]) > 0
     assert got.content
     assert head.content == b""
@@ -70,36 +80,16 @@ def test_paths_make_no_series(client: TestClient) -> None:
     assert series() != before  # a series that is new would have been noticed
 
 
-def test_metrics_move_to_a_port_of_their_own() -> None:
+async def test_metrics_move_to_a_port_of_their_own() -> None:
     settings = Settings(probes=Probes(port=9100))
-
-    async def main() -> None:
-        async with running(FakeEngine()) as service:
-            app = create_app(settings, service)
-            _, port = build_server(settings, service).ports
-            assert (port.host, port.port, port.is_counted) == ("127.0.0.1", 9100, False)
-            side = Guest(port.routes, lambda: None, lambda: None)  # type: ignore[arg-type]
-            moved = {"/metrics": 404, "/readyz": 200, "/rank": 405, "/redoc": 404}
-            there = {"/metrics": 200, "/readyz": 200, "/info": 200, "/rank": 404, "/docs": 404, "/openapi.json": 404}
-            for given, paths in ((app, moved), (side, there)):
-                async with httpx.AsyncClient(transport=httpx.ASGITransport(given), base_url="http://test") as client:
-                    for path, status in paths.items():
-                        assert (await client.get(path)).status_code == status
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize(
-    ("path", "media_type"),
-    [
-        ("/livez", "application/json"),
-        ("/readyz", "application/json"),
-        ("/startupz", "application/json"),
-        ("/info", "application/json"),
-        ("/openapi.json", "application/json"),
-        ("/metrics", "text/plain; version=0.0.4; charset=utf-8"),
-        ("/docs", "text/html"),
-    ],
-)
-def test_each_page_says_what_it_is(client: TestClient, path: str, media_type: str) -> None:
-    assert client.get(path).headers["content-type"] == media_type
+    async with running(FakeEngine()) as service:
+        app = create_app(settings, service)
+        _, port = build_server(settings, service).ports
+        assert (port.host, port.port, port.is_counted) == ("127.0.0.1", 9100, False)
+        side = Guest(port.routes, lambda: None, lambda: None)  # type: ignore[arg-type]
+        moved = {"/metrics": 404, "/readyz": 200, "/rank": 405, "/redoc": 404}
+        there = {"/metrics": 200, "/readyz": 200, "/info": 200, "/rank": 404, "/docs": 404, "/openapi.json": 404}
+        for given, paths in ((app, moved), (side, there)):
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(given), base_url="http://test") as client:
+                for path, status in paths.items():
+                    assert (await client.get(path)).status_code == status

@@ -47,22 +47,6 @@ def test_scores_are_the_engines(client: TestClient) -> None:
         assert [row["score"] for row in rows] == [float(p[0]) * 1.0 + float(p[2]) * -2.0 for p in wanted.probabilities]
 
 
-def test_a_long_history_keeps_its_newest_and_says_so(client: TestClient) -> None:
-    before = client.get("/metrics").text
-    history = [{"post_id": place + 1, "author_id": 1} for place in range(20)]
-    content = client.post("/rank", json=good(history=history)).json()
-    assert (content["history_used"], content["history_dropped"]) == (16, 4)
-    assert value_of(client.get("/metrics").text, "ranker_history_truncated_total") == 1 + value_of(
-        before, "ranker_history_truncated_total"
-    )
-
-
-def test_headers_out(client: TestClient) -> None:
-    headers = client.post("/rank", json=good()).headers
-    assert headers["x-model-version"] == "v1"
-    assert headers["x-context-cache"] == "miss"
-
-
 @pytest.mark.parametrize(("path", "body"), [("/rank", good()), ("/rank/batch", [good()])])
 def test_durations_are_those_of_this_call(path: str, body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled codec reads and writes it, each step of which takes its time here."""
@@ -98,12 +82,6 @@ def test_a_request_id_is_echoed_or_made(client: TestClient, path: str) -> None:
     assert sent.headers["x-request-id"] == "Call-7:a/b"
     made = {client.get(path).headers["x-request-id"] for _ in range(3)}
     assert len(made) == 3
-
-
-def test_a_name_in_the_body_is_the_requests(client: TestClient) -> None:
-    assert client.post("/rank", json=good()).headers["x-request-id"] == "page-7"
-    both = client.post("/rank", json=good(), headers={"x-request-id": "call-1"})
-    assert (both.headers["x-request-id"], both.json()["request_id"]) == ("call-1", "page-7")
 
 
 @pytest.mark.parametrize("sent", ["", "a b", "x" * 129, "é", "a\x1b[31m", "<script>"])

@@ -27,6 +27,8 @@ from tests.app.bounds import bounded
 from tests.app.fakes import FakeEngine, running, until
 from tests.app.serving import ask, chunk, good, served, value_of
 
+pytestmark = pytest.mark.anyio
+
 
 class Broken(FakeEngine):
     """Gives NaN to one user's request."""
@@ -92,38 +94,33 @@ def test_a_batch_has_no_name_of_one_of_its_requests(client: TestClient, name: st
     assert name in (None, reply.headers["x-request-id"])
 
 
-def test_a_whole_batch_may_fail_one_by_one(client: TestClient) -> None:
-    reply = client.post("/rank/batch", json=[{}, {}])
-    assert reply.status_code == 200
-    assert [item["error"]["status"] for item in reply.json()] == [422, 422]
+BIG = [good(user_id=user, candidates=[{"post_id": n, "author_id": 1} for n in range(10)]) for user in range(1, 9)]
+TIGHT = Queue(max_candidates=15, max_wait_seconds=0)
 
 
-def test_a_batch_is_not_refused_for_the_room_that_it_takes_up_itself() -> None:
-    items = [good(user_id=user, candidates=[{"post_id": n, "author_id": 1} for n in range(10)]) for user in range(1, 9)]
-    tight = Queue(max_candidates=15, max_wait_seconds=0)
-    for settings in (Settings(queue=tight), Settings(queue=tight, batching=Batching(max_candidates=10))):
-        engine = FakeEngine()
-        with served(engine, settings) as (client, service):
-            results = client.post("/rank/batch", json=items).json()
-            assert all("error" not in result for result in results)
-            assert sorted(chain.from_iterable(engine.forwards)) == list(range(1, 9))
-            assert service.admission.requests == 0
+@pytest.mark.parametrize("batching", [Batching(), Batching(max_candidates=10)])
+def test_a_batch_is_not_refused_for_the_room_that_it_takes_up_itself(batching: Batching) -> None:
+    engine = FakeEngine()
+    with served(engine, Settings(queue=TIGHT, batching=batching)) as (client, service):
+        results = client.post("/rank/batch", json=BIG).json()
+        assert all("error" not in result for result in results)
+        assert sorted(chain.from_iterable(engine.forwards)) == list(range(1, 9))
+        assert service.admission.requests == 0
 
 
 def test_a_batch_that_waits_for_its_own_requests_is_counted_once() -> None:
     """Each try for a place is neither a refusal nor more work that is offered."""
-    items = [good(user_id=user, candidates=[{"post_id": n, "author_id": 1} for n in range(10)]) for user in range(1, 9)]
-    with served(FakeEngine(), Settings(queue=Queue(max_candidates=15, max_wait_seconds=0))) as (client, service):
+    with served(FakeEngine(), Settings(queue=TIGHT)) as (client, service):
         offered: list[float | None] = []
         observe = service.admission.offered.observe
         service.admission.offered.observe = lambda now, forwards=None: (
             offered.append(forwards) or observe(now, forwards)
         )  # type: ignore[method-assign,func-returns-value]
-        client.post("/rank/batch", json=items)
+        client.post("/rank/batch", json=BIG)
         assert value_of(client.get("/metrics").text, 'ranker_rejected_total{reason="queue_full"}') == 0
         assert len(offered) == 8
         service.admission.refusal = lambda job, again=False: Refusal("queue_full", "planted", 1.0)  # type: ignore[method-assign]
-        refused = client.post("/rank/batch", json=items).json()
+        refused = client.post("/rank/batch", json=BIG).json()
         assert [item["error"]["status"] for item in refused] == [429] * 8
         assert value_of(client.get("/metrics").text, 'ranker_rejected_total{reason="queue_full"}') == 8
 
@@ -172,25 +169,21 @@ def test_a_batch_is_refused_for_the_room_that_others_take_up() -> None:
         assert first.result(10).status_code == 200
 
 
-def test_a_batch_whose_client_leaves_is_dropped() -> None:
+async def test_a_batch_whose_client_leaves_is_dropped() -> None:
     gate = threading.Event()
     engine = FakeEngine(before=lambda items: (gate.wait(10), None)[1])
-
-    async def main() -> None:
-        async with running(engine) as service:
-            app = create_app(Settings(), service)
-            first = asyncio.create_task(ask(app, [chunk(json.dumps(good(user_id=1)).encode(), False)]))
-            await asyncio.sleep(0.05)
-            raw = json.dumps([good(user_id=2), good(user_id=3)]).encode()
-            messages = [chunk(raw, False), {"type": "http.disconnect"}]
-            assert await ask(app, messages, path="/rank/batch") == []
-            await until(lambda: service.admission.requests == 1)
-            gate.set()
-            assert (await first)[0]["status"] == 200
-            assert engine.forwards == [[1]]
-            assert service.admission.requests == 0
-
-    asyncio.run(main())
+    async with running(engine) as service:
+        app = create_app(Settings(), service)
+        first = asyncio.create_task(ask(app, [chunk(json.dumps(good(user_id=1)).encode(), False)]))
+        await asyncio.sleep(0.05)
+        raw = json.dumps([good(user_id=2), good(user_id=3)]).encode()
+        messages = [chunk(raw, False), {"type": "http.disconnect"}]
+        assert await ask(app, messages, path="/rank/batch") == []
+        await until(lambda: service.admission.requests == 1)
+        gate.set()
+        assert (await first)[0]["status"] == 200
+        assert engine.forwards == [[1]]
+        assert service.admission.requests == 0
 
 
 def test_nan_fails_one_request_alone() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -73,12 +73,12 @@ def test_nearly_valid_bodies_have_one_verdict(value: Any) -> None:
     assert verdict(raw) == plain_verdict(raw)
 
 
-def disagreements(count: int) -> list[bytes]:
-    return [raw for raw in islice(mutated(1), count) if verdict(raw) != plain_verdict(raw)]
+def disagreements() -> Iterator[bytes]:
+    return (raw for raw in islice(mutated(1), 4000) if verdict(raw) != plain_verdict(raw))
 
 
 def test_mutated_bodies_have_one_verdict() -> None:
-    assert disagreements(4000) == []
+    assert list(disagreements()) == []
 
 
 def lenient(body: bytes) -> Any:
@@ -102,7 +102,7 @@ PLANTED: dict[str, dict[str, Any]] = {
 def test_a_laxer_check_would_be_noticed(monkeypatch: pytest.MonkeyPatch, faults: dict[str, Any]) -> None:
     for place, fault in faults.items():
         monkeypatch.setattr(place, fault)
-    assert disagreements(4000)
+    assert next(disagreements(), None)
 
 
 @pytest.mark.parametrize("written", USER_IDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
@@ -29,27 +29,16 @@ from loadtest.fuzz import bodies
 from loadtest.fuzz.bodies import in_arrays
 from loadtest.fuzz.sources import corpus
 from model.config import ModelConfig
-from model.inputs import Candidates, Context, Scores
+from model.inputs import Scores
 from tests.app.bounds import bounded
 from tests.app.fakes import FakeEngine, loaded
 from tests.app.odd_bodies import USER_IDS, mutated
+from tests.app.request.sanitized_codec import told
 from tests.app.serving import VOCABULARY, checked, good, served
 
 MANIFEST = loaded(FakeEngine()).checkpoint.manifest
 LIMITS = Limits()
 FORM = ReplyFormat.of(MANIFEST)
-SEEN = (
-    "user_id",
-    "history_length",
-    "echo_ids",
-    "weights",
-    "top_k",
-    "wanted",
-    "request_id",
-    "reply",
-    "handle",
-    "has_offset",
-)
 
 LIBRARY = load_library()
 assert LIBRARY is not None
@@ -69,18 +58,6 @@ def plain(raw: bytes, config: ModelConfig) -> list[Any] | None:
 def compiled(raw: bytes, config: ModelConfig, made: Codec = CODEC) -> list[Any] | None:
     packed = made.read(raw)
     return None if packed is None else told(*packed.unpack(config))
-
-
-def told(request: Request, context: Context, candidates: Candidates) -> list[Any]:
-    """All that later steps read, arrays as dtype, shape and bytes."""
-    values = [getattr(request, name) for name in SEEN]
-    values += [getattr(columns, field.name) for columns in (context, candidates) for field in fields(columns)]
-    return frozen(values)
-
-
-def frozen(values: Iterable[Any]) -> list[Any]:
-    """Arrays as dtype, shape and bytes; the rest as it is."""
-    return [(str(each.dtype), each.shape, each.tobytes()) if isinstance(each, np.ndarray) else each for each in values]
 
 
 def differing(raws: Iterable[bytes], made: Codec = CODEC) -> list[bytes]:

@@ -4,61 +4,79 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 import shutil
-import sys
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from app.request import codec
-from app.request.codec import Codec, open_library
+from app.request.codec import Codec
 from tests.app.odd_bodies import mutated
-from tests.app.serving import VOCABULARY, good
+from tests.app.serving import good
 from tests.sanitized import run_sanitized
 
 SOURCE = Path(codec.__file__).parent / "native/codec.cpp"
 pytest.importorskip("torch", reason="what the codec is compared with needs torch")
+import tests.app.request.test_codec as ids  # noqa: E402
 import tests.app.request.test_retrieval as posts  # noqa: E402
 import tests.app.request.test_text_ids as texts  # noqa: E402
-from tests.app.request.test_codec import FORM, LIMITS, MANIFEST, asked, differing, render, scored  # noqa: E402
+from tests.app.request.sanitized_codec import CASES, Cases  # noqa: E402
 
-MODULE = "tests.app.request.test_codec_sanitizers"
+MODULE = "tests.app.request.sanitized_codec"
 MUTATED = 1000
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here")
 
 
-def read_and_write(library: Path) -> int:
-    """Bodies that are read otherwise than by the plain path, and replies of other bytes than its own."""
-    made = Codec(open_library(library), MANIFEST, VOCABULARY, LIMITS)
-    raw = json.dumps(good()).encode()
-    different = len(differing([raw[:end] for end in range(len(raw))] + list(islice(mutated(5), MUTATED)), made))
+def read(raws: Iterable[bytes], made: Codec, plain: Callable[[bytes], Any]) -> list[tuple[bytes, list[Any]]]:
+    """Each body with what the plain path makes of it, nothing where the codec leaves it to that."""
+    return [(raw, [] if made.read(raw) is None else plain(raw) or []) for raw in raws]
+
+
+def written(asked: Any, scores: Any, form: Any, **tail: Any) -> tuple[tuple[Any, ...], dict[str, Any], bytes]:
+    """A reply, with the bytes of the plain path."""
+    tail = {"history_used": 0, "timings_ms": {}} | tail
+    return (asked, scores), tail, b"".join(ids.render(asked, scores, form, **tail))
+
+
+@np.errstate(over="ignore")  # of an output near the largest float32, times its scale
+def cases() -> list[Cases]:
+    """Of integer ids, of texts, and of requests for posts, whose longer window is six."""
+    raw, replies = json.dumps(good()).encode(), []
     for count, form in ((1, "objects"), (7, "columns"), (300, "objects")):
         numbers = np.random.default_rng(count).integers(0, 0x7F800000, 3 * count, dtype=np.uint32).view(np.float32)
         weights = np.array([1e-30, -3.0, 1.7, *[0.004] * (count == 7)])
-        request = replace(asked(count, reply=form), weights=weights, has_offset=count == 7)
-        forms, scores = (replace(FORM, codec=made), FORM), scored(numbers, count)
-        ours, theirs = (b"".join(render(request, scores, use, history_used=0, timings_ms={})) for use in forms)
-        different += ours != theirs
-    spoken = Codec(open_library(library), texts.MANIFEST, texts.WORDS, LIMITS)
+        asked = replace(ids.asked(count, reply=form), weights=weights, has_offset=count == 7)
+        replies.append(written(asked, ids.scored(numbers, count), ids.FORM))
+    bodies = [*(raw[:end] for end in range(len(raw))), *islice(mutated(5), MUTATED)]
+    plain = read(bodies, ids.CODEC, lambda raw: ids.plain(raw, ids.MANIFEST.config))
+    found = [Cases(ids.MANIFEST, ids.LIMITS, plain, replies, [])]
+
     bodies = [raw[:end] for raw in texts.GOOD_ONES for end in range(0, len(raw) + 1, 5)]
-    different += len(texts.differing([*bodies, *islice(mutated(6, texts.GOOD_ONES), MUTATED)], spoken))
-    for form in ("objects", "columns"):
-        request, scores = texts.asked(["é", '"', ",", "a" * 128], reply=form), texts.scored(4)
-        forms = replace(texts.FORM, codec=spoken), texts.FORM
-        ours, theirs = (b"".join(render(request, scores, use, history_used=0, timings_ms={})) for use in forms)
-        different += ours != theirs
+    spoken = read([*bodies, *islice(mutated(6, texts.GOOD_ONES), MUTATED)], texts.CODEC, texts.plain)
+    replies = [
+        written(texts.asked(["é", '"', ",", "a" * 128], reply=form), texts.scored(4), texts.FORM)
+        for form in ("objects", "columns")
+    ]
+    found.append(Cases(texts.MANIFEST, texts.LIMITS, spoken, replies, []))
+
+    models, replies = posts.compiled_models(), []
     for count, wish in itertools.product((1, 7, 300), posts.WISHED):
-        numbers = np.random.default_rng(count).random((count, 3), np.float32)
-        ours, theirs = posts.replies(open_library(library), numbers, wish)
-        different += ours != theirs
-    return different + len(posts.differing(posts.sent(100), posts.compiled_models(open_library(library)))[0])
+        asked, scores, tail = posts.ranking(np.random.default_rng(count).random((count, 3), np.float32), wish)
+        replies.append(written(asked, scores, ids.FORM, **tail))
+    for_posts = [(raw, posts.plain_told(raw, models), posts.plain_told(raw, models[:1])) for raw in posts.sent(100)]
+    manifest = replace(posts.MANIFEST, config=models[1].config)
+    return [*found, Cases(manifest, posts.LIMITS, [], replies, for_posts)]
 
 
 def test_the_sanitizers_have_nothing_to_say(tmp_path: Path) -> None:
+    (tmp_path / CASES).write_bytes(pickle.dumps(cases()))
     done = run_sanitized(tmp_path, SOURCE, MODULE, "address,undefined")
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert done.stdout == "0 differ\n"
@@ -68,12 +86,9 @@ def test_the_sanitizers_have_nothing_to_say(tmp_path: Path) -> None:
 
 def test_a_read_beyond_the_end_is_seen(tmp_path: Path) -> None:
     """A member whose value has no end."""
+    (tmp_path / CASES).write_bytes(pickle.dumps(cases()))
     plant = ("reader.h", "if (at >= end || depth < 0) throw Declined();", "if (depth < 0) throw Declined();")
     done = run_sanitized(tmp_path, SOURCE, MODULE, "address", plant)
     assert done.returncode != 0
     assert "buffer-overflow" in done.stderr
     assert "Reader::keep" in done.stderr
-
-
-if __name__ == "__main__":
-    print(f"{read_and_write(Path(sys.argv[1]))} differ")

@@ -6,7 +6,7 @@ import ctypes
 import json
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -19,6 +19,7 @@ from app.request.codec import Codec, load_library
 from app.request.reply import Joined, ReplyFormat, head_of, names_of, render
 from app.request.retrieval import PostsRequest, Reading, check_posts, read_compiled, read_posts
 from app.request.schema import RecommendRequest, RetrieveRequest
+from app.request.validate import Request
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
 from model.inputs import Scores
@@ -27,11 +28,12 @@ from tests.app.bounds import bounded
 from tests.app.fakes import FakeEngine, loaded
 from tests.app.odd_bodies import mutated
 from tests.app.published import keeps
-from tests.app.request.test_codec import frozen
+from tests.app.request.sanitized_codec import told_of_posts
 
 MANIFEST = loaded(FakeEngine()).checkpoint.manifest
 VOCABULARY, CONFIG = Vocabulary.of(MANIFEST), MANIFEST.config
 LIMITS = Limits(max_retrieved=2**63)
+FORM = ReplyFormat.of(MANIFEST)
 
 FIELDS: dict[str, list[Any]] = {
     "user_id": [1, "2", 0, -1, "01", 2**64, 2**64 - 1, str(2**64), None, 1.0, True, []],
@@ -158,12 +160,13 @@ def compiled_models(library: ctypes.PyDLL = LIBRARY) -> list[Reading]:
     return [with_codec(library, 4), with_codec(library, 6)]
 
 
-def told(request: PostsRequest) -> list[Any]:
-    """All that later steps read, arrays as dtype, shape and bytes."""
-    query = request.query
-    parts = [request, query, query.filters, query.context, *([request.context] if request.context else [])]
-    values = [getattr(part, field.name) for part in parts for field in fields(part)]  # type: ignore[arg-type]
-    return frozen(value for value in values if not is_dataclass(value))
+def plain_told(raw: bytes, models: Sequence[Reading]) -> list[Any]:
+    """What the plain path makes of a body, nothing where it refuses it."""
+    plain_models = [Reading(replace(model.vocabulary, codec=None), model.config) for model in models]
+    try:
+        return told_of_posts(check_posts(read_posts(raw, LIMITS, plain_models), plain_models))
+    except ServiceError:
+        return []
 
 
 def differing(raws: Iterable[bytes], models: Sequence[Reading]) -> tuple[list[bytes], int]:
@@ -175,12 +178,7 @@ def differing(raws: Iterable[bytes], models: Sequence[Reading]) -> tuple[list[by
             if ours is None:
                 continue
             taken += 1
-            plain_models = [Reading(replace(model.vocabulary, codec=None), model.config) for model in some]
-            try:
-                theirs = told(check_posts(read_posts(raw, LIMITS, plain_models), plain_models))
-            except ServiceError:
-                theirs = []
-            if told(ours) != theirs:
+            if told_of_posts(ours) != plain_told(raw, some):
                 wrong.append(raw)
     return wrong, taken
 
@@ -250,18 +248,14 @@ def found(scores: list[float]) -> Retrieved:
     return Retrieved(ids, ids, np.array(scores, np.float32), times, [None] * count, 9, 9, True, 99, 0, Mark())
 
 
-def replies(library: ctypes.PyDLL, numbers: np.ndarray[Any, Any], wish: dict[str, Any]) -> list[bytes]:
-    """The reply with these probabilities, by the codec and by the plain path."""
-    models = compiled_models(library)
-    form, count = ReplyFormat.of(MANIFEST), len(numbers)
+def ranking(numbers: np.ndarray[Any, Any], wish: dict[str, Any]) -> tuple[Request, Scores, dict[str, Any]]:
+    """What the reply with these probabilities is written from."""
     request = checked(json.dumps({"user_id": 1} | wish).encode(), VOCABULARY, VOCABULARY)
-    posts = found([1.0 - place / 7 for place in range(count)])
-    scores = Scores(numbers, numbers, np.ascontiguousarray(numbers[:, :1]))
+    posts = found([1.0 - place / 7 for place in range(len(numbers))])
     ranked = request.ranking(posts)
-    joined = Joined(head_of(names_of(ranked, form), models=1), {"visible": 9}, posts.scores)
-    forms = [replace(form, codec=models[1].vocabulary.codec), form]
-    told = {"history_used": 0, "timings_ms": {"parse": 0.5}, "joined": joined}
-    return [b"".join(render(ranked, scores, one, **told)) for one in forms]  # type: ignore[arg-type]
+    joined = Joined(head_of(names_of(ranked, FORM), models=1), {"visible": 9}, posts.scores)
+    tail = {"history_used": 0, "timings_ms": {"parse": 0.5}, "joined": joined}
+    return ranked, Scores(numbers, numbers, np.ascontiguousarray(numbers[:, :1])), tail
 
 
 REPORT = {"actions_wanted": ["report"], "request_id": "a"}
@@ -273,7 +267,9 @@ WISHED: list[dict[str, Any]] = [{}, {"top_k": 3}, REPORT, {"weights": {"reply": 
 def test_ranked_posts_are_the_same_bytes(count: int, wish: dict[str, Any]) -> None:
     assert LIBRARY is not None
     numbers = np.random.default_rng(count).random((count, 3), np.float32)
-    ours, theirs = replies(LIBRARY, numbers, wish)
+    asked, scores, tail = ranking(numbers, wish)
+    forms = replace(FORM, codec=compiled_models()[1].vocabulary.codec), FORM
+    ours, theirs = (b"".join(render(asked, scores, form, **tail)) for form in forms)
     assert ours == theirs
     ranked = json.loads(ours)["candidates"]
     assert len(ranked) == min(count, wish.get("top_k", count))

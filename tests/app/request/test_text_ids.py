@@ -31,7 +31,7 @@ from loadtest.generate.tensors import in_arrays
 from model.inputs import Scores
 from tests.app.fakes import FakeEngine, loaded
 from tests.app.odd_bodies import mutated
-from tests.app.request.test_codec import frozen, told
+from tests.app.request.sanitized_codec import frozen, told
 from tests.app.serving import good
 from weights.text_ids import text_id
 

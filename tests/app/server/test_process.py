@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from app.server.process import _raise_file_limit
 from loadtest.servers.launch import Server, ranking_server
+from loadtest.servers.target import get
 from loadtest.soak.servers import FAULTY
 from tests.reliability.live import wait_until
 
@@ -25,13 +25,13 @@ def started(*command: str, **settings: object) -> AbstractContextManager[Server]
 
 def event(server: Server, name: str) -> dict[str, Any]:
     """The first log line of a kind, as soon as it is there."""
-    wait_until(lambda: any(line["event"] == name for line in server.lines), 30)
+    wait_until(lambda: f'"event":"{name}"' in server.raw, 30)
     return next(line for line in server.lines if line["event"] == name)
 
 
 def status(server: Server, path: str) -> int:
     """Of a GET on a connection of its own."""
-    return httpx.get(f"{server.url}{path}", timeout=5).status_code
+    return get(f"{server.url}{path}", 5).status_code
 
 
 def test_the_process_may_hold_more_connections_than_the_shell_allows() -> None:

@@ -13,7 +13,7 @@ import pytest
 import structlog
 
 from app.engine.loading import NICE, LoadedModel
-from app.errors import DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded, ServiceError
+from app.errors import DeadlineExceeded, Draining, EngineDown, Overloaded, ServiceError
 from app.interface import ranked
 from app.load import HALF_LIFE_SECONDS
 from app.service import watchdog
@@ -36,6 +36,7 @@ from tests.app.fakes import (
     loaded,
     loader,
     rank,
+    ready,
     request,
     right,
     running,
@@ -64,20 +65,6 @@ async def test_the_load_of_a_service_is_what_its_engine_and_its_queue_do() -> No
 
 
 # refusals
-
-
-async def test_each_refusal_says_when_to_come_back() -> None:
-    async with running(FakeEngine()) as service:
-        service.refuse_new()
-        for ask in (service.check_open, lambda: service.admit(service.model, candidates=1, history=0, deadline=None)):
-            with pytest.raises(Draining) as caught:
-                ask()
-            assert caught.value.retry_after_seconds is not None
-        assert refused(service, "draining") == 2
-    waiting = RankingService(loader(FakeEngine()), Settings(), Metrics())
-    with pytest.raises(NotReady) as early:
-        waiting.check_open()
-    assert early.value.retry_after_seconds is not None
 
 
 async def test_who_waits_for_room_is_not_counted_as_refused() -> None:
@@ -110,9 +97,7 @@ async def test_a_failure_answers_searches_too(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("app.engine.runners.SHORT_SEARCH_SECONDS", 0.0)
     held = Gate()
     fake = FakeEngine(before=held)
-    service = RankingService(loader(fake), Settings(), Metrics(), retrieval=retrieving.loader(tmp_path))
-    service.start()
-    await service.wait_ready()
+    service = await ready(loader(fake), retrieval=retrieving.loader(tmp_path))
     gate, engine = Gate(), service.retrieval._loaded.engine
     search = engine.retrieve
     vars(engine)["retrieve"] = lambda *asked: (gate(asked), search(*asked))[1]
@@ -143,9 +128,7 @@ async def test_a_failure_answers_searches_too(tmp_path: Path, monkeypatch: pytes
 async def test_the_end_refuses_waits_and_answers_the_rest() -> None:
     for seconds, finished in ((10.0, True), (0.05, False)):
         gate = Gate()
-        service = RankingService(loader(FakeEngine(before=gate)), Settings(), Metrics())
-        service.start()
-        await service.wait_ready()
+        service = await ready(loader(FakeEngine(before=gate)))
         first = asyncio.ensure_future(rank(service, 1))
         await gate.reached()
         stopping = asyncio.ensure_future(service.stop(seconds))
@@ -247,9 +230,7 @@ async def test_without_a_second_checkpoint_nothing_is_asked_of_it() -> None:
 async def test_both_checkpoints_count_where_both_answer() -> None:
     gates = Gate(), Gate()
     load = loader(FakeEngine(2, before=gates[1]), "v2")
-    service = RankingService(loader(FakeEngine(before=gates[0])), Settings(**GROUPS), Metrics(), second=load)  # type: ignore[arg-type]
-    service.start()
-    await service.wait_ready()
+    service = await ready(loader(FakeEngine(before=gates[0])), Settings(**GROUPS), second=load)  # type: ignore[arg-type]
     await until(lambda: service.second is not None and service.second.model is not None)
     second = service.second
     assert second.model is not None
@@ -309,18 +290,6 @@ async def test_a_manifest_that_is_refused_is_tried_once_until_it_changes(tmp_pat
         await until(lambda: not reloads._tasks)
 
 
-async def test_after_the_end_nothing_can_be_begun_anywhere() -> None:
-    async with running(FakeEngine()) as service:
-        assert right(await rank(service, 1), 1)
-        await service.stop(1.0)
-        for executor in (service.plain_path._executor, service.retrieval._slow):
-            with pytest.raises(RuntimeError, match="shutdown"):
-                executor.submit(print)
-        assert all(task.done() or task.cancelling() for task in service._tasks)
-        with pytest.raises(Draining):
-            service.check_open()
-
-
 @pytest.mark.parametrize("short", [False, True])
 async def test_who_is_refused_while_the_loop_is_short_of_time_may_wait_for_the_answer(
     short: bool, monkeypatch: pytest.MonkeyPatch
@@ -336,7 +305,7 @@ async def test_who_is_refused_while_the_loop_is_short_of_time_may_wait_for_the_a
 
 
 @pytest.mark.parametrize("which", ["plain path", "compaction"])
-async def test_an_end_waits_for_no_thread_and_begins_nothing_that_waited(which: str) -> None:
+async def test_an_end_waits_for_no_thread_and_nothing_begins_after_it(which: str) -> None:
     async with running(FakeEngine()) as service:
         executor = service.plain_path._executor if which == "plain path" else service.retrieval._slow
         gate = Gate()
@@ -346,14 +315,17 @@ async def test_an_end_waits_for_no_thread_and_begins_nothing_that_waited(which: 
         assert await asyncio.wait_for(service.stop(1.0), 5.0)
         assert not hanging.done()
         assert waiting.cancelled()
+        with pytest.raises(RuntimeError, match="shutdown"):
+            executor.submit(print)
+        assert all(task.done() or task.cancelling() for task in service._tasks)
+        with pytest.raises(Draining):
+            service.check_open()
         gate.opened.set()
 
 
 async def test_the_log_names_the_towers_and_the_posts_of_a_reload(tmp_path: Path) -> None:
     loads: list[Any] = [retrieving.loader(tmp_path / "two", version="v2")]
-    service = RankingService(loader(FakeEngine()), Settings(), Metrics(), retrieval=retrieving.loader(tmp_path / "one"))
-    service.start()
-    await service.wait_ready()
+    service = await ready(loader(FakeEngine()), retrieval=retrieving.loader(tmp_path / "one"))
     paths = tmp_path / "towers", tmp_path / "posts"
 
     def load(*given: Path) -> Any:

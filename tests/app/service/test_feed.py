@@ -286,7 +286,7 @@ class Corpus:
         return SimpleNamespace(mark=reader.Mark(0, "", position))
 
 
-def test_long_entries_are_read_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_entries_are_read_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is held of the feed is bounded by bytes, as far as entries are like those before."""
     asked: list[int] = []
 
@@ -295,12 +295,9 @@ def test_long_entries_are_read_few_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
             asked.append(most)
             return [reader.Entry(f"{len(asked)}-0", b" " * 2**20, 0.0)] if len(asked) < 3 else []
 
-    async def scenario() -> None:
-        each = FeedReader(Source(), read, Metrics(), 1.0)
-        for _ in range(4):
-            await each._follow(Corpus())
-
-    asyncio.run(scenario())
+    each = FeedReader(Source(), read, Metrics(), 1.0)
+    for _ in range(4):
+        await each._follow(Corpus())
     assert asked[0] == 16
     assert asked[1:3] == [16, 16]
     assert asked[3] > 16

@@ -107,6 +107,23 @@ async def running(load: RetrievalLoader, clock: FakeClock, **groups: Any) -> Asy
         await service.stop(5.0)
 
 
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[RetrievalService]:
+    """Of a corpus of its own, `corpus-v1` in the test's directory."""
+    async with running(retrieving.loader(tmp_path), FakeClock()) as service:
+        yield service
+
+
+@pytest.fixture
+async def two(tmp_path: Path) -> AsyncIterator[list[RetrievalService]]:
+    """Two processes' services on one corpus, not loaded yet."""
+    load = retrieving.loader(tmp_path)
+    services = [RetrievalService(load, Settings(), Metrics(), FakeClock()) for _ in range(2)]
+    yield services
+    for each in services:
+        await each.stop(5.0)
+
+
 async def found(
     service: RetrievalService, asked: Query, deadline: float, served: ServedRetrieval | None = None
 ) -> Found:
@@ -144,19 +161,6 @@ async def test_what_is_replaced_goes_at_once(load: RetrievalLoader) -> None:
         await service.swap(wrapped)
         await search(service, 2)
         await until(lambda: old() is None)
-
-
-async def test_a_batch_that_raises_is_split(load: RetrievalLoader) -> None:
-    def fail(queries: Sequence[Query]) -> None:
-        if any(query.context.user_id == 3 for query in queries):
-            raise RuntimeError("planted")
-
-    wrapped, engines = watched(load, fail)
-    async with running(wrapped, FakeClock()) as service:
-        tasks = [search(service, user) for user in (1, 2, 3, 4)]
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [isinstance(one, EngineDown) for one in found] == [False, False, True, False]
-        assert engines[0].scans == [[1, 2, 3, 4], [1], [2], [3], [4]]
 
 
 async def test_what_nobody_waits_for_is_not_searched(load: RetrievalLoader) -> None:
@@ -220,14 +224,18 @@ async def test_a_swap_changes_towers_and_corpus_between_two_searches(load: Retri
         new = await service.swap(another)
         assert (service.served, new.manifest.version, new.corpus.version) == (new, "v2", "v2")
         after = search(service, 1)
+        late = asyncio.ensure_future(found(service, query(1), DEADLINE, old))
         await asyncio.sleep(0)
+        assert [worker.model.served for worker in service.versions.held] == [old, new]
         assert not engines[0].closed.is_set()
         gate.opened.set()
         first, second, third = await asyncio.gather(begun, waits, after)
         assert first.posts.scores.tobytes() == second.posts.scores.tobytes() != third.posts.scores.tobytes()
-        assert (engines[0].scans, others[0].scans) == ([[1, 1]], [[1]])
+        assert (await late).posts.scores.tobytes() == first.posts.scores.tobytes(), "for it was still held"
+        assert (engines[0].scans, others[0].scans) == ([[1, 1], [1]], [[1]])
         await asyncio.to_thread(engines[0].closed.wait, 5)
         assert engines[0].closed.is_set()
+        assert [worker.model.served for worker in service.versions.held] == [new]
         with pytest.raises(CorpusNotLoaded, match="was replaced") as refused:
             await found(service, query(1), DEADLINE, old)
         assert refused.value.retry_after_seconds == 0, "another corpus serves"
@@ -282,18 +290,17 @@ async def test_a_compaction_beside_searches_and_changes(tmp_path: Path, held_wri
         assert everything(await found(again, all_posts, DEADLINE)) == everything(last)
 
 
-async def test_a_swap_waits_for_a_compaction(tmp_path: Path, held_writing: Gate) -> None:
-    async with running(retrieving.loader(tmp_path), FakeClock()) as service:
-        loop = asyncio.get_running_loop()
-        await service.change(change([1], []))
-        compaction = loop.create_task(service.compact())
-        await held_writing.reached()
-        swap = loop.create_task(service.swap(retrieving.loader(tmp_path, seed=5, version="v2")))
-        await asyncio.sleep(0.05)
-        assert not swap.done()
-        held_writing.opened.set()
-        assert (await compaction).corpus.version == "v1+1"
-        assert (await swap).corpus.version == "v2" == service.served.corpus.version
+async def test_a_swap_waits_for_a_compaction(service: RetrievalService, tmp_path: Path, held_writing: Gate) -> None:
+    loop = asyncio.get_running_loop()
+    await service.change(change([1], []))
+    compaction = loop.create_task(service.compact())
+    await held_writing.reached()
+    swap = loop.create_task(service.swap(retrieving.loader(tmp_path, seed=5, version="v2")))
+    await asyncio.sleep(0.05)
+    assert not swap.done()
+    held_writing.opened.set()
+    assert (await compaction).corpus.version == "v1+1"
+    assert (await swap).corpus.version == "v2" == service.served.corpus.version
 
 
 async def test_many_changes_begin_a_compaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,25 +316,30 @@ async def test_many_changes_begin_a_compaction(tmp_path: Path, monkeypatch: pyte
         assert service.served.corpus.version == "v1+10"
 
 
-async def test_a_compaction_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_compaction_that_fails_changes_nothing(
+    service: RetrievalService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    async with running(retrieving.loader(tmp_path), FakeClock()) as service:
-        served, lines = service.served, list[Any]()
-        await service.change(change([1], [900]))
-        for name in ("write_files", "write_file"):
-            with monkeypatch.context() as patch, structlog.testing.capture_logs() as said:
-                patch.setattr(f"weights.corpus.compaction.{name}", full)
-                with pytest.raises(CheckpointError, match="No space left on device"):
-                    await service.compact()
-                lines += said
-        assert service.served is served
-        assert service.metrics.compactions.labels("failure")._value.get() == 2
-        told = [line for line in lines if line["event"] == "compaction_failed" and line["log_level"] == "error"]
-        assert ["No space left on device" in line["reason"] for line in told] == [True, True]
-        assert (await service.change(change([2], []))).changes == 2
-        assert (await service.compact()).corpus.version == "v1+2"
+    served, lines, usual = service.served, list[Any](), service._compact_at
+    await service.change(change([1], [900]))
+    for name in ("write_files", "write_file"):
+        with monkeypatch.context() as patch, structlog.testing.capture_logs() as said:
+            patch.setattr(f"weights.corpus.compaction.{name}", full)
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                await service.compact()
+            lines += said
+    assert service.served is served
+    assert service.metrics.compactions.labels("failure")._value.get() == 2
+    told = [line for line in lines if line["event"] == "compaction_failed" and line["log_level"] == "error"]
+    assert ["No space left on device" in line["reason"] for line in told] == [True, True]
+    assert service._compact_at == usual + 2, "the next begins later"
+    assert (service._since, service._changes) == (None, set())
+    assert (await service.change(change([2], []))).changes == 2
+    assert (await service.compact()).corpus.version == "v1+2"
+    assert service._compact_at == usual
+    assert (service._since, service._changes) == (None, set())
 
 
 async def test_more_changes_at_once_than_the_budget_are_refused(
@@ -352,39 +364,13 @@ async def test_more_changes_at_once_than_the_budget_are_refused(
         assert (await service.change(change([3], []))).changes == 3, "the room of what has ended is free"
 
 
-async def test_after_the_end_another_process_may_change_the_corpus(tmp_path: Path) -> None:
-    checkpoint, corpus = retrieving.written(tmp_path)
-    services = [
-        RetrievalService(retrieval_loader(checkpoint, corpus, Settings(threads=1)), Settings(), Metrics(), FakeClock())
-        for _ in range(2)
-    ]
-    for service in services:
-        await service.load()
-    await services[0].change(change([1], []))
-    with pytest.raises(CheckpointError):
-        await services[1].change(change([2], []))
-    assert await services[0].stop(5.0)
-    await services[1].load()
-    assert (await services[1].change(change([2], []))).changes == 2
-    assert await services[1].stop(5.0)
-
-
-def two_of(tmp_path: Path) -> list[RetrievalService]:
-    """Two processes' services on one corpus, not loaded yet."""
-    paths = retrieving.written(tmp_path)
-    return [
-        RetrievalService(retrieval_loader(*paths, Settings(threads=1)), Settings(), Metrics(), FakeClock())
-        for _ in range(2)
-    ]
-
-
 async def posts_of(service: RetrievalService) -> set[int]:
     return set((await found(service, query(1, 500), DEADLINE)).posts.post_ids.tolist())
 
 
-async def test_what_another_process_changes_is_followed(tmp_path: Path) -> None:
+async def test_what_another_process_changes_is_followed(two: list[RetrievalService]) -> None:
     """Changes, a compaction, changes after it; and when that process is gone this one goes on."""
-    first, second = two_of(tmp_path)
+    first, second = two
     await first.load(), await second.load()
     await first.change(change([1], [900]))
     while {1} & (there := await posts_of(second)) or 900 not in there:  # noqa: ASYNC110  # nobody is told
@@ -402,13 +388,12 @@ async def test_what_another_process_changes_is_followed(tmp_path: Path) -> None:
     assert (await second.change(change([5], []))).changes == 3, "with those that it had not followed yet"
     assert not {1, 3, 4, 5} & await posts_of(second)
     assert second.problem == ""
-    assert await second.stop(5.0)
 
 
-async def test_two_services_on_one_directory_lose_and_undo_nothing(tmp_path: Path) -> None:
+async def test_two_services_on_one_directory_lose_and_undo_nothing(two: list[RetrievalService], tmp_path: Path) -> None:
     """One holds the log; what is refused to the other deletes no file, and at last both serve the same posts."""
     corpus = tmp_path / "corpus-v1"
-    one, other = two_of(tmp_path)
+    one, other = two
     await one.load(), await other.load()
     for post in range(1, 41):
         before = sorted(corpus.glob("*.safetensors"))
@@ -420,14 +405,13 @@ async def test_two_services_on_one_directory_lose_and_undo_nothing(tmp_path: Pat
     await one.compact()
     await until(lambda: other.served.corpus.version == "v1+40", 20)
     assert await posts_of(one) == await posts_of(other)
-    await one.stop(5.0), await other.stop(5.0)
 
 
 async def test_a_compaction_has_the_changes_that_were_not_followed_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two: list[RetrievalService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.service.retrieval.FOLLOW_SECONDS", 1000.0)
-    first, second = two_of(tmp_path)
+    first, second = two
     await first.load()
     await first.change(change([1], []))
     await second.load()
@@ -435,12 +419,11 @@ async def test_a_compaction_has_the_changes_that_were_not_followed_yet(
     assert await first.stop(5.0)
     assert (await second.compact()).corpus.version == "v1+2"
     assert not {1, 2} & await posts_of(second)
-    assert await second.stop(5.0)
 
 
 @pytest.mark.parametrize(("of", "step"), [(ChangeLog, "follow"), (RetrievalEngine, "parts")])
 async def test_a_change_waits_for_what_is_being_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: Any, step: str
+    two: list[RetrievalService], monkeypatch: pytest.MonkeyPatch, of: Any, step: str
 ) -> None:
     """It is made after what another process has changed, and a compaction that begins does not miss it."""
     gate, real = Gate(), getattr(of, step)
@@ -451,7 +434,7 @@ async def test_a_change_waits_for_what_is_being_read(
         return found
 
     monkeypatch.setattr(of, step, held)
-    first, second = two_of(tmp_path)
+    first, second = two
     await first.load()
     if of is ChangeLog:
         await second.load()
@@ -469,11 +452,12 @@ async def test_a_change_waits_for_what_is_being_read(
     assert (await changing).mark.sequence == 2
     await asyncio.gather(*begun)
     assert 900 not in await posts_of(second)
-    await second.stop(5.0)
 
 
-async def test_a_change_of_the_feed_that_another_process_has_made_is_not_made_again(tmp_path: Path) -> None:
-    first, second = two_of(tmp_path)
+async def test_a_change_of_the_feed_that_another_process_has_made_is_not_made_again(
+    two: list[RetrievalService],
+) -> None:
+    first, second = two
     await first.load(), await second.load()
     first.feed = second.feed = FeedReader(None, None, Metrics(), 1.0)  # type: ignore[arg-type]  # which nobody asks
     await first.follow([change([1], [])], "", "1-0")
@@ -481,12 +465,11 @@ async def test_a_change_of_the_feed_that_another_process_has_made_is_not_made_ag
     marks = [(await second.follow([change([1], [])], "", "1-0")).mark for _ in range(2)]
     assert [(mark.sequence, mark.position) for mark in marks] == [(1, "1-0")] * 2
     assert (await second.follow([change([2], [])], "1-0", "2-0")).mark.sequence == 2, "what comes behind it is made"
-    await second.stop(5.0)
 
 
-async def test_a_journal_that_is_removed_costs_readiness_until_the_corpus_is_read_again(tmp_path: Path) -> None:
-    service, _ = two_of(tmp_path)
-    await service.load()
+async def test_a_journal_that_is_removed_costs_readiness_until_the_corpus_is_read_again(
+    service: RetrievalService, tmp_path: Path
+) -> None:
     await service.change(change([1], []))
     (log,) = (tmp_path / "corpus-v1").glob("changes-*.log")
     log.unlink()
@@ -498,14 +481,11 @@ async def test_a_journal_that_is_removed_costs_readiness_until_the_corpus_is_rea
     await service.swap(service._load)
     await until(lambda: service.problem == "")
     assert (await service.change(change([2], []))).changes == 1
-    await service.stop(5.0)
 
 
 async def test_a_change_on_the_disk_that_fails_here_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: RetrievalService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service, _ = two_of(tmp_path)
-    await service.load()
 
     def fails(*_: Any) -> int:
         raise MemoryError
@@ -517,15 +497,14 @@ async def test_a_change_on_the_disk_that_fails_here_is_read_again(
         assert late.value.retry_after_seconds == 5.0
     while 1 in await posts_of(service):  # noqa: ASYNC110  # nobody is told
         await asyncio.sleep(0.02)
-    await service.stop(5.0)
 
 
 @pytest.mark.parametrize("by", ["another change", "a compaction"])
 async def test_a_change_that_is_not_served_yet_is_not_passed_by(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+    two: list[RetrievalService], monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     monkeypatch.setattr("app.service.retrieval.FOLLOW_SECONDS", 1000.0)
-    service, _ = two_of(tmp_path)
+    service, _ = two
     await service.load()
     await service.change(change([3], []))
     with monkeypatch.context() as patch:
@@ -540,13 +519,10 @@ async def test_a_change_that_is_not_served_yet_is_not_passed_by(
     await service.swap(service._loaded.again)
     assert (await service.compact()).mark.sequence == 2
     assert not {1, 3} & await posts_of(service)
-    await service.stop(5.0)
 
 
 @pytest.mark.parametrize("by", ["swap", "compaction"])
-async def test_the_log_of_what_was_replaced_is_free(tmp_path: Path, by: str) -> None:
-    service, _ = two_of(tmp_path)
-    await service.load()
+async def test_the_log_of_what_was_replaced_is_free(service: RetrievalService, tmp_path: Path, by: str) -> None:
     await service.change(change([1], []))
     log = service._loaded.log
     assert log.is_held
@@ -559,16 +535,15 @@ async def test_the_log_of_what_was_replaced_is_free(tmp_path: Path, by: str) -> 
     else:
         await service.compact()
     assert not log.is_held
-    await service.stop(5.0)
 
 
 @pytest.mark.parametrize("write", ["zeros", "touch", "cut"])
 async def test_writing_into_files_that_are_mapped_costs_all_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
+    two: list[RetrievalService], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
 ) -> None:
     """Until what is there is right again and read again. What is written into the corpus meanwhile comes to nothing."""
     monkeypatch.setattr("weights.format.reader.COPIED_BYTES", 0)
-    service, _ = two_of(tmp_path)
+    service, _ = two
     await service.load()
     await service.change(change([1], [900]))
     vectors = tmp_path / "corpus-v1" / "vectors.safetensors"
@@ -593,17 +568,13 @@ async def test_writing_into_files_that_are_mapped_costs_all_answers(
     await service.swap(service._load)
     assert service._loaded.changed_file() == ""
     assert (await service.change(change([2], []))).changes == 2
-    await service.stop(5.0)
 
 
-async def test_short_files_are_not_mapped_and_may_be_written_to(tmp_path: Path) -> None:
-    service, _ = two_of(tmp_path)
-    await service.load()
+async def test_short_files_are_not_mapped_and_may_be_written_to(service: RetrievalService, tmp_path: Path) -> None:
     before = everything(await found(service, query(1, 500), DEADLINE))
     for path in (*(tmp_path / "corpus-v1").glob("*.safetensors"), *(tmp_path / "towers-v1").glob("*.safetensors")):
         os.truncate(path, 0)
     assert everything(await found(service, query(1, 500), DEADLINE)) == before
-    await service.stop(5.0)
 
 
 def test_the_end_does_not_wait_for_a_compaction(tmp_path: Path, held_writing: Gate) -> None:
@@ -623,7 +594,9 @@ def test_the_end_does_not_wait_for_a_compaction(tmp_path: Path, held_writing: Ga
     held_writing.opened.set()
 
 
-async def test_the_end_waits_for_a_change_though_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_end_waits_for_a_change_though_it_fails(
+    service: RetrievalService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate()
 
     def full(*asked: Any) -> None:
@@ -631,8 +604,6 @@ async def test_the_end_waits_for_a_change_though_it_fails(tmp_path: Path, monkey
         raise NotStored("planted")
 
     monkeypatch.setattr(LoadedRetrieval, "record", full)
-    service, _ = two_of(tmp_path)
-    await service.load()
     changing = asyncio.ensure_future(service.change(change([1], [])))
     await gate.reached()
     stopping = asyncio.ensure_future(service.stop(5.0))
@@ -700,7 +671,9 @@ def test_a_change_beside_the_end_of_a_compaction_is_kept(tmp_path: Path, monkeyp
     again.engine.close()
 
 
-async def test_a_change_beside_a_swap_is_made_in_what_the_swap_serves(tmp_path: Path) -> None:
+async def test_a_change_beside_a_swap_is_made_in_what_the_swap_serves(
+    service: RetrievalService, tmp_path: Path
+) -> None:
     gate = Gate()
     second = retrieving.loader(tmp_path, seed=5, version="v2")
 
@@ -709,16 +682,15 @@ async def test_a_change_beside_a_swap_is_made_in_what_the_swap_serves(tmp_path: 
         gate(None)
         return loaded
 
-    async with running(retrieving.loader(tmp_path), FakeClock()) as service:
-        swapping = asyncio.ensure_future(service.swap(slow))
-        await gate.reached()
-        changing = asyncio.ensure_future(service.change(change([1], [])))
-        await asyncio.wait([changing], timeout=0.1)
-        assert not changing.done()
-        gate.opened.set()
-        await swapping
-        assert (await changing).corpus.version == "v2"
-        assert 1 not in (await found(service, query(1, 500), DEADLINE)).posts.post_ids
+    swapping = asyncio.ensure_future(service.swap(slow))
+    await gate.reached()
+    changing = asyncio.ensure_future(service.change(change([1], [])))
+    await asyncio.wait([changing], timeout=0.1)
+    assert not changing.done()
+    gate.opened.set()
+    await swapping
+    assert (await changing).corpus.version == "v2"
+    assert 1 not in (await found(service, query(1, 500), DEADLINE)).posts.post_ids
 
 
 @pytest.mark.parametrize("kinds", [("uint64", "text"), ("text", "uint64")])
@@ -786,18 +758,6 @@ async def test_the_end_waits_for_what_was_begun(load: RetrievalLoader) -> None:
         _ = service.served
 
 
-async def test_the_end_answers_those_whose_search_hangs(load: RetrievalLoader) -> None:
-    gate = Gate()
-    service = RetrievalService(watched(load, gate)[0], Settings(), Metrics(), FakeClock())
-    await service.load()
-    begun = search(service, 1)
-    await gate.reached()
-    assert not await service.stop(0.05)
-    with pytest.raises(EngineDown):
-        await begun
-    gate.opened.set()
-
-
 async def test_without_a_loader_there_is_nothing() -> None:
     service = RetrievalService(None, Settings(), Metrics(), FakeClock())
     await service.load()
@@ -822,26 +782,6 @@ async def test_searches_after_the_loss_of_their_engine_are_refused_until_another
             assert refused.value.retry_after_seconds is not None
         await service.swap(load)
         assert (await search(service, 1)).posts.post_ids.size == 5
-
-
-async def test_a_compaction_leaves_nothing_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After one that failed the next begins later; after one that is done, where the first would have begun."""
-
-    def full(*arguments: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    async with running(retrieving.loader(tmp_path), FakeClock()) as service:
-        usual = service._compact_at
-        await service.change(change([1], []))
-        with monkeypatch.context() as patch:
-            patch.setattr("weights.corpus.compaction.write_files", full)
-            with pytest.raises(CheckpointError):
-                await service.compact()
-        assert service._compact_at == usual + 1
-        assert (service._since, service._changes) == (None, set())
-        await service.compact()
-        assert service._compact_at == usual
-        assert (service._since, service._changes) == (None, set())
 
 
 async def test_after_the_end_nobody_waits_and_no_thread_is_to_be_had(load: RetrievalLoader) -> None:

@@ -42,6 +42,7 @@ from tests.app.fakes import (
     loaded,
     loader,
     rank,
+    ready,
     request,
     right,
     running,
@@ -76,10 +77,11 @@ async def test_a_long_list_is_cut_and_joined_in_order_with_the_state_passed_on()
     assert states == [None] + ["state"] * 5
 
 
-async def test_nothing_is_admitted_before_loading_nor_after_draining() -> None:
+async def test_nothing_is_admitted_before_loading_nor_after_draining_and_each_says_when_to_come_back() -> None:
     service = RankingService(loader(FakeEngine()), Settings(), Metrics())
-    with pytest.raises(NotReady):
+    with pytest.raises(NotReady) as early:
         service.check_open()
+    assert early.value.retry_after_seconds is not None
     with pytest.raises(NotReady):
         _ = service.model
     assert not service.health().ready
@@ -92,8 +94,11 @@ async def test_nothing_is_admitted_before_loading_nor_after_draining() -> None:
     )
     assert right(await rank(service, 1), 1)  # still served during the delay
     service.refuse_new()
-    with pytest.raises(Draining):
-        service.check_open()
+    for ask in (service.check_open, lambda: service.admit(service.model, candidates=1, history=0, deadline=None)):
+        with pytest.raises(Draining) as late:
+            ask()
+        assert late.value.retry_after_seconds is not None
+    assert value_of(service.metrics.render().decode(), 'ranker_rejected_total{reason="draining"}') == 2
     assert await service.stop(1.0)
 
 
@@ -333,20 +338,6 @@ async def test_a_swap_finishes_the_old_requests_on_the_old_model_and_frees_it() 
 
 
 @pytest.mark.usefixtures("no_collector")
-async def test_a_model_that_is_replaced_goes_at_once() -> None:
-    """Its tables may be most of the memory."""
-    async with running(FakeEngine(1)) as service:
-        engine = FakeEngine(2)
-        old = weakref.ref(engine)
-        await service.swap(loader(engine, "v2"))
-        del engine
-        assert right(await rank(service, 1), 1, version=2)
-        assert old() is not None
-        await service.swap(loader(FakeEngine(3), "v3"))
-        await until(lambda: old() is None)
-
-
-@pytest.mark.usefixtures("no_collector")
 async def test_a_native_engine_that_has_computed_goes_at_once() -> None:
     settings = Settings(checkpoint=ROOT / "weights/demo", device="cpu", backend="native")
     load = checkpoint_loader(settings.checkpoint, settings)
@@ -359,12 +350,13 @@ async def test_a_native_engine_that_has_computed_goes_at_once() -> None:
         ticket = service.admit(model, candidates=64, history=5, deadline=None)
         assert (await ranked(service, ticket, context, candidates)).scores.is_finite()
         del model, ticket
+        assert old() is not None
         await service.swap(load)
         await until(lambda: old() is None)
 
 
 @pytest.mark.usefixtures("no_collector")
-async def test_what_a_failed_load_has_made_goes_at_once() -> None:
+async def test_a_failed_swap_leaves_the_old_model_serving_and_nothing_of_the_new_one() -> None:
     made: list[weakref.ref[FakeEngine]] = []
 
     def load(steps: object) -> LoadedModel:
@@ -377,18 +369,9 @@ async def test_what_a_failed_load_has_made_goes_at_once() -> None:
             raise EngineError("self-test failed") from error
 
     async with running(FakeEngine()) as service:
-        with suppress(EngineError):
-            await service.swap(load)
-        await until(lambda: made[0]() is None)
-
-
-async def test_a_failed_swap_leaves_the_old_model_serving() -> None:
-    def load(steps: object) -> LoadedModel:
-        raise EngineError("self-test failed")
-
-    async with running(FakeEngine()) as service:
         with pytest.raises(EngineError, match="self-test failed"):
             await service.swap(load)
+        await until(lambda: made[0]() is None)
         assert right(await rank(service, 1), 1)
         assert service.model.manifest.version == "v1"
 
@@ -426,9 +409,7 @@ async def test_after_a_failure_the_end_waits_a_second_for_the_engine_and_no_long
         engine = FakeEngine()
         closed, hold = engine.close, threading.Event()
         engine.close = lambda hold=hold, seconds=close_seconds, closed=closed: (hold.wait(seconds), closed())  # type: ignore[method-assign,misc]
-        service = RankingService(loader(engine), Settings(), Metrics())
-        service.start()
-        await service.wait_ready()
+        service = await ready(loader(engine))
         service.engine_lost("planted")
         async with asyncio.timeout(10):
             await service.stop(30.0)
@@ -443,9 +424,7 @@ async def test_a_search_that_is_not_finished_at_the_end_is_told(
     load = retrieving.loader(tmp_path)
     for seconds, finished in ((0.05, False), (10.0, True)):
         gate = Gate()
-        service = RankingService(loader(FakeEngine()), Settings(), Metrics(), retrieval=load)
-        service.start()
-        await service.wait_ready()
+        service = await ready(loader(FakeEngine()), retrieval=load)
         engine = service.retrieval._loaded.engine
         search = engine.retrieve
         vars(engine)["retrieve"] = lambda *asked, gate=gate, search=search: (gate(asked), search(*asked))[1]

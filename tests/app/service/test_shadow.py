@@ -20,7 +20,6 @@ from app.interface import ranked
 from app.service import watchdog
 from app.service.service import RankingService
 from app.settings import Batching, Queue, Settings, Shadow, Split
-from app.telemetry.metrics import Metrics
 from model.engine import CacheStats, EngineError
 from tests.app.fakes import (
     ACTIONS,
@@ -30,6 +29,7 @@ from tests.app.fakes import (
     loaded,
     loader,
     rank,
+    ready,
     request,
     right,
     until,
@@ -49,9 +49,7 @@ async def both(
 ) -> AsyncIterator[RankingService]:
     """A service that is ready, and has loaded its second checkpoint or has failed to."""
     load = loader(second, "v2") if isinstance(second, FakeEngine) else second
-    service = RankingService(loader(first), Settings(shadow=shadow, **groups), Metrics(), second=load)
-    service.start()
-    await service.wait_ready()
+    service = await ready(loader(first), Settings(shadow=shadow, **groups), second=load)
     await until(lambda: service.second is not None and "being loaded" not in service.second.reason)
     try:
         yield service
@@ -119,21 +117,17 @@ async def test_the_figures_are_those_of_compare() -> None:
                 assert value_of(said, series) == pytest.approx(sum(mean[row][column] for mean in means), rel=1e-5)
 
 
-async def test_one_candidate_has_no_order_to_compare() -> None:
-    async with both(FakeEngine(), FakeEngine(2)) as service:
+async def test_long_lists_are_scored_in_chunks_and_one_candidate_has_no_order_to_compare() -> None:
+    second = FakeEngine(2)
+    async with both(FakeEngine(), second, batching=Batching(chunk_candidates=4)) as service:
         await rank(service, 1, 1)
         await until(lambda: results(service) == {"scored": 1})
         assert counted(service, "shadow_candidates_total") == 1
         assert counted(service, "shadow_kendall_distance_count") == 0
         assert counted(service, 'shadow_overlap_count{k="1"}') == 0
-
-
-async def test_long_lists_are_scored_in_chunks_with_the_same_bits() -> None:
-    second = FakeEngine(2)
-    async with both(FakeEngine(), second, batching=Batching(chunk_candidates=4)) as service:
         await rank(service, 1, 10)
-        await until(lambda: results(service) == {"scored": 1})
-        assert second.chunks == [[4], [3], [3]]
+        await until(lambda: results(service) == {"scored": 2})
+        assert second.chunks == [[1], [4], [3], [3]]
 
 
 async def test_a_busy_service_is_left_alone_and_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,9 +313,7 @@ async def test_a_load_that_hangs_delays_neither_readiness_nor_a_reload_of_the_fi
         assert goes_on.wait(10)
         return loaded(FakeEngine(2), "v2")
 
-    service = RankingService(loader(FakeEngine()), Settings(shadow=EVERY), Metrics(), second=slow)
-    service.start()
-    await service.wait_ready()
+    service = await ready(loader(FakeEngine()), Settings(shadow=EVERY), second=slow)
     assert service.health().ready
     assert (await service.swap(loader(FakeEngine(3), "v3"))).manifest.version == "v3"
     goes_on.set()
@@ -342,9 +334,7 @@ async def test_a_ticket_for_a_second_checkpoint_that_was_given_up_is_told_at_onc
 
 async def test_where_none_is_configured_none_is_loaded_and_nothing_is_said() -> None:
     with structlog.testing.capture_logs() as lines:
-        service = RankingService(loader(FakeEngine()), Settings(), Metrics())
-        service.start()
-        await service.wait_ready()
+        service = await ready(loader(FakeEngine()))
         await service._tasks[-1]
         await service.stop(1.0)
     assert service.second is None
