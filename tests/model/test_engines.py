@@ -161,7 +161,6 @@ def test_bf16_tables_are_read_as_they_are(build: Build) -> None:
     near(build, ranker, torch.float32, [Item(*random_request(ranker.config, 20, 9))])
 
 
-@pytest.mark.timeout(400)  # torch's two threads wait for each other beside other work
 @DTYPES
 @pytest.mark.parametrize(
     ("build", "compositions", "drawn"),
