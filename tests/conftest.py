@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,6 +81,8 @@ LONG = (  # the files that take longest, the longest first
 )
 
 
+# Read when torch is loaded: two of its threads that spin while they wait for each other take twenty times the processor time of the work.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 hypothesis.settings.register_profile("shared machine", deadline=None)  # a neighbour's load is no fault of an example
 hypothesis.settings.load_profile("shared machine")
 

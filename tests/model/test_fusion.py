@@ -30,6 +30,12 @@ ROWS = 64
 BF16 = torch.bfloat16
 
 
+@pytest.fixture(autouse=True)
+def one_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of equal bits for each kind: the others are the same on other numbers."""
+    monkeypatch.setattr(products, "PROOFS", 1)
+
+
 def fractions(x: Tensor, generator: torch.Generator) -> None:
     """Binary fractions: sums are exact, in whatever order numpy's library adds."""
     x.copy_(torch.randint(-8, 9, x.shape, generator=generator) / 16)
@@ -64,8 +70,7 @@ KINDS = [
 ]  # fmt: skip
 
 
-def test_every_kind_has_the_bits_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "PROOFS", 1)
+def test_every_kind_has_the_bits_of_the_reference() -> None:
     kernels, parts, _ = make()
     assert not [pair for pair in KINDS if not kernels.choices.is_equal(parts[pair[0]], pair[1])]
 

@@ -38,7 +38,7 @@ from tests.model.test_engines import NARROWER, VARIANTS
 def test_no_bit_depends_on_threads(threads: int) -> None:
     ranker = random_ranker(small_config())
     draws = Compositions(NativeEngine(ranker, torch.bfloat16, threads=1), seed=1)
-    kernel = load_kernel(None, "RANKER_WORTH_A_THREAD=0")  # else the smallest forwards stay on one
+    kernel = load_kernel(None, "RANKER_TEST_HOOKS", "RANKER_WORTH_A_THREAD=0")  # else the smallest forwards stay on one
     engine = NativeEngine(ranker, torch.bfloat16, threads=threads, cache_bytes=10**6, kernel=kernel)
     assert sum(draws.check(engine)[1] for _ in range(50)) == 0
 
@@ -76,8 +76,8 @@ def test_a_context_of_another_checkpoint_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def hooks() -> Any:
-    """The library with what tests call."""
-    return load_kernel(None, "RANKER_TEST_HOOKS").library
+    """The library with what tests call: the one that other tests build too."""
+    return load_kernel(None, "RANKER_TEST_HOOKS", "RANKER_WORTH_A_THREAD=0").library
 
 
 @given(

@@ -1,12 +1,14 @@
-"""A small world and its examples, drawn once for all tests of training."""
+"""A small world and its examples, drawn once for all tests of training, and who scores its log."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    from weights.scoring.scorer import Scorer
     from weights.training.examples import Examples
     from weights.training.world.simulate import World
 
@@ -25,3 +27,14 @@ def examples(world: World) -> Examples:
     from weights.training.examples import Examples
 
     return Examples(world.log, small_config())
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[Scorer]:
+    from model.create import EngineOptions
+    from weights.checkpoint import load_checkpoint
+    from weights.scoring.scorer import Scorer
+
+    scorer = Scorer(load_checkpoint("weights/demo"), EngineOptions(threads=1))
+    yield scorer
+    scorer.close()

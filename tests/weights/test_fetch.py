@@ -20,6 +20,7 @@ import pytest
 
 from model.retrieval.inputs import Mark
 from tests.e2e.process import DEMO, ROOT, serving
+from tests.weights.call import call
 from weights.checkpoint import load_checkpoint, load_manifest
 from weights.corpus.store import load_corpus, load_corpus_manifest
 from weights.errors import CheckpointError
@@ -41,8 +42,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 def another(place: Path) -> Path:
     """The demo under another version, and with other default weights."""
     shutil.copytree(DEMO, place, ignore=shutil.ignore_patterns("report"))
-    command = [sys.executable, "-m", "weights", "relabel", str(place), "--version", "v2"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    assert call("relabel", place, "--version", "v2").exit_code == 0
     return place
 
 
@@ -125,18 +125,18 @@ def test_what_cannot_be_done_is_one_sentence(url: str, options: dict[str, str], 
 def test_another_checkpoint_of_the_same_name_and_version_is_refused(tmp_path: Path) -> None:
     source = another(tmp_path / "source")
     fetch(str(source), tmp_path / "out", "current")
-    command = [sys.executable, "-m", "weights", "relabel", str(source), "--version", "v2", "--score-weights"]
     (tmp_path / "weights.json").write_text('{"favorite": 3}')
-    subprocess.run([*command, str(tmp_path / "weights.json")], cwd=ROOT, check=True, capture_output=True)
+    relabelled = call("relabel", source, "--version", "v2", "--score-weights", tmp_path / "weights.json")
+    assert relabelled.exit_code == 0
     with pytest.raises(CheckpointError, match="a different one with this name and version"):
         fetch(str(source), tmp_path / "out", "current")
 
 
 def documented(url: Path, out: Path) -> list[str]:
-    """The command of docs/scaling.md for a new checkpoint, with these places."""
-    [line] = re.findall(r"^python (-m weights fetch .*?) +#", (ROOT / "docs/scaling.md").read_text(), re.MULTILINE)
+    """The arguments of the command of docs/scaling.md for a new checkpoint, with these places."""
+    [line] = re.findall(r"^python -m weights (fetch .*?) +#", (ROOT / "docs/scaling.md").read_text(), re.MULTILINE)
     words = shlex.split(line.replace("/weights", str(out)))
-    return [sys.executable, *(str(url) if "://" in word else word for word in words)]
+    return [str(url) if "://" in word else word for word in words]
 
 
 @pytest.mark.skipif(not NAMESPACES, reason="needs a mount namespace of its own: unshare -rm")
@@ -159,13 +159,13 @@ def test_a_new_checkpoint_reaches_a_server_behind_a_bind_mount(mounted: str, tmp
         done = threading.Event()
 
         def ask() -> None:
-            while not done.is_set():
+            while not done.wait(0.01):
                 reply = client.post("/rank", content=body, headers={"content-type": "application/json"})
                 seen.append((reply.status_code, reply.headers["x-model-version"]))
 
         asking = threading.Thread(target=ask)
         asking.start()
-        subprocess.run(documented(another(tmp_path / "v2"), weights), cwd=ROOT, check=True, capture_output=True)
+        assert call(*documented(another(tmp_path / "v2"), weights)).exit_code == 0
         until = time.monotonic() + (60 if is_parent else 20 * LOOK_SECONDS)
         while (not seen or seen[-1][1] != "v2") and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)

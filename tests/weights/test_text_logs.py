@@ -14,11 +14,10 @@ pytest.importorskip("matplotlib")
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from typer.testing import CliRunner
 
+from tests.weights.call import run
 from weights.actions import SCORE_WEIGHT_SETS
 from weights.checkpoint import load_checkpoint, load_manifest
-from weights.commands.checkpoints import app
 from weights.tables import LogError
 from weights.text_ids import text_id
 from weights.training.examples import Examples
@@ -27,11 +26,6 @@ from weights.training.sorted_log import open_sorted, sort_log
 from weights.training.world.simulate import World
 
 ROWS = 400
-
-
-def run(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    return result.exit_code, result.stdout + result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +135,8 @@ def test_a_comparison_shows_and_links_texts(logs: Path, checkpoint: Path, tmp_pa
 
 
 def test_a_request_of_texts_is_explained(checkpoint: Path, tmp_path: Path) -> None:
-    code, said = run("explain", checkpoint, "--out", tmp_path / "out")
-    assert code == 0, said
+    code, said = run("explain", checkpoint, "--request", checkpoint / "example.json", "--out", tmp_path / "out")
+    assert (code, "9 pictures" in said) == (0, True), said
     request = json.loads((checkpoint / "example.json").read_text())
     post = request["candidates"][0]["post_id"]
     assert len(post) == 24

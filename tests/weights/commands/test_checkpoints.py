@@ -8,18 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from tests import goldens
+from tests.weights.call import call
 from weights.checkpoint import load_checkpoint
-from weights.commands.checkpoints import app
 from weights.commands.console import label_of
 
 SOURCE = goldens.GOLDEN / "phoenix-jan-gqa" / "ranker"
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_import_verify_inspect(tmp_path: Path) -> None:

@@ -4,42 +4,59 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
 
 from tests import goldens
-from weights.checkpoint import load_checkpoint, load_encoder
-from weights.commands.checkpoints import app
+from tests.weights.call import call
+from weights.checkpoint import load_encoder, load_manifest
 from weights.corpus.store import load_corpus
 from weights.explain.request import read_request
 
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "weights" / "demo"
-PANELS = ["mask", "isolation", "positions", "attention", "candidate", "soft-cap", "updates", "changes", "rope"]
+PANELS = [
+    "mask",
+    "isolation",
+    "positions",
+    "attention",
+    "candidate",
+    "soft-cap",
+    "updates",
+    "changes",
+    "rope",
+    "retrieval",
+]
 
 
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["explain", *map(str, arguments)])
+RETRIEVAL = ("--retrieval", ROOT / "weights/demo-towers", "--corpus", ROOT / "weights/demo-posts")
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo explained, with its posts; `tests/weights/test_text_logs.py` has an explanation without any."""
     out = tmp_path_factory.mktemp("explained")
-    done = call(DEMO, "--out", out, "--candidate", 4)
+    done = call("explain", DEMO, "--out", out, "--candidate", 4, *RETRIEVAL)
     assert done.exit_code == 0, done.output
-    assert "9 pictures" in done.stdout
+    assert "10 pictures" in done.stdout
     return out
 
 
-def test_the_demo_is_explained(out: Path) -> None:
+@pytest.fixture
+def request_() -> dict[str, Any]:
+    request: dict[str, Any] = json.loads((DEMO / "example.json").read_text())
+    return request
+
+
+def test_the_demo_is_explained(out: Path, request_: dict[str, Any]) -> None:
     figures = json.loads((out / "figures.json").read_text())
-    request = json.loads((DEMO / "example.json").read_text())
-    assert len(figures["tokens"]) == 1 + len(request["history"]) + len(request["candidates"])
+    assert len(figures["tokens"]) == 1 + len(request_["history"]) + len(request_["candidates"])
     assert "Kaja Moreau: report" in figures["tokens"], "the demo's names"
-    reported = figures["score_changes"][len(request["history"]) - 1]
+    reported = figures["score_changes"][len(request_["history"]) - 1]
     assert min(reported) == reported[4] < -0.5, "the report costs its author's post most"
     for name in PANELS:
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -53,20 +70,23 @@ def test_the_page_needs_nothing_else(out: Path) -> None:
     assert page.count("<figcaption>") == len(PANELS)
 
 
-def test_both_shapes_of_a_request_are_the_same(out: Path, tmp_path: Path) -> None:
-    request = json.loads((DEMO / "example.json").read_text())
+def test_both_shapes_of_a_request_are_the_same(request_: dict[str, Any]) -> None:
+    manifest = load_manifest(DEMO)
+    rows = read_request(request_, manifest, {})
     for name in ("history", "candidates"):
-        rows = request[name]
-        request[name] = {key: [row[key] for row in rows] for key in rows[0]}
-    (tmp_path / "request.json").write_text(json.dumps(request))
-    (tmp_path / "names.json").write_text((DEMO / "names.json").read_text())
-    done = call(DEMO, "--request", tmp_path / "request.json", "--out", tmp_path / "out", "--candidate", 4)
-    assert done.exit_code == 0, done.output
-    assert (tmp_path / "out/figures.json").read_text() == (out / "figures.json").read_text()
+        request_[name] = {key: [row[key] for row in request_[name]] for key in request_[name][0]}
+    columns = read_request(request_, manifest, {})
+    assert columns.tokens == rows.tokens
+    assert columns.impression_ts == rows.impression_ts
+    np.testing.assert_equal(columns.weights, rows.weights)
+    for part in ("context", "candidates"):
+        ours, theirs = (getattr(each, part) for each in (columns, rows))
+        for field in fields(ours):
+            np.testing.assert_equal(getattr(ours, field.name), getattr(theirs, field.name), field.name)
 
 
 @pytest.mark.parametrize(
-    ("request_", "said"),
+    ("body", "said"),
     [
         ({"user_id": 1}, "candidates"),
         ({"user_id": 1, "candidates": []}, "candidates are missing"),
@@ -78,9 +98,9 @@ def test_both_shapes_of_a_request_are_the_same(out: Path, tmp_path: Path) -> Non
         ([], "JSON object"),
     ],
 )
-def test_what_is_no_request_is_refused_in_a_sentence(request_: object, said: str, tmp_path: Path) -> None:
-    (tmp_path / "request.json").write_text(json.dumps(request_))
-    refused = call(DEMO, "--request", tmp_path / "request.json", "--out", tmp_path / "out", "--candidate", 1)
+def test_what_is_no_request_is_refused_in_a_sentence(body: object, said: str, tmp_path: Path) -> None:
+    (tmp_path / "request.json").write_text(json.dumps(body))
+    refused = call("explain", DEMO, "--request", tmp_path / "request.json", "--out", tmp_path / "out", "--candidate", 1)
     assert refused.exit_code == 1
     assert said in refused.stderr
     assert not (tmp_path / "out").exists()
@@ -88,27 +108,22 @@ def test_what_is_no_request_is_refused_in_a_sentence(request_: object, said: str
 
 def test_a_checkpoint_without_an_example_needs_a_request(tmp_path: Path) -> None:
     checkpoint = goldens.imported("phoenix-jan-gqa", tmp_path / "ranker")
-    assert call(checkpoint, "--out", tmp_path / "out").exit_code == 1
+    assert call("explain", checkpoint, "--out", tmp_path / "out").exit_code == 1
 
 
-def test_a_corpus_is_one_more_picture(tmp_path: Path) -> None:
+def test_a_corpus_is_one_more_picture(out: Path, request_: dict[str, Any], tmp_path: Path) -> None:
     """The posts are those of the plain definition, and the ranker's order is one of them."""
-    options = ("--retrieval", ROOT / "weights/demo-towers", "--corpus", ROOT / "weights/demo-posts")
-    done = call(DEMO, "--out", tmp_path, *options)
-    assert done.exit_code == 0, done.output
-    assert "10 pictures" in done.stdout
-    found = json.loads((tmp_path / "figures.json").read_text())["retrieval"]
-    request = json.loads((DEMO / "example.json").read_text())
+    found = json.loads((out / "figures.json").read_text())["retrieval"]
     encoder = load_encoder(ROOT / "weights/demo-towers")
     corpus = load_corpus(ROOT / "weights/demo-posts").corpus
-    context = read_request(request, load_checkpoint(DEMO).manifest, {}).context
+    context = read_request(request_, load_manifest(DEMO), {}).context
     cosines = corpus.vectors @ encoder.towers.encode_users([context])[0].numpy()
-    seen = {event["post_id"] for event in request["history"]}
+    seen = {event["post_id"] for event in request_["history"]}
     order = [row for row in np.argsort(-cosines, kind="stable") if str(corpus.post_ids[row]) not in seen][:200]
     assert found["best"] == [str(post) for post in corpus.post_ids[order]]
     assert sorted(found["final_ranks"]) == list(range(1, 201))
     assert found["final_ranks"] != list(range(1, 201))
     assert sum(found["counts"]) == (~corpus.hidden).sum()
     assert 0.1 < found["explained"] < 1
-    refused = call(DEMO, "--out", tmp_path / "out", *options[:2])
+    refused = call("explain", DEMO, "--out", tmp_path / "out", *RETRIEVAL[:2])
     assert (refused.exit_code, "belong together" in refused.stderr) == (1, True)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -18,7 +17,6 @@ pytest.importorskip("pyarrow")
 
 import pyarrow.parquet as pq
 from starlette.testclient import TestClient
-from typer.testing import CliRunner
 
 from app.assembly import build_app
 from app.settings import Settings
@@ -26,11 +24,10 @@ from model.config import TRUNK_OPTIONS
 from model.create import EngineOptions, create_engine
 from model.engine import Item
 from model.presets import PRESETS, with_preset
-from tests.e2e.process import serving
+from tests.weights.call import call
 from tests.weights.training.small_run import TRAINING, small_config
 from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import load_checkpoint, save_checkpoint
-from weights.commands.checkpoints import app
 from weights.training.evaluate.predict import predict
 from weights.training.examples import Examples
 from weights.training.run import train
@@ -63,7 +60,7 @@ def test_the_engine_of_the_saved_checkpoint_gives_the_trainers_scores(
     trained: tuple[Path, Examples, np.ndarray[Any, Any]],
 ) -> None:
     path, examples, expected = trained
-    assert CliRunner().invoke(app, ["verify", str(path)]).exit_code == 0
+    assert call("verify", path).exit_code == 0
     engine = create_engine(load_checkpoint(path).ranker, EngineOptions(device="cpu", dtype="float32", threads=1))
     engine.warm_up()
     scores = []
@@ -73,17 +70,6 @@ def test_the_engine_of_the_saved_checkpoint_gives_the_trainers_scores(
     engine.close()
     assert np.abs(np.concatenate(scores) - expected).max() < TOLERANCE
     assert expected.std(0).max() > 0.05, "scores that are all alike would show nothing"
-
-
-def test_post_rank_gives_the_trainers_scores(trained: tuple[Path, Examples, np.ndarray[Any, Any]]) -> None:
-    path, examples, expected = trained
-    answers = []
-    with serving(path, dtype="float32", threads=1) as server, httpx.Client(base_url=server.url, timeout=30) as client:
-        for index in range(len(examples) - 5, len(examples)):
-            reply = client.post("/rank", json=body_of(examples, index))
-            assert reply.status_code == 200, reply.text
-            answers += [row["probabilities"] for row in reply.json()["candidates"]]
-    assert np.abs(np.array(answers) - expected).max() < TOLERANCE
 
 
 def body_of(examples: Examples, index: int) -> dict[str, Any]:
@@ -114,54 +100,44 @@ def body_of(examples: Examples, index: int) -> dict[str, Any]:
     }
 
 
-def test_world_train_and_eval_from_the_command_line(tmp_path: Path) -> None:
-    run = CliRunner()
-    result = run.invoke(app, ["world", "--out", f"{tmp_path}/world", *settings(WORLD_SETTINGS)])
-    assert result.exit_code == 0, result.output
-    test_ts = json.loads((tmp_path / "world/world.json").read_text())["test_ts"]
-    (tmp_path / "config.json").write_text(json.dumps(small_config().to_dict()))
-    digests = []
-    for name in ("a", "b"):
-        arguments = ["train", "--log", f"{tmp_path}/world/log.parquet", "--out", f"{tmp_path}/{name}"]
-        arguments += ["--until", str(test_ts), "--config", f"{tmp_path}/config.json", *settings(RUN_SETTINGS)]
-        result = run.invoke(app, arguments)
-        assert result.exit_code == 0, result.output
-        digests.append(load_checkpoint(tmp_path / name).manifest.digest)
-    assert digests[0] == digests[1], "the same command twice gives the same digest"
-    arguments = ["eval", "--checkpoint", f"{tmp_path}/a", "--world", f"{tmp_path}/world", "--out", f"{tmp_path}/report"]
-    result = run.invoke(app, [*arguments, "--ablation-requests", "10"])
-    assert result.exit_code == 0, result.output
-    assert 0 < json.loads(result.output.splitlines()[-1])["way_to_optimum"]["popularity"] < 1
-
-
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A world's log and `config.json` beside it."""
+    """A world's log, the world's files and `config.json` beside it."""
     out = tmp_path_factory.mktemp("log")
-    result = CliRunner().invoke(app, ["world", "--out", str(out), *settings(WORLD_SETTINGS)])
-    assert result.exit_code == 0, result.output
+    made = call("world", "--out", out, *settings(WORLD_SETTINGS))
+    assert made.exit_code == 0, made.output
     (out / "config.json").write_text(json.dumps(small_config().to_dict()))
     return out / "log.parquet"
+
+
+def test_world_train_and_eval_from_the_command_line(log: Path, tmp_path: Path) -> None:
+    test_ts = json.loads((log.parent / "world.json").read_text())["test_ts"]
+    options = ("--until", test_ts, "--config", log.parent / "config.json", *settings(RUN_SETTINGS))
+    trained = call("train", "--log", log, "--out", tmp_path / "a", *options)
+    assert trained.exit_code == 0, trained.output
+    options = ("--world", log.parent, "--out", tmp_path / "report", "--ablation-requests", 10)
+    result = call("eval", "--checkpoint", tmp_path / "a", *options)
+    assert result.exit_code == 0, result.output
+    assert 0 < json.loads(result.output.splitlines()[-1])["way_to_optimum"]["popularity"] < 1
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_ranker_of_every_preset_trains_saves_verifies_serves_and_isolates(
     name: str, log: Path, examples: Examples, tmp_path: Path
 ) -> None:
-    run, out = CliRunner(), str(tmp_path / "out")
-    arguments = ["train", "--log", str(log), "--config", str(log.with_name("config.json"))]
-    arguments += ["--preset", name, "--out", out]
-    trained = run.invoke(app, [*arguments, *settings([*RUN_SETTINGS[1:], "epochs=0.15", "warmup_steps=1"])])
+    out = tmp_path / "out"
+    options = ("--config", log.with_name("config.json"), "--preset", name, "--out", out)
+    trained = call("train", "--log", log, *options, *settings([*RUN_SETTINGS[1:], "epochs=0.15", "warmup_steps=1"]))
     assert trained.exit_code == 0, trained.output
-    assert run.invoke(app, ["verify", out]).exit_code == 0
-    manifest = json.loads(run.invoke(app, ["inspect", out, "--json"]).stdout)
+    assert call("verify", out).exit_code == 0
+    manifest = json.loads(call("inspect", out, "--json").stdout)
     config = with_preset(small_config(), name)
     assert manifest["architecture"] == json.loads(json.dumps(config.to_dict()))
     assert (name == "grok") == set(TRUNK_OPTIONS).isdisjoint(manifest["architecture"])
     indices = np.arange(len(examples) - 3, len(examples))
     expected = predict(load_checkpoint(out).ranker, examples, indices).probabilities
     body = body_of(examples, int(indices[-1]))
-    with TestClient(build_app(Settings(checkpoint=Path(out), dtype="float32", threads=1))) as client:
+    with TestClient(build_app(Settings(checkpoint=out, dtype="float32", threads=1))) as client:
         for _ in range(600):
             if client.get("/readyz").status_code == 200:
                 break
@@ -181,14 +157,14 @@ def test_a_ranker_of_every_preset_trains_saves_verifies_serves_and_isolates(
 def test_training_goes_on_from_a_checkpoint(
     log: Path, trained: tuple[Path, Examples, np.ndarray[Any, Any]], tmp_path: Path
 ) -> None:
-    run, start = CliRunner(), trained[0]
-    arguments = ["train", "--log", str(log), "--out", str(tmp_path / "out"), "--start", str(start)]
-    result = run.invoke(app, [*arguments, *settings([*RUN_SETTINGS[1:], "epochs=0.01", "learning_rate=1e-6"])])
+    start = trained[0]
+    arguments = ("train", "--log", log, "--out", tmp_path / "out", "--start", start)
+    result = call(*arguments, *settings([*RUN_SETTINGS[1:], "epochs=0.01", "learning_rate=1e-6"]))
     assert result.exit_code == 0, result.output
     before, after = (load_checkpoint(path).ranker.state_dict() for path in (start, tmp_path / "out"))
     moved = [float((after[name] - before[name]).abs().max()) for name in before]
     assert 0 < max(moved) < 1e-3
-    refused = run.invoke(app, [*arguments, "--replace", "--preset", "gemma"])
+    refused = call(*arguments, "--replace", "--preset", "gemma")
     assert refused.exit_code == 1
     assert "--start brings its architecture along" in refused.stderr
 
@@ -199,16 +175,9 @@ def test_what_no_checkpoint_may_say_is_refused_before_the_training(odd: str, log
     names = [f"{name} too" if name == "action.report" and odd == "action" else name for name in table.column_names]
     pq.write_table(table.rename_columns(names), tmp_path / "log.parquet")
     (tmp_path / "log.txt").write_text("not a checkpoint's")
-    arguments = [
-        "train",
-        "--log",
-        f"{tmp_path}/log.parquet",
-        "--config",
-        str(log.with_name("config.json")),
-        "--replace",
-    ]
-    arguments += ["--name", "a b" if odd == "name" else "a", "--out", str(tmp_path if odd == "place" else out)]
-    result = CliRunner().invoke(app, [*arguments, "--state", f"{tmp_path}/state", *settings(RUN_SETTINGS)])
+    place = ("--out", tmp_path if odd == "place" else out, "--replace", "--state", tmp_path / "state")
+    options = ("--config", log.with_name("config.json"), "--name", "a b" if odd == "name" else "a")
+    result = call("train", "--log", tmp_path / "log.parquet", *options, *place, *settings(RUN_SETTINGS))
     assert result.exit_code == 1
     assert "is not written: " in result.stderr
     assert len(result.stderr.splitlines()) == 1
@@ -233,7 +202,7 @@ def test_what_cannot_work_is_one_sentence_and_exit_code_1(
     arguments: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, arguments)
+    result = call(*arguments)
     assert result.exit_code == 1
     assert reason in result.stderr
     assert len(result.stderr.splitlines()) == 1

@@ -15,7 +15,6 @@ pytest.importorskip("pyarrow")
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from typer.testing import CliRunner
 
 from model.inputs import Context
 from model.retrieval.corpus import packed, unpacked
@@ -23,9 +22,9 @@ from model.retrieval.engine import RetrievalEngine, RetrievalOptions
 from model.retrieval.inputs import Change, Filters, NewPosts, PostChange, PostRows, Query
 from tests import retrieval_goldens as goldens
 from tests.goldens import GOLDEN
+from tests.weights.call import run
 from weights import text_ids
 from weights.checkpoint import Encoder
-from weights.commands.checkpoints import app
 from weights.corpus.compaction import Compaction, load_changed
 from weights.corpus.importer import check_texts
 from weights.corpus.records import decoded, encoded, mark_after
@@ -38,11 +37,6 @@ from weights.text_ids import collision
 POSTS = [f"post:{number:024x}" for number in range(40)]
 AUTHORS = ["ada", "é" * 64, "b\0", *(f"author {number}" for number in range(37))]
 NONE = np.empty(0, np.uint64)
-
-
-def run(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    return result.exit_code, result.stdout + result.stderr
 
 
 @pytest.fixture(scope="module")

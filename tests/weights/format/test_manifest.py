@@ -15,7 +15,6 @@ from weights.actions import (
     STANDARD_ACTIONS,
     continuous_outputs,
     default_score_weights,
-    released_action_names,
 )
 from weights.errors import CheckpointError
 from weights.format.manifest import ContinuousOutput, FileEntry, Manifest, TensorEntry, signed
@@ -147,9 +146,7 @@ def test_default_weights_reward_and_punish() -> None:
     assert {"favorite", "reply", "repost", "quote"} <= {name for name, weight in weights.items() if weight > 0}
 
 
-def test_names_of_an_unknown_model_are_numbers() -> None:
-    assert released_action_names(3) == ("action_0", "action_1", "action_2")
-    assert released_action_names(19)[13] == "vqv"
+def test_outputs_of_an_unknown_model_have_numbers() -> None:
     assert continuous_outputs(2, dwell_index=1) == (ContinuousOutput("continuous_0", 1.0, ""), DWELL_TIME)
     assert continuous_outputs(0, dwell_index=0) == ()
 

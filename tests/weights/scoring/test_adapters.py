@@ -18,9 +18,7 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from model.create import EngineOptions
 from tests.weights.scoring.test_scorer import DEMO, as_table, by_key
-from weights.checkpoint import load_checkpoint
 from weights.scoring.job import partition_of
 from weights.scoring.scorer import Scorer
 from weights.training.world.simulate import World
@@ -54,7 +52,7 @@ def example(title: str) -> str:
         ),
     ],
 )
-def test_the_example_gives_the_scores_of_one_process(title: str, world: World, tmp_path: Path) -> None:
+def test_the_example_gives_the_scores_of_one_process(title: str, world: World, scorer: Scorer, tmp_path: Path) -> None:
     table = as_table(world)
     place = partition_of(table["user_id"].to_numpy(), FILES)
     (tmp_path / "log").mkdir()
@@ -73,9 +71,7 @@ def test_the_example_gives_the_scores_of_one_process(title: str, world: World, t
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     found: Any = pa.concat_tables([pq.read_table(file) for file in (tmp_path / "scores").glob("*.parquet")])
-    scorer = Scorer(load_checkpoint(DEMO), EngineOptions(threads=1))
     assert by_key(found).equals(by_key(scorer.score_table(table)))
-    scorer.close()
 
 
 @pytest.mark.parametrize("title", ["Ray Data", "Spark"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,6 @@ from weights.training.world.simulate import World
 
 DEMO = Path("weights/demo")
 OPTIONS = EngineOptions(threads=1)
-
-
-@pytest.fixture(scope="module")
-def scorer() -> Iterator[Scorer]:
-    scorer = Scorer(load_checkpoint(DEMO), OPTIONS)
-    yield scorer
-    scorer.close()
 
 
 @pytest.fixture(scope="module")

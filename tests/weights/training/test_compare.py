@@ -15,13 +15,11 @@ import torch
 pytest.importorskip("pyarrow")
 pytest.importorskip("matplotlib")
 
-from typer.testing import CliRunner
-
 from model.ranker import Ranker
+from tests.weights.call import run
 from tests.weights.training.small_run import small_config
 from weights.actions import continuous_outputs
 from weights.checkpoint import load_checkpoint, save_checkpoint
-from weights.commands.checkpoints import app
 from weights.training import initial
 from weights.training.evaluate.compare import Comparison, compare, explorer_link, request_body
 from weights.training.examples import Examples
@@ -105,17 +103,15 @@ def test_a_link_holds_the_state_that_the_page_reads(examples: Examples) -> None:
 
 
 def test_the_command_writes_the_page_and_refuses_in_a_sentence(directory: Path, tmp_path: Path) -> None:
-    def call(*more: object) -> tuple[int, str, str]:
-        arguments = ["compare", directory / "one", directory / "worse", "--log", directory / "log.parquet", *more]
-        done = CliRunner().invoke(app, list(map(str, arguments)))
-        return done.exit_code, done.stdout, done.stderr
+    def call(*more: object) -> tuple[int, str]:
+        return run("compare", directory / "one", directory / "worse", "--log", directory / "log.parquet", *more)
 
-    code, out, _ = call("--out", tmp_path / "out", "--requests", 30)
+    code, out = call("--out", tmp_path / "out", "--requests", 30)
     assert code == 0
     said, stored = json.loads(out), json.loads((tmp_path / "out/figures.json").read_text())
     assert said["kendall"] == stored["kendall"]
     assert [each["name"] for each in stored["checkpoints"]] == ["one", "worse"]
     page = (tmp_path / "out/index.html").read_text()
     assert page.count('href="http://127.0.0.1:8000/explore#') == 10 == len(stored["changed"])
-    code, _, said_ = call("--out", tmp_path / "none", "--since", 2**40)
-    assert (code, "no requests" in said_) == (1, True)
+    code, out = call("--out", tmp_path / "none", "--since", 2**40)
+    assert (code, "no requests" in out) == (1, True)

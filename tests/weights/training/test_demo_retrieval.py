@@ -11,12 +11,12 @@ import httpx
 import pytest
 
 from tests.e2e.process import serving
+from tests.weights.training.test_demo_taste import DEMO, NAMES, assert_taste, best_first
 from weights.checkpoint import load_encoder
 from weights.corpus.importer import check_corpus
 from weights.corpus.store import load_corpus
 
-DEMO, TOWERS, POSTS = (Path("weights") / name for name in ("demo", "demo-towers", "demo-posts"))
-NAMES: dict[str, Any] = json.loads((DEMO / "names.json").read_text())
+TOWERS, POSTS = Path("weights/demo-towers"), Path("weights/demo-posts")
 MOST_BYTES = 12_000_000
 
 
@@ -47,6 +47,12 @@ def retrieved(client: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]
     kept = {name: value for name, value in body.items() if name not in ("top_k", "weights")}
     posts: list[dict[str, Any]] = client.post("/retrieve", json=kept).raise_for_status().json()["posts"]
     return posts
+
+
+def test_post_rank_shows_the_taste_of_the_engine(client: httpx.Client) -> None:
+    body = json.loads((DEMO / "example.json").read_text())
+    rows = client.post("/rank", json=body).raise_for_status().json()["candidates"]
+    assert_taste(body, best_first(body, [row["score"] for row in rows]))
 
 
 def test_the_figures_are_promised_ones() -> None:

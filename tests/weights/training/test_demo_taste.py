@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -17,7 +16,6 @@ from app.request.vocabulary import Vocabulary
 from model.create import EngineOptions, create_engine
 from model.engine import Engine, Item
 from tests.app.serving import checked
-from tests.e2e.process import serving
 from weights.actions import STANDARD_ACTIONS
 from weights.checkpoint import Checkpoint, load_checkpoint
 from weights.training.demo_example import EVENTS, OTHER_TOPICS, POST_AGE_HOURS, example_request
@@ -112,13 +110,6 @@ def test_whoever_is_turned_away_sinks_whatever_the_topic(
         body["history"][-1] |= {"post_id": str(10**6), "author_id": post["author_id"], "actions": [act]}
         values = scores(engine, checkpoint, body)
         assert min(values) == values[place], post
-
-
-def test_post_rank_shows_the_same_taste(example: dict[str, Any]) -> None:
-    with serving(DEMO, threads=1) as server:
-        reply = httpx.post(f"{server.url}/rank", json=example, timeout=30)
-    rows = reply.json()["candidates"]
-    assert_taste(example, best_first(example, [row["score"] for row in rows]))
 
 
 @pytest.mark.parametrize("liked", NAMES["topics"])

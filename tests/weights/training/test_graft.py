@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 from model.create import EngineOptions, create_engine
 from model.tolerances import TRUNKS
 from tests import trunk_goldens as goldens
 from tests.model.builders import random_config, random_ranker
+from tests.weights.call import call
 from weights.checkpoint import load_checkpoint, save_checkpoint
-from weights.commands.checkpoints import app
 
 ACTIONS = tuple(f"action_{index}" for index in range(7))
 
@@ -26,10 +25,6 @@ def ranker_at(path: Path, **shape: Any) -> Path:
         path, random_ranker(random_config(continuous_actions=0, **shape)), name="base", action_names=ACTIONS
     )
     return path
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.mark.parametrize("name", ["gemma", "gemma2"])

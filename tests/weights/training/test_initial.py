@@ -49,7 +49,7 @@ def test_upstreams_initial_values_score_everything_alike_and_hold_the_trunk_on_a
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("scheme", ["upstream", "unit"])
 def test_every_trunk_learns_in_all_its_parts(examples: Examples, name: str, scheme: str) -> None:
-    """After two steps of the optimiser no parameter is stuck at 0; leaving the saddle changes no score bit."""
+    """After three steps of the optimiser no parameter is stuck at 0; leaving the saddle changes no score bit."""
     ranker, generator = Ranker(with_preset(small_config(), name)), torch.Generator().manual_seed(2)
     batch, labels = sixteen(examples, seed=0)
     if scheme == "unit":
@@ -63,35 +63,12 @@ def test_every_trunk_learns_in_all_its_parts(examples: Examples, name: str, sche
         assert before.any()
         assert torch.equal(before, ranker(batch)[0])
     optimizer = torch.optim.Adam(ranker.parameters(), lr=0.01)
-    for _ in range(2):
+    for _ in range(3):
         optimizer.zero_grad()
         total_loss(*ranker(batch), labels, 1.0).backward()
         optimizer.step()
-    stuck = [
-        key for key in initial.stuck(ranker.trunk) if not key.endswith("key_bias")
-    ]  # moves all of a row's logits alike
-    assert not stuck
-
-
-def test_leaving_the_saddle_changes_no_score_bit_and_opens_every_gradient(examples: Examples) -> None:
-    ranker = Ranker(small_config())
-    generator = torch.Generator().manual_seed(2)
-    initial.upstream(ranker, generator)
-    with torch.no_grad():
-        ranker.heads.norm.fill_(0.3)
-    batch, labels = sixteen(examples, seed=0)
-    before = ranker(batch)[0]
-    initial.leave_saddle(ranker, generator)
-    after, continuous = ranker(batch)
-    assert before.any()
-    assert torch.equal(before, after)
-    optimizer = torch.optim.Adam(ranker.parameters(), lr=0.01)
-    for _ in range(3):
-        optimizer.zero_grad()
-        logits, continuous = ranker(batch)
-        total_loss(logits, continuous, labels, 1.0).backward()
-        optimizer.step()
-    assert initial.stuck(ranker) == []
+    alike = "key_bias"  # moves all of a row's logits alike
+    assert not [key for key in initial.stuck(ranker) if not key.endswith(alike)]
 
 
 def test_a_candidate_starts_by_looking_at_events_of_its_own_author() -> None:

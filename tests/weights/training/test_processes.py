@@ -58,31 +58,40 @@ def parts_of(examples: Examples, processes: int, case: str) -> list[tuple[Batch,
     return parts
 
 
-def one_backward(processes: Processes, log: Log, case: str, out: Path) -> None:
-    """Write the gradients of this process after the exchange."""
+CASES = {"requests": True, "padding": True, "silent": False}  # and whether the bits are equal
+
+
+def backwards(processes: Processes, log: Log, out: Path) -> None:
+    """Write the gradients of this process after the exchange, in each case."""
     examples = Examples(log, small_config())
-    trainer = small_trainer(examples, init="unit")
-    objective = processes.distributed(trainer.plain)
-    batch, labels = parts_of(examples, processes.size, case)[processes.rank]
-    objective(batch, labels).backward()
-    (Silent if case == "silent" else Processes).exchange(processes, trainer.ranker.tables, batch)
-    save_file(
-        {name: p.grad for name, p in trainer.ranker.named_parameters() if p.grad is not None},
-        out / f"{processes.rank}.safetensors",
-    )
+    for case in CASES:
+        trainer = small_trainer(examples, init="unit")
+        objective = processes.distributed(trainer.plain)
+        batch, labels = parts_of(examples, processes.size, case)[processes.rank]
+        objective(batch, labels).backward()
+        (Silent if case == "silent" else Processes).exchange(processes, trainer.ranker.tables, batch)
+        found = {name: p.grad for name, p in trainer.ranker.named_parameters() if p.grad is not None}
+        save_file(found, out / f"{case}-{processes.rank}.safetensors")
 
 
-@pytest.mark.parametrize(("case", "equal"), [("requests", True), ("padding", True), ("silent", False)])
+@pytest.fixture(scope="module")
+def gradients(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes wrote, each in every case."""
+    out = tmp_path_factory.mktemp("gradients")
+    assert on_ranks(2, backwards, out / "ranks", world.log, out) == [0, 0]
+    return out
+
+
+@pytest.mark.parametrize(("case", "equal"), CASES.items())
 def test_a_backward_of_two_processes_has_the_bits_of_the_plain_definition(
-    case: str, equal: bool, world: World, examples: Examples, tmp_path: Path
+    case: str, equal: bool, examples: Examples, gradients: Path
 ) -> None:
-    assert on_ranks(2, one_backward, tmp_path / "ranks", world.log, case, tmp_path) == [0, 0]
     trainer = small_trainer(examples, init="unit")
     with reproducible(1):
         mean_gradients(trainer.plain, parts_of(examples, 2, case))
     expected = {name: p.grad for name, p in trainer.ranker.named_parameters() if p.grad is not None}
     for rank in range(2):
-        found = load_file(tmp_path / f"{rank}.safetensors")
+        found = load_file(gradients / f"{case}-{rank}.safetensors")
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in found) == equal
     if case == "requests":  # and the plain definition is the gradient of the whole batch

@@ -67,7 +67,7 @@ def test_a_sorted_log_has_every_bit_of_one_in_memory(
     }  # fmt: skip
 
 
-def test_training_from_a_sorted_log_gives_the_same_bits(
+def test_training_from_a_sorted_log_gives_the_same_bits_and_another_seed_does_not(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sorted_log, "PARTITION_ROWS", 700)
@@ -79,9 +79,10 @@ def test_training_from_a_sorted_log_gives_the_same_bits(
     assert mapped.fingerprint != Examples(world.log.take(np.arange(5000)), small_config()).fingerprint
     until = int(plain.times[len(plain) // 2])
     settings = replace(TRAINING, epochs=0.3, init="unit")
-    rankers = [train(each, small_config(), settings, until_ts=until) for each in (world.log, log)]
-    states = [ranker.state_dict() for ranker in rankers]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    runs = ((world.log, settings), (log, settings), (log, replace(settings, seed=2)))
+    plain_run, same, other = (train(each, small_config(), how, until_ts=until).state_dict() for each, how in runs)
+    assert all(torch.equal(plain_run[name], same[name]) for name in plain_run)
+    assert not all(torch.equal(plain_run[name], other[name]) for name in plain_run)
 
 
 def test_what_cannot_be_used_is_refused_and_leaves_nothing(

@@ -8,14 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from model.retrieval.towers import Towers
+from tests.weights.call import call
 from tests.weights.training.small_run import small_config
 from tests.weights.training.unchanged import assert_unchanged, moved
-from weights.actions import default_score_weights
+from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import load_checkpoint, load_encoder, save_checkpoint
-from weights.commands.checkpoints import app
 from weights.corpus.importer import check_corpus
 from weights.corpus.store import load_corpus
 from weights.synthetic.random_weights import random_ranker
@@ -23,9 +22,11 @@ from weights.training.demo import make_towers
 from weights.training.evaluate.retrieval import newest_posts, true_values
 from weights.training.examples import Examples
 from weights.training.towers import Pairs, TowerSettings, batch_loss, initial_towers, towers_config, train_towers
+from weights.training.world.population import interest
 from weights.training.world.simulate import World
 
 SETTINGS = TowerSettings(steps=120, batch_requests=32, warmup_steps=10, learning_rate=1e-2)
+FEW = TowerSettings(steps=20, batch_requests=16, warmup_steps=5, learning_rate=1e-2)
 
 
 def trained(world: World, settings: TowerSettings = SETTINGS) -> tuple[Towers, list[float]]:
@@ -41,8 +42,7 @@ def trained(world: World, settings: TowerSettings = SETTINGS) -> tuple[Towers, l
 
 
 def test_it_learns_and_gives_the_same_bits(world: World) -> None:
-    few = TowerSettings(steps=20, batch_requests=16, warmup_steps=5)
-    first, second = (trained(world, few)[0].state_dict() for _ in range(2))
+    first, second = (trained(world, FEW)[0].state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
     _, losses = trained(world)
     assert np.mean(losses[-20:]) < np.mean(losses[:20]) - 0.3
@@ -86,8 +86,6 @@ def test_the_truth_at_the_end_of_the_world(world: World) -> None:
     assert created[0] >= world.settings.end_ts - 3 * 86_400
     values = true_values(world, 2, posts)
     favourite = world.log.action_names.index("favorite")
-    from weights.training.world.population import interest
-
     topics = interest(world.users.latent[2:3], world.settings)[0][world.posts.topic[posts]]
     keen = topics > np.median(topics)
     assert values[keen, favourite].mean() > 1.5 * values[~keen, favourite].mean()
@@ -98,14 +96,12 @@ def test_towers_and_posts_are_written_beside_the_demo(
 ) -> None:
     ranker = random_ranker(small_config(), 1)
     names = world.log.action_names
-    from weights.actions import DWELL_TIME
-
     manifest = save_checkpoint(
         tmp_path / "demo", ranker, name="demo", action_names=names, continuous=(DWELL_TIME,),
         score_weights=default_score_weights(names),
     )  # fmt: skip
     for _ in range(2):  # and again over what is there
-        found = make_towers(tmp_path / "demo", world, ranker, manifest, SETTINGS, lambda what, done, all_: None)
+        found = make_towers(tmp_path / "demo", world, ranker, manifest, FEW, lambda what, done, all_: None)
     assert json.loads((tmp_path / "demo-towers" / "retrieval.json").read_text()) == found
     encoder = load_encoder(tmp_path / "demo-towers")
     stored = load_corpus(tmp_path / "demo-posts", encoder.manifest)
@@ -114,8 +110,7 @@ def test_towers_and_posts_are_written_beside_the_demo(
     assert found["recall of towers"][0] > found["recall of random"][0]
     assert load_checkpoint(tmp_path / "demo").manifest == manifest
     monkeypatch.setattr("weights.training.world.settings.WorldSettings", lambda seed: world.settings)
-    command = ["eval-retrieval", "--checkpoint", str(tmp_path / "demo"), "--towers", str(tmp_path / "demo-towers")]
-    printed = CliRunner().invoke(app, command)
+    printed = call("eval-retrieval", "--checkpoint", tmp_path / "demo", "--towers", tmp_path / "demo-towers")
     assert printed.exit_code == 0, printed.output
     assert json.loads(printed.output.splitlines()[-1]) == found
     assert f"{found['recall of popularity'][1]:.3f}" in printed.output
