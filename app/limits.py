@@ -88,7 +88,8 @@ class Queue(Group):
     max_share_per_key: float = Field(default=0.5, gt=0, le=1)
     """Share of the queue that one API key may fill. Default: half for one caller alone, and less for each the fuller the queue is."""
     key_candidates_per_second: float = Field(default=0.0, ge=0)
-    """Rate limit of one API key, with bursts of two seconds' worth; 0 sets none. Default: shares are enough among trusted callers."""
+    """Rate limit of one API key, with bursts of two seconds' worth; a context alone counts as one candidate. 0 sets none.
+    Default: shares are enough among trusted callers."""
     stall_seconds: float = Field(default=4.0, gt=0)
     """With work queued and no forward finished for this long, the process is not ready. Default: longer than any normal forward."""
     stall_exit_seconds: float = Field(default=30.0, gt=0)

@@ -126,7 +126,7 @@ class Admission:
         rate = self.queue.key_candidates_per_second
         if rate and job.key is not None:
             now = self.clock()
-            self._rate_used_until[job.key] = max(self._rate_used_until.get(job.key, now), now) + job.candidates / rate
+            self._rate_used_until[job.key] = max(self._rate_used_until.get(job.key, now), now) + _rated(job) / rate
 
     def remove(self, job: Job) -> None:
         """Stop counting a job that was answered, was cancelled or expired."""
@@ -221,7 +221,7 @@ class Admission:
         if not rate or job.key is None:
             return None
         used = max(0.0, self._rate_used_until.get(job.key, 0.0) - self.clock())
-        own = min(job.candidates / rate, KEY_BURST_SECONDS)  # a larger request may join once nothing is used
+        own = min(_rated(job) / rate, KEY_BURST_SECONDS)  # a larger request may join once nothing is used
         wait = used + own - KEY_BURST_SECONDS
         return Refusal("key_rate", "the key is over its rate", wait) if wait > 1e-9 else None
 
@@ -243,3 +243,8 @@ class Admission:
         held.context_tokens += context_tokens
         if not (held.candidates or held.context_tokens):
             del self._held[job.key]
+
+
+def _rated(job: Job) -> int:
+    """The candidates that a job counts for in its key's rate: a context by itself, which has none, for one."""
+    return max(1, job.candidates)

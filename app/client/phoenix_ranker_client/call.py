@@ -22,6 +22,7 @@ from tenacity import (
 from tenacity.stop import stop_base
 
 from phoenix_ranker_client.messages import (
+    ContextUnknown,
     DeadlineExceeded,
     RankerError,
     RequestRefused,
@@ -31,6 +32,7 @@ from phoenix_ranker_client.messages import (
 )
 
 T = TypeVar("T")
+VERSION = "x-model-version"
 LONGEST_SECONDS = 1e6  # more fits neither the service's header nor, in milliseconds, the 32 bits that poll(2) takes
 GRACE_SECONDS = 0.05  # wait this much longer: the server's own 504 says more than a closed connection
 AGAIN = retry_if_exception_type(Unavailable)
@@ -39,9 +41,10 @@ JITTER_SHARE = 0.25  # clients refused at the same moment should not retry at th
 
 
 class Known(Protocol):
-    """Holds the latest handle of a context, which each reply updates."""
+    """Holds the latest handle of a context and the version of the model that keeps it, which each reply updates."""
 
     handle: str
+    version: str
 
 
 class Call(Generic[T]):
@@ -137,12 +140,16 @@ class Call(Generic[T]):
             if response.status_code == httpx.codes.OK:
                 if self.known is not None:
                     self.known.handle = response.headers.get("x-context", "")
+                    self.known.version = response.headers.get(VERSION, "")
                 return self.parse(response.headers, content)
             body = orjson.loads(content)
         except (ValueError, LookupError, TypeError, AttributeError):  # not from this service: a proxy's page, say
             body = {}
         asked = response.headers.get("retry-after", "")
-        raise error_from(response.status_code, body, request_id, float(asked) if asked.isdecimal() else None)
+        error = error_from(response.status_code, body, request_id, float(asked) if asked.isdecimal() else None)
+        if error.status == httpx.codes.NOT_FOUND and VERSION in self.headers:  # who lacks the model lacks its contexts
+            raise ContextUnknown(error.status, error.code, error.detail, request_id)
+        raise error
 
     def _too_late(self, detail: str) -> DeadlineExceeded:
         return DeadlineExceeded(0, "deadline_exceeded", detail, self.request_id)

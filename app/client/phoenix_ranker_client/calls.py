@@ -15,7 +15,7 @@ import httpx
 import orjson
 
 from phoenix_ranker_client import tensors
-from phoenix_ranker_client.call import Call
+from phoenix_ranker_client.call import VERSION, Call
 from phoenix_ranker_client.messages import (
     Candidate,
     ContextUnknown,
@@ -251,11 +251,11 @@ class Calls:
 
 
 class KnownCalls:
-    """Makes the calls for one user with one history, sending `handle` in their place. Each reply updates the handle; it is empty if the
-    service keeps nothing of this size."""
+    """Makes the calls for one user with one history, sending `handle` in their place, to the `version` of the model that keeps it. Each
+    reply updates both; the handle is empty if the service keeps nothing of this size."""
 
     def __init__(self, calls: Calls, user_id: Id, history: Sequence[Event]) -> None:
-        self.calls, self.user_id, self.history, self.handle = calls, user_id, history, ""
+        self.calls, self.user_id, self.history, self.handle, self.version = calls, user_id, history, "", ""
 
     def rank(self, /, candidates: Sequence[Candidate], **options: Any) -> Call[Ranking]:
         """As `Calls.rank`."""
@@ -279,6 +279,8 @@ class KnownCalls:
 
     def _noted(self, call: Call[T]) -> Call[T]:
         call.known = self
+        if self.handle and self.version:
+            call.headers[VERSION] = self.version
         return call
 
 

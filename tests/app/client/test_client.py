@@ -534,6 +534,22 @@ def test_a_context_is_named_until_it_is_unknown_and_then_sent_whole() -> None:
     assert deadlines[1] <= deadlines[0] <= 5000, "one for both"
 
 
+def test_a_context_asks_the_model_that_keeps_it_and_is_sent_whole_where_that_is_gone() -> None:
+    """In an A/B split a handle alone goes to the first model."""
+    replies = [kept(), named(200, FIRST, **GOOD), refusal(404, "not_found"), named(200, SECOND, **GOOD), ok()]
+    for reply, version in zip(replies, ("b1", "b1", "", "b2", "b2"), strict=True):
+        reply.headers["x-model-version"] = version
+    client, seen = scripted(*replies, refusal(404, "not_found"))
+    context = client.context(1, HISTORY)
+    for _ in range(3):
+        context.rank(CANDIDATES)
+    assert [request.headers.get("x-model-version") for request in seen] == [None, "b1", "b1", None, "b2"]
+    assert ["context" in orjson.loads(request.content) for request in seen] == [False, True, True, False, True]
+    with pytest.raises(RequestRefused) as caught:
+        client.rank(1, CANDIDATES)
+    assert not isinstance(caught.value, ContextUnknown)
+
+
 async def test_every_call_of_a_context_is_sent_whole_where_it_is_unknown() -> None:
     seen: list[httpx.Request] = []
 

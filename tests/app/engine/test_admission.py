@@ -213,6 +213,18 @@ def test_a_key_over_its_rate_is_told_when_it_may_come_again() -> None:
     assert queue.refusal(job(1, key="once")) is not None
 
 
+def test_no_work_of_a_key_is_outside_its_rate() -> None:
+    """A context alone has no candidates, and takes a forward all the same."""
+    queue = admission(key_candidates_per_second=100.0)
+    most = round(100 * KEY_BURST_SECONDS)
+    for context in [job(0, 60, key="k")] * most:
+        assert queue.refusal(context) is None
+        queue.add(context)
+        queue.remove(context)
+    for work in (job(0, 60, key="k"), job(1, key="k")):
+        assert queue.refusal(work).reason == "key_rate"
+
+
 def test_thousands_of_keys_are_counted_and_forgotten_when_their_work_is_done() -> None:
     """Keys may be many and their work may last: none is forgotten before it, and each goes with it."""
     queue = admission(key_candidates_per_second=100.0)
