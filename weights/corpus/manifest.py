@@ -83,8 +83,10 @@ class CorpusManifest(Document):
         if any(type(topic) is not str or not 0 < len(topic) <= 100 for topic in self.topics):
             raise CheckpointError("has a topic that is no text of 1 to 100 characters")
         sequence, digest, position = self.mark
-        if sequence < 0 or not re.fullmatch("([0-9a-f]{32})?", digest) or not AT_LEAST.fullmatch(position or "0"):
+        if sequence < 0 or not re.fullmatch("([0-9a-f]{32})?", digest):
             raise CheckpointError("has an invalid mark")
+        if position and not ("-" in position and AT_LEAST.fullmatch(position)):
+            raise CheckpointError("has a feed position that is not two numbers and a dash, such as 1764000000000-0")
         self._check_tensors()
         self._sign()
 
