@@ -7,7 +7,6 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import uvloop
 
@@ -67,16 +66,16 @@ def build_server(settings: Settings, service: RankingService | None = None) -> R
 def run(settings: Settings, role: Role | None = None, service: RankingService | None = None) -> int:
     """Serve until a signal or the loss of the engine, as the engine process of fronts where that is the role; the exit code."""
     names = None if role is None else Path(role.path).with_suffix(".json")
-    now = settings if names is None else _as_loaded_last(settings, names)
-    service = build_service(now, Metrics()) if service is None else service
+    if names is not None and names.exists():
+        settings = _as_loaded_last(settings, names)
+    service = build_service(settings, Metrics()) if service is None else service
     service.watchdog.watch_loop()
     if role is None:
         return serve(build_server(settings, service))
     logs.configure(settings.logs)
     service.metrics.watch_log(logs.process_sink())
     reloader = create_reloader(service, settings)
-    reloader.current, reloader.second, reloader.names = now.checkpoint, now.shadow.checkpoint, names
-    reloader.retrieval = now.retrieval.checkpoint, now.retrieval.corpus
+    reloader.names = names
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(EngineHost(service, reloader, settings).serve(role.path))
     if service.has_running_threads():
@@ -86,26 +85,27 @@ def run(settings: Settings, role: Role | None = None, service: RankingService | 
 
 
 def _as_loaded_last(settings: Settings, names: Path) -> Settings:
-    """The settings with the paths that the engine process before this one has left there, if any."""
-    if not names.exists():
-        return settings
+    """The settings with the paths that the engine process before this one has left there."""
     checkpoint, second, *pair = (name and Path(name) for name in json.loads(names.read_bytes()))
-    changes: dict[str, Any] = {
-        "checkpoint": checkpoint,
-        "shadow": settings.shadow.model_copy(update={"checkpoint": second}),
-        "retrieval": settings.retrieval.model_copy(update=dict(zip(("checkpoint", "corpus"), pair, strict=True))),
-    }
+    retrieval = settings.retrieval.model_copy(update={"checkpoint": pair[0], "corpus": pair[1]})
+    shadow = settings.shadow.model_copy(update={"checkpoint": second})
+    admin = settings.admin.model_copy(update={"root": _root(settings)})
+    changes = {"checkpoint": checkpoint, "shadow": shadow, "retrieval": retrieval, "admin": admin}
     return settings.model_copy(update=changes)
 
 
-def create_reloader(service: RankingService, settings: Settings) -> Reloader:
-    """Reloads below the configured root. Default: the first checkpoint's parent, or itself if it lies at the top."""
+def _root(settings: Settings) -> Path:
+    """Where reloads find what they name. Default: the first checkpoint's parent, or itself if it lies at the top."""
     place = settings.checkpoint.absolute()
-    root = settings.admin.root or (place if place.parent == place.parent.parent else place.parent)
+    return settings.admin.root or (place if place.parent == place.parent.parent else place.parent)
+
+
+def create_reloader(service: RankingService, settings: Settings) -> Reloader:
+    """Reloads below the configured root."""
     wanted = settings.retrieval
     return Reloader(
         service,
-        root,
+        _root(settings),
         settings.checkpoint,
         lambda path: checkpoint_loader(path, settings),
         (wanted.checkpoint, wanted.corpus),

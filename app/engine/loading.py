@@ -160,7 +160,8 @@ class LoadedRetrieval:
 
         Raises CheckpointError; nothing has changed then.
         """
-        if any(one.has_texts != (self.served.corpus.ids == "text") for one in changes):
+        has_texts = self.served.corpus.ids == "text"
+        if any(bool(one.delete_texts or one.upsert.texts) != has_texts for one in changes):
             raise NotStored("The corpus was replaced meanwhile by one with another kind of ids. Nothing was changed.")
         mark = self.log.mark
         for one in changes:

@@ -123,9 +123,8 @@ def create_admin_app(settings: Admin, reloads: Reloads, service: Service) -> App
             what: {"name": manifest.name, "version": manifest.version, "digest": manifest.digest}
             for what, manifest in manifests.items()
         }
-        content["result"] = (
-            "unchanged" if before == await served_identity(service, next(iter(manifests))) else "reloaded"
-        )
+        is_same = before == await served_identity(service, next(iter(manifests)))
+        content["result"] = "unchanged" if is_same else "reloaded"
         return orjson.dumps(content)
 
     async def reload(body: bytes) -> bytes:

@@ -50,8 +50,7 @@ class Reloader:
         self.second = second
         self.retrieval = retrieval
         self.names: Path | None = None
-        """Where an engine process that takes the place of this one finds what was loaded last: paths as in `current`, `second` and
-        `retrieval`."""
+        """Where an engine process that takes the place of this one finds the paths that were loaded last."""
         self._given = current, second  # paths from the settings, which may lie anywhere
         self._loader = loader
         self._retrieval_loader = retrieval_loader
@@ -118,14 +117,14 @@ class Reloader:
         return served
 
     def _keep_names(self) -> None:
-        if self.names is not None:
-            paths = self.current, self.second, *self.retrieval
-            partial = self.names.with_suffix(".partial")
-            try:
-                partial.write_text(json.dumps([path and str(path) for path in paths]))
-                partial.rename(self.names)
-            except OSError as error:
-                log.error("reload_not_kept", reason=error.strerror)
+        if self.names is None:
+            return
+        paths, partial = (self.current, self.second, *self.retrieval), self.names.with_suffix(".partial")
+        try:
+            partial.write_text(json.dumps([path and str(path) for path in paths]))
+            partial.rename(self.names)
+        except OSError as error:
+            log.error("reload_not_kept", reason=error.strerror)
 
     @asynccontextmanager
     async def _recorded(self, **what: Any) -> AsyncIterator[dict[str, Any]]:

@@ -124,11 +124,6 @@ class PostChange:
     upsert: PostRows
     delete_texts: list[str] = field(default_factory=list)
 
-    @property
-    def has_texts(self) -> bool:
-        """Whether its ids are texts."""
-        return bool(self.delete_texts or self.upsert.texts)
-
     @classmethod
     def merged(cls, changes: Sequence[PostChange]) -> PostChange:
         """One change that gives the same posts in the same order as these one after the other; an empty one for no changes."""

@@ -183,9 +183,10 @@ class ChangeLog:
         self.mark = changes[-1].mark if changes else self.mark
 
     def check(self) -> None:
-        """Raises LogLost (a NotStored) if the log is not held or its path no longer leads to it."""
+        """Raises LogLost (a NotStored) if the log is not held, its path no longer leads to it, or a part of it was cut off."""
         try:
-            is_there = self._descriptor is not None and _place(os.lstat(self.path)) == self._file
+            found = os.lstat(self.path)
+            is_there = self._descriptor is not None and _place(found) == self._file and found.st_size >= self._end
         except OSError:
             is_there = False
         if not is_there:

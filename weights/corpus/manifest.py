@@ -82,9 +82,11 @@ class CorpusManifest(Document):
         if any(type(topic) is not str or not 0 < len(topic) <= 100 for topic in self.topics):
             raise CheckpointError("has a topic that is no text of 1 to 100 characters")
         sequence, digest, position = self.mark
-        if sequence < 0 or not re.fullmatch("([0-9a-f]{32})?", digest) or not AT_LEAST.fullmatch(position or "0"):
+        if sequence < 0 or not re.fullmatch("([0-9a-f]{32})?", digest):
+            raise CheckpointError(f"has an invalid mark: sequence {sequence}, digest {digest[:40]!r}")
+        if position and not ("-" in position and AT_LEAST.fullmatch(position)):
             raise CheckpointError(
-                f"has an invalid mark: sequence {sequence}, digest {digest[:40]!r}, position {str(position)[:40]!r}"
+                f"has a feed position that is not two numbers and a dash, such as 1764000000000-0: {position[:40]!r}"
             )
         self._check_tensors()
         self._sign()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from model.retrieval.inputs import Mark
 from weights.checkpoint import Encoder
 from weights.corpus.manifest import TEXTS, VECTORS, CorpusManifest, corpus_tensors
 from weights.errors import CheckpointError
-from weights.format.manifest import MANIFEST_NAME, Manifest
+from weights.format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from weights.format.reader import MappedFiles, opened, read_manifest, read_tensors
 from weights.format.tensorfile import Progress
 from weights.format.writer import TableDtype, check_target, refused_writing, write_file, write_files, written_beside
@@ -136,22 +137,24 @@ def write_corpus(
             load_corpus_manifest(path)  # a checkpoint is never replaced by a corpus
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = corpus_tensors(columns, posts, width, dtype, text_width=text_width)
-        with written_beside(path) as partial:
-            files = write_files(partial, tensors, chunks, progress)
-            manifest = CorpusManifest(
-                name=labels.name,
-                version=labels.version,
-                encoder=made_by.digest,
-                encoder_name=f"{made_by.name} {made_by.version}",
-                posts=posts,
-                width=width,
-                topics=tuple(topics()),
-                files=files,
-                tensors=tensors,
-                mark=Mark(position=labels.position),
-                ids=made_by.ids,
-            )
-            write_file(partial / MANIFEST_NAME, manifest.to_json())
+        described = partial(
+            CorpusManifest,
+            name=labels.name,
+            version=labels.version,
+            encoder=made_by.digest,
+            encoder_name=f"{made_by.name} {made_by.version}",
+            posts=posts,
+            width=width,
+            tensors=tensors,
+            mark=Mark(position=labels.position),
+            ids=made_by.ids,
+        )
+        planned = {entry.file: FileEntry("0" * 64, 0) for entry in tensors.values()}
+        described(topics=(), files=planned)  # refuses labels before all posts are encoded
+        with written_beside(path) as partly:
+            files = write_files(partly, tensors, chunks, progress)
+            manifest = described(topics=tuple(topics()), files=files)
+            write_file(partly / MANIFEST_NAME, manifest.to_json())
         return manifest
 
 

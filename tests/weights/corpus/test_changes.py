@@ -172,6 +172,23 @@ def test_a_log_that_is_not_the_file_it_was_takes_no_change(tmp_path: Path, kind:
             first.read()
 
 
+@pytest.mark.parametrize("left", [0, 20, -1])
+def test_a_log_that_was_cut_takes_no_change(tmp_path: Path, left: int) -> None:
+    """Its writer would put the next record behind a hole, where no start reads it."""
+    written(tmp_path, 2)
+    log = ChangeLog(tmp_path, manifest())
+    log.read()
+    log.append(change(2))
+    whole = log.path.read_bytes()
+    os.truncate(log.path, left % len(whole))
+    for _ in range(2):
+        with pytest.raises(LogLost):
+            log.append(change(3))
+        with pytest.raises(LogLost):
+            log.follow()
+    assert log.path.read_bytes() == whole[:left]
+
+
 def test_others_changes_are_followed(tmp_path: Path) -> None:
     """To the last whole record, and again when the rest of it is there; who follows may go on with the log itself."""
     writer, reader = ChangeLog(tmp_path, manifest()), ChangeLog(tmp_path, manifest())

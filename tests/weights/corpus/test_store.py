@@ -131,6 +131,25 @@ def test_nan_is_never_written(encoder: Encoder, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("labels", "sentence"),
+    [
+        (CorpusLabels("a/b"), "name 'a/b' must be"),
+        (CorpusLabels("posts", "v 1"), "version 'v 1' must be"),
+        (CorpusLabels("posts", position="12"), "not two numbers and a dash, such as 1764000000000-0"),
+        (CorpusLabels("posts", position="1-2-3"), "not two numbers and a dash"),
+    ],
+)
+def test_labels_that_no_corpus_may_have_are_refused_before_a_post_is_encoded(
+    encoder: Encoder, tmp_path: Path, labels: CorpusLabels, sentence: str
+) -> None:
+    asked: list[str] = []
+    with pytest.raises(CheckpointError, match=sentence):
+        write_corpus(tmp_path / "corpus", labels, encoder, POSTS, ["post_ids", "author_ids"], asked.append)  # type: ignore[arg-type]
+    assert asked == []
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["posts.safetensors", "vectors.safetensors"])
 def test_one_changed_byte_is_refused(encoder: Encoder, tmp_path: Path, name: str) -> None:
     write(tmp_path / "corpus", encoder, arrays())
