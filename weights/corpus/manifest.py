@@ -84,9 +84,7 @@ class CorpusManifest(Document):
             raise CheckpointError("has a topic that is no text of 1 to 100 characters")
         sequence, digest, position = self.mark
         if sequence < 0 or not re.fullmatch("([0-9a-f]{32})?", digest) or not AT_LEAST.fullmatch(position or "0"):
-            raise CheckpointError(
-                f"has an invalid mark: sequence {sequence}, digest {digest[:40]!r}, position {str(position)[:40]!r}"
-            )
+            raise CheckpointError(f"has no mark that a feed gives: {str(self.mark)[:200]}")
         self._check_tensors()
         self._sign()
 
