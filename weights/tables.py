@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,22 +25,23 @@ class LogError(ValueError):
 
 def open_table(path: Path, columns: Mapping[str, pa.DataType]) -> ds.FileSystemDataset:
     """Open a Parquet file, a JSON lines file (.jsonl), or a directory of either, for reading in pieces. `columns`: types of these columns
-    in JSON lines; Parquet has its own. JSON lines are read once to check them. Raises LogError, also for a column that the first file,
-    or the first megabyte of JSON lines, lacks: it would be passed over."""
+    in JSON lines. Raises LogError, also for columns that the first file, or the first megabyte of JSON lines, lacks: they would be lost."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    is_json = any(file.suffix in JSON_LINES for file in files)
+    is_json, where = any(file.suffix in JSON_LINES for file in files), path
     try:
         source = ds.dataset(path, format="json" if is_json else "parquet")
         if is_json:  # pyarrow guesses types from the first megabyte, and integers above 2^63 as floats
-            schema = pa.schema([_declared(field, columns) for field in source.schema])
-            source = ds.dataset(path, schema, "json")
+            source = ds.dataset(path, pa.schema([_declared(field, columns) for field in source.schema]), "json")
+        strict = pyarrow.json.ParseOptions(explicit_schema=source.schema, unexpected_field_behavior="error")
         for piece in source.get_fragments():
+            where = piece.path
             if is_json:
-                _check_fields(piece.path, source.schema)
+                deque(pyarrow.json.open_json(piece.path, parse_options=strict), maxlen=0)
             elif late := set(piece.physical_schema.names) - set(source.schema.names):
                 raise LogError(f"{piece.path} has columns that {source.files[0]} lacks: {', '.join(sorted(late))}")
     except (OSError, pa.ArrowException) as error:
-        raise LogError(f"{path} cannot be read as {'JSON lines' if is_json else 'Parquet'}: {error}") from error
+        hint = ": write every column in every row" if "unexpected field" in str(error) else ""
+        raise LogError(f"{where} cannot be read as {'JSON lines' if is_json else 'Parquet'}: {error}{hint}") from error
     if not source.files:
         raise LogError(f"{path} holds no Parquet files")
     return source
@@ -53,18 +55,6 @@ def _declared(field: pa.Field, columns: Mapping[str, pa.DataType]) -> pa.Field:
     else:
         fits = is_.is_integer(field.type) or (is_.is_floating(field.type) and wanted != pa.int64())
     return field.with_type(wanted) if fits or is_.is_null(field.type) else field
-
-
-def _check_fields(file: str, schema: pa.Schema) -> None:
-    """Read a file of JSON lines. Raises pa.ArrowException, or LogError for a field that is not in the schema."""
-    options = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error")
-    try:
-        for _ in pyarrow.json.open_json(file, parse_options=options):
-            pass
-    except pa.ArrowInvalid as error:
-        if "unexpected field" not in str(error):
-            raise
-        raise LogError(f"{file} has a field that the first rows lack: write every column in every row") from error
 
 
 def tables_of(source: ds.FileSystemDataset, rows: int, columns: list[str] | None = None) -> Iterator[pa.Table]:

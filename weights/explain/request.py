@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from model.config import MAX_DWELL_SECONDS
 from model.inputs import Candidates, Context, age_bucket
+from weights.actions import default_score_weights
 from weights.errors import CheckpointError
 from weights.format.manifest import Manifest
 from weights.text_ids import TEXT_RULE, is_text_id, text_ids
@@ -36,6 +37,14 @@ def read_request(body: dict[str, Any], manifest: Manifest, names: dict[str, Any]
 
 def _request(body: dict[str, Any], manifest: Manifest, names: dict[str, str]) -> Request:
     config, index = manifest.config, {name: place for place, name in enumerate(manifest.action_names)}
+    if "user_id" not in body:
+        raise ValueError("user_id is missing (what a context's handle names is known to a service alone)")
+
+    def place_of(name: str) -> int:
+        if not 0 <= (place := index.get(name, int(name) if name.isdecimal() else -1)) < config.actions:
+            raise ValueError(f"this checkpoint has no action {name}")
+        return place
+
     events = _rows(body.get("history", []))[-config.history_length :]
     posts = _rows(body["candidates"])
     if not posts:
@@ -43,8 +52,10 @@ def _request(body: dict[str, Any], manifest: Manifest, names: dict[str, str]) ->
     actions = np.zeros((len(events), config.actions), np.float32)
     for row, event in zip(actions, events, strict=True):
         taken = event.get("actions", [])
+        if isinstance(taken, int):  # its bits are actions
+            taken = [str(place) for place in range(taken.bit_length()) if taken >> place & 1]
         for name, value in taken.items() if isinstance(taken, dict) else ((name, 1.0) for name in taken):
-            row[int(name) if name.isdecimal() else index[name]] = value
+            row[place_of(name)] = value
     context = Context(
         int(_ids([body], "user_id", manifest)[0]),
         _ids(events, "post_id", manifest),
@@ -57,8 +68,12 @@ def _request(body: dict[str, Any], manifest: Manifest, names: dict[str, str]) ->
     columns = (_ids(posts, "post_id", manifest), _ids(posts, "author_id", manifest))
     candidates = Candidates(*columns, _column(posts, "product_surface", np.int64), ages)
     weights = body.get("weights", manifest.score_weights)
-    if unknown := sorted(set(weights) - set(index)):
-        raise ValueError(f"this checkpoint has no action {unknown[0]}")
+    weights = default_score_weights(manifest.action_names, weights) if isinstance(weights, str) else weights
+    factors = np.zeros(config.actions)
+    for name, weight in weights.items():
+        factors[place_of(name)] = float(weight)
+    if not np.isfinite(factors).all():
+        raise ValueError("a weight is no finite number")
 
     def name_of(post: dict[str, Any]) -> str:
         return names.get(str(post["author_id"]), f"post {post['post_id']}")
@@ -67,7 +82,6 @@ def _request(body: dict[str, Any], manifest: Manifest, names: dict[str, str]) ->
     for event, row in zip(events, actions, strict=True):
         done = ", ".join(manifest.action_names[place] for place in np.flatnonzero(row)[:2])
         tokens.append(f"{name_of(event)}: {done or 'seen'}")
-    factors = np.array([float(weights.get(name, 0)) for name in manifest.action_names])
     names_of_all = [*tokens, *map(name_of, posts)]
     return Request(context, candidates, factors, names_of_all, int(body.get("impression_ts", 0)))
 

@@ -5,10 +5,7 @@
 export const STORIES = {
   report: {
     title: "A report",
-    text(app, request) {
-      const [done, what] = against(app, request);
-      return `${app.names.user(request.user_id)}, has ${done} an author. Remove ${what}, and see what it cost that author's posts.`;
-    },
+    text: (app, request) => `${app.names.user(request.user_id)}, has ${against(app, request).join(" an author. Remove ")}, and see what it cost that author's posts.`,
     make: (app, example) => (reported(app, example) < 0 ? null : example),
     done: "That was the story. Undo brings it back (Ctrl+Z); “why” says what moved a post; the next story is a link away.",
     hint: (app, request) => {

@@ -13,6 +13,7 @@ import pytest
 
 from tests import goldens
 from tests.weights.call import call
+from weights.actions import default_score_weights
 from weights.checkpoint import load_encoder, load_manifest
 from weights.corpus.store import load_corpus
 from weights.explain.request import read_request
@@ -94,6 +95,21 @@ def test_both_shapes_of_a_request_are_the_same(request_: dict[str, Any]) -> None
             {"user_id": 1, "candidates": [{"post_id": 1, "author_id": 1}], "weights": {"unheard": 1}},
             "no action unheard",
         ),
+        (
+            {"user_id": 1, "candidates": [{"post_id": 1, "author_id": 1}], "weights": {"favorite": float("nan")}},
+            "no finite",
+        ),
+        ({"user_id": 1, "candidates": [{"post_id": 1, "author_id": 1}], "weights": {"19": 1}}, "no action 19"),
+        ({"user_id": 1, "candidates": [{"post_id": 1, "author_id": 1}], "weights": "unheard"}, "unheard"),
+        ({"context": "2f5ddb690f8f80243917d06266bae65e", "candidates": [{"post_id": 1, "author_id": 1}]}, "user_id is"),
+        (
+            {
+                "user_id": 1,
+                "candidates": [{"post_id": 1, "author_id": 1}],
+                "history": [{"post_id": 1, "author_id": 1, "actions": 2**19}],
+            },
+            "no action 19",
+        ),
         ({"user_id": 1, "candidates": [{"post_id": 1, "author_id": 1}]}, "choose 0 to 0"),
         ([], "JSON object"),
     ],
@@ -104,6 +120,21 @@ def test_what_is_no_request_is_refused_in_a_sentence(body: object, said: str, tm
     assert refused.exit_code == 1
     assert said in refused.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("mask", [0, 5, 2**18 + 2, 2**19 - 1])
+def test_masks_places_and_sets_of_weights_stand_for_what_they_stand_for_in_rank(mask: int) -> None:
+    manifest = load_manifest(DEMO)
+    names = [name for place, name in enumerate(manifest.action_names) if mask >> place & 1]
+    post = {"post_id": 1, "author_id": 1}
+
+    def read(actions: object, weights: object) -> tuple[list[list[float]], list[float]]:
+        body = {"user_id": 1, "candidates": [post], "history": [post | {"actions": actions}], "weights": weights}
+        found = read_request(body, manifest, {})
+        return found.context.actions.tolist(), found.weights.tolist()
+
+    assert read(mask, {"1": 2.5}) == read(names, {manifest.action_names[1]: 2.5})
+    assert read(mask, "x-2026-09") == read(names, default_score_weights(manifest.action_names, "x-2026-09"))
 
 
 def test_a_checkpoint_without_an_example_needs_a_request(tmp_path: Path) -> None:
