@@ -32,6 +32,7 @@ POOL = 100  # candidates that every request draws from
 class Tally:
     """Counts of one run: candidates compared, candidates whose bits differ, and the cache's hits and prefixes."""
 
+    backend: str
     compositions: int
     candidates: int
     different: int
@@ -108,7 +109,18 @@ def run(
         if progress is not None and done % 1000 == 0:
             progress(done)
     stats = engine.cache_stats()
-    return Tally(compositions, compared, different, stats.hits, stats.prefixes)
+    return Tally(engine.info.backend, compositions, compared, different, stats.hits, stats.prefixes)
+
+
+def engines(ranker: Ranker, options: EngineOptions) -> Callable[[int], Engine]:
+    """A function that makes a warm engine with a cache of so many bytes, for `run`."""
+
+    def make(cache_bytes: int) -> Engine:
+        engine = create_engine(ranker, replace(options, cache_bytes=cache_bytes))
+        engine.warm_up()
+        return engine
+
+    return make
 
 
 def _picked(pool: Candidates, places: np.ndarray[Any, np.dtype[np.int64]]) -> Candidates:
@@ -132,19 +144,9 @@ def measure(
     presets, failed = tuple(PRESETS) if preset == "all" else (preset,), False
     for name, dtype in itertools.product(presets, DTYPES):
         ranker, start = random_ranker(with_preset(small_config(), name)), time.perf_counter()
-        options = EngineOptions(device, dtype, backend=backend, vectors=vectors)
-        backends = set[str]()
-
-        def make(
-            cache_bytes: int, ranker: Ranker = ranker, options: EngineOptions = options, backends: set[str] = backends
-        ) -> Engine:
-            engine = create_engine(ranker, replace(options, cache_bytes=cache_bytes))
-            engine.warm_up()
-            backends.add(engine.info.backend)
-            return engine
-
+        make = engines(ranker, EngineOptions(device, dtype, backend=backend, vectors=vectors))
         tally = run(make, compositions // (2 * len(presets)), seed, progress=_say if sys.stderr.isatty() else None)
-        facts = {"preset": name, "backend": ", ".join(backends), "vectors": vectors, "dtype": dtype}
+        facts = {"preset": name, "vectors": vectors, "dtype": dtype}
         print(json.dumps({**facts, **asdict(tally), "seconds": round(time.perf_counter() - start, 1)}), flush=True)
         failed |= tally.different > 0
     sys.exit(failed)

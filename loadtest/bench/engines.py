@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from loadtest.bits import run as run_compositions
+from loadtest import bits
 from loadtest.bits import small_config
 from loadtest.geometries import GEOMETRIES, in_dtype
 from loadtest.matrix import Row
@@ -163,12 +163,8 @@ def growth_row(dtype: torch.dtype, rounds: int, vectors: Vectors = "auto") -> Ro
 
 def bits_row(compositions: int, vectors: Vectors = "auto") -> Row:
     """Number of candidates whose bits change with batch mates, order, parts or cache state."""
-    ranker = random_ranker(small_config())
-    different = 0
-    for dtype in (torch.float32, torch.bfloat16):
-
-        def make(cache_bytes: int, dtype: torch.dtype = dtype) -> Engine:
-            return NativeEngine(ranker, dtype, cache_bytes=cache_bytes, vectors=vectors)
-
-        different += run_compositions(make, compositions // 2).different
+    ranker, different = random_ranker(small_config()), 0
+    for dtype in bits.DTYPES:
+        make = bits.engines(ranker, EngineOptions("cpu", dtype, backend="native", vectors=vectors))
+        different += bits.run(make, compositions // 2).different
     return Row.of(f"candidates with other bits, {compositions} compositions", Figure.of([different]), "", 0)

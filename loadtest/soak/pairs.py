@@ -120,14 +120,13 @@ def pairs(
     seconds: float = 600.0,
 ) -> list[Row]:
     """R4 in `rounds` rounds, or fewer if time runs out. `compact_share`: share of rounds in which both servers compact."""
-    until = time.monotonic() + seconds
     admin_ports = [free_port(), free_port()]
     with corpora("a") as oracles, asyncio.Runner() as runner, ExitStack() as stack:
         settings = settings_of(oracles["a"].root, oracles["a"])
         processes = Processes(2, lambda number: settings | {"admin__port": admin_ports[number]})
         stack.enter_context(processes.begun(2))
         pair = Pair(processes, admin_ports, random.Random(0), compact_share)
-        done, lags = 0, list[float]()
+        until, done, lags = time.monotonic() + seconds, 0, list[float]()
         while done < rounds and time.monotonic() < until:
             done += 1
             runner.run(pair.round(done % kill_every == 0))
