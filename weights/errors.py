@@ -26,6 +26,11 @@ class LogLost(NotStored):
     """The change log of a served corpus was deleted, truncated or replaced: its changes may be gone at the next start."""
 
 
+def reason_of(error: Exception) -> str:
+    """What an error says, without a full stop, to be part of a sentence; a MemoryError says nothing itself."""
+    return getattr(error, "strerror", None) or str(error).rstrip(".") or "not enough memory"
+
+
 def kind_of(error: Exception) -> type[CheckpointError]:
     """The class to raise when a failed write's error is raised again with more context."""
     if isinstance(error, CheckpointError):

@@ -25,7 +25,7 @@ from model.retrieval.inputs import Change, Mark
 from weights.corpus.changes import ChangeLog
 from weights.corpus.manifest import MAX_TOPICS, TEXTS, VECTORS, CorpusManifest, corpus_tensors, file_of
 from weights.corpus.store import StoredCorpus, load_corpus, load_corpus_manifest, read_corpus
-from weights.errors import CheckpointError, kind_of
+from weights.errors import CheckpointError, kind_of, reason_of
 from weights.format.manifest import MANIFEST_NAME, Manifest
 from weights.format.reader import MappedFiles, check_length, open_directory, read_manifest
 from weights.format.writer import write_file, write_files
@@ -164,8 +164,7 @@ class Compaction:
                     path.unlink()
 
     def _refusal(self, error: Exception) -> CheckpointError:
-        reason = getattr(error, "strerror", None) or str(error).rstrip(".") or "not enough memory"
-        return kind_of(error)(f"Corpus {self.directory} is not compacted: {reason}.")
+        return kind_of(error)(f"Corpus {self.directory} is not compacted: {reason_of(error)}.")
 
 
 def _topics(old: CorpusManifest, parts: Sequence[Part]) -> list[str]:

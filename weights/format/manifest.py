@@ -100,20 +100,12 @@ class Document:
         return signed(self._content())
 
     @classmethod
-    def _read(cls, values: Mapping[str, Any], keys: Mapping[str, type]) -> dict[str, Any]:
+    def _read(cls, values: Mapping[str, Any], keys: dict[str, type]) -> dict[str, Any]:
         """The constructor arguments in `values`: these `keys` and the common ones. Raises CheckpointError for other keys or formats."""
         if (found := values.get("format_version")) != FORMAT_VERSION:
             raise CheckpointError(f"has format version {str(found)[:40]}, this build reads {FORMAT_VERSION}")
-        every = {
-            "format_version": int,
-            "name": str,
-            "version": str,
-            "files": dict,
-            "tensors": dict,
-            "digest": str,
-            **keys,
-        }
-        check_keys(values, every | ({"ids": str} if "ids" in values else {}), "")
+        every = {"format_version": int, "name": str, "version": str, "files": dict, "tensors": dict, "digest": str}
+        check_keys(values, every | keys | ({"ids": str} if "ids" in values else {}), "")
         read = {key: value for key, value in values.items() if key not in ("format_version", "digest")}
         read["version"] = read["version"] or "-"  # refused as a label: a written manifest always has a version
         read["files"] = {name: _file_entry(name, item) for name, item in values["files"].items()}
@@ -181,7 +173,7 @@ class Manifest(Document):
         is_retrieval = "model" in values
         if is_retrieval and values.pop("model") != RETRIEVAL["model"]:
             raise CheckpointError("is of a kind of model that this build does not know")
-        keys = {"architecture": dict, "action_names": list, "continuous": list, "score_weights": dict}
+        keys: dict[str, type] = {"architecture": dict, "action_names": list, "continuous": list, "score_weights": dict}
         read = cls._read(values, keys)
         try:
             config = (RetrievalConfig if is_retrieval else ModelConfig).from_dict(read.pop("architecture"))

@@ -16,7 +16,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from model.memory import shortage
-from weights.errors import CheckpointError
+from weights.errors import CheckpointError, reason_of
 from weights.format.layout import is_table
 from weights.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Document, FileEntry, TensorEntry
 from weights.format.tensorfile import Buffer, Progress, StoredTensor, advancing, read_header, scan
@@ -79,8 +79,7 @@ def opened(what: str, path: Path) -> Iterator[int]:
     except CheckpointError as error:
         raise CheckpointError(f"{what} {path} is refused: {error}.") from error
     except (OSError, MemoryError) as error:
-        reason = getattr(error, "strerror", None) or str(error) or "not enough memory"
-        raise CheckpointError(f"{what} {path} cannot be read: {reason}.") from error
+        raise CheckpointError(f"{what} {path} cannot be read: {reason_of(error)}.") from error
 
 
 def read_manifest(directory: int, parse: Callable[[bytes], T]) -> T:

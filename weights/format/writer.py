@@ -14,7 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 from model.config import ModelConfig
-from weights.errors import CheckpointError
+from weights.errors import CheckpointError, reason_of
 from weights.format.layout import expected_shapes, file_of, is_table
 from weights.format.manifest import MANIFEST_NAME, ContinuousOutput, FileEntry, Manifest, TensorEntry
 from weights.format.tensorfile import Progress, StoredTensor, advancing, write_tensors
@@ -87,10 +87,8 @@ def refused_writing(what: str) -> Iterator[None]:
     """Turn an OSError or CheckpointError into a CheckpointError that says that `what` is not written."""
     try:
         yield
-    except OSError as error:
-        raise CheckpointError(f"{what} is not written: {error.strerror or error}.") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"{what} is not written: {str(error).rstrip('.')}.") from error
+    except (OSError, CheckpointError) as error:
+        raise CheckpointError(f"{what} is not written: {reason_of(error)}.") from error
 
 
 @contextmanager

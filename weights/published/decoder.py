@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from weights.errors import CheckpointError
+from weights.errors import CheckpointError, reason_of
 from weights.format.manifest import parse_json_object
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -50,7 +50,7 @@ class Decoder:
             self.window = _number(values, "sliding_window", int) if self.model_type == "gemma2" else None
             self._files = self._find_files()
         except (CheckpointError, OSError) as error:
-            raise CheckpointError(f"{path if path.exists() else source}: {_reason(error)}.") from error
+            raise CheckpointError(f"{path if path.exists() else source}: {reason_of(error)}.") from error
 
     def tensors(self) -> dict[str, Tensor]:
         """The trunk's tensors and the final norm, under our names, fp32 `[in, out]`; Gemma's `1 + w` is folded into the scale."""
@@ -159,7 +159,3 @@ def _word(values: Mapping[str, Any], name: str, known: tuple[str, ...]) -> str:
     if value not in known:
         raise CheckpointError(f"{name} is {str(value)[:40]!r}; known are {', '.join(known)}")
     return str(value)
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error).rstrip(".")

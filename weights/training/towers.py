@@ -62,9 +62,8 @@ class Pairs:
         self.examples = examples
         self.worth = log.actions @ np.array([weights.get(name, 0.0) for name in log.action_names])
         request = np.repeat(np.arange(len(examples)), examples.stops - examples.starts)
-        self.requests = np.unique(request[self.worth > 0])
-        self.left = np.flatnonzero(~log.actions.any(1))
         liked, passed = self.worth > 0, ~log.actions.any(1)
+        self.requests, self.left = np.unique(request[liked]), np.flatnonzero(passed)
         self.authors, of_row = np.unique(log.author_id, return_inverse=True)
         shares = [
             np.bincount(of_row[rows], minlength=len(self.authors)) / max(rows.sum(), 1) for rows in (liked, passed)

@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("pyarrow")
 
+from safetensors.torch import save_file
+
 from tests.weights.training.small_run import small_trainer
 from weights.training import state
 from weights.training.examples import Examples
@@ -66,6 +68,10 @@ def test_a_state_of_another_run_or_build_is_refused(
         load_state(small_trainer(examples, seed=9), tmp_path)
     with pytest.raises(StateError, match="cannot be read"):
         load_state(run, tmp_path / "absent")
+    (tmp_path / "foreign").mkdir()
+    save_file({"weight": torch.zeros(1)}, tmp_path / "foreign" / state.STATE_NAME)  # of another program: no counters
+    with pytest.raises(StateError, match="cannot be read"):
+        load_state(run, tmp_path / "foreign")
     monkeypatch.setattr(state, "COUNTERS", (*state.COUNTERS, "new_counter"))
     with pytest.raises(StateError, match="new_counter"):
         load_state(run, tmp_path)
