@@ -15,7 +15,6 @@ from typing import Any
 
 import httpx
 import pytest
-from phoenix_ranker_client import Candidate, RankerClient
 
 from loadtest.servers import launch
 from tests.e2e.process import DEMO, ROOT, Server, serving
@@ -77,13 +76,6 @@ def test_a_candidates_bits_do_not_depend_on_the_batch(client: httpx.Client, exam
     assert numbers(client.post("/rank", json=other).json()["candidates"]) != whole
 
 
-def test_the_next_page_finds_the_context_in_the_cache(client: httpx.Client, example: dict[str, Any]) -> None:
-    body = copy.deepcopy(example) | {"user_id": 987_654_321}
-    first, second = client.post("/rank", json=body), client.post("/rank", json=body)
-    assert [reply.headers["x-context-cache"] for reply in (first, second)] == ["miss", "hit"]
-    assert first.json()["candidates"] == second.json()["candidates"]
-
-
 def test_a_head_is_followed_by_the_next_reply(server: Server) -> None:
     replies = wire(
         server.port,
@@ -92,12 +84,6 @@ def test_a_head_is_followed_by_the_next_reply(server: Server) -> None:
     assert replies.count(b"HTTP/1.1 200 OK") == 2
     assert replies.count(b'{"status":"ready"}') == 1  # a body after HEAD would be read as the next reply
     assert replies.endswith(b'{"status":"ready"}')
-
-
-def test_the_client_speaks_to_it(server: Server) -> None:
-    with RankerClient(server.url) as client:
-        ranking = client.rank(7, [Candidate(90, 5), Candidate("91", 6)], timeout_seconds=10)
-        assert {candidate.post_id for candidate in ranking.candidates} == {90, "91"}
 
 
 def test_every_request_has_one_line_without_its_history(
