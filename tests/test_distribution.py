@@ -39,9 +39,7 @@ MOST_BYTES = 11_000_000
 SLOW_START_SECONDS = 15.0  # 1.7 s on an idle machine; compiling the kernels would take longer where there is a compiler
 REPOSITORY = os.environ.get("REPOSITORY", "https://git.example/feed/ranker").rstrip("/")
 
-pytestmark = pytest.mark.timeout(
-    400
-)  # the first test waits for the build: 25 s alone, over 110 s beside three other suites
+pytestmark = pytest.mark.timeout(400)  # the first test waits for the build, over 110 s beside three other suites
 
 
 def tracked() -> list[str]:
@@ -104,6 +102,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.delenv("PYTHONPATH", raising=False)
     yield tmp_path
     assert list(tmp_path.iterdir()) == []
+
+
+def without_path() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
 
 def held(wheel: Path) -> set[str]:
@@ -170,11 +172,9 @@ def test_the_sdist_holds_what_the_wheel_is_built_from(built: Path) -> None:
     assert not any(name.startswith(("loadtest/results", "docker", "tests")) or name.endswith(".so") for name in names)
 
 
-@pytest.mark.parametrize(
-    "words", [("phoenix-ranker",), ("phoenix-ranking-server",), ("python", "-m", "app"), ("python", "-m", "weights")]
-)
-def test_each_command_says_what_it_does(installed: Path, elsewhere: Path, words: tuple[str, ...]) -> None:
-    command = [str(installed.parent / words[0]), *words[1:], "--help"]
+@pytest.mark.parametrize("words", ["phoenix-ranker", "phoenix-ranking-server", "python -m app", "python -m weights"])
+def test_each_command_says_what_it_does(installed: Path, elsewhere: Path, words: str) -> None:
+    command = [*f"{installed.parent}/{words}".split(), "--help"]
     told = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert told.returncode == 0, told.stderr
     assert "usage" in told.stdout.lower()
@@ -230,21 +230,12 @@ def test_the_http_part_of_the_suite_passes_on_the_wheel(installed: Path, tmp_pat
         "pathlib.Path('sources').write_text('\\n'.join(each.__file__ for each in (app, model, weights)))\n"
     )
     command = [
-        str(installed),
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "tests/app/http",
-        "tests/app/request",
+        *f"{installed} -m pytest -p no:cacheprovider -p no:xdist tests/app/http tests/app/request".split(),
         # One takes the kernels' sources away where the wheel has compiled ones; one reads the repository's sources.
         "--deselect=tests/app/request/test_codec.py::test_without_a_compiler_everything_goes_the_plain_way",
         "--deselect=tests/app/request/test_schema.py::test_a_field_of_candidates_is_declared_once",
     ]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    ran = subprocess.run(command, cwd=tmp_path, env=without_path(), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-3000:]
     sources = (tmp_path / "sources").read_text().split()
     assert len(sources) == 3
@@ -256,8 +247,7 @@ def test_somebody_elses_module_of_the_same_name_is_not_run(
     installed: Path, tmp_path: Path, package: str, name: str
 ) -> None:
     (tmp_path / f"{name}.py").write_text("print('it ran')\n")
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 60}
+    options = {"cwd": tmp_path, "env": without_path(), "capture_output": True, "text": True, "timeout": 60}
     ended = subprocess.run([installed, "-m", package], **options)
     assert ended.returncode != 0
     assert f"the package {name} is not ours but {tmp_path}/{name}.py" in ended.stderr

@@ -133,8 +133,8 @@ def test_the_locks_share_no_package_and_both_builds_of_torch_have_one_number() -
     "line",
     [
         "numpy==2.4.6",
-        "numpy>=2 --hash=sha256:" + "0" * 64,
-        "numpy==2.4.6 --hash=md5:" + "0" * 32,
+        f"numpy>=2 --hash=sha256:{'0' * 64}",
+        f"numpy==2.4.6 --hash=md5:{'0' * 32}",
         "-e .",
         "x @ https://y/x.whl",
     ],
@@ -161,23 +161,10 @@ def test_pip_refuses_a_file_that_is_not_the_locked_one(tmp_path: Path) -> None:
         wheel.writestr("odd-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr("odd-1.0.dist-info/RECORD", "")
     right = hashlib.sha256((tmp_path / "odd-1.0-py3-none-any.whl").read_bytes()).hexdigest()
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-index",
-        "--find-links",
-        tmp_path,
-        "--target",
-        tmp_path / "to",
-    ]
+    pip = f"{sys.executable} -m pip install -q --no-index --find-links . --target to --no-deps --require-hashes -r lock"
     for digest, code in (("0" * 64, 1), (right, 0)):
         (tmp_path / "lock").write_text(f"odd==1.0 --hash=sha256:{digest}\n")
-        done = subprocess.run(
-            [*pip, "--no-deps", "--require-hashes", "-r", tmp_path / "lock"], capture_output=True, timeout=60
-        )
+        done = subprocess.run(pip.split(), cwd=tmp_path, capture_output=True, timeout=60)
         assert done.returncode == code, done.stderr.decode()
 
 
@@ -304,16 +291,6 @@ def test_a_ci_script_can_be_run(script: Path) -> None:
     ],
 )
 def test_make_check_finds_what_is_unsafe(planted: str, rule: str) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "ruff",
-        "check",
-        "--output-format",
-        "concise",
-        "--stdin-filename",
-        "app/planted.py",
-        "-",
-    ]
+    command = f"{sys.executable} -m ruff check --output-format concise --stdin-filename app/planted.py -".split()
     checked = subprocess.run(command, cwd=ROOT, input=planted, capture_output=True, text=True)
     assert (checked.returncode, f": {rule}" in checked.stdout) == (1, True), checked.stdout

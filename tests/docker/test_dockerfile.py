@@ -9,7 +9,6 @@ import sys
 import tempfile
 import threading
 import tomllib
-import zipfile
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from tests.docker.dockerfile import (
     read_stages,
     user_at_run_time,
 )
+from tests.test_distribution import belongs, tracked
 
 TEXT = (ROOT / "Dockerfile").read_text()
 STAGES = read_stages(TEXT)
@@ -149,36 +149,12 @@ def test_nothing_is_installed_without_its_hash_but_the_project(name: str) -> Non
         assert ("--require-hashes" in step) is (".lock" in ending)
 
 
-def test_the_wheel_holds_the_packages_whole_and_nothing_else(tmp_path: Path) -> None:
+def test_what_the_wheel_holds_is_sent() -> None:
+    """What it holds is in tests/test_distribution.py: the kernel's sources too, which is compiled where it runs. The demo is mounted."""
     ignore = (ROOT / ".dockerignore").read_text()
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
-    if listed.returncode:
-        pytest.skip("the list of files comes from git, and this is no checkout")
-    context = tmp_path / "context"
-    for path in filter(lambda path: is_sent(path, ignore) and (ROOT / path).is_file(), listed.stdout.splitlines()):
-        (context / path).parent.mkdir(parents=True, exist_ok=True)
-        (context / path).write_bytes((ROOT / path).read_bytes())
-    (context / "README.md").touch()
-    # As in the image, but with the build tools of this environment, which avoids a download.
-    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."]
-    subprocess.run(pip, cwd=context, check=True, timeout=100)
-    held = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
-    sources = {
-        str(path.relative_to(context)) for top in ("app", "model", "weights") for path in (context / top).rglob("*.py")
-    }
-    client = {path for path in sources if path.startswith("app/client/")}  # a distribution of its own
-    assert client
-    assert held & sources == sources - client
-    assert {path for path in held if path.startswith("loadtest/measure/")} == {
-        f"loadtest/measure/{name}.py" for name in ("__init__", "figures", "runs")
-    }
-    native = {str(path.relative_to(context)) for path in (context / "model/native").iterdir()} - sources
-    assert any(path.endswith(".cpp") for path in native)
-    assert native <= held  # the kernel's sources: it is compiled where it runs
-    assert {name.split("/")[0].split("-")[0] for name in held} == {
-        *("app", "loadtest", "model", "weights"),
-        "phoenix_ranking_server",
-    }
+    kept = {path for path in filter(belongs, tracked()) if not is_sent(path, ignore)}
+    assert kept - {"loadtest/__init__.py"} == {path for path in kept if path.startswith("weights/demo")}
+    assert is_sent("model/native/kernel.cpp", ignore)
 
 
 KERNEL = """

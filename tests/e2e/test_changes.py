@@ -17,7 +17,7 @@ from tests.e2e.process import DEMO, serving
 from weights.actions import STANDARD_ACTIONS
 
 TOKEN = "token"
-CHANGES = 60
+CHANGES = 25
 
 
 def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:

@@ -27,11 +27,12 @@ GRPC_PORT = free_port()
 EXPLAINED = {"explain": [EXAMPLE["candidates"][0]["post_id"]]}
 
 
-@pytest.fixture(scope="module", params=[0, 2], ids=["one process", "two fronts"])
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """With fronts, which hand on what one process does by itself; that is in tests/app/http/test_context.py."""
     keys = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("feed", "other")}
     with serving(
-        DEMO, threads=1, fronts=request.param, grpc__port=GRPC_PORT, auth__keys=json.dumps(keys), explore__enabled="true",
+        DEMO, threads=1, fronts=2, grpc__port=GRPC_PORT, auth__keys=json.dumps(keys), explore__enabled="true",
         retrieval__checkpoint=ROOT / "weights/demo-towers", retrieval__corpus=ROOT / "weights/demo-posts",
     ) as started:  # fmt: skip
         yield started

@@ -98,24 +98,23 @@ CONTROLS: dict[str, tuple[Callable[[Any], Any], Json]] = {
 }
 
 
-@pytest.mark.parametrize("control", CONTROLS)
-def test_every_control_changes_the_ranking_as_the_api_says(tab: Explorer, client: httpx.Client, control: str) -> None:
-    act, request = CONTROLS[control]
-    tab.of_the_request()
-    assert tab.shown() == ranked(client, EXAMPLE)
-    tab.settle(lambda: act(tab.page))
-    assert tab.shown() == ranked(client, request)
-    assert tab.shown() != ranked(client, EXAMPLE), "the control changes something"
+def test_every_control_changes_the_ranking_as_the_api_says(tab: Explorer, client: httpx.Client) -> None:
+    first = tab.of_the_request().shown()
+    assert first == ranked(client, EXAMPLE)
+    for control, (act, request) in CONTROLS.items():
+        tab.settle(lambda act=act: act(tab.page))
+        assert tab.shown() == ranked(client, request) != first, control
+        tab.settle(lambda: tab.page.locator("#restart").click())
+        assert tab.shown() == first, control
 
 
-@pytest.mark.parametrize("action", ["favorite", "mute_author"])
-def test_an_event_is_added_by_its_form(tab: Explorer, client: httpx.Client, action: str) -> None:
+def test_an_event_is_added_by_its_form(tab: Explorer, client: httpx.Client) -> None:
     author = CANDIDATE["author_id"]
     tab.of_the_request().page.locator("#author").select_option(author)
-    tab.page.locator("#action").select_option(action)
+    tab.page.locator("#action").select_option("mute_author")
     tab.settle(lambda: tab.page.get_by_role("button", name="Add", exact=True).click())
     post = tab.sent()["history"][-1]["post_id"]
-    assert tab.shown() == ranked(client, with_event(author, post, action, dwell=0))
+    assert tab.shown() == ranked(client, with_event(author, post, "mute_author", dwell=0))
 
 
 def test_a_liked_topic_is_an_event_with_a_post_of_it(tab: Explorer, client: httpx.Client) -> None:
@@ -127,13 +126,6 @@ def test_a_liked_topic_is_an_event_with_a_post_of_it(tab: Explorer, client: http
     ]
     assert event["post_id"] in {post["post_id"] for post in of_it}
     assert tab.shown() == ranked(client, changed(history=[*EXAMPLE["history"], event]))
-
-
-def test_weights_go_back(tab: Explorer, client: httpx.Client) -> None:
-    tab.of_the_request()
-    tab.settle(lambda: tab.page.locator('[data-action="report"]').fill("4"))
-    tab.settle(lambda: tab.page.get_by_role("button", name="Reset weights").click())
-    assert tab.shown() == ranked(client, EXAMPLE)
 
 
 def test_a_request_of_ones_own_in_arrays_and_with_long_numbers(tab: Explorer, client: httpx.Client) -> None:

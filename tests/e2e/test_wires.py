@@ -62,6 +62,8 @@ def test_every_wire_gives_the_same_bits(server: Server) -> None:
     with RankerClient(server.url, wire="binary") as client, RankerClient(server.url) as plain:
         asked = 7, [Candidate(90, 7), Candidate(91, 5)], [Event(17, 5, {"favorite": 0.5})]
         binary, text = client.rank(*asked), plain.rank(*asked)
+        mixed = plain.rank(7, [Candidate(90, 5), Candidate("91", 6)], timeout_seconds=10)
+        assert {row.post_id for row in mixed.candidates} == {90, "91"}
     assert [row.score for row in binary.candidates] == [row.score for row in text.candidates]
 
 

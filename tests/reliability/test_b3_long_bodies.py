@@ -26,7 +26,7 @@ from tests.reliability.live import Live, asked, closed, connect, live, one_reply
 
 MIB = 2**20
 BODY = b" " * 20 * MIB
-TRIES = 25
+TRIES = 10
 SECONDS = 20.0
 HEADERS = {"Content-Type": "application/json"}
 
