@@ -48,20 +48,8 @@ VOCABULARY = Vocabulary.of(loaded(FakeEngine()).checkpoint.manifest)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RankingServer]:
-    with listening(settings=SETTINGS) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def client(server: RankingServer) -> Iterator[triton.InferenceServerClient]:
     with triton.InferenceServerClient(address(server)) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def http(server: RankingServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"http://127.0.0.1:{port_of(server)}") as client:
         yield client
 
 
