@@ -15,6 +15,8 @@ USER_IDS: dict[bytes, type[ServiceError] | None] = {
     b"18446744073709551616": InvalidRequest, b'"18446744073709551616"': InvalidRequest, b"1.0": InvalidRequest,
     b"-0.0": InvalidRequest, b"1e2": InvalidRequest, b"true": InvalidRequest, b"null": InvalidRequest, b'"01"': InvalidRequest,
     b'"1 "': InvalidRequest, b'"\\u0661"': InvalidRequest, b"9" * 300: InvalidRequest,
+    b"-1": InvalidRequest, b"1.5": InvalidRequest, b'""': InvalidRequest, b'"+7"': InvalidRequest, b'" 7"': InvalidRequest,
+    b'"1e3"': InvalidRequest, b'"1\\u00002"': InvalidRequest, b"[1]": InvalidRequest, b'"' + b"9" * 5000 + b'"': InvalidRequest,
     b"9" * 5000: MalformedJson, b"1e999": MalformedJson, b"01": MalformedJson, b"NaN": MalformedJson, b"1.": MalformedJson,
     b'"\\ud800"': MalformedJson, b'"\xff"': MalformedJson, b'"\xed\xa0\x80"': MalformedJson, b'"1\x00"': MalformedJson,
     b'1,"user_id":1': MalformedJson, b'1,"\\u0075ser_id":1': MalformedJson, b'1,"weights":{"0":1,"0":1}': MalformedJson,

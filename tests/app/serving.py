@@ -24,6 +24,7 @@ from app.service.service import RankingService
 from app.settings import Grpc, Limits, Settings
 from app.telemetry.metrics import Metrics
 from tests.app.fakes import FakeEngine, loaded, loader
+from tests.reliability.live import wait_until
 
 GOOD: dict[str, Any] = {
     "user_id": "1868434417286410240",
@@ -54,6 +55,12 @@ def good(**changes: Any) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not ...}
 
 
+def until_ready(client: TestClient) -> None:
+    """Wait until it serves, with its second checkpoint where it has one."""
+    wait_until(lambda: client.get("/readyz").status_code == 200)
+    wait_until(lambda: client.get("/readyz").json().get("second") != "The second checkpoint is being loaded.")
+
+
 @contextmanager
 def served(
     engine: Any = None, settings: Settings | None = None, retrieval: RetrievalLoader | None = None, *manifest: Any
@@ -63,10 +70,7 @@ def served(
     service = RankingService(loader(engine or FakeEngine(), *manifest), settings, Metrics(), retrieval=retrieval)
     app = create_app(settings, service)
     with TestClient(app, raise_server_exceptions=False) as client:
-        for _ in range(500):
-            if client.get("/readyz").status_code == 200:
-                break
-            time.sleep(0.01)
+        until_ready(client)
         yield client, service
 
 

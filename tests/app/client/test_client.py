@@ -345,9 +345,16 @@ def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(key: str) -> Non
     assert "secret" not in str(caught.value)
 
 
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Of the application around a fake engine, on a socket."""
+    with listening() as server:
+        yield f"http://127.0.0.1:{port_of(server)}"
+
+
 @pytest.mark.parametrize("request_id", ["page\n7", "page\u00e9"])
-def test_a_name_that_no_header_can_hold_is_refused(request_id: str) -> None:
-    with listening() as server, RankerClient(f"http://127.0.0.1:{port_of(server)}/") as client:
+def test_a_name_that_no_header_can_hold_is_refused(request_id: str, url: str) -> None:
+    with RankerClient(f"{url}/") as client:
         with pytest.raises(RequestRefused):
             client.rank(1, CANDIDATES, request_id=request_id)
         assert client.rank(1, CANDIDATES, request_id="page-7").model_name == "fake"  # with a slash behind the address
@@ -424,26 +431,23 @@ def without_time(ranking: Ranking) -> dict[str, Any]:
     return said
 
 
-@pytest.mark.parametrize("kind", [RankerClient, AsyncRankerClient])
-def test_an_explanation_is_what_the_service_says(kind: type) -> None:
-    with listening() as server:
-        url = f"http://127.0.0.1:{port_of(server)}"
+@BOTH
+def test_an_explanation_is_what_the_service_says(kind: type, url: str) -> None:
+    async def ask() -> Any:
+        client = kind(url)
+        options = {"impression_ts": 1780000000, "actions_wanted": ["favorite"], "timeout_seconds": 5}
+        found = client.explain("7", CANDIDATES, ["90"], HISTORY, **options)
+        found = await found if kind is AsyncRankerClient else found
+        await client.close() if kind is AsyncRankerClient else client.close()
+        return found
 
-        async def ask() -> Any:
-            client = kind(url)
-            options = {"impression_ts": 1780000000, "actions_wanted": ["favorite"], "timeout_seconds": 5}
-            found = client.explain("7", CANDIDATES, ["90"], HISTORY, **options)
-            found = await found if kind is AsyncRankerClient else found
-            await client.close() if kind is AsyncRankerClient else client.close()
-            return found
-
-        found = asyncio.run(ask())
-        body = RankingRequest("7", CANDIDATES, HISTORY, 1780000000, actions_wanted=["favorite"]).to_json()
-        said = httpx.post(f"{url}/explain", json=body | {"explain": ["90"]}).json()
-        row = found.candidates[0]
-        assert {name: getattr(row, name) for name in row.__slots__} == said["candidates"][0]
-        assert (found.actions, found.events, found.history_used) == (["favorite"], said["events"], 2)
-        assert (found.model_name, found.model_version) == ("fake", "v1")
+    found = asyncio.run(ask())
+    body = RankingRequest("7", CANDIDATES, HISTORY, 1780000000, actions_wanted=["favorite"]).to_json()
+    said = httpx.post(f"{url}/explain", json=body | {"explain": ["90"]}).json()
+    row = found.candidates[0]
+    assert {name: getattr(row, name) for name in row.__slots__} == said["candidates"][0]
+    assert (found.actions, found.events, found.history_used) == (["favorite"], said["events"], 2)
+    assert (found.model_name, found.model_version) == ("fake", "v1")
 
 
 def test_errors_of_the_binary_wire_are_those_of_json() -> None:
@@ -487,9 +491,8 @@ def test_texts_are_ids_on_either_wire(wire: str, before: str) -> None:
 
 
 @BOTH
-def test_the_binary_wire_over_a_socket(kind: type) -> None:
-    with listening() as server:
-        ranking = either(f"http://127.0.0.1:{port_of(server)}", kind, wire="binary")()
+def test_the_binary_wire_over_a_socket(kind: type, url: str) -> None:
+    ranking = either(url, kind, wire="binary")()
     assert [candidate.post_id for candidate in ranking.candidates] == ["90", 2**64 - 1]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +25,7 @@ from app.telemetry.metrics import Metrics
 from loadtest.generate.tensors import inference_of
 from tests.app import retrieving
 from tests.app.fakes import ACTIONS, FakeEngine, expected, loader, request, right, until
-from tests.app.serving import good, listening, port_of, value_of
+from tests.app.serving import good, listening, port_of, until_ready, value_of
 from tests.app.triton_inputs import inputs
 
 pytestmark = pytest.mark.anyio
@@ -47,10 +46,7 @@ def two(
         loader(FakeEngine()), settings, Metrics(), second=second or loader(FakeEngine(2), "v2"), retrieval=retrieval
     )
     with TestClient(create_app(settings, service), raise_server_exceptions=False) as client:
-        for _ in range(500):
-            if client.get("/readyz").json().get("second") not in (None, "The second checkpoint is being loaded."):
-                break
-            time.sleep(0.01)
+        until_ready(client)
         yield client, service
 
 

@@ -43,9 +43,7 @@ def real(name: str, tmp_path_factory: pytest.TempPathFactory, **changes: Any) ->
     path = imported(name, tmp_path_factory.mktemp("explain") / "ranker")
     app = build_app(Settings(checkpoint=path, threads=1, **changes))
     with TestClient(app) as client:
-        for _ in range(500):
-            if client.get("/readyz").status_code == 200:
-                break
+        serving.until_ready(client)
         yield client
 
 

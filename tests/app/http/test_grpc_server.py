@@ -48,20 +48,8 @@ VOCABULARY = Vocabulary.of(loaded(FakeEngine()).checkpoint.manifest)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RankingServer]:
-    with listening(settings=SETTINGS) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def client(server: RankingServer) -> Iterator[triton.InferenceServerClient]:
     with triton.InferenceServerClient(address(server)) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def http(server: RankingServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"http://127.0.0.1:{port_of(server)}") as client:
         yield client
 
 
@@ -225,9 +213,8 @@ def test_entries_are_counted_before_they_are_parsed(name: str) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 8192  # KiB
 
 
-def test_a_message_of_entries_alone_is_refused(client: triton.InferenceServerClient) -> None:
-    settings = SETTINGS.model_copy(update={"limits": Limits()})
-    with listening(settings=settings) as server:
+def test_a_message_of_entries_alone_is_refused() -> None:
+    with listening(settings=SETTINGS.model_copy(update={"limits": Limits()})) as server:
         error, _ = call(server, HOSTILE["inputs"])
         assert (error.code(), "more inputs" in error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 

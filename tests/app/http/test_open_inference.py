@@ -24,20 +24,8 @@ SETTINGS = Settings(port=0, grpc=Grpc(port=0), limits=Limits(max_candidates=100)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RankingServer]:
-    with listening(settings=SETTINGS) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def client(server: RankingServer) -> Iterator[triton.InferenceServerClient]:
     with triton.InferenceServerClient(f"127.0.0.1:{port_of(server)}") as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def http(server: RankingServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"http://127.0.0.1:{port_of(server)}") as client:
         yield client
 
 

@@ -66,7 +66,7 @@ def in_rows(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(bodies.nearly_valid())
 def test_nearly_valid_bodies_have_one_verdict(value: Any) -> None:
     raw = json.dumps(value).encode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.errors import ServiceError
+from app.errors import InvalidRequest, ServiceError
 from app.http.rank import Parsed, Ranking
 from app.request import codec, features
 from app.request.body import decode
@@ -35,6 +35,7 @@ from tests.app.fakes import FakeEngine, loaded
 from tests.app.odd_bodies import USER_IDS, mutated
 from tests.app.request.sanitized_codec import told
 from tests.app.serving import VOCABULARY, checked, good, served
+from weights.format.manifest import Manifest
 
 MANIFEST = loaded(FakeEngine()).checkpoint.manifest
 LIMITS = Limits()
@@ -46,10 +47,10 @@ CODEC = Codec(LIBRARY, MANIFEST, VOCABULARY, LIMITS)
 WRITTEN = replace(FORM, codec=CODEC)
 
 
-def plain(raw: bytes, config: ModelConfig) -> list[Any] | None:
+def plain(raw: bytes, config: ModelConfig, words: Vocabulary = VOCABULARY) -> list[Any] | None:
     """What the plain path makes of a body, None where it refuses it."""
     try:
-        request = check(decode(raw, LIMITS), VOCABULARY)
+        request = check(decode(raw, LIMITS), words)
     except ServiceError:
         return None
     return told(request, features.context_of(request, config), features.candidates_of(request, config))
@@ -60,13 +61,23 @@ def compiled(raw: bytes, config: ModelConfig, made: Codec = CODEC) -> list[Any] 
     return None if packed is None else told(*packed.unpack(config))
 
 
-def differing(raws: Iterable[bytes], made: Codec = CODEC) -> list[bytes]:
+def differing(
+    raws: Iterable[bytes], made: Codec = CODEC, manifest: Manifest = MANIFEST, words: Vocabulary = VOCABULARY
+) -> list[bytes]:
     """Bodies that the codec takes though the plain path refuses them, or reads otherwise."""
-    read = ((raw, compiled(raw, MANIFEST.config, made)) for raw in raws)
-    return [raw for raw, found in read if found is not None and found != plain(raw, MANIFEST.config)]
+    read = ((raw, compiled(raw, manifest.config, made)) for raw in raws)
+    return [raw for raw, found in read if found is not None and found != plain(raw, manifest.config, words)]
 
 
-@settings(max_examples=300, deadline=None)
+def problems(read: Callable[[], Any]) -> list[tuple[str, str]]:
+    """What is wrong with a body."""
+    with pytest.raises(ServiceError) as caught:
+        read()
+    assert isinstance(caught.value, InvalidRequest)
+    return list(caught.value.problems)
+
+
+@settings(max_examples=150, deadline=None)
 @given(bodies.nearly_valid())
 def test_nearly_valid_bodies_are_read_alike_or_declined(value: Any) -> None:
     assert differing([json.dumps(value).encode()]) == []
@@ -167,7 +178,7 @@ def scored(numbers: Any, count: int) -> Scores:
 finite = st.integers(0, 2**32 - 1).map(lambda bits: np.uint32(bits).view(np.float32)).filter(np.isfinite)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.one_of(finite, st.floats(0, 1, width=32)), min_size=1, max_size=60),
     st.integers(1, 40),
@@ -225,7 +236,7 @@ def test_every_float_is_written_as_orjson_does() -> None:
         assert ours.startswith(theirs, ours.index(b'"probabilities"')), hex(start)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.integers(1, 300),
     st.integers(0, 2**32 - 1),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,23 +9,17 @@ import numpy as np
 import orjson
 import pytest
 
-from app.errors import InvalidRequest, ServiceError
 from app.request import codec, features, inference, retrieval, tensors
 from app.request.body import decode
-from app.request.codec import Codec, Packed, load_library
+from app.request.codec import Packed
 from app.request.context import CONTEXTS
 from app.request.validate import Request, check, check_explain
 from app.request.vocabulary import Vocabulary
-from app.settings import Limits
 from model.inputs import Context
-from tests.app.fakes import FakeEngine, loaded
+from tests.app.request.test_codec import CODEC, LIMITS, MANIFEST, problems
 from tests.app.serving import VOCABULARY, good
 
 HANDLE = "0123456789abcdef" * 2
-MANIFEST, LIMITS = loaded(FakeEngine()).checkpoint.manifest, Limits()
-LIBRARY = load_library()
-assert LIBRARY is not None
-CODEC = Codec(LIBRARY, MANIFEST, VOCABULARY, LIMITS)
 SPOKEN = replace(VOCABULARY, codec=CODEC)
 ILL_FORMED = ("", "0" * 31, "0" * 33, "A" * 32, "g" * 32, HANDLE + "\n", "\u0660" * 32, 0, None, [HANDLE])
 MODELS = [retrieval.Reading(SPOKEN, MANIFEST.config)] * 2
@@ -34,13 +27,6 @@ MODELS = [retrieval.Reading(SPOKEN, MANIFEST.config)] * 2
 
 def by_handle(**changes: Any) -> dict[str, Any]:
     return good(**{"user_id": ..., "history": ..., "context": HANDLE} | changes)
-
-
-def problems(read: Callable[[], Any]) -> list[tuple[str, str]]:
-    with pytest.raises(ServiceError) as caught:
-        read()
-    assert isinstance(caught.value, InvalidRequest)
-    return list(caught.value.problems)
 
 
 def test_a_handle_stands_for_user_and_history() -> None:

@@ -69,7 +69,7 @@ def test_ten_problems_are_looked_for_and_no_more() -> None:
         assert sum(looked_at) < 10_000
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.recursive(
         st.none() | st.integers() | st.text(max_size=3),
@@ -80,7 +80,7 @@ def test_any_json_is_refused_with_a_reason(value: Any) -> None:
     assert 0 < len(errors(value)) <= 10
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(bodies.nearly_valid())
 def test_many_values_are_judged_as_each_of_them_is(value: Any) -> None:
     wrong = request_rule(VOCABULARY).wrong

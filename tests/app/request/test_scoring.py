@@ -13,36 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.errors import InvalidRequest, ServiceError
 from app.request import inference, tensors
 from app.request.body import decode
-from app.request.codec import Codec, Packed, load_library
-from app.request.reply import ReplyFormat, ranked, render
+from app.request.codec import Codec, Packed
+from app.request.reply import ranked, render
 from app.request.schema import WeightSet
 from app.request.validate import Request, bits_of, check
 from app.request.vocabulary import Vocabulary
-from app.settings import Limits
 from model.inputs import Scores
 from model.ranking import combine, magnitudes, offset, order_of
-from tests.app.fakes import FakeEngine, loaded
+from tests.app.request.test_codec import CODEC, FORM, LIBRARY, LIMITS, MANIFEST, WRITTEN, problems
 from tests.app.serving import VOCABULARY, checked, good
 from weights.actions import CONTINUOUS_WEIGHTS, SCORE_WEIGHT_SETS
 from weights.format.manifest import ContinuousOutput
 
-MANIFEST, LIMITS = loaded(FakeEngine()).checkpoint.manifest, Limits()
-LIBRARY = load_library()
-assert LIBRARY is not None
-CODEC = Codec(LIBRARY, MANIFEST, VOCABULARY, LIMITS)
-FORM = ReplyFormat.of(MANIFEST)
-WRITTEN = replace(FORM, codec=CODEC)
 X = SCORE_WEIGHT_SETS["x-2026-09"]
-
-
-def problems(read: Any) -> list[tuple[str, str]]:
-    with pytest.raises(ServiceError) as caught:
-        read()
-    assert isinstance(caught.value, InvalidRequest)
-    return list(caught.value.problems)
 
 
 def scored(probabilities: Any, dwell: float = 0.5) -> Scores:
@@ -96,7 +81,7 @@ def test_a_post_with_a_negative_sum_ranks_below_every_other_and_above_0() -> Non
         assert (scores.min() > 0) == (name == "offset")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.integers(1, 200),
     st.integers(0, 2**32 - 1),

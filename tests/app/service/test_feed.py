@@ -230,12 +230,6 @@ async def test_two_processes_on_one_directory_make_each_change_once(tmp_path: Pa
         await until(lambda: first.problem == second.problem == "")
 
 
-async def test_posts_change_by_the_feed_alone(tmp_path: Path, redis: RedisServer) -> None:
-    async with replica(redis, tmp_path / "a") as service:
-        with pytest.raises(ChangedByFeed):
-            await service.change(read(json.dumps(upsert(1)).encode()))
-
-
 async def test_a_caller_sees_its_own_write_or_is_told(tmp_path: Path, redis: RedisServer) -> None:
     async with replica(redis, tmp_path / "a") as service:
         last = write(redis, upsert(900))
@@ -250,6 +244,8 @@ async def test_a_caller_sees_its_own_write_or_is_told(tmp_path: Path, redis: Red
                 with pytest.raises(CorpusBehind) as raised:
                     await found(service, asked, DEADLINE)
                 assert raised.value.retry_after_seconds == 1.0
+        with pytest.raises(ChangedByFeed):
+            await service.change(read(json.dumps(upsert(1)).encode()))
 
 
 async def test_a_milestone_is_shown_exactly(
