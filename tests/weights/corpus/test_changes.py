@@ -113,24 +113,17 @@ def test_damage_before_the_last_record_is_refused(tmp_path: Path) -> None:
     assert ChangeLog(tmp_path, manifest()).read() == [], "as the sentence says"
 
 
-def flipped(path: Path) -> int:
-    """Flip each bit of a log by itself: it reads the same, or it is refused with a sentence. How many flips were refused."""
-    raw, refused = path.read_bytes(), 0
-    expected = seen(ChangeLog(path.parent, manifest()).read())
+def test_no_flipped_bit_loses_a_change(tmp_path: Path) -> None:
+    """Each by itself is refused with a sentence: nothing in a log is without meaning."""
+    path = written(tmp_path, 3)
+    raw = path.read_bytes()
     with path.open("r+b", buffering=0) as file:
         for bit in range(8 * len(raw)):
             os.pwrite(file.fileno(), bytes([raw[bit // 8] ^ 1 << bit % 8]), bit // 8)
-            try:
-                assert seen(ChangeLog(path.parent, manifest()).read()) == expected, bit
-            except CheckpointError:
-                refused += 1
+            with pytest.raises(CheckpointError):
+                ChangeLog(tmp_path, manifest()).read()
             os.pwrite(file.fileno(), raw[bit // 8 : bit // 8 + 1], bit // 8)
-    return refused
-
-
-def test_no_flipped_bit_loses_a_change(tmp_path: Path) -> None:
-    path = written(tmp_path, 3)
-    assert flipped(path) == 8 * path.stat().st_size, "nothing in it is without meaning"
+    assert len(ChangeLog(tmp_path, manifest()).read()) == 3
 
 
 def test_a_length_of_zero_loses_no_change(tmp_path: Path) -> None:
