@@ -136,6 +136,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out the files and folders that take longest")
 
 
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays to the end: no collection of garbage, of which engines ask for many, looks at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Workers take files in this order: none of them is left with a long one at the end."""
     here = Path(__file__).parent
