@@ -15,7 +15,7 @@ MIB = 2**20
 class Group(BaseModel):
     """A group of settings: `RANKER_GROUP__NAME` in the environment, `--group.name` on the command line."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Limits(Group):

@@ -86,6 +86,8 @@ def test_names_that_kubernetes_injects_are_explained() -> None:
         ("RANKER_PORT", "70000"),
         ("RANKER_DEVICE", "tpu"),
         ("RANKER_DRAIN__DELAY_SECONDS", "-1"),
+        ("RANKER_DRAIN__DELAY_SECONDS", "inf"),
+        ("RANKER_THREADS", "100000"),
         ("RANKER_AUTH__KEYS", '{"feed": "secret"}'),
         ("RANKER_AUTH__KEYS", f'{{"fe ed": "{DIGEST}"}}'),
         ("RANKER_AUTH__KEYS", "nonsense"),
