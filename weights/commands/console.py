@@ -40,7 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.")]
+Seed = Annotated[int, typer.Option(min=0, help="The same seed gives the same bytes.")]
 Name = Annotated[str, typer.Option(help="What it is called; the directory's name where not given.")]
 Version = Annotated[str, typer.Option(help="Version; a short digest where not given.")]
 Replace = Annotated[bool, typer.Option("--replace", help="Replace the checkpoint or corpus that is there.")]

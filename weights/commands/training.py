@@ -202,7 +202,7 @@ def eval_(
 def eval_retrieval(
     checkpoint: Annotated[Path, typer.Option(help="The ranker that was trained on the world.")],
     towers: Annotated[Path, typer.Option(help="The retrieval checkpoint trained on the same world.")],
-    seed: Annotated[int, typer.Option(help="Seed of the world, as given to `train-demo`.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the world, as given to `train-demo`.")] = 1,
 ) -> None:
     """Draw the demo's world again and print how many of the truly best posts retrieval finds for users it was not trained on."""
     with refusals(*REFUSED):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
+from weights.commands.checkpoints import app
 from weights.commands.console import progress_bar, refusals
 from weights.errors import CheckpointError
 
@@ -27,6 +29,18 @@ def test_a_refusal_is_one_line_and_exit_code_1(
     assert output.out == ""
     assert sentence in output.err
     assert output.err.count("\n") == 1
+
+
+def test_a_seed_below_0_is_refused_by_every_command_that_has_one() -> None:
+    commands = {
+        name: one
+        for name, one in typer.main.get_command(app).commands.items()
+        if any(p.name == "seed" for p in one.params)
+    }  # type: ignore[attr-defined]
+    assert {"random", "synthetic", "world", "train"} <= set(commands)
+    for name in commands:
+        refused = CliRunner().invoke(app, [name, "--seed", "-1"])
+        assert (refused.exit_code, "'--seed'" in refused.output) == (2, True), refused.output
 
 
 def test_a_mistake_of_ours_keeps_its_traceback() -> None:
