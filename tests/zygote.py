@@ -27,7 +27,7 @@ from loadtest.machine import ROOT
 from loadtest.servers.launch import start_process
 
 MODULES = ("app", "loadtest.soak.faulty_server")
-PASSING = ("RANKER_", "PYTEST_CURRENT_TEST")  # variables that may differ
+PASSING = ("RANKER_", "PYTEST_CURRENT_TEST", "GRPC_VERBOSITY")  # variables that may differ
 PR_SET_PDEATHSIG = 1
 
 
