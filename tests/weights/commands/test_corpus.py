@@ -46,10 +46,3 @@ def test_build_needs_no_vectors_and_import_does(towers: Path, tmp_path: Path) ->
     assert "Array views is not read." in said
     built, _ = run("corpus", "build", tmp_path / "posts.npz", "--encoder", towers, "--out", tmp_path / "x")
     assert (built, run("corpus", "verify", tmp_path / "x", "--encoder", towers)[0]) == (0, 0)
-
-
-def test_a_ranker_is_no_encoder(tmp_path: Path) -> None:
-    assert run("import", GOLDEN / "phoenix-jan-gqa" / "ranker", "--out", tmp_path / "ranker")[0] == 0
-    sources = (SOURCE / "corpus.npz", "--encoder", tmp_path / "ranker")
-    code, said = run("corpus", "import", *sources, "--out", tmp_path / "x")
-    assert (code, "it is a ranker, which has no towers to retrieve with" in said) == (1, True)
