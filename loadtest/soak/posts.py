@@ -245,8 +245,12 @@ def kills(count: int, faults: Sequence[Fault] = ()) -> Row:
 
 
 async def _killed(searched: Searched, server: Server, draw: random.Random) -> None:
+    """Kill the server while changes are made, once one of them was acknowledged."""
+    before = searched.acknowledged["a"]
     changing = asyncio.create_task(searched.change(10**9, draw))
     await asyncio.sleep(0.2 + draw.random())
+    while searched.acknowledged["a"] == before and not changing.done():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
     server.process.send_signal(signal.SIGKILL)
     await asyncio.gather(changing, return_exceptions=True)
 
