@@ -1,7 +1,7 @@
 """Starts servers by forking a process that has imported all they need, since torch alone costs a second and a half each time.
 
 A server started in this way is a process of its own, in a session of its own, with its own descriptors, environment and command line.
-What it shares is what it would have imported. Only servers whose environment differs in our settings alone are started in this way.
+What it shares is what it would have imported. Servers whose environment differs in what counts as a process starts are started anew.
 """
 
 from __future__ import annotations
@@ -27,8 +27,22 @@ from loadtest.machine import ROOT
 from loadtest.servers.launch import start_process
 
 MODULES = ("app", "loadtest.soak.faulty_server")
-PASSING = ("RANKER_", "PYTEST_CURRENT_TEST", "KMP_", "CUBLAS", "GRPC_VERBOSITY")
-"""Variables that may differ: the last three are set in this process, by libraries as they load and by what trains and listens."""
+EARLY = (
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "PYTHON",
+    "LD_",
+    "MALLOC_",
+    "TORCH",
+    "TRITON_",
+    "TMPDIR",
+    "PATH",
+    "HOME",
+    "LANG",
+    "LC_",
+)
+"""Beginnings of the variables that count as a process starts or as it imports: a server with others is started anew."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -85,8 +99,8 @@ class Zygote:
 
     @staticmethod
     def shared(environment: Mapping[str, str]) -> dict[str, str]:
-        """Without the variables that may differ."""
-        return {name: value for name, value in environment.items() if not name.startswith(PASSING)}
+        """Those variables that must be equal."""
+        return {name: value for name, value in environment.items() if name.startswith(EARLY)}
 
     def start(self, command: Sequence[str], **options: Any) -> Any:
         """In place of `loadtest.servers.launch.start_process`."""
@@ -117,7 +131,7 @@ class Zygote:
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 start = [sys.executable, "-m", "tests.zygote", str(theirs.fileno())]
-                start_process(start, cwd=ROOT, env=self._environment, pass_fds=[theirs.fileno()])
+                start_process(start, cwd=ROOT, env={**os.environ, **self._environment}, pass_fds=[theirs.fileno()])
         told, telling = os.pipe()
         asked = json.dumps([*command[1:3], command[3:], str(directory), dict(environment)])
         socket.send_fds(self._socket, [asked.encode()], [output.fileno(), errors.fileno(), telling])

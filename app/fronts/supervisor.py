@@ -38,6 +38,7 @@ from app.settings import Settings
 from app.telemetry import logs
 
 PREFIX, SOCKET = "ranker-engine-", "engine"  # names of a directory in the temporary one, and of the socket in it
+MOST_PATH_BYTES, SUFFIX_BYTES = 107, 8  # of a Unix socket's path; of what `mkdtemp` puts behind the prefix
 SOON_SECONDS = 1.0  # a front that lived less is restarted after a pause
 PAUSE_SECONDS = 0.5  # also before retrying a start that the system refused
 ENGINE_SECONDS = 5.0  # an engine process that lived less is not restarted
@@ -79,6 +80,9 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end_by, number)
         loop.add_signal_handler(signal.SIGHUP, self._reload)
+        if len(os.fsencode(os.path.join(tempfile.gettempdir(), PREFIX, SOCKET))) + SUFFIX_BYTES > MOST_PATH_BYTES:
+            log.error("fatal", reason=f"TMPDIR is too long a path for the socket below it: {tempfile.gettempdir()}")
+            return EXIT_USAGE
         if not self._listen():
             return EXIT_START
         _remove_left_behind()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,8 +24,8 @@ pytestmark = pytest.mark.skipif(
 def cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer users are compared, and corpora are built by a process that has imported torch."""
 
-    def run(command: list[str], **_: object) -> None:
-        zygote.run(command).check_returncode()
+    def run(command: list[str | Path], **_: object) -> None:
+        zygote.run([str(part) for part in command]).check_returncode()
 
     monkeypatch.setattr(replicas, "USERS", 100)
     monkeypatch.setattr(replicas, "subprocess", SimpleNamespace(run=run))

@@ -8,12 +8,14 @@ import errno
 import fcntl
 import hashlib
 import os
+import shutil
 import signal
 import socket
 import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -211,10 +213,10 @@ def test_when_the_engine_process_ends_fronts_stay_up_and_it_is_started_again_onc
 
 def test_an_engine_process_that_is_started_again_serves_what_was_loaded_last(tmp_path: Path) -> None:
     """By name, on the admin port: a reload that was answered is not undone. Nothing is left behind at the end."""
+    temporary = Path(tempfile.mkdtemp())
     for version in ("v1", "v2"):
         retrieving.written(tmp_path, version=version, actions=STANDARD_ACTIONS)
-    admin, temporary = free_port(), tmp_path / "temporary"
-    temporary.mkdir()
+    admin = free_port()
     settings: dict[str, Any] = {
         "checkpoint": DEMO, "fronts": 1, "threads": 1, "admin__port": admin, "admin__root": tmp_path,
         "admin__token_sha256": hashlib.sha256(b"token").hexdigest(), "retrieval__checkpoint": tmp_path / "towers-v1",
@@ -241,6 +243,21 @@ def test_an_engine_process_that_is_started_again_serves_what_was_loaded_last(tmp
         assert post("/admin/reload", {"corpus": "corpus-v2"})["result"] == "unchanged"
         assert server.stop() == 0
     assert list(temporary.glob("ranker-*")) == []
+    shutil.rmtree(temporary)
+
+
+def test_a_directory_whose_name_is_too_long_for_a_socket_is_refused_in_a_sentence() -> None:
+    for letters, code in ((78, 2), (77, None)):
+        place = Path(tempfile.mkdtemp())
+        long = place / ("x" * (letters - len(str(place)) - 1))
+        long.mkdir()
+        with started(*FRONTED, fronts=1, environment={"TMPDIR": str(long)}) as server:
+            if code is None:
+                server.wait_ready()
+            else:
+                assert server.process.wait(20) == code
+                assert "TMPDIR is too long" in server.lines[-1]["reason"]
+        shutil.rmtree(place)
 
 
 async def test_by_the_other_policy_an_engine_process_that_ends_ends_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

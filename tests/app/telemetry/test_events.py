@@ -50,7 +50,7 @@ SEVERAL = {
     "cannot_listen": ["fronts/supervisor.py", "server/process.py", "server/process.py"],
     "drain_timeout": ["fronts/supervisor.py", "server/process.py"],
     "draining": ["fronts/supervisor.py", "server/process.py"],
-    "fatal": ["fronts/host.py", "server/process.py", "service/watchdog.py", "start.py"],
+    "fatal": ["fronts/host.py", "fronts/supervisor.py", "server/process.py", "service/watchdog.py", "start.py"],
     "fault": ["fronts/answers.py", "fronts/uplink.py", "http/observe.py", "server/reader.py"],
     "listening": ["server/process.py", "server/process.py"],
     "stopped": ["fronts/host.py", "fronts/supervisor.py", "server/process.py"],

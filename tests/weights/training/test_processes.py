@@ -22,7 +22,6 @@ from model.batch import Batch
 from model.ranker import Tables
 from tests.weights.training.ranks import on_ranks
 from tests.weights.training.small_run import TRAINING, small_config, small_trainer
-from weights.training import state as states
 from weights.training.examples import Examples, Labels, training_batch
 from weights.training.log import Log
 from weights.training.processes import Processes, ProcessesError, joined, mean_gradients
@@ -113,16 +112,16 @@ def a_run(
             os.kill(os.getpid(), signal.SIGKILL)
 
     if fault == "rank 0 while it saves" and processes.rank == 0:
-        replace_file, saved = os.replace, []
+        replace_file, saved = Path.replace, []
 
-        def die_the_second_time(new: Path, old: Path) -> None:
+        def die_the_second_time(new: Path, old: Path) -> Path:
             saved.append(old.name == STATE_NAME)
             if sum(saved) == 2:
                 os.truncate(new, new.stat().st_size // 2)  # not whole yet
                 os.kill(os.getpid(), signal.SIGKILL)
-            replace_file(new, old)
+            return replace_file(new, old)
 
-        states.os = type("", (), {"replace": staticmethod(die_the_second_time), "fsync": os.fsync})  # type: ignore[misc]
+        Path.replace = die_the_second_time  # type: ignore[assignment, method-assign]
     run = Silent(processes.rank, processes.size) if fault == "silent" else processes
     ranker = train(log, small_config(), settings, state=state, resume=resume, report=report, processes=run)
     save_file(ranker.state_dict(), state / f"rank-{processes.rank}.safetensors")
