@@ -27,21 +27,7 @@ from loadtest.machine import ROOT
 from loadtest.servers.launch import start_process
 
 MODULES = ("app", "loadtest.soak.faulty_server")
-EARLY = (
-    "OMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "PYTHON",
-    "LD_",
-    "MALLOC_",
-    "TORCH",
-    "TRITON_",
-    "TMPDIR",
-    "PATH",
-    "HOME",
-    "LANG",
-    "LC_",
-)
+EARLY = ("OMP_", "MKL_", "OPENBLAS_", "PYTHON", "LD_", "MALLOC_", "TMPDIR", "PATH", "HOME")
 """Beginnings of the variables that count as a process starts or as it imports: a server with others is started anew."""
 PR_SET_PDEATHSIG = 1
 
@@ -74,7 +60,8 @@ class Forked:
     def send_signal(self, number: int) -> None:
         """To a process that still runs."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has ended, and nobody has told yet
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """SIGTERM."""

@@ -169,7 +169,13 @@ def test_servers_of_other_files_are_forked_whatever_is_set_meanwhile(monkeypatch
     """None was in a run of all tests, where an import sets TRITON_INTERPRET before, and these are set by what runs in this process."""
     monkeypatch.setattr(launch, "start_process", zygote.start)
     zygote.prepare()
-    meanwhile = ("KMP_INIT_AT_FORK", "CUBLAS_WORKSPACE_CONFIG", "GRPC_VERBOSITY")
+    meanwhile = (
+        "KMP_INIT_AT_FORK",
+        "CUBLAS_WORKSPACE_CONFIG",
+        "GRPC_VERBOSITY",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TRITON_CACHE_DIR",
+    )
     for names, is_forked in ((meanwhile, True), (["OMP_WAIT_POLICY"], False)):
         for name in names:
             monkeypatch.setenv(name, "passive")
