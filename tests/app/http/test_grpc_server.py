@@ -209,7 +209,7 @@ def test_entries_are_counted_before_they_are_parsed(name: str) -> None:
         with pytest.raises(InvalidRequest):
             protobuf.read("ModelInferRequest", HOSTILE[name])
         seconds.append(time.thread_time() - started)
-    assert min(seconds) < 0.002
+    assert min(seconds) < 0.005, "to parse it takes 50 ms"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 8192  # KiB
 
 
