@@ -23,6 +23,7 @@ LIVED_SECONDS = 1.2  # a front that ran for less than a second is only restarted
 SPARE_SECONDS = 20.0  # for the next spare front to finish its imports under load
 ASLEEP_SECONDS = 0.2
 BACK_SECONDS = 1.0
+HELD_SECONDS = 0.05
 TOLD_SECONDS = 0.1
 SERVES_SECONDS = 30.0
 ENGINE_LIVED_SECONDS = 6.0  # an engine process that ran for less is not restarted
@@ -115,7 +116,10 @@ def engine_kills(
         for _ in range(kills):
             process = process_of(server, None)  # reads a long log
             time.sleep(lived_seconds)
-            first, killed = len(callers.replies), time.monotonic()
+            first = len(callers.replies)
+            os.kill(process, signal.SIGSTOP)  # so that some callers wait for it
+            time.sleep(HELD_SECONDS)
+            killed = time.monotonic()
             os.kill(process, signal.SIGKILL)
             time.sleep(0.5)
             waited = [reply for reply in callers.replies[first:] if reply.asked_at < killed and reply.status != 200]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import statistics
 import time
 from collections import Counter
 from collections.abc import Collection
@@ -23,7 +24,7 @@ from tests.reliability.live import Live, live
 pytestmark = pytest.mark.timeout(240)
 WINDOW_SECONDS = 0.2
 CLIENTS = 4
-MOST_SECONDS = 0.0012  # of the event loop, for one request of any path that does not rank; 0.6 ms are the most seen
+MOST_TIMES = 5  # the event loop's time for the median path that does not rank; the largest asset takes 2.7
 RANKING = ("/context", "/rank", "/rank/{name}", "/rank/batch", "/explain", "/retrieve", "/recommend")
 
 
@@ -94,8 +95,11 @@ def loop_seconds(server: Live, name: str, requests: int = 60) -> float:
 
 
 def test_no_request_that_ranks_nothing_costs_the_loop_much() -> None:
-    """Red where /openapi.json is described, or /info put together, for each who asks; a scrape has its own test."""
+    """Red where /openapi.json is described, or the settings of /info put together, for each who asks; a scrape has its own test."""
     with live(FakeEngine(), explore={"enabled": True}) as server:
-        for name, attacker in ATTACKERS.items():
-            if attacker.route not in ("/metrics", *RANKING, *ROUTES) and "/admin" not in name and "infer" not in name:
-                assert min(loop_seconds(server, name, 20) for _ in range(2)) < MOST_SECONDS, name
+        seconds = {
+            name: min(loop_seconds(server, name, 20) for _ in range(2))
+            for name, attacker in ATTACKERS.items()
+            if attacker.route not in ("/metrics", *RANKING, *ROUTES) and "/admin" not in name and "infer" not in name
+        }
+    assert [name for name, took in seconds.items() if took > MOST_TIMES * statistics.median(seconds.values())] == []

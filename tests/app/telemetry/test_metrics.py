@@ -102,18 +102,17 @@ def test_the_lines_of_histograms_are_those_of_the_client_library() -> None:
 
 
 def test_a_scrape_costs_the_loop_little() -> None:
-    """As a share of what the client library takes, so that no machine is too slow for it: 3 ms where that takes 34."""
+    """As a share of what the client library takes, so that no machine is too slow for it: a seventh, 1.4 ms where that takes 10."""
     metrics = full()
 
-    def seconds(render: Callable[[], bytes]) -> float:
-        took = []
-        for _ in range(9):
-            began = time.thread_time()
-            render()
-            took.append(time.thread_time() - began)
-        return min(took)
+    def seconds(render: Callable[[], object]) -> float:
+        began = time.thread_time()
+        render()
+        return time.thread_time() - began
 
-    assert seconds(metrics.render) < 0.2 * seconds(lambda: generate_latest(metrics.registry))
+    took = [(seconds(metrics.render), seconds(lambda: generate_latest(metrics.registry))) for _ in range(9)]
+    ours, theirs = (min(each) for each in zip(*took, strict=True))
+    assert ours < 0.3 * theirs
 
 
 async def test_one_scrape_at_a_time_which_those_who_asked_before_it_share() -> None:
