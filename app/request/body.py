@@ -80,9 +80,9 @@ class Body:
 
     @property
     def posts(self) -> int:
-        """How many posts to retrieve; the default if `k` is missing or invalid."""
+        """How many posts to retrieve; one if `k` is missing or invalid."""
         k = self.value.get("k")
-        return k if type(k) is int and k > 0 else DEFAULT_K
+        return k if type(k) is int and k > 0 else 1
 
     @property
     def history_length(self) -> int:
@@ -106,8 +106,9 @@ def decode(body: bytes | bytearray, limits: Limits, **most: int) -> Body:
 
 
 def decode_posts(body: bytes | bytearray, limits: Limits) -> Body:
-    """`decode` for a request for posts. Also raises TooLarge for more posts than `max_retrieved`."""
+    """`decode` for a request for posts; a `k` that is missing is the default. Also raises TooLarge for more posts than `max_retrieved`."""
     found = decode(body, limits, exclude=limits.max_excluded)
+    found.value.setdefault("k", min(DEFAULT_K, limits.max_retrieved))
     if found.posts > limits.max_retrieved:
         raise TooLarge(f"k: at most {limits.max_retrieved} posts are retrieved.")
     return found

@@ -16,7 +16,6 @@ from app.request.body import Body, decode_posts, retrieval_rule
 from app.request.codec import Viewed
 from app.request.ids import echo_of, read_ids
 from app.request.rules import check
-from app.request.schema import DEFAULT_K
 from app.request.validate import NO_HISTORY, Posts, Request, viewer_of, wishes_of
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
@@ -153,7 +152,7 @@ def _request_of(wishes: Mapping[str, Any], contexts: Sequence[Context], history:
     impression_ts, age = wishes.get("impression_ts", 0), wishes.get("max_age_seconds")
     topics = tuple(wishes["topics"]) if "topics" in wishes else None
     filters = Filters(excluded, topics, None if age is None else impression_ts - age)
-    query = Query(contexts[0], wishes.get("k", DEFAULT_K), filters, float(wishes.get("min_score", -np.inf)))
+    query = Query(contexts[0], wishes["k"], filters, float(wishes.get("min_score", -np.inf)))
     request = PostsRequest(query, len(history), impression_ts, wishes.get("request_id"), handle=handle)
     request.excludes_history = excludes_history and handle is not None
     if len(models) > 1:

@@ -303,7 +303,10 @@ class RetrieveRequest(UserRequest, kw_only=True):
 
     k: Annotated[
         Annotated[int, Meta(ge=1)] | UnsetType,
-        about("How many posts to return at most; fewer where the filters leave fewer.", default=DEFAULT_K),
+        about(
+            "How many posts to return at most (fewer by default where the server allows fewer, or the filters leave fewer).",
+            default=DEFAULT_K,
+        ),
     ] = UNSET
     exclude: Annotated[list[Id] | UnsetType, about("Posts that must not come back.", default=[])] = UNSET
     exclude_history: Annotated[

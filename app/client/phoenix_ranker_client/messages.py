@@ -35,7 +35,8 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class RankingRequest:
     """One user's request. `history` runs oldest → newest; a field that is None takes the service's default. `context`: a handle from the
-    service for this user and history, sent in their place. `weights`: by action, or the name of a published set."""
+    service for this user and history, sent in their place. `weights`: by action, or the name of a published set. `score`: "sum", or
+    "offset" for scores above 0."""
 
     user_id: Id
     candidates: Sequence[Candidate]
@@ -45,11 +46,12 @@ class RankingRequest:
     top_k: int | None = None
     actions_wanted: Sequence[str] | None = None
     context: str | None = None
+    score: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The JSON body, with posts as columns."""
         body = user_of(self) | {"candidates": columns_of(Candidate, self.candidates)}
-        return body | given(self, "impression_ts", "weights", "top_k", "actions_wanted")
+        return body | given(self, "impression_ts", "weights", "top_k", "actions_wanted", "score")
 
 
 def user_of(request: Any) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from phoenix_ranker_client.messages import Event, Id, Reply, given, user_of
 
 @dataclass(frozen=True, slots=True)
 class RetrievalRequest:
-    """Which posts to look for. A field that is None takes the service's default; `weights`, `top_k` and `actions_wanted` are for
-    `recommend` only; `context` as in `RankingRequest`."""
+    """Which posts to look for. A field that is None takes the service's default; `weights`, `top_k`, `actions_wanted` and
+    `score` are for `recommend` only; `context` as in `RankingRequest`."""
 
     user_id: Id
     history: Sequence[Event] = ()
@@ -27,6 +27,7 @@ class RetrievalRequest:
     top_k: int | None = None
     actions_wanted: Sequence[str] | None = None
     context: str | None = None
+    score: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The JSON body, with posts as columns."""

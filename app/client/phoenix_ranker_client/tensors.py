@@ -57,7 +57,7 @@ def write(request: RankingRequest) -> tuple[bytes, dict[str, str]]:
         shapes["weights"] = [len(names)]
     elif request.weights is not None:
         parameters["weights"] = request.weights
-    for name in ("top_k", "impression_ts", "context"):
+    for name in ("top_k", "impression_ts", "context", "score"):
         if (value := getattr(request, name)) is not None:
             parameters[name] = value
     if request.actions_wanted is not None:

@@ -410,9 +410,10 @@ DATED = {"impression_ts": 1780000000, "top_k": 1}
 
 
 NAMED = {"weights": "x-2026-09"}
+LIFTED = {"weights": {"report": -20}, "score": "offset"}
 
 
-@pytest.mark.parametrize("options", [{}, WEIGHED | DATED, NAMED, {"weights": {}, "actions_wanted": []}])
+@pytest.mark.parametrize("options", [{}, WEIGHED | DATED, NAMED, LIFTED, {"weights": {}, "actions_wanted": []}])
 @pytest.mark.parametrize("history", [HISTORY, [], [Event("9", 1, (), 2, 1e300)]])
 def test_both_wires_give_the_same_ranking(options: dict[str, Any], history: list[Event]) -> None:
     async def main(client: AsyncRankerClient) -> Ranking:
@@ -420,6 +421,7 @@ def test_both_wires_give_the_same_ranking(options: dict[str, Any], history: list
 
     text, binary = (in_process(main, wire=wire) for wire in ("json", "binary"))
     assert without_time(binary) == without_time(text)
+    assert options is not LIFTED or min(candidate.score for candidate in text.candidates) > 0
 
 
 def without_time(ranking: Ranking) -> dict[str, Any]:

@@ -226,6 +226,17 @@ def test_more_than_the_limits_is_left_to_the_plain_path(changed: dict[str, Any])
         read_posts(json.dumps(body | changed).encode(), limits, models)
 
 
+@pytest.mark.parametrize(("limit", "k"), [(150, 150), (201, 200)])
+@pytest.mark.parametrize("kept", [None, LIBRARY])
+def test_a_request_without_k_asks_for_no_more_than_is_allowed(limit: int, k: int, kept: Any) -> None:
+    limits = Limits(max_retrieved=limit)
+    models = [with_codec(kept, limits=limits) if kept else Reading(VOCABULARY, CONFIG)]
+    assert check_posts(read_posts(b'{"user_id": 1}', limits, models), models).query.k == k
+    for wrong in ("null", '"9"', "0", "-1"):
+        with pytest.raises(InvalidRequest):
+            check_posts(read_posts(b'{"user_id": 1, "k": %s}' % wrong.encode(), limits, models), models)
+
+
 @pytest.mark.parametrize("other", [{"action_names": ("a", "b", "c")}, {"product_surfaces": 3}])
 def test_models_of_other_words_or_windows_read_for_themselves(other: dict[str, Any]) -> None:
     assert LIBRARY is not None
