@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 from app.errors import NotFound
 from app.interface import ServedModel, Service
+from app.request.tensors import describe_model
 from app.settings import Split
 
 ANY = ("", "")  # name and version of a model, where the caller names none
@@ -48,11 +50,23 @@ def is_second(user_id: int | str, split: Split) -> bool:
 
 def named(service: Service, name: str, version: str = "") -> ServedModel:
     """The held model of that name and version, the first where both are; empty means any. Raises NotFound or NotReady."""
-    second = service.second
-    for model in (service.model, None if second is None else second.model):
-        if model is not None and _is(model, (name, version)):
+    for model in held(service):
+        if _is(model, (name, version)):
             return model
     raise NotFound("No model of that name and version serves here.")
+
+
+def described(service: Service, name: str, version: str = "") -> dict[str, Any]:
+    """The Open Inference Protocol's metadata of the model `named`, with every version of that name. Raises as `named`."""
+    found = named(service, name, version).manifest
+    versions = [model.manifest.version for model in held(service) if model.manifest.name == found.name]
+    return describe_model(found) | {"versions": sorted(set(versions), key=versions.index)}
+
+
+def held(service: Service) -> list[ServedModel]:
+    """The models that are served. Raises NotReady."""
+    second = service.second
+    return [service.model, *([] if second is None or second.model is None else [second.model])]
 
 
 def _is(model: ServedModel, wanted: tuple[str, str]) -> bool:

@@ -18,14 +18,14 @@ from app.budgets import (
     shared_rest_seconds,
 )
 from app.errors import BadRequest, DeadlineExceeded, RequestTimeout, ServiceError
-from app.http.arms import named
+from app.http.arms import described, named
 from app.http.headers import Headers, timeout_seconds_of
 from app.http.observe import Recorder
 from app.http.open_inference import describe_server
 from app.http.problems import retry_after
 from app.http.rank import Ranking
 from app.interface import ranked
-from app.request import protobuf, tensors
+from app.request import protobuf
 from app.request.wires import TENSORS
 from app.settings import Settings
 from app.telemetry.exchange import Exchange
@@ -176,9 +176,9 @@ class InferenceServer:
         return protobuf.write("ModelReadyResponse", ready=self.service.health().ready)
 
     async def _model_metadata(self, request: Any, call: Call) -> bytes:
-        described = tensors.describe_model(named(self.service, request.name, request.version).manifest)
-        del described["parameters"]
-        return protobuf.write("ModelMetadataResponse", **described)
+        model = described(self.service, request.name, request.version)
+        del model["parameters"]
+        return protobuf.write("ModelMetadataResponse", **model)
 
     async def _infer(self, request: Any, call: Call) -> bytes:
         ranking, exchange = self.ranking, call.exchange

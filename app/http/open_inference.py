@@ -10,10 +10,9 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from app.http.arms import named
+from app.http.arms import described, named
 from app.http.operations import NOT_NOW, PROBLEM, check_ready
 from app.interface import Service
-from app.request.tensors import describe_model
 
 MODEL = "/v2/models/{name}"
 VERSION = MODEL + "/versions/{version}"
@@ -54,7 +53,7 @@ def open_inference(service: Service) -> APIRouter:
     @router.get(VERSION, summary="The tensors of a version of the model", **_about(VERSION))
     async def model(request: Request) -> dict[str, Any]:
         """Names, datatypes and shapes; -1 where a size is the request's. `parameters` name the columns of actions and quantities."""
-        return describe_model(named(service, **request.path_params).manifest)
+        return described(service, **request.path_params)
 
     @router.get(f"{MODEL}/ready", summary="Requests for this model may be sent here", **_about(MODEL))
     @router.get(f"{VERSION}/ready", summary="Requests for this version may be sent here", **_about(VERSION))

@@ -118,6 +118,7 @@ def test_a_split_and_names_hold_over_grpc() -> None:
             reply = client.post("/rank", json=body(user), headers={"X-Model-Version": version}).json()
             assert found.get_response().model_version == reply["model"]["version"] == version
             assert found.as_numpy("score").tolist() == [each["score"] for each in reply["candidates"]]
+        assert caller.get_model_metadata("fake").versions == ["v1", "v2"]
         with pytest.raises(InferenceServerException, match="No model of that name and version"):
             caller.infer("fake", inputs(inference_of(body(A), ACTIONS)), "v3")
 
@@ -155,6 +156,8 @@ def test_recommended_posts_are_ranked_by_the_checkpoint_of_the_user(tmp_path: Pa
 def test_a_held_version_may_be_named_and_no_other() -> None:
     with two(split=Split()) as (client, _service):
         scores = []
+        for path in ("/v2/models/fake", "/v2/models/fake/versions/v2"):
+            assert client.get(path).json()["versions"] == ["v1", "v2"]
         for version in ("v1", "v2"):
             reply = client.post("/rank", json=body(A), headers={"X-Model-Version": version})
             assert reply.json()["model"]["version"] == version
