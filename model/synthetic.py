@@ -52,7 +52,7 @@ def random_context(config: ModelConfig, history: int, seed: int = 0, *, user_id:
         post_ids=random_ids(generator, history),
         author_ids=random_ids(generator, history),
         actions=actions,
-        surfaces=generator.integers(0, config.product_surfaces, history, dtype=np.int64),
+        surfaces=generator.integers(0, config.product_surfaces, history),
         dwell_seconds=generator.uniform(0, 45, history).astype(np.float32),
     )
 
@@ -63,8 +63,8 @@ def random_candidates(config: ModelConfig, candidates: int, seed: int = 0) -> Ca
     return Candidates(
         post_ids=random_ids(generator, candidates),
         author_ids=random_ids(generator, candidates),
-        surfaces=generator.integers(0, config.product_surfaces, candidates, dtype=np.int64),
-        age_buckets=generator.integers(0, config.post_age_buckets, candidates, dtype=np.int64),
+        surfaces=generator.integers(0, config.product_surfaces, candidates),
+        age_buckets=generator.integers(0, config.post_age_buckets, candidates),
     )
 
 

@@ -53,6 +53,24 @@ attention_module = pytest.importorskip("model.split.kernels.attention")
 CAPACITY = 256
 
 
+@pytest.mark.parametrize("history", [9, 300])
+def test_what_kernels_keep_lies_where_the_weights_are(history: int) -> None:
+    config = random_config(width=32, history_length=history)
+    weights = split_weights(random_ranker(config).to("meta"), torch.device("meta"), torch.bfloat16)
+    kept = [
+        each for each in vars(fused.FusedKernels(config, weights, torch.bfloat16)).values() if torch.is_tensor(each)
+    ]
+    assert len(kept) > 2
+    assert all(each.is_meta for each in kept)
+
+
+def test_a_tail_is_of_candidates_alone() -> None:
+    step = make_bench("portable").step
+    tail = step.at(step.rows, tail=True)
+    assert step.used > 68 == tail.used
+    assert tail.at(step.rows).used == step.used
+
+
 @dataclass
 class Bench:
     """A step of three requests, kernels, and what a trunk would hold."""

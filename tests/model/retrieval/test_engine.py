@@ -18,7 +18,7 @@ from model.native.tower import NativeTower
 from model.presets import with_preset
 from model.retrieval import corpus as module
 from model.retrieval.corpus import KEPT_TOPICS, Corpus, segment_of
-from model.retrieval.engine import RetrievalEngine, RetrievalOptions
+from model.retrieval.engine import RetrievalEngine, RetrievalOptions, TorchTower
 from model.retrieval.inputs import Change, Filters, Mark, NewPosts, Query, Retrieved
 from model.retrieval.search import Index, TorchIndex, bits_of, mask_of
 from model.retrieval.towers import Towers
@@ -62,6 +62,8 @@ def contexts(encoder: Encoder) -> list[Context]:
 def engine(request: pytest.FixtureRequest, encoder: Encoder, corpus: Corpus) -> RetrievalEngine:
     made = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(**WAYS[request.param], threads=2))
     made.warm_up()
+    backend = WAYS[request.param].get("backend", "native")
+    assert type(made.tower) is {"native": NativeTower, "torch": TorchTower}[backend]
     return made
 
 
