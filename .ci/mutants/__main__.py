@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 
 from decisions import DROPS, ROOT, WORD, Mutant, changed_lines, decisions, digest
-from records import READERS, WORK, Tests, caller, concerns
+from records import WHOLE, WORK, Tests, caller, concerns
 
 GOAL = 0.95
 MUTANT_SECONDS = 60.0  # a mutant is tried by no more tests than took so long together, and by no more files than:
@@ -53,7 +53,7 @@ def verdict(tests: Tests, tree: Path, mutant: Mutant) -> str:
     for file in concerns(tree, mutant.file):
         record, chosen = tests.record(tree, file, {mutant.file, caller(mutant.file)}), []
         reaching = record.reaching(tree, mutant.file, mutant.reach or mutant.number)
-        for test in sorted(record.seconds) if file in READERS else reaching:
+        for test in sorted(record.seconds) if file in WHOLE else reaching:
             if left > 0 and test not in tests.unsound:
                 chosen.append(test)
                 left -= record.seconds[test]

@@ -33,13 +33,17 @@ CALLERS = {  # the module through which C++ is reached: it is tried by the tests
     "model/native/search.cpp": "model/native/search.py",
     "model/native/": "model/native/kernel.py",
 }
-READERS = ("tests/app/telemetry/test_events.py", "tests/app/test_errors.py")  # tests of app that read its source
+WHOLE = {  # tried whole, whatever lines they run: they read the source, or run it in other processes
+    "tests/app/telemetry/test_events.py", "tests/app/test_errors.py", "tests/model/test_kernels_build.py",
+}  # fmt: skip
 ALSO = {  # what looks at a folder besides the tests of its modules
+    "app/": ("tests/app/telemetry/test_events.py", "tests/app/test_errors.py"),
     "app/http/observe.py": ("tests/app/telemetry/test_logs.py",),
     "app/server/": (
         "tests/reliability/test_b11_budgets.py", "tests/e2e/test_process.py", "tests/reliability/test_b4_slow.py",
     ),
-    "model/split/kernels/": ("tests/model/test_kernels.py",),
+    "model/retrieval/inputs.py": ("tests/weights/corpus/test_records.py",),
+    "model/split/kernels/": ("tests/model/test_kernels.py", "tests/model/test_kernels_build.py"),
 }  # fmt: skip
 RECORDING = """
 [run]
@@ -59,7 +63,6 @@ def concerns(root: Path, file: str) -> list[str]:
     elsewhere = tomllib.loads((root / "tests/elsewhere.toml").read_text())[package]
     folder = (root / own).parent.glob("test_*.py") if package == "app" else ()
     near = [
-        *(READERS if package == "app" else ()),
         own,
         *(test for place, test in elsewhere.items() if rest == place or (place[-1] == "/" and rest.startswith(place))),
         *(test for place, tests in ALSO.items() if file.startswith(place) for test in tests),
