@@ -43,7 +43,8 @@ ALSO = {  # what looks at a folder besides the tests of its modules
         "tests/reliability/test_b11_budgets.py", "tests/e2e/test_process.py", "tests/reliability/test_b4_slow.py",
     ),
     "model/retrieval/inputs.py": ("tests/weights/corpus/test_records.py",),
-    "model/split/kernels/": ("tests/model/test_kernels.py", "tests/model/test_kernels_build.py"),
+    "model/split/kernels/": ("tests/model/test_kernels.py",),
+    "model/split/": ("tests/model/test_engines.py", "tests/model/test_kernels_build.py"),
 }  # fmt: skip
 RECORDING = """
 [run]

@@ -61,7 +61,8 @@ def test_what_kernels_keep_lies_where_the_weights_are(history: int) -> None:
         each for each in vars(fused.FusedKernels(config, weights, torch.bfloat16)).values() if torch.is_tensor(each)
     ]
     assert len(kept) > 2
-    assert all(each.is_meta for each in kept)
+    tables = Tables(*torch.empty(3, 8, config.width, device="meta"))
+    assert all(each.is_meta for each in (*kept, fused.embedding_slots(config, tables)))
 
 
 def test_a_tail_is_of_candidates_alone() -> None:
