@@ -133,13 +133,15 @@ class Retrieval(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What the probes say. `reason` is a sentence, empty when ready; `started`: a model has been loaded and warmed up."""
+    """What the probes say. `reason` is a sentence, empty when ready; `started`: a model has been loaded and warmed up; `feed`: why the
+    feed of posts cannot be read, which is no reason against readiness before the posts are too old."""
 
     ready: bool
     started: bool
     failed: bool
     draining: bool
     reason: str
+    feed: str = ""
 
 
 Done = Callable[[Ranked | ServiceError], None]

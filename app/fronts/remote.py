@@ -253,7 +253,7 @@ class RemoteService:
         if self._draining and not failed:
             reason = "The process is shutting down."
         draining = self._draining or told.draining
-        return Health(ready=not reason, started=self._started, failed=failed, draining=draining, reason=reason)
+        return Health(not reason, self._started, failed, draining, reason, told.feed)
 
     async def corpus(self) -> Changed | None:
         """As `interface.Service.corpus`. Raises NotReady or EngineDown without a link, and DeadlineExceeded."""

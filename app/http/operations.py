@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from app.budgets import most_bytes
 from app.errors import CorpusNotLoaded, Draining, EngineDown, NotReady, ServiceError
-from app.interface import Changed, Service
+from app.interface import Changed, Health, Service
 from app.settings import Settings
 from app.telemetry.exposition import CONTENT_TYPE, Scrapes
 
@@ -42,13 +42,13 @@ def probes(service: Service) -> APIRouter:
     async def readyz() -> dict[str, str]:
         """503 with the reason while loading, warming or draining, or when the engine has work and finishes none of it.
 
-        On CUDA `engine` names the way of computing that passed its checks. `second`: how a second checkpoint is, which is no reason
-        against readiness.
+        On CUDA `engine` names the way of computing that passed its checks. `second`: how a second checkpoint is, `feed`: why the feed of
+        posts cannot be read; neither is a reason against readiness, but for posts that are too old.
         """
-        check_ready(service)
+        feed = check_ready(service).feed
         rung, second = service.model.engine.notes.get("rung"), service.second
         said = {} if second is None else {"second": second.reason or "held"}
-        return {"status": "ready"} | ({"engine": str(rung)} if rung else {}) | said
+        return {"status": "ready"} | ({"engine": str(rung)} if rung else {}) | said | ({"feed": feed} if feed else {})
 
     @router.get("/startupz", summary="Warm-up is done", responses=NOT_NOW)
     async def startupz() -> dict[str, str]:
@@ -61,12 +61,13 @@ def probes(service: Service) -> APIRouter:
     return router
 
 
-def check_ready(service: Service) -> None:
-    """Raise the reason why no requests should be sent here: NotReady, Draining or EngineDown."""
+def check_ready(service: Service) -> Health:
+    """Return what the probes say, or raise why no requests should be sent here: NotReady, Draining or EngineDown."""
     health = service.health()
     if not health.ready:
         kind: type[ServiceError] = EngineDown if health.failed else Draining if health.draining else NotReady
         raise kind(health.reason, retry_after_seconds=PROBE_RETRY_SECONDS)
+    return health
 
 
 def metrics(service: Service) -> APIRouter:

@@ -275,6 +275,7 @@ class Health(Strict):
     second: Annotated[
         str | UnsetType, about("How a second checkpoint is, where one is configured; `/readyz` alone.")
     ] = UNSET
+    feed: Annotated[str | UnsetType, about("Why the feed of posts cannot be read, if so; `/readyz` alone.")] = UNSET
 
 
 class Digest(Strict):

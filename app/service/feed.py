@@ -49,7 +49,7 @@ class FeedReader:
         self._most_lag_seconds = most_lag_seconds
         self._as_of: float | None = None  # Unix time up to which all changes were made
         self._reached = ""  # the position of the last one
-        self._reason = ""
+        self.reason = ""  # why the feed cannot be read at present, empty if it can
         self._unreadable = ""  # the position of the last entry that could not be read
         self._longest = MOST_BYTES // 16  # bytes of the longest recent entry
 
@@ -65,7 +65,7 @@ class FeedReader:
         if lag is not None and lag <= self._most_lag_seconds:
             return ""
         said = "have not been read from their feed yet" if lag is None else f"are {lag:.0f} s behind their feed"
-        return f"The posts {said}.{self._reason and ' '}{self._reason}"
+        return f"The posts {said}.{self.reason and ' '}{self.reason}"
 
     def serves(self, mark: Mark) -> None:
         """Another corpus, of this mark, serves now. If it is behind that before, it has not reached the feed yet."""
@@ -86,9 +86,9 @@ class FeedReader:
                     told = isinstance(error, (FeedGap, CheckpointError))
                     reason = str(error) if told else f"{type(error).__name__}: {error}"
                     if isinstance(error, CorpusNotLoaded) or type(error) is NotStored:
-                        pause, self._reason = LEAST_PAUSE_SECONDS, reason  # another process may change it
-                if reason != self._reason:
-                    self._reason = reason
+                        pause, self.reason = LEAST_PAUSE_SECONDS, reason  # another process may change it
+                if reason != self.reason:
+                    self.reason = reason
                     log.error("feed_stopped", reason=reason) if reason else log.info("feed_goes_on")
                 await asyncio.sleep(pause)
         finally:

@@ -53,8 +53,9 @@ class Lifecycle:
         """Why the process is not ready; empty when it is."""
         return self.failure or REASONS[self.state]
 
-    def health(self, stall: str, problem: str = "") -> Health:
-        """Return what the probes report. `stall`: why the engine is stalled, or ""; `problem`: why others should be asked, or ""."""
+    def health(self, stall: str, problem: str = "", feed: str = "") -> Health:
+        """Return what the probes report. `stall`: why the engine is stalled, or ""; `problem`: why others should be asked, or "";
+        `feed`: as in `Health`."""
         reason = self.reason or stall or problem
         failed = self.failure is not None or (self.state is State.READY and bool(stall))
-        return Health(ready=not reason, started=self.started, failed=failed, draining=self.draining, reason=reason)
+        return Health(not reason, self.started, failed, self.draining, reason, feed)

@@ -75,9 +75,8 @@ class RankingService:
         self.load = Load(clock, lambda: metrics.busy_seconds, self.admission.behind_seconds)
         watched = self.versions, self.retrieval.versions, self.second_checkpoint, self.load
         self.watchdog = Watchdog(settings.queue, *watched)
-        self.queue: Queue[RankJob] = Queue(
-            self.admission, metrics, metrics.record_batch, self.second_checkpoint.soon if second else None
-        )
+        soon = self.second_checkpoint.soon if second else None
+        self.queue: Queue[RankJob] = Queue(self.admission, metrics, metrics.record_batch, soon)
         self.batch_done = self.queue.batch_done
         self.loop_clock = LoopClock(clock, self._work)
         self._has_second = second is not None
@@ -279,7 +278,8 @@ class RankingService:
 
     def health(self) -> Health:
         """As `interface.Service.health`."""
-        return self.lifecycle.health(self.watchdog.stall(), self.retrieval.problem)
+        feed = self.retrieval.feed
+        return self.lifecycle.health(self.watchdog.stall(), self.retrieval.problem, feed.reason if feed else "")
 
     def has_running_threads(self) -> bool:
         """Whether an engine thread still loads or computes."""

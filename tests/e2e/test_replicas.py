@@ -1,4 +1,5 @@
-"""A post is deleted once, in the stream: no process of the service returns it any more, whatever its form."""
+"""A post is deleted once, in the stream: no process of the service returns it any more, whatever its form; and a
+stream that is gone is told at once."""
 
 from __future__ import annotations
 
@@ -31,6 +32,15 @@ def posts(server: Server, at_least: str) -> set[str]:
         time.sleep(0.02)
 
 
+def told_at_once(server: Server, what: str) -> None:
+    """/readyz says why the feed is not read, though the posts are not too old yet."""
+    until = time.monotonic() + 20
+    while what not in (reply := httpx.get(f"{server.url}/readyz")).json().get("feed", ""):
+        assert time.monotonic() < until, reply.text
+        time.sleep(0.05)
+    assert (reply.status_code, reply.json()["status"]) == (200, "ready")
+
+
 def test_a_deleted_post_is_gone_from_one_process_and_from_fronts(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as redis:
         client = redis.client()
@@ -55,6 +65,10 @@ def test_a_deleted_post_is_gone_from_one_process_and_from_fronts(tmp_path: Path)
             told = [httpx.get(f"{server.url}/info").json()["retrieval"]["corpus"] for server in (alone, fronts)]
             assert told[0]["changes_digest"] == told[1]["changes_digest"]
             assert [(one["sequence"], one["position"]) for one in told] == [(2, last)] * 2
+            client.rename("posts", "elsewhere")
+            for server in (alone, fronts):
+                told_at_once(server, "The stream posts, which was read up to")
+            client.rename("elsewhere", "posts")
         with serving(DEMO, **one) as again:
             assert httpx.get(f"{again.url}/info").json()["retrieval"]["corpus"]["position"] == last
             assert not posts(again, last) & {"900", "1"}

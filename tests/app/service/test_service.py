@@ -501,4 +501,4 @@ async def test_a_scrape_says_how_far_searches_and_changes_of_posts_are(monkeypat
             assert {name: value_of(said, f"ranker_{name}") for name in figures} == expected
             monkeypatch.setattr(type(service.retrieval.versions), "waiting", 7)
             service.retrieval.milestone = Mark(8, "00000000000a" + "f" * 20)
-            service.retrieval.feed = SimpleNamespace(lag_seconds=2.5, problem="")  # type: ignore[assignment]
+            service.retrieval.feed = SimpleNamespace(lag_seconds=2.5, reason="", problem="")  # type: ignore[assignment]
