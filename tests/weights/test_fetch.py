@@ -11,12 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
+from packaging.requirements import Requirement
 
 from model.retrieval.inputs import Mark
 from tests.e2e.process import DEMO, ROOT, serving
@@ -130,6 +132,12 @@ def test_another_checkpoint_of_the_same_name_and_version_is_refused(tmp_path: Pa
     assert relabelled.exit_code == 0
     with pytest.raises(CheckpointError, match="a different one with this name and version"):
         fetch(str(source), tmp_path / "out", "current")
+
+
+def test_the_extra_has_what_reads_an_address_of_the_web() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = {Requirement(line).name: Requirement(line).extras for line in project["optional-dependencies"]["fetch"]}
+    assert "http" in asked["fsspec"] or "aiohttp" in asked
 
 
 def documented(url: Path, out: Path) -> list[str]:
