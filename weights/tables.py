@@ -66,7 +66,7 @@ def tables_of(source: ds.FileSystemDataset, rows: int, columns: list[str] | None
             if sum(map(len, batches)) >= rows:
                 yield pa.Table.from_batches(batches)
                 batches = []
-    except pa.ArrowException as error:
+    except (OSError, pa.ArrowException) as error:
         raise LogError(f"{source.files[0]} cannot be read: {error}") from error
     if batches:
         yield pa.Table.from_batches(batches)
@@ -116,7 +116,7 @@ def ids_of(table: pa.Table, name: str, kind: IdKind, where: str) -> NDArray[np.u
 
 
 def _whole(table: pa.Table, name: str, kind: str, where: str) -> pa.ChunkedArray:
-    if name not in table.column_names:
+    if table.schema.get_field_index(name) < 0:  # `column_names` makes a list of all of them
         raise LogError(f"{where} lacks the column {name} ({kind})")
     column = table.column(name)
     if column.null_count:

@@ -6,12 +6,14 @@ parts' digests: a part damaged since is computed again. `OUT/.split` holds the s
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -75,16 +77,29 @@ def score_log(
     action_names(source.schema, str(log))
     rows = source.count_rows()
     job = Job(
-        [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in source.files],
+        _files(source),
         rows,
         partitions or min(MAX_PARTITIONS, -(-rows // PARTITION_ROWS) or 1),
         since_ts,
         scorer.schema.names,
         scorer.manifest.digest,
     )
-    _claim(out, job)
-    parts = [out / f"part-{number:05}.parquet" for number in range(job.partitions)]
-    sums = _sums(out)
+    with _claimed(out, job):
+        _score_parts(source, str(log), out, job, scorer, say, warn)
+        return sum(pq.read_metadata(part).num_rows for part in _parts(out, job))
+
+
+def _score_parts(
+    source: ds.FileSystemDataset,
+    where: str,
+    out: Path,
+    job: Job,
+    scorer: Scorer,
+    say: Progress,
+    warn: Callable[[str], object],
+) -> None:
+    """Write the parts that are not there or damaged."""
+    parts, sums = _parts(out, job), _sums(out)
     todo, split = [part for part in parts if not part.exists() or _sha256(part) != sums.get(part.name)], out / ".split"
     for part in todo:
         if part.exists():
@@ -93,15 +108,15 @@ def score_log(
         _split(source, split, job, scorer.manifest.ids, say)
     pieces = [split / f"{part.stem}.arrow" for part in todo]
     sizes = [int(ds.dataset(piece, format="ipc").count_rows()) for piece in pieces]
-    done = rows - sum(sizes)
+    done = job.rows - sum(sizes)
     with ThreadPoolExecutor(1, thread_name_prefix="files") as files:  # reads and writes while the engine computes
         writing: Future[None] | None = None
-        reads = (files.submit(_prepared, scorer, piece, since_ts, str(log)) for piece in pieces)
+        reads = (files.submit(_prepared, scorer, piece, job.since_ts, where) for piece in pieces)
         reading = next(reads, None)
         for part, size in zip(todo, sizes, strict=True):
             assert reading is not None
             prepared, reading = reading.result(), next(reads, None)  # the next is read while this one is scored
-            told = partial(lambda before, scored: say("scored", before + scored, rows), done)
+            told = partial(lambda before, scored: say("scored", before + scored, job.rows), done)
             scored = scorer.score(prepared, told) if prepared else scorer.schema.empty_table()
             done += size
             if writing:
@@ -110,7 +125,14 @@ def score_log(
         if writing:
             writing.result()
     shutil.rmtree(split, ignore_errors=True)
-    return sum(pq.read_metadata(part).num_rows for part in parts)
+
+
+def _parts(out: Path, job: Job) -> list[Path]:
+    return [out / f"part-{number:05}.parquet" for number in range(job.partitions)]
+
+
+def _files(source: ds.FileSystemDataset) -> list[tuple[str, int, int]]:
+    return [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in source.files]
 
 
 def partition_of(user_ids: NDArray[np.uint64], partitions: int) -> NDArray[np.int64]:
@@ -121,19 +143,31 @@ def partition_of(user_ids: NDArray[np.uint64], partitions: int) -> NDArray[np.in
     return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(partitions)).astype(np.int64)
 
 
-def _claim(out: Path, job: Job) -> None:
-    """Write the job description to `out`, or check that it is already there. Raises JobError."""
+@contextmanager
+def _claimed(out: Path, job: Job) -> Iterator[None]:
+    """Keep other processes out of `out`, and write the job's description to it or check that it is already there. Raises JobError."""
     wanted = json.loads(json.dumps(asdict(job)))
     stated = out / "job.json"
-    if not stated.exists():
-        if out.exists() and any(out.iterdir()):
+    out.mkdir(parents=True, exist_ok=True)
+    held = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if isinstance(error, BlockingIOError):  # others: the file system has no locks for directories
+                raise JobError(f"{out} is being written by another process: wait for its end") from None
+        if not stated.exists():
+            if {path.name for path in out.iterdir()} - {"job.new"}:  # that of a killed run
+                raise JobError(f"{out} holds something else: choose another place")
+            write_whole(stated, lambda new: new.write_text(json.dumps(wanted, indent=1)))
+        found = json.loads(stated.read_text())
+        if not isinstance(found, dict):
             raise JobError(f"{out} holds something else: choose another place")
-        out.mkdir(parents=True, exist_ok=True)
-        write_whole(stated, lambda new: new.write_text(json.dumps(wanted, indent=1)))
-        return
-    found = json.loads(stated.read_text())
-    if differing := [name for name in wanted if found.get(name) != wanted[name]]:
-        raise JobError(f"{out} belongs to another job ({', '.join(differing)} differ): choose another place")
+        if differing := [name for name in wanted if found.get(name) != wanted[name]]:
+            raise JobError(f"{out} belongs to another job ({', '.join(differing)} differ): choose another place")
+        yield
+    finally:
+        os.close(held)
 
 
 def _split(source: ds.FileSystemDataset, split: Path, job: Job, ids: IdKind, say: Progress) -> None:
@@ -156,6 +190,8 @@ def _split(source: ds.FileSystemDataset, split: Path, job: Job, ids: IdKind, say
         say("split by user", done, job.rows)
     for writer in writers:
         writer.close()
+    if changed := [was[0] for was, now in zip(job.log, _files(source), strict=True) if was != now]:
+        raise JobError(f"{changed[0]} was changed while it was read: choose another place than {split.parent}")
     unfinished.rename(split)
 
 
