@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -55,6 +56,17 @@ def _declared(field: pa.Field, columns: Mapping[str, pa.DataType]) -> pa.Field:
     else:
         fits = is_.is_integer(field.type) or (is_.is_floating(field.type) and wanted != pa.int64())
     return field.with_type(wanted) if fits or is_.is_null(field.type) else field
+
+
+def files_of(source: ds.FileSystemDataset) -> list[tuple[str, int, int]]:
+    """Path, size in bytes and modification time of each file."""
+    return [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in source.files]
+
+
+def check_unchanged(source: ds.FileSystemDataset, before: list[tuple[str, int, int]]) -> None:
+    """Raises LogError if a file is not as it was when `files_of` gave this."""
+    if changed := [file for file, then, now in zip(source.files, before, files_of(source), strict=True) if now != then]:
+        raise LogError(f"{changed[0]} was changed while it was read: begin again, in another place")
 
 
 def tables_of(source: ds.FileSystemDataset, rows: int, columns: list[str] | None = None) -> Iterator[pa.Table]:

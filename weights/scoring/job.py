@@ -6,14 +6,11 @@ parts' digests: a part damaged since is computed again. `OUT/.split` holds the s
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -24,9 +21,9 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from weights.format.writer import write_whole
+from weights.format.writer import alone_in, write_whole
 from weights.scoring.scorer import NAMING, Prepared, Scorer
-from weights.tables import ids_of, tables_of
+from weights.tables import check_unchanged, files_of, ids_of, tables_of
 from weights.text_ids import IdKind
 from weights.training.log import action_names, open_log
 
@@ -70,21 +67,22 @@ def score_log(
 
     `partitions` 0: enough to keep each near PARTITION_ROWS. Parts that a killed run left are kept, unless damaged since: `warn` is
     then called.
-    Raises LogError, EngineError, or JobError if `out` holds something else.
+    Raises LogError, EngineError, JobError if `out` holds something else, or BlockingIOError if another process writes there.
     """
     say = progress or (lambda what, done, total: None)
     source = open_log(log, scorer.manifest.ids)
     action_names(source.schema, str(log))
     rows = source.count_rows()
     job = Job(
-        _files(source),
+        files_of(source),
         rows,
         partitions or min(MAX_PARTITIONS, -(-rows // PARTITION_ROWS) or 1),
         since_ts,
         scorer.schema.names,
         scorer.manifest.digest,
     )
-    with _claimed(out, job):
+    with alone_in(out):
+        _claim(out, job)
         _score_parts(source, str(log), out, job, scorer, say, warn)
         return sum(pq.read_metadata(part).num_rows for part in _parts(out, job))
 
@@ -131,10 +129,6 @@ def _parts(out: Path, job: Job) -> list[Path]:
     return [out / f"part-{number:05}.parquet" for number in range(job.partitions)]
 
 
-def _files(source: ds.FileSystemDataset) -> list[tuple[str, int, int]]:
-    return [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in source.files]
-
-
 def partition_of(user_ids: NDArray[np.uint64], partitions: int) -> NDArray[np.int64]:
     """The partition of each user's rows: the same in every run, and even for any ids (the mixing of splitmix64)."""
     mixed = user_ids.copy()
@@ -143,31 +137,19 @@ def partition_of(user_ids: NDArray[np.uint64], partitions: int) -> NDArray[np.in
     return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(partitions)).astype(np.int64)
 
 
-@contextmanager
-def _claimed(out: Path, job: Job) -> Iterator[None]:
-    """Keep other processes out of `out`, and write the job's description to it or check that it is already there. Raises JobError."""
+def _claim(out: Path, job: Job) -> None:
+    """Write the job description to `out`, or check that it is already there. Raises JobError."""
     wanted = json.loads(json.dumps(asdict(job)))
     stated = out / "job.json"
-    out.mkdir(parents=True, exist_ok=True)
-    held = os.open(out, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if isinstance(error, BlockingIOError):  # others: the file system has no locks for directories
-                raise JobError(f"{out} is being written by another process: wait for its end") from None
-        if not stated.exists():
-            if {path.name for path in out.iterdir()} - {"job.new"}:  # that of a killed run
-                raise JobError(f"{out} holds something else: choose another place")
-            write_whole(stated, lambda new: new.write_text(json.dumps(wanted, indent=1)))
-        found = json.loads(stated.read_text())
-        if not isinstance(found, dict):
+    if not stated.exists():
+        if {path.name for path in out.iterdir()} - {"job.new"}:  # that of a killed run
             raise JobError(f"{out} holds something else: choose another place")
-        if differing := [name for name in wanted if found.get(name) != wanted[name]]:
-            raise JobError(f"{out} belongs to another job ({', '.join(differing)} differ): choose another place")
-        yield
-    finally:
-        os.close(held)
+        write_whole(stated, lambda new: new.write_text(json.dumps(wanted, indent=1)))
+    found = json.loads(stated.read_text())
+    if not isinstance(found, dict):
+        raise JobError(f"{out} holds something else: choose another place")
+    if differing := [name for name in wanted if found.get(name) != wanted[name]]:
+        raise JobError(f"{out} belongs to another job ({', '.join(differing)} differ): choose another place")
 
 
 def _split(source: ds.FileSystemDataset, split: Path, job: Job, ids: IdKind, say: Progress) -> None:
@@ -190,8 +172,7 @@ def _split(source: ds.FileSystemDataset, split: Path, job: Job, ids: IdKind, say
         say("split by user", done, job.rows)
     for writer in writers:
         writer.close()
-    if changed := [was[0] for was, now in zip(job.log, _files(source), strict=True) if was != now]:
-        raise JobError(f"{changed[0]} was changed while it was read: choose another place than {split.parent}")
+    check_unchanged(source, job.log)
     unfinished.rename(split)
 
 

@@ -158,7 +158,7 @@ def test_a_second_job_in_the_same_place_is_refused_while_the_first_runs(
     said: list[str] = []
 
     def second(what: str, done: int, total: int) -> None:
-        with pytest.raises(JobError) as refused:
+        with pytest.raises(BlockingIOError) as refused:
             score_log(log, tmp_path / "out", scorer, 0, PARTS)
         said.append(str(refused.value))
 
@@ -169,7 +169,7 @@ def test_a_second_job_in_the_same_place_is_refused_while_the_first_runs(
 
 def test_a_log_that_changes_while_it_is_read_is_refused(scorer: Scorer, log: Path, tmp_path: Path) -> None:
     mine = Path(shutil.copy(log, tmp_path / "log.parquet"))
-    with pytest.raises(JobError, match=r"log\.parquet was changed while it was read"):
+    with pytest.raises(LogError, match=r"log\.parquet was changed while it was read"):
         score_log(mine, tmp_path / "out", scorer, 0, PARTS, lambda *_: mine.touch())
     assert not written(tmp_path / "out")
 
