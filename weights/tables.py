@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -57,6 +58,17 @@ def _declared(field: pa.Field, columns: Mapping[str, pa.DataType]) -> pa.Field:
     return field.with_type(wanted) if fits or is_.is_null(field.type) else field
 
 
+def files_of(source: ds.FileSystemDataset) -> list[tuple[str, int, int]]:
+    """Path, size in bytes and modification time of each file."""
+    return [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in source.files]
+
+
+def check_unchanged(source: ds.FileSystemDataset, before: list[tuple[str, int, int]]) -> None:
+    """Raises LogError if a file is not as it was when `files_of` gave this."""
+    if changed := [file for file, then, now in zip(source.files, before, files_of(source), strict=True) if now != then]:
+        raise LogError(f"{changed[0]} was changed while it was read: begin again, in another place")
+
+
 def tables_of(source: ds.FileSystemDataset, rows: int, columns: list[str] | None = None) -> Iterator[pa.Table]:
     """Yield a table in pieces of about `rows` rows; all columns if `columns` is None. Raises LogError."""
     batches: list[pa.RecordBatch] = []
@@ -66,7 +78,7 @@ def tables_of(source: ds.FileSystemDataset, rows: int, columns: list[str] | None
             if sum(map(len, batches)) >= rows:
                 yield pa.Table.from_batches(batches)
                 batches = []
-    except pa.ArrowException as error:
+    except (OSError, pa.ArrowException) as error:
         raise LogError(f"{source.files[0]} cannot be read: {error}") from error
     if batches:
         yield pa.Table.from_batches(batches)
@@ -116,7 +128,7 @@ def ids_of(table: pa.Table, name: str, kind: IdKind, where: str) -> NDArray[np.u
 
 
 def _whole(table: pa.Table, name: str, kind: str, where: str) -> pa.ChunkedArray:
-    if name not in table.column_names:
+    if table.schema.get_field_index(name) < 0:  # `column_names` makes a list of all of them
         raise LogError(f"{where} lacks the column {name} ({kind})")
     column = table.column(name)
     if column.null_count:

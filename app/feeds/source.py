@@ -30,7 +30,7 @@ class Source(Protocol):
     """A log that others write. Used by one thread at a time; every method may wait for the network and raises what its library raises."""
 
     def after(self, position: str, most: int, wait_seconds: float) -> list[Entry]:
-        """At most this many entries after this position, or from the beginning if it is ""; an empty list if none comes in time.
+        """At most this many entries after this position, or from the beginning if it is "". Fewer mean that the log ended there.
 
         Raises FeedGap.
         """

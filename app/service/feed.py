@@ -92,7 +92,7 @@ class FeedReader:
                     log.error("feed_stopped", reason=reason) if reason else log.info("feed_goes_on")
                 await asyncio.sleep(pause)
         finally:
-            self._source.close()
+            await asyncio.to_thread(self._source.close)  # which waits for a read that is under way
 
     async def _follow(self, corpus: Follower) -> None:
         """Make the changes that are there, or wait a moment for some."""
@@ -104,17 +104,23 @@ class FeedReader:
             return  # another corpus serves now, or another process changes it
         self._longest = max(self._longest // 2, 1024, *(len(entry.body) for entry in entries))
         if entries:
-            self._as_of = entries[0].unix_seconds  # everything written before it has been made
+            self._has_all_before(entries[0].unix_seconds, began)
         for part, changes in await asyncio.to_thread(self._parts, entries, mark.sequence):
             changed = await corpus.follow(changes, position, part[-1].position)
             if changed.mark.position != part[-1].position:
                 return  # another process has made some of them
             self._metrics.feed_entries.labels("made").inc(len(changes))
             self._reached = position = part[-1].position
-            self._as_of = part[-1].unix_seconds
+            self._has_all_before(part[-1].unix_seconds, began)
         if len(entries) < most:
             self._as_of = began
             await asyncio.sleep(ROUND_SECONDS if entries else 0.0)  # a larger round costs little more
+
+    def _has_all_before(self, unix_seconds: float, now: float) -> None:
+        """Everything written before this time has been made. An entry from the future tells nothing, nor one from before what is known:
+        the clock of the feed is wrong, or its writer chose the position."""
+        if unix_seconds <= now:
+            self._as_of = max(self._as_of or 0.0, unix_seconds)
 
     def _parts(self, entries: Sequence[Entry], sequence: int) -> list[tuple[list[Entry], list[PostChange]]]:
         """Return entries with their changes, split so that no part changes more posts than one request may, or crosses a milestone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import shutil
@@ -150,6 +151,22 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     with new.open("rb") as file:
         os.fsync(file.fileno())
     new.replace(path)
+
+
+@contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """Make a directory and keep other processes that ask for it out. Raises BlockingIOError, a sentence, if one of them is in it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    held = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if isinstance(error, BlockingIOError):  # others: the file system has no locks for directories
+                raise BlockingIOError(f"{directory} is being written by another process: wait for its end") from None
+        yield
+    finally:
+        os.close(held)
 
 
 def _put_in_place(partial: Path, path: Path) -> None:

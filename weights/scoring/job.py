@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,9 +21,9 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from weights.format.writer import write_whole
+from weights.format.writer import alone_in, write_whole
 from weights.scoring.scorer import NAMING, Prepared, Scorer
-from weights.tables import ids_of, tables_of
+from weights.tables import check_unchanged, files_of, ids_of, tables_of
 from weights.text_ids import IdKind
 from weights.training.log import action_names, open_log
 
@@ -68,23 +67,37 @@ def score_log(
 
     `partitions` 0: enough to keep each near PARTITION_ROWS. Parts that a killed run left are kept, unless damaged since: `warn` is
     then called.
-    Raises LogError, EngineError, or JobError if `out` holds something else.
+    Raises LogError, EngineError, JobError if `out` holds something else, or BlockingIOError if another process writes there.
     """
     say = progress or (lambda what, done, total: None)
     source = open_log(log, scorer.manifest.ids)
     action_names(source.schema, str(log))
     rows = source.count_rows()
     job = Job(
-        [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in source.files],
+        files_of(source),
         rows,
         partitions or min(MAX_PARTITIONS, -(-rows // PARTITION_ROWS) or 1),
         since_ts,
         scorer.schema.names,
         scorer.manifest.digest,
     )
-    _claim(out, job)
-    parts = [out / f"part-{number:05}.parquet" for number in range(job.partitions)]
-    sums = _sums(out)
+    with alone_in(out):
+        _claim(out, job)
+        _score_parts(source, str(log), out, job, scorer, say, warn)
+        return sum(pq.read_metadata(part).num_rows for part in _parts(out, job))
+
+
+def _score_parts(
+    source: ds.FileSystemDataset,
+    where: str,
+    out: Path,
+    job: Job,
+    scorer: Scorer,
+    say: Progress,
+    warn: Callable[[str], object],
+) -> None:
+    """Write the parts that are not there or damaged."""
+    parts, sums = _parts(out, job), _sums(out)
     todo, split = [part for part in parts if not part.exists() or _sha256(part) != sums.get(part.name)], out / ".split"
     for part in todo:
         if part.exists():
@@ -93,15 +106,15 @@ def score_log(
         _split(source, split, job, scorer.manifest.ids, say)
     pieces = [split / f"{part.stem}.arrow" for part in todo]
     sizes = [int(ds.dataset(piece, format="ipc").count_rows()) for piece in pieces]
-    done = rows - sum(sizes)
+    done = job.rows - sum(sizes)
     with ThreadPoolExecutor(1, thread_name_prefix="files") as files:  # reads and writes while the engine computes
         writing: Future[None] | None = None
-        reads = (files.submit(_prepared, scorer, piece, since_ts, str(log)) for piece in pieces)
+        reads = (files.submit(_prepared, scorer, piece, job.since_ts, where) for piece in pieces)
         reading = next(reads, None)
         for part, size in zip(todo, sizes, strict=True):
             assert reading is not None
             prepared, reading = reading.result(), next(reads, None)  # the next is read while this one is scored
-            told = partial(lambda before, scored: say("scored", before + scored, rows), done)
+            told = partial(lambda before, scored: say("scored", before + scored, job.rows), done)
             scored = scorer.score(prepared, told) if prepared else scorer.schema.empty_table()
             done += size
             if writing:
@@ -110,7 +123,10 @@ def score_log(
         if writing:
             writing.result()
     shutil.rmtree(split, ignore_errors=True)
-    return sum(pq.read_metadata(part).num_rows for part in parts)
+
+
+def _parts(out: Path, job: Job) -> list[Path]:
+    return [out / f"part-{number:05}.parquet" for number in range(job.partitions)]
 
 
 def partition_of(user_ids: NDArray[np.uint64], partitions: int) -> NDArray[np.int64]:
@@ -126,12 +142,12 @@ def _claim(out: Path, job: Job) -> None:
     wanted = json.loads(json.dumps(asdict(job)))
     stated = out / "job.json"
     if not stated.exists():
-        if out.exists() and any(out.iterdir()):
+        if {path.name for path in out.iterdir()} - {"job.new"}:  # that of a killed run
             raise JobError(f"{out} holds something else: choose another place")
-        out.mkdir(parents=True, exist_ok=True)
         write_whole(stated, lambda new: new.write_text(json.dumps(wanted, indent=1)))
-        return
     found = json.loads(stated.read_text())
+    if not isinstance(found, dict):
+        raise JobError(f"{out} holds something else: choose another place")
     if differing := [name for name in wanted if found.get(name) != wanted[name]]:
         raise JobError(f"{out} belongs to another job ({', '.join(differing)} differ): choose another place")
 
@@ -156,6 +172,7 @@ def _split(source: ds.FileSystemDataset, split: Path, job: Job, ids: IdKind, say
         say("split by user", done, job.rows)
     for writer in writers:
         writer.close()
+    check_unchanged(source, job.log)
     unfinished.rename(split)
 
 

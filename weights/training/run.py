@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from model.config import ModelConfig
 from model.ranker import Ranker
-from weights.format.writer import write_whole
+from weights.format.writer import alone_in, write_whole
 from weights.tables import LogError
 from weights.training.examples import Examples
 from weights.training.log import Log
@@ -53,7 +53,8 @@ def train(
     examples = Examples(log, config)
     requests = len(examples) if until_ts is None else int(np.searchsorted(examples.times, until_ts))
     train_requests, validation = split(requests, settings.validation_requests)
-    with reproducible(settings.threads):
+    written = alone_in(state) if state and processes.rank == 0 else nullcontext()
+    with written, reproducible(settings.threads):
         trainer = Trainer(examples, train_requests, validation, settings, start, processes)
         if resume and state:
             load_state(trainer, state)

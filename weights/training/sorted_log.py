@@ -19,7 +19,8 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 from numpy.typing import NDArray
 
-from weights.tables import LogError, column_of, ids_of, tables_of
+from weights.format.writer import alone_in
+from weights.tables import LogError, check_unchanged, column_of, files_of, ids_of, tables_of
 from weights.text_ids import IdKind
 from weights.training.examples import histories
 from weights.training.log import (
@@ -78,7 +79,8 @@ def sort_log(
 ) -> int:
     """Sort a log (a file or a directory) into the new directory `out`. Return the number of rows.
 
-    Needs memory for a partition and some numbers per request. Raises LogError as `read_log` does, and if `out` exists.
+    Needs memory for a partition and some numbers per request. Raises LogError as `read_log` does, and if `out` exists; BlockingIOError
+    if another process writes it.
     """
     dataset, where = open_log(source, ids), str(source)
     names, rows = action_names(dataset.schema, where), int(dataset.count_rows())
@@ -87,24 +89,26 @@ def sort_log(
     if not rows:
         raise LogError(f"{where} holds no impressions")
     work = out.with_name(f"{out.name}.unfinished")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    kind = _row_type(names)
-    time_cuts, user_cuts = _cuts(dataset, rows, ids, where)
-    by_time = Ranges(work / "by-time", kind, "impression_ts", time_cuts)
-    done = 0
-    for table in tables_of(dataset, PARTITION_ROWS):
-        by_time.add(_rows_of(unsorted(table, where, ids), kind))
-        done += len(table)
-        progress("split by time", done, rows)
-    events = Ranges(work / "events", kind, "user_id", user_cuts)
-    facts = _write_impressions(work, by_time, events, names, where)
-    _write_events(work, events, user_cuts)
-    for directory in (by_time.directory, events.directory):
-        directory.rmdir()
-    named = {} if ids == "uint64" else {"ids": ids}
-    (work / FACTS_NAME).write_text(json.dumps({"rows": rows, "actions": names, **named, **facts}))
-    work.rename(out)
+    kind, before = _row_type(names), files_of(dataset)
+    with alone_in(work):
+        for path in work.iterdir():  # of a killed run
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        time_cuts, user_cuts = _cuts(dataset, rows, ids, where)
+        by_time = Ranges(work / "by-time", kind, "impression_ts", time_cuts)
+        done = 0
+        for table in tables_of(dataset, PARTITION_ROWS):
+            by_time.add(_rows_of(unsorted(table, where, ids), kind))
+            done += len(table)
+            progress("split by time", done, rows)
+        check_unchanged(dataset, before)
+        events = Ranges(work / "events", kind, "user_id", user_cuts)
+        facts = _write_impressions(work, by_time, events, names, where)
+        _write_events(work, events, user_cuts)
+        for directory in (by_time.directory, events.directory):
+            directory.rmdir()
+        named = {} if ids == "uint64" else {"ids": ids}
+        (work / FACTS_NAME).write_text(json.dumps({"rows": rows, "actions": names, **named, **facts}))
+        work.rename(out)
     return rows
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.feeds.adapters import open_feed
-from app.feeds.source import MAX_ENTRY_BYTES, FeedGap
+from app.feeds.source import MAX_ENTRY_BYTES, FeedGap, NotKept
 
 kafka = pytest.importorskip("confluent_kafka")
 
@@ -34,6 +35,17 @@ class Broker:
         """The URL of a new topic."""
         assert not self._library.rd_kafka_mock_topic_create(self._cluster, name.encode(), partitions, 1)
         return f"kafka://{self.address}/{name}"
+
+    def is_down(self, is_down: bool) -> None:
+        set_down = self._library.rd_kafka_mock_broker_set_down if is_down else self._library.rd_kafka_mock_broker_set_up
+        assert not set_down(ctypes.c_void_p(self._cluster), 1)
+
+    def delay(self, milliseconds: int) -> None:
+        """Each reply comes so much later."""
+        assert not self._library.rd_kafka_mock_broker_set_rtt(ctypes.c_void_p(self._cluster), 1, milliseconds)
+
+    def refuse(self, topic: str, error: int) -> None:
+        self._library.rd_kafka_mock_topic_set_error(ctypes.c_void_p(self._cluster), topic.encode(), error)
 
     def write(self, topic: str, *bodies: str) -> None:
         for body in bodies:
@@ -84,3 +96,54 @@ def test_an_unreadable_message_is_buried(broker: Broker) -> None:
     found = after(dead, "")
     found += after(dead, "0-0") if len(found) < 2 else []
     assert [len(entry.body) for entry in found] == [1, MAX_ENTRY_BYTES + 1]
+
+
+def test_without_a_topic_for_unreadable_messages_the_feed_does_not_stand_still(broker: Broker) -> None:
+    """Only the first one waits for a topic that the broker may be creating."""
+    feed = open_feed(broker.topic("alone"))
+    broker.write("alone", *"xyz")
+    broker.refuse("alone.unreadable", kafka.KafkaError.UNKNOWN_TOPIC_OR_PART)
+    first, *others = after(feed, "")
+    with pytest.raises(NotKept, match="nknown topic"):
+        feed.bury(first, "is no JSON")
+    began = time.monotonic()
+    for entry in others:
+        with pytest.raises(NotKept, match="nknown topic"):
+            feed.bury(entry, "is no JSON")
+    assert time.monotonic() - began < 1
+
+
+def test_a_broker_that_is_gone_is_not_a_topic_that_has_ended(broker: Broker) -> None:
+    feed = open_feed(broker.topic("gone"))
+    broker.write("gone", "a")
+    assert [entry.body for entry in feed.after("", 10, 0.2)] == [b"a"]
+    assert feed.after("0-0", 10, 0.2) == []
+    broker.is_down(True)
+    try:
+        for _ in range(2):
+            with pytest.raises(kafka.KafkaException):
+                feed.after("0-0", 10, 0.2)
+    finally:
+        broker.is_down(False)
+    broker.write("gone", "b")
+    assert [entry.body for entry in feed.after("0-0", 10, 0.2)] == [b"b"]
+
+
+def test_fewer_messages_than_asked_for_mean_that_there_are_no_more(broker: Broker) -> None:
+    """However long the first one takes to come, and in however many pieces they come."""
+    feed = open_feed(broker.topic("slow"))
+    broker.write("slow", *("x" * 400_000 for _ in range(12)))
+    broker.delay(300)
+    try:
+        found = feed.after("", 100, 0.05)
+        assert [entry.position for entry in found] == [f"0-{number}" for number in range(12)]
+        assert feed.after("0-11", 100, 0.05) == []
+    finally:
+        broker.delay(0)
+
+
+def test_a_position_of_another_feed_is_a_gap(broker: Broker) -> None:
+    feed = open_feed(broker.topic("other"))
+    broker.write("other", *"abc")
+    with pytest.raises(FeedGap, match="1764000000000-1 is none of the topic other"):
+        feed.after("1764000000000-1", 10, 0.2)

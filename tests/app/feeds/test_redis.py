@@ -92,6 +92,18 @@ def test_who_may_not_ask_is_told_so_and_not_of_a_gap(redis: RedisServer) -> None
         feed.bury(entry, "is no JSON")
 
 
+def test_a_redis_that_is_full_is_read(redis: RedisServer) -> None:
+    """It refuses whatever might take memory: XADD, and each command between MULTI and EXEC."""
+    client, feed = redis.client(), open_feed(redis.url("posts"))
+    first, _ = write(client, "a", "b")
+    client.config_set("maxmemory", 1)
+    (entry,) = feed.after(first, 10, 0.01)
+    assert entry.body == b"b"
+    assert feed.after(entry.position, 10, 0.01) == []
+    with pytest.raises(NotKept, match="maxmemory"):
+        feed.bury(entry, "is no JSON")
+
+
 def test_a_stream_that_is_gone_or_older_is_a_gap(redis: RedisServer) -> None:
     client, feed = redis.client(), open_feed(redis.url("posts"))
     first, last = write(client, "a", "b")
@@ -114,6 +126,19 @@ def test_an_unreadable_entry_is_buried_once_for_all_replicas(redis: RedisServer)
     dead = client.xrange("posts:unreadable")
     assert [fields for _, fields in dead] == [{b"change": body, b"reason": b"is no JSON"} for body in (b"x", b"y")]
     assert [name for name, _ in dead] == [name for name, _ in client.xrange("posts")]
+
+
+def test_an_unreadable_entry_that_comes_too_late_to_be_buried_is_not_kept(redis: RedisServer) -> None:
+    """A stranger wrote to that stream, or another replica could not bury this entry and buried a later one."""
+    client, feed = redis.client(), open_feed(redis.url("posts"))
+    write(client, "x")
+    client.xadd("posts:unreadable", {"note": "mine"})
+    (entry,) = feed.after("", 10, 0.01)
+    with pytest.raises(NotKept, match="equal or smaller"):
+        feed.bury(entry, "is no JSON")
+    client.execute_command("ACL", "SETUSER", "writer", "on", ">word", "~*", "+xadd")
+    with pytest.raises(NotKept, match="equal or smaller"):
+        open_feed(redis.url("posts").replace("redis://", "redis://writer:word@")).bury(entry, "is no JSON")
 
 
 def test_what_was_acknowledged_outlives_a_kill_of_redis(redis: RedisServer) -> None:

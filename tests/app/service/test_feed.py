@@ -358,6 +358,30 @@ def test_what_is_read_at_once_is_made_in_parts_that_one_request_might_change(mon
     assert made[1][1] == pytest.approx(59, abs=2)
 
 
+@pytest.mark.parametrize("of_the_first", [0.005, 1e11])
+def test_a_wrong_clock_of_the_feed_makes_a_replica_neither_late_nor_in_time_for_ever(of_the_first: float) -> None:
+    """A replica that was at the end and is a moment behind says so, and one that can no longer make the changes becomes late."""
+    entries = [[], [reader.Entry("1-0", b"{}", of_the_first)]]
+    lags = list[float | None]()
+
+    class Source(Nothing):
+        def after(self, position: str, most: int, wait_seconds: float) -> list[Any]:
+            return entries.pop(0)
+
+    class Full(Corpus):
+        async def follow(self, changes: object, after: str, position: str) -> Any:
+            lags.append(each.lag_seconds)
+            raise NotStored("planted")
+
+    each = FeedReader(Source(), read, Metrics(), 1.0)
+    asyncio.run(each._follow(Full()))
+    time.sleep(0.05)
+    with pytest.raises(NotStored):
+        asyncio.run(each._follow(Full()))
+    lags.append(each.lag_seconds)
+    assert all(0.05 <= (lag or 0) < 5 for lag in lags)
+
+
 def test_a_feed_that_fails_or_has_little_is_not_asked_as_fast_as_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "LEAST_PAUSE_SECONDS", 0.05)
     asked, closed = list[float](), list[bool]()
@@ -370,6 +394,7 @@ def test_a_feed_that_fails_or_has_little_is_not_asked_as_fast_as_it_can(monkeypa
             raise OSError("planted")
 
         def close(self) -> None:
+            time.sleep(0.3)  # as Kafka's does while a read waits for its broker
             closed.append(True)
 
     async def scenario() -> None:
@@ -377,6 +402,8 @@ def test_a_feed_that_fails_or_has_little_is_not_asked_as_fast_as_it_can(monkeypa
         await until(lambda: len(asked) == 6)
         assert not closed
         running.cancel()
+        await asyncio.sleep(0.05)
+        assert not closed, "requests are answered meanwhile"
         await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(scenario())

@@ -137,9 +137,41 @@ def test_what_belongs_to_another_job_is_left_alone(scorer: Scorer, log: Path, ou
             score_log(log, out, scorer, since_ts, parts)
     assert written(out) == before
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/letter.txt").write_text("mine")
-    with pytest.raises(JobError, match="holds something else"):
-        score_log(log, tmp_path / "mine", scorer)
+    for name in ("letter.txt", "job.json"):
+        (tmp_path / "mine" / name).write_text("[]")
+        with pytest.raises(JobError, match="holds something else"):
+            score_log(log, tmp_path / "mine", scorer)
+
+
+def test_a_job_killed_as_it_described_itself_is_taken_up(
+    scorer: Scorer, log: Path, finished: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed/job.new").write_text('{"lo')
+    score_log(log, tmp_path / "killed", scorer, 0, PARTS)
+    assert written(tmp_path / "killed") == written(finished)
+
+
+def test_a_second_job_in_the_same_place_is_refused_while_the_first_runs(
+    scorer: Scorer, log: Path, finished: Path, tmp_path: Path
+) -> None:
+    said: list[str] = []
+
+    def second(what: str, done: int, total: int) -> None:
+        with pytest.raises(BlockingIOError) as refused:
+            score_log(log, tmp_path / "out", scorer, 0, PARTS)
+        said.append(str(refused.value))
+
+    score_log(log, tmp_path / "out", scorer, 0, PARTS, second)
+    assert set(said) == {f"{tmp_path}/out is being written by another process: wait for its end"}
+    assert written(tmp_path / "out") == written(finished)
+
+
+def test_a_log_that_changes_while_it_is_read_is_refused(scorer: Scorer, log: Path, tmp_path: Path) -> None:
+    mine = Path(shutil.copy(log, tmp_path / "log.parquet"))
+    with pytest.raises(LogError, match=r"log\.parquet was changed while it was read"):
+        score_log(mine, tmp_path / "out", scorer, 0, PARTS, lambda *_: mine.touch())
+    assert not written(tmp_path / "out")
 
 
 def test_a_log_that_is_none_is_refused_with_a_sentence(scorer: Scorer, tmp_path: Path) -> None:

@@ -35,6 +35,17 @@ def test_a_run_that_keeps_its_state_keeps_a_picture_of_it(world: World, tmp_path
     assert (tmp_path / CURVE_NAME).read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_state_belongs_to_one_run_at_a_time(world: World, tmp_path: Path) -> None:
+    """Two wrote one file at once, and renamed what was half of each."""
+
+    def second(status: Status) -> None:
+        with pytest.raises(BlockingIOError, match="is being written by another process: wait for its end"):
+            train(world.log, small_config(), replace(TRAINING, epochs=0.1), state=tmp_path)
+
+    train(world.log, small_config(), replace(TRAINING, epochs=0.1), state=tmp_path, report=second)
+    train(world.log, small_config(), replace(TRAINING, epochs=0.1), state=tmp_path, resume=True)
+
+
 def test_a_trunk_in_bfloat16_learns_what_one_in_float32_does(world: World) -> None:
     settings = replace(TRAINING, epochs=0.6, init="unit")
     losses: dict[str, list[float]] = {"float32": [], "bfloat16": []}

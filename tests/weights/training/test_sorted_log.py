@@ -67,6 +67,30 @@ def test_a_sorted_log_has_every_bit_of_one_in_memory(
     }  # fmt: skip
 
 
+def test_a_log_is_sorted_by_one_process_at_a_time(shuffled: Path, tmp_path: Path) -> None:
+    """Whatever a killed one left is swept away."""
+    work = tmp_path / "out.unfinished"
+    (work / "by-time").mkdir(parents=True)
+    (work / "by-time/0").write_bytes(b"left")
+    said: list[str] = []
+
+    def second(*_: object) -> None:
+        with pytest.raises(BlockingIOError) as refused:
+            sort_log(shuffled, tmp_path / "out")
+        said.append(str(refused.value))
+
+    rows = sort_log(shuffled, tmp_path / "out", second)
+    assert set(said) == {f"{work} is being written by another process: wait for its end"}
+    assert len(open_sorted(tmp_path / "out")) == rows
+    assert not work.exists()
+
+
+def test_a_log_that_changes_while_it_is_sorted_is_refused(shuffled: Path, tmp_path: Path) -> None:
+    with pytest.raises(LogError, match=r"1\.parquet was changed while it was read"):
+        sort_log(shuffled, tmp_path / "out", lambda *_: (shuffled / "1.parquet").touch())
+    assert not (tmp_path / "out").exists()
+
+
 def test_training_from_a_sorted_log_gives_the_same_bits_and_another_seed_does_not(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
