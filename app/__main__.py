@@ -18,6 +18,11 @@ def main(arguments: Sequence[str] = (), program: str = "python -m app") -> int:
     Until the server handles SIGTERM and SIGINT itself, either ends the process with 0. By default process 1, as in a container, ignores
     the first, and the second is a traceback.
     """
+    while (
+        held := os.open(os.devnull, os.O_RDWR)
+    ) <= 2:  # closed ones of 0, 1 and 2: libuv aborts if it gets one for its own
+        os.set_inheritable(held, True)
+    os.close(held)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
     for name in ("model", "weights"):

@@ -89,6 +89,15 @@ def test_a_signal_before_the_server_runs_ends_the_process_with_0(number: signal.
         assert "Traceback" not in process.stderr.read()
 
 
+@pytest.mark.parametrize("fronts", [0, 1])
+def test_without_standard_descriptors_the_process_serves_and_ends_with_0(fronts: int) -> None:
+    closing = 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "app"
+    with started("sh", "-c", *closing, fronts=fronts) as server:
+        server.wait_ready()
+        server.process.terminate()
+        assert server.process.wait(90) == 0
+
+
 @pytest.mark.parametrize("threads", [0, 1])
 def test_a_start_that_gets_no_thread_ends_with_1_and_a_sentence(threads: int) -> None:
     refusing = f"""if True:
