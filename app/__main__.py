@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,18 @@ from app.exits import EXIT_USAGE
 
 
 def main(arguments: Sequence[str] = (), program: str = "python -m app") -> int:
-    """Exit code of the process. A model.py or weights.py in the working directory is named and not run."""
+    """Exit code of the process. A model.py or weights.py in the working directory is named and not run.
+
+    Until the server handles SIGTERM and SIGINT itself, either ends the process with 0. By default process 1, as in a container, ignores
+    the first, and the second is a traceback.
+    """
+    while (
+        held := os.open(os.devnull, os.O_RDWR)
+    ) <= 2:  # a closed one of 0, 1 and 2: libuv aborts if it gets it for its own
+        os.set_inheritable(held, True)
+    os.close(held)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
     for name in ("model", "weights"):
         found = importlib.util.find_spec(name)
         origin = found.origin if found else None

@@ -20,9 +20,11 @@ NO_CHECKPOINT = (
     "published one"
 )
 
+NO_THREAD = "can't start new thread"  # Python's words; it has no type of its own
+
 
 def start(arguments: Sequence[str], program: str) -> int:
-    """Exit code of the process: 0 after a drain, 1 without a checkpoint, 2 for settings that cannot be used."""
+    """Exit code of the process: 0 after a drain, 1 without a checkpoint or a thread, 2 for settings that cannot be used."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a checkpoint to be read again
     try:
         role = Role.inherited()
@@ -37,9 +39,18 @@ def start(arguments: Sequence[str], program: str) -> int:
                 log.info("settings", **settings.effective())
         return run(settings, role, arguments)
     except SettingsProblem as error:
-        with contextlib.suppress(OSError):  # the exit code holds without a reader
-            os.write(2, f"{program}: {error}\n".encode(errors="backslashreplace"))
+        _say(f"{program}: {error}")
         return EXIT_USAGE
+    except RuntimeError as error:
+        if NO_THREAD not in str(error):
+            raise
+        _say(f"{program}: {error}: the limit of processes (ulimit -u, or pids.max of the control group) is too low")
+        os._exit(EXIT_FAILED)  # threads that have begun to load would not end
+
+
+def _say(sentence: str) -> None:
+    with contextlib.suppress(OSError):  # the exit code holds without a reader
+        os.write(2, f"{sentence}\n".encode(errors="backslashreplace"))
 
 
 def run(settings: Settings, role: Role | None, arguments: Sequence[str] = ()) -> int:

@@ -253,6 +253,15 @@ class Supervisor:
             _send(process, signal.SIGKILL)
 
 
+def _wait_without_threads(loop: asyncio.AbstractEventLoop) -> None:
+    """Wait for each process by a descriptor, as asyncio does from Python 3.12 on: it might be refused a thread for each."""
+    if sys.version_info < (3, 12):
+        with contextlib.suppress(AttributeError, OSError):  # not Linux, or an old kernel
+            os.close(os.pidfd_open(os.getpid()))
+            asyncio.set_child_watcher(watcher := asyncio.PidfdChildWatcher())
+            watcher.attach_loop(loop)
+
+
 def _locked_directory() -> tuple[str, int]:
     """Return a private directory for the socket, and a descriptor whose lock ends with this process, however it ends."""
     while True:
@@ -327,4 +336,6 @@ def run(settings: Settings, arguments: Sequence[str] = (), engine: Sequence[str]
         () if Path(__file__).parents[2] == Path.cwd() else ("-P",)
     )  # else an app.py in the working directory would start
     front = [sys.executable, *safe, "-m", "app", *arguments]
-    return asyncio.run(Supervisor(settings, engine or front, front).run())
+    with asyncio.Runner() as runner:
+        _wait_without_threads(runner.get_loop())
+        return runner.run(Supervisor(settings, engine or front, front).run())

@@ -47,7 +47,7 @@ class FeedReader:
         self._read = read
         self._metrics = metrics
         self._most_lag_seconds = most_lag_seconds
-        self._as_of: float | None = None  # Unix time up to which all changes were made
+        self._as_of: float | None = None  # monotonic time up to which all changes were made
         self._reached = ""  # the position of the last one
         self.reason = ""  # why the feed cannot be read at present, empty if it can
         self._unreadable = ""  # the position of the last entry that could not be read
@@ -56,7 +56,7 @@ class FeedReader:
     @property
     def lag_seconds(self) -> float | None:
         """Age of the newest state of the feed that the corpus is sure to have; None before the first."""
-        return None if self._as_of is None else max(0.0, time.time() - self._as_of)
+        return None if self._as_of is None else max(0.0, time.monotonic() - self._as_of)
 
     @property
     def problem(self) -> str:
@@ -96,31 +96,32 @@ class FeedReader:
 
     async def _follow(self, corpus: Follower) -> None:
         """Make the changes that are there, or wait a moment for some."""
-        began, mark = time.time(), corpus.mark()
+        began, mark = time.monotonic(), corpus.mark()
         self._reached = position = mark.position
         most = max(1, min(MOST_ENTRIES, MOST_BYTES // self._longest))
         entries = await asyncio.to_thread(self._source.after, position, most, WAIT_SECONDS)
         if corpus.mark().position != position:
             return  # another corpus serves now, or another process changes it
         self._longest = max(self._longest // 2, 1024, *(len(entry.body) for entry in entries))
+        epoch = time.monotonic() - time.time()  # Unix time is looked at here only: somebody may set its clock
         if entries:
-            self._has_all_before(entries[0].unix_seconds, began)
+            self._has_all_before(epoch + entries[0].unix_seconds, began)
         for part, changes in await asyncio.to_thread(self._parts, entries, mark.sequence):
             changed = await corpus.follow(changes, position, part[-1].position)
             if changed.mark.position != part[-1].position:
                 return  # another process has made some of them
             self._metrics.feed_entries.labels("made").inc(len(changes))
             self._reached = position = part[-1].position
-            self._has_all_before(part[-1].unix_seconds, began)
+            self._has_all_before(epoch + part[-1].unix_seconds, began)
         if len(entries) < most:
             self._as_of = began
             await asyncio.sleep(ROUND_SECONDS if entries else 0.0)  # a larger round costs little more
 
-    def _has_all_before(self, unix_seconds: float, now: float) -> None:
+    def _has_all_before(self, written: float, now: float) -> None:
         """Everything written before this time has been made. An entry from the future tells nothing, nor one from before what is known:
         the clock of the feed is wrong, or its writer chose the position."""
-        if unix_seconds <= now:
-            self._as_of = max(self._as_of or 0.0, unix_seconds)
+        if written <= now and (self._as_of is None or written > self._as_of):
+            self._as_of = written
 
     def _parts(self, entries: Sequence[Entry], sequence: int) -> list[tuple[list[Entry], list[PostChange]]]:
         """Return entries with their changes, split so that no part changes more posts than one request may, or crosses a milestone."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -54,7 +55,11 @@ ScoreWeights = Annotated[
 
 
 def run(app: typer.Typer, program: str) -> NoReturn:
-    """Run a command line and exit. A usage error prints one sentence on standard error and exits with 2; usage is printed on request."""
+    """Run a command line and exit. A usage error prints one sentence on standard error and exits with 2; usage is printed on request.
+
+    What cannot be read or written, standard output included, is one sentence as well, and exits with 1.
+    """
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     try:
         code = typer.main.get_command(app).main(prog_name=program, standalone_mode=False)
     except USAGE_ERROR as error:
@@ -64,6 +69,13 @@ def run(app: typer.Typer, program: str) -> NoReturn:
             print(f"{where}: {sentence}; see {where} --help", file=sys.stderr, flush=True)
         sys.exit(2)
     except typer.Abort:
+        sys.exit(1)
+    except OSError as error:
+        if error.errno is None:
+            raise  # not the system's
+        with suppress(OSError):
+            print(f"{program}: {error}", file=sys.stderr, flush=True)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # else Python flushes the broken one as it ends
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -309,6 +309,26 @@ async def test_a_process_that_the_system_refuses_is_started_a_moment_later(monke
     assert await ending == 0
 
 
+def test_where_the_system_refuses_threads_processes_are_started_and_started_again() -> None:
+    refusing = """if True:
+        import runpy, sys, threading
+        start, left = threading._start_new_thread, ["log"]
+        def refuse(*arguments):
+            if not left:
+                raise RuntimeError("can't start new thread")
+            left.pop()
+            return start(*arguments)
+        threading._start_new_thread, sys.argv = refuse, ["app"]
+        runpy.run_module("app", run_name="__main__")"""
+    with started(sys.executable, "-c", refusing) as server:
+        server.wait_ready()
+        first = process_of(server, 1)
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: process_of(server, 1) != first)
+        server.process.terminate()
+        assert server.process.wait(90) == 0
+
+
 def test_the_socket_lies_where_only_we_come_and_takes_no_nonsense(whole: tuple[Server, Path]) -> None:
     server, temporary = whole
     [directory] = temporary.glob("ranker-*")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import signal
+import subprocess
+import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,43 @@ def test_a_signal_while_loading_ends_in_order() -> None:
         assert event(server, "listening")["port"] == server.port
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(90) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_server_runs_ends_the_process_with_0(number: signal.Signals) -> None:
+    """Process 1 of a container gets only signals that it handles, so it must handle them while it imports."""
+    with subprocess.Popen([sys.executable, "-m", "app", "--port=0"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert '"event":"settings"' in process.stderr.readline()
+        process.send_signal(number)
+        assert process.wait(90) == 0
+        assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize("fronts", [0, 1])
+def test_without_standard_descriptors_the_process_serves_and_ends_with_0(fronts: int) -> None:
+    closing = 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "app"
+    with started("sh", "-c", *closing, fronts=fronts) as server:
+        server.wait_ready()
+        server.process.terminate()
+        assert server.process.wait(90) == 0
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_start_that_gets_no_thread_ends_with_1_and_a_sentence(threads: int) -> None:
+    refusing = f"""if True:
+        import runpy, sys, threading
+        start, left = threading._start_new_thread, [None] * {threads}
+        def refuse(*arguments):
+            if not left:
+                raise RuntimeError("can't start new thread")
+            left.pop()
+            return start(*arguments)
+        threading._start_new_thread, sys.argv = refuse, ["app", "--port=0"]
+        runpy.run_module("app", run_name="__main__")"""
+    ended = subprocess.run([sys.executable, "-c", refusing], capture_output=True, text=True, check=False, timeout=90)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("python -m app: can't start new thread: the limit of processes")
 
 
 @pytest.mark.parametrize("place", ["missing", "broken"])

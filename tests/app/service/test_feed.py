@@ -336,6 +336,21 @@ def test_what_was_read_for_another_corpus_tells_nothing_of_this_one(is_swapped: 
     assert (each.lag_seconds is None) == is_swapped
 
 
+@pytest.mark.parametrize("hours", [-2, 2])
+def test_a_clock_that_is_set_makes_no_replica_look_newer_or_older(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
+    class Source(Nothing):
+        def after(self, position: str, most: int, wait_seconds: float) -> list[Any]:
+            return []
+
+    each = FeedReader(Source(), read, Metrics(), 300.0)
+    asyncio.run(each._follow(Corpus()))
+    real, ticks = time.time, time.monotonic
+    monkeypatch.setattr(time, "time", lambda: real() + 3600 * hours)
+    assert each.problem == ""
+    monkeypatch.setattr(time, "monotonic", lambda: ticks() + 301)  # the feed is out meanwhile
+    assert each.problem == "The posts are 301 s behind their feed."
+
+
 def test_what_is_read_at_once_is_made_in_parts_that_one_request_might_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """And while a part is being made, the replica knows how old what it serves is: as old as the oldest entry that is not made."""
     monkeypatch.setattr(reader, "MAX_CHANGED", 5)

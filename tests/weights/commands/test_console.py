@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.e2e.process import DEMO
 from weights.commands.checkpoints import app
 from weights.commands.console import progress_bar, refusals
 from weights.errors import CheckpointError
@@ -46,6 +51,17 @@ def test_a_seed_below_0_is_refused_by_every_command_that_has_one() -> None:
 def test_a_mistake_of_ours_keeps_its_traceback() -> None:
     with pytest.raises(OSError, match="mine"), refusals():
         raise OSError("mine")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="not Linux")
+@pytest.mark.parametrize("command", ["--help", f"inspect {DEMO}", f"inspect {DEMO} --json", f"verify {DEMO}"])
+def test_an_output_that_takes_nothing_is_one_sentence_and_a_closed_one_is_none(command: str) -> None:
+    program = [sys.executable, "-m", "weights", *command.split()]
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=90)
+    assert (ended.returncode, ended.stderr) == (1, "python -m weights: [Errno 28] No space left on device\n")
+    closed = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *program], stderr=subprocess.PIPE, timeout=90)
+    assert (closed.returncode, closed.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize("in_bytes", [False, True])
