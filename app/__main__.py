@@ -18,9 +18,8 @@ def main(arguments: Sequence[str] = (), program: str = "python -m app") -> int:
     Until the server handles SIGTERM and SIGINT itself, either ends the process with 0. By default process 1, as in a container, ignores
     the first, and the second is a traceback.
     """
-    while (
-        held := os.open(os.devnull, os.O_RDWR)
-    ) <= 2:  # a closed one of 0, 1 and 2: libuv aborts if it gets it for its own
+    # a closed one of 0, 1 and 2 is opened: libuv aborts if it gets it for its own
+    while (held := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(held, True)
     os.close(held)
     for number in (signal.SIGTERM, signal.SIGINT):
