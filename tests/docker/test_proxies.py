@@ -129,6 +129,15 @@ def test_the_example_for_ray_says_how_many_cpus_it_needs() -> None:
     assert f"**{least} CPUs" in (ROOT / "docs/scaling.md").read_text()
 
 
+@pytest.mark.parametrize("name", ["haproxy.cfg", "models.cfg"])
+def test_haproxy_looks_again_for_a_process_whose_name_it_does_not_know_yet(name: str) -> None:
+    """With `init-addr none` it starts without the address; without `resolvers` it never asks for it again."""
+    text = (ROOT / "docker/haproxy" / name).read_text()
+    [line] = re.findall(r"^ +default-server (.*)$", text, re.MULTILINE)
+    assert "init-addr last,libc,none" in line
+    assert re.findall(r"resolvers (\w+)", line) == re.findall(r"^resolvers (\w+)$", text, re.MULTILINE) == ["system"]
+
+
 @pytest.mark.skipif(not HAPROXY.program, reason="apt-get install haproxy")
 def test_haproxy_takes_the_line_for_kubernetes(tmp_path: Path) -> None:
     text, found = re.subn(r"(?m)^( +)# (server-template .*)$", r"\1\2", HAPROXY.config.read_text())
