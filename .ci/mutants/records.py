@@ -44,7 +44,7 @@ ALSO = {  # what looks at a folder besides the tests of its modules
     ),
     "model/retrieval/inputs.py": ("tests/weights/corpus/test_records.py",),
     "model/split/kernels/": ("tests/model/test_kernels.py",),
-    "model/split/": ("tests/model/test_engines.py", "tests/model/test_kernels_build.py"),
+    "model/split/": ("tests/model/test_fusion.py", "tests/model/test_engines.py", "tests/model/test_kernels_build.py"),
 }  # fmt: skip
 RECORDING = """
 [run]

@@ -51,6 +51,16 @@ def test_a_grown_history_extends_its_prefix_with_the_same_bits(dtype: torch.dtyp
         assert same_bits(grown.scores, expected.scores)
 
 
+def test_a_warm_up_checks_the_products_with_every_weight() -> None:
+    engine = make_engine()
+    engine.warm_up()
+    weights = engine._trunk.weights
+    names = ("qkv", "query", "key_value", "output", "gate_value", "ffn_output")
+    linear = [weights.heads, *(getattr(layer, name) for layer in weights.layers for name in names)]
+    checked = engine._kernels.row_sizes  # type: ignore[attr-defined]
+    assert checked.keys() == {tuple(weight.shape) for weight in linear if weight is not None}
+
+
 def test_a_context_that_several_items_share_is_one_set_of_rows() -> None:
     engine = make_engine()
     context = item(engine, 30, 1).context
