@@ -80,13 +80,14 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end_by, number)
         loop.add_signal_handler(signal.SIGHUP, self._reload)
-        if len(os.fsencode(os.path.join(tempfile.gettempdir(), PREFIX, SOCKET))) + SUFFIX_BYTES > MOST_PATH_BYTES:
-            log.error("fatal", reason=f"TMPDIR is too long a path for the socket below it: {tempfile.gettempdir()}")
-            return EXIT_USAGE
         if not self._listen():
             return EXIT_START
-        _remove_left_behind()
-        directory, lock = _locked_directory()
+        try:
+            _remove_left_behind()
+            directory, lock = _locked_directory()
+        except OSError as error:
+            log.error("fatal", reason=f"The fronts' socket has no place below TMPDIR: {error}")
+            return EXIT_USAGE
         self._path = os.path.join(directory, SOCKET)
         try:
             engine = loop.create_task(self._keep_engine())
@@ -263,7 +264,9 @@ def _wait_without_threads(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _locked_directory() -> tuple[str, int]:
-    """Return a private directory for the socket, and a descriptor whose lock ends with this process, however it ends."""
+    """Return a private directory for the socket, and a descriptor whose lock ends with this process, however it ends. Raises OSError."""
+    if len(os.fsencode(os.path.join(tempfile.gettempdir(), PREFIX, SOCKET))) + SUFFIX_BYTES > MOST_PATH_BYTES:
+        raise OSError(f"TMPDIR is too long a path: {tempfile.gettempdir()}")
     while True:
         directory = tempfile.mkdtemp(prefix=PREFIX)  # 0700
         lock = os.open(directory, os.O_RDONLY)

@@ -260,6 +260,16 @@ def test_a_directory_whose_name_is_too_long_for_a_socket_is_refused_in_a_sentenc
         shutil.rmtree(place)
 
 
+async def test_a_full_disk_where_the_socket_would_lie_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**options: str) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with structlog.testing.capture_logs() as lines:
+        assert await Supervisor(Settings(fronts=1, port=0), *IDLERS).run() == 2
+    assert "TMPDIR: [Errno 28] No space left" in lines[-1]["reason"]
+
+
 async def test_by_the_other_policy_an_engine_process_that_ends_ends_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "ENGINE_SECONDS", 0.0)
     whole = Supervisor(Settings(fronts=1, port=0, engine_loss="exit", drain=Drain(delay_seconds=30)), *IDLERS)
