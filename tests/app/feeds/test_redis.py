@@ -131,8 +131,8 @@ def test_an_unreadable_entry_is_buried_once_for_all_replicas(redis: RedisServer)
 def test_an_unreadable_entry_that_comes_too_late_to_be_buried_is_not_kept(redis: RedisServer) -> None:
     """A stranger wrote to that stream, or another replica could not bury this entry and buried a later one."""
     client, feed = redis.client(), open_feed(redis.url("posts"))
-    write(client, "x")
-    client.xadd("posts:unreadable", {"note": "mine"})
+    (place,) = write(client, "x")
+    client.xadd("posts:unreadable", {"note": "mine"}, id=f"{int(place.partition('-')[0]) + 1}-0")
     (entry,) = feed.after("", 10, 0.01)
     with pytest.raises(NotKept, match="equal or smaller"):
         feed.bury(entry, "is no JSON")
