@@ -118,8 +118,8 @@ class FeedReader:
             await asyncio.sleep(ROUND_SECONDS if entries else 0.0)  # a larger round costs little more
 
     def _has_all_before(self, written: float, now: float) -> None:
-        """Everything written before this time has been made. An entry from the future tells nothing, nor one from before what is known:
-        the clock of the feed is wrong, or its writer chose the position."""
+        """Everything written before this time, in monotonic seconds, has been made. An entry from the future tells nothing, nor one from
+        before what is known: the clock of the feed is wrong, or its writer chose the position."""
         if written <= now and (self._as_of is None or written > self._as_of):
             self._as_of = written
 

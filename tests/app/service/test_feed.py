@@ -373,6 +373,21 @@ def test_what_is_read_at_once_is_made_in_parts_that_one_request_might_change(mon
     assert made[1][1] == pytest.approx(59, abs=2)
 
 
+def test_a_backlog_from_before_the_machine_started_is_as_old_as_it_is() -> None:
+    class Source(Nothing):
+        def after(self, position: str, most: int, wait_seconds: float) -> list[Any]:
+            return [reader.Entry("1-0", b"{}", time.time() - 1e9)]
+
+    class Full(Corpus):
+        async def follow(self, changes: object, after: str, position: str) -> Any:
+            raise NotStored("planted")
+
+    each = FeedReader(Source(), read, Metrics(), 300.0)
+    with pytest.raises(NotStored):
+        asyncio.run(each._follow(Full()))
+    assert each.lag_seconds == pytest.approx(1e9, abs=10)
+
+
 @pytest.mark.parametrize("of_the_first", [0.005, 1e11])
 def test_a_wrong_clock_of_the_feed_makes_a_replica_neither_late_nor_in_time_for_ever(of_the_first: float) -> None:
     """A replica that was at the end and is a moment behind says so, and one that can no longer make the changes becomes late."""
