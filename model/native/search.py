@@ -40,16 +40,21 @@ class NativeIndex:
         kernel_directory: Path | None = None,
         kind: Vectors = "auto",
         defines: Sequence[str] = (),
+        library: ctypes.CDLL | None = None,
     ) -> None:
-        """vectors: float32 `[n, D]`, C-ordered, finite. `threads` 0: `usable_threads`; `kind`: the vector instructions."""
+        """vectors: float32 `[n, D]`, C-ordered, finite. `threads` 0: `usable_threads`; `kind`: the vector instructions. `library`: that of
+        another index, in place of building or finding one."""
         if vectors.dtype != np.float32 or not vectors.flags.c_contiguous or vectors.ndim != 2 or not len(vectors):
             raise ValueError("vectors must be C-ordered float32 [n, D], one row at least")
         self._handle: ctypes.c_void_p | None = None
-        built = build_kernel(kernel_directory, *defines, source=HERE / "search.cpp", vectors=kind)
-        self.note = built.note
-        self.library = open_library(built.path, [CWish])
-        self.library.search_run.argtypes = (Pointer, Pointer, Int64)
-        self.library.search_destroy.argtypes = (Pointer,)
+        self.note = ""
+        if library is None:
+            built = build_kernel(kernel_directory, *defines, source=HERE / "search.cpp", vectors=kind)
+            self.note = built.note
+            library = open_library(built.path, [CWish])
+            library.search_run.argtypes = (Pointer, Pointer, Int64)
+            library.search_destroy.argtypes = (Pointer,)
+        self.library = library
         self._vectors = vectors
         self._handle = ctypes.c_void_p()
         rows, width = (Int64(size) for size in vectors.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -100,6 +101,7 @@ class RetrievalEngine:
         dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
         self.tower = self._make_tower(dtype)
         self.notes: dict[str, Any] = {"user_tower": self.tower.notes}
+        self._library: ctypes.CDLL | None = None  # of the first native index, for all the others
         self._segments = [Segment(corpus, self._main_index(corpus.vectors))]
         self.posts = len(corpus) - int(corpus.hidden.sum())
         """Rows that a search without filters can return."""
@@ -268,8 +270,13 @@ class RetrievalEngine:
             if options.backend == "torch":
                 raise KernelUnavailable("chosen by the operator")
             index = NativeIndex(
-                vectors, threads=threads, kernel_directory=options.kernel_directory, kind=options.vectors
+                vectors,
+                threads=threads,
+                kernel_directory=options.kernel_directory,
+                kind=options.vectors,
+                library=self._library,
             )
+            self._library = index.library
             note = {"backend": "native"} | ({"kernel_file": index.note} if index.note else {})
             self.notes.setdefault("search", note)  # describes the corpus's own index, which is made first
             return index

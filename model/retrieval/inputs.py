@@ -158,8 +158,9 @@ class PostChange:
             raise ValueError("a change with columns of different lengths")
         if len(rows.texts) not in (0, len(rows.post_ids)) or len(self.delete_texts) not in (0, len(self.delete)):
             raise ValueError("a change with text ids for only some of its posts")
-        ids = np.concatenate((rows.post_ids, self.delete))
-        if not len(ids) or len(np.unique(ids)) < len(ids) or not rows.post_ids.all() or (rows.created_at < 0).any():
+        posts, times = rows.post_ids.tolist(), rows.created_at.tolist()
+        ids = {*posts, *self.delete.tolist()}
+        if not ids or len(ids) < len(posts) + len(self.delete) or 0 in posts or min(times, default=0) < 0:
             raise ValueError("a change must name at least one post, each id once and not 0, with times from 1970 on")
 
 

@@ -24,7 +24,7 @@ from weights.published.npz import FLOAT32, NpzFile
 from weights.text_ids import IdKind, is_text_id, text_ids
 
 REPRESENTATIONS = "candidate_representations"
-ENCODED_ROWS = 1024
+ENCODED_ROWS = 256
 """Posts per forward of the candidate tower: always this many, the last batch padded."""
 CHECKED_ROWS = 4096
 """How many rows of a file with vectors are encoded again to check it, spread over the file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +15,7 @@ import torch
 from model.engine import EngineError
 from model.inputs import Context
 from model.native.kernel import Kernel
+from model.native.search import NativeIndex
 from model.native.tower import NativeTower
 from model.presets import with_preset
 from model.retrieval import corpus as module
@@ -344,6 +346,17 @@ def test_a_new_post_has_its_time_and_topic(encoder: Encoder, corpus: Corpus, con
     engine.change(Change(NONE, replace(as_new(corpus, [40], [1]), vectors=np.zeros((1, 64), np.float32)), Mark()))
     (gone,) = engine.retrieve([wanted(contexts[4], 300)]).retrieved
     assert 1 not in gone.post_ids.tolist(), "a zero vector is hidden, and so is what it replaced"
+
+
+def test_a_change_needs_neither_compiler_nor_kernel_on_the_disk(
+    encoder: Encoder, corpus: Corpus, contexts: list[Context], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=1, kernel_directory=tmp_path / "kernels"))
+    shutil.rmtree(tmp_path / "kernels")
+    monkeypatch.setenv("PATH", "")
+    made.change(Change(NONE, as_new(corpus, [40], [900_001]), Mark()))
+    assert {type(segment.index) for segment in made._segments} == {NativeIndex}
+    assert 900_001 in made.retrieve([wanted(contexts[0], len(corpus))]).retrieved[0].post_ids
 
 
 def test_a_change_that_no_index_can_be_made_for_changes_nothing(
