@@ -30,6 +30,13 @@ def test_rows_sum_to_one_and_padding_gets_nothing(fields: dict[str, object]) -> 
     assert weights.std() > 1e-3, "weights that are not all alike"
 
 
+def test_a_ranker_in_training_has_the_same_weights() -> None:
+    config = random_config()
+    ranker, request = random_ranker(config, seed=3), random_request(config, 19, 7, seed=5)
+    weights = candidate_attention(ranker, *request)
+    assert (candidate_attention(ranker.requires_grad_(True), *request) == weights).all()
+
+
 def test_they_are_the_weights_that_the_layer_mixes_values_with() -> None:
     """The first layer's update, made again from these rows and the values, is the one that the plain path adds."""
     config = random_config()

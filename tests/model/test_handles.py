@@ -78,6 +78,14 @@ def test_the_columns_come_back_as_they_were(build: Build) -> None:
         found.check(config)
 
 
+def test_older_events_count_as_dropped() -> None:
+    context = replace(random_context(random_config(), 9), dropped=4)
+    for length, dropped in ((5, 8), (9, 4), (20, 4)):
+        newest = context.last(length)
+        assert (newest.user_id, newest.dropped) == (context.user_id, dropped)
+        assert newest.post_ids.tolist() == context.post_ids[-length:].tolist()
+
+
 def test_a_context_alone_is_what_a_request_then_finds() -> None:
     config = random_config()
     ranker, context = random_ranker(config), random_context(config, 17)

@@ -121,8 +121,11 @@ def hasty(x, out, SIZE: tl.constexpr):
     tl.store(out + tl.arange(0, SIZE), seen)
 
 def binary(kernel, *arguments, **constants):
+    before = build.driver._active
     with compiling_for(90):
-        return Compiled(kernel.fn.__name__, constants, kernel.warmup(*arguments, grid=(1,), **constants))
+        made = Compiled(kernel.fn.__name__, constants, kernel.warmup(*arguments, grid=(1,), **constants))
+    assert build.driver._active is before
+    return made
 
 def broken():
     try:

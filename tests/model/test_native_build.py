@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterable, Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from model.create import EngineOptions, create_engine
 from model.native import build
 from model.native.build import (
+    DIGEST_BYTES,
     LEVELS,
     PREBUILT,
     KernelUnavailable,
@@ -166,7 +169,11 @@ def test_a_file_gets_its_name_when_it_is_on_the_disk(tmp_path: Path, monkeypatch
     sync = os.fsync
 
     def watched(descriptor: int) -> None:
-        synced.append((os.fstat(descriptor).st_ino, any((tmp_path / "kept").glob("*.so"))))
+        found = os.fstat(descriptor)
+        if stat.S_ISREG(found.st_mode):
+            content = Path(f"/proc/self/fd/{descriptor}").read_bytes()
+            assert sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:], "written after it was synced"
+        synced.append((found.st_ino, any((tmp_path / "kept").glob("*.so"))))
         sync(descriptor)
 
     monkeypatch.setattr("os.fsync", watched)

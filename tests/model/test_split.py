@@ -287,6 +287,7 @@ class Crowded(PlainRecorder):
     def record(self, work: Any, step: Step) -> Any:
         assert not gc.isenabled(), "a collection may free what a recording needs"
         if self.recorded >= self.recordings:
+            assert not (self.says_so and self.recorded), "it had said that there is no room"
             raise torch.OutOfMemoryError("planted")
         return super().record(work, step)
 

@@ -6,6 +6,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -75,6 +76,20 @@ def wanted(context: Context, k: int = 50, **filters: Any) -> Query:
 
 def same(ours: Retrieved, theirs: Retrieved) -> bool:
     return ours.post_ids.tobytes() == theirs.post_ids.tobytes() and ours.scores.tobytes() == theirs.scores.tobytes()
+
+
+def test_a_closed_index_is_freed_once_and_searches_nothing(corpus: Corpus) -> None:
+    index = NativeIndex(corpus.vectors, threads=1)
+    freed: list[Any] = []
+    index.library = cast(
+        Any,
+        SimpleNamespace(search_destroy=lambda handle, free=index.library.search_destroy: freed.append(free(handle))),
+    )
+    for _ in range(2):
+        index.close()
+    assert len(freed) == 1
+    with pytest.raises(EngineError, match="closed"):
+        index.search([])
 
 
 def test_a_closed_user_tower_leaves_no_thread_and_serves_nobody(encoder: Encoder, contexts: list[Context]) -> None:
