@@ -203,7 +203,8 @@ class RetrievalService:
     async def _apply(self, loaded: LoadedRetrieval, recorded: Change) -> Changed:
         """Make a change that is on the disk. Raises EngineDown if that fails; `_follow` then reads the corpus again."""
         try:
-            changed = await self._worker.between(lambda: loaded.state(loaded.engine.change(recorded)))
+            added = await asyncio.to_thread(loaded.engine.prepare, recorded)
+            changed = await self._worker.between(lambda: loaded.state(loaded.engine.change(recorded, added)))
             self.milestone = self.milestone if recorded.mark.sequence % MILESTONE else recorded.mark
             return changed
         except Exception as error:

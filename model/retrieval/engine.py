@@ -86,8 +86,12 @@ class Users(NamedTuple):
     seconds: float
 
 
+Added = tuple[Segment | None, bool]
+"""The segment of a change's new posts, and whether it replaces the last segment, whose posts it then holds too."""
+
+
 class RetrievalEngine:
-    """Two towers and the corpus that their candidate tower made. Used by one thread at a time, except `cache_stats`.
+    """Two towers and the corpus that their candidate tower made. Used by one thread at a time, except `cache_stats` and `prepare`.
 
     Raises ValueError for a corpus of another width, EngineError if the options cannot run here.
     """
@@ -172,10 +176,11 @@ class RetrievalEngine:
         retrieved = [self._retrieved(*one) for one in zip(zip(*found, strict=True), queries, cached, strict=True)]
         return Answers(retrieved, users.seconds + encoded - began, time.perf_counter() - encoded)
 
-    def change(self, change: Change) -> int:
+    def change(self, change: Change, added: Added | None = None) -> int:
         """Delete posts and add new ones, which replace those with the same ids, from the next search on. Returns how many posts
-        `change.delete` removed. Raises EngineError if an index cannot be made; then nothing has changed."""
-        added, is_merged = self._added(change) if len(change.posts) else (None, False)
+        `change.delete` removed. `added`: what `prepare` returned for this change, if no other one came between. Raises EngineError if an
+        index cannot be made; then nothing has changed."""
+        segment, is_merged = added or self.prepare(change)
         hidden = [
             sum(segment.hide(ids) for segment in self._segments) for ids in (change.delete, change.posts.post_ids)
         ]
@@ -187,13 +192,15 @@ class RetrievalEngine:
             last = self._segments.pop()
             self.posts -= len(last.shown_rows())
             last.close()
-        if added is not None:
-            self._segments.append(added)
-            self.posts += len(added.shown_rows())
+        if segment is not None:
+            self._segments.append(segment)
+            self.posts += len(segment.shown_rows())
         return hidden[0]
 
-    def _added(self, change: Change) -> tuple[Segment, bool]:
-        """The segment of the new posts, and whether it replaces the last segment, whose posts it then holds too."""
+    def prepare(self, change: Change) -> Added:
+        """Index the new posts, in any thread, while searches run. Nothing changes. Raises EngineError."""
+        if not len(change.posts):
+            return None, False
         posts, last = change.posts, self._segments[-1]
         is_merged = len(self._segments) > 1 and len(last.corpus) < SEGMENT_ROWS
         if is_merged:

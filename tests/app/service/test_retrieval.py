@@ -368,6 +368,19 @@ async def posts_of(service: RetrievalService) -> set[int]:
     return set((await found(service, query(1, 500), DEADLINE)).posts.post_ids.tolist())
 
 
+async def test_searches_go_on_while_new_posts_are_indexed(
+    service: RetrievalService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, real = Gate(), RetrievalEngine.prepare
+    monkeypatch.setattr(RetrievalEngine, "prepare", lambda *arguments: (gate(None), real(*arguments))[1])
+    changing = asyncio.ensure_future(service.change(change([1], [900])))
+    await gate.reached()
+    assert {1, 900} & await posts_of(service) == {1}
+    gate.opened.set()
+    await changing
+    assert {1, 900} & await posts_of(service) == {900}
+
+
 async def test_what_another_process_changes_is_followed(two: list[RetrievalService]) -> None:
     """Changes, a compaction, changes after it; and when that process is gone this one goes on."""
     first, second = two

@@ -331,7 +331,8 @@ def test_changes_are_what_an_oracle_says(
                 del live[post]
         else:
             ids = [known[place] if chance.random() < 0.4 else 10**12 + step * 10 + place for place in range(len(rows))]
-            changed.change(Change(NONE, as_new(corpus, rows, ids), Mark()))
+            one = Change(NONE, as_new(corpus, rows, ids), Mark())
+            changed.change(one, changed.prepare(one) if step % 2 else None)
             live |= dict(zip(ids, rows.tolist(), strict=True))
         assert (changed.posts, changed.changes) == (len(live), step + 1)
         posts = np.array(list(live), np.uint64)
