@@ -29,7 +29,7 @@ def magnitudes(weights: NDArray[np.float64]) -> tuple[float, float]:
 def offset(scores: NDArray[np.float64], negative: float, every: float) -> NDArray[np.float64]:
     """The published offset, which lifts scores above 0 and keeps their order: s + 0.001 where s ≥ 0, else (s + N) / T · 0.001 with the
     `magnitudes` N and T."""
-    with np.errstate(invalid="ignore", divide="ignore"):  # T is 0 where no score is negative
+    with np.errstate(invalid="ignore"):  # without weights all scores and T are 0
         return np.where(scores >= 0, scores + 0.001, (scores + negative) / every * 0.001)
 
 

@@ -128,6 +128,14 @@ def test_without_room_there_is_no_handle(build: Build) -> None:
         assert engine.forward([alone(config, random_context(config, 7))])[0].handle == ""
 
 
+def test_a_context_that_nobody_will_name_is_not_kept() -> None:
+    config = random_config()
+    engine = DenseEngine(random_ranker(config), torch.float32, cache_bytes=2**20)
+    for caller, kept in ((None, 0), ("feed", 1)):
+        engine.forward([alone(config, random_context(config, 7), caller)])
+        assert engine._named.stats().entries == kept
+
+
 def named(caller: str, dropped: int = 0) -> Item:
     config = random_config()
     return alone(config, replace(random_context(config, 0), dropped=dropped), caller)
