@@ -207,8 +207,7 @@ class CompactedRetrieval:
 
     def commit(self, changes: Sequence[Change]) -> LoadedRetrieval:
         """Put it in use, on the disk too, with the changes made since. Raises CheckpointError; the old corpus then stays in use."""
-        for change in changes:
-            self.engine.change(change)
+        self.engine.replay(changes)
         try:
             log = self.compaction.commit(self.written.manifest, changes)
         except BaseException:
@@ -242,8 +241,7 @@ def retrieval_loader(checkpoint: Path, corpus: Path, settings: Settings) -> Retr
         )
         engine = RetrievalEngine(encoder.towers, stored.corpus, found)
         engine.warm_up()
-        for change in changes:
-            engine.change(change)
+        engine.replay(changes)
         return _loaded(engine, encoder, stored, log, load)
 
     return load

@@ -6,6 +6,7 @@ import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -216,6 +217,14 @@ class RetrievalEngine:
             )
         return segment_of(self.corpus, posts, self._make_index(posts.vectors, 1)), is_merged
 
+    def replay(self, changes: Sequence[Change]) -> None:
+        """`change` for each of these, with one index for as many as fill a segment. Raises EngineError."""
+        ends = accumulate(1 + len(change.posts) for change in changes)
+        for _, part in groupby(zip(changes, ends, strict=True), lambda one: one[1] // SEGMENT_ROWS):
+            these = [change for change, _ in part]
+            self.change(Change.merged(these))
+            self.changes += len(these) - 1
+
     def parts(self) -> list[tuple[Corpus, NDArray[np.int64]]]:
         """What a search without filters can return: corpora and their rows, in the order of equal scores."""
         return [(segment.corpus, segment.shown_rows()) for segment in self._segments]
@@ -277,12 +286,8 @@ class RetrievalEngine:
             if options.backend == "torch":
                 raise KernelUnavailable("chosen by the operator")
             index = NativeIndex(
-                vectors,
-                threads=threads,
-                kernel_directory=options.kernel_directory,
-                kind=options.vectors,
-                library=self._library,
-            )
+                vectors, threads=threads, kernel_directory=options.kernel_directory, kind=options.vectors, library=self._library
+            )  # fmt: skip
             self._library = index.library
             note = {"backend": "native"} | ({"kernel_file": index.note} if index.note else {})
             self.notes.setdefault("search", note)  # describes the corpus's own index, which is made first

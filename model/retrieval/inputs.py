@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields
+from itertools import chain, count, zip_longest
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from model.config import ModelConfig
 from model.inputs import Context, Ids
 
+NO_IDS = np.empty(0, np.uint64)
 AT_LEAST = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?", re.ASCII)
 
 
@@ -103,6 +104,13 @@ class Change:
     mark: Mark
     delete_texts: list[str] = field(default_factory=list)
 
+    @classmethod
+    def merged(cls, changes: Sequence[Change]) -> Change:
+        """One change that gives the same posts in the same order, and the mark, of these one after the other: one at least."""
+        gone, rows = _left_by([(one.delete, one.delete_texts, one.posts.post_ids) for one in changes])
+        posts, texts = _picked([one.posts for one in changes], rows), [text for text in gone.values() if text]
+        return cls(np.array(list(gone), np.uint64), posts, changes[-1].mark, texts)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PostRows:
@@ -127,28 +135,9 @@ class PostChange:
     @classmethod
     def merged(cls, changes: Sequence[PostChange]) -> PostChange:
         """One change that gives the same posts in the same order as these one after the other; an empty one for no changes."""
-        gone: dict[int, str | None] = {}
-        rows: dict[int, tuple[int, int, str | None, tuple[str, str] | None]] = {}
-        for change in changes:
-            for post, text in zip_longest(change.delete.tolist(), change.delete_texts):
-                rows.pop(post, None)
-                gone[post] = text
-            upsert = change.upsert
-            columns = (column.tolist() for column in (upsert.post_ids, upsert.author_ids, upsert.created_at))
-            for post, author, time, topic, texts in zip_longest(*columns, upsert.topics, upsert.texts):
-                rows.pop(post, None)  # it goes to the end
-                gone.pop(post, None)
-                rows[post] = (author, time, topic, texts)
-        authors, times, topics, named = zip(*rows.values(), strict=True) if rows else ((), (), (), ())
-        ids = np.array(list(rows), np.uint64)
-        upsert = PostRows(
-            ids,
-            np.array(authors, np.uint64),
-            np.array(times, np.int64),
-            list(topics),
-            [pair for pair in named if pair is not None],
-        )
-        return cls(np.array(list(gone), np.uint64), upsert, [text for text in gone.values() if text is not None])
+        upserts = [PostRows(NO_IDS, NO_IDS, NO_IDS.view(np.int64), []), *(one.upsert for one in changes)]
+        gone, rows = _left_by([(one.delete, one.delete_texts, one.upsert.post_ids) for one in changes])
+        return cls(np.array(list(gone), np.uint64), _picked(upserts, rows), [text for text in gone.values() if text])
 
     def check(self, config: ModelConfig | None = None) -> None:
         """Raises ValueError if nothing changes or columns differ in length, for a post that comes twice or has id 0, and for a time
@@ -162,6 +151,39 @@ class PostChange:
         ids = {*posts, *self.delete.tolist()}
         if not ids or len(ids) < len(posts) + len(self.delete) or 0 in posts or min(times, default=0) < 0:
             raise ValueError("a change must name at least one post, each id once and not 0, with times from 1970 on")
+
+
+Posts = TypeVar("Posts", NewPosts, PostRows)
+
+
+def _left_by(changes: Sequence[tuple[Ids, list[str], Ids]]) -> tuple[dict[int, str | None], list[int]]:
+    """What is left of deleted ids, their texts, and new ids: the posts that stay deleted, each with its text, and the numbers of the new
+    ones that stay, all new posts counted one after the other."""
+    gone: dict[int, str | None] = {}
+    rows: dict[int, int] = {}
+    row = count()
+    for delete, texts, new in changes:
+        for post, text in zip_longest(delete.tolist(), texts):
+            rows.pop(post, None)
+            gone[post] = text
+        for post in new.tolist():
+            rows.pop(post, None)  # it goes to the end
+            gone.pop(post, None)
+            rows[post] = next(row)
+    return gone, list(rows.values())
+
+
+def _picked(each: Sequence[Posts], rows: list[int]) -> Posts:
+    """These rows of all posts one after the other."""
+    picked: dict[str, Any] = {}
+    for column in fields(each[0]):
+        values: list[Any] = [getattr(posts, column.name) for posts in each]
+        if isinstance(values[0], np.ndarray):
+            picked[column.name] = np.concatenate(values)[rows]
+        else:
+            joined = [*chain.from_iterable(values)]
+            picked[column.name] = [joined[row] for row in rows if joined]
+    return type(each[0])(**picked)
 
 
 @dataclass(slots=True, eq=False)

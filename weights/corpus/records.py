@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from model.retrieval.inputs import Change, Mark, NewPosts, PostChange, PostRows
+from model.retrieval.inputs import NO_IDS, Change, Mark, NewPosts, PostChange, PostRows
 from weights.text_ids import IdKind, is_text_id, text_ids
 
 HEADER_BYTES = 20
 END = b"\xff"  # not 0: if a crash leaves a file too long, its unwritten part reads as zeros
-NO_IDS = np.empty(0, np.uint64)
 
 
 def digest_of(data: bytes) -> bytes:

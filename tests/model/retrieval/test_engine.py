@@ -318,7 +318,8 @@ def test_changes_are_what_an_oracle_says(
     """After each change a search equals one of a corpus that holds the same posts and was never changed, in ids and bits."""
     monkeypatch.setattr("model.retrieval.engine.SEGMENT_ROWS", segment_rows)
     chance = np.random.default_rng(1)
-    changed = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=1))
+    changed, replayed = (RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=1)) for _ in range(2))
+    changes: list[Change] = []
     live = {int(corpus.post_ids[row]): row for row in np.flatnonzero(~corpus.hidden)[::-1].tolist()}
     for step in range(60):
         rows = chance.choice(np.flatnonzero(~corpus.hidden), chance.integers(1, 6), replace=False)
@@ -326,13 +327,14 @@ def test_changes_are_what_an_oracle_says(
         if step % 3 == 2:
             gone = [*known, 10**15]
             nothing = as_new(corpus, np.empty(0, np.int64), [])
-            assert changed.change(Change(np.array(gone, np.uint64), nothing, Mark())) == len(known)
+            changes.append(Change(np.array(gone, np.uint64), nothing, Mark(step)))
+            assert changed.change(changes[-1]) == len(known)
             for post in known:
                 del live[post]
         else:
             ids = [known[place] if chance.random() < 0.4 else 10**12 + step * 10 + place for place in range(len(rows))]
-            one = Change(NONE, as_new(corpus, rows, ids), Mark())
-            changed.change(one, changed.prepare(one) if step % 2 else None)
+            changes.append(Change(NONE, as_new(corpus, rows, ids), Mark(step)))
+            changed.change(changes[-1], changed.prepare(changes[-1]) if step % 2 else None)
             live |= dict(zip(ids, rows.tolist(), strict=True))
         assert (changed.posts, changed.changes) == (len(live), step + 1)
         posts = np.array(list(live), np.uint64)
@@ -349,6 +351,14 @@ def test_changes_are_what_an_oracle_says(
             }
         oracle.close()
     assert len(changed._segments) > (10 if segment_rows == 1 else 1)
+    made: list[Index] = []
+    make = replayed._make_index
+    monkeypatch.setattr(replayed, "_make_index", lambda *arguments: (made.append(make(*arguments)), made[-1])[1])
+    replayed.replay(changes)
+    assert len(made) <= 1 + sum(1 + len(one.posts) for one in changes) // segment_rows
+    assert (replayed.posts, replayed.changes, replayed.mark) == (changed.posts, changed.changes, changes[-1].mark)
+    asked = [wanted(context, len(corpus) + 500) for context in contexts]
+    assert all(map(same, replayed.retrieve(asked).retrieved, changed.retrieve(asked).retrieved))
 
 
 def test_a_new_post_has_its_time_and_topic(encoder: Encoder, corpus: Corpus, contexts: list[Context]) -> None:

@@ -76,6 +76,21 @@ def test_a_record_holds_its_mark() -> None:
     assert len(no_posts(3)) == 0
 
 
+def test_merged_records_are_the_merged_changes() -> None:
+    wanted = [change([], [1, 2]), change([1], [3, 2], 7), change([9, 3], [1], 8)]
+    columns = [(one.upsert.post_ids, one.upsert.author_ids, one.upsert.created_at, one.upsert.topics) for one in wanted]
+    records = [
+        Change(one.delete, NewPosts(*each, np.repeat(each[0].astype(np.float32), 3).reshape(-1, 3)), Mark(number))
+        for number, (one, each) in enumerate(zip(wanted, columns, strict=True))
+    ]
+    found, merged = Change.merged(records), PostChange.merged(wanted)
+    assert found.mark == Mark(2)
+    assert found.delete.tolist() == merged.delete.tolist() == [9, 3]
+    for name in ("post_ids", "author_ids", "created_at", "topics", "texts"):
+        assert list(getattr(found.posts, name)) == list(getattr(merged.upsert, name)), name
+    assert found.posts.post_ids.tolist() == found.posts.vectors[:, 2].tolist() == [2, 1]
+
+
 def test_a_mark_reaches_numbers_and_positions() -> None:
     mark = Mark(12, "", "1764000000000-3")
     for wanted, is_reached in (
