@@ -15,7 +15,7 @@ import typer
 
 from model.config import ModelConfig
 from model.presets import PRESETS, with_preset
-from weights.actions import continuous_outputs
+from weights.actions import DWELL_TIME, continuous_outputs, dwell_output
 from weights.checkpoint import load_checkpoint, load_encoder, save_checkpoint
 from weights.commands.console import (
     Ids,
@@ -38,7 +38,7 @@ from weights.format.writer import check_target, refused_writing
 from weights.text_ids import IdKind
 
 if TYPE_CHECKING:
-    from model.ranker import Ranker
+    from weights.checkpoint import Checkpoint
     from weights.training.log import Log
     from weights.training.trainer import Status
 
@@ -121,16 +121,23 @@ def train(
         settings = with_settings(TrainSettings(seed=seed), set_)
         impressions, architecture, begun = _what_to_train(log, ids, config, preset, start)
         weights = score_weights_of(score_weights, impressions.action_names)
+        outputs = continuous_outputs(architecture.continuous_actions, dwell_index=0)
+        dwell = dwell_output(begun.manifest.continuous) if begun else None
+        if begun and dwell is not None:
+            outputs = tuple(
+                DWELL_TIME if place == dwell else each for place, each in enumerate(begun.manifest.continuous)
+            )
         labels: dict[str, Any] = {
             "name": name, "action_names": impressions.action_names, "score_weights": weights, "ids": ids,
-            "continuous": continuous_outputs(architecture.continuous_actions, dwell_index=0),
+            "continuous": outputs,
         }  # fmt: skip
         with refused_writing(f"Checkpoint {out}"):  # refuse now, not after training
             check_target(out, replace=replace_existing)
             Manifest(**labels, version="", config=architecture, files={}, tensors={})
         with joined(settings.device) as processes, progress_bar(shown=processes.rank == 0) as bar:
             ranker = run(
-                impressions, architecture, settings, until_ts=until, start=begun, state=state, resume=resume,
+                impressions, architecture, settings, until_ts=until, start=begun.ranker if begun else None, dwell_output=dwell or 0,
+                state=state, resume=resume,
                 report=training_report(bar, processes.rank), processes=processes,
             )  # fmt: skip
             if processes.rank:
@@ -141,8 +148,8 @@ def train(
 
 def _what_to_train(
     log: Path, ids: IdKind, config: Path | None, preset: str, start: Path | None
-) -> tuple[Log, ModelConfig, Ranker | None]:
-    """The log, the architecture, and the initial weights if `start` is given."""
+) -> tuple[Log, ModelConfig, Checkpoint | None]:
+    """The log, the architecture, and the checkpoint to begin with if `start` is given."""
     from weights.training.log import aligned, read_log
     from weights.training.settings import demo_config
     from weights.training.sorted_log import FACTS_NAME, open_sorted
@@ -154,7 +161,7 @@ def _what_to_train(
         raise CheckpointError(f"{start} has ids that are {begun.manifest.ids}: give --ids {begun.manifest.ids}.")
     impressions = open_sorted(log, ids) if (log / FACTS_NAME).exists() else read_log(log, ids)
     if begun:
-        return aligned(impressions, begun.manifest.action_names), begun.manifest.config, begun.ranker
+        return aligned(impressions, begun.manifest.action_names), begun.manifest.config, begun
     actions = len(impressions.action_names)
     architecture = ModelConfig.from_dict(read_json(config, dict)) if config else demo_config(actions)
     return impressions, with_preset(architecture, preset) if preset else architecture, None
@@ -190,7 +197,7 @@ def eval_(
         with progress_bar() as bar:
             evaluation = evaluate(
                 loaded.ranker, impressions, test_ts, loaded.manifest.score_weights, facts,
-                ablation_requests=ablation_requests, progress=bar,
+                dwell_output=dwell_output(loaded.manifest.continuous), ablation_requests=ablation_requests, progress=bar,
             )  # fmt: skip
         source = f"--world {world_directory}" if world_directory else f"--log {log} --since {since}"
         command = f"python -m weights eval --checkpoint {checkpoint} {source} --out {out}"
