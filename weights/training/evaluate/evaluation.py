@@ -62,7 +62,7 @@ class Evaluation:
 
     def mean_auc(self, source: str) -> float:
         """Mean AUC over the frequent actions."""
-        return float(np.mean([self.figures[source][name].auc for name in self.frequent]))
+        return metrics.mean(self.figures[source][name].auc for name in self.frequent)
 
     def way(self, source: str) -> float:
         """The share of the way from 0.5 to the optimum's mean AUC that a source reaches; NaN without a world."""
@@ -72,7 +72,7 @@ class Evaluation:
 
     def calibration_error(self, source: str) -> float:
         """Mean calibration error over the frequent actions."""
-        return float(np.mean([self.figures[source][name].calibration_error for name in self.frequent]))
+        return metrics.mean(self.figures[source][name].calibration_error for name in self.frequent)
 
 
 def evaluate(
@@ -144,10 +144,10 @@ def _ndcg(test: Log, probabilities: Floats, weights: Floats) -> float:
 
 
 def _mean_auc(test: Log, probabilities: Floats, rows: NDArray[np.bool_] | None = None) -> float:
-    """Mean AUC on `rows` (all if None), over the actions that are frequent in `test`."""
+    """Mean AUC on `rows` (all if None), over the actions that are frequent in `test` and happened, though not always, on them."""
     rows = np.ones(len(test), bool) if rows is None else rows
     frequent = np.flatnonzero(test.actions.mean(0) >= FREQUENT_SHARE)
-    return float(np.mean([metrics.auc(test.actions[rows, i], probabilities[rows, i]) for i in frequent]))
+    return metrics.mean(metrics.auc(test.actions[rows, i], probabilities[rows, i]) for i in frequent)
 
 
 def _ablations(
