@@ -188,11 +188,11 @@ def eval_(
         from weights.training.world.store import LOG_NAME, load_facts
 
         loaded = load_checkpoint(checkpoint)
-        facts = load_facts(world_directory) if world_directory else None
         impressions = aligned(
             read_log(world_directory / LOG_NAME if world_directory else Path(str(log)), loaded.manifest.ids),
             loaded.manifest.action_names,
         )
+        facts = load_facts(world_directory, impressions.action_names) if world_directory else None
         test_ts = facts.test_ts if facts else int(since or 0)
         with progress_bar() as bar:
             evaluation = evaluate(

@@ -198,6 +198,39 @@ def test_the_dwell_is_the_output_of_that_name_as_in_a_published_checkpoint(
     assert moved[0] == 0 < moved[1]
 
 
+@pytest.mark.parametrize("kept", [slice(None, None, -1), slice(2)], ids=["order", "fewer"])
+def test_the_optimum_is_that_of_the_checkpoints_actions(
+    kept: slice, log: Path, trained: tuple[Path, Examples, np.ndarray[Any, Any]], tmp_path: Path
+) -> None:
+    one = load_checkpoint(trained[0])
+    places, before, names = (
+        range(len(one.manifest.action_names))[kept],
+        one.ranker.state_dict(),
+        one.manifest.action_names,
+    )
+    other = Ranker(replace(one.manifest.config, actions=len(places)))
+    moved = {
+        "heads.actions": before["heads.actions"][:, [*places]],
+        "tokens.action_projection": before["tokens.action_projection"][[*places]],
+    }
+    other.load_state_dict(before | moved)
+    mine = [names[place] for place in places]
+    save_checkpoint(
+        tmp_path / "other", other, name="t", action_names=mine, continuous=[DWELL_TIME], score_weights={names[0]: 1}
+    )
+    found = []
+    for checkpoint in (trained[0], tmp_path / "other"):
+        options = ("--world", log.parent, "--out", tmp_path / "report", "--ablation-requests", 10)
+        evaluated = call("eval", "--checkpoint", checkpoint, *options)
+        assert evaluated.exit_code == 0, evaluated.output
+        page = (tmp_path / "report" / "report.md").read_text()
+        found.append(
+            {line.split(" | ")[0]: line.split(" | ")[5] for line in page.splitlines() if len(line.split(" | ")) == 10}
+        )
+    assert {name: auc for name, auc in found[0].items() if name in found[1]} == found[1]
+    assert len(found[1]) == 1 + len(mine)
+
+
 @pytest.mark.parametrize("odd", ["name", "action", "place"])
 def test_what_no_checkpoint_may_say_is_refused_before_the_training(odd: str, log: Path, tmp_path: Path) -> None:
     table, out = pq.read_table(log), tmp_path / "out"
