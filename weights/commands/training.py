@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from weights.commands.console import (
     show,
 )
 from weights.errors import CheckpointError
-from weights.format.manifest import Manifest
+from weights.format.manifest import ContinuousOutput, Manifest
 from weights.format.writer import check_target, refused_writing
 from weights.text_ids import IdKind
 
@@ -121,12 +121,7 @@ def train(
         settings = with_settings(TrainSettings(seed=seed), set_)
         impressions, architecture, begun = _what_to_train(log, ids, config, preset, start)
         weights = score_weights_of(score_weights, impressions.action_names)
-        outputs = continuous_outputs(architecture.continuous_actions, dwell_index=0)
-        dwell = dwell_output(begun.manifest.continuous) if begun else None
-        if begun and dwell is not None:
-            outputs = tuple(
-                DWELL_TIME if place == dwell else each for place, each in enumerate(begun.manifest.continuous)
-            )
+        outputs, dwell = _outputs(architecture, begun)
         labels: dict[str, Any] = {
             "name": name, "action_names": impressions.action_names, "score_weights": weights, "ids": ids,
             "continuous": outputs,
@@ -136,9 +131,8 @@ def train(
             Manifest(**labels, version="", config=architecture, files={}, tensors={})
         with joined(settings.device) as processes, progress_bar(shown=processes.rank == 0) as bar:
             ranker = run(
-                impressions, architecture, settings, until_ts=until, start=begun.ranker if begun else None, dwell_output=dwell or 0,
-                state=state, resume=resume,
-                report=training_report(bar, processes.rank), processes=processes,
+                impressions, architecture, settings, until_ts=until, start=begun.ranker if begun else None, dwell_output=dwell,
+                state=state, resume=resume, report=training_report(bar, processes.rank), processes=processes,
             )  # fmt: skip
             if processes.rank:
                 return  # the first process writes
@@ -165,6 +159,15 @@ def _what_to_train(
     actions = len(impressions.action_names)
     architecture = ModelConfig.from_dict(read_json(config, dict)) if config else demo_config(actions)
     return impressions, with_preset(architecture, preset) if preset else architecture, None
+
+
+def _outputs(architecture: ModelConfig, begun: Checkpoint | None) -> tuple[Sequence[ContinuousOutput], int]:
+    """The labels of the continuous outputs, and which of them learns the dwell: the one that did in `begun`, else the first."""
+    labels = begun.manifest.continuous if begun else ()
+    dwell = dwell_output(labels)
+    if dwell is None:
+        return continuous_outputs(architecture.continuous_actions, dwell_index=0), 0
+    return [*labels[:dwell], DWELL_TIME, *labels[dwell + 1 :]], dwell
 
 
 @app.command("eval")
