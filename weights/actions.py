@@ -60,6 +60,11 @@ def continuous_outputs(count: int, dwell_index: int) -> tuple[ContinuousOutput, 
     )
 
 
+def dwell_output(outputs: Sequence[ContinuousOutput]) -> int | None:
+    """The place of dwell time among a checkpoint's continuous outputs; None if it has no output of that name."""
+    return next((index for index, output in enumerate(outputs) if output.name == DWELL_TIME.name), None)
+
+
 def default_score_weights(action_names: Sequence[str], name: str = "default") -> dict[str, float]:
     """The weights of set `name` for those of the actions that it contains. Raises KeyError for an unknown set."""
     weights = SCORE_WEIGHT_SETS[name]

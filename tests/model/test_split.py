@@ -61,6 +61,13 @@ def test_a_warm_up_checks_the_products_with_every_weight() -> None:
     assert checked.keys() == {tuple(weight.shape) for weight in linear if weight is not None}
 
 
+@pytest.mark.parametrize("head_width", [6, 10])
+def test_narrow_heads_in_odd_groups_are_isolated_too(head_width: int) -> None:
+    engine = make_engine(query_heads=3, kv_heads=1, head_width=head_width)
+    engine.warm_up()  # refuses where a bit depends on the batch
+    assert engine.info.notes["self_test"]["different_bits"] == 0
+
+
 def test_a_context_that_several_items_share_is_one_set_of_rows() -> None:
     engine = make_engine()
     context = item(engine, 30, 1).context

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import typer
 
 from model.config import ModelConfig
 from model.presets import PRESETS, with_preset
-from weights.actions import continuous_outputs
+from weights.actions import DWELL_TIME, continuous_outputs, dwell_output
 from weights.checkpoint import load_checkpoint, load_encoder, save_checkpoint
 from weights.commands.console import (
     Ids,
@@ -33,12 +33,12 @@ from weights.commands.console import (
     show,
 )
 from weights.errors import CheckpointError
-from weights.format.manifest import Manifest
+from weights.format.manifest import ContinuousOutput, Manifest
 from weights.format.writer import check_target, refused_writing
 from weights.text_ids import IdKind
 
 if TYPE_CHECKING:
-    from model.ranker import Ranker
+    from weights.checkpoint import Checkpoint
     from weights.training.log import Log
     from weights.training.trainer import Status
 
@@ -121,17 +121,18 @@ def train(
         settings = with_settings(TrainSettings(seed=seed), set_)
         impressions, architecture, begun = _what_to_train(log, ids, config, preset, start)
         weights = score_weights_of(score_weights, impressions.action_names)
+        outputs, dwell = _outputs(architecture, begun)
         labels: dict[str, Any] = {
             "name": name, "action_names": impressions.action_names, "score_weights": weights, "ids": ids,
-            "continuous": continuous_outputs(architecture.continuous_actions, dwell_index=0),
+            "continuous": outputs,
         }  # fmt: skip
         with refused_writing(f"Checkpoint {out}"):  # refuse now, not after training
             check_target(out, replace=replace_existing)
             Manifest(**labels, version="", config=architecture, files={}, tensors={})
         with joined(settings.device) as processes, progress_bar(shown=processes.rank == 0) as bar:
             ranker = run(
-                impressions, architecture, settings, until_ts=until, start=begun, state=state, resume=resume,
-                report=training_report(bar, processes.rank), processes=processes,
+                impressions, architecture, settings, until_ts=until, start=begun.ranker if begun else None, dwell_output=dwell,
+                state=state, resume=resume, report=training_report(bar, processes.rank), processes=processes,
             )  # fmt: skip
             if processes.rank:
                 return  # the first process writes
@@ -141,8 +142,8 @@ def train(
 
 def _what_to_train(
     log: Path, ids: IdKind, config: Path | None, preset: str, start: Path | None
-) -> tuple[Log, ModelConfig, Ranker | None]:
-    """The log, the architecture, and the initial weights if `start` is given."""
+) -> tuple[Log, ModelConfig, Checkpoint | None]:
+    """The log, the architecture, and the checkpoint to begin with if `start` is given."""
     from weights.training.log import aligned, read_log
     from weights.training.settings import demo_config
     from weights.training.sorted_log import FACTS_NAME, open_sorted
@@ -154,10 +155,19 @@ def _what_to_train(
         raise CheckpointError(f"{start} has ids that are {begun.manifest.ids}: give --ids {begun.manifest.ids}.")
     impressions = open_sorted(log, ids) if (log / FACTS_NAME).exists() else read_log(log, ids)
     if begun:
-        return aligned(impressions, begun.manifest.action_names), begun.manifest.config, begun.ranker
+        return aligned(impressions, begun.manifest.action_names), begun.manifest.config, begun
     actions = len(impressions.action_names)
     architecture = ModelConfig.from_dict(read_json(config, dict)) if config else demo_config(actions)
     return impressions, with_preset(architecture, preset) if preset else architecture, None
+
+
+def _outputs(architecture: ModelConfig, begun: Checkpoint | None) -> tuple[Sequence[ContinuousOutput], int]:
+    """The labels of the continuous outputs, and which of them learns the dwell: the one that did in `begun`, else the first."""
+    labels = begun.manifest.continuous if begun else ()
+    dwell = dwell_output(labels)
+    if dwell is None:
+        return continuous_outputs(architecture.continuous_actions, dwell_index=0), 0
+    return [*labels[:dwell], DWELL_TIME, *labels[dwell + 1 :]], dwell
 
 
 @app.command("eval")
@@ -181,16 +191,16 @@ def eval_(
         from weights.training.world.store import LOG_NAME, load_facts
 
         loaded = load_checkpoint(checkpoint)
-        facts = load_facts(world_directory) if world_directory else None
         impressions = aligned(
             read_log(world_directory / LOG_NAME if world_directory else Path(str(log)), loaded.manifest.ids),
             loaded.manifest.action_names,
         )
+        facts = load_facts(world_directory, impressions.action_names) if world_directory else None
         test_ts = facts.test_ts if facts else int(since or 0)
         with progress_bar() as bar:
             evaluation = evaluate(
                 loaded.ranker, impressions, test_ts, loaded.manifest.score_weights, facts,
-                ablation_requests=ablation_requests, progress=bar,
+                dwell_output=dwell_output(loaded.manifest.continuous), ablation_requests=ablation_requests, progress=bar,
             )  # fmt: skip
         source = f"--world {world_directory}" if world_directory else f"--log {log} --since {since}"
         command = f"python -m weights eval --checkpoint {checkpoint} {source} --out {out}"

@@ -212,10 +212,12 @@ def _positions(ranker: Ranker, context: Context, candidates: Candidates) -> dict
 def _leave_one_out(ranker: Ranker, request: Request) -> tuple[Array, Array]:
     """Changes of scores `[h + 1, C]` and of probabilities `[h + 1, C, A]`: with each item minus without it."""
 
-    def probabilities(context: Context) -> Array:
-        return 1 / (1 + np.exp(-_logits(ranker, context, request.candidates).astype(np.float64)))
+    def outputs(context: Context) -> Array:
+        logits, continuous = ranker(collate([(context, request.candidates)], ranker.config))
+        return torch.cat((torch.sigmoid(logits.double()), continuous.double()), -1)[0].numpy()
 
     context, events = request.context, np.arange(len(request.context))
     fewer = [*(context.rows(np.delete(events, place)) for place in events), replace(context, user_id=0)]
-    changes = probabilities(context) - np.stack([probabilities(each) for each in fewer])
-    return changes @ request.weights, changes.astype(np.float32)
+    changes = outputs(context) - np.stack([outputs(each) for each in fewer])
+    scores = changes[..., : len(request.weights)] @ request.weights
+    return scores, changes[..., : ranker.config.actions].astype(np.float32)

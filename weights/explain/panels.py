@@ -67,7 +67,7 @@ def mask(figures: Figures, labels: Labels) -> Panel:
 def isolation(figures: Figures, labels: Labels) -> Panel:
     """2: how much one candidate moves another."""
     figure, grid = plt.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
-    most = max(float(figures.leaking.max()), 1e-30)
+    most = max(float(figures.leaking.max()), 1e-8)
     for axes, moves, title in zip(
         grid, (figures.isolation, figures.leaking), ("ranking mask", "control: causal mask"), strict=False
     ):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from model.config import MAX_DWELL_SECONDS
 from model.inputs import Candidates, Context, age_bucket
-from weights.actions import default_score_weights
+from weights.actions import CONTINUOUS_WEIGHTS, default_score_weights
 from weights.errors import CheckpointError
 from weights.format.manifest import Manifest
 from weights.text_ids import TEXT_RULE, is_text_id, text_ids
@@ -18,7 +18,8 @@ from weights.text_ids import TEXT_RULE, is_text_id, text_ids
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The newest events that fit the window, the candidates, the score weights float64 `[A]`, and a name for each token."""
+    """The newest events that fit the window, the candidates, the score weights float64 `[A]`, or `[A + Z]` where they weigh continuous
+    outputs (of 0 … 1), and a name for each token."""
 
     context: Context
     candidates: Candidates
@@ -68,8 +69,11 @@ def _request(body: dict[str, Any], manifest: Manifest, names: dict[str, str]) ->
     columns = (_ids(posts, "post_id", manifest), _ids(posts, "author_id", manifest))
     candidates = Candidates(*columns, _column(posts, "product_surface", np.int64), ages)
     weights = body.get("weights", manifest.score_weights)
-    weights = default_score_weights(manifest.action_names, weights) if isinstance(weights, str) else weights
     factors = np.zeros(config.actions)
+    if isinstance(weights, str):
+        further = CONTINUOUS_WEIGHTS.get(weights, {})
+        factors = np.append(factors, [further.get(each.name, 0.0) * each.scale for each in manifest.continuous])
+        weights = default_score_weights(manifest.action_names, weights)
     for name, weight in weights.items():
         factors[place_of(name)] = float(weight)
     if not np.isfinite(factors).all():

@@ -34,14 +34,15 @@ class Objective(nn.Module):
     """A batch's loss as one module: only from the loss can DistributedDataParallel see which parameters have no gradient on this
     process, for example the continuous head's if no dwell is known."""
 
-    def __init__(self, ranker: Ranker, continuous_weight: float, dtype: torch.dtype) -> None:
+    def __init__(self, ranker: Ranker, continuous_weight: float, dtype: torch.dtype, dwell_output: int = 0) -> None:
         super().__init__()
         self.ranker, self.continuous_weight, self.dtype = ranker, continuous_weight, dtype
+        self.dwell_output = dwell_output
 
     def forward(self, batch: Batch, labels: Labels) -> Tensor:
         """The loss, a scalar."""
         logits, continuous = self.ranker(batch, self.dtype)
-        return total_loss(logits, continuous, labels, self.continuous_weight)
+        return total_loss(logits, continuous, labels, self.continuous_weight, self.dwell_output)
 
 
 class Processes:

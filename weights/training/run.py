@@ -35,6 +35,7 @@ def train(
     *,
     until_ts: int | None = None,
     start: Ranker | None = None,
+    dwell_output: int = 0,
     state: Path | None = None,
     resume: bool = False,
     report: Callable[[Status], None] = lambda status: None,
@@ -42,7 +43,8 @@ def train(
 ) -> Ranker:
     """Train on the requests before `until_ts` (all if None); the last 3 % of them validate. Returns the best ranker.
 
-    `start`, of the same architecture, gives the initial values; if None, they are drawn.
+    `start`, of the same architecture, gives the initial values; if None, they are drawn. The dwell is learned by `dwell_output`
+    of the continuous outputs.
 
     Equal arguments give equal bits on one machine and build: algorithms are deterministic, the thread count is fixed.
     Several `processes` call it with the same arguments; the first of them writes the state, and all read it.
@@ -55,7 +57,7 @@ def train(
     train_requests, validation = split(requests, settings.validation_requests)
     written = alone_in(state) if state and processes.rank == 0 else nullcontext()
     with written, reproducible(settings.threads):
-        trainer = Trainer(examples, train_requests, validation, settings, start, processes)
+        trainer = Trainer(examples, train_requests, validation, settings, start, processes, dwell_output)
         if resume and state:
             load_state(trainer, state)
         facts = {"torch": torch.__version__, "step": trainer.step, "weights": weight_sums(trainer.ranker)}

@@ -58,6 +58,7 @@ class Trainer:
         settings: TrainSettings,
         start: Ranker | None = None,
         processes: Processes | None = None,
+        dwell_output: int = 0,
     ) -> None:
         self.examples, self.train, self.validation, self.settings = examples, train, validation, settings
         self.processes = processes or Processes()
@@ -69,7 +70,7 @@ class Trainer:
         if start is not None:
             self.ranker.load_state_dict(start.state_dict())
         self.ranker.to(settings.device)
-        self.plain = Objective(self.ranker, settings.continuous_weight, getattr(torch, settings.dtype))
+        self.plain = Objective(self.ranker, settings.continuous_weight, getattr(torch, settings.dtype), dwell_output)
         self.objective: nn.Module = self.plain  # `distribute` wraps it
         self.generator = generator
         self.optimizer = torch.optim.AdamW(self._groups(), lr=settings.learning_rate, betas=(0.9, 0.98), eps=1e-8)

@@ -25,6 +25,9 @@ from model.split.weights import Norm, TokenWeights
 
 KEY_TILE = 128  # states are allocated in multiples of it, so that every product has the same shape
 WIDE_ROW_SIZES = (1024, 256)  # rows of larger products, used where they give the bits of TILE_ROWS
+HEAD_COLUMNS = (
+    16  # a product with fewer columns depends on the row's place in some libraries, so narrow heads are padded
+)
 PIECE = 16384  # elements that torch computes without splitting them over threads; only gelu has so low a limit
 
 
@@ -144,8 +147,10 @@ class PortableKernels(Kernels):
         for first, count, request, index in self._tiles(step):
             state = step.states[request]
             if request not in wide:
-                # [2, G, capacity, K]: one conversion per request and layer
-                wide[request] = state.keys_values[layer].float().transpose(1, 2).contiguous()
+                # [2, G, capacity, K or more]: one conversion per request and layer
+                keys_values = state.keys_values[layer].float().transpose(1, 2)
+                padding = max(0, HEAD_COLUMNS - self.config.head_width)
+                wide[request] = functional.pad(keys_values, (0, padding)).contiguous()
             tile = slice(first, first + TILE_ROWS)
             mixed = self._attend_tile(query[tile], key_value[tile], wide[request], state, count, index)
             out[first : first + count] = mixed[:count].to(out.dtype)
@@ -167,9 +172,9 @@ class PortableKernels(Kernels):
         softmax = _Softmax(config, q)
         keys = torch.arange(KEY_TILE, device=q.device)
         for start in range(0, last, KEY_TILE):
-            block = wide[:, :, start : start + KEY_TILE]
-            weights = softmax.weights(torch.bmm(q, block[0].transpose(1, 2)), keys + start < limits)
-            softmax.mixed += torch.bmm(weights, block[1])
+            key, value = wide[:, :, start : start + KEY_TILE]
+            weights = softmax.weights(torch.bmm(q, key[..., :width].transpose(1, 2)), keys + start < limits)
+            softmax.mixed += torch.bmm(weights, value)[..., :width]
         if index < 0:
             own = key_value.float().view(TILE_ROWS, 2, kv_heads, 1, width).expand(-1, -1, -1, group, -1)
             own_key, own_value = own.permute(1, 2, 0, 3, 4).reshape(2, kv_heads, TILE_ROWS * group, width)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from model.batch import collate
+from model.inputs import Context
 from tests import goldens
 from tests.weights.call import call
 from weights.actions import default_score_weights
-from weights.checkpoint import load_encoder, load_manifest
+from weights.checkpoint import load_checkpoint, load_encoder, load_manifest
 from weights.corpus.store import load_corpus
+from weights.explain.figures import figures_of
 from weights.explain.request import read_request
 
 ROOT = Path(__file__).parents[3]
@@ -134,7 +137,22 @@ def test_masks_places_and_sets_of_weights_stand_for_what_they_stand_for_in_rank(
         return found.context.actions.tolist(), found.weights.tolist()
 
     assert read(mask, {"1": 2.5}) == read(names, {manifest.action_names[1]: 2.5})
-    assert read(mask, "x-2026-09") == read(names, default_score_weights(manifest.action_names, "x-2026-09"))
+    taken, weights = read(names, default_score_weights(manifest.action_names, "x-2026-09"))
+    assert read(mask, "x-2026-09") == (taken, [*weights, 0.004 * 30]), "a second of dwell counts as well"
+
+
+def test_a_change_of_the_dwell_is_part_of_the_change_of_the_score(request_: dict[str, Any]) -> None:
+    loaded, scores = load_checkpoint(DEMO), []
+    for weights in ("x-2026-09", default_score_weights(loaded.manifest.action_names, "x-2026-09")):
+        request = read_request(request_ | {"weights": weights}, loaded.manifest, {})
+        scores.append(figures_of(loaded.ranker, request).score_changes[-1])  # without the user
+
+    def dwell(context: Context) -> np.ndarray[Any, Any]:
+        return loaded.ranker(collate([(context, request.candidates)], loaded.manifest.config))[1][0, :, 0].numpy()  # type: ignore[no-any-return]
+
+    moved = dwell(request.context) - dwell(replace(request.context, user_id=0))
+    assert np.abs(moved).max() > 1e-3
+    assert np.allclose(scores[0] - scores[1], 0.004 * 30 * moved, atol=1e-6)
 
 
 def test_a_checkpoint_without_an_example_needs_a_request(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("pyarrow")
 
 import pyarrow.parquet as pq
+import torch
 from starlette.testclient import TestClient
 
 from app.assembly import build_app
@@ -24,10 +25,12 @@ from model.config import TRUNK_OPTIONS
 from model.create import EngineOptions, create_engine
 from model.engine import Item
 from model.presets import PRESETS, with_preset
+from model.ranker import Ranker
 from tests.weights.call import call
 from tests.weights.training.small_run import TRAINING, small_config
 from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import load_checkpoint, save_checkpoint
+from weights.format.manifest import ContinuousOutput
 from weights.training.evaluate.predict import predict
 from weights.training.examples import Examples
 from weights.training.run import train
@@ -167,6 +170,65 @@ def test_training_goes_on_from_a_checkpoint(
     refused = call(*arguments, "--replace", "--preset", "gemma")
     assert refused.exit_code == 1
     assert "--start brings its architecture along" in refused.stderr
+
+
+def test_the_dwell_is_the_output_of_that_name_as_in_a_published_checkpoint(
+    log: Path, trained: tuple[Path, Examples, np.ndarray[Any, Any]], tmp_path: Path
+) -> None:
+    one = load_checkpoint(trained[0])
+    head = one.ranker.heads.continuous
+    two = Ranker(replace(one.manifest.config, continuous_actions=2))
+    two.load_state_dict(one.ranker.state_dict() | {"heads.continuous": torch.cat((-head, head), 1)})
+    outputs = [ContinuousOutput("continuous_0", 1.0, ""), DWELL_TIME]
+    save_checkpoint(tmp_path / "two", two, name="t", action_names=one.manifest.action_names, continuous=outputs)
+    sentences = []
+    for name, checkpoint in (("one", trained[0]), ("two", tmp_path / "two")):
+        options = ("--world", log.parent, "--out", tmp_path / f"{name}-report", "--ablation-requests", 10)
+        evaluated = call("eval", "--checkpoint", checkpoint, *options)
+        assert evaluated.exit_code == 0, evaluated.output
+        report = (tmp_path / f"{name}-report" / "report.md").read_text()
+        sentences.append(report[report.index("Root mean squared error of the dwell") :].splitlines()[0])
+    assert sentences[0] == sentences[1]
+    arguments = ("train", "--log", log, "--out", tmp_path / "out", "--start", tmp_path / "two")
+    result = call(*arguments, *settings([*RUN_SETTINGS[1:], "epochs=0.05", "weight_decay=0"]))
+    assert result.exit_code == 0, result.output
+    after = load_checkpoint(tmp_path / "out")
+    assert after.manifest.continuous == tuple(outputs)
+    moved = (after.ranker.heads.continuous - two.heads.continuous).abs().amax(0)
+    assert moved[0] == 0 < moved[1]
+
+
+@pytest.mark.parametrize("kept", [slice(None, None, -1), slice(2)], ids=["order", "fewer"])
+def test_the_optimum_is_that_of_the_checkpoints_actions(
+    kept: slice, log: Path, trained: tuple[Path, Examples, np.ndarray[Any, Any]], tmp_path: Path
+) -> None:
+    one = load_checkpoint(trained[0])
+    places, before, names = (
+        range(len(one.manifest.action_names))[kept],
+        one.ranker.state_dict(),
+        one.manifest.action_names,
+    )
+    other = Ranker(replace(one.manifest.config, actions=len(places)))
+    moved = {
+        "heads.actions": before["heads.actions"][:, [*places]],
+        "tokens.action_projection": before["tokens.action_projection"][[*places]],
+    }
+    other.load_state_dict(before | moved)
+    mine = [names[place] for place in places]
+    save_checkpoint(
+        tmp_path / "other", other, name="t", action_names=mine, continuous=[DWELL_TIME], score_weights={names[0]: 1}
+    )
+    found = []
+    for checkpoint in (trained[0], tmp_path / "other"):
+        options = ("--world", log.parent, "--out", tmp_path / "report", "--ablation-requests", 10)
+        evaluated = call("eval", "--checkpoint", checkpoint, *options)
+        assert evaluated.exit_code == 0, evaluated.output
+        page = (tmp_path / "report" / "report.md").read_text()
+        found.append(
+            {line.split(" | ")[0]: line.split(" | ")[5] for line in page.splitlines() if len(line.split(" | ")) == 10}
+        )
+    assert {name: auc for name, auc in found[0].items() if name in found[1]} == found[1]
+    assert len(found[1]) == 1 + len(mine)
 
 
 @pytest.mark.parametrize("odd", ["name", "action", "place"])

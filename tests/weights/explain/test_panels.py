@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("matplotlib")
 
@@ -11,6 +12,7 @@ from matplotlib.figure import Figure
 
 from tests.weights.explain.test_figures import explained
 from weights.explain import panels
+from weights.explain.figures import figures_of
 from weights.explain.panels import Labels
 from weights.explain.retrieval import RetrievalFigures
 
@@ -42,6 +44,16 @@ def test_what_is_marked_is_where_the_figures_say(drawn: dict[str, Figure]) -> No
     assert sum(bar.get_height() for bar in bars) == pytest.approx(ranker.config.layers)  # shares fill each layer's bar
     titles = [axes.get_title() for axes in drawn["soft-cap"].axes]
     assert [title.partition(":")[0] for title in titles] == [f"layer {n}" for n in range(ranker.config.layers)]
+
+
+def test_a_model_as_upstream_initialises_it_is_drawn_too() -> None:
+    _, ranker, request = explained()
+    with torch.no_grad():
+        ranker.heads.norm.zero_()  # every logit is 0
+    figures = figures_of(ranker, request)
+    assert not figures.leaking.any()
+    names = [f"action {place}" for place in range(ranker.config.actions)]
+    assert len(panels.draw(figures, Labels(request.tokens, names))) == 9
 
 
 def test_ranks_begin_with_one(drawn: dict[str, Figure]) -> None:

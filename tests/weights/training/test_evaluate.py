@@ -46,6 +46,8 @@ def test_log_loss_and_normalised_entropy_of_a_case_done_by_hand() -> None:
     assert metrics.log_loss(happened, p) == pytest.approx(expected)
     assert metrics.normalised_entropy(happened, p) == pytest.approx(expected / np.log(2))
     assert np.isfinite(metrics.log_loss(happened, np.array([0.0, 1.0])))
+    for always in (np.ones(2, bool), np.zeros(2, bool)):
+        assert np.isnan(metrics.normalised_entropy(always, p)), "nothing is left to know"
 
 
 def test_calibrated_predictions_have_a_small_error_and_shifted_ones_the_shift() -> None:
@@ -155,6 +157,29 @@ def test_a_log_without_a_world_is_evaluated_without_an_optimum(world: World, ran
     assert figures(evaluation)["way_to_optimum"] == {}
     with pytest.raises(ValueError, match="no requests on one side"):
         evaluate(ranker, world.log, WORLD.end_ts, {})
+
+
+@pytest.mark.filterwarnings("error")
+def test_actions_that_are_rare_or_never_happen_have_a_report(world: World, ranker: Ranker, tmp_path: Path) -> None:
+    rare = np.zeros_like(world.log.actions)
+    rare[:: len(rare) // 8, 0] = True
+    log = replace(world.log, actions=rare)
+    evaluation = evaluate(ranker, log, WORLD.test_ts, {log.action_names[0]: 1.0}, ablation_requests=10)
+    write_report(evaluation, tmp_path, "Title", "command")
+    told: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
+    assert told["frequent_actions"] == []
+    assert told["mean_auc"][MODEL] is told["actions"][log.action_names[1]]["normalised_entropy"] is None
+    assert told["actions"][log.action_names[0]]["auc"] is not None
+
+
+def test_an_action_that_a_group_never_takes_leaves_the_group_its_mean(world: World, ranker: Ranker) -> None:
+    seen = np.isin(world.log.user_id, world.log.user_id[world.log.impression_ts < WORLD.test_ts])
+    column = world.log.action_names.index("favorite")
+    actions = world.log.actions.copy()
+    actions[~seen, column] = False
+    evaluation = evaluate(ranker, replace(world.log, actions=actions), WORLD.test_ts, {}, ablation_requests=10)
+    assert "favorite" in evaluation.frequent
+    assert [name for name, (model, _) in evaluation.groups.items() if np.isnan(model)] == []
 
 
 def test_the_true_probabilities_are_the_best_a_prediction_can_be(world: World) -> None:

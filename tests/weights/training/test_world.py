@@ -211,7 +211,7 @@ def test_neither_popularity_nor_affinity_is_enough(world: World) -> None:
 
 def test_a_saved_world_reads_back(world: World, tmp_path: Path) -> None:
     save_world(tmp_path, world)
-    facts = load_facts(tmp_path)
+    facts = load_facts(tmp_path, world.log.action_names)
     assert facts.test_ts == SMALL.test_ts
     assert np.array_equal(facts.truth.probabilities, world.truth.probabilities)
     assert len(facts.author_topics) == SMALL.authors

@@ -62,7 +62,7 @@ class Evaluation:
 
     def mean_auc(self, source: str) -> float:
         """Mean AUC over the frequent actions."""
-        return float(np.mean([self.figures[source][name].auc for name in self.frequent]))
+        return metrics.mean(self.figures[source][name].auc for name in self.frequent)
 
     def way(self, source: str) -> float:
         """The share of the way from 0.5 to the optimum's mean AUC that a source reaches; NaN without a world."""
@@ -72,7 +72,7 @@ class Evaluation:
 
     def calibration_error(self, source: str) -> float:
         """Mean calibration error over the frequent actions."""
-        return float(np.mean([self.figures[source][name].calibration_error for name in self.frequent]))
+        return metrics.mean(self.figures[source][name].calibration_error for name in self.frequent)
 
 
 def evaluate(
@@ -82,11 +82,13 @@ def evaluate(
     score_weights: Mapping[str, float],
     facts: Facts | None = None,
     *,
+    dwell_output: int | None = 0,
     ablation_requests: int = 3000,
     seed: int = 1,
     progress: Progress = lambda what, done, total: None,
 ) -> Evaluation:
-    """Compare on all requests from `test_ts` on. Baselines know the log before it. `facts` adds the world's optimum.
+    """Compare on all requests from `test_ts` on. Baselines know the log before it. `facts` adds the world's optimum;
+    `dwell_output` is the continuous output that predicts the dwell, None if there is none.
 
     Raises ValueError if one side of the split is empty.
     """
@@ -117,7 +119,7 @@ def evaluate(
         },
         ablations=_ablations(ranker, examples, sample, weights, progress),
         groups=_groups(train, test, model.probabilities, facts),
-        dwell_error_seconds=_dwell_error(train, test, model),
+        dwell_error_seconds=_dwell_error(train, test, model, dwell_output),
         requests=len(requests),
         impressions=len(test),
     )
@@ -142,10 +144,10 @@ def _ndcg(test: Log, probabilities: Floats, weights: Floats) -> float:
 
 
 def _mean_auc(test: Log, probabilities: Floats, rows: NDArray[np.bool_] | None = None) -> float:
-    """Mean AUC on `rows` (all if None), over the actions that are frequent in `test`."""
+    """Mean AUC on `rows` (all if None), over the actions that are frequent in `test` and happened, though not always, on them."""
     rows = np.ones(len(test), bool) if rows is None else rows
     frequent = np.flatnonzero(test.actions.mean(0) >= FREQUENT_SHARE)
-    return float(np.mean([metrics.auc(test.actions[rows, i], probabilities[rows, i]) for i in frequent]))
+    return metrics.mean(metrics.auc(test.actions[rows, i], probabilities[rows, i]) for i in frequent)
 
 
 def _ablations(
@@ -177,12 +179,12 @@ def _groups(train: Log, test: Log, model: Floats, facts: Facts | None) -> dict[s
     return result
 
 
-def _dwell_error(train: Log, test: Log, model: Prediction) -> tuple[float, float] | None:
+def _dwell_error(train: Log, test: Log, model: Prediction, output: int | None) -> tuple[float, float] | None:
     """Root mean squared errors in seconds of the model and of the training mean, with dwells cut at 30 s."""
     known = test.dwell_seconds > 0
-    if model.dwell is None or not known.any():
+    if output is None or not model.continuous.shape[1] or not known.any():
         return None
     seconds = np.minimum(test.dwell_seconds[known], MAX_DWELL_SECONDS)
     mean = np.minimum(train.dwell_seconds[train.dwell_seconds > 0], MAX_DWELL_SECONDS).mean()
-    errors = (model.dwell[known] * MAX_DWELL_SECONDS - seconds, mean - seconds)
+    errors = (model.continuous[known, output] * MAX_DWELL_SECONDS - seconds, mean - seconds)
     return float(np.sqrt(np.mean(errors[0] ** 2))), float(np.sqrt(np.mean(errors[1] ** 2)))

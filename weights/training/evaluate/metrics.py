@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,12 @@ def auc(happened: Flags, score: Array) -> float:
     return float(roc_auc_score(happened, score))
 
 
+def mean(figures: Iterable[float]) -> float:
+    """The mean of the figures that are not NaN; NaN if there are none."""
+    defined = [figure for figure in figures if not np.isnan(figure)]
+    return float(np.mean(defined)) if defined else float("nan")
+
+
 def log_loss(happened: Flags, probability: Array) -> float:
     """Mean cross-entropy in nats."""
     p = np.clip(probability.astype(np.float64), CLIP, 1 - CLIP)
@@ -37,10 +44,11 @@ def log_loss(happened: Flags, probability: Array) -> float:
 
 
 def normalised_entropy(happened: Flags, probability: Array) -> float:
-    """Log-loss divided by that of always predicting the observed share; below 1 is better than knowing only the share."""
-    share = np.full(len(happened), happened.mean())
-    base = log_loss(happened, share)
-    return log_loss(happened, probability) / base if base > 0 else float("nan")
+    """Log-loss divided by that of always predicting the observed share; below 1 is better than knowing only the share. NaN without
+    positives or without negatives."""
+    if happened.all() or not happened.any():
+        return float("nan")
+    return log_loss(happened, probability) / log_loss(happened, np.full(len(happened), happened.mean()))
 
 
 def reliability(happened: Flags, probability: Array, bins: int = 15) -> Reliability:

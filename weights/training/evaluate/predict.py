@@ -24,10 +24,10 @@ BATCH_REQUESTS = 50
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
-    """probabilities float32 `[n, A]`, and the expected dwell share float32 `[n]` if the source predicts it, else None."""
+    """probabilities float32 `[n, A]`, and the continuous outputs float32 `[n, Z]`."""
 
     probabilities: Floats
-    dwell: Floats | None = None
+    continuous: Floats
 
 
 @torch.inference_mode()
@@ -41,7 +41,7 @@ def predict(
 ) -> Prediction:
     """Predictions for the rows of the given requests, in their order. An ablation removes something from every context."""
     change = _ablation(ablation, examples, requests, np.random.default_rng(seed))
-    probabilities, dwell = [], []
+    probabilities, outputs = [], []
     for start in range(0, len(requests), BATCH_REQUESTS):
         chunk = requests[start : start + BATCH_REQUESTS]
         rows = [examples.rows(index) for index in chunk]
@@ -51,10 +51,9 @@ def predict(
         logits, continuous = ranker(batch)
         shown = torch.arange(logits.shape[1]) < torch.tensor([len(r) for r in rows])[:, None]
         probabilities.append(torch.sigmoid(logits[shown]).numpy())
-        dwell.append(continuous[shown].numpy())
+        outputs.append(continuous[shown].numpy())
         progress(min(start + BATCH_REQUESTS, len(requests)), len(requests))
-    seconds = np.concatenate(dwell)
-    return Prediction(np.concatenate(probabilities), seconds[:, 0] if seconds.shape[1] else None)
+    return Prediction(np.concatenate(probabilities), np.concatenate(outputs))
 
 
 def _ablation(

@@ -142,7 +142,7 @@ def plot_reliability(evaluation: Evaluation) -> bytes:
     """Observed share against predicted probability of the frequent actions, both axes logarithmic."""
     names = evaluation.frequent
     columns = 5
-    rows = -(-len(names) // columns)
+    rows = max(1, -(-len(names) // columns))
     figure, grid = plt.subplots(rows, columns, figsize=(9, 1.8 * rows), dpi=90, squeeze=False)
     for axes in grid.flat[len(names) :]:
         axes.axis("off")
@@ -171,7 +171,8 @@ def plot_ablations(evaluation: Evaluation) -> bytes:
     values = [evaluation.ablations[name][0] for name in names]
     bars = axes.barh(["whole" if name == "none" else name for name in names], values, color=COLOURS[MODEL])
     axes.bar_label(bars, [f"{value:.3f}" for value in values], fontsize=8, padding=2)
-    axes.set_xlim(0.5, max(values) + 0.05)
+    if not np.isnan(values).all():
+        axes.set_xlim(0.5, np.nanmax(values) + 0.05)
     axes.invert_yaxis()
     axes.set_xlabel("mean AUC, frequent actions")
     figure.tight_layout()

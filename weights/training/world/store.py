@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -73,11 +74,15 @@ def world_names(world: World) -> dict[str, Any]:
     }
 
 
-def load_facts(directory: Path) -> Facts:
-    """Read `truth.parquet` and `world.json`. Raises OSError or ValueError for files that are absent or not a world's."""
+def load_facts(directory: Path, actions: Sequence[str]) -> Facts:
+    """Read `truth.parquet` and `world.json`; the probabilities are those of `actions`, in this order.
+
+    Raises OSError or ValueError for files that are absent or not a world's."""
     document = json.loads((directory / WORLD_NAME).read_text())
     table = pq.read_table(directory / TRUTH_NAME)
-    names = [name for name in table.column_names if name.startswith(PROBABILITY_PREFIX)]
+    names = [PROBABILITY_PREFIX + name for name in actions]
+    if missing := set(names) - set(table.column_names):
+        raise ValueError(f"{directory / TRUTH_NAME} lacks {min(missing)}")
     further = (table[name].to_numpy() for name in ("log_dwell", "affinity", "topic"))
     truth = Truth(np.stack([table[name].to_numpy() for name in names], 1), *further)
     topics = {name: index for index, name in enumerate(document["topics"])}
