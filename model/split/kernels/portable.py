@@ -25,9 +25,7 @@ from model.split.weights import Norm, TokenWeights
 
 KEY_TILE = 128  # states are allocated in multiples of it, so that every product has the same shape
 WIDE_ROW_SIZES = (1024, 256)  # rows of larger products, used where they give the bits of TILE_ROWS
-HEAD_COLUMNS = (
-    16  # a product with fewer columns depends on the row's place in some libraries, so narrow heads are padded
-)
+HEAD_COLUMNS = 16  # narrower heads are padded: products of fewer columns depend on the row's place in some libraries
 PIECE = 16384  # elements that torch computes without splitting them over threads; only gelu has so low a limit
 
 
