@@ -43,6 +43,7 @@ ALSO = {  # what looks at a folder besides the tests of its modules
         "tests/reliability/test_b11_budgets.py", "tests/e2e/test_process.py", "tests/reliability/test_b4_slow.py",
     ),
     "model/ranking.py": ("tests/app/request/test_scoring.py",),
+    "model/retrieval/corpus.py": ("tests/weights/corpus/test_texts.py",),
     "model/retrieval/engine.py": ("tests/app/service/test_retrieval.py",),
     "model/retrieval/inputs.py": ("tests/weights/corpus/test_records.py",),
     "model/split/kernels/": ("tests/model/test_kernels.py",),

@@ -78,6 +78,16 @@ def same(ours: Retrieved, theirs: Retrieved) -> bool:
     return ours.post_ids.tobytes() == theirs.post_ids.tobytes() and ours.scores.tobytes() == theirs.scores.tobytes()
 
 
+def test_the_corpus_is_searched_by_as_many_threads_as_wanted(encoder: Encoder, corpus: Corpus) -> None:
+    running = []
+    for threads in (1, 4):
+        engine = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=threads))
+        engine.tower.close()
+        running.append(len(os.listdir("/proc/self/task")))
+        engine.close()
+    assert running[1] == running[0] + 3
+
+
 def test_a_closed_index_is_freed_once_and_searches_nothing(corpus: Corpus) -> None:
     index = NativeIndex(corpus.vectors, threads=1)
     freed: list[Any] = []
@@ -378,6 +388,7 @@ def test_a_change_needs_neither_compiler_nor_kernel_on_the_disk(
     encoder: Encoder, corpus: Corpus, contexts: list[Context], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=1, kernel_directory=tmp_path / "kernels"))
+    assert {path.name.partition("-")[0] for path in (tmp_path / "kernels").iterdir()} == {"kernel", "search"}
     shutil.rmtree(tmp_path / "kernels")
     monkeypatch.setenv("PATH", "")
     made.change(Change(NONE, as_new(corpus, [40], [900_001]), Mark()))

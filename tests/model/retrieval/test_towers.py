@@ -125,6 +125,15 @@ def test_events_without_a_post_are_absent_whatever_the_number_of_hash_functions(
     assert towers.encode_posts(context.post_ids[:2], context.author_ids[:2]).square().sum(1).numpy() == pytest.approx(1)
 
 
+def test_towers_in_training_encode_without_a_graph() -> None:
+    config = retrieval_config(random_config())
+    towers = random_model(config, 3).requires_grad_(True)
+    assert isinstance(towers, Towers)
+    ids = np.array([5, 6], np.uint64)
+    for vectors in (towers.encode_posts(ids, ids), towers.encode_users([random_context(config, 9)])):
+        assert not vectors.requires_grad
+
+
 @pytest.mark.parametrize("name", goldens.NAMES)
 def test_the_order_of_the_history_matters(name: str, encoders: dict[str, Encoder]) -> None:
     """Negative control: with upstream's initial weights a user is a bag of tokens, and much above would hold all the same."""
