@@ -14,6 +14,7 @@ from app.server.observer import Observer
 
 COPY_SECONDS = 5e-10  # roughly the kernel's time to copy a byte of a reply, after the step that writes it
 SHORT_BYTES = 2**13  # shorter bodies hold the loop too briefly to time: reading the thread's clock is a system call
+MANY_PIECES, PIECE_SECONDS = 1024, 1e-7  # chunks in one read of 256 KiB, and roughly what reading one takes
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -78,8 +79,10 @@ class Cycle:
         """Bytes of the body that wait for the endpoint, with their overhead."""
         return self._size + CHUNK_BYTES * len(self._body) if self._body else 0
 
-    def feed(self, data: bytes) -> None:
-        """Take a piece of the body."""
+    def feed(self, data: bytes, pieces: int) -> None:
+        """Take what one read holds of the body."""
+        if pieces > MANY_PIECES:  # libuv reads a busy connection up to 32 times in a turn, unless it is paused
+            self._connection.rest(pieces * PIECE_SECONDS, shares=True)
         if self.response_started:
             return
         self._size += len(data)

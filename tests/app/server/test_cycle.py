@@ -23,6 +23,7 @@ from app.loop_lag import LoopLag
 from app.server import connection, cycle
 from app.server.connection import Connection
 from app.server.cycle import Cycle
+from loadtest.generate.broken_requests import CHUNKED
 from loadtest.generate.payload import post, rank_body, rank_request
 from loadtest.generate.tensors import inference_of
 from loadtest.soak.fake_engine import ACTIONS, FakeEngine
@@ -286,6 +287,25 @@ def test_a_connection_that_held_the_loop_rests_and_then_goes_on(monkeypatch: pyt
         assert len(gaps) == 19
         assert min(gaps) >= rest[0]
         assert (statistics.median(gaps) >= 0.05) == (rest[0] == 0.05)
+
+
+def test_a_read_of_many_chunks_is_one_piece_and_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each chunk was a call, and libuv went on reading, one connection held the loop for a second at a time."""
+    fed, rests, feed = list[tuple[int, int]](), list[float](), Cycle.feed
+
+    def count(found: Cycle, data: bytes, pieces: int) -> None:
+        fed.append((len(data), pieces))
+        feed(found, data, pieces)
+
+    monkeypatch.setattr(Cycle, "feed", count)
+    monkeypatch.setattr(connection, "shared_rest_seconds", lambda held, resting: rests.append(held) or 0.001)
+    body = rank_body(1).rjust(100_000)
+    with live(FakeEngine()) as server, connect(server.port) as sock:
+        sock.sendall(CHUNKED + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+        assert statuses(one_reply(sock)) == [200]
+    assert sum(size for size, _ in fed) == sum(pieces for _, pieces in fed) == 100_000
+    assert len(fed) < 100_000 // 6
+    assert len(rests) == len([pieces for _, pieces in fed if pieces > cycle.MANY_PIECES]) > 0
 
 
 @pytest.mark.parametrize(
