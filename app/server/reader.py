@@ -15,6 +15,7 @@ import structlog
 
 MAX_HEADERS = 100
 CHUNK_FRAME_BYTES = 16  # of a chunk beside its data: its length, line ends, and a little more
+NO_TRAILERS = (b"connection", b"proxy-connection")  # llhttp would read nothing after a `close` here
 HOST = re.compile(
     rb"(?i)(\[[0-9a-f:.]+\]|(?:[\w.~!$&'()*+,;=-]|%[0-9a-f]{2})*)(?::[0-9]*)?"
 )  # RFC 3986; \w of bytes is ASCII
@@ -154,8 +155,10 @@ class Reader:
         self._field_bytes += len(name) + len(value)
         if self._field_bytes > self._max_header_bytes or self._count > MAX_HEADERS:
             raise Refused("headers")
-        if not self._is_in_body:  # trailers are counted and dropped
+        if not self._is_in_body:
             self._headers.append((name.lower(), value.rstrip(b" \t")))  # llhttp strips only leading white space
+        elif name.lower() in NO_TRAILERS:  # any other is counted and dropped
+            raise Refused("bad_request")
 
     def on_headers_complete(self) -> None:
         """As httptools calls it."""
