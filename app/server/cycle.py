@@ -7,6 +7,8 @@ import time
 from http import HTTPStatus
 from typing import Protocol
 
+import structlog
+
 from app.budgets import CHUNK_BYTES, REFUSED_SECONDS
 from app.http.asgi import Routes
 from app.http.call import Call, Fields
@@ -18,6 +20,7 @@ MANY_PIECES, PIECE_SECONDS = 1024, 1e-7  # chunks in one read of 256 KiB, and ro
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+log = structlog.get_logger("app.server.cycle")
 
 
 class Connection(Protocol):
@@ -32,6 +35,8 @@ class Connection(Protocol):
     def rest(self, seconds: float, *, shares: bool = False) -> None: ...
 
     def is_impatient(self) -> bool: ...
+
+    def cut(self, reason: str) -> None: ...
 
     def end_with_reply(self) -> None: ...
 
@@ -129,12 +134,23 @@ class Cycle:
             self._connection.rest(time.thread_time() - started, shares=self._is_wrong)
 
     def _reply(self, status: int, headers: Fields, body: bytes, may_wait: bool) -> None:
-        """Write head and body at once, or later if `may_wait` and the client is impatient. Raises RuntimeError for a control character."""
+        """Write head and body at once, or later if `may_wait` and the client is impatient. A reply that cannot be written, as for want of
+        memory or with a control character in a header, ends the connection: nobody else would answer this request."""
         if self.disconnected:
             return
+        try:
+            self._put_together(status, headers, body)
+            is_impatient = may_wait and self._connection.is_impatient()
+            if not is_impatient or not self._connection.observer.refusals.hold(self._write):
+                self._write()
+        except Exception as error:
+            log.error("fault", exc_info=error)
+            self._connection.cut("fault")
+
+    def _put_together(self, status: int, headers: Fields, body: bytes) -> None:
+        """Make the bytes of the reply, and let go of the call. Raises RuntimeError for a control character."""
         if CONTROL.search(b"".join([value for _, value in headers])):
             raise RuntimeError("a header value holds a control character")
-        connection = self._connection
         fields = b"".join([b"%b: %b\r\n" % field for field in headers])
         end = b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
         self.response_started = True
@@ -144,10 +160,7 @@ class Cycle:
             steps = self._handler.steps
             self._held = (steps.held_seconds() if steps else 0.0) + (0.0 if self._ranks else len(body) * COPY_SECONDS)
         self._handler = None  # free what the request holds now, not at the connection's next request
-        self._bytes = b"".join((STATUS_LINES[status], connection.observer.date, fields, end, body))
-        is_impatient = may_wait and connection.is_impatient()
-        if not is_impatient or not connection.observer.refusals.hold(self._write):
-            self._write()
+        self._bytes = b"".join((STATUS_LINES[status], self._connection.observer.date, fields, end, body))
 
     def _write(self) -> None:
         connection = self._connection

@@ -232,6 +232,8 @@ def _refusal_of(error: httptools.HttpParserError) -> str:
     cause = error.__context__
     if isinstance(cause, Refused):
         return str(cause.args[0])
+    if isinstance(cause, MemoryError):
+        return "crowded"
     if cause is None or not isinstance(error, httptools.HttpParserCallbackError):
         return "bad_request"
     frames = traceback.extract_tb(cause.__traceback__)[-12:]  # no message: it may hold what the caller sent

@@ -30,7 +30,18 @@ from loadtest.soak.fake_engine import ACTIONS, FakeEngine
 from tests.app.bounds import overrun
 from tests.app.fakes import Gate
 from tests.app.retrieving import loader as retrieval
-from tests.reliability.live import Live, asked, connect, exchange, live, one_reply, read_all, statuses, wait_until
+from tests.reliability.live import (
+    Live,
+    asked,
+    closed,
+    connect,
+    exchange,
+    live,
+    one_reply,
+    read_all,
+    statuses,
+    wait_until,
+)
 
 
 class Recorded:
@@ -287,6 +298,32 @@ def test_a_connection_that_held_the_loop_rests_and_then_goes_on(monkeypatch: pyt
         assert len(gaps) == 19
         assert min(gaps) >= rest[0]
         assert (statistics.median(gaps) >= 0.05) == (rest[0] == 0.05)
+
+
+def no_memory(*_: object) -> None:
+    raise MemoryError
+
+
+def test_a_reply_that_cannot_be_written_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else would answer: its client waited for as long as it liked, past its deadline."""
+    with live(FakeEngine()) as server:
+        monkeypatch.setattr(Cycle, "_write", no_memory)
+        for request in (rank_request(1), rank_request(-1), b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+            with connect(server.port, 5) as sock:
+                sock.sendall(request)
+                assert read_all(sock) == b""
+        monkeypatch.undo()
+        assert closed(server, "fault") == 3
+        with connect(server.port, 5) as sock:
+            assert asked(sock, rank_request(1)) == 200
+        assert server.sample("ranker_queue_requests") == 0
+
+
+def test_a_request_that_finds_no_memory_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cycle, "feed", no_memory)
+    with live(FakeEngine()) as server, connect(server.port, 5) as sock:
+        sock.sendall(rank_request(1))
+        assert statuses(read_all(sock)) == [429]
 
 
 def test_a_read_of_many_chunks_is_one_piece_and_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
