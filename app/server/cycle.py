@@ -15,6 +15,9 @@ from app.http.call import Call, Fields
 from app.server.observer import Observer
 
 COPY_SECONDS = 5e-10  # roughly the kernel's time to copy a byte of a reply, after the step that writes it
+LONG_HEAD_BYTES = (
+    2**11
+)  # a longer target with its headers is timed: reading 32 KiB of escapes or lists takes milliseconds
 SHORT_BYTES = 2**13  # shorter bodies hold the loop too briefly to time: reading the thread's clock is a system call
 MANY_PIECES, PIECE_SECONDS = 1024, 1e-7  # chunks in one read of 256 KiB, and roughly what reading one takes
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -47,7 +50,7 @@ class Cycle:
     """One request on a connection: collects the body, calls the endpoint and writes the reply."""
 
     __slots__ = (
-        "_body", "_bytes", "_connection", "_fields", "_handler", "_held", "_is_read", "_is_wrong", "_method", "_ranks",
+        "_body", "_bytes", "_connection", "_fields", "_handler", "_held", "_is_long", "_is_read", "_is_wrong", "_method", "_ranks",
         "_routes", "_size", "_target", "disconnected", "keep_alive", "response_complete", "response_started",
     )  # fmt: skip
 
@@ -64,13 +67,17 @@ class Cycle:
         self._handler: Call | None = None
         self._body: list[bytes] = []
         self._size = 0
+        self._is_long = len(target) + sum([len(value) for _, value in fields]) > LONG_HEAD_BYTES
         self._is_read = self._is_wrong = self._ranks = False
         self._held = 0.0
         self._bytes = b""  # the reply, until it is written
 
     def start(self) -> None:
         """Begin this request: all earlier ones on the connection have their replies."""
+        started = time.thread_time() if self._is_long else 0.0
         self._handler = self._routes[self._method, self._target].begin(self._fields, self._reply)
+        if self._is_long:
+            self._connection.rest(time.thread_time() - started, shares=True)
         if self._is_read:
             self._finish()
         elif not self.response_started:
@@ -126,7 +133,11 @@ class Cycle:
             handler.too_long()
             return
         whole = body[0] if len(body) == 1 else b"".join(body)
-        is_short = self._size < SHORT_BYTES and b"content-encoding" not in [name for name, _ in self._fields]
+        is_short = (
+            self._size < SHORT_BYTES
+            and not self._is_long
+            and b"content-encoding" not in [name for name, _ in self._fields]
+        )
         started = 0.0 if is_short else time.thread_time()  # processor time, which a busy machine does not inflate
         self._connection.release(self)
         handler.finish(whole)

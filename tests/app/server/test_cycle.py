@@ -270,6 +270,20 @@ def test_only_what_may_be_long_is_timed(monkeypatch: pytest.MonkeyPatch) -> None
             assert len(held) == times
 
 
+def test_a_connection_rests_after_a_long_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One client of paths of escapes, or of lists in `Accept`, took the event loop from all others: only bodies were timed."""
+    shared, own = list[float](), list[float]()
+    monkeypatch.setattr(connection, "shared_rest_seconds", lambda held, resting: shared.append(held) or 0.001)
+    monkeypatch.setattr(connection, "rest_seconds", lambda held: own.append(held) or 0.001)
+    with live(FakeEngine()) as server, connect(server.port, 5) as sock:
+        for value, count in (("a" * 1000, 0), ("a," * 1500, 1)):
+            assert asked(sock, rank_request(1, headers={"X-Any": value})) == 200
+            assert (len(shared), len(own)) == (count, count), "of its headers, and of its body with them"
+        path = b"/" + b"%41/" * 6000
+        assert asked(sock, post("localhost", path.decode(), b"")) == 404
+        assert max(shared[1:]) > cycle.REFUSED_SECONDS, "of the path itself"
+
+
 def test_a_connection_rests_after_a_request_for_posts_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     body, rests = post("localhost", "/retrieve", b'{"user_id":1}'), []
     monkeypatch.setattr(connection, "rest_seconds", lambda held: rests.append(held) or 0.05)
