@@ -71,7 +71,8 @@ class Budgets(Group):
     """What all callers together may take of the process."""
 
     connections: int = Field(default=2048, ge=1)
-    """Connections open at once, those of the probes' port not counted. A further one is closed as soon as it is accepted.
+    """Connections open at once, those of the probes' port not counted. A further one is closed as soon as it is accepted. Fewer where the
+    limit of open files leaves less room.
     Default: balancers keep some hundreds open; [Memory](#memory) says what each may cost."""
 
 

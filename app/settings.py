@@ -6,6 +6,7 @@ The model's architecture comes with the checkpoint and is no setting.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 from pathlib import Path
@@ -310,3 +311,5 @@ def is_loopback(host: str) -> bool:
 def _require_sha256(digest: SecretStr, what: str) -> None:
     if not re.fullmatch(r"[0-9a-fA-F]{64}", digest.get_secret_value()):
         raise ValueError(f"{what} must be a SHA-256 in hex, 64 digits: printf %s KEY | sha256sum")
+    if digest.get_secret_value().lower() == hashlib.sha256().hexdigest():
+        raise ValueError(f"{what} is the SHA-256 of nothing, which whoever sends no key would match: was KEY set?")

@@ -18,6 +18,7 @@ Headers = Mapping[bytes, bytes]
 Wires = Mapping[bytes, Wire]
 
 SCHEME = b"bearer "
+MAX_RANGES, MAX_PARAMETERS = 64, 8  # of an Accept header: several times what clients send
 LISTS = {b"accept", b"content-encoding"}
 JSON_TYPES = (JSON, JSON + b";charset=utf-8")
 BATCH: Wires = dict.fromkeys(JSON_TYPES, OBJECTS)
@@ -77,14 +78,15 @@ def is_compressed(headers: Headers) -> bool:
 
 
 def check_accept(headers: Headers, media_type: bytes) -> None:
-    """Raise NotAcceptable where the Accept header rules out this type: the most specific of its ranges that match decides."""
+    """Raise NotAcceptable where the Accept header rules out this type: the most specific of its first `MAX_RANGES` ranges that match
+    decides."""
     accept = headers.get(b"accept", b"")
     if accept in (b"", b"*/*", media_type):
         return
     ranges = {media_type: 2, media_type.partition(b"/")[0] + b"/*": 1, b"*/*": 0}
     best, is_taken = -1, False
-    for entry in accept.lower().replace(b" ", b"").replace(b"\t", b"").split(b","):
-        name, *parameters = entry.split(b";")
+    for entry in accept.lower().replace(b" ", b"").replace(b"\t", b"").split(b",", MAX_RANGES)[:MAX_RANGES]:
+        name, *parameters = entry.split(b";", MAX_PARAMETERS)
         if (rank := ranges.get(name, -1)) >= best and rank >= 0:
             quality = next((text[2:] for text in parameters if text.startswith(b"q=")), b"1")
             best, is_taken = rank, bool(quality.strip(b"0."))

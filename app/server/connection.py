@@ -183,11 +183,11 @@ class Connection(asyncio.Protocol):
             self._pause()
             self.waiting.append(cycle)
 
-    def on_body(self, body: bytes) -> None:
+    def on_body(self, body: bytes, pieces: int) -> None:
         """As `Hearer.on_body`."""
         self.arrival.bytes += len(body)
         assert self.cycle is not None
-        self.cycle.feed(body)
+        self.cycle.feed(body, pieces)
 
     def on_end(self) -> None:
         """As `Hearer.on_end`."""

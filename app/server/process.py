@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol
 import structlog
 import uvloop
 
-from app.budgets import BACKLOG
+from app.budgets import BACKLOG, CALL_CONNECTIONS, Budget
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START
 from app.http.asgi import Routes
 from app.interface import Reloads, Service
@@ -41,6 +41,7 @@ from app.telemetry import logs
 Handler = Callable[[int, FrameType | None], None]
 LOOK_SECONDS = 0.1  # between two checks of `should_exit`, which any thread may set, and of connections' deadlines
 LOOKS_A_SECOND = 10
+OTHER_FILES = 128  # descriptors for what is no caller's connection: those of operators, the files of a reload
 
 log = structlog.get_logger("app.server.process")
 
@@ -60,6 +61,7 @@ def serve(server: RankingServer, sockets: list[socket.socket] | None = None, fro
     logs.configure(server.settings.logs, front=front)
     server.service.metrics.watch_log(logs.process_sink())
     _raise_file_limit()
+    _fit_connections(server.observer.connections, server.settings)
     server.run(sockets)
     if server.service.has_running_threads():
         logs.process_sink().drain()
@@ -293,3 +295,13 @@ def _raise_file_limit() -> None:
     if soft < hard:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 20) if hard > 0 else 1 << 20, hard))
+
+
+def _fit_connections(connections: Budget, settings: Settings) -> None:
+    """Take no more connections than there are descriptors for: callers who hold all of them would keep out operators and reloads too."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    others = OTHER_FILES + (CALL_CONNECTIONS if settings.grpc.port is not None else 0)
+    most = max(files - others, files // 2)
+    if 0 < most < connections.limit:
+        log.warning("connections_limited", connections=most, open_files=files)
+        connections.limit = most

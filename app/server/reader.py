@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Protocol
 
 import httptools
 import structlog
 
 MAX_HEADERS = 100
+CHUNK_FRAME_BYTES = 16  # of a chunk beside its data: its length, line ends, and a little more
+NO_TRAILERS = (b"connection", b"proxy-connection")  # llhttp would read nothing after a `close` here
 HOST = re.compile(
     rb"(?i)(\[[0-9a-f:.]+\]|(?:[\w.~!$&'()*+,;=-]|%[0-9a-f]{2})*)(?::[0-9]*)?"
 )  # RFC 3986; \w of bytes is ASCII
@@ -72,8 +74,8 @@ class Hearer(Protocol):
         """The headers are complete, with lower-case names."""
         ...
 
-    def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+    def on_body(self, body: bytes, pieces: int) -> None:
+        """What one read holds of the body, which came in so many pieces."""
         ...
 
     def on_end(self) -> None:
@@ -85,11 +87,13 @@ class Reader:
     """Parses the requests of one connection and calls its hearer."""
 
     def __init__(self, hearer: Hearer, hosts: Hosts, max_header_bytes: int) -> None:
-        self.on_body: Callable[[bytes], None] = hearer.on_body  # as httptools calls it, for each piece
+        self._pieces: list[bytes] = []  # of the body, in the present read
+        self.on_body = self._pieces.append  # as httptools calls it; a read may hold a chunk for every six bytes
         self._hearer = hearer
         self._hosts = hosts
         self._max_header_bytes = max_header_bytes
         self._is_in_body = False
+        self._frame_bytes = 0  # received of the body beyond what its chunks need: extensions and trailers
         self._head_bytes = 0  # received while the headers were not complete
         self._target = b""
         self._headers: Headers = []
@@ -99,6 +103,7 @@ class Reader:
 
     def feed(self, data: bytes) -> bytes | None:
         """Parse these bytes. After a declined upgrade, returns the bytes to parse again, else None. Raises Refused."""
+        before = self._headers if self._is_in_body else None
         if not self._is_in_body:
             self._head_bytes += len(data)
         try:
@@ -107,9 +112,22 @@ class Reader:
             return self._declined(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             raise Refused(_refusal_of(error)) from None
-        if not self._is_in_body and self._head_bytes > self._max_header_bytes:
+        size, pieces = self._pass_on()
+        if self._is_in_body and self._headers is before:  # of a later request, the read also holds the headers
+            self._frame_bytes = max(0, self._frame_bytes + len(data) - 2 * size - CHUNK_FRAME_BYTES * pieces)
+        if (self._frame_bytes if self._is_in_body else self._head_bytes) > self._max_header_bytes:
             raise Refused("headers")
         return None
+
+    def _pass_on(self) -> tuple[int, int]:
+        """Give the hearer what this read holds of the body; returns its length and the number of its pieces."""
+        pieces = len(self._pieces)
+        if not pieces:
+            return 0, 0
+        body = self._pieces[0] if pieces == 1 else b"".join(self._pieces)
+        self._pieces.clear()
+        self._hearer.on_body(body, pieces)
+        return len(body), pieces
 
     def close(self) -> None:
         """Stop reading, and break the reference cycle with the parser."""
@@ -121,6 +139,7 @@ class Reader:
         """As httptools calls it."""
         self._target, self._headers = b"", []
         self._field_bytes, self._count = 0, 1  # the target counts as a header
+        self._frame_bytes = 0
         self._hearer.on_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -136,8 +155,10 @@ class Reader:
         self._field_bytes += len(name) + len(value)
         if self._field_bytes > self._max_header_bytes or self._count > MAX_HEADERS:
             raise Refused("headers")
-        if not self._is_in_body:  # trailers are counted and dropped
+        if not self._is_in_body:
             self._headers.append((name.lower(), value.rstrip(b" \t")))  # llhttp strips only leading white space
+        elif name.lower() in NO_TRAILERS:  # any other is counted and dropped
+            raise Refused("bad_request")
 
     def on_headers_complete(self) -> None:
         """As httptools calls it."""
@@ -155,6 +176,7 @@ class Reader:
     def on_message_complete(self) -> None:
         """As httptools calls it."""
         if not self._parser.should_upgrade():
+            self._pass_on()
             self._is_in_body = False
             self._hearer.on_end()
 
@@ -210,6 +232,8 @@ def _refusal_of(error: httptools.HttpParserError) -> str:
     cause = error.__context__
     if isinstance(cause, Refused):
         return str(cause.args[0])
+    if isinstance(cause, MemoryError):
+        return "crowded"
     if cause is None or not isinstance(error, httptools.HttpParserCallbackError):
         return "bad_request"
     frames = traceback.extract_tb(cause.__traceback__)[-12:]  # no message: it may hold what the caller sent

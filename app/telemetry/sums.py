@@ -10,7 +10,13 @@ from prometheus_client.metrics_core import Metric
 
 from app.telemetry.exposition import Distribution, Rows, added, write
 
-GAUGES = ("process_resident_memory_bytes", "process_virtual_memory_bytes", "process_open_fds")  # which may be added up
+GAUGES = (  # which may be added up
+    "process_resident_memory_bytes",
+    "process_virtual_memory_bytes",
+    "process_open_fds",
+    "ranker_budget_used",
+    "ranker_budget_limit",
+)
 
 Sample = tuple[str, dict[str, str], float]
 Key = tuple[str, tuple[tuple[str, str], ...]]

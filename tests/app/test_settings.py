@@ -150,6 +150,22 @@ def test_ports_that_are_the_same_are_refused_with_a_sentence(flags: list[str], n
         load_settings([*flags, f"--admin.token-sha256={DIGEST}"])
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--auth.keys", '{"feed": "%s"}'], "the key named feed"),
+        (["--admin.port=0", "--admin.token-sha256", "%s"], "admin.token_sha256"),
+    ],
+)
+def test_the_digest_of_an_empty_secret_is_refused(flags: list[str], named: str) -> None:
+    """As of a variable that was not set: whoever sends no key, or an empty token, would be let in."""
+    *before, last = flags
+    load_settings([*before, last % DIGEST])
+    for nothing in (hashlib.sha256().hexdigest(), hashlib.sha256().hexdigest().upper()):
+        with pytest.raises(SettingsProblem, match=f"{named} is the SHA-256 of nothing"):
+            load_settings([*before, last % nothing])
+
+
 def test_ports_that_are_free_or_on_other_addresses_are_not() -> None:
     load_settings(["--probes.port=0", "--admin.port=0", f"--admin.token-sha256={DIGEST}"])
     load_settings(["--port=9000", "--host=127.0.0.1", "--probes.port=9000", "--probes.host=127.0.0.2"])

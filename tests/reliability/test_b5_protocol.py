@@ -19,6 +19,10 @@ OTHER = {
     "a long header": (GET + b"A: " + b"b" * 40_000 + b"\r\n\r\n", 431),
     "a long path": (b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 431),
     "many headers that never end": (GET + b"A: bbbbbbbbbb\r\n" * 10_000, 431),
+    "a trailer that never ends": (CHUNKED + b"1\r\n{\r\n0\r\nA: " + b"b" * 600_000, 431),
+    "a trailer's name that never ends": (CHUNKED + b"1\r\n{\r\n0\r\n" + b"b" * 600_000, 431),
+    "a chunk extension that never ends": (CHUNKED + b"1;a=" + b"b" * 600_000, 431),
+    "extensions longer than their chunks": (CHUNKED + (b"1;a=" + b"b" * 600 + b"\r\n \r\n") * 1000, 431),
 }
 
 
@@ -59,9 +63,13 @@ def test_whole_requests_pass_and_the_connection_stays(server: Live) -> None:
     good = rank_request(3)
     head, _, body = good.partition(b"\r\n\r\n")
     chunked = CHUNKED + b"%x\r\n%b\r\n0\r\nContent-Type: forged\r\n\r\n" % (len(body), body)
+    signed = b"".join(
+        b"10;signature=%b\r\n%b\r\n" % (b"5" * 24, body[at : at + 16].ljust(16)) for at in range(0, len(body), 16)
+    )
+    chunked += CHUNKED + signed + b"0\r\nA: %b\r\n\r\n" % (b"b" * 20_000)
     large = rank_request(5, candidates=4000)  # longer than any header may be
     last = rank_request(4, headers={"Connection": "close"})
-    assert statuses(exchange(server.port, good + chunked + large + last)) == [200, 200, 200, 200]
+    assert statuses(exchange(server.port, good + chunked + large + last)) == [200, 200, 200, 200, 200]
     assert statuses(exchange(server.port, head + b"\r\nConnection: close\r\n\r\n" + body)) == [200]
     assert statuses(exchange(server.port, GET.replace(b"1.1", b"1.0") + b"\r\n")) == [200]
 

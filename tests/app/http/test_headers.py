@@ -37,6 +37,8 @@ from app.request.wires import BINARY, JSON, OBJECTS, TENSORS
         (b"*/*;q=0", False, False),
         (b"application/json ; q=0.001", True, False),
         (b",,;;q=,", False, False),
+        (b"text/html," * 63 + b"application/json", True, False),
+        (b"text/html," * 64 + b"application/json", False, False),  # a list of 16 000 took 14 ms of the event loop
     ],
 )
 def test_accept(accept: bytes, takes_json: bool, takes_binary: bool) -> None:

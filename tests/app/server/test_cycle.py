@@ -23,13 +23,25 @@ from app.loop_lag import LoopLag
 from app.server import connection, cycle
 from app.server.connection import Connection
 from app.server.cycle import Cycle
+from loadtest.generate.broken_requests import CHUNKED
 from loadtest.generate.payload import post, rank_body, rank_request
 from loadtest.generate.tensors import inference_of
 from loadtest.soak.fake_engine import ACTIONS, FakeEngine
 from tests.app.bounds import overrun
 from tests.app.fakes import Gate
 from tests.app.retrieving import loader as retrieval
-from tests.reliability.live import Live, asked, connect, exchange, live, one_reply, read_all, statuses, wait_until
+from tests.reliability.live import (
+    Live,
+    asked,
+    closed,
+    connect,
+    exchange,
+    live,
+    one_reply,
+    read_all,
+    statuses,
+    wait_until,
+)
 
 
 class Recorded:
@@ -258,6 +270,20 @@ def test_only_what_may_be_long_is_timed(monkeypatch: pytest.MonkeyPatch) -> None
             assert len(held) == times
 
 
+def test_a_connection_rests_after_a_long_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One client of paths of escapes, or of lists in `Accept`, took the event loop from all others: only bodies were timed."""
+    shared, own = list[float](), list[float]()
+    monkeypatch.setattr(connection, "shared_rest_seconds", lambda held, resting: shared.append(held) or 0.001)
+    monkeypatch.setattr(connection, "rest_seconds", lambda held: own.append(held) or 0.001)
+    with live(FakeEngine()) as server, connect(server.port, 5) as sock:
+        for value, count in (("a" * 1000, 0), ("a," * 1500, 1)):
+            assert asked(sock, rank_request(1, headers={"X-Any": value})) == 200
+            assert (len(shared), len(own)) == (count, count), "of its headers, and of its body with them"
+        path = b"/" + b"%41/" * 6000
+        assert asked(sock, post("localhost", path.decode(), b"")) == 404
+        assert max(shared[1:]) > cycle.REFUSED_SECONDS, "of the path itself"
+
+
 def test_a_connection_rests_after_a_request_for_posts_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     body, rests = post("localhost", "/retrieve", b'{"user_id":1}'), []
     monkeypatch.setattr(connection, "rest_seconds", lambda held: rests.append(held) or 0.05)
@@ -286,6 +312,51 @@ def test_a_connection_that_held_the_loop_rests_and_then_goes_on(monkeypatch: pyt
         assert len(gaps) == 19
         assert min(gaps) >= rest[0]
         assert (statistics.median(gaps) >= 0.05) == (rest[0] == 0.05)
+
+
+def no_memory(*_: object) -> None:
+    raise MemoryError
+
+
+def test_a_reply_that_cannot_be_written_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else would answer: its client waited for as long as it liked, past its deadline."""
+    with live(FakeEngine()) as server:
+        monkeypatch.setattr(Cycle, "_write", no_memory)
+        for request in (rank_request(1), rank_request(-1), b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+            with connect(server.port, 5) as sock:
+                sock.sendall(request)
+                assert read_all(sock) == b""
+        monkeypatch.undo()
+        assert closed(server, "fault") == 3
+        with connect(server.port, 5) as sock:
+            assert asked(sock, rank_request(1)) == 200
+        assert server.sample("ranker_queue_requests") == 0
+
+
+def test_a_request_that_finds_no_memory_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cycle, "feed", no_memory)
+    with live(FakeEngine()) as server, connect(server.port, 5) as sock:
+        sock.sendall(rank_request(1))
+        assert statuses(read_all(sock)) == [429]
+
+
+def test_a_read_of_many_chunks_is_one_piece_and_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each chunk was a call, and libuv went on reading, one connection held the loop for a second at a time."""
+    fed, rests, feed = list[tuple[int, int]](), list[float](), Cycle.feed
+
+    def count(found: Cycle, data: bytes, pieces: int) -> None:
+        fed.append((len(data), pieces))
+        feed(found, data, pieces)
+
+    monkeypatch.setattr(Cycle, "feed", count)
+    monkeypatch.setattr(connection, "shared_rest_seconds", lambda held, resting: rests.append(held) or 0.001)
+    body = rank_body(1).rjust(100_000)
+    with live(FakeEngine()) as server, connect(server.port) as sock:
+        sock.sendall(CHUNKED + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+        assert statuses(one_reply(sock)) == [200]
+    assert sum(size for size, _ in fed) == sum(pieces for _, pieces in fed) == 100_000
+    assert len(fed) < 100_000 // 6
+    assert len(rests) == len([pieces for _, pieces in fed if pieces > cycle.MANY_PIECES]) > 0
 
 
 @pytest.mark.parametrize(

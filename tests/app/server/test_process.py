@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import resource
 import signal
+import socket
 import subprocess
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,22 @@ def test_without_standard_descriptors_the_process_serves_and_ends_with_0(fronts:
         server.wait_ready()
         server.process.terminate()
         assert server.process.wait(90) == 0
+
+
+@pytest.mark.parametrize(("files", "fronts", "most"), [(200, 0, 100), (300, 1, 172)])
+def test_callers_never_take_the_last_descriptors(files: int, fronts: int, most: int) -> None:
+    """Otherwise who connects and stays silent keeps out the operators' ports, which do not count, and every reload."""
+    limited = "sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", sys.executable, "-m", "app"
+    with started(*limited, fronts=fronts, probes__port=0) as server, ExitStack() as crowd:
+        server.wait_ready()
+        told = event(server, "connections_limited")
+        assert (told["connections"], told["open_files"]) == (most, files)
+        for _ in range(files):
+            crowd.enter_context(socket.create_connection(("127.0.0.1", server.port), 10))
+        event(server, "listening")
+        probes = [line["port"] for line in server.lines if line["event"] == "listening"][1]
+        assert get(f"http://127.0.0.1:{probes}/readyz", 5).status_code == 200
+        assert get(f"http://127.0.0.1:{probes}/info", 5).status_code == 200
 
 
 @pytest.mark.parametrize("threads", [0, 1])

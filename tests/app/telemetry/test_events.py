@@ -51,7 +51,7 @@ SEVERAL = {
     "drain_timeout": ["fronts/supervisor.py", "server/process.py"],
     "draining": ["fronts/supervisor.py", "server/process.py"],
     "fatal": ["fronts/host.py", "fronts/supervisor.py", "server/process.py", "service/watchdog.py", "start.py"],
-    "fault": ["fronts/answers.py", "fronts/uplink.py", "http/observe.py", "server/reader.py"],
+    "fault": ["fronts/answers.py", "fronts/uplink.py", "http/observe.py", "server/cycle.py", "server/reader.py"],
     "listening": ["server/process.py", "server/process.py"],
     "stopped": ["fronts/host.py", "fronts/supervisor.py", "server/process.py"],
 }

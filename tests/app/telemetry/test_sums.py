@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 from prometheus_client import CollectorRegistry, Gauge
 
+from app.budgets import Budget
 from app.telemetry.metrics import Metrics
 from app.telemetry.sums import Deltas, Family, Sums
 
@@ -83,6 +84,17 @@ def test_what_a_process_counted_stays_and_its_gauges_go() -> None:
     [value] = [float(line.split()[1]) for line in before.splitlines() if line.startswith("process_open_fds ")]
     assert value > 5
     assert "process_open_fds 5.0" in after
+
+
+def test_what_fronts_take_of_their_budgets_is_added_up() -> None:
+    sums = Sums()
+    for front, used in ((1, 3), (2, 4)):
+        metrics = Metrics()
+        assert metrics.watch_budget("connections", Budget(10)).take(used)
+        sums.add(front, Deltas(metrics.registry).take())
+    lines = sums.render(Metrics().registry).decode().splitlines()
+    assert 'ranker_budget_used{budget="connections"} 7.0' in lines
+    assert 'ranker_budget_limit{budget="connections"} 20.0' in lines
 
 
 def test_only_what_changed_is_told_until_somebody_new_adds_up() -> None:
