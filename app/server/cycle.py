@@ -15,9 +15,7 @@ from app.http.call import Call, Fields
 from app.server.observer import Observer
 
 COPY_SECONDS = 5e-10  # roughly the kernel's time to copy a byte of a reply, after the step that writes it
-LONG_HEAD_BYTES = (
-    2**11
-)  # a longer target with its headers is timed: reading 32 KiB of escapes or lists takes milliseconds
+LONG_HEAD_BYTES = 2**11  # longer targets with headers are timed: 32 KiB of escapes or lists take milliseconds
 SHORT_BYTES = 2**13  # shorter bodies hold the loop too briefly to time: reading the thread's clock is a system call
 MANY_PIECES, PIECE_SECONDS = 1024, 1e-7  # chunks in one read of 256 KiB, and roughly what reading one takes
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
