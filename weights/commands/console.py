@@ -27,7 +27,7 @@ from rich.table import Table
 
 from weights.actions import SCORE_WEIGHT_SETS, default_score_weights
 from weights.corpus.manifest import CorpusManifest
-from weights.errors import CheckpointError
+from weights.errors import CheckpointError, reason_of
 from weights.format.manifest import Manifest
 from weights.text_ids import IdKind
 
@@ -178,7 +178,9 @@ def read_json(path: Path, kind: type) -> Any:
     """The JSON object (`dict`) or list (`list`) in a file. Raises CheckpointError for anything else."""
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}.") from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
     if type(value) is not kind:
         raise CheckpointError(f"{path} must hold a JSON {'list' if kind is list else 'object'}.")
