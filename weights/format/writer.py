@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
@@ -94,15 +95,30 @@ def refused_writing(what: str) -> Iterator[None]:
 
 @contextmanager
 def written_beside(path: Path) -> Iterator[Path]:
-    """Yield a new directory to fill. On success it replaces `path` in one step; on an error it is removed."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    partial.mkdir()
-    try:
-        yield partial
-        sync_directory(partial)
-        _put_in_place(partial, path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    """Yield a new directory to fill. On success it replaces `path` in one step; on an error it is removed, and what killed processes
+    left of theirs is removed now."""
+    _remove_unfinished(path)
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.fresh")
+    with alone_in(fresh):  # locked before it has the name by which it is removed
+        partial = fresh.rename(fresh.with_suffix(".partial"))
+        try:
+            yield partial
+            sync_directory(partial)
+            _put_in_place(partial, path)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Remove the directories that nobody fills any more: a process holds a lock on its own as long as it lives."""
+    for unfinished in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        with suppress(OSError):
+            held = os.open(unfinished, os.O_RDONLY)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(unfinished)
+            finally:
+                os.close(held)
 
 
 def check_target(path: Path, *, replace: bool) -> None:
