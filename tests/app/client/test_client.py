@@ -292,6 +292,27 @@ def test_the_deadline_bounds_the_wait_for_a_connection_too() -> None:
     assert 2.0 < seconds < 4.0  # and not 4.5
 
 
+FORKS = """
+import os, sys
+from phoenix_ranker_client import Candidate, RankerClient
+client = RankerClient(sys.argv[1])
+ports = lambda: [c._connection._network_stream.get_extra_info("client_addr")[1] for c in client._http._transport._pool.connections]
+client.rank(1, [Candidate(2, 3)], timeout_seconds=20)
+before = ports()
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+client.rank(1, [Candidate(2, 3)], timeout_seconds=20)
+assert (ports() == before) == bool(child), (before, ports())
+"""
+
+
+def test_after_a_fork_no_connection_is_shared() -> None:
+    """Two processes that read one connection get each other's rankings."""
+    with listening() as server:
+        command = [sys.executable, "-c", FORKS, f"http://127.0.0.1:{port_of(server)}"]
+        subprocess.run(command, check=True, timeout=60)
+
+
 @BOTH
 def test_a_reply_that_cannot_be_decoded_is_an_error_of_ours(kind: type) -> None:
     reply = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 4\r\n\r\njunk"
