@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from email.utils import formatdate
 from typing import Any
 
 import httpx
@@ -133,6 +134,16 @@ def test_retry_after_is_honoured_unless_the_deadline_forbids() -> None:
     assert seconds < 10
     assert isinstance(error, Unavailable)
     assert (error.retry_after_seconds, error.request_id, len(seen)) == (30.0, "theirs", 3)
+
+
+def test_retry_after_is_a_number_or_a_date() -> None:
+    now = time.time()
+    dates = {formatdate(now + 60, usegmt=True): 60.0, formatdate(now - 60, usegmt=True): 0.0}
+    for asked, seconds in ({"7": 7.0, "soon": None, "-1": None, "Mon, 99 Nov": None} | dates).items():
+        client, _ = scripted(refusal(503, "not_ready", asked), attempts=1)
+        with pytest.raises(Unavailable) as caught:
+            client.rank(1, CANDIDATES)
+        assert caught.value.retry_after_seconds == (seconds and pytest.approx(seconds, abs=10)), asked
 
 
 def test_a_replica_that_is_behind_is_asked_again() -> None:
