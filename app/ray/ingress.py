@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import structlog
 from prometheus_client.metrics_core import Metric
@@ -50,7 +51,7 @@ class Asked(NamedTuple):
         """The ASGI scope of the request."""
         return {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "root_path": "", "method": self.method,
-            "path": self.path, "raw_path": self.path.encode(), "query_string": self.query, "headers": self.headers,
+            "path": self.path, "raw_path": quote(self.path).encode(), "query_string": self.query, "headers": self.headers,
             "client": None, "server": None,
         }  # fmt: skip
 
