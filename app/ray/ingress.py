@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from app.errors import DeadlineExceeded, EngineDown, InvalidRequest, TooLarge
-from app.http.headers import Headers, check_length, timeout_seconds_of
+from app.http.headers import Headers, check_length, is_count, timeout_seconds_of
 from app.http.observe import Recorder, RequestLog
 from app.http.open_inference import MODEL, VERSION
 from app.http.openapi import RANK_MODEL
@@ -146,7 +146,7 @@ class Ingress:
 
 def with_time(asked: Asked, seconds: float) -> Asked:
     """The same request with the time that is left, where its caller has set any."""
-    if not any(name == TIMEOUT and value.isdigit() for name, value in asked.headers):
+    if not any(name == TIMEOUT and is_count(value) for name, value in asked.headers):
         return asked
     left = (TIMEOUT, b"%d" % int(seconds * 1000))
     return asked._replace(headers=[field for field in asked.headers if field[0] != TIMEOUT] + [left])

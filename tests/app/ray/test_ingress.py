@@ -133,6 +133,7 @@ SMALL = Settings(limits=Limits(max_body_bytes=1024))
         ({"path": "/metrics\n", "method": "GET"}, 404, "not_found"),
         ({"content_type": "text/plain"}, 415, "unsupported_media_type"),
         ({"x_request_timeout_ms": "soon"}, 422, "invalid_request"),
+        ({"x_request_timeout_ms": "9" * 13}, 422, "invalid_request"),
         ({"settings": SMALL, "body": b" " * 1025}, 413, "too_large"),
         ({"settings": SMALL, "body": b" " * 5000, "content_length": "0"}, 413, "too_large"),
     ],
