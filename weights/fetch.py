@@ -6,6 +6,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def fetch(
     with refused_writing(str(target)):
         out.mkdir(parents=True, exist_ok=True)
         if not target.exists():
-            with written_beside(target) as partial:
+            with suppress(FileExistsError), written_beside(target) as partial:  # another process may be the first
                 done, total = 0, sum(entry.bytes for entry in manifest.files.values())
                 for name, entry in manifest.files.items():
                     for size in copied(source, f"{root}/{name}", partial / name, entry):
@@ -54,7 +55,7 @@ def fetch(
                     if source.exists(f"{root}/{name}"):
                         write_file(partial / name, source.cat_file(f"{root}/{name}"))
                 write_file(partial / MANIFEST_NAME, raw)
-        elif (target / MANIFEST_NAME).read_bytes() != raw and not (
+        if (target / MANIFEST_NAME).read_bytes() != raw and not (
             is_corpus and load_corpus_manifest(target).version != manifest.version  # compacted since it was fetched
         ):
             raise CheckpointError("a different one with this name and version is already there")

@@ -90,6 +90,19 @@ def test_what_is_there_is_not_copied_again_and_a_changed_corpus_stays(tmp_path: 
         fetch(str(ROOT / "weights/demo-posts"), tmp_path, "posts")
 
 
+def test_of_two_fetches_at_once_the_first_to_end_stays_and_both_succeed(tmp_path: Path) -> None:
+    inodes: list[int] = []
+
+    def meanwhile(*_: object) -> None:
+        if not inodes:
+            inodes.append(0)
+            inodes[0] = fetch(str(DEMO), tmp_path, "current")[0].stat().st_ino
+
+    path, manifest = fetch(str(DEMO), tmp_path, "current", progress=meanwhile)
+    assert [path.stat().st_ino] == inodes
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["current", f"demo@{manifest.version}"]
+
+
 def test_a_flipped_bit_anywhere_is_refused_and_the_link_stays(tmp_path: Path) -> None:
     source, out = another(tmp_path / "source"), tmp_path / "out"
     fetch(str(DEMO), out, "current")

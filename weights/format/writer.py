@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import os
@@ -64,7 +65,7 @@ def write_checkpoint(
             name: TensorEntry(file_of(name), table_dtype if is_table(name) else "float32", shape)
             for name, shape in expected_shapes(config).items()
         }
-        with written_beside(path) as partial:
+        with written_beside(path, replace=replace) as partial:
             manifest = Manifest(**said, files=write_files(partial, tensors, chunks, progress), tensors=tensors)
             for name, content in {**(extras or {}), MANIFEST_NAME: manifest.to_json()}.items():
                 write_file(partial / name, content)
@@ -94,9 +95,9 @@ def refused_writing(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def written_beside(path: Path) -> Iterator[Path]:
-    """Yield a new directory to fill. On success it replaces `path` in one step; on an error it is removed, and what killed processes
-    left of theirs is removed now."""
+def written_beside(path: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield a new directory to fill. On success it becomes `path` in one step; on an error it is removed, and what killed processes
+    left of theirs is removed now. Without `replace`, raises FileExistsError where another process has written `path` meanwhile."""
     _remove_unfinished(path)
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.fresh")
     with alone_in(fresh):  # locked before it has the name by which it is removed
@@ -104,7 +105,7 @@ def written_beside(path: Path) -> Iterator[Path]:
         try:
             yield partial
             sync_directory(partial)
-            _put_in_place(partial, path)
+            _put_in_place(partial, path, replace=replace)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -185,17 +186,19 @@ def alone_in(directory: Path) -> Iterator[None]:
         os.close(held)
 
 
-def _put_in_place(partial: Path, path: Path) -> None:
+def _put_in_place(partial: Path, path: Path, *, replace: bool) -> None:
     """Rename into place. An old checkpoint is moved aside first; its other files (not tensors) that the new one lacks are kept."""
     old = None
-    if path.is_dir() and any(path.iterdir()):
+    if replace and path.is_dir() and any(path.iterdir()):
         old = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
         path.rename(old)
     try:
         partial.rename(path)
-    except OSError:
+    except OSError as error:
         if old:
             old.rename(path)
+        if error.errno == errno.ENOTEMPTY:
+            raise FileExistsError(errno.EEXIST, "another process has written it meanwhile") from error
         raise
     if old:
         for entry in old.iterdir():

@@ -113,6 +113,21 @@ def test_a_failed_rename_puts_the_old_one_back(tmp_path: Path, monkeypatch: pyte
     assert os.listdir(tmp_path) == ["c"]
 
 
+def test_what_another_process_has_written_meanwhile_stays(tmp_path: Path) -> None:
+    others: list[str] = []
+
+    def chunks(name: str) -> Iterator[Tensor]:
+        others.extend([] if others else [write(tmp_path / "c", seed=1)])
+        yield from random_chunks(CONFIG, 0)(name)
+
+    with pytest.raises(CheckpointError, match="c is not written: another process has written it meanwhile"):
+        write_checkpoint(tmp_path / "c", CONFIG, chunks, LABELS)
+    assert [load_checkpoint(tmp_path / "c").manifest.digest] == others
+    assert os.listdir(tmp_path) == ["c"]
+    asked = write_checkpoint(tmp_path / "c", CONFIG, random_chunks(CONFIG, 0), LABELS, replace=True)
+    assert load_checkpoint(tmp_path / "c").manifest.digest == asked.digest
+
+
 def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
     filling = (
         "import os, pathlib, signal, sys; from weights.format.writer import written_beside\n"
