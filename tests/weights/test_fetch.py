@@ -137,6 +137,32 @@ def test_what_cannot_be_done_is_one_sentence(url: str, options: dict[str, str], 
     assert not (tmp_path / "current").exists()
 
 
+@pytest.mark.parametrize("fault", ["500", "403", "cut", "500 of the manifest"])
+def test_a_server_that_fails_on_the_way_is_one_sentence(fault: str, tmp_path: Path) -> None:
+    failing = "manifest.json" if "manifest" in fault else "params.safetensors"
+
+    class Failing(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            if not self.path.endswith(failing):
+                super().do_GET()
+            elif fault == "cut":
+                self.wfile.write(b"HTTP/1.0 200 OK\r\nContent-Length: 1000\r\n\r\nhalf")
+            else:
+                self.send_error(int(fault[:3]))
+
+    handler = functools.partial(Failing, directory=str(ROOT / "weights"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        ended = call("fetch", url := f"http://127.0.0.1:{server.server_address[1]}/demo", "--out", tmp_path)
+        server.shutdown()
+    assert (ended.exit_code, ended.stderr.count("\n")) == (1, 1), ended.output
+    assert re.search(rf"{url}[^ ]* cannot be read: .*{fault[:3] if fault != 'cut' else ''}", ended.stderr)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_another_checkpoint_of_the_same_name_and_version_is_refused(tmp_path: Path) -> None:
     source = another(tmp_path / "source")
     fetch(str(source), tmp_path / "out", "current")
