@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -184,6 +185,16 @@ def test_a_log_that_does_not_fit_into_memory_trains(tmp_path: Path) -> None:
     assert held.returncode, "the control: in memory it does not fit"
     done = run("stream")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["impressions.bin", "events.bin"])
+def test_a_sorted_log_that_was_copied_in_part_is_refused(name: str, shuffled: Path, tmp_path: Path) -> None:
+    sort_log(shuffled, tmp_path / "sorted")
+    row = sorted_log._row_type(open_sorted(tmp_path / "sorted").action_names).itemsize
+    path = tmp_path / "sorted" / name
+    os.truncate(path, path.stat().st_size - 10 * row)
+    with pytest.raises(LogError, match=rf"{name} is \d+ bytes long instead of \d+"):
+        open_sorted(tmp_path / "sorted")
 
 
 def test_a_disk_without_room_for_the_last_rows_is_refused(shuffled: Path, tmp_path: Path) -> None:
