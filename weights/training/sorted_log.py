@@ -103,7 +103,7 @@ def sort_log(
         check_unchanged(dataset, before)
         events = Ranges(work / "events", kind, "user_id", user_cuts)
         facts = _write_impressions(work, by_time, events, names, where)
-        facts["events"] = _write_events(work, events, user_cuts)
+        _write_events(work, events, user_cuts)
         for directory in (by_time.directory, events.directory):
             directory.rmdir()
         named = {} if ids == "uint64" else {"ids": ids}
@@ -120,10 +120,13 @@ def open_sorted(directory: Path, ids: IdKind = "uint64") -> Log:
             raise LogError(f"its ids are {found}, not {ids} (--ids)")
         names = tuple(facts["actions"])
         kind = _row_type(names)
-        events = _log_of(_mapped(directory / "events.bin", kind, facts.get("events")), names)
+        events = _log_of(_mapped(directory / "events.bin", kind), names)
         per_request = {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in PER_REQUEST}
+        impressions = _mapped(directory / "impressions.bin", kind)
+        if len(impressions) < facts["rows"] or len(events) < per_request["last"].max(initial=0):
+            raise LogError("impressions.bin or events.bin is cut off")
         index = Index(**per_request, events=events, surfaces=facts["surfaces"], fingerprint=facts["fingerprint"])
-        return _log_of(_mapped(directory / "impressions.bin", kind, facts["rows"]), names, index)
+        return _log_of(impressions, names, index)
     except (OSError, ValueError, KeyError) as error:
         raise LogError(f"{directory} is not a log that sort-log wrote: {error}") from error
 
@@ -177,8 +180,8 @@ def _write_impressions(
     return {"surfaces": surfaces, "fingerprint": checksums}
 
 
-def _write_events(work: Path, events: Ranges, user_cuts: NDArray[Any]) -> int:
-    """Write the engaged rows by user, then time, and for each request the range of them before it. Return their number."""
+def _write_events(work: Path, events: Ranges, user_cuts: NDArray[Any]) -> None:
+    """Write the engaged rows by user, then time, and for each request the range of them before it."""
     users, times = np.load(work / "users.npy"), np.load(work / "times.npy")
     place = np.searchsorted(user_cuts, users, side="right")
     first, last = np.empty(len(users), np.int64), np.empty(len(users), np.int64)
@@ -192,7 +195,6 @@ def _write_events(work: Path, events: Ranges, user_cuts: NDArray[Any]) -> int:
             done += len(rows)
     _save(work / "first.npy", first)
     _save(work / "last.npy", last)
-    return done
 
 
 def _append(file: BinaryIO, values: NDArray[Any]) -> None:
@@ -219,13 +221,9 @@ def _log_of(rows: Rows, names: tuple[str, ...], index: Index | None = None) -> L
     return Log(**columns, actions=rows["actions"], action_names=names, index=index)
 
 
-def _mapped(path: Path, kind: np.dtype[Any], count: int | None) -> Rows:
-    """Map a file's rows without read-ahead: the rows around one request are of no use to the next. Raises LogError if there are not
-    `count` of them; a log of an earlier version does not say how many events it has."""
-    size = path.stat().st_size
-    if count is not None and size != count * kind.itemsize:
-        raise LogError(f"{path.name} is {size} bytes long instead of {count * kind.itemsize}")
-    if not size:
+def _mapped(path: Path, kind: np.dtype[Any]) -> Rows:
+    """Map a file's rows without read-ahead: the rows around one request are of no use to the next."""
+    if not path.stat().st_size:
         return np.empty(0, kind)
     rows = np.memmap(path, kind, "r")
     rows._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]

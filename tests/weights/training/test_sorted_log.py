@@ -192,8 +192,8 @@ def test_a_sorted_log_that_was_copied_in_part_is_refused(name: str, shuffled: Pa
     sort_log(shuffled, tmp_path / "sorted")
     row = sorted_log._row_type(open_sorted(tmp_path / "sorted").action_names).itemsize
     path = tmp_path / "sorted" / name
-    os.truncate(path, path.stat().st_size - 10 * row)
-    with pytest.raises(LogError, match=rf"{name} is \d+ bytes long instead of \d+"):
+    os.truncate(path, path.stat().st_size // row // 2 * row)
+    with pytest.raises(LogError, match="is cut off"):
         open_sorted(tmp_path / "sorted")
 
 
