@@ -38,7 +38,7 @@ def refused_politely() -> Iterator[None]:
 
     try:
         yield
-    except (TargetError, FileNotFoundError, ValueError) as error:
+    except (TargetError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         raise typer.Exit(2) from error
 

@@ -6,6 +6,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,9 @@ def fetch(
 
     Raises CheckpointError, which says what is wrong: nothing there, another digest, or a file that does not match the manifest.
     """
-    try:
+    with read_from(url):
         source, root = fsspec.core.url_to_fs(url)
         raw = source.cat_file(f"{root}/{MANIFEST_NAME}")
-    except (ImportError, OSError, ValueError) as error:
-        raise CheckpointError(f"{url} cannot be read: {error or type(error).__name__}.") from error
     is_corpus = b'"kind"' in raw
     try:
         manifest = (CorpusManifest if is_corpus else Manifest).from_json(raw)
@@ -45,16 +44,18 @@ def fetch(
     with refused_writing(str(target)):
         out.mkdir(parents=True, exist_ok=True)
         if not target.exists():
-            with written_beside(target) as partial:
+            with suppress(FileExistsError), written_beside(target) as partial:  # another process may be the first
                 done, total = 0, sum(entry.bytes for entry in manifest.files.values())
                 for name, entry in manifest.files.items():
                     for size in copied(source, f"{root}/{name}", partial / name, entry):
                         progress("Fetching", done := done + size, total)
                 for name in () if is_corpus else ALONGSIDE:
-                    if source.exists(f"{root}/{name}"):
-                        write_file(partial / name, source.cat_file(f"{root}/{name}"))
+                    with read_from(f"{url}/{name}"):
+                        content = source.cat_file(f"{root}/{name}") if source.exists(f"{root}/{name}") else None
+                    if content is not None:
+                        write_file(partial / name, content)
                 write_file(partial / MANIFEST_NAME, raw)
-        elif (target / MANIFEST_NAME).read_bytes() != raw and not (
+        if (target / MANIFEST_NAME).read_bytes() != raw and not (
             is_corpus and load_corpus_manifest(target).version != manifest.version  # compacted since it was fetched
         ):
             raise CheckpointError("a different one with this name and version is already there")
@@ -62,11 +63,26 @@ def fetch(
     return target, manifest
 
 
+@contextmanager
+def read_from(place: str) -> Iterator[None]:
+    """Turn what a file system raises, which for many is an error of their own library, into a CheckpointError that names the place."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(f"{place} cannot be read: {str(error).rstrip('.') or type(error).__name__}.") from error
+
+
 def copied(source: Any, path: str, target: Path, entry: FileEntry) -> Iterator[int]:
     """Copy one file, checking length and SHA-256; yields the size of each piece in bytes. Raises CheckpointError, OSError."""
     hashed, length = hashlib.sha256(), 0
-    with source.open(path, "rb") as reading, target.open("xb") as writing:
-        while length <= entry.bytes and (piece := reading.read(PIECE_BYTES)):
+    with read_from(path):
+        reading = source.open(path, "rb")
+    with reading, target.open("xb") as writing:
+        while length <= entry.bytes:
+            with read_from(path):
+                piece = reading.read(PIECE_BYTES)
+            if not piece:
+                break
             writing.write(piece)
             hashed.update(piece)
             length += len(piece)

@@ -110,10 +110,10 @@ def timeout_seconds_of(headers: Headers) -> float | None:
     own, envoy = headers.get(b"x-request-timeout-ms"), headers.get(b"x-envoy-expected-rq-timeout-ms")
     seconds = None
     if own is not None:
-        if not _is_count(own):
+        if not is_count(own):
             raise InvalidRequest([("X-Request-Timeout-Ms", "must be whole milliseconds")])
         seconds = int(own) / 1000
-    if envoy is not None and _is_count(envoy) and int(envoy):
+    if envoy is not None and is_count(envoy) and int(envoy):
         seconds = int(envoy) / 1000 if seconds is None else min(seconds, int(envoy) / 1000)
     return seconds
 
@@ -131,7 +131,7 @@ def at_least_of(headers: Headers) -> str:
 def check_length(headers: Headers, limit_bytes: int) -> None:
     """Raise TooLarge for a body that says it is longer than the limit."""
     length = headers.get(b"content-length", b"0")
-    if not _is_count(length) or int(length) > limit_bytes:
+    if not is_count(length) or int(length) > limit_bytes:
         raise too_long(limit_bytes)
 
 
@@ -140,5 +140,6 @@ def too_long(limit_bytes: int) -> TooLarge:
     return TooLarge(f"The body is longer than {limit_bytes} bytes.")
 
 
-def _is_count(text: bytes) -> bool:
+def is_count(text: bytes) -> bool:
+    """Whether a header holds a whole number that is small enough to be read."""
     return text.isdigit() and len(text) <= 12

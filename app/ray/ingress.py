@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import structlog
 from prometheus_client.metrics_core import Metric
@@ -15,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from app.errors import DeadlineExceeded, EngineDown, InvalidRequest, TooLarge
-from app.http.headers import Headers, check_length, timeout_seconds_of
+from app.http.headers import Headers, check_length, is_count, timeout_seconds_of
 from app.http.observe import Recorder, RequestLog
 from app.http.open_inference import MODEL, VERSION
 from app.http.openapi import RANK_MODEL
@@ -50,7 +51,7 @@ class Asked(NamedTuple):
         """The ASGI scope of the request."""
         return {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "root_path": "", "method": self.method,
-            "path": self.path, "raw_path": self.path.encode(), "query_string": self.query, "headers": self.headers,
+            "path": self.path, "raw_path": quote(self.path).encode(), "query_string": self.query, "headers": self.headers,
             "client": None, "server": None,
         }  # fmt: skip
 
@@ -145,7 +146,7 @@ class Ingress:
 
 def with_time(asked: Asked, seconds: float) -> Asked:
     """The same request with the time that is left, where its caller has set any."""
-    if not any(name == TIMEOUT and value.isdigit() for name, value in asked.headers):
+    if not any(name == TIMEOUT and is_count(value) for name, value in asked.headers):
         return asked
     left = (TIMEOUT, b"%d" % int(seconds * 1000))
     return asked._replace(headers=[field for field in asked.headers if field[0] != TIMEOUT] + [left])

@@ -57,12 +57,17 @@ class Target:
         return cls(parts.hostname, parts.port or 80, parts.path.rstrip("/") or "/rank")
 
     @property
+    def authority(self) -> str:
+        """`host:port`."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
     def origin(self) -> str:
         """`http://host:port`."""
-        return f"http://{self.host}:{self.port}"
+        return f"http://{self.authority}"
 
     def info(self) -> dict[str, Any]:
-        """`GET /info`; empty if the server has none. Raises TargetError if the server does not answer."""
+        """`GET /info`; empty if the server has none. Raises TargetError if the server does not answer, or with something else."""
         try:
             reply = get(f"{self.origin}/info", 5)
         except OSError as error:
@@ -72,7 +77,10 @@ class Target:
             ) from error
         if reply.status_code != 200:
             return {}
-        values: dict[str, Any] = json.loads(reply.text)
+        try:
+            values: dict[str, Any] = json.loads(reply.text)
+        except ValueError as error:
+            raise TargetError(f"{self.origin} is no ranking server: its /info is no JSON") from error
         return values
 
     def answers(self, path: str = "/readyz") -> bool:
@@ -91,7 +99,7 @@ class Target:
 
     def request(self, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
         """A POST of a JSON body to this server, as bytes ready to send."""
-        return post(f"{self.host}:{self.port}", self.path, body, headers)
+        return post(self.authority, self.path, body, headers)
 
 
 def total(exposition: str, metric: str, **labels: str) -> float:

@@ -90,6 +90,19 @@ def test_what_is_there_is_not_copied_again_and_a_changed_corpus_stays(tmp_path: 
         fetch(str(ROOT / "weights/demo-posts"), tmp_path, "posts")
 
 
+def test_of_two_fetches_at_once_the_first_to_end_stays_and_both_succeed(tmp_path: Path) -> None:
+    inodes: list[int] = []
+
+    def meanwhile(*_: object) -> None:
+        if not inodes:
+            inodes.append(0)
+            inodes[0] = fetch(str(DEMO), tmp_path, "current")[0].stat().st_ino
+
+    path, manifest = fetch(str(DEMO), tmp_path, "current", progress=meanwhile)
+    assert [path.stat().st_ino] == inodes
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["current", f"demo@{manifest.version}"]
+
+
 def test_a_flipped_bit_anywhere_is_refused_and_the_link_stays(tmp_path: Path) -> None:
     source, out = another(tmp_path / "source"), tmp_path / "out"
     fetch(str(DEMO), out, "current")
@@ -122,6 +135,32 @@ def test_what_cannot_be_done_is_one_sentence(url: str, options: dict[str, str], 
     with pytest.raises(CheckpointError, match=said):
         fetch(url, tmp_path, **{"link": "current", **options})
     assert not (tmp_path / "current").exists()
+
+
+@pytest.mark.parametrize("fault", ["500", "403", "cut", "500 of the manifest"])
+def test_a_server_that_fails_on_the_way_is_one_sentence(fault: str, tmp_path: Path) -> None:
+    failing = "manifest.json" if "manifest" in fault else "params.safetensors"
+
+    class Failing(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            if not self.path.endswith(failing):
+                super().do_GET()
+            elif fault == "cut":
+                self.wfile.write(b"HTTP/1.0 200 OK\r\nContent-Length: 1000\r\n\r\nhalf")
+            else:
+                self.send_error(int(fault[:3]))
+
+    handler = functools.partial(Failing, directory=str(ROOT / "weights"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        ended = call("fetch", url := f"http://127.0.0.1:{server.server_address[1]}/demo", "--out", tmp_path)
+        server.shutdown()
+    assert (ended.exit_code, ended.stderr.count("\n")) == (1, 1), ended.output
+    assert re.search(rf"{url}[^ ]* cannot be read: .*{fault[:3] if fault != 'cut' else ''}", ended.stderr)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_checkpoint_of_the_same_name_and_version_is_refused(tmp_path: Path) -> None:

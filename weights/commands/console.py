@@ -27,7 +27,7 @@ from rich.table import Table
 
 from weights.actions import SCORE_WEIGHT_SETS, default_score_weights
 from weights.corpus.manifest import CorpusManifest
-from weights.errors import CheckpointError
+from weights.errors import CheckpointError, reason_of
 from weights.format.manifest import Manifest
 from weights.text_ids import IdKind
 
@@ -57,7 +57,7 @@ ScoreWeights = Annotated[
 def run(app: typer.Typer, program: str) -> NoReturn:
     """Run a command line and exit. A usage error prints one sentence on standard error and exits with 2; usage is printed on request.
 
-    What cannot be read or written, standard output included, is one sentence as well, and exits with 1.
+    What cannot be read or written, standard output included, is one sentence as well, and exits with 1; so is memory that runs out.
     """
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     try:
@@ -70,11 +70,15 @@ def run(app: typer.Typer, program: str) -> NoReturn:
         sys.exit(2)
     except typer.Abort:
         sys.exit(1)
-    except OSError as error:
-        if error.errno is None:
+    except (OSError, MemoryError, RuntimeError) as error:
+        is_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(
+            error
+        )  # the second are torch's words
+        if not is_memory and getattr(error, "errno", None) is None:
             raise  # not the system's
+        reason = ": ".join(["not enough memory"] * is_memory + str(error).splitlines()[:1])
         with suppress(OSError):
-            print(f"{program}: {error}", file=sys.stderr, flush=True)
+            print(f"{program}: {reason}", file=sys.stderr, flush=True)
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # else Python flushes the broken one as it ends
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
@@ -174,7 +178,9 @@ def read_json(path: Path, kind: type) -> Any:
     """The JSON object (`dict`) or list (`list`) in a file. Raises CheckpointError for anything else."""
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}.") from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
     if type(value) is not kind:
         raise CheckpointError(f"{path} must hold a JSON {'list' if kind is list else 'object'}.")

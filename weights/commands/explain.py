@@ -39,6 +39,8 @@ def explain(
             raise CheckpointError("--retrieval and --corpus belong together: give both or neither.")
         loaded = load_checkpoint(directory)
         asked = request or directory / "example.json"
+        if request is None and not asked.exists():
+            raise CheckpointError(f"{directory} has no example.json: give --request.")
         names = asked.with_name("names.json")
         read = read_request(read_json(asked, dict), loaded.manifest, read_json(names, dict) if names.exists() else {})
         if candidate >= len(read.candidates):

@@ -151,7 +151,7 @@ def write_corpus(
         )
         planned = {entry.file: FileEntry("0" * 64, 0) for entry in tensors.values()}
         described(topics=(), files=planned)  # refuses labels before all posts are encoded
-        with written_beside(path) as partly:
+        with written_beside(path, replace=replace) as partly:
             files = write_files(partly, tensors, chunks, progress)
             manifest = described(topics=tuple(topics()), files=files)
             write_file(partly / MANIFEST_NAME, manifest.to_json())
@@ -181,6 +181,8 @@ def publish(directory: Path, out: Path) -> tuple[Path, CorpusManifest]:
                     write_file(partial / MANIFEST_NAME, manifest.to_json())
                     load_corpus(partial)
                 return target, manifest
+            except FileExistsError:
+                continue  # another process has written it
             except FileNotFoundError:
                 if load_corpus_manifest(directory).digest == manifest.digest:
                     raise  # otherwise it was compacted meanwhile: try again

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import glob
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
@@ -63,7 +65,7 @@ def write_checkpoint(
             name: TensorEntry(file_of(name), table_dtype if is_table(name) else "float32", shape)
             for name, shape in expected_shapes(config).items()
         }
-        with written_beside(path) as partial:
+        with written_beside(path, replace=replace) as partial:
             manifest = Manifest(**said, files=write_files(partial, tensors, chunks, progress), tensors=tensors)
             for name, content in {**(extras or {}), MANIFEST_NAME: manifest.to_json()}.items():
                 write_file(partial / name, content)
@@ -93,16 +95,31 @@ def refused_writing(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def written_beside(path: Path) -> Iterator[Path]:
-    """Yield a new directory to fill. On success it replaces `path` in one step; on an error it is removed."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    partial.mkdir()
-    try:
-        yield partial
-        sync_directory(partial)
-        _put_in_place(partial, path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+def written_beside(path: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield a new directory to fill. On success it becomes `path` in one step; on an error it is removed, and what killed processes
+    left of theirs is removed now. Without `replace`, raises FileExistsError where another process has written `path` meanwhile."""
+    _remove_unfinished(path)
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.fresh")
+    with alone_in(fresh):  # locked before it has the name by which it is removed
+        partial = fresh.rename(fresh.with_suffix(".partial"))
+        try:
+            yield partial
+            sync_directory(partial)
+            _put_in_place(partial, path, replace=replace)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Remove the directories that nobody fills any more: a process holds a lock on its own as long as it lives."""
+    for unfinished in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        with suppress(OSError):
+            held = os.open(unfinished, os.O_RDONLY)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(unfinished)
+            finally:
+                os.close(held)
 
 
 def check_target(path: Path, *, replace: bool) -> None:
@@ -169,17 +186,19 @@ def alone_in(directory: Path) -> Iterator[None]:
         os.close(held)
 
 
-def _put_in_place(partial: Path, path: Path) -> None:
+def _put_in_place(partial: Path, path: Path, *, replace: bool) -> None:
     """Rename into place. An old checkpoint is moved aside first; its other files (not tensors) that the new one lacks are kept."""
     old = None
-    if path.is_dir() and any(path.iterdir()):
+    if replace and path.is_dir() and any(path.iterdir()):
         old = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
         path.rename(old)
     try:
         partial.rename(path)
-    except OSError:
+    except OSError as error:
         if old:
             old.rename(path)
+        if error.errno == errno.ENOTEMPTY:
+            raise FileExistsError(errno.EEXIST, "another process has written it meanwhile") from error
         raise
     if old:
         for entry in old.iterdir():

@@ -145,7 +145,10 @@ def _claim(out: Path, job: Job) -> None:
         if {path.name for path in out.iterdir()} - {"job.new"}:  # that of a killed run
             raise JobError(f"{out} holds something else: choose another place")
         write_whole(stated, lambda new: new.write_text(json.dumps(wanted, indent=1)))
-    found = json.loads(stated.read_text())
+    try:
+        found = json.loads(stated.read_bytes())
+    except ValueError:
+        found = None
     if not isinstance(found, dict):
         raise JobError(f"{out} holds something else: choose another place")
     if differing := [name for name in wanted if found.get(name) != wanted[name]]:

@@ -12,7 +12,7 @@ import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -59,7 +59,7 @@ class Ranges:
         edges = np.searchsorted(place[order], np.arange(len(self) + 1))
         for number in np.flatnonzero(np.diff(edges)):
             with (self.directory / str(number)).open("ab") as file:
-                rows[order[edges[number] : edges[number + 1]]].tofile(file)
+                _append(file, rows[order[edges[number] : edges[number + 1]]])
 
     def take(self, number: int) -> Rows:
         """Read the rows of one range and delete its file."""
@@ -122,8 +122,11 @@ def open_sorted(directory: Path, ids: IdKind = "uint64") -> Log:
         kind = _row_type(names)
         events = _log_of(_mapped(directory / "events.bin", kind), names)
         per_request = {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in PER_REQUEST}
+        impressions = _mapped(directory / "impressions.bin", kind)
+        if len(impressions) < facts["rows"] or len(events) < per_request["last"].max(initial=0):
+            raise LogError("impressions.bin or events.bin is cut off")
         index = Index(**per_request, events=events, surfaces=facts["surfaces"], fingerprint=facts["fingerprint"])
-        return _log_of(_mapped(directory / "impressions.bin", kind), names, index)
+        return _log_of(impressions, names, index)
     except (OSError, ValueError, KeyError) as error:
         raise LogError(f"{directory} is not a log that sort-log wrote: {error}") from error
 
@@ -159,7 +162,7 @@ def _write_impressions(
                 continue
             rows = rows[np.lexsort((rows["request_id"], rows["impression_ts"]))]
             check_requests(_log_of(rows, names), where)
-            rows.tofile(file)
+            _append(file, rows)
             for name in checksums:
                 checksums[name] = zlib.crc32(np.ascontiguousarray(rows[name]).data, checksums[name])
             first = np.flatnonzero(np.diff(rows["request_id"], prepend=~rows["request_id"][:1]))
@@ -173,7 +176,7 @@ def _write_impressions(
     if len(np.unique(np.concatenate(ids))) < sum(map(len, ids)):
         raise LogError(f"{where}: impressions of one request_id differ in user_id or impression_ts")
     for name, values in (("starts", starts), ("times", times), ("users", users)):
-        np.save(work / f"{name}.npy", np.concatenate(values))
+        _save(work / f"{name}.npy", np.concatenate(values))
     return {"surfaces": surfaces, "fingerprint": checksums}
 
 
@@ -187,11 +190,23 @@ def _write_events(work: Path, events: Ranges, user_cuts: NDArray[Any]) -> None:
         for number in range(len(events)):
             rows, requests = events.take(number), np.flatnonzero(place == number)
             order, begin, end = histories(rows["user_id"], rows["impression_ts"], users[requests], times[requests])
-            rows[order].tofile(file)
+            _append(file, rows[order])
             first[requests], last[requests] = done + begin, done + end
             done += len(rows)
-    np.save(work / "first.npy", first)
-    np.save(work / "last.npy", last)
+    _save(work / "first.npy", first)
+    _save(work / "last.npy", last)
+
+
+def _append(file: BinaryIO, values: NDArray[Any]) -> None:
+    """Write values as `tofile` does, which loses the last of them in silence where the disk is full."""
+    file.write(np.ascontiguousarray(values).view(np.uint8).data)
+
+
+def _save(path: Path, values: NDArray[Any]) -> None:
+    """Write a file for `np.load`; `np.save` calls `tofile`."""
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(values))
+        _append(file, values)
 
 
 def _rows_of(log: Log, kind: np.dtype[Any]) -> Rows:

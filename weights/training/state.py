@@ -23,11 +23,11 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # a parameter without a gradient so
 
 
 class StateError(ValueError):
-    """A state that does not belong to this run, or cannot be read; the message says which and why."""
+    """A state that does not belong to this run, or cannot be read or written; the message says which and why."""
 
 
 def save_state(trainer: Trainer, directory: Path) -> None:
-    """Write everything that the next step depends on. A crash while writing leaves the previous state."""
+    """Write everything that the next step depends on. A crash while writing leaves the previous state. Raises StateError."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for name, parameter in trainer.ranker.named_parameters():
@@ -40,7 +40,11 @@ def save_state(trainer: Trainer, directory: Path) -> None:
     document = {"run": run_facts(trainer), **counters, "generator": trainer.generator.get_state().tolist()}
     # the counters are in the tensor file's header, so that one rename replaces both
     metadata = {COUNTERS_NAME: json.dumps(document)}
-    write_whole(directory / STATE_NAME, lambda new: save_file(tensors, new, metadata))
+    path = directory / STATE_NAME
+    try:
+        write_whole(path, lambda new: save_file(tensors, new, metadata))
+    except SafetensorError as error:  # what the library raises for a full disk
+        raise StateError(f"{path} cannot be written: {error}") from error
 
 
 def load_state(trainer: Trainer, directory: Path) -> None:

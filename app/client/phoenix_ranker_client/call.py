@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
 from typing import Generic, Protocol, TypeVar
 
 import httpx
@@ -145,14 +146,23 @@ class Call(Generic[T]):
             body = orjson.loads(content)
         except (ValueError, LookupError, TypeError, AttributeError):  # not from this service: a proxy's page, say
             body = {}
-        asked = response.headers.get("retry-after", "")
-        error = error_from(response.status_code, body, request_id, float(asked) if asked.isdecimal() else None)
+        error = error_from(response.status_code, body, request_id, _seconds(response.headers.get("retry-after", "")))
         if error.status == httpx.codes.NOT_FOUND and VERSION in self.headers:  # who lacks the model lacks its contexts
             raise ContextUnknown(error.status, error.code, error.detail, request_id)
         raise error
 
     def _too_late(self, detail: str) -> DeadlineExceeded:
         return DeadlineExceeded(0, "deadline_exceeded", detail, self.request_id)
+
+
+def _seconds(asked: str) -> float | None:
+    """The seconds that a Retry-After asks for: it is a number, or, from some proxies, a date. None if it is neither."""
+    if asked.isdecimal():
+        return float(asked)
+    try:
+        return max(0.0, parsedate_to_datetime(asked).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return None
 
 
 def wait_seconds(state: RetryCallState) -> float:

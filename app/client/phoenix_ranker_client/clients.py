@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Concatenate
 
@@ -43,7 +44,7 @@ def _awaited(
 
 
 class RankerClient:
-    """Blocking. Safe to share between threads; close it, or use it in `with`.
+    """Blocking. Safe to share between threads, and to use after a fork unless `http` is given; close it, or use it in `with`.
 
     `attempts` includes the first one; `routing_secret` keys the hash of user ids that balancers see; `wire` is the format that `rank`
     uses: "binary" carries the same numbers in a fraction of the bytes and the time.
@@ -60,7 +61,7 @@ class RankerClient:
         http: httpx.Client | None = None,
     ) -> None:
         self._calls, self._attempts = Calls(base_url, api_key, routing_secret, wire), attempts
-        self._http = http or httpx.Client(limits=LIMITS)
+        self._http, self._process = http or httpx.Client(limits=LIMITS), None if http else os.getpid()
 
     rank = _blocking(Calls.rank)
     rank_batch = _blocking(Calls.rank_batch)
@@ -86,6 +87,11 @@ class RankerClient:
         return result
 
     def _attempt(self, call: Call[T]) -> T:
+        if self._process not in (
+            None,
+            process := os.getpid(),
+        ):  # on the connections of before the fork, replies go to either
+            self._http, self._process = httpx.Client(limits=LIMITS), process
         with call.errors():
             request = call.request(self._http)
             timeouts = request.extensions["timeout"]

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from email.utils import formatdate
 from typing import Any
 
 import httpx
@@ -133,6 +134,16 @@ def test_retry_after_is_honoured_unless_the_deadline_forbids() -> None:
     assert seconds < 10
     assert isinstance(error, Unavailable)
     assert (error.retry_after_seconds, error.request_id, len(seen)) == (30.0, "theirs", 3)
+
+
+def test_retry_after_is_a_number_or_a_date() -> None:
+    now = time.time()
+    dates = {formatdate(now + 60, usegmt=True): 60.0, formatdate(now - 60, usegmt=True): 0.0}
+    for asked, seconds in ({"7": 7.0, "soon": None, "-1": None, "Mon, 99 Nov": None} | dates).items():
+        client, _ = scripted(refusal(503, "not_ready", asked), attempts=1)
+        with pytest.raises(Unavailable) as caught:
+            client.rank(1, CANDIDATES)
+        assert caught.value.retry_after_seconds == (seconds and pytest.approx(seconds, abs=10)), asked
 
 
 def test_a_replica_that_is_behind_is_asked_again() -> None:
@@ -290,6 +301,27 @@ def test_the_deadline_bounds_the_wait_for_a_connection_too() -> None:
         first.join()
     assert isinstance(error, DeadlineExceeded)
     assert 2.0 < seconds < 4.0  # and not 4.5
+
+
+FORKS = """
+import os, sys
+from phoenix_ranker_client import Candidate, RankerClient
+client = RankerClient(sys.argv[1])
+ports = lambda: [c._connection._network_stream.get_extra_info("client_addr")[1] for c in client._http._transport._pool.connections]
+client.rank(1, [Candidate(2, 3)], timeout_seconds=20)
+before = ports()
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+client.rank(1, [Candidate(2, 3)], timeout_seconds=20)
+assert (ports() == before) == bool(child), (before, ports())
+"""
+
+
+def test_after_a_fork_no_connection_is_shared() -> None:
+    """Two processes that read one connection get each other's rankings."""
+    with listening() as server:
+        command = [sys.executable, "-c", FORKS, f"http://127.0.0.1:{port_of(server)}"]
+        subprocess.run(command, check=True, timeout=60)
 
 
 @BOTH

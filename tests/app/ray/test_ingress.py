@@ -128,8 +128,12 @@ SMALL = Settings(limits=Limits(max_body_bytes=1024))
         ({"body": b"{"}, 400, "malformed_json"),
         ({"body": good(user_id=-1)}, 422, "invalid_request"),
         ({"path": "/nothing"}, 404, "not_found"),
+        ({"path": "/rank?"}, 404, "not_found"),  # sent as /rank%3F
+        ({"path": "/%72ank"}, 404, "not_found"),  # sent as /%2572ank
+        ({"path": "/metrics\n", "method": "GET"}, 404, "not_found"),
         ({"content_type": "text/plain"}, 415, "unsupported_media_type"),
         ({"x_request_timeout_ms": "soon"}, 422, "invalid_request"),
+        ({"x_request_timeout_ms": "9" * 13}, 422, "invalid_request"),
         ({"settings": SMALL, "body": b" " * 1025}, 413, "too_large"),
         ({"settings": SMALL, "body": b" " * 5000, "content_length": "0"}, 413, "too_large"),
     ],

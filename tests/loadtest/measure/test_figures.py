@@ -159,6 +159,9 @@ def test_traffic_is_cut_to_the_server_and_addresses_are_checked():
     assert (fitted.history_window, fitted.max_candidates, fitted.actions) == (63, 128, ("0", "1"))
     assert fit_traffic(TrafficSettings(), {}) == TrafficSettings()
     assert Target.parse("http://localhost:8100").origin == "http://localhost:8100"
+    of_ipv6 = Target.parse("http://[::1]:8100")
+    assert (of_ipv6.host, of_ipv6.origin) == ("::1", "http://[::1]:8100")
+    assert b"\r\nHost: [::1]:8100\r\n" in of_ipv6.request(b"{}")
     with pytest.raises(TargetError, match="not an http"):
         Target.parse("localhost:8100")
     with pytest.raises(TargetError, match="does not answer"):

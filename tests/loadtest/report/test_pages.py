@@ -2,6 +2,9 @@
 
 import json
 import re
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from typer.testing import CliRunner
@@ -93,6 +96,24 @@ def test_a_slower_server_turns_the_comparison_red(url, tmp_path):
         done = command("compare", url, slower, *COMPARED, "--out", tmp_path)
     assert done.exit_code == 1, done.output
     assert "Verdict: B is worse" in done.output
+
+
+def test_a_report_that_cannot_be_written_is_one_sentence(url, tmp_path):
+    (tmp_path / "file").touch()
+    done = command("open", "--url", url, "--seconds", 1, "--warmup", 0, "--out", tmp_path / "file")
+    assert (done.exit_code, "File exists" in done.stderr.splitlines()[-1]) == (2, True), done.output
+
+
+def test_another_server_is_told_from_ours(tmp_path):
+    (tmp_path / "info").write_text("<html>")
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        other = f"http://127.0.0.1:{server.server_port}"
+        done = command("open", "--url", other, "--out", tmp_path)
+        server.shutdown()
+    assert done.exit_code == 2
+    assert done.stderr.endswith(f"{other} is no ranking server: its /info is no JSON\n")
 
 
 def test_what_cannot_be_measured_is_refused_politely(tmp_path):

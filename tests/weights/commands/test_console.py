@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 
+import numpy as np
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 from tests.e2e.process import DEMO
 from weights.commands.checkpoints import app
 from weights.commands.console import progress_bar, refusals
+from weights.commands.console import run as in_terminal
 from weights.errors import CheckpointError
 
 
@@ -46,6 +51,23 @@ def test_a_seed_below_0_is_refused_by_every_command_that_has_one() -> None:
     for name in commands:
         refused = CliRunner().invoke(app, [name, "--seed", "-1"])
         assert (refused.exit_code, "'--seed'" in refused.output) == (2, True), refused.output
+
+
+@pytest.mark.parametrize(
+    "take",
+    [lambda: np.empty(2**50), lambda: torch.empty(2**50), lambda: bytes(2**60)],
+    ids=["numpy", "torch", "python"],
+)
+def test_memory_that_runs_out_is_one_sentence(
+    take: Callable[[], object], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = typer.Typer()
+    one.command()(take)
+    monkeypatch.setattr(sys, "argv", ["weights"])
+    with pytest.raises(SystemExit) as left:
+        in_terminal(one, "weights")
+    assert left.value.code == 1
+    assert re.fullmatch(r"weights: not enough memory.*\n", capsys.readouterr().err)
 
 
 def test_a_mistake_of_ours_keeps_its_traceback() -> None:

@@ -157,7 +157,13 @@ def test_a_change_of_the_dwell_is_part_of_the_change_of_the_score(request_: dict
 
 def test_a_checkpoint_without_an_example_needs_a_request(tmp_path: Path) -> None:
     checkpoint = goldens.imported("phoenix-jan-gqa", tmp_path / "ranker")
-    assert call("explain", checkpoint, "--out", tmp_path / "out").exit_code == 1
+    refused = call("explain", checkpoint, "--out", tmp_path / "out")
+    assert (refused.exit_code, refused.stderr) == (1, f"{checkpoint} has no example.json: give --request.\n")
+    refused = call("explain", checkpoint, "--out", tmp_path / "out", "--request", tmp_path)
+    assert (refused.exit_code, refused.stderr) == (1, f"{tmp_path} cannot be read: Is a directory.\n")
+    (deep := tmp_path / "deep.json").write_text("[" * 100_000)
+    refused = call("explain", checkpoint, "--out", tmp_path / "out", "--request", deep)
+    assert (refused.exit_code, f"{deep} cannot be read as JSON" in refused.stderr) == (1, True)
 
 
 def test_a_corpus_is_one_more_picture(out: Path, request_: dict[str, Any], tmp_path: Path) -> None:

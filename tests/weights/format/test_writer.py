@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,6 +111,42 @@ def test_a_failed_rename_puts_the_old_one_back(tmp_path: Path, monkeypatch: pyte
         write(tmp_path / "c", seed=1, replace=True)
     assert load_checkpoint(tmp_path / "c").manifest.digest == digest
     assert os.listdir(tmp_path) == ["c"]
+
+
+def test_what_another_process_has_written_meanwhile_stays(tmp_path: Path) -> None:
+    others: list[str] = []
+
+    def chunks(name: str) -> Iterator[Tensor]:
+        others.extend([] if others else [write(tmp_path / "c", seed=1)])
+        yield from random_chunks(CONFIG, 0)(name)
+
+    with pytest.raises(CheckpointError, match="c is not written: another process has written it meanwhile"):
+        write_checkpoint(tmp_path / "c", CONFIG, chunks, LABELS)
+    assert [load_checkpoint(tmp_path / "c").manifest.digest] == others
+    assert os.listdir(tmp_path) == ["c"]
+    asked = write_checkpoint(tmp_path / "c", CONFIG, random_chunks(CONFIG, 0), LABELS, replace=True)
+    assert load_checkpoint(tmp_path / "c").manifest.digest == asked.digest
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
+    filling = (
+        "import os, pathlib, signal, sys; from weights.format.writer import written_beside\n"
+        "with written_beside(pathlib.Path(sys.argv[1])) as partial:\n"
+        "    (partial / 'half').write_text('much'); print(partial.name, flush=True); sys.stdin.read()"
+    )
+    fill = [sys.executable, "-c", filling, str(tmp_path / "c")]
+    with subprocess.Popen(fill, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        half = process.stdout.readline().strip()
+        write(tmp_path / "other")
+        (tmp_path / "other").rename(tmp_path / "c2")
+        with writer.written_beside(tmp_path / "c") as partial:
+            assert sorted(os.listdir(tmp_path)) == sorted([half, partial.name, "c2"])
+        process.kill()
+    assert sorted(os.listdir(tmp_path)) == sorted([half, "c", "c2"])
+    write(tmp_path / "c")
+    assert sorted(os.listdir(tmp_path)) == ["c", "c2"]
 
 
 def test_bad_names_are_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

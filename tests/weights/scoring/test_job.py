@@ -137,8 +137,8 @@ def test_what_belongs_to_another_job_is_left_alone(scorer: Scorer, log: Path, ou
             score_log(log, out, scorer, since_ts, parts)
     assert written(out) == before
     (tmp_path / "mine").mkdir()
-    for name in ("letter.txt", "job.json"):
-        (tmp_path / "mine" / name).write_text("[]")
+    for name, content in (("letter.txt", "dear"), ("job.json", "[]"), ("job.json", '{"log": [')):
+        (tmp_path / "mine" / name).write_text(content)
         with pytest.raises(JobError, match="holds something else"):
             score_log(log, tmp_path / "mine", scorer)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +18,7 @@ pytest.importorskip("pyarrow")
 import pyarrow.parquet as pq
 
 from loadtest.bench.offline import copies
+from tests.weights.call import run
 from tests.weights.training.small_run import TRAINING, small_config
 from weights.tables import LogError
 from weights.training import sorted_log
@@ -143,6 +146,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from loadtest.bench.offline import copies
+from tests.weights.call import run
 from tests.weights.training.small_run import TRAINING, small_config
 from dataclasses import replace
 from weights.training.log import read_log
@@ -181,3 +185,29 @@ def test_a_log_that_does_not_fit_into_memory_trains(tmp_path: Path) -> None:
     assert held.returncode, "the control: in memory it does not fit"
     done = run("stream")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["impressions.bin", "events.bin"])
+def test_a_sorted_log_that_was_copied_in_part_is_refused(name: str, shuffled: Path, tmp_path: Path) -> None:
+    sort_log(shuffled, tmp_path / "sorted")
+    row = sorted_log._row_type(open_sorted(tmp_path / "sorted").action_names).itemsize
+    path = tmp_path / "sorted" / name
+    os.truncate(path, path.stat().st_size // row // 2 * row)
+    with pytest.raises(LogError, match="is cut off"):
+        open_sorted(tmp_path / "sorted")
+
+
+def test_a_disk_without_room_for_the_last_rows_is_refused(shuffled: Path, tmp_path: Path) -> None:
+    assert run("sort-log", "--log", shuffled, "--out", tmp_path / "whole")[0] == 0
+    most = max(path.stat().st_size for path in (tmp_path / "whole").iterdir()) - 100  # less than a block of a file
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        ended = run("sort-log", "--log", shuffled, "--out", tmp_path / "cut")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert ended == (1, "[Errno 27] File too large\n")
+    assert not (tmp_path / "cut").exists()
+    assert (
+        run("sort-log", "--log", shuffled, "--out", tmp_path / "cut")[0] == 0
+    )  # what the refused run left is no obstacle

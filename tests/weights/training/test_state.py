@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.weights.training.small_run import small_trainer
 from weights.training import state
 from weights.training.examples import Examples
 from weights.training.run import reproducible
-from weights.training.state import StateError, load_state, save_state
+from weights.training.state import STATE_NAME, StateError, load_state, save_state
 
 
 @pytest.fixture(autouse=True)
@@ -75,3 +76,18 @@ def test_a_state_of_another_run_or_build_is_refused(
     monkeypatch.setattr(state, "COUNTERS", (*state.COUNTERS, "new_counter"))
     with pytest.raises(StateError, match="new_counter"):
         load_state(run, tmp_path)
+
+
+def test_a_full_disk_leaves_the_state_before_and_is_refused_in_a_sentence(examples: Examples, tmp_path: Path) -> None:
+    trainer = small_trainer(examples, epochs=1)
+    save_state(trainer, tmp_path)
+    before = (tmp_path / STATE_NAME).read_bytes()
+    trainer.advance()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        with pytest.raises(StateError, match=r"state\.safetensors cannot be written: .*File too large"):
+            save_state(trainer, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / STATE_NAME).read_bytes() == before
