@@ -93,6 +93,7 @@ class Reader:
         self._hosts = hosts
         self._max_header_bytes = max_header_bytes
         self._is_in_body = False
+        self._read = 0, 0  # bytes and pieces of the body in the present read
         self._frame_bytes = 0  # received of the body beyond what its chunks need: extensions and trailers
         self._head_bytes = 0  # received while the headers were not complete
         self._target = b""
@@ -103,7 +104,7 @@ class Reader:
 
     def feed(self, data: bytes) -> bytes | None:
         """Parse these bytes. After a declined upgrade, returns the bytes to parse again, else None. Raises Refused."""
-        before = self._headers if self._is_in_body else None
+        before, self._read = self._headers if self._is_in_body else None, (0, 0)
         if not self._is_in_body:
             self._head_bytes += len(data)
         try:
@@ -112,22 +113,22 @@ class Reader:
             return self._declined(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             raise Refused(_refusal_of(error)) from None
-        size, pieces = self._pass_on()
+        if self._pieces:
+            self._pass_on()
         if self._is_in_body and self._headers is before:  # of a later request, the read also holds the headers
+            size, pieces = self._read
             self._frame_bytes = max(0, self._frame_bytes + len(data) - 2 * size - CHUNK_FRAME_BYTES * pieces)
         if (self._frame_bytes if self._is_in_body else self._head_bytes) > self._max_header_bytes:
             raise Refused("headers")
         return None
 
-    def _pass_on(self) -> tuple[int, int]:
-        """Give the hearer what this read holds of the body; returns its length and the number of its pieces."""
+    def _pass_on(self) -> None:
+        """Give the hearer what this read holds of the body."""
         pieces = len(self._pieces)
-        if not pieces:
-            return 0, 0
         body = self._pieces[0] if pieces == 1 else b"".join(self._pieces)
         self._pieces.clear()
+        self._read = len(body), pieces
         self._hearer.on_body(body, pieces)
-        return len(body), pieces
 
     def close(self) -> None:
         """Stop reading, and break the reference cycle with the parser."""
@@ -176,7 +177,8 @@ class Reader:
     def on_message_complete(self) -> None:
         """As httptools calls it."""
         if not self._parser.should_upgrade():
-            self._pass_on()
+            if self._pieces:
+                self._pass_on()
             self._is_in_body = False
             self._hearer.on_end()
 

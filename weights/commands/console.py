@@ -71,9 +71,7 @@ def run(app: typer.Typer, program: str) -> NoReturn:
     except typer.Abort:
         sys.exit(1)
     except (OSError, MemoryError, RuntimeError) as error:
-        is_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(
-            error
-        )  # the second are torch's words
+        is_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)  # torch's words
         if not is_memory and getattr(error, "errno", None) is None:
             raise  # not the system's
         reason = ": ".join(["not enough memory"] * is_memory + str(error).splitlines()[:1])

@@ -87,10 +87,8 @@ class RankerClient:
         return result
 
     def _attempt(self, call: Call[T]) -> T:
-        if self._process not in (
-            None,
-            process := os.getpid(),
-        ):  # on the connections of before the fork, replies go to either
+        process = os.getpid()
+        if self._process not in (None, process):  # on the connections of before the fork, replies go to either
             self._http, self._process = httpx.Client(limits=LIMITS), process
         with call.errors():
             request = call.request(self._http)
