@@ -89,7 +89,7 @@ class FeedReader:
                         pause, self.reason = LEAST_PAUSE_SECONDS, reason  # another process may change it
                 if reason != self.reason:
                     self.reason = reason
-                    log.error("feed_stopped", reason=reason) if reason else log.info("feed_goes_on")
+                    log.error("feed_stopped", reason=reason) if reason else log.info("feed_resumed")
                 await asyncio.sleep(pause)
         finally:
             await asyncio.to_thread(self._source.close)  # which waits for a read that is under way

@@ -231,7 +231,7 @@ class RetrievalService:
                 seconds = min(MOST_FOLLOW_SECONDS, 2 * seconds)
             if problem != self._files_problem:
                 self._files_problem = problem
-                log.error("corpus_files", reason=problem) if problem else log.info("corpus_files_right_again")
+                log.error("corpus_files", reason=problem) if problem else log.info("corpus_files_restored")
 
     async def _catch_up(self) -> bool:
         """Make the changes of other processes. Return False if the corpus has to be read again. Raises CheckpointError and EngineDown."""
