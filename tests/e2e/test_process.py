@@ -130,14 +130,17 @@ def chunks(count: int, size: int) -> Iterator[bytes]:
     yield b"0\r\n\r\n"
 
 
-@pytest.mark.parametrize(("count", "size"), [(1_000_000, 1), (2_000, 65_536)])
-def test_a_long_chunked_body_costs_no_memory(server: Server, client: httpx.Client, count: int, size: int) -> None:
+@pytest.mark.parametrize(("count", "size", "most"), [(1_000_000, 1, 5 * MIB), (2_000, 65_536, 2 * MIB)])
+def test_a_long_chunked_body_costs_no_memory(
+    server: Server, client: httpx.Client, count: int, size: int, most: int
+) -> None:
+    """But for the chunks of one read, tens of thousands if each holds a byte."""
     client.get("/livez")
     before = memory_bytes(server)
     reply = exchange(server, b"transfer-encoding: chunked", chunks(count, size))
     assert reply.startswith(b"HTTP/1.1 413 ")
     assert reply.count(b"HTTP/1.1 ") == 1
-    assert memory_bytes(server) - before <= 2 * MIB
+    assert memory_bytes(server) - before <= most
     assert client.get("/livez").status_code == 200
 
 
