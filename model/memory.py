@@ -3,6 +3,7 @@ threads to use."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import resource
 from pathlib import Path
@@ -41,28 +42,38 @@ def _amount(count: float) -> str:
 
 
 def free_bytes(root: Path = Path("/")) -> float:
-    """Bytes that the machine, this process's control group (version 2) and its RLIMIT_AS still allow; infinity if none can be read."""
+    """Bytes that the machine, this process's control groups (version 2) and its RLIMIT_AS still allow; infinity if none can be read."""
     free = [float("inf")]
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         free.append(limit - 1024 * _number(root / "proc/self/status", r"VmSize:\s+(\d+) kB") - RESERVED_BYTES)
     if available := _number(root / "proc/meminfo", r"MemAvailable:\s+(\d+) kB"):
         free.append(1024 * available)
-    group = root / "sys/fs/cgroup"
-    if limit := _number(group / "memory.max", r"(\d+)"):
-        cached = _number(group / "memory.stat", r"(?m)^inactive_file (\d+)")  # freed when memory is short
-        free.append(limit - _number(group / "memory.current", r"(\d+)") + cached)
+    for group in _groups(root):
+        if limit := _number(group / "memory.max", r"(\d+)"):
+            cached = _number(group / "memory.stat", r"(?m)^inactive_file (\d+)")  # freed when memory is short
+            free.append(limit - _number(group / "memory.current", r"(\d+)") + cached)
     return min(free)
 
 
 def usable_threads(root: Path = Path("/")) -> int:
-    """Torch's number of threads, but no more than the processors that this process's control group (version 2) may keep busy."""
+    """Torch's number of threads, but no more than the processors that this process's control groups (version 2) may keep busy."""
     cores = torch.get_num_threads()
+    for group in _groups(root):
+        with contextlib.suppress(OSError, ValueError):  # there is no such file, or it says "max"
+            quota, period = (group / "cpu.max").read_text().split()
+            cores = max(1, min(cores, int(quota) // int(period)))
+    return cores
+
+
+def _groups(root: Path) -> list[Path]:
+    """This process's control group and those around it, as far as it sees them. A container sees one, a service of systemd all."""
     try:
-        quota, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, min(cores, int(quota) // int(period)))
-    except (OSError, ValueError):  # there is no such file, or it says "max"
-        return cores
+        found = re.search(r"(?m)^0::/(.*)$", (root / "proc/self/cgroup").read_text())
+    except OSError:
+        found = None
+    own = Path(found[1]) if found and ".." not in found[1] else Path()  # "..": seen from another namespace
+    return [root / "sys/fs/cgroup" / group for group in (own, *own.parents)]
 
 
 def _number(file: Path, pattern: str) -> int:

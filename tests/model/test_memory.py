@@ -66,6 +66,27 @@ def test_a_control_group_limits_the_threads(
     assert usable_threads(tmp_path) == threads
 
 
+@pytest.mark.parametrize(
+    ("group", "is_seen"), [("/system.slice/ranker.service", True), ("/", False), ("/../other", False)]
+)
+def test_a_service_is_held_to_the_limits_of_its_own_group_and_of_those_around(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, is_seen: bool
+) -> None:
+    """As systemd sets them with `MemoryMax` and `CPUQuota`: the group of the whole machine has no limit."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    root = machine(tmp_path, 8 * GIB)
+    (root / "proc/self").mkdir()
+    (root / "proc/self/cgroup").write_text(f"1:name=systemd:/elsewhere\n0::{group}\n")
+    own = root / "sys/fs/cgroup/system.slice/ranker.service"
+    own.mkdir(parents=True)
+    (own / "memory.max").write_text(f"{2 * GIB}\n")
+    (own / "memory.current").write_text(f"{GIB}\n")
+    (own / "cpu.max").write_text("max 100000\n")
+    (own.parent / "cpu.max").write_text("300000 100000\n")
+    assert free_bytes(root) == (GIB if is_seen else 8 * GIB)
+    assert usable_threads(root) == (3 if is_seen else 8)
+
+
 def test_this_machine_says_something_sensible() -> None:
     assert GIB / 16 < free_bytes() < 2**50
     assert shortage(2**20) == ""
