@@ -84,7 +84,7 @@ class Posts:
     def _lines(self) -> Iterator[NDArray[Any]]:
         assert self._topics_file is not None
         try:
-            with self._topics_file.open(encoding="utf-8") as file:
+            with self._topics_file.open(encoding="utf-8-sig") as file:
                 if (count := sum(1 for _ in file)) != self.posts:
                     raise CheckpointError(f"{self._topics_file} has {count} lines for {self.posts} posts.")
                 file.seek(0)
@@ -169,6 +169,8 @@ def make_corpus(
     The file does not say which model made its vectors, so some rows are compared with the candidate tower's.
     Raises CheckpointError.
     """
+    if not source.posts:
+        raise CheckpointError(f"{source.path} holds no post.")
     if source.ids != (wanted := encoder.manifest.ids):
         raise CheckpointError(
             f"{source.path} has ids that are {source.ids}, those of {encoder.manifest.name} are {wanted}: texts are read "

@@ -21,6 +21,7 @@ from weights.format.writer import TableDtype
 
 NAME = "retrieval-mlp-gqa"
 PUBLISHED = GOLDEN / NAME / "corpus.npz"
+NONE = np.ones(0, np.int64)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,9 @@ def test_topics_as_python_objects_are_left_out_alone(encoder: Encoder, tmp_path:
     assert "Array topics holds Python objects, which are not read: nothing is unpickled" in note
     assert stored.corpus.topics is None
     assert stored.manifest.topics == ()
-    (tmp_path / "topics.txt").write_text("\n".join([*topics[:-1], ""]) + "\n")
+    (tmp_path / "topics.txt").write_text(
+        "\n".join([*topics[:-1], ""]) + "\n", "utf-8-sig"
+    )  # as some editors write text
     stored, _ = made(source, encoder, tmp_path / "again", topics=tmp_path / "topics.txt")
     assert stored.corpus.topics is not None
     assert stored.corpus.topics[-1] == -1
@@ -115,6 +118,7 @@ def test_the_encoder_must_be_the_one_that_made_the_vectors(encoder: Encoder, tmp
         ({"candidate_representations": np.ones((256, 32), np.float32)}, "has shape"),
         ({"candidate_representations": np.ones((256, 64))}, "only little-endian float32 is read"),
         ({"candidate_representations": np.full((256, 64), np.nan, np.float32)}, "differs by inf"),
+        ({"post_ids": NONE, "author_ids": NONE, "candidate_representations": np.ones((0, 64), np.float32)}, "no post"),
     ],
 )
 def test_what_is_no_corpus_is_refused(encoder: Encoder, tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
