@@ -177,7 +177,9 @@ def test_a_file_gets_its_name_when_it_is_on_the_disk(tmp_path: Path, monkeypatch
         sync(descriptor)
 
     monkeypatch.setattr("os.fsync", watched)
+    opened = len(os.listdir("/proc/self/fd"))
     library = build_kernel(tmp_path / "kept").path
+    assert len(os.listdir("/proc/self/fd")) == opened
     assert synced == [(library.stat().st_ino, False), (library.parent.stat().st_ino, True)]
 
 
