@@ -80,7 +80,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Pa
 
 
 def test_a_start_a_reload_by_signal_a_drain_and_exit_0() -> None:
-    with started(drain__delay_seconds=0.5, device="cpu", backend="dense") as server:
+    anew = sys.executable, "-P", "-m", "app"  # a forked one has torch
+    with started(*anew, drain__delay_seconds=0.5, device="cpu", backend="dense") as server:
         event(server, "engine_started")
         server.process.send_signal(signal.SIGHUP)  # there is nothing to be read again yet
         server.wait_ready("/livez")
@@ -166,10 +167,12 @@ def test_a_checkpoint_that_cannot_be_loaded_ends_the_whole_with_1() -> None:
         assert "planted" in str(event(server, "fatal")["reason"])
 
 
-def test_settings_that_only_a_front_finds_unusable_end_the_whole_with_2(tmp_path: Path) -> None:
-    missing = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
-    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{missing!r}] = None")
-    with started(environment={"PYTHONPATH": f"{ROOT}:{tmp_path}"}, fronts=1, tracing__enabled="true") as server:
+def test_settings_that_only_a_front_finds_unusable_end_the_whole_with_2() -> None:
+    missing = """
+import runpy, sys
+sys.modules["opentelemetry.exporter.otlp.proto.http.trace_exporter"], sys.argv = None, ["app"]  # also in what it forks
+runpy.run_module("app", run_name="__main__")"""
+    with started(sys.executable, "-c", missing, fronts=1, tracing__enabled="true") as server:
         assert server.process.wait(90) == 2
 
 
@@ -320,16 +323,16 @@ async def test_a_process_that_the_system_refuses_is_started_a_moment_later(monke
 
 
 def test_where_the_system_refuses_threads_processes_are_started_and_started_again() -> None:
-    refusing = """if True:
-        import runpy, sys, threading
-        start, left = threading._start_new_thread, ["log"]
-        def refuse(*arguments):
-            if not left:
-                raise RuntimeError("can't start new thread")
-            left.pop()
-            return start(*arguments)
-        threading._start_new_thread, sys.argv = refuse, ["app"]
-        runpy.run_module("app", run_name="__main__")"""
+    refusing = """
+import os, runpy, sys, threading
+start, left, supervisor = threading._start_new_thread, ["log"], os.getpid()
+def refuse(*arguments):
+    if os.getpid() == supervisor and not left:
+        raise RuntimeError("can't start new thread")
+    left[:] = []
+    return start(*arguments)
+threading._start_new_thread, sys.argv = refuse, ["app"]
+runpy.run_module("app", run_name="__main__")"""
     with started(sys.executable, "-c", refusing) as server:
         server.wait_ready()
         first = process_of(server, 1)
