@@ -177,8 +177,8 @@ def become(kind: str, what: str, arguments: Sequence[str], environment: Mapping[
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]  # wait for threads, as an interpreter does at its end
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
     os._exit(code)
 
 
