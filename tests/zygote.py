@@ -32,7 +32,7 @@ from loadtest.machine import ROOT
 from loadtest.servers.launch import start_process
 
 MODULES = ("app", "loadtest.soak.faulty_server", "loadtest.soak.faulty_fronts")
-EARLY = ("OMP_", "MKL_", "OPENBLAS_", "PYTHON", "LD_", "MALLOC_", "PATH", "HOME")
+EARLY = ("OMP_", "MKL_", "OPENBLAS_", "PYTHON", "LD_", "MALLOC_", "PATH")
 """Beginnings of the variables that count as a process starts or as it imports: a server with others is started anew."""
 PR_SET_PDEATHSIG = 1
 

@@ -132,9 +132,7 @@ def test_at_a_terminal_a_few_lines_say_where_it_is_and_what_to_try(tmp_path: Pat
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
     start = start_process if fronts else zygote.start  # they are started as from any directory
     with os.fdopen(theirs, "wb") as terminal:
-        server = start(
-            command, cwd=tmp_path, env=environment, stdout=terminal, stderr=terminal, start_new_session=True
-        )
+        server = start(command, cwd=tmp_path, env=environment, stdout=terminal, stderr=terminal, start_new_session=True)
     try:
         said = read_until(ours, "Ctrl-C", 60)
         said += read_until(ours, "as much again", 4) if fronts else ""  # of several fronts one speaks
