@@ -19,7 +19,7 @@ import pytest
 import typer
 
 from app.command import OF_WEIGHTS, PROGRAM, cli, with_demo
-from loadtest.servers.launch import ranking_server, start_process
+from loadtest.servers.launch import ranking_server
 from model.retrieval.inputs import Mark
 from tests.e2e.process import DEMO, ROOT
 from tests.zygote import zygote
@@ -130,9 +130,9 @@ def test_at_a_terminal_a_few_lines_say_where_it_is_and_what_to_try(tmp_path: Pat
     ours, theirs = pty.openpty()
     command = [*COMMAND, "serve", "--port", "0", "--drain.delay-seconds", "0", "--fronts", str(fronts)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
-    start = start_process if fronts else zygote.start  # they are started as from any directory
     with os.fdopen(theirs, "wb") as terminal:
-        server = start(command, cwd=tmp_path, env=environment, stdout=terminal, stderr=terminal, start_new_session=True)
+        options = {"stdout": terminal, "stderr": terminal, "start_new_session": True}
+        server = zygote.start(command, cwd=tmp_path, env=environment, **options)
     try:
         said = read_until(ours, "Ctrl-C", 60)
         said += read_until(ours, "as much again", 4) if fronts else ""  # of several fronts one speaks
