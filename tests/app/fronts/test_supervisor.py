@@ -38,7 +38,7 @@ from loadtest.soak.fronts import process_of
 from loadtest.soak.servers import FRONTED
 from tests.app import retrieving
 from tests.app.fakes import until
-from tests.app.server.test_process import event, status
+from tests.app.server.test_process import RUN, event, status
 from tests.e2e.process import DEMO
 from tests.reliability.live import wait_until
 from weights.actions import STANDARD_ACTIONS
@@ -168,11 +168,8 @@ def test_a_checkpoint_that_cannot_be_loaded_ends_the_whole_with_1() -> None:
 
 
 def test_settings_that_only_a_front_finds_unusable_end_the_whole_with_2() -> None:
-    missing = """
-import runpy, sys
-sys.modules["opentelemetry.exporter.otlp.proto.http.trace_exporter"], sys.argv = None, ["app"]  # also in what it forks
-runpy.run_module("app", run_name="__main__")"""
-    with started(sys.executable, "-c", missing, fronts=1, tracing__enabled="true") as server:
+    missing = "sys.modules['opentelemetry.exporter.otlp.proto.http.trace_exporter'] = None"  # also in what it forks
+    with started(sys.executable, "-c", RUN.format(missing), fronts=1, tracing__enabled="true") as server:
         assert server.process.wait(90) == 2
 
 
@@ -323,16 +320,16 @@ async def test_a_process_that_the_system_refuses_is_started_a_moment_later(monke
 
 
 def test_where_the_system_refuses_threads_processes_are_started_and_started_again() -> None:
-    refusing = """
-import os, runpy, sys, threading
-start, left, supervisor = threading._start_new_thread, ["log"], os.getpid()
-def refuse(*arguments):
-    if os.getpid() == supervisor and not left:
-        raise RuntimeError("can't start new thread")
-    left[:] = []
-    return start(*arguments)
-threading._start_new_thread, sys.argv = refuse, ["app"]
-runpy.run_module("app", run_name="__main__")"""
+    refusing = """if True:
+        import os, runpy, sys, threading
+        start, left, supervisor = threading._start_new_thread, ["log"], os.getpid()
+        def refuse(*arguments):
+            if os.getpid() == supervisor and not left:
+                raise RuntimeError("can't start new thread")
+            left.clear()
+            return start(*arguments)
+        threading._start_new_thread, sys.argv = refuse, ["app"]
+        runpy.run_module("app", run_name="__main__")"""
     with started(sys.executable, "-c", refusing) as server:
         server.wait_ready()
         first = process_of(server, 1)

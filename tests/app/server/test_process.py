@@ -94,18 +94,13 @@ def test_a_signal_before_the_server_runs_ends_the_process_with_0(number: signal.
         assert "Traceback" not in process.stderr.read()
 
 
-def test_without_standard_descriptors_the_process_serves_and_ends_with_0() -> None:
-    closing = 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "app"
-    with started("sh", "-c", *closing) as server:
-        server.wait_ready()
-        server.process.terminate()
-        assert server.process.wait(90) == 0
+CLOSING = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "app")
+CLOSED = (sys.executable, "-c", RUN.format("sys.stdin = sys.stdout = sys.stderr = None; os.closerange(0, 3)"))
 
 
-def test_without_standard_descriptors_fronts_serve_and_end_with_0() -> None:
-    """A forked process that looks as the one above when it begins."""
-    closed = "sys.stdin = sys.stdout = sys.stderr = None; os.closerange(0, 3)"
-    with started(sys.executable, "-c", RUN.format(closed), fronts=1) as server:
+@pytest.mark.parametrize(("command", "fronts"), [(CLOSING, 0), (CLOSED, 1)], ids=["anew", "fronts"])
+def test_without_standard_descriptors_the_process_serves_and_ends_with_0(command: tuple[str, ...], fronts: int) -> None:
+    with started(*command, fronts=fronts) as server:
         server.wait_ready()
         server.process.terminate()
         assert server.process.wait(90) == 0
