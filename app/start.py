@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 from collections.abc import Sequence
@@ -63,8 +64,10 @@ def run(settings: Settings, role: Role | None, arguments: Sequence[str] = ()) ->
         from app.fronts import front
 
         return front.run(settings, role)
+    gc.disable()  # until the first load has ended
     from app import assembly
 
+    gc.freeze()  # modules stay: walking them takes a quarter of a second
     try:
         return assembly.run(settings, role)
     except SystemExit as ended:  # uvicorn cannot listen; loading has begun meanwhile, in native code that nothing stops

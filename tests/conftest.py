@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -81,6 +81,7 @@ LONG = (  # the files that take longest, the longest first
 )
 
 
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]  # jsonschema imports it, for texts that we have none of: two seconds
 # Read when torch is loaded: two of its threads that spin while they wait for each other take twenty times the processor time of the work.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 hypothesis.settings.register_profile("shared machine", deadline=None)  # a neighbour's load is no fault of an example
@@ -136,10 +137,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out the files and folders that take longest")
 
 
-def pytest_collection_finish() -> None:
-    """What is imported and collected stays to the end: no collection of garbage, of which engines ask for many, looks at it again."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays to the end: no collection of garbage, of which engines ask for many, looks at it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,12 +1,16 @@
 """Starts servers by forking a process that has imported all they need, since torch alone costs a second and a half each time.
 
-A server started in this way is a process of its own, in a session of its own, with its own descriptors, environment and command line.
-What it shares is what it would have imported. Servers whose environment differs in what counts as a process starts are started anew.
+A server started in this way is a process of its own, in a session of its own, with its own descriptors, environment and arguments.
+What it shares is what it would have imported. A supervisor that was forked forks its fronts and its engine process. Servers whose
+environment differs in what counts as a process starts are started anew, as are those of `python -P -m`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -18,16 +22,17 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from loadtest.machine import ROOT
 from loadtest.servers.launch import start_process
 
-MODULES = ("app", "loadtest.soak.faulty_server")
-EARLY = ("OMP_", "MKL_", "OPENBLAS_", "PYTHON", "LD_", "MALLOC_", "TMPDIR", "PATH", "HOME")
+MODULES = ("app", "loadtest.soak.faulty_server", "loadtest.soak.faulty_fronts")
+EARLY = ("OMP_", "MKL_", "OPENBLAS_", "PYTHON", "LD_", "MALLOC_", "PATH")
 """Beginnings of the variables that count as a process starts or as it imports: a server with others is started anew."""
 PR_SET_PDEATHSIG = 1
 
@@ -93,11 +98,9 @@ class Zygote:
         """In place of `loadtest.servers.launch.start_process`."""
         environment = options.get("env") or {}
         if (
-            tuple(command[:2]) != (sys.executable, "-m")
-            or command[2] not in MODULES
+            not can_be_forked(command)
             or options.keys() != {"cwd", "env", "stdout", "stderr", "start_new_session"}
             or self.shared(environment) != self._environment
-            or environment.get("RANKER_FRONTS", "0") != "0"  # a supervisor and its fronts have no torch to share
         ):
             return start_process(command, **options)
         return self._fork(command, options["stdout"], options["stderr"], options["cwd"], environment)
@@ -129,6 +132,11 @@ class Zygote:
 zygote = Zygote()
 
 
+def can_be_forked(command: Sequence[str]) -> bool:
+    """Whether it is a Python that runs one of our modules, or a text."""
+    return command[0] == sys.executable and (command[1] == "-c" or (command[1] == "-m" and command[2] in MODULES))
+
+
 def keep(output: int, errors: int, telling: int) -> None:
     """Fork the server, tell its id, wait, and tell its exit code. Returns in the server alone, which ends with whoever keeps it."""
     if server := os.fork():
@@ -147,11 +155,63 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def become(kind: str, what: str, arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Run as `python -m` or `python -c` would, and end: without freeing all that was imported, which takes as long as a start."""
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[:] = [kind, *arguments]
+    tempfile.tempdir = None
+    code: object = 0
+    try:
+        if kind == "-c":
+            exec(what, {"__name__": "__main__"})
+        else:
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        code = ended.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # wait for threads, as an interpreter does at its end
+    atexit._run_exitfuncs()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
+    os._exit(code)
+
+
+def fork_children() -> None:
+    """From now on this process, a supervisor, forks what it would start: each child leaves the parent's state before `exec`, and stays."""
+    start = asyncio.create_subprocess_exec
+
+    async def forked(*command: str, env: Mapping[str, str], pass_fds: Sequence[int]) -> asyncio.subprocess.Process:
+        def child() -> None:
+            for first, last in zip([2, *sorted(pass_fds)], [*sorted(pass_fds), 4096], strict=True):
+                os.closerange(first + 1, last)
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            atexit._clear()
+            sys.modules["app.telemetry.logs"].process_sink.cache_clear()
+            become(*command[1:3], command[3:], env)
+
+        preparing = child if can_be_forked(command) else None
+        return await start(*command, env=env, pass_fds=pass_fds, preexec_fn=preparing)
+
+    vars(asyncio)["create_subprocess_exec"] = forked
+
+
 def main(listening: socket.socket) -> None:
-    """Fork whenever asked; returns at the end, and in a server when that has ended."""
-    importlib.import_module("app.assembly")
-    del sys.modules[importlib.import_module("loadtest.soak.faulty_server").__name__]  # it is run, not imported
+    """Fork whenever asked; returns at the end."""
+    for name in ("app.assembly", "app.fronts.front", "app.fronts.supervisor", "pydantic.v1"):
+        importlib.import_module(name)
+    for name in MODULES[1:]:
+        del sys.modules[importlib.import_module(name).__name__]  # it is run, not imported
     assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
+    gc.collect()
+    gc.freeze()  # no server's collector looks at what was imported, which would copy all its pages
     while True:
         asked, descriptors, _, _ = socket.recv_fds(listening, 2**20, 3)
         if not asked:
@@ -168,13 +228,9 @@ def main(listening: socket.socket) -> None:
     keep(*descriptors)
     listening.detach()
     os.chdir(directory)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv[:] = [kind, *arguments]
-    if kind == "-c":
-        exec(what, {"__name__": "__main__"})
-    else:
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    if environment.get("RANKER_FRONTS", "0") != "0":
+        fork_children()
+    become(kind, what, arguments, environment)
 
 
 if __name__ == "__main__":

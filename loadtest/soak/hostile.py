@@ -214,11 +214,11 @@ def calls(seconds: float, **settings: Any) -> Row:
     return seen.grown(f"{CONNECTIONS * CALLS} half-sent calls over gRPC", "grpc")
 
 
-def terminations(kinds: list[str]) -> Row:
+def terminations(kinds: list[str], **settings: Any) -> Row:
     """B11: SIGTERM under attack by each kind."""
     failed, slowest = 0, 0.0
     for kind in kinds:
-        with fake("--forward-ms=5") as server, attacked(server.port, [kind]):
+        with fake("--forward-ms=5", **settings) as server, attacked(server.port, [kind]):
             time.sleep(2.5)
             began = time.monotonic()
             server.process.send_signal(signal.SIGTERM)

@@ -6,7 +6,6 @@ import copy
 import gzip
 import json
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,7 +16,7 @@ import httpx
 import pytest
 
 from loadtest.servers import launch
-from tests.e2e.process import DEMO, ROOT, Server, serving
+from tests.e2e.process import DEMO, Server, serving
 from tests.reliability.live import connect, read_all, wait_until
 from tests.reliability.live import exchange as wire
 from tests.zygote import Forked, zygote
@@ -144,7 +143,9 @@ def test_a_long_chunked_body_costs_no_memory(
     assert client.get("/livez").status_code == 200
 
 
-def test_memory_would_be_seen_to_grow() -> None:
+def test_memory_would_be_seen_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "start_process", zygote.start)
+    zygote.prepare()
     with serving(DEMO, threads=1, limits__max_body_bytes=64 * MIB) as server:
         before = memory_bytes(server)
         reply = exchange(server, b"transfer-encoding: chunked", chunks(300, 65_536))
@@ -182,7 +183,7 @@ def test_servers_of_other_files_are_forked_whatever_is_set_meanwhile(monkeypatch
     for names, is_forked in ((meanwhile, True), (["OMP_WAIT_POLICY"], False)):
         for name in names:
             monkeypatch.setenv(name, "passive")
-        with serving(DEMO, threads=1) as server:
+        with serving(DEMO, threads=1, ready_path=None) as server:
             assert isinstance(server.process, Forked) is is_forked, names
 
 
@@ -196,7 +197,7 @@ def test_a_slip_on_the_command_line_is_told(arguments: list[str], said: str) -> 
 
 def assert_refused(arguments: list[str], code: int, said: str) -> None:
     command = [sys.executable, "-m", "app", *arguments]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = zygote.run(command)
     assert ended.returncode == code
     assert said in ended.stderr
     assert "Traceback" not in ended.stderr

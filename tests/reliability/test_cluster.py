@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.fixture(autouse=True)
 def few_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "CLIENTS", 3)
+    monkeypatch.setattr(cluster, "Callers", partial(cluster.Callers, pause_seconds=(0.01, 0.03)))
 
 
 @pytest.fixture(scope="module")

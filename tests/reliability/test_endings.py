@@ -60,7 +60,9 @@ RED: dict[str, Callable[[], Row]] = {
 
 
 @pytest.mark.parametrize("control", RED)
-def test_a_row_is_red(control: str) -> None:
+def test_a_row_is_red(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(endings, "LATE_EXIT_SECONDS", 1.0)
     row = RED[control]()
     assert row.failed
     assert row.figure > 0 or not control.startswith("B5"), "second replies"
@@ -76,6 +78,6 @@ def test_f4_kill_hangs_nobody() -> None:
 
 @pytest.mark.parametrize("kind", hostile.KINDS)
 def test_b11_sigterm_under_hostile_clients_exits_0_in_time(kind: str) -> None:
-    row = hostile.terminations([kind])
+    row = hostile.terminations([kind], connections__header_seconds=2)
     assert not row.failed, row
     assert row.figure < 2 * hostile.END_SECONDS  # the last second is the long form's

@@ -9,8 +9,6 @@ import os
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -104,14 +102,12 @@ def test_a_refused_checkpoint_ends_with_1(fault: str) -> None:
         assert time.monotonic() - began < 1 + END_SECONDS
 
 
-@pytest.mark.parametrize(("command", "code"), [(["-m", "app"], 2), (FAULTY[1:], 3)], ids=["settings", "port taken"])
-def test_a_start_that_fails_exits_as_documented_without_space(command: list[str], code: int) -> None:
+@pytest.mark.parametrize(("command", "code"), [((), 2), (FAULTY, 3)], ids=["settings", "port taken"])
+def test_a_start_that_fails_exits_as_documented_without_space(command: tuple[str, ...], code: int) -> None:
     with socket.create_server((HOST, 0)) as taken, open("/dev/full", "wb") as log:
         port = "none" if code == 2 else str(taken.getsockname()[1])
-        ended = subprocess.run(
-            [sys.executable, *command], stderr=log, timeout=40, env=os.environ | {"RANKER_PORT": port}
-        )
-        assert ended.returncode == code
+        with ranking_server(*command, log=log, ready_path=None, environment={"RANKER_PORT": port}) as server:
+            assert server.process.wait(40) == code
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
 
-from loadtest.machine import ROOT
-from loadtest.servers import launch
-from loadtest.servers.launch import Server
+from loadtest.servers.launch import Server, ranking_server
 from loadtest.soak import posts
 from loadtest.soak.corpora import Edit, Oracle
 from loadtest.soak.oracle import TOKEN
 from loadtest.soak.pairs import pairs
 from loadtest.soak.posts import NEW_POSTS, Pace, changes, each_user, kills, settings_of
 from loadtest.soak.posts import Searched as Searching
-from loadtest.soak.servers import real
-from tests.zygote import zygote
+from loadtest.soak.servers import QUIET
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -81,15 +78,13 @@ def wrong_answers(oracle: Oracle, server: Server) -> int:
     return late + seen.dropped if late else seen.differing() + seen.dropped
 
 
-def fill_the_disk(root: Path) -> None:
-    """On a small disk of its own: change posts, fill it, go on, restart, free it, go on. Prints what was seen, as JSON.
+def fill_the_disk(command: list[str], root: Path) -> tuple[dict[str, list[str]], dict[str, int]]:
+    """On a small disk: change posts, fill it, go on, restart, free it, go on. `command`: of a server that sees the disk.
 
     The control at the end: a crash that takes half of the log is seen.
     """
-    zygote.prepare()
-    launch.start_process = zygote.start
     oracle, statuses, wrong, filler = Oracle("a", root, 0), dict[str, list[str]](), dict[str, int](), root / "filler"
-    settings = settings_of(root, oracle)
+    settings = settings_of(root, oracle) | QUIET
     url = f"http://127.0.0.1:{settings['admin__port']}/admin/posts"
 
     def ask(when: str, path: str = "", **body: object) -> bool:
@@ -104,7 +99,7 @@ def fill_the_disk(root: Path) -> None:
         if not ask(when, json=oracle.edits[-1].body()):
             oracle.forget_after(len(oracle.edits) - 1)
 
-    with real(**settings) as server:
+    with ranking_server(*command, **settings) as server:
         for _ in range(3):
             change("before")
         with filler.open("wb", buffering=0) as file, suppress(OSError):
@@ -114,7 +109,7 @@ def fill_the_disk(root: Path) -> None:
             change("full")
         ask("compacting", "/compact")
         wrong["full"] = wrong_answers(oracle, server)
-    with real(**settings) as server:
+    with ranking_server(*command, **settings) as server:
         wrong["started when full"] = wrong_answers(oracle, server)
         change("full")
         filler.unlink()
@@ -126,31 +121,38 @@ def fill_the_disk(root: Path) -> None:
         change("freed")
     [log] = oracle.corpus.glob("changes-*.log")
     os.truncate(log, log.stat().st_size // 2)
-    with real(**settings) as server:
+    with ranking_server(*command, **settings) as server:
         wrong["half of the log lost"] = wrong_answers(oracle, server)
-    print(json.dumps([statuses, wrong]))
+    return statuses, wrong
+
+
+IN_ITS_NAMESPACES = """
+import ctypes, os, runpy, sys
+for kind in ("user", "mnt"):
+    assert ctypes.CDLL(None).setns(os.open(f"/proc/{holder}/ns/{{kind}}", os.O_RDONLY), 0) == 0
+sys.argv = ["app"]
+runpy.run_module("app", run_name="__main__")"""
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> list[str]:
-    """The beginning of a command that runs with a file system of 8 MiB at `tmp_path`."""
-    mounted = [*IN_A_NAMESPACE, "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs "$0" && exec "$@"', str(tmp_path)]
+def small_disk(tmp_path: Path) -> Iterator[int]:
+    """The process that holds a file system of 8 MiB at `tmp_path`, which it and those in its namespaces see."""
+    mounted = ["sh", "-c", 'mount -t tmpfs -o size=8m tmpfs "$0" && echo && exec sleep 110', str(tmp_path)]
     try:
-        tried = subprocess.run([*mounted, "true"], capture_output=True, text=True, timeout=20)
+        holder = subprocess.Popen([*IN_A_NAMESPACE, *mounted], stdout=-1, stderr=subprocess.STDOUT, text=True)
     except OSError as error:
         pytest.skip(f"no unshare of util-linux: {os.strerror(error.errno or errno.ENOENT)}")
-    if tried.returncode:
-        pytest.skip(f"no namespace of one's own to mount a small disk in: {tried.stderr.strip()}")
-    return mounted
+    with holder:
+        assert holder.stdout is not None
+        if told := holder.stdout.readline().strip():
+            pytest.skip(f"no namespace of one's own to mount a small disk in: {told}")
+        yield holder.pid
+        holder.kill()
 
 
-def test_r5_on_a_full_disk_changes_are_refused_and_none_is_lost(small_disk: list[str], tmp_path: Path) -> None:
-    call = f"from pathlib import Path; from {__name__} import *; fill_the_disk(Path({str(tmp_path)!r}))"
-    done = subprocess.run(
-        [*small_disk, sys.executable, "-c", call], cwd=ROOT, capture_output=True, text=True, timeout=110
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    statuses, wrong = json.loads(done.stdout)
+def test_r5_on_a_full_disk_changes_are_refused_and_none_is_lost(small_disk: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", IN_ITS_NAMESPACES.format(holder=small_disk)]
+    statuses, wrong = fill_the_disk(command, Path(f"/proc/{small_disk}/root/{tmp_path}"))
     assert wrong.pop("half of the log lost") > 0
     assert wrong == {"full": 0, "started when full": 0, "freed": 0}
     assert set(statuses["before"] + statuses["freed"] + statuses["compacted"]) == {"200"}

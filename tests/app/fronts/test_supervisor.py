@@ -38,7 +38,7 @@ from loadtest.soak.fronts import process_of
 from loadtest.soak.servers import FRONTED
 from tests.app import retrieving
 from tests.app.fakes import until
-from tests.app.server.test_process import event, status
+from tests.app.server.test_process import RUN, event, status
 from tests.e2e.process import DEMO
 from tests.reliability.live import wait_until
 from weights.actions import STANDARD_ACTIONS
@@ -80,7 +80,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Pa
 
 
 def test_a_start_a_reload_by_signal_a_drain_and_exit_0() -> None:
-    with started(drain__delay_seconds=0.5, device="cpu", backend="dense") as server:
+    anew = sys.executable, "-P", "-m", "app"  # a forked one has torch
+    with started(*anew, drain__delay_seconds=0.5, device="cpu", backend="dense") as server:
         event(server, "engine_started")
         server.process.send_signal(signal.SIGHUP)  # there is nothing to be read again yet
         server.wait_ready("/livez")
@@ -166,10 +167,9 @@ def test_a_checkpoint_that_cannot_be_loaded_ends_the_whole_with_1() -> None:
         assert "planted" in str(event(server, "fatal")["reason"])
 
 
-def test_settings_that_only_a_front_finds_unusable_end_the_whole_with_2(tmp_path: Path) -> None:
-    missing = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
-    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{missing!r}] = None")
-    with started(environment={"PYTHONPATH": f"{ROOT}:{tmp_path}"}, fronts=1, tracing__enabled="true") as server:
+def test_settings_that_only_a_front_finds_unusable_end_the_whole_with_2() -> None:
+    missing = "sys.modules['opentelemetry.exporter.otlp.proto.http.trace_exporter'] = None"  # also in what it forks
+    with started(sys.executable, "-c", RUN.format(missing), fronts=1, tracing__enabled="true") as server:
         assert server.process.wait(90) == 2
 
 
@@ -321,12 +321,12 @@ async def test_a_process_that_the_system_refuses_is_started_a_moment_later(monke
 
 def test_where_the_system_refuses_threads_processes_are_started_and_started_again() -> None:
     refusing = """if True:
-        import runpy, sys, threading
-        start, left = threading._start_new_thread, ["log"]
+        import os, runpy, sys, threading
+        start, left, supervisor = threading._start_new_thread, ["log"], os.getpid()
         def refuse(*arguments):
-            if not left:
+            if os.getpid() == supervisor and not left:
                 raise RuntimeError("can't start new thread")
-            left.pop()
+            left.clear()
             return start(*arguments)
         threading._start_new_thread, sys.argv = refuse, ["app"]
         runpy.run_module("app", run_name="__main__")"""

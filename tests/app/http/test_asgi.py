@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from starlette.responses import StreamingResponse
 
 from app.assembly import build_app
 from app.settings import Settings
-from loadtest.servers.launch import ranking_server
+from loadtest.servers import launch
 from loadtest.servers.target import get
 from tests.app.serving import served
 from tests.reliability.live import wait_until
@@ -27,10 +26,11 @@ from tests.reliability.live import wait_until
 ROOT = Path(__file__).parents[3]
 BODY = json.loads((ROOT / "weights/demo/example.json").read_bytes())
 APP = "tests.app.http.test_asgi:demo"
+RUN = "import runpy, sys; del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
 SERVERS = {
-    "uvicorn": ["-m", "uvicorn", "--log-level", "error", "--port", "{port}", "--factory", APP],
-    "hypercorn": ["-m", "hypercorn", "--log-level", "error", "--bind", "127.0.0.1:{port}", APP + "()"],
-    "granian": ["-m", "granian", "--log-level", "error", "--interface", "asgi", "--port", "{port}", "--factory", APP],
+    "uvicorn": f"--port {{}} --factory {APP}",
+    "hypercorn": f"--workers 0 --bind 127.0.0.1:{{}} {APP}()",
+    "granian": f"--interface asgi --port {{}} --factory {APP}",
 }
 
 
@@ -44,8 +44,10 @@ def hosted(name: str) -> Iterator[str]:
     """The address of another server's process around `demo`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, *(word.format(port=port) for word in SERVERS[name])]
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [sys.executable, "-c", RUN, name, "--log-level", "error", *SERVERS[name].format(port).split()]
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    options: dict[str, Any] = {"stdout": sys.__stderr__, "stderr": sys.__stderr__, "start_new_session": True}
+    process = launch.start_process(command, cwd=ROOT, env=variables, **options)
     url = f"http://127.0.0.1:{port}"
 
     def is_ready() -> bool:
@@ -66,7 +68,7 @@ def hosted(name: str) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def ours() -> list[float]:
     """The scores of our own server."""
-    with ranking_server(checkpoint=ROOT / "weights" / "demo", threads=1) as server:
+    with launch.ranking_server(checkpoint=ROOT / "weights" / "demo", threads=1) as server:
         return [one["score"] for one in httpx.post(server.url + "/rank", json=BODY).json()["candidates"]]
 
 

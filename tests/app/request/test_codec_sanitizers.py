@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import pickle
@@ -45,6 +46,7 @@ def written(asked: Any, scores: Any, form: Any, **tail: Any) -> tuple[tuple[Any,
     return (asked, scores), tail, b"".join(ids.render(asked, scores, form, **tail))
 
 
+@functools.cache
 @np.errstate(over="ignore")  # of an output near the largest float32, times its scale
 def cases() -> list[Cases]:
     """Of integer ids, of texts, and of requests for posts, whose longer window is six."""

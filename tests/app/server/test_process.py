@@ -18,12 +18,16 @@ from loadtest.servers.launch import Server, ranking_server
 from loadtest.servers.target import get
 from loadtest.soak.servers import FAULTY
 from tests.reliability.live import wait_until
+from tests.zygote import zygote
 
 
 def started(*command: str, **settings: object) -> AbstractContextManager[Server]:
     """The server as soon as its process runs, with its log in JSON; `python -m app` without a command."""
     single = {"OMP_NUM_THREADS": "1"}
     return ranking_server(*command, ready_path=None, environment=single, logs__format="json", **settings)
+
+
+RUN = "import os, resource, runpy, sys; sys.argv = ['app']; {}; runpy.run_module('app', run_name='__main__')"
 
 
 def event(server: Server, name: str) -> dict[str, Any]:
@@ -90,10 +94,13 @@ def test_a_signal_before_the_server_runs_ends_the_process_with_0(number: signal.
         assert "Traceback" not in process.stderr.read()
 
 
-@pytest.mark.parametrize("fronts", [0, 1])
-def test_without_standard_descriptors_the_process_serves_and_ends_with_0(fronts: int) -> None:
-    closing = 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "app"
-    with started("sh", "-c", *closing, fronts=fronts) as server:
+CLOSING = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "app")
+CLOSED = (sys.executable, "-c", RUN.format("sys.stdin = sys.stdout = sys.stderr = None; os.closerange(0, 3)"))
+
+
+@pytest.mark.parametrize(("command", "fronts"), [(CLOSING, 0), (CLOSED, 1)], ids=["anew", "fronts"])
+def test_without_standard_descriptors_the_process_serves_and_ends_with_0(command: tuple[str, ...], fronts: int) -> None:
+    with started(*command, fronts=fronts) as server:
         server.wait_ready()
         server.process.terminate()
         assert server.process.wait(90) == 0
@@ -102,8 +109,8 @@ def test_without_standard_descriptors_the_process_serves_and_ends_with_0(fronts:
 @pytest.mark.parametrize(("files", "fronts", "most"), [(200, 0, 100), (300, 1, 172)])
 def test_callers_never_take_the_last_descriptors(files: int, fronts: int, most: int) -> None:
     """Otherwise who connects and stays silent keeps out the operators' ports, which do not count, and every reload."""
-    limited = "sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", sys.executable, "-m", "app"
-    with started(*limited, fronts=fronts, probes__port=0) as server, ExitStack() as crowd:
+    limited = RUN.format(f"resource.setrlimit(resource.RLIMIT_NOFILE, ({files}, {files}))")
+    with started(sys.executable, "-c", limited, fronts=fronts, probes__port=0) as server, ExitStack() as crowd:
         server.wait_ready()
         told = event(server, "connections_limited")
         assert (told["connections"], told["open_files"]) == (most, files)
@@ -127,7 +134,7 @@ def test_a_start_that_gets_no_thread_ends_with_1_and_a_sentence(threads: int) ->
             return start(*arguments)
         threading._start_new_thread, sys.argv = refuse, ["app", "--port=0"]
         runpy.run_module("app", run_name="__main__")"""
-    ended = subprocess.run([sys.executable, "-c", refusing], capture_output=True, text=True, check=False, timeout=90)
+    ended = zygote.run([sys.executable, "-c", refusing])
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1].startswith("python -m app: can't start new thread: the limit of processes")
 
