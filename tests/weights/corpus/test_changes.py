@@ -318,7 +318,61 @@ def test_a_disk_that_fails_leaves_nothing_half_written(tmp_path: Path, monkeypat
     log.append(change(6))
     assert seen(ChangeLog(tmp_path, manifest()).read()) == seen([change(0), change(1), change(6)])
     failures = iter([True, True])
-    with pytest.raises(CheckpointError, match="No space left"):
+    with pytest.raises(CheckpointError, match=r"No space left.* It could not be cut off again: whoever reads .* find"):
         log.append(change(7))
     with pytest.raises(CheckpointError, match="could not be written before"):
         log.append(change(8))
+
+
+def test_a_change_refused_after_it_was_written_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the log is still in its place cannot be seen for a moment, once the record is on the disk."""
+    written(tmp_path, 2)
+    log = ChangeLog(tmp_path, manifest())
+    log.read()
+    log.hold()
+    look, looks = os.lstat, iter([False, True])
+
+    def failing(path: Path) -> os.stat_result:
+        if next(looks, False):
+            raise OSError(5, "Input/output error")
+        return look(path)
+
+    monkeypatch.setattr(os, "lstat", failing)
+    with pytest.raises(NotStored):
+        log.append(change(5))
+    assert len(ChangeLog(tmp_path, manifest()).read()) == 2
+
+
+def test_no_change_of_another_process_is_lost_where_the_log_cannot_be_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = ChangeLog(tmp_path, manifest())
+    log.read()
+    written(tmp_path, 2)
+    sync, failures = os.fsync, iter([True])
+
+    def failing(descriptor: int) -> None:
+        if next(failures, False):
+            raise OSError(5, "Input/output error")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(NotStored, match="cannot be written: Input/output error"):
+        log.hold()
+    assert seen(log.hold()) == seen([change(0), change(1)])
+
+
+def test_a_log_that_cannot_be_read_is_refused_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, 2)
+    log = ChangeLog(tmp_path, manifest())
+
+    def failing(descriptor: int) -> os.stat_result:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", failing)
+        with pytest.raises(NotStored, match=r"log cannot be read: Input/output error\."):
+            log.read()
+    assert len(log.read()) == 2
