@@ -199,25 +199,24 @@ class ChangeLog:
             self._descriptor = None
 
     def _check_whole(self) -> None:
-        """Raises NotStored if the next reader of this corpus would not find what is appended here; then refuse all changes."""
-        try:
-            self.check()
-            if not self._is_in_force():
-                raise self._replaced()
-        except CheckpointError as error:
-            self._broken = error
-            raise
+        """Raises NotStored if the next reader of this corpus would not find what is appended here, or if that cannot be seen now."""
+        self.check()
+        if not self._is_in_force():
+            raise self._replaced()
 
     def _is_in_force(self) -> bool:
-        """Whether the manifest in the directory is still this corpus's. Raises NotStored if there is none."""
+        """Whether the manifest in the directory is still this corpus's. Raises NotStored if it is not there or cannot be read."""
         try:
             found = os.stat(self.path.parent / MANIFEST_NAME)
         except OSError as error:
             raise self._not_stored(f"is left without its corpus: {MANIFEST_NAME}: {error.strerror}") from error
         seen = _place(found) + _state(found)
         if seen != self._in_force:
-            if load_corpus_manifest(self.path.parent).digest != self._manifest.digest:
-                return False
+            try:
+                if load_corpus_manifest(self.path.parent).digest != self._manifest.digest:
+                    return False
+            except CheckpointError as error:
+                raise NotStored(str(error)) from error
             self._in_force = seen
         return True
 

@@ -376,3 +376,23 @@ def test_a_log_that_cannot_be_read_is_refused_with_a_sentence(tmp_path: Path, mo
         with pytest.raises(NotStored, match=r"log cannot be read: Input/output error\."):
             log.read()
     assert len(log.read()) == 2
+
+
+def test_a_change_is_taken_once_the_manifest_can_be_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = ChangeLog(tmp_path, manifest())
+    log.read()
+    log.append(change(1))
+    os.utime(tmp_path / MANIFEST_NAME, (1, 1))  # so that it has to be read
+    opened = os.open
+
+    def failing(path: str, *said: int, **more: int) -> int:
+        if path == MANIFEST_NAME:
+            raise OSError(24, "Too many open files")
+        return opened(path, *said, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", failing)
+        with pytest.raises(NotStored, match="Too many open files"):
+            log.append(change(2))
+    log.append(change(3))
+    assert seen(ChangeLog(tmp_path, manifest()).read()) == seen([change(1), change(3)])
