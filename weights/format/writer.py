@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
@@ -111,13 +111,14 @@ def written_beside(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Remove the directories that nobody fills any more: a process holds a lock on its own as long as it lives."""
-    for unfinished in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+    """Remove what nobody fills any more, and end what a kill interrupted: a process holds a lock on its own as long as it lives."""
+    ours = f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}"
+    for unfinished in (*path.parent.glob(f"{ours}.partial"), *path.parent.glob(f"{ours}.old")):
         with suppress(OSError):
             held = os.open(unfinished, os.O_RDONLY)
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(unfinished)
+                shutil.rmtree(unfinished) if unfinished.suffix == ".partial" else _retire(unfinished, path)
             finally:
                 os.close(held)
 
@@ -188,24 +189,31 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 def _put_in_place(partial: Path, path: Path, *, replace: bool) -> None:
     """Rename into place. An old checkpoint is moved aside first; its other files (not tensors) that the new one lacks are kept."""
-    old = None
-    if replace and path.is_dir() and any(path.iterdir()):
-        old = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
-        path.rename(old)
-    try:
-        partial.rename(path)
-    except OSError as error:
-        if old:
-            old.rename(path)
-        if error.errno == errno.ENOTEMPTY:
-            raise FileExistsError(errno.EEXIST, "another process has written it meanwhile") from error
-        raise
-    if old:
+    old, is_there = partial.with_suffix(".old"), replace and path.is_dir() and any(path.iterdir())
+    with alone_in(path) if is_there else nullcontext():
+        try:
+            if is_there:
+                path.rename(old)
+            partial.rename(path)
+        except OSError as error:
+            if error.errno == errno.ENOTEMPTY:
+                raise FileExistsError(errno.EEXIST, "another process has written it meanwhile") from error
+            raise
+        finally:
+            if old.exists():
+                _retire(old, path)
+    sync_directory(path.parent)
+
+
+def _retire(old: Path, path: Path) -> None:
+    """Put what was moved aside back if nothing took its place at `path`, else keep its other files and remove it."""
+    if not path.exists():
+        old.rename(path)
+    else:
         for entry in old.iterdir():
             if entry.suffix != ".safetensors" and not (path / entry.name).exists():
                 entry.rename(path / entry.name)
-        shutil.rmtree(old)
-    sync_directory(path.parent)
+        shutil.rmtree(old, ignore_errors=True)  # the next run removes what stays
 
 
 def sync_directory(path: Path) -> None:
