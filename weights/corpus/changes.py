@@ -22,7 +22,7 @@ from weights.corpus.records import decoded, encoded, record, record_at
 from weights.corpus.store import load_corpus_manifest
 from weights.errors import CheckpointError, LogLost, NotStored, kind_of, reason_of
 from weights.format.manifest import MANIFEST_NAME
-from weights.format.writer import sync_directory
+from weights.format.writer import sync
 
 MAGIC = b"\2\0\0\0changes\n"
 
@@ -146,7 +146,7 @@ class ChangeLog:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not self._is_in_force():
                 raise self._replaced()
-            sync_directory(self.path.parent)
+            sync(self.path.parent)
             return self.read()  # last: what was read is not read again
         except BaseException as error:
             self.close()

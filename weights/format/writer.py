@@ -80,7 +80,7 @@ def replace_manifest(path: str | Path, manifest: Manifest) -> None:
         try:
             write_file(partial, manifest.to_json())
             partial.replace(path / MANIFEST_NAME)
-            sync_directory(path)
+            sync(path)
         finally:
             partial.unlink(missing_ok=True)
 
@@ -104,7 +104,7 @@ def written_beside(path: Path, *, replace: bool = False) -> Iterator[Path]:
         partial = fresh.rename(fresh.with_suffix(".partial"))
         try:
             yield partial
-            sync_directory(partial)
+            sync(partial)
             _put_in_place(partial, path, replace=replace)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -166,9 +166,15 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` make a file beside `path` and rename it: the file is complete or as before, even after a power cut."""
     new = path.with_suffix(".new")
     write(new)
-    with new.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(new)
     new.replace(path)
+
+
+def name_whole(directory: Path, path: Path) -> None:
+    """Rename a directory of finished files to `path`: all of them are there or none, even after a power cut."""
+    for place in (*directory.iterdir(), directory):
+        sync(place)
+    directory.rename(path)
 
 
 @contextmanager
@@ -202,7 +208,7 @@ def _put_in_place(partial: Path, path: Path, *, replace: bool) -> None:
         finally:
             if old.exists():
                 _retire(old, path)
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 def _retire(old: Path, path: Path) -> None:
@@ -216,9 +222,9 @@ def _retire(old: Path, path: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)  # the next run removes what stays
 
 
-def sync_directory(path: Path) -> None:
-    """Sync a directory, so that files created or renamed in it survive a crash."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Sync a file, or a directory, so that files created or renamed in it survive a crash."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
