@@ -82,9 +82,9 @@ def test_a_link_that_the_disk_refuses_is_told_and_leaves_no_rest(
 
     fetch(str(DEMO), tmp_path, "current")
     before = sorted(os.listdir(tmp_path))
-    for call in ("fsync", "replace"):
+    for name in ("fsync", "replace"):
         with monkeypatch.context() as patch:
-            patch.setattr(os, call, refused)
+            patch.setattr(os, name, refused)
             with pytest.raises(CheckpointError, match="is not written: Input/output error"):
                 fetch(str(DEMO), tmp_path, "current")
         assert sorted(os.listdir(tmp_path)) == before

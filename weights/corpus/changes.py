@@ -18,7 +18,7 @@ from pathlib import Path
 
 from model.retrieval.inputs import Change
 from weights.corpus.manifest import CorpusManifest
-from weights.corpus.records import decoded, encoded, record, record_at
+from weights.corpus.records import HEADER_BYTES, decoded, encoded, record, record_at
 from weights.corpus.store import load_corpus_manifest
 from weights.errors import CheckpointError, LogLost, NotStored, kind_of, reason_of
 from weights.format.manifest import MANIFEST_NAME
@@ -27,6 +27,10 @@ from weights.format.writer import sync
 MAGIC = b"\2\0\0\0changes\n"
 
 Identity = tuple[int, ...]
+
+
+class Undone(NotStored):
+    """A record that was read is gone: the disk refused it, and its writer has cut it off again."""
 
 
 class ChangeLog:
@@ -41,6 +45,7 @@ class ChangeLog:
         """The mark of the corpus with all changes read and appended so far."""
         self._manifest = manifest
         self._end = 0  # offset after the last complete record
+        self._last = 0, b""  # offset and header of the last record that was read
         self._descriptor: int | None = None  # while this process holds the log
         self._broken: CheckpointError | None = None  # why nothing can be appended any more
         self._file: Identity | None = None  # device and inode of the file that was read or written
@@ -59,6 +64,8 @@ class ChangeLog:
         try:
             with open(self._opened(os.O_RDONLY), "rb") as file:
                 status = os.fstat(file.fileno())
+                file.seek(self._last[0])
+                is_there = file.read(len(self._last[1])) == self._last[1]
                 file.seek(self._end)
                 raw = file.read()
         except FileNotFoundError:
@@ -67,6 +74,8 @@ class ChangeLog:
             return []
         except OSError as error:
             raise self._not_stored(f"cannot be read: {reason_of(error)}") from error
+        if not is_there and status.st_size >= self._last[0]:
+            raise self._refusal("lacks a record that was read before it was on the disk; read the corpus again", Undone)
         if status.st_size < self._end:
             raise self._lost()
         is_first, payloads = not self._end, self._records(raw)
@@ -90,8 +99,8 @@ class ChangeLog:
         except FileNotFoundError:
             if self._file is not None and self._is_in_force():
                 raise self._lost() from None
-        except CheckpointError:
-            if self._is_in_force():
+        except CheckpointError as error:
+            if self._is_in_force() and (self.is_held or not isinstance(error, Undone)):
                 raise
             return None
         except OSError as error:
@@ -117,7 +126,7 @@ class ChangeLog:
             if payload is None:
                 break
             payloads.append(payload)
-            at = stop
+            self._last, at = (start + at, raw[at : at + HEADER_BYTES]), stop
         if start or payloads:
             self._end += at
         self.passed_over = start + length - self._end

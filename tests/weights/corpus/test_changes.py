@@ -396,3 +396,30 @@ def test_a_change_is_taken_once_the_manifest_can_be_read_again(tmp_path: Path, m
             log.append(change(2))
     log.append(change(3))
     assert seen(ChangeLog(tmp_path, manifest()).read()) == seen([change(1), change(3)])
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_change_that_the_disk_refused_after_another_process_had_read_it(
+    goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader has to read the corpus again, also where the next record is as long as the one that was cut off."""
+    writer, reader = ChangeLog(tmp_path, manifest()), ChangeLog(tmp_path, manifest())
+    writer.read(), writer.append(change(1)), reader.read()
+    sync, failures = os.fsync, iter([True])
+
+    def failing(descriptor: int) -> None:
+        if next(failures, False):
+            assert seen(reader.follow() or []) == seen([change(2)])
+            raise OSError(28, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(StorageFull):
+        writer.append(change(2))
+    if goes_on:
+        writer.append(change(5))
+    assert reader.follow() is None
+    writer.close()
+    with pytest.raises(NotStored, match="read the corpus again"):
+        reader.hold()
+    assert len(ChangeLog(tmp_path, manifest()).read()) == 1 + goes_on
