@@ -16,7 +16,7 @@ from weights.corpus.manifest import CorpusManifest
 from weights.corpus.store import load_corpus_manifest
 from weights.errors import CheckpointError
 from weights.format.manifest import MANIFEST_NAME, FileEntry, Manifest
-from weights.format.writer import refused_writing, write_file, written_beside
+from weights.format.writer import refused_writing, sync, write_file, written_beside
 
 ALONGSIDE = ("example.json", "names.json")  # read by the explorer's page if the checkpoint has them
 PIECE_BYTES = 8 * 2**20
@@ -98,5 +98,9 @@ def point(link: Path, name: str) -> None:
     if link.exists() and not link.is_symlink():
         raise CheckpointError(f"{link} is there and is no link")
     fresh = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
-    fresh.symlink_to(name)
-    fresh.replace(link)
+    try:
+        fresh.symlink_to(name)
+        fresh.replace(link)
+        sync(link.parent)
+    finally:
+        fresh.unlink(missing_ok=True)

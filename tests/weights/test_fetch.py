@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import http.server
+import os
 import re
 import shlex
 import shutil
@@ -71,6 +72,22 @@ def test_what_is_fetched_has_the_bytes_of_its_source_and_the_link_leads_there(
     assert seen[-1][1] == seen[-1][2] == sum(entry.bytes for entry in manifest.files.values())
     fetch(f"{where}/demo-posts", tmp_path, "posts")
     assert len(load_corpus(tmp_path / "posts").corpus) == 4781
+
+
+def test_a_link_that_the_disk_refuses_is_told_and_leaves_no_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    fetch(str(DEMO), tmp_path, "current")
+    before = sorted(os.listdir(tmp_path))
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, refused)
+            with pytest.raises(CheckpointError, match="is not written: Input/output error"):
+                fetch(str(DEMO), tmp_path, "current")
+        assert sorted(os.listdir(tmp_path)) == before
 
 
 def test_what_is_there_is_not_copied_again_and_a_changed_corpus_stays(tmp_path: Path) -> None:

@@ -9,25 +9,28 @@ Only the process that has locked the log of the current corpus may write to its 
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from model.retrieval.inputs import Change
 from weights.corpus.manifest import CorpusManifest
-from weights.corpus.records import decoded, encoded, record, record_at
+from weights.corpus.records import HEADER_BYTES, decoded, encoded, record, record_at
 from weights.corpus.store import load_corpus_manifest
-from weights.errors import CheckpointError, LogLost, NotStored, kind_of
+from weights.errors import CheckpointError, LogLost, NotStored, kind_of, reason_of
 from weights.format.manifest import MANIFEST_NAME
-from weights.format.writer import sync_directory
+from weights.format.writer import sync
 
 MAGIC = b"\2\0\0\0changes\n"
 
 Identity = tuple[int, ...]
+
+
+class Undone(NotStored):
+    """A record that was read is gone: the disk refused it, and its writer has cut it off again."""
 
 
 class ChangeLog:
@@ -42,6 +45,7 @@ class ChangeLog:
         """The mark of the corpus with all changes read and appended so far."""
         self._manifest = manifest
         self._end = 0  # offset after the last complete record
+        self._last = 0, b""  # offset and header of the last record that was read
         self._descriptor: int | None = None  # while this process holds the log
         self._broken: CheckpointError | None = None  # why nothing can be appended any more
         self._file: Identity | None = None  # device and inode of the file that was read or written
@@ -58,17 +62,20 @@ class ChangeLog:
     def read(self) -> list[Change]:
         """Every acknowledged change not read before, in order. An incomplete record left by a crash is skipped."""
         try:
-            descriptor = self._opened(os.O_RDONLY)
+            with open(self._opened(os.O_RDONLY), "rb") as file:
+                status = os.fstat(file.fileno())
+                file.seek(self._last[0])
+                is_there = file.read(len(self._last[1])) == self._last[1]
+                file.seek(self._end)
+                raw = file.read()
         except FileNotFoundError:
             if self._file is not None:
                 raise self._lost() from None
             return []
         except OSError as error:
-            raise self._refusal(f"cannot be read: {error.strerror}") from error
-        with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            file.seek(self._end)
-            raw = file.read()
+            raise self._not_stored(f"cannot be read: {reason_of(error)}") from error
+        if not is_there and status.st_size >= self._last[0]:
+            raise self._refusal("lacks a record that was read before it was on the disk; read the corpus again", Undone)
         if status.st_size < self._end:
             raise self._lost()
         is_first, payloads = not self._end, self._records(raw)
@@ -92,8 +99,8 @@ class ChangeLog:
         except FileNotFoundError:
             if self._file is not None and self._is_in_force():
                 raise self._lost() from None
-        except CheckpointError:
-            if self._is_in_force():
+        except CheckpointError as error:
+            if self._is_in_force() and (self.is_held or not isinstance(error, Undone)):
                 raise
             return None
         except OSError as error:
@@ -119,7 +126,7 @@ class ChangeLog:
             if payload is None:
                 break
             payloads.append(payload)
-            at = stop
+            self._last, at = (start + at, raw[at : at + HEADER_BYTES]), stop
         if start or payloads:
             self._end += at
         self.passed_over = start + length - self._end
@@ -128,12 +135,11 @@ class ChangeLog:
     # writing
 
     def append(self, change: Change) -> None:
-        """Write a change and return once it is on disk. If this raises, the change was not made."""
+        """Write a change and return once it is on disk. If this raises, the change was not made, unless the error says that it may be."""
         self.hold_as_read()
         self._check_whole()
-        self._write([b"", encoded(change)] if self._end else [MAGIC, self._name(), encoded(change)])
+        self._write([b"", encoded(change)] if self._end else [MAGIC, self._name(), encoded(change)], self._check_whole)
         self.mark = change.mark
-        self._check_whole()
 
     def hold(self) -> list[Change]:
         """Lock the log, so that only this process may change the corpus until `close`. Return what others have changed since `read`.
@@ -149,9 +155,8 @@ class ChangeLog:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not self._is_in_force():
                 raise self._replaced()
-            changes = self.read()
-            sync_directory(self.path.parent)
-            return changes
+            sync(self.path.parent)
+            return self.read()  # last: what was read is not read again
         except BaseException as error:
             self.close()
             if isinstance(error, BlockingIOError):
@@ -203,27 +208,24 @@ class ChangeLog:
             self._descriptor = None
 
     def _check_whole(self) -> None:
-        """Raises NotStored if the next reader of this corpus would not find what is appended here; then refuse all changes."""
-        try:
-            if self._broken is not None:
-                raise type(self._broken)(str(self._broken))
-            self.check()
-            if not self._is_in_force():
-                raise self._replaced()
-        except CheckpointError as error:
-            self._broken = error
-            raise
+        """Raises NotStored if the next reader of this corpus would not find what is appended here, or if that cannot be seen now."""
+        self.check()
+        if not self._is_in_force():
+            raise self._replaced()
 
     def _is_in_force(self) -> bool:
-        """Whether the manifest in the directory is still this corpus's. Raises NotStored if there is none."""
+        """Whether the manifest in the directory is still this corpus's. Raises NotStored if it is not there or cannot be read."""
         try:
             found = os.stat(self.path.parent / MANIFEST_NAME)
         except OSError as error:
             raise self._not_stored(f"is left without its corpus: {MANIFEST_NAME}: {error.strerror}") from error
         seen = _place(found) + _state(found)
         if seen != self._in_force:
-            if load_corpus_manifest(self.path.parent).digest != self._manifest.digest:
-                return False
+            try:
+                if load_corpus_manifest(self.path.parent).digest != self._manifest.digest:
+                    return False
+            except CheckpointError as error:
+                raise NotStored(str(error)) from error
             self._in_force = seen
         return True
 
@@ -237,28 +239,29 @@ class ChangeLog:
         self._file = _place(status)
         return descriptor
 
-    def _write(self, parts: Sequence[bytes]) -> None:
-        """Write `parts[0]` (MAGIC or nothing) and records of the other parts after the last record."""
+    def _write(self, parts: Sequence[bytes], check: Callable[[], None] = lambda: None) -> None:
+        """Write `parts[0]` (MAGIC or nothing) and records of the others at the end; cut them off if `check` or the disk refuses them."""
         assert self._descriptor is not None
-        data = bytearray(parts[0])
+        end, data, written = self._end, bytearray(parts[0]), 0
         for payload in parts[1:]:
-            data += record(payload, self._end + len(data))
-        written = 0
+            data += record(payload, end + len(data))
         try:
-            if os.fstat(self._descriptor).st_size > self._end:
-                os.ftruncate(self._descriptor, self._end)
+            _cut(self._descriptor, end)
             while written < len(data):
-                written += os.pwrite(self._descriptor, memoryview(data)[written:], self._end + written)
+                written += os.pwrite(self._descriptor, memoryview(data)[written:], end + written)
             os.fsync(self._descriptor)
-        except OSError as error:
-            self.end()  # after a failed fsync the disk's content is unknown, unless it can be cut off
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, self._end)
+            self._end, self._seen, self.passed_over = end + len(data), _state(os.fstat(self._descriptor)), 0
+            check()
+        except (OSError, CheckpointError) as error:
+            self._end, is_said = end, isinstance(error, CheckpointError)
+            reason = str(error if is_said else self._refusal(f"cannot be written: {reason_of(error)}"))
+            try:
+                _cut(self._descriptor, end)
                 os.fsync(self._descriptor)
-                self._broken = None
-            raise self._refusal(f"cannot be written: {error.strerror}", kind_of(error)) from error
-        self._end += len(data)
-        self._seen, self.passed_over = _state(os.fstat(self._descriptor)), 0
+            except OSError:  # the disk's content is unknown
+                self.end()
+                reason += " It could not be cut off again: whoever reads the corpus next may find the change."
+            raise kind_of(error)(reason) from error
 
     # payloads
 
@@ -291,6 +294,11 @@ class ChangeLog:
 
     def _refusal(self, reason: str, kind: type[CheckpointError] = CheckpointError) -> CheckpointError:
         return kind(f"The log of changes {self.path} {reason}.")
+
+
+def _cut(descriptor: int, end: int) -> None:
+    if os.fstat(descriptor).st_size > end:
+        os.ftruncate(descriptor, end)
 
 
 def _place(found: os.stat_result) -> Identity:

@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
@@ -80,7 +80,7 @@ def replace_manifest(path: str | Path, manifest: Manifest) -> None:
         try:
             write_file(partial, manifest.to_json())
             partial.replace(path / MANIFEST_NAME)
-            sync_directory(path)
+            sync(path)
         finally:
             partial.unlink(missing_ok=True)
 
@@ -104,20 +104,21 @@ def written_beside(path: Path, *, replace: bool = False) -> Iterator[Path]:
         partial = fresh.rename(fresh.with_suffix(".partial"))
         try:
             yield partial
-            sync_directory(partial)
+            sync(partial)
             _put_in_place(partial, path, replace=replace)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Remove the directories that nobody fills any more: a process holds a lock on its own as long as it lives."""
-    for unfinished in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+    """Remove what nobody fills any more, and end what a kill interrupted: a process holds a lock on its own as long as it lives."""
+    ours = f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}"
+    for unfinished in (*path.parent.glob(f"{ours}.partial"), *path.parent.glob(f"{ours}.old")):
         with suppress(OSError):
             held = os.open(unfinished, os.O_RDONLY)
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(unfinished)
+                shutil.rmtree(unfinished) if unfinished.suffix == ".partial" else _retire(unfinished, path)
             finally:
                 os.close(held)
 
@@ -165,9 +166,15 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` make a file beside `path` and rename it: the file is complete or as before, even after a power cut."""
     new = path.with_suffix(".new")
     write(new)
-    with new.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(new)
     new.replace(path)
+
+
+def name_whole(directory: Path, path: Path) -> None:
+    """Rename a directory of finished files to `path`: all of them are there or none, even after a power cut."""
+    for place in (*directory.iterdir(), directory):
+        sync(place)
+    directory.rename(path)
 
 
 @contextmanager
@@ -188,29 +195,36 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 def _put_in_place(partial: Path, path: Path, *, replace: bool) -> None:
     """Rename into place. An old checkpoint is moved aside first; its other files (not tensors) that the new one lacks are kept."""
-    old = None
-    if replace and path.is_dir() and any(path.iterdir()):
-        old = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
-        path.rename(old)
-    try:
-        partial.rename(path)
-    except OSError as error:
-        if old:
-            old.rename(path)
-        if error.errno == errno.ENOTEMPTY:
-            raise FileExistsError(errno.EEXIST, "another process has written it meanwhile") from error
-        raise
-    if old:
+    old, is_there = partial.with_suffix(".old"), replace and path.is_dir() and any(path.iterdir())
+    with alone_in(path) if is_there else nullcontext():
+        try:
+            if is_there:
+                path.rename(old)
+            partial.rename(path)
+        except OSError as error:
+            if error.errno == errno.ENOTEMPTY:
+                raise FileExistsError(errno.EEXIST, "another process has written it meanwhile") from error
+            raise
+        finally:
+            if old.exists():
+                _retire(old, path)
+    sync(path.parent)
+
+
+def _retire(old: Path, path: Path) -> None:
+    """Put what was moved aside back if nothing took its place at `path`, else keep its other files and remove it."""
+    if not path.exists():
+        old.rename(path)
+    else:
         for entry in old.iterdir():
             if entry.suffix != ".safetensors" and not (path / entry.name).exists():
                 entry.rename(path / entry.name)
-        shutil.rmtree(old)
-    sync_directory(path.parent)
+        shutil.rmtree(old, ignore_errors=True)  # the next run removes what stays
 
 
-def sync_directory(path: Path) -> None:
-    """Sync a directory, so that files created or renamed in it survive a crash."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Sync a file, or a directory, so that files created or renamed in it survive a crash."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

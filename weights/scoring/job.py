@@ -21,7 +21,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from weights.format.writer import alone_in, write_whole
+from weights.format.writer import alone_in, name_whole, write_whole
 from weights.scoring.scorer import NAMING, Prepared, Scorer
 from weights.tables import check_unchanged, files_of, ids_of, tables_of
 from weights.text_ids import IdKind
@@ -102,9 +102,9 @@ def _score_parts(
     for part in todo:
         if part.exists():
             warn(f"{part} is computed again: its bytes are not those that were written.")
-    if todo and not split.exists():
-        _split(source, split, job, scorer.manifest.ids, say)
     pieces = [split / f"{part.stem}.arrow" for part in todo]
+    if not all(piece.exists() for piece in pieces):
+        _split(source, split, job, scorer.manifest.ids, say)
     sizes = [int(ds.dataset(piece, format="ipc").count_rows()) for piece in pieces]
     done = job.rows - sum(sizes)
     with ThreadPoolExecutor(1, thread_name_prefix="files") as files:  # reads and writes while the engine computes
@@ -158,7 +158,8 @@ def _claim(out: Path, job: Job) -> None:
 def _split(source: ds.FileSystemDataset, split: Path, job: Job, ids: IdKind, say: Progress) -> None:
     """Write the rows of each user to one file. After a kill, the next run starts this again."""
     unfinished = split.with_name(".split.new")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    for left in (unfinished, split):
+        shutil.rmtree(left, ignore_errors=True)
     unfinished.mkdir()
     files = [unfinished / f"part-{number:05}.arrow" for number in range(job.partitions)]
     lz4 = pa.ipc.IpcWriteOptions(compression="lz4")
@@ -176,7 +177,7 @@ def _split(source: ds.FileSystemDataset, split: Path, job: Job, ids: IdKind, say
     for writer in writers:
         writer.close()
     check_unchanged(source, job.log)
-    unfinished.rename(split)
+    name_whole(unfinished, split)
 
 
 def _prepared(scorer: Scorer, piece: Path, since_ts: int, where: str) -> Prepared | None:

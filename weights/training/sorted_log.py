@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 from numpy.typing import NDArray
 
-from weights.format.writer import alone_in
+from weights.format.writer import alone_in, name_whole
 from weights.tables import LogError, check_unchanged, column_of, files_of, ids_of, tables_of
 from weights.text_ids import IdKind
 from weights.training.examples import histories
@@ -108,7 +108,7 @@ def sort_log(
             directory.rmdir()
         named = {} if ids == "uint64" else {"ids": ids}
         (work / FACTS_NAME).write_text(json.dumps({"rows": rows, "actions": names, **named, **facts}))
-        work.rename(out)
+        name_whole(work, out)
     return rows
 
 

@@ -318,7 +318,108 @@ def test_a_disk_that_fails_leaves_nothing_half_written(tmp_path: Path, monkeypat
     log.append(change(6))
     assert seen(ChangeLog(tmp_path, manifest()).read()) == seen([change(0), change(1), change(6)])
     failures = iter([True, True])
-    with pytest.raises(CheckpointError, match="No space left"):
+    with pytest.raises(CheckpointError, match=r"No space left.* It could not be cut off again: whoever reads .* find"):
         log.append(change(7))
     with pytest.raises(CheckpointError, match="could not be written before"):
         log.append(change(8))
+
+
+def test_a_change_refused_after_it_was_written_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the log is still in its place cannot be seen for a moment, once the record is on the disk."""
+    written(tmp_path, 2)
+    log = ChangeLog(tmp_path, manifest())
+    log.read()
+    log.hold()
+    look, looks = os.lstat, iter([False, True])
+
+    def failing(path: Path) -> os.stat_result:
+        if next(looks, False):
+            raise OSError(5, "Input/output error")
+        return look(path)
+
+    monkeypatch.setattr(os, "lstat", failing)
+    with pytest.raises(NotStored):
+        log.append(change(5))
+    assert len(ChangeLog(tmp_path, manifest()).read()) == 2
+
+
+def test_no_change_of_another_process_is_lost_where_the_log_cannot_be_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = ChangeLog(tmp_path, manifest())
+    log.read()
+    written(tmp_path, 2)
+    sync, failures = os.fsync, iter([True])
+
+    def failing(descriptor: int) -> None:
+        if next(failures, False):
+            raise OSError(5, "Input/output error")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(NotStored, match="cannot be written: Input/output error"):
+        log.hold()
+    assert seen(log.hold()) == seen([change(0), change(1)])
+
+
+def test_a_log_that_cannot_be_read_is_refused_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, 2)
+    log = ChangeLog(tmp_path, manifest())
+
+    def failing(descriptor: int) -> os.stat_result:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", failing)
+        with pytest.raises(NotStored, match=r"log cannot be read: Input/output error\."):
+            log.read()
+    assert len(log.read()) == 2
+
+
+def test_a_change_is_taken_once_the_manifest_can_be_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = ChangeLog(tmp_path, manifest())
+    log.read()
+    log.append(change(1))
+    os.utime(tmp_path / MANIFEST_NAME, (1, 1))  # so that it has to be read
+    opened = os.open
+
+    def failing(path: str, *said: int, **more: int) -> int:
+        if path == MANIFEST_NAME:
+            raise OSError(24, "Too many open files")
+        return opened(path, *said, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", failing)
+        with pytest.raises(NotStored, match="Too many open files"):
+            log.append(change(2))
+    log.append(change(3))
+    assert seen(ChangeLog(tmp_path, manifest()).read()) == seen([change(1), change(3)])
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_change_that_the_disk_refused_after_another_process_had_read_it(
+    goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader has to read the corpus again, also where the next record is as long as the one that was cut off."""
+    writer, reader = ChangeLog(tmp_path, manifest()), ChangeLog(tmp_path, manifest())
+    writer.read(), writer.append(change(1)), reader.read()
+    sync, failures = os.fsync, iter([True])
+
+    def failing(descriptor: int) -> None:
+        if next(failures, False):
+            assert seen(reader.follow() or []) == seen([change(2)])
+            raise OSError(28, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(StorageFull):
+        writer.append(change(2))
+    if goes_on:
+        writer.append(change(5))
+    assert reader.follow() is None
+    writer.close()
+    with pytest.raises(NotStored, match="read the corpus again"):
+        reader.hold()
+    assert len(ChangeLog(tmp_path, manifest()).read()) == 1 + goes_on

@@ -113,6 +113,31 @@ def test_a_failed_rename_puts_the_old_one_back(tmp_path: Path, monkeypatch: pyte
     assert os.listdir(tmp_path) == ["c"]
 
 
+@pytest.mark.parametrize("renames", [2, 3, 4])
+def test_a_replacement_that_was_killed_is_ended_by_the_next_run(tmp_path: Path, renames: int) -> None:
+    """Killed with the old one moved aside, with the new one in its place, or with half of the other files kept."""
+
+    def replaced(by: str) -> None:
+        with writer.written_beside(tmp_path / "c", replace=True) as partial:
+            (partial / "manifest.json").write_text(by)
+
+    replaced("old")
+    (tmp_path / "c" / "example.json").write_text("1")
+    (tmp_path / "c" / "notes.md").write_text("2")
+    child = os.fork()
+    if not child:
+        left, rename = iter(range(renames)), Path.rename
+        Path.rename = lambda self, to: os._exit(9) if next(left, None) is None else rename(self, to)  # type: ignore[method-assign]
+        replaced("killed")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    (tmp_path / ".c.d.01234567.old").mkdir()  # of c.d
+    replaced("new")
+    kept = {file.name: file.read_text() for file in (tmp_path / "c").iterdir()}
+    assert kept == {"manifest.json": "new", "example.json": "1", "notes.md": "2"}
+    assert sorted(os.listdir(tmp_path)) == [".c.d.01234567.old", "c"]
+
+
 def test_what_another_process_has_written_meanwhile_stays(tmp_path: Path) -> None:
     others: list[str] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -179,3 +180,27 @@ def test_a_log_that_is_none_is_refused_with_a_sentence(scorer: Scorer, tmp_path:
     for log, said in ((tmp_path / "no.parquet", "cannot be read as Parquet"), (tmp_path / "absent", "cannot be read")):
         with pytest.raises(LogError, match=said):
             score_log(log, tmp_path / "out", scorer)
+
+
+def test_what_a_kill_left_of_the_split_log_is_made_anew(scorer: Scorer, log: Path, out: Path) -> None:
+    """A finished job was killed while it removed the split log, and a part is damaged later."""
+    before = written(out)
+    (out / ".split").mkdir()
+    (out / ".split" / "part-00004.arrow").write_text("")
+    (out / "part-00001.parquet").write_bytes(b"damaged")
+    score_log(log, out, scorer, 0, PARTS)
+    assert written(out) == before
+    assert not (out / ".split").exists()
+
+
+def test_a_split_log_that_the_disk_refused_is_not_resumed_from(
+    scorer: Scorer, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(descriptor: int) -> None:
+        if "part-" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", refused)
+    with pytest.raises(OSError, match="Input/output error"):
+        score_log(log, tmp_path / "out", scorer, 0, PARTS)
+    assert not (tmp_path / "out" / ".split").exists()

@@ -211,3 +211,17 @@ def test_a_disk_without_room_for_the_last_rows_is_refused(shuffled: Path, tmp_pa
     assert (
         run("sort-log", "--log", shuffled, "--out", tmp_path / "cut")[0] == 0
     )  # what the refused run left is no obstacle
+
+
+def test_a_disk_that_refuses_what_was_written_leaves_no_sorted_log(
+    shuffled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refused)
+        with pytest.raises(OSError, match="Input/output error"):
+            sort_log(shuffled, tmp_path / "sorted")
+    assert not (tmp_path / "sorted").exists()
+    assert sort_log(shuffled, tmp_path / "sorted")
