@@ -71,8 +71,17 @@ KINDS = [
 
 
 def test_every_kind_has_the_bits_of_the_reference() -> None:
-    kernels, parts, _ = make()
+    kernels, parts, (trunk, _) = make()
     assert not [pair for pair in KINDS if not kernels.choices.is_equal(parts[pair[0]], pair[1])]
+    for part in parts.values():  # NaN until something is written
+        assert kernels.choices._outputs(part, products.REFERENCE, 0)[0].isfinite().all(), part.name
+    norm = parts["norm"]
+    residual, layer = norm.inputs[1].clone(), trunk.weights.layers[1]
+    norm.run(1)
+    expected = naive.add_norm(norm.inputs[0], layer.attention_post_norm, residual, layer.ffn_norm, 1e-5)
+    used = slice(len(norm.outputs[0]))
+    torch.testing.assert_close(norm.inputs[1][used], expected[0][used])
+    torch.testing.assert_close(norm.outputs[0], expected[1][used].bfloat16())
 
 
 @pytest.mark.parametrize("name", ["gate_value", "qkv", "query", "key_value"])
@@ -142,6 +151,7 @@ class Device:
 
         class Graph:
             def capture_begin(self, **options: Any) -> None:
+                assert options == {"capture_error_mode": "thread_local"}
                 outer.captured = []
 
             def capture_end(self) -> None:
@@ -151,7 +161,8 @@ class Device:
                 outer.device += sum(self.calls)
 
         class Event:
-            def __init__(self, **options: Any) -> None:
+            def __init__(self, *, enable_timing: bool) -> None:
+                assert enable_timing
                 self.at = 0.0
 
             def record(self) -> None:
@@ -224,7 +235,7 @@ def test_sizes_between_those_that_are_timed_go_by_the_nearest_and_the_library_mu
 def test_what_was_chosen_is_kept_for_the_same_build_until_it_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(products.triton.knobs.cache, "dir", str(tmp_path / "cache"))
+    monkeypatch.setattr(products.triton.knobs.cache, "dir", str(tmp_path / "not" / "yet"))
     kernels, parts, _ = make()
     choices, part, timed = kernels.choices, parts["gate_value"], []
     choices.seconds = lambda part, kind: timed.append(kind) or float(kind == products.REFERENCE)
@@ -243,6 +254,11 @@ def test_what_was_chosen_is_kept_for_the_same_build_until_it_fails(
     assert again("a card")["how"] == "timed", "it was not kept: whole forwards had not passed"
     choices.keep()
     assert again("another card")["how"] == "timed"
+    choices.choose = lambda parts, sizes, build: build
+    for word in ("none", torch.__version__, str(kernels.config)):
+        assert word in kernels.choose([part.weights[0]], None, [])
+    kernels._plain = True
+    assert kernels.choose([], None, []) == {"how": "64x64"}
 
 
 def test_which_kinds_are_tried() -> None:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +22,11 @@ from model.engine import EngineError, Item
 from model.selftest import same_bits
 from model.split.buckets import row_sizes
 from model.split.engine import SplitEngine, default_capacity
-from model.split.graphs import PlainRecorder
-from model.split.kernels.contract import Step
+from model.split.graphs import CudaRecorder, PlainRecorder
+from model.split.kernels.contract import Step, Tables
 from model.split.kernels.portable import PortableKernels, rows_are_independent
 from model.split.step import StepPlan, context_tiles, plan_steps, tile_slots, used_bytes
-from model.split.tables import default_placement
+from model.split.tables import HostTables, default_placement
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -403,3 +408,116 @@ def test_a_checkpoint_that_the_kernels_cannot_hold_is_refused() -> None:
         SplitEngine(mixed)
     assert default_capacity(random_config(width=2048, widening=4.0, head_width=128)) == 2048
     assert not StepPlan().states()
+
+
+def test_nothing_waits_for_a_copy_and_a_rehearsal_does_the_work_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, copy = [], torch.Tensor.copy_
+
+    def watched(self: Any, source: Any, **options: Any) -> Any:
+        caller = Path(sys._getframe(1).f_code.co_filename).name
+        copies.extend([options] if caller in ("buckets.py", "tables.py") else [])
+        return copy(self, source, **options)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", watched)
+    config = random_config()
+    engine, host = (
+        SplitEngine(random_ranker(config), capacity=320, recorder=PlainRecorder(), placement=placement)
+        for placement in ("device", "host")
+    )
+    asked = [item(engine, 20, 40), item(engine, 9, 7, 1)]
+    again = engine.rehearse(asked)
+    runner: Any = engine._runner
+    runner._outputs[0].fill_(torch.nan)
+    again()
+    rehearsed = runner._outputs[0].clone()
+    for other in (engine, host):
+        logits = np.concatenate([outcome.scores.logits for outcome in other.forward(asked)])
+        assert np.array_equal(rehearsed[:47, :7], logits)
+    assert copies == [{"non_blocking": True}] * len(copies)
+    assert len(copies) == 2 * 3 + 3 + 2, "steps, outputs, rows of tables and their numbers"
+    with pytest.raises(EngineError, match="on the device"):
+        host.rehearse(asked)
+
+
+def test_what_a_device_copies_is_pinned_and_of_the_kernels_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros, made = torch.zeros, []
+
+    def noted(*shape: Any, **options: Any) -> Any:
+        made.append((str(options["dtype"])[6:], str(options.get("device", options.get("pin_memory")))))
+        return zeros(*shape, dtype=options["dtype"])
+
+    monkeypatch.setattr(torch, "zeros", noted)
+    config = random_config()
+    tables = Tables(*(torch.empty(3, config.width, dtype=torch.bfloat16) for _ in range(3)))
+    for device, pinned in ((CUDA, "True"), (torch.device("cpu"), "False")):
+        made.clear()
+        HostTables(config, tables, device, 64)
+        kept = [("bfloat16", pinned)] * 2 + [("int32", pinned)] * 2
+        assert made == [*kept, ("bfloat16", str(device)), ("int32", str(device))]
+    made.clear()
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 7)
+    CudaRecorder(SimpleNamespace(device=CUDA)).pinned(3, dtype=torch.uint8)  # type: ignore[arg-type]
+    assert made == [("uint8", "True")]
+
+
+def test_a_trial_reads_a_long_context_of_random_numbers() -> None:
+    """Else kinds of attention would be timed and compared on zeros."""
+    engine = make_engine()
+    keys_values = [engine._trial(rows).candidates[0].state.keys_values for rows in (128, 128, 192)]
+    assert keys_values[0].std() > 0.9
+    assert torch.equal(*keys_values[:2])
+    assert not torch.equal(*keys_values[1:])
+    assert engine._trial(128).rows == 128 - 5
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_a_recording_on_cuda_is_run_once_and_then_captured_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+
+    @contextmanager
+    def entered(what: Any) -> Iterator[None]:
+        said.append(what)
+        yield
+        said.append("left")
+
+    class Graph:
+        def capture_begin(self, **options: Any) -> None:
+            said.append(options)
+
+        def capture_end(self) -> None:
+            said.append("captured")
+
+        def replay(self) -> None:
+            said.append("replayed")
+
+    stream: Any = SimpleNamespace(device=CUDA, synchronize=lambda: said.append("waited"))
+    event = SimpleNamespace(record=lambda: said.append("marked"), synchronize=lambda: said.append("reached"))
+    for name, stand_in in {
+        "stream": entered, "device": entered, "CUDAGraph": Graph, "Event": lambda: event, "graph_pool_handle": lambda: 7,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    step: Any = object()
+    recorder, how = CudaRecorder(stream), {"pool": 7, "capture_error_mode": "thread_local"}
+    replay = recorder.record(said.append, step)
+    assert said == [CUDA, "left", stream, step, "waited", how, step, "captured", "left", "waited"]
+    replay(step)
+    recorder.mark()()
+    assert said[-3:] == ["replayed", "marked", "reached"]
+
+    def fails(step: Any) -> None:
+        if said[-1] == how:
+            raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        recorder.record(fails, step)
+    assert said[-1] == "captured"
+    assert (recorder.recorded, len(recorder.graphs)) == (1, 2), "a graph that failed is kept with the others"
+    plain = CudaRecorder(stream, replay=False)
+    assert plain.record(fails, step) is fails
+    assert not plain.graphs
+    for free, room in ((4, True), (3, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 64 * (device == CUDA)))
+        assert recorder.has_room() is room
