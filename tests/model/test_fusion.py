@@ -17,6 +17,7 @@ from torch import Tensor
 
 from model.layers import rotate
 from model.split import graphs
+from model.split.buckets import row_sizes
 from model.split.engine import SplitEngine
 from model.split.graphs import PlainRecorder
 from model.tolerances import PARITY
@@ -285,3 +286,7 @@ def test_which_kinds_are_tried() -> None:
     assert kinds("gate_value", 64) == []
     narrow = products.PRODUCT_TILES["64x32"]
     assert [narrow.stages(room * 1024) for room in (99, 163, 227)] == [3, 6, 8]
+    assert narrow.stages(2**12 + 3 * 96 * 128 * 4, 4) == 3 == 1 + narrow.stages(2**12 + 3 * 96 * 128 * 4 - 1, 4)
+    sizes = row_sizes(2**14)
+    assert products.timed_sizes(sizes) == [64, 128, 256, 512, 1024, 1536, 2048, 4096, 8192, 16384]
+    assert products.timed_sizes([64, 192, 320]) == [64, 320]

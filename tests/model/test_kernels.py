@@ -49,6 +49,7 @@ products_module = pytest.importorskip("model.split.kernels.products")
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 attention_module = pytest.importorskip("model.split.kernels.attention")
+build_module = pytest.importorskip("model.split.kernels.build")
 
 CAPACITY = 256
 
@@ -504,3 +505,61 @@ def test_an_engine_of_these_kernels_equals_the_plain_definition(
     alone = engine.forward([Item(items[0].context, items[0].candidates.chunk(1, 2))])[0]
     assert alone.cache == "hit"
     assert np.array_equal(alone.scores.logits, outcomes[0].scores.logits[1:2])
+
+
+REFERENCE = ["64x64"]
+LAUNCHED: dict[str, tuple[torch.dtype, list[str], dict[str, int], dict[str, list[Any]]]] = {
+    "wide": (BF16, [*REFERENCE, "spread"], {"width": 640, "head_width": 128, "history_length": 300}, {
+        "gather_rows": [(192, 5, 4, None)], "project_tiles": [(10, 5, 4, 4)], "norm_rows": [(192, 8, None), (64, 8, None)],
+        "multiply_tiles": [
+            (16, 3, 4, 4), (10, 3, 4, 4), (28, 3, 4, 4), (8, 3, 4, 4), (8, 1, 4, 4), (10, 1, 4, 4), (28, 1, 4, 4), (1, 1, 4, 4),
+        ],
+        "rotate_rows": [(192, 4, None), (64, 4, None)], "gate_rows": [(192, 1, 4, None), (64, 1, 4, None)],
+        "attend_tiles": [(4, 22, 1, 8, 2), (4, 18, 1, 8, 2), (4, 22, 2, 8, 2), (4, 18, 2, 8, 2)],
+        "add_chunks": [(4, 22, 4, None), (4, 18, 4, None)],
+    }),
+    "narrow": (FP32, REFERENCE, {"width": 40, "head_width": 24}, {
+        "gather_rows": [(192, 5, 1, None)], "project_tiles": [(1, 5, 4, 4)], "norm_rows": [(192, 1, None), (64, 1, None)],
+        "multiply_tiles": [(3, 3, 4, 4), (1, 3, 4, 4), (2, 3, 4, 4), (2, 1, 4, 4), (1, 1, 4, 4)],
+        "rotate_rows": [(192, 4, None), (64, 4, None)], "gate_rows": [(192, 1, 4, None), (64, 1, 4, None)],
+        "attend_tiles": [(4, 22, 1, 4, 2), (4, 18, 1, 4, 2)],
+    }),
+    "widest": (BF16, REFERENCE, {"width": 4096, "head_width": 64}, {
+        "gather_rows": [(192, 5, 4, None)], "project_tiles": [(64, 5, 4, 4)], "norm_rows": [(192, 32, None), (64, 32, None)],
+        "multiply_tiles": [
+            (8, 3, 4, 4), (64, 3, 4, 4), (172, 3, 4, 4), (4, 3, 4, 4), (4, 1, 4, 4), (64, 1, 4, 4), (172, 1, 4, 4), (1, 1, 4, 4),
+        ],
+        "rotate_rows": [(192, 4, None), (64, 4, None)], "gate_rows": [(192, 6, 4, None), (64, 6, 4, None)],
+        "attend_tiles": [(4, 22, 1, 4, 2), (4, 18, 1, 4, 2)],
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "kinds", "shape", "expected"), LAUNCHED.values(), ids=LAUNCHED)
+def test_launches_are_those_whose_times_were_measured(
+    dtype: torch.dtype, kinds: list[str], shape: dict[str, int], expected: dict[str, Any]
+) -> None:
+    """Grid, warps and stages, for 192 rows and a tail of 64: other ones give the same numbers in another time."""
+    found: dict[str, dict[Any, None]] = {}
+
+    def note(kernel: Any, grid: tuple[int, ...], arguments: Any, **constants: Any) -> None:
+        how = (*grid, constants["num_warps"], constants.get("num_stages"))
+        found.setdefault(kernel.fn.__name__, {})[how] = None
+        assert constants["DEPENDENT"] == constants["launch_pdl"] is True
+
+    build_module.forward(random_config(layers=2, **shape), dtype, 90, note, kinds, 192, 64)
+    assert {name: list(launches) for name, launches in found.items()} == expected
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_a_kernel_overlaps_the_one_before_only_where_devices_can(capability: int) -> None:
+    bench, said = make_bench("fused"), []
+    weights = split_weights(bench.ranker, torch.device("cpu"), FP32)
+    for plain in (False, True):
+        kernels = fused.FusedKernels(
+            bench.config, weights, FP32, lambda *_, **given: said.append(given), plain=plain, capability=capability
+        )
+        kernels.norm_heads(bench.step, bench.random(48), 1, torch.ones(24))
+        assert kernels._shared_bytes == {80: 163, 90: 227, 100: 227}[capability] * 1024
+    assert [given["DEPENDENT"] for given in said] == [capability >= 90, False]
+    assert ["launch_pdl" in given for given in said] == [capability >= 90, False]

@@ -20,7 +20,7 @@ from app.settings import Cache
 from model.create import cache_budget
 from model.engine import EngineError, Item
 from model.selftest import same_bits
-from model.split.buckets import row_sizes
+from model.split.buckets import recording_order, row_sizes
 from model.split.engine import SplitEngine, default_capacity
 from model.split.graphs import CudaRecorder, PlainRecorder
 from model.split.kernels.contract import Step, Tables
@@ -459,6 +459,105 @@ def test_what_a_device_copies_is_pinned_and_of_the_kernels_types(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 7)
     CudaRecorder(SimpleNamespace(device=CUDA)).pinned(3, dtype=torch.uint8)  # type: ignore[arg-type]
     assert made == [("uint8", "True")]
+
+
+class Journal(PortableKernels):
+    """Notes in which order a warm-up asks."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.said: list[Any] = []
+
+    def use_reference(self) -> None:
+        self.said.append("reference")
+
+    def compile(self, forward: Any) -> None:
+        self.said.append("compile")
+        forward()
+
+    def embed(self, step: Step, *given: Any) -> None:
+        self.said.append(step.rows)
+        super().embed(step, *given)
+
+    def choose(self, weights: Any, parts: Any, sizes: Any) -> Any:
+        self.said += ["choose", *sizes]
+        assert [part.rows for part in parts(64)] == [64] * len(parts(64))
+        return {"how": "asked"}
+
+    def keep_choices(self) -> None:
+        self.said.append("keep")
+
+
+@pytest.mark.parametrize("recorder", [PlainRecorder, Forgetful, None])
+def test_a_warm_up_compiles_compares_chooses_records_and_keeps(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SplitEngine(random_ranker(random_config()), capacity=128, recorder=recorder and recorder())
+    kernels = engine._trunk.kernels = Journal(engine.config, engine._trunk.weights.rope)
+    runner, notes = engine._runner, engine.info.notes
+    assert (notes["kernels"], notes["step_rows"]) == ("torch, fixed tiles", 128)
+
+    def record(work: Any, step: Step) -> Any:
+        assert not any(buffer.any() for buffer in (*runner._staging, runner._arrived)), "states of probes that are gone"
+        kernels.said.append("record")
+        return replay(work, step)
+
+    replay = runner._recorder.record
+    monkeypatch.setattr(runner._recorder, "record", record)
+    with nullcontext() if recorder is not Forgetful else pytest.raises(EngineError, match="when it is replayed"):
+        runner.warm_up(notes, engine._probe, engine._trial)
+    assert recorder is Forgetful or notes["products"] == {"how": "asked"}
+    recorded = [each for size in (128, 64) for each in ("record", size, "record", "record", size)]
+    expected = ["reference", "compile", 64, 64, 128, "choose", 64, 128, *recorded, 64, 64, 128, 128]
+    assert kernels.said == (["choose", 64] if recorder is None else expected + ["keep"] * (recorder is PlainRecorder))
+
+
+def test_sizes_are_fine_where_steps_are_small_and_the_coarsest_are_recorded_first() -> None:
+    sizes = row_sizes(2**14)
+    assert [size for size in sizes if size <= 2048] == list(range(64, 2049, 64))
+    assert [size for size in sizes if 2048 <= size <= 4096] == list(range(2048, 4097, 128))
+    assert [size for size in sizes if size >= 4096] == list(range(4096, 2**14 + 1, 512))
+    assert row_sizes(100) == [64, 100]
+    assert recording_order(range(64, 385, 64)) == [384, 256, 128, 64, 192, 320]
+    assert [tile_slots(rows) for rows in (64, 352, 383, 384, 1536, 1568)] == [18, 27, 27, 64, 64, 65]
+    assert [default_capacity(random_config(explicit_ffn_width=width)) for width in (64, 1025, 2049, 40000)] == [
+        2**14,
+        2**13,
+        2**12,
+        2**10,
+    ]
+    assert default_capacity(random_config(explicit_ffn_width=40000, history_length=1030)) == 1088
+
+
+def test_an_engine_keeps_weights_of_its_own_in_the_types_that_its_kernels_go_by() -> None:
+    ranker = random_ranker(random_config())
+    engine = SplitEngine(ranker, "cpu", torch.bfloat16, capacity=512, cache_bytes=2**20)
+    asked = item(engine, 20, 9)
+    outcome = engine.forward([asked])[0]
+    expected, state = outcome.scores, outcome.state
+    assert state.nbytes == 2 * 2 * 128 * 2 * 16 * 2 < engine.cache_stats().bytes  # type: ignore[attr-defined]
+    engine._cache.clear()
+    for name, parameter in ranker.named_parameters():
+        parameter.data *= name.startswith("tables.")
+    assert same_bits(engine.forward([asked])[0].scores, expected)
+    wide = {"residual", "final", "logits"}
+    kept = {name: each for name, each in vars(engine._trunk).items() if torch.is_tensor(each)}
+    assert {name: each.dtype for name, each in kept.items()} == {
+        name: torch.float32 if name in wide else torch.bfloat16 for name in kept
+    }
+    assert {len(each) for each in kept.values()} == {512 + 64}
+    weights = engine._trunk.weights
+    tokens, (first, last) = weights.tokens, weights.layers
+    assert tokens.inputs == (4 * 64, 4 * 64 + 128, 2 * 64), "7 actions and 64 for dwell seconds, filled up"
+    assert weights.heads.shape == (64, 32)
+    assert (first.gate_value.shape, first.ffn_output.shape) == ((64, 256), (128, 64)), "of 88"
+    for layer in (first, last):
+        linear = (layer.qkv, layer.query, layer.key_value, layer.output, layer.gate_value, layer.ffn_output)
+        assert {each.dtype for each in linear if each is not None} == {torch.bfloat16}
+        assert {norm.scale.dtype for norm in (layer.attention_norm, layer.ffn_norm, weights.final_norm)} == {
+            torch.float32
+        }
+    exact = (tokens.projection, tokens.surfaces, tokens.ages, tokens.dwell_input, weights.heads, weights.rope)
+    assert {each.dtype for each in exact} == {torch.float32}
+    assert weights.rope.is_contiguous()
 
 
 def test_a_trial_reads_a_long_context_of_random_numbers() -> None:
