@@ -249,6 +249,7 @@ def test_an_attention_weight_is_relative_to_the_shift(dtype: torch.dtype, cap: f
     """So that no context is long enough for a sum of weights to overflow."""
     products = torch.tensor([-700.0, -300.0, -7.0, 0.0, 0.5, 20.0, 400.0, 700.0])
     weights, shift = torch.empty(8), softmax_shift(cap)
+    assert shift == min(cap, 80 - cap)
     constants = fused.softmax_constants(0.25, cap, form, dtype)
     assert (constants["FORM"] == "fast_tanh") == (form == "tanh" and dtype == BF16)
     weigh[(1,)](products, weights, **constants, EMULATED=True)

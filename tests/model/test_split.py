@@ -18,7 +18,7 @@ import torch
 
 from app.settings import Cache
 from model.create import cache_budget
-from model.engine import EngineError, Item
+from model.engine import EngineError, EngineInfo, Item
 from model.selftest import same_bits
 from model.split.buckets import recording_order, row_sizes
 from model.split.engine import SplitEngine, default_capacity
@@ -285,6 +285,22 @@ def test_a_step_whose_contexts_are_known_is_one_recording() -> None:
     assert recorder.replayed == [("body", 128), ("tail", 64)]
 
 
+def test_a_host_buffer_is_written_again_only_after_its_step_has_ended() -> None:
+    said: list[str] = []
+    engine = SplitEngine(random_ranker(random_config()), capacity=128, recorder=PlainRecorder())
+    runner: Any = engine._runner
+    prepare, numbers = runner._source.prepare, itertools.count()
+
+    def mark() -> Any:
+        number = next(numbers)
+        return lambda: said.append(f"{number} has ended")
+
+    runner._recorder.mark = mark
+    runner._source.prepare = lambda host, slot: (said.append(f"in {slot}"), prepare(host, slot))
+    engine.forward([item(engine, 20, 300)])
+    assert said == ["in 0", "in 1", "0 has ended", "in 0", "1 has ended", "2 has ended"]
+
+
 class Crowded(PlainRecorder):
     """A device whose memory is used up after some recordings: it says so before, or at the next one."""
 
@@ -398,8 +414,9 @@ def test_what_a_device_holds_is_decided_by_its_size_not_by_what_is_free(monkeypa
 
 
 def test_a_checkpoint_that_the_kernels_cannot_hold_is_refused() -> None:
+    make_engine(attention_cap=80.0)
     with pytest.raises(EngineError, match="attention_cap"):
-        make_engine(attention_cap=90.0)
+        make_engine(attention_cap=80.5)
     with pytest.raises(EngineError, match="capacity"):
         SplitEngine(random_ranker(random_config()), capacity=100)
     mixed = random_ranker(random_config())
@@ -493,7 +510,9 @@ def test_a_warm_up_compiles_compares_chooses_records_and_keeps(recorder: Any, mo
     engine = SplitEngine(random_ranker(random_config()), capacity=128, recorder=recorder and recorder())
     kernels = engine._trunk.kernels = Journal(engine.config, engine._trunk.weights.rope)
     runner, notes = engine._runner, engine.info.notes
-    assert (notes["kernels"], notes["step_rows"]) == ("torch, fixed tiles", 128)
+    monkeypatch.setattr("model.split.buckets.WHOLE_ROWS", 64)
+    fixed = {"kernels": "torch, fixed tiles", "embedding_tables": "device", "step_rows": 128, "cache_bytes": 0}
+    assert engine.info == EngineInfo("cpu", "float32", "torch", "shared", fixed)
 
     def record(work: Any, step: Step) -> Any:
         assert not any(buffer.any() for buffer in (*runner._staging, runner._arrived)), "states of probes that are gone"
@@ -505,7 +524,7 @@ def test_a_warm_up_compiles_compares_chooses_records_and_keeps(recorder: Any, mo
     with nullcontext() if recorder is not Forgetful else pytest.raises(EngineError, match="when it is replayed"):
         runner.warm_up(notes, engine._probe, engine._trial)
     assert recorder is Forgetful or notes["products"] == {"how": "asked"}
-    recorded = [each for size in (128, 64) for each in ("record", size, "record", "record", size)]
+    recorded = ["record", 128, "record", "record", 64, "record", "record", 64]
     expected = ["reference", "compile", 64, 64, 128, "choose", 64, 128, *recorded, 64, 64, 128, 128]
     assert kernels.said == (["choose", 64] if recorder is None else expected + ["keep"] * (recorder is PlainRecorder))
 
