@@ -23,6 +23,7 @@ from model.split.graphs import PlainRecorder
 from model.tolerances import PARITY
 from tests.model import naive
 from tests.model.builders import random_config, random_ranker
+from tests.model.test_kernels import Watched
 
 fused = pytest.importorskip("model.split.kernels.fused", reason="triton is not installed here")
 products = pytest.importorskip("model.split.kernels.products")
@@ -59,9 +60,10 @@ def make(rows: int = ROWS, **overrides: Any) -> tuple[Any, dict[str, Any], Any]:
         fractions(each, torch.Generator().manual_seed(3))
     tokens.dwell_input.zero_()
     step = runner._written(engine._trial(rows))  # type: ignore[union-attr, attr-defined]
-    choices: Any = engine._kernels.choices  # type: ignore[attr-defined]
-    choices._fill, choices._capability = fractions, 90
-    return engine._kernels, {part.name: part for part in trunk.parts(step.at(rows))}, (trunk, step)
+    kernels: Any = engine._kernels
+    kernels.choices._fill, kernels.choices._capability = fractions, 90
+    kernels._launcher = Watched([trunk.tables.author, trunk.tables.user, *(state.keys_values for state in step.states)])
+    return kernels, {part.name: part for part in trunk.parts(step.at(rows))}, (trunk, step)
 
 
 KINDS = [
