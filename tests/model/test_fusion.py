@@ -150,11 +150,13 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.host = self.device = 0.0
         self.captured: list[float] | None = None
+        self.waited = False
         outer = self
 
         class Graph:
             def capture_begin(self, **options: Any) -> None:
                 assert options == {"capture_error_mode": "thread_local"}
+                assert outer.waited, "for what was queued before"
                 outer.captured = []
 
             def capture_end(self) -> None:
@@ -166,17 +168,19 @@ class Device:
         class Event:
             def __init__(self, *, enable_timing: bool) -> None:
                 assert enable_timing
-                self.at = 0.0
+                self.at, self.reached = 0.0, False
 
             def record(self) -> None:
                 self.at = outer.device
 
-            def synchronize(self) -> None: ...
+            def synchronize(self) -> None:
+                self.reached = True
 
             def elapsed_time(self, other: Event) -> float:
+                assert other.reached
                 return 1e3 * (other.at - self.at)
 
-        stream = type("Stream", (), {"synchronize": lambda self: None})()
+        stream = type("Stream", (), {"synchronize": lambda self: setattr(outer, "waited", True)})()
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)

@@ -50,6 +50,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 attention_module = pytest.importorskip("model.split.kernels.attention")
 build_module = pytest.importorskip("model.split.kernels.build")
+order_module = pytest.importorskip("model.split.kernels.order")
 
 CAPACITY = 256
 
@@ -140,6 +141,7 @@ class Watched:
     def __init__(self, rooms: list[Tensor]) -> None:
         self.builder: Any = triton.runtime.interpreter.interpreter_builder
         self.rooms = rooms  # what kernels reach beside their arguments
+        self.reads: dict[Any, list[Any]] = {}  # of each program of the last launch
 
     def __call__(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
         given = dict(zip(kernel.arg_names, arguments, strict=False))
@@ -147,9 +149,11 @@ class Watched:
         storages = [each.untyped_storage() for each in (*self.rooms, *arguments) if torch.is_tensor(each)]
         starts = np.array(sorted({each.data_ptr(): each.nbytes() for each in storages}.items()), np.int64)
         written: dict[int, list[Any]] = {}
+        self.reads.clear()
 
         def load(pointers: Any, mask: Any, other: Any, *rest: Any) -> Any:
             read = pointers.data[mask.data].astype(np.int64)
+            self.reads.setdefault(self.builder.grid_idx, []).append(read)
             room = starts[np.searchsorted(starts[:, 0], read, "right") - 1]
             assert np.all((room[:, 0] <= read) & (read < room.sum(1))), f"{kernel} reads what is in no tensor"
             found = masked_load(pointers, mask, other, *rest)
@@ -564,3 +568,50 @@ def test_a_kernel_overlaps_the_one_before_only_where_devices_can(capability: int
         assert kernels._shared_bytes == {80: 163, 90: 227, 100: 227}[capability] * 1024
     assert [given["DEPENDENT"] for given in said] == [capability >= 90, False]
     assert ["launch_pdl" in given for given in said] == [capability >= 90, False]
+
+
+@pytest.mark.parametrize("name", ["multiply", "gate_value", "qkv", "embed"])
+def test_what_is_fetched_ahead_is_what_is_read_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into the cache, of a weight, a line of 128 bytes each, before a kernel waits for the one before it."""
+    few = ((9, 0, 5), (0, 0, 1))
+    bench = make_bench("fused", BF16, few, query_heads=3, kv_heads=1, head_width=24, widening=5.0)
+    weights = split_weights(bench.ranker, torch.device("cpu"), BF16, BF16)
+    watched, layer, ahead, waits, before = Watched(bench.rooms), weights.layers[0], {}, [], int(name == "embed")
+    kernels = fused.FusedKernels(bench.config, weights, BF16, watched, capability=90)
+
+    def fetch(asm: str, constraints: str, addresses: Any, *rest: Any, **how: Any) -> None:
+        assert waits.count(watched.builder.grid_idx) == before
+        ahead.setdefault(watched.builder.grid_idx, []).append(addresses[0].handle.data.astype(np.int64).ravel())
+
+    monkeypatch.setattr(tl, "inline_asm_elementwise", fetch)
+    monkeypatch.setattr(order_module, "gdc_wait", lambda: waits.append(watched.builder.grid_idx))
+    monkeypatch.setattr(order_module, "gdc_launch_dependents", lambda: None)
+    kernels.choices.forced = "64x64" if name in ("multiply", "embed") else "fused 64x64"
+    x, out, weight = bench.random(40), bench.random(480), layer.gate_value
+    if name == "multiply":
+        kernels.multiply(bench.step, x, weight, bench.random(weight.shape[1]))
+    elif name == "gate_value":
+        kernels.multiply_gate(bench.step, x, weight, out, bench.random(weight.shape[1] // 2))
+    elif name == "qkv":
+        assert layer.qkv is not None
+        weight = layer.qkv
+        kernels.multiply_rotate(bench.step, x, weight, bench.random(weight.shape[1]), "qkv", 1)
+    else:
+        tables = [
+            table.detach() for table in (bench.ranker.tables.user, bench.ranker.tables.post, bench.ranker.tables.author)
+        ]
+        bench.rooms += tables
+        weight = weights.tokens.projection
+        kernels.embed(bench.step, Tables(*tables), weights.tokens, bench.random(40, dtype=FP32))
+    start, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
+    covered = 0
+    for program, reads in watched.reads.items():
+        of_weight = [read for read in reads if len(read) and start <= read.min() < end]
+        lines = np.concatenate(ahead[program])
+        assert waits.count(program) == before + 1
+        assert np.all((start <= lines) & (lines < end))
+        for read in of_weight[: 1 + (name in ("gate_value", "qkv"))]:
+            gaps = read[:, None] - lines
+            assert np.all(np.any((gaps >= 0) & (gaps < 128), 1))
+            covered += 1
+    assert covered > 3
