@@ -22,10 +22,10 @@ from model.engine import EngineError, EngineInfo, Item
 from model.selftest import same_bits
 from model.split.buckets import recording_order, row_sizes
 from model.split.engine import SplitEngine, default_capacity
-from model.split.graphs import CudaRecorder, PlainRecorder
+from model.split.graphs import CudaRecorder, PlainRecorder, no_garbage
 from model.split.kernels.contract import Step, Tables
 from model.split.kernels.portable import PortableKernels, rows_are_independent
-from model.split.step import StepPlan, context_tiles, plan_steps, tile_slots, used_bytes
+from model.split.step import ContextState, ContextWork, StepPlan, context_tiles, plan_steps, tile_slots, used_bytes
 from model.split.tables import HostTables, default_placement
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
 
@@ -340,6 +340,17 @@ def test_recordings_stop_where_memory_does_and_every_step_is_still_served(says_s
         engine.warm_up()
 
 
+def test_garbage_is_collected_before_recordings_and_not_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(gc, "collect", lambda: said.append("collected"))
+    with no_garbage():
+        assert said == ["collected"]
+        with no_garbage():
+            pass
+        assert not gc.isenabled(), "who came in without leaves without"
+    assert gc.isenabled()
+
+
 class Small:
     """Memory for so many contexts at a time, those of the cache included; stands in for `SplitEngine._allocate`."""
 
@@ -399,6 +410,38 @@ def test_steps_hold_their_limits_and_lose_no_candidate() -> None:
         assert all(id(work.state) in ready for work in plan.candidates)
 
 
+@pytest.mark.parametrize(
+    ("asked", "steps"),
+    [
+        ([(64, 0), (64, 0)], [([64, 64], [])]),
+        ([(64, 0), (65, 0)], [([64], []), ([65], [])]),
+        ([(1, 0)] * 11, [([1] * 10, []), ([1], [])]),
+        ([(1, 200)], [([1], [64]), ([], [128]), ([], [8])]),
+        ([(60, 68)], [([60], [68])]),
+        ([(60, 69)], [([60], [64]), ([], [5])]),
+        ([(0, 1)] * 21, [([], [1] * 20), ([], [1])]),
+        ([(0, 64), (0, 64), (0, 1)], [([], [64, 64]), ([], [1])]),
+        ([(0, 0)], []),
+    ],
+)
+def test_a_step_is_filled_to_its_limits(asked: Any, steps: Any) -> None:
+    """New rows of a context and candidates, in steps of 128 rows and 20 tiles; of each context 7 rows are known."""
+    config, works = random_config(), []
+    for number, (rows, count) in enumerate(asked):
+        state = ContextState(torch.empty(1), 7 + rows, 7)
+        work = ContextWork(random_context(config, 0), state, 7, 7) if rows else None
+        works.append((work, number, random_candidates(config, 300).chunk(0, count), state))
+    plans = plan_steps(works, 128)
+    found = [
+        (
+            [work.state.length - work.first_index for work in plan.contexts],
+            [len(work.candidates) for work in plan.candidates],
+        )
+        for plan in plans
+    ]
+    assert found == steps
+
+
 def test_what_a_device_holds_is_decided_by_its_size_not_by_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reload finds the old version's tables and cache there, and must decide as the start did."""
     device = torch.device("cuda", 0)
@@ -419,6 +462,9 @@ def test_a_checkpoint_that_the_kernels_cannot_hold_is_refused() -> None:
         make_engine(attention_cap=80.5)
     with pytest.raises(EngineError, match="capacity"):
         SplitEngine(random_ranker(random_config()), capacity=100)
+    SplitEngine(random_ranker(random_config(history_length=63)), capacity=64)
+    with pytest.raises(EngineError, match="hold a whole context"):
+        SplitEngine(random_ranker(random_config(history_length=64)), capacity=64)
     mixed = random_ranker(random_config())
     mixed.tables.user.data = mixed.tables.user.data.bfloat16()
     with pytest.raises(EngineError, match="tables"):
