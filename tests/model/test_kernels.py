@@ -154,8 +154,12 @@ class Watched:
         def load(pointers: Any, mask: Any, other: Any, *rest: Any) -> Any:
             read = pointers.data[mask.data].astype(np.int64)
             self.reads.setdefault(self.builder.grid_idx, []).append(read)
-            room = starts[np.searchsorted(starts[:, 0], read, "right") - 1]
-            assert np.all((room[:, 0] <= read) & (read < room.sum(1))), f"{kernel} reads what is in no tensor"
+            start, size = starts[np.searchsorted(starts[:, 0], read.min(initial=2**62), "right") - 1]
+            if (
+                len(read) and not start <= read.min() <= read.max() < start + size
+            ):  # in more than one tensor, or in none
+                room = starts[np.searchsorted(starts[:, 0], read, "right") - 1]
+                assert np.all((room[:, 0] <= read) & (read < room.sum(1))), f"{kernel} reads what is in no tensor"
             found = masked_load(pointers, mask, other, *rest)
             if other is None and mask.data.size > 1:  # a scalar 0 arrives as None
                 garbage = np.array([*[255] * (found.data.itemsize - 1), 127], np.uint8).view(found.data.dtype)  # NaN
@@ -586,9 +590,10 @@ def test_what_is_fetched_ahead_is_what_is_read_first(name: str, monkeypatch: pyt
     monkeypatch.setattr(tl, "inline_asm_elementwise", fetch)
     monkeypatch.setattr(order_module, "gdc_wait", lambda: waits.append(watched.builder.grid_idx))
     monkeypatch.setattr(order_module, "gdc_launch_dependents", lambda: None)
-    kernels.choices.forced = "64x64" if name in ("multiply", "embed") else "fused 64x64"
+    kernels.choices.forced = {"multiply": "128x128", "embed": "64x64"}.get(name, "fused 64x64")
     x, out, weight = bench.random(40), bench.random(480), layer.gate_value
     if name == "multiply":
+        weight = torch.randn(40, 150).bfloat16()  # two tiles of two lines each, the last beyond its end
         kernels.multiply(bench.step, x, weight, bench.random(weight.shape[1]))
     elif name == "gate_value":
         kernels.multiply_gate(bench.step, x, weight, out, bench.random(weight.shape[1] // 2))
@@ -614,4 +619,4 @@ def test_what_is_fetched_ahead_is_what_is_read_first(name: str, monkeypatch: pyt
             gaps = read[:, None] - lines
             assert np.all(np.any((gaps >= 0) & (gaps < 128), 1))
             covered += 1
-    assert covered > 3
+    assert covered > 1
