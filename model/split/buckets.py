@@ -133,7 +133,6 @@ class StepRunner:
         if not failed:
             kernels.keep_choices()
         notes["graphs"] = self._recorder.recorded
-        self.counts = RowCounts()
 
     def _record(self) -> list[int]:
         """Record the largest size, then coarse ones before fine ones, as long as there is room; returns the sizes left out. A size

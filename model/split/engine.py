@@ -221,12 +221,12 @@ class SplitEngine:
         """A step of slightly fewer rows: a new context, and candidates of another one of full length with random keys and values."""
         config = self.config
         plan, generator = StepPlan(), torch.Generator(self._device).manual_seed(rows)
-        new = random_context(config, min(config.history_length, 20), seed=3)
-        long = self._allocate(random_context(config, config.history_length, seed=4), None)
+        new = random_context(config, min(config.history_length, 20))
+        long = self._allocate(random_context(config, config.history_length), None)
         long.keys_values.normal_(generator=generator)
         work = ContextWork(new, self._allocate(new, None))
         plan.add_context(work, work.state.length)
-        plan.add_candidates(CandidateWork(0, 0, random_candidates(config, rows - plan.rows - 5, seed=5), long))
+        plan.add_candidates(CandidateWork(0, 0, random_candidates(config, rows - plan.rows - 5), long))
         return plan
 
     def _works(self, items: Sequence[Item], made: dict[ContextKey, ContextState]) -> tuple[list[Work], list[Found]]:

@@ -144,7 +144,7 @@ class StepArrays:
     Slots and dwell seconds grow downwards, so that what a step uses is contiguous and copied at once. Slot t, int32 `[8]`:
     tile t (first row, rows, request, index in the context of the first row, −1 for candidates, whose tiles come first); then of
     request t: where its state starts (int64, in elements from an anchor tensor), the state's length and capacity. A row, int32
-    `[8]`: ids of post and author (int64; of the user and 0), position, surface, owner (its request, or a candidate's age bucket),
+    `[8]`: ids of post and author (int64; a user has one), position, surface, owner (its request, or a candidate's age bucket),
     index in the context (−1 for candidates). History items, float32: dwell seconds and actions `[A]`.
     """
 

@@ -113,8 +113,7 @@ class StepWriter:
         rows = slice(row, row + len(works))
         owners = np.array([requests[id(work.state)] for work in works], np.int64)
         arrays.ids[rows, 0] = np.array([work.context.user_id for work in works], np.uint64)
-        arrays.ids[rows, 1] = 0
-        arrays.rows[rows, 4:6] = 0
+        arrays.positions[rows] = 0
         arrays.owners[rows, 0] = owners
         arrays.owners[rows, 1] = 0
         return np.stack((np.ones_like(owners), owners, np.zeros_like(owners)))
@@ -126,7 +125,7 @@ _NO_SPANS = np.zeros((3, 0), np.int64)
 def _join(parts: Sequence[NDArray[Any]], target: NDArray[Any], pick: NDArray[np.bool_] | None = None) -> None:
     """Write the parts one after another into the target, or only their elements in `pick`."""
     if pick is None:
-        np.concatenate(parts, out=target, casting="same_kind")
+        np.concatenate(parts, out=target)
     else:
         target[...] = np.concatenate(parts)[pick]
 

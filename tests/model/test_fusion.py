@@ -17,11 +17,13 @@ from torch import Tensor
 
 from model.layers import rotate
 from model.split import graphs
+from model.split.buckets import row_sizes
 from model.split.engine import SplitEngine
 from model.split.graphs import PlainRecorder
 from model.tolerances import PARITY
 from tests.model import naive
 from tests.model.builders import random_config, random_ranker
+from tests.model.test_kernels import Watched
 
 fused = pytest.importorskip("model.split.kernels.fused", reason="triton is not installed here")
 products = pytest.importorskip("model.split.kernels.products")
@@ -58,9 +60,10 @@ def make(rows: int = ROWS, **overrides: Any) -> tuple[Any, dict[str, Any], Any]:
         fractions(each, torch.Generator().manual_seed(3))
     tokens.dwell_input.zero_()
     step = runner._written(engine._trial(rows))  # type: ignore[union-attr, attr-defined]
-    choices: Any = engine._kernels.choices  # type: ignore[attr-defined]
-    choices._fill, choices._capability = fractions, 90
-    return engine._kernels, {part.name: part for part in trunk.parts(step.at(rows))}, (trunk, step)
+    kernels: Any = engine._kernels
+    kernels.choices._fill, kernels.choices._capability = fractions, 90
+    kernels._launcher = Watched([trunk.tables.author, trunk.tables.user, *(state.keys_values for state in step.states)])
+    return kernels, {part.name: part for part in trunk.parts(step.at(rows))}, (trunk, step)
 
 
 KINDS = [
@@ -71,8 +74,17 @@ KINDS = [
 
 
 def test_every_kind_has_the_bits_of_the_reference() -> None:
-    kernels, parts, _ = make()
+    kernels, parts, (trunk, _) = make()
     assert not [pair for pair in KINDS if not kernels.choices.is_equal(parts[pair[0]], pair[1])]
+    for part in parts.values():  # NaN until something is written
+        assert kernels.choices._outputs(part, products.REFERENCE, 0)[0].isfinite().all(), part.name
+    norm = parts["norm"]
+    residual, layer = norm.inputs[1].clone(), trunk.weights.layers[1]
+    norm.run(1)
+    expected = naive.add_norm(norm.inputs[0], layer.attention_post_norm, residual, layer.ffn_norm, 1e-5)
+    used = slice(len(norm.outputs[0]))
+    torch.testing.assert_close(norm.inputs[1][used], expected[0][used])
+    torch.testing.assert_close(norm.outputs[0], expected[1][used].bfloat16())
 
 
 @pytest.mark.parametrize("name", ["gate_value", "qkv", "query", "key_value"])
@@ -138,10 +150,13 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.host = self.device = 0.0
         self.captured: list[float] | None = None
+        self.waited = False
         outer = self
 
         class Graph:
             def capture_begin(self, **options: Any) -> None:
+                assert options == {"capture_error_mode": "thread_local"}
+                assert outer.waited, "for what was queued before"
                 outer.captured = []
 
             def capture_end(self) -> None:
@@ -151,18 +166,21 @@ class Device:
                 outer.device += sum(self.calls)
 
         class Event:
-            def __init__(self, **options: Any) -> None:
-                self.at = 0.0
+            def __init__(self, *, enable_timing: bool) -> None:
+                assert enable_timing
+                self.at, self.reached = 0.0, False
 
             def record(self) -> None:
                 self.at = outer.device
 
-            def synchronize(self) -> None: ...
+            def synchronize(self) -> None:
+                self.reached = True
 
             def elapsed_time(self, other: Event) -> float:
+                assert other.reached
                 return 1e3 * (other.at - self.at)
 
-        stream = type("Stream", (), {"synchronize": lambda self: None})()
+        stream = type("Stream", (), {"synchronize": lambda self: setattr(outer, "waited", True)})()
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
@@ -224,7 +242,7 @@ def test_sizes_between_those_that_are_timed_go_by_the_nearest_and_the_library_mu
 def test_what_was_chosen_is_kept_for_the_same_build_until_it_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(products.triton.knobs.cache, "dir", str(tmp_path / "cache"))
+    monkeypatch.setattr(products.triton.knobs.cache, "dir", str(tmp_path / "not" / "yet"))
     kernels, parts, _ = make()
     choices, part, timed = kernels.choices, parts["gate_value"], []
     choices.seconds = lambda part, kind: timed.append(kind) or float(kind == products.REFERENCE)
@@ -243,6 +261,11 @@ def test_what_was_chosen_is_kept_for_the_same_build_until_it_fails(
     assert again("a card")["how"] == "timed", "it was not kept: whole forwards had not passed"
     choices.keep()
     assert again("another card")["how"] == "timed"
+    choices.choose = lambda parts, sizes, build: build
+    for word in ("none", torch.__version__, str(kernels.config)):
+        assert word in kernels.choose([part.weights[0]], None, [])
+    kernels._plain = True
+    assert kernels.choose([], None, []) == {"how": "64x64"}
 
 
 def test_which_kinds_are_tried() -> None:
@@ -269,3 +292,7 @@ def test_which_kinds_are_tried() -> None:
     assert kinds("gate_value", 64) == []
     narrow = products.PRODUCT_TILES["64x32"]
     assert [narrow.stages(room * 1024) for room in (99, 163, 227)] == [3, 6, 8]
+    assert narrow.stages(2**12 + 3 * 96 * 128 * 4, 4) == 3 == 1 + narrow.stages(2**12 + 3 * 96 * 128 * 4 - 1, 4)
+    sizes = row_sizes(2**14)
+    assert products.timed_sizes(sizes) == [64, 128, 256, 512, 1024, 1536, 2048, 4096, 8192, 16384]
+    assert products.timed_sizes([64, 192, 320]) == [64, 320]

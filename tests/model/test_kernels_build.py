@@ -20,12 +20,12 @@ pytestmark = [
 ]
 
 COMPILE = """
-import json, os, re, torch, triton, triton.language as tl
+import contextlib, io, json, os, re, torch, triton, triton.language as tl
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from triton.compiler import ASTSource
-from model.split.kernels import build
+from model.split.kernels import build, launch as launching
 from model.split.kernels.build import Code, Compiled, compiled, compiling_for, describe, launches, read_code
 from model.split.kernels.contract import Step, Tables
 from model.split.kernels.fused import FusedKernels, launch
@@ -111,7 +111,7 @@ def compile_all(dtype, capability, cases):
             yield describe(each) | {"before": before_waiting(each), "launch_dependents": starts}
 
 @triton.jit
-def misspelt(x, SIZE: tl.constexpr):
+def misspelt(x, SIZE: tl.constexpr, DEPENDENT: tl.constexpr = False):
     tl.store(x + tl.arange(0, SIZE), tl.softmix(tl.load(x + tl.arange(0, SIZE))))
 
 @triton.jit
@@ -133,6 +133,38 @@ def broken():
     except Exception as error:
         return str(error)
     return ""
+
+def raised(work, *given):
+    try:
+        work(*given)
+    except Exception as error:
+        return type(error).__name__
+
+def beforehand():
+    # a kernel that does not compile is left to its first launch, and the launcher is there again
+    kernels, launching.KERNELS = launching.KERNELS, (misspelt,)
+    build.driver.set_active(build.Target(90))
+    mine = launching.Launching(launch, 0, dependent=False)
+    seen = []
+    def work():
+        mine._launch(misspelt, (1,), (torch.zeros(16),), SIZE=16)
+        seen.append(launching.compiled_variants())
+    mine.compile_on_threads(work)
+    found = [seen, launching.compiled_variants(), mine._launcher is launch]
+    found += [raised(mine.compile_on_threads, lambda: 1 // 0), mine._launcher is launch]
+    launching.KERNELS = kernels
+    return found
+
+def printed():
+    # the report, of kernels that are compiled already
+    asked, ready = [], compiled(config_of({"width": 1024, "head_width": 64}), torch.bfloat16, 90, ["64x64"], ("norm_rows",))
+    build.compiled = lambda config, dtype, capability, *, names: (
+        asked.append([config.width, config.head_width, str(dtype), capability, names and sorted(names)]), ready,
+    )[1]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        build.main(["--head-width", "64"])
+    build.compiled = compiled
+    return asked, out.getvalue().splitlines()
 
 def spilling():
     # fp32 attention as it once was
@@ -160,24 +192,36 @@ def hashes(config):
     trunk = SplitTrunk(config, weights, tables, kernels, 64, torch.bfloat16)
     buffer = torch.zeros(step_bytes(config, 64), dtype=torch.uint8)
     step = Step(trunk.mixed, step_arrays(buffer, config, 64), host_arrays(buffer, config, 64), (), 64)
-    before, triton.knobs.runtime.jit_cache_hook = build.driver._active, hook
+    triton.knobs.runtime.jit_cache_hook = hook
     build.driver.set_active(build.Target(901))  # a device on which nothing is compiled yet
     build.Target.get_current_target = lambda self: build.GPUTarget("cuda", 90, 32)
+    kernels.compile(lambda: (trunk.body(step), trunk.tail(step)))
+    first, forced = sorted(asked), kernels.choices.forced
+    asked.clear()
     for kind in COMPILED:
         kernels.choices.forced = kind
         trunk.body(step)
         trunk.tail(step)
-    return [sorted(built), sorted(asked)]
+    return [sorted(built), sorted(asked), first, forced]
 
 found = {
     "kernels": {f"{dtype} {capability}": list(compile_all(dtype, capability, cases)) for (dtype, capability), cases in CASES.items()},
-    "launches": [launches(random_config(layers=24), kind, 1, 0, 64)[0] for kind in ("64x64", "fused 64x32")],
-    "programs": launches(random_config(layers=8, history_length=1022), "fused 128x128", 1, 1023, 512),
+    "launches": [launches(random_config(layers=24), kind, 1, 0, 64) for kind in ("64x64", "fused 64x32")],
+    "programs": [
+        launches(random_config(layers=8, history_length=1022), "fused 128x128", 1, 1023, 512),
+        launches(random_config(layers=2, history_length=300), "spread", 3, 5, 70),
+    ],
     "readings": build.readings(random_config(history_length=1022, width=2560, head_width=128), 90),
     "hasty": before_waiting(binary(hasty, torch.zeros(16), torch.zeros(16), SIZE=16)),
     "spilling": spilling(),
     "broken": broken(),
+    "beforehand": beforehand(),
+    "printed": printed(),
+    "raised": [raised(read_code, b"nothing"), raised(build._output, "false")],
+    "key": launching.source_key().split(),
 }
+build._output = lambda *command: ""
+found["raised"].append(raised(read_code, b""))
 found["hashes"] = hashes(config_of(LONG | {"head_width": 128, "layers": 2}))
 print(json.dumps(found))
 """
@@ -255,23 +299,23 @@ def test_what_may_be_read_before_waiting_is_and_nothing_else_passes(compiled: di
 
 def test_what_the_build_compiles_is_what_an_engine_launches(compiled: dict[str, Any]) -> None:
     """By Triton's own hash, on which its cache goes: of every launch, strings among the constants included."""
-    built, asked = compiled["hashes"]
-    assert built == asked
+    built, asked, beforehand, forced = compiled["hashes"]
+    assert built == asked == beforehand
+    assert forced is None
     assert len(built) > 24
     by_name = {name for *_, name in built}
     assert {"attend_tiles", "multiply_tiles", "multiply_gate_tiles"} < by_name
 
 
 def test_a_forward_is_so_many_launches(compiled: dict[str, Any]) -> None:
-    assert compiled["launches"] == [9 * 24 + 6, 7 * 24 + 5], "separate and fused"
-    _, programs, working = compiled["programs"]
-    assert 0.7 < working / programs < 1
+    assert compiled["launches"] == [[9 * 24 + 6, 8516, 6882], [7 * 24 + 5, 5524, 3890]], "separate and fused"
+    assert compiled["programs"] == [[61, 34454, 33117], [26, 4490, 3605]]
 
 
 def test_a_cold_start_compiles_no_more_than_is_counted(compiled: dict[str, Any]) -> None:
     """docs/gpu.md multiplies this by what one takes; it was 66 when sizes were constants of the binaries."""
     assert len(compiled["hashes"][1]) <= 30
-    assert 200 < compiled["readings"] < 300
+    assert compiled["readings"] == 254
 
 
 def test_numbers_that_leave_the_registers_are_seen(compiled: dict[str, Any]) -> None:
@@ -284,3 +328,29 @@ def test_numbers_that_leave_the_registers_are_seen(compiled: dict[str, Any]) -> 
 
 def test_a_kernel_that_does_not_compile_is_caught(compiled: dict[str, Any]) -> None:
     assert "softmix" in compiled["broken"]
+
+
+def test_what_is_compiled_beforehand_may_fail_and_is_left_to_its_first_launch(compiled: dict[str, Any]) -> None:
+    assert compiled["beforehand"] == [[1], 0, True, "ZeroDivisionError", True]
+    assert len(set(compiled["key"])) == 11, "a key of its own for each kernel"
+
+
+def test_a_tool_that_fails_or_says_nothing_is_no_reading(compiled: dict[str, Any]) -> None:
+    assert compiled["raised"] == ["CalledProcessError", "CalledProcessError", "ValueError"]
+
+
+def test_the_report_names_each_kernel_once_and_what_forwards_launch(compiled: dict[str, Any]) -> None:
+    asked, lines = compiled["printed"]
+    norms = [[width, 32, ["gate_rows", "norm_rows"]] for width in (1024, 2048, 2560, 8192)]
+    for dtype in ("bfloat16", "float32"):
+        found = [[width, head, names] for width, head, of, _, names in asked if of == f"torch.{dtype}"]
+        assert found == [[256, 64, None], *norms]
+    head, *rows, count = lines[:-9]
+    assert len({len(line) for line in (head, *rows)}) == 1
+    assert [line.split()[:4] for line in rows] == [["norm_rows", "90", "bf16", "1024"]] * 3
+    assert count == "sm_90: 3 binaries"
+    assert lines[-9] == "separate 64x64, 8 layers, 1 x (0 + 64): 78 launches, 6185 of 8985 programs (69%)"
+    assert lines[-1] == "fused fused 128x128, 8 layers, 1 x (1023 + 512): 61 launches, 57752 of 64392 programs (90%)"
+    assert [line.split(": ")[1].split()[4] for line in lines[-8:-1]] == (
+        ["46470", "144088", "7673", "38598", "115352", "5705", "24822"]
+    )

@@ -16,7 +16,7 @@ from model.split import engine as split_engine
 from model.split.graphs import PlainRecorder
 from model.split.kernels.contract import Step
 from model.split.kernels.portable import PortableKernels
-from model.split.ladder import TRIES, LadderEngine, Tried, cuda_rungs
+from model.split.ladder import TRIES, LadderEngine, Rung, Tried, cuda_rungs
 from model.tolerances import PARITY
 from tests.model.builders import random_config, random_ranker, random_request
 
@@ -164,6 +164,56 @@ def test_a_rung_in_which_the_device_was_lost_is_left_out_by_the_next_start(climb
     engine.warm_up()
     assert engine.info.notes["rung"] == "dense"
     assert "delete" in engine.info.notes["steps_down"][0]["reason"]
+
+
+def test_what_a_lost_device_says_is_shortened_and_memory_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: said.append("emptied"))
+    monkeypatch.setattr("gc.collect", lambda: said.append("collected"))
+    info, tried = EngineInfo("cpu", "float32", "torch", "shared", {}), Tried(None, "")
+
+    class Failing:
+        """Fails when it is warmed up."""
+
+        def __init__(self, error: Exception) -> None:
+            self.error = error
+
+        def warm_up(self) -> None:
+            raise self.error
+
+        def close(self) -> None:
+            said.append("closed")
+
+    def climb(*errors: Exception) -> str:
+        said.clear()
+        rungs = [Rung(str(number), lambda error=error: Failing(error)) for number, error in enumerate(errors)]
+        with pytest.raises(EngineError) as failed:
+            LadderEngine(random_ranker(CONFIG), rungs, info, tried).warm_up()
+        return str(failed.value)
+
+    left = climb(ValueError(), RuntimeError("x" * 1000))
+    assert left == "0: ValueError: no reason given; 1: RuntimeError: " + "x" * 486
+    assert said == ["closed", "collected", "emptied"] * 2
+
+    def lost() -> None:
+        raise RuntimeError("gone")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    assert "the next start leaves it out" in climb(ValueError("first"), ValueError("second"))
+    assert not said
+
+
+def test_before_a_rung_serves_an_engine_knows_nothing(climb: Any, tmp_path: Path) -> None:
+    engine = climb("")
+    assert engine.context_of("handle", "caller") is None
+    assert engine.cache_stats().entries == 0
+    engine.close()
+    engine.warm_up()
+    assert engine.cache_stats() == engine._engine.cache_stats()
+    assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o700
+    assert "recorded" not in (tmp_path / "kept/rungs.json").read_text(), "it has ended"
 
 
 def test_a_rung_is_left_out_after_starts_that_ended_in_it(tmp_path: Path) -> None:

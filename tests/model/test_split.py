@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,15 +18,15 @@ import torch
 
 from app.settings import Cache
 from model.create import cache_budget
-from model.engine import EngineError, Item
+from model.engine import EngineError, EngineInfo, Item
 from model.selftest import same_bits
-from model.split.buckets import row_sizes
+from model.split.buckets import recording_order, row_sizes
 from model.split.engine import SplitEngine, default_capacity
-from model.split.graphs import PlainRecorder
-from model.split.kernels.contract import Step
+from model.split.graphs import CudaRecorder, PlainRecorder, no_garbage
+from model.split.kernels.contract import Step, Tables
 from model.split.kernels.portable import PortableKernels, rows_are_independent
-from model.split.step import StepPlan, context_tiles, plan_steps, tile_slots, used_bytes
-from model.split.tables import default_placement
+from model.split.step import ContextState, ContextWork, StepPlan, context_tiles, plan_steps, tile_slots, used_bytes
+from model.split.tables import HostTables, default_placement
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -280,6 +285,22 @@ def test_a_step_whose_contexts_are_known_is_one_recording() -> None:
     assert recorder.replayed == [("body", 128), ("tail", 64)]
 
 
+def test_a_host_buffer_is_written_again_only_after_its_step_has_ended() -> None:
+    said: list[str] = []
+    engine = SplitEngine(random_ranker(random_config()), capacity=128, recorder=PlainRecorder())
+    runner: Any = engine._runner
+    prepare, numbers = runner._source.prepare, itertools.count()
+
+    def mark() -> Any:
+        number = next(numbers)
+        return lambda: said.append(f"{number} has ended")
+
+    runner._recorder.mark = mark
+    runner._source.prepare = lambda host, slot: (said.append(f"in {slot}"), prepare(host, slot))
+    engine.forward([item(engine, 20, 300)])
+    assert said == ["in 0", "in 1", "0 has ended", "in 0", "1 has ended", "2 has ended"]
+
+
 class Crowded(PlainRecorder):
     """A device whose memory is used up after some recordings: it says so before, or at the next one."""
 
@@ -317,6 +338,17 @@ def test_recordings_stop_where_memory_does_and_every_step_is_still_served(says_s
     engine = SplitEngine(random_ranker(config), capacity=512, recorder=Crowded(0, says_so=says_so))
     with pytest.raises(torch.OutOfMemoryError):
         engine.warm_up()
+
+
+def test_garbage_is_collected_before_recordings_and_not_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(gc, "collect", lambda: said.append("collected"))
+    with no_garbage():
+        assert said == ["collected"]
+        with no_garbage():
+            pass
+        assert not gc.isenabled(), "who came in without leaves without"
+    assert gc.isenabled()
 
 
 class Small:
@@ -378,6 +410,38 @@ def test_steps_hold_their_limits_and_lose_no_candidate() -> None:
         assert all(id(work.state) in ready for work in plan.candidates)
 
 
+@pytest.mark.parametrize(
+    ("asked", "steps"),
+    [
+        ([(64, 0), (64, 0)], [([64, 64], [])]),
+        ([(64, 0), (65, 0)], [([64], []), ([65], [])]),
+        ([(1, 0)] * 11, [([1] * 10, []), ([1], [])]),
+        ([(1, 200)], [([1], [64]), ([], [128]), ([], [8])]),
+        ([(60, 68)], [([60], [68])]),
+        ([(60, 69)], [([60], [64]), ([], [5])]),
+        ([(0, 1)] * 21, [([], [1] * 20), ([], [1])]),
+        ([(0, 64), (0, 64), (0, 1)], [([], [64, 64]), ([], [1])]),
+        ([(0, 0)], []),
+    ],
+)
+def test_a_step_is_filled_to_its_limits(asked: Any, steps: Any) -> None:
+    """New rows of a context and candidates, in steps of 128 rows and 20 tiles; of each context 7 rows are known."""
+    config, works = random_config(), []
+    for number, (rows, count) in enumerate(asked):
+        state = ContextState(torch.empty(1), 7 + rows, 7)
+        work = ContextWork(random_context(config, 0), state, 7, 7) if rows else None
+        works.append((work, number, random_candidates(config, 300).chunk(0, count), state))
+    plans = plan_steps(works, 128)
+    found = [
+        (
+            [work.state.length - work.first_index for work in plan.contexts],
+            [len(work.candidates) for work in plan.candidates],
+        )
+        for plan in plans
+    ]
+    assert found == steps
+
+
 def test_what_a_device_holds_is_decided_by_its_size_not_by_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reload finds the old version's tables and cache there, and must decide as the start did."""
     device = torch.device("cuda", 0)
@@ -393,13 +457,231 @@ def test_what_a_device_holds_is_decided_by_its_size_not_by_what_is_free(monkeypa
 
 
 def test_a_checkpoint_that_the_kernels_cannot_hold_is_refused() -> None:
+    make_engine(attention_cap=80.0)
     with pytest.raises(EngineError, match="attention_cap"):
-        make_engine(attention_cap=90.0)
+        make_engine(attention_cap=80.5)
     with pytest.raises(EngineError, match="capacity"):
         SplitEngine(random_ranker(random_config()), capacity=100)
+    SplitEngine(random_ranker(random_config(history_length=63)), capacity=64)
+    with pytest.raises(EngineError, match="hold a whole context"):
+        SplitEngine(random_ranker(random_config(history_length=64)), capacity=64)
     mixed = random_ranker(random_config())
     mixed.tables.user.data = mixed.tables.user.data.bfloat16()
     with pytest.raises(EngineError, match="tables"):
         SplitEngine(mixed)
     assert default_capacity(random_config(width=2048, widening=4.0, head_width=128)) == 2048
     assert not StepPlan().states()
+
+
+def test_nothing_waits_for_a_copy_and_a_rehearsal_does_the_work_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, copy = [], torch.Tensor.copy_
+
+    def watched(self: Any, source: Any, **options: Any) -> Any:
+        caller = Path(sys._getframe(1).f_code.co_filename).name
+        copies.extend([options] if caller in ("buckets.py", "tables.py") else [])
+        return copy(self, source, **options)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", watched)
+    config = random_config()
+    engine, host = (
+        SplitEngine(random_ranker(config), capacity=320, recorder=PlainRecorder(), placement=placement)
+        for placement in ("device", "host")
+    )
+    asked = [item(engine, 20, 40), item(engine, 9, 7, 1)]
+    again = engine.rehearse(asked)
+    runner: Any = engine._runner
+    runner._outputs[0].fill_(torch.nan)
+    again()
+    rehearsed = runner._outputs[0].clone()
+    for other in (engine, host):
+        logits = np.concatenate([outcome.scores.logits for outcome in other.forward(asked)])
+        assert np.array_equal(rehearsed[:47, :7], logits)
+    assert copies == [{"non_blocking": True}] * len(copies)
+    assert len(copies) == 2 * 3 + 3 + 2, "steps, outputs, rows of tables and their numbers"
+    with pytest.raises(EngineError, match="on the device"):
+        host.rehearse(asked)
+
+
+def test_what_a_device_copies_is_pinned_and_of_the_kernels_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros, made = torch.zeros, []
+
+    def noted(*shape: Any, **options: Any) -> Any:
+        made.append((str(options["dtype"])[6:], str(options.get("device", options.get("pin_memory")))))
+        return zeros(*shape, dtype=options["dtype"])
+
+    monkeypatch.setattr(torch, "zeros", noted)
+    config = random_config()
+    tables = Tables(*(torch.empty(3, config.width, dtype=torch.bfloat16) for _ in range(3)))
+    for device, pinned in ((CUDA, "True"), (torch.device("cpu"), "False")):
+        made.clear()
+        HostTables(config, tables, device, 64)
+        kept = [("bfloat16", pinned)] * 2 + [("int32", pinned)] * 2
+        assert made == [*kept, ("bfloat16", str(device)), ("int32", str(device))]
+    made.clear()
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 7)
+    CudaRecorder(SimpleNamespace(device=CUDA)).pinned(3, dtype=torch.uint8)  # type: ignore[arg-type]
+    assert made == [("uint8", "True")]
+
+
+class Journal(PortableKernels):
+    """Notes in which order a warm-up asks."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.said: list[Any] = []
+
+    def use_reference(self) -> None:
+        self.said.append("reference")
+
+    def compile(self, forward: Any) -> None:
+        self.said.append("compile")
+        forward()
+
+    def embed(self, step: Step, *given: Any) -> None:
+        self.said.append(step.rows)
+        super().embed(step, *given)
+
+    def choose(self, weights: Any, parts: Any, sizes: Any) -> Any:
+        self.said += ["choose", *sizes]
+        assert [part.rows for part in parts(64)] == [64] * len(parts(64))
+        return {"how": "asked"}
+
+    def keep_choices(self) -> None:
+        self.said.append("keep")
+
+
+@pytest.mark.parametrize("recorder", [PlainRecorder, Forgetful, None])
+def test_a_warm_up_compiles_compares_chooses_records_and_keeps(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SplitEngine(random_ranker(random_config()), capacity=128, recorder=recorder and recorder())
+    kernels = engine._trunk.kernels = Journal(engine.config, engine._trunk.weights.rope)
+    runner, notes = engine._runner, engine.info.notes
+    monkeypatch.setattr("model.split.buckets.WHOLE_ROWS", 64)
+    fixed = {"kernels": "torch, fixed tiles", "embedding_tables": "device", "step_rows": 128, "cache_bytes": 0}
+    assert engine.info == EngineInfo("cpu", "float32", "torch", "shared", fixed)
+
+    def record(work: Any, step: Step) -> Any:
+        assert not any(buffer.any() for buffer in (*runner._staging, runner._arrived)), "states of probes that are gone"
+        kernels.said.append("record")
+        return replay(work, step)
+
+    replay = runner._recorder.record
+    monkeypatch.setattr(runner._recorder, "record", record)
+    with nullcontext() if recorder is not Forgetful else pytest.raises(EngineError, match="when it is replayed"):
+        runner.warm_up(notes, engine._probe, engine._trial)
+    assert recorder is Forgetful or notes["products"] == {"how": "asked"}
+    recorded = ["record", 128, "record", "record", 64, "record", "record", 64]
+    expected = ["reference", "compile", 64, 64, 128, "choose", 64, 128, *recorded, 64, 64, 128, 128]
+    assert kernels.said == (["choose", 64] if recorder is None else expected + ["keep"] * (recorder is PlainRecorder))
+
+
+def test_sizes_are_fine_where_steps_are_small_and_the_coarsest_are_recorded_first() -> None:
+    sizes = row_sizes(2**14)
+    assert [size for size in sizes if size <= 2048] == list(range(64, 2049, 64))
+    assert [size for size in sizes if 2048 <= size <= 4096] == list(range(2048, 4097, 128))
+    assert [size for size in sizes if size >= 4096] == list(range(4096, 2**14 + 1, 512))
+    assert row_sizes(100) == [64, 100]
+    assert recording_order(range(64, 385, 64)) == [384, 256, 128, 64, 192, 320]
+    assert [tile_slots(rows) for rows in (64, 352, 383, 384, 1536, 1568)] == [18, 27, 27, 64, 64, 65]
+    assert [default_capacity(random_config(explicit_ffn_width=width)) for width in (64, 1025, 2049, 40000)] == [
+        2**14,
+        2**13,
+        2**12,
+        2**10,
+    ]
+    assert default_capacity(random_config(explicit_ffn_width=40000, history_length=1030)) == 1088
+
+
+def test_an_engine_keeps_weights_of_its_own_in_the_types_that_its_kernels_go_by() -> None:
+    ranker = random_ranker(random_config())
+    engine = SplitEngine(ranker, "cpu", torch.bfloat16, capacity=512, cache_bytes=2**20)
+    asked = item(engine, 20, 9)
+    outcome = engine.forward([asked])[0]
+    expected, state = outcome.scores, outcome.state
+    assert state.nbytes == 2 * 2 * 128 * 2 * 16 * 2 < engine.cache_stats().bytes  # type: ignore[attr-defined]
+    engine._cache.clear()
+    for name, parameter in ranker.named_parameters():
+        parameter.data *= name.startswith("tables.")
+    assert same_bits(engine.forward([asked])[0].scores, expected)
+    wide = {"residual", "final", "logits"}
+    kept = {name: each for name, each in vars(engine._trunk).items() if torch.is_tensor(each)}
+    assert {name: each.dtype for name, each in kept.items()} == {
+        name: torch.float32 if name in wide else torch.bfloat16 for name in kept
+    }
+    assert {len(each) for each in kept.values()} == {512 + 64}
+    weights = engine._trunk.weights
+    tokens, (first, last) = weights.tokens, weights.layers
+    assert tokens.inputs == (4 * 64, 4 * 64 + 128, 2 * 64), "7 actions and 64 for dwell seconds, filled up"
+    assert weights.heads.shape == (64, 32)
+    assert (first.gate_value.shape, first.ffn_output.shape) == ((64, 256), (128, 64)), "of 88"
+    for layer in (first, last):
+        linear = (layer.qkv, layer.query, layer.key_value, layer.output, layer.gate_value, layer.ffn_output)
+        assert {each.dtype for each in linear if each is not None} == {torch.bfloat16}
+        assert {norm.scale.dtype for norm in (layer.attention_norm, layer.ffn_norm, weights.final_norm)} == {
+            torch.float32
+        }
+    exact = (tokens.projection, tokens.surfaces, tokens.ages, tokens.dwell_input, weights.heads, weights.rope)
+    assert {each.dtype for each in exact} == {torch.float32}
+    assert weights.rope.is_contiguous()
+
+
+def test_a_trial_reads_a_long_context_of_random_numbers() -> None:
+    """Else kinds of attention would be timed and compared on zeros."""
+    engine = make_engine()
+    keys_values = [engine._trial(rows).candidates[0].state.keys_values for rows in (128, 128, 192)]
+    assert keys_values[0].std() > 0.9
+    assert torch.equal(*keys_values[:2])
+    assert not torch.equal(*keys_values[1:])
+    assert engine._trial(128).rows == 128 - 5
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_a_recording_on_cuda_is_run_once_and_then_captured_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+
+    @contextmanager
+    def entered(what: Any) -> Iterator[None]:
+        said.append(what)
+        yield
+        said.append("left")
+
+    class Graph:
+        def capture_begin(self, **options: Any) -> None:
+            said.append(options)
+
+        def capture_end(self) -> None:
+            said.append("captured")
+
+        def replay(self) -> None:
+            said.append("replayed")
+
+    stream: Any = SimpleNamespace(device=CUDA, synchronize=lambda: said.append("waited"))
+    event = SimpleNamespace(record=lambda: said.append("marked"), synchronize=lambda: said.append("reached"))
+    for name, stand_in in {
+        "stream": entered, "device": entered, "CUDAGraph": Graph, "Event": lambda: event, "graph_pool_handle": lambda: 7,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    step: Any = object()
+    recorder, how = CudaRecorder(stream), {"pool": 7, "capture_error_mode": "thread_local"}
+    replay = recorder.record(said.append, step)
+    assert said == [CUDA, "left", stream, step, "waited", how, step, "captured", "left", "waited"]
+    replay(step)
+    recorder.mark()()
+    assert said[-3:] == ["replayed", "marked", "reached"]
+
+    def fails(step: Any) -> None:
+        if said[-1] == how:
+            raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        recorder.record(fails, step)
+    assert said[-1] == "captured"
+    assert (recorder.recorded, len(recorder.graphs)) == (1, 2), "a graph that failed is kept with the others"
+    plain = CudaRecorder(stream, replay=False)
+    assert plain.record(fails, step) is fails
+    assert not plain.graphs
+    for free, room in ((4, True), (3, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 64 * (device == CUDA)))
+        assert recorder.has_room() is room

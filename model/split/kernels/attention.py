@@ -104,7 +104,7 @@ def attend_self(
     """Adds to `sums`, see `attend_keys`, each row's own key, at `own` `[rows, width]`, and own value, TOKEN elements further on."""
     total, mixed, maximum = sums
     own_key = tl.load(own, mask=there, other=0.0).to(tl.float32)
-    own_value = tl.load(own + TOKEN, mask=there, other=0.0).to(tl.float32)
+    own_value = tl.load(own + TOKEN, mask=there).to(tl.float32)
     products = tl.sum(q.to(tl.float32) * own_key, 1)
     if FORM == "none":
         higher = tl.maximum(maximum, products * SCALE)
@@ -248,8 +248,8 @@ def attend_tiles(
 def chunk_of(partial, totals, row, columns, there, row_there, HEAD_WIDTH: tl.constexpr):
     """The sums that a program of `attend_tiles` stored for one chunk."""
     total = tl.load(totals + 2 * row, mask=row_there, other=1.0)
-    mixed = tl.load(partial + row[:, None] * HEAD_WIDTH + columns[None, :], mask=there, other=0.0)
-    return total, mixed, tl.load(totals + 2 * row + 1, mask=row_there, other=0.0)
+    mixed = tl.load(partial + row[:, None] * HEAD_WIDTH + columns[None, :], mask=there)
+    return total, mixed, tl.load(totals + 2 * row + 1, mask=row_there)
 
 
 @triton.jit(do_not_specialize=["counted"])

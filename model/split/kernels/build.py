@@ -31,7 +31,7 @@ from model.split.kernels.contract import Step, Tables
 from model.split.kernels.fused import FusedKernels
 from model.split.kernels.launch import Launcher, warm_up
 from model.split.kernels.products import COMPILED, FUSED, REFERENCE, Kind, cdiv, timed_sizes
-from model.split.step import FIRST_USER, TILE_ROWS, context_tiles, host_arrays, step_arrays, step_bytes, tile_slots
+from model.split.step import TILE_ROWS, context_tiles, host_arrays, step_arrays, step_bytes, tile_slots
 from model.split.trunk import SplitTrunk
 from model.split.weights import split_weights
 
@@ -115,7 +115,7 @@ def weightless(
     trunk = SplitTrunk(config, weights, Tables(table, table, table), kernels, rows, dtype)
     buffer = torch.zeros(step_bytes(config, rows), dtype=torch.uint8)
     host = host_arrays(buffer, config, rows)
-    host.counts[: FIRST_USER + 1] = (rows, rows, 1, 1, rows)
+    host.counts[:] = rows
     return trunk, Step(trunk.mixed, step_arrays(buffer.to("meta"), config, rows), host, ())
 
 

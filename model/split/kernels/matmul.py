@@ -37,7 +37,7 @@ def multiply_inner(
     for start in range(0, depth, TILE_IN):
         inside = (start + inner < depth)[:, None] & wide[None, :]
         if WHOLE_IN:
-            a = tl.load(left, mask=there[:, None], other=0.0)
+            a = tl.load(left, mask=there[:, None])
         else:
             a = tl.load(left, mask=there[:, None] & (start + inner < depth)[None, :], other=0.0)
         if WHOLE_IN and WHOLE_OUT:  # noqa: SIM108 (the choice is the compiler's)
@@ -125,9 +125,9 @@ def keep_pairs(
     """Stores pairs of keys and values, at these columns of a token, in the states of the rows that belong to a context."""
     place = tl.load(record + 7, mask=there, other=-1)
     kept = place >= 0
-    slot = counts - _RECORD * (tl.load(record + 6, mask=kept, other=0) + 1)
-    start = tl.multiple_of(tl.load((slot + 4).to(tl.pointer_type(tl.int64)), mask=kept, other=0), 16)
-    capacity = tl.load(slot + 7, mask=kept, other=0).to(tl.int64)
+    slot = counts - _RECORD * (tl.load(record + 6, mask=kept) + 1)
+    start = tl.multiple_of(tl.load((slot + 4).to(tl.pointer_type(tl.int64)), mask=kept), 16)
+    capacity = tl.load(slot + 7, mask=kept).to(tl.int64)
     first_key = start + (layer.to(tl.int64) * 2 * capacity + place) * token
     later = tl.where(is_value, capacity[:, None] * token - token, 0)
     stored = anchor + first_key[:, None] + later + columns
@@ -167,11 +167,11 @@ def multiply_rotate_tiles(
     )  # fmt: skip
     first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
     record = counts + _HEAD + rows * _RECORD
-    position = tl.load(record + 4, mask=there, other=0)
+    position = tl.load(record + 4, mask=there)
     stored_here = there[:, None] & wide[None, :]
     angle = rope + position[:, None] * half + within[None, :]
-    cos = tl.load(angle, mask=stored_here, other=0.0)
-    sin = tl.load(angle + rope_positions * half, mask=stored_here, other=0.0)
+    cos = tl.load(angle, mask=stored_here)
+    sin = tl.load(angle + rope_positions * half, mask=stored_here)
     turned_first, turned_second = turned(first, second, cos, sin)
     is_value = (head >= query_heads + kv_heads)[None, :]
     first = tl.where(is_value, first, turned_first).to(dtype)

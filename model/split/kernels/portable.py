@@ -227,7 +227,7 @@ def rows_are_independent(
     `reference` takes any number of rows. Three compositions: the rows as they are, the rows in another order, and every
     other row replaced. `like` names device and dtype.
     """
-    generator = torch.Generator(like.device).manual_seed(rows * 1_000_003 + width)
+    generator = torch.Generator(like.device).manual_seed(rows)
 
     def random_rows(count: int) -> Tensor:
         return torch.randn(count, width, generator=generator, device=like.device).to(like.dtype)
@@ -236,7 +236,7 @@ def rows_are_independent(
     expected = reference(x)
     order = torch.randperm(rows, generator=generator, device=like.device)
     others = x.clone()
-    others[1::2] = 3 * random_rows(rows // 2)
+    others[1::2] = random_rows(rows // 2)
     return (
         torch.equal(product(x), expected)
         and torch.equal(product(x[order]), expected[order])

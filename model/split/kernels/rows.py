@@ -41,9 +41,9 @@ def norm_rows(
     columns = tl.arange(0, WIDTH_BLOCK)
     there = columns < WIDTH
     # what other kernels do not write is read before waiting for them
-    scale = tl.load(scale + columns, mask=there, other=0.0)
+    scale = tl.load(scale + columns, mask=there)
     if CENTRED:
-        bias = tl.load(bias + columns, mask=there, other=0.0)
+        bias = tl.load(bias + columns, mask=there)
     if HAS_POST:
         post_scale = tl.load(post_scale + columns, mask=there, other=0.0)
         if CENTRED:
@@ -72,7 +72,7 @@ def norm_head_rows(
     row_count = tl.load(counts + counted)
     columns = tl.arange(0, HEAD_BLOCK)
     there = columns < HEAD_WIDTH
-    scale = tl.load(scale + columns, mask=there, other=0.0)
+    scale = tl.load(scale + columns, mask=there)
     wait_for_previous(DEPENDENT)
     if row >= row_count:
         return
@@ -108,10 +108,10 @@ def gate_rows(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = columns < WIDTH
     source = gate_value + row * (2 * WIDTH if GATED else WIDTH) + columns
-    g = tl.load(source, mask=there, other=0.0).to(tl.float32)
+    g = tl.load(source, mask=there).to(tl.float32)
     result = activated(g, ACTIVATION)
     if GATED:
-        result *= tl.load(source + WIDTH, mask=there, other=0.0).to(tl.float32)
+        result *= tl.load(source + WIDTH, mask=there).to(tl.float32)
     tl.store(out + row * WIDTH + columns, result.to(out.dtype.element_ty), mask=there)
 
 
@@ -140,8 +140,8 @@ def turned(first, second, cos, sin):
 def rotate_heads(source, cos, sin, there, HALF: tl.constexpr):
     """Turn the pairs `(x1, x2) = (source, source + HALF)` in place: `x1·cos − x2·sin`, `x2·cos + x1·sin`; returns both."""
     dtype: tl.constexpr = source.dtype.element_ty
-    first = tl.load(source, mask=there, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=there, other=0.0).to(tl.float32)
+    first = tl.load(source, mask=there).to(tl.float32)
+    second = tl.load(source + HALF, mask=there).to(tl.float32)
     turned_first, turned_second = turned(first, second, cos, sin)
     turned_first, turned_second = turned_first.to(dtype), turned_second.to(dtype)
     store_halves(source, turned_first, turned_second, there, HALF)
@@ -166,8 +166,8 @@ def rotate_rows(
     narrow = columns < half
     record = counts + _HEAD + row * _RECORD
     position = tl.load(record + 4, mask=is_there, other=0)
-    cos = tl.load(rope + position * half + columns, mask=narrow, other=0.0)[None, :]
-    sin = tl.load(rope + (rope_positions + position) * half + columns, mask=narrow, other=0.0)[None, :]
+    cos = tl.load(rope + position * half + columns, mask=narrow)[None, :]
+    sin = tl.load(rope + (rope_positions + position) * half + columns, mask=narrow)[None, :]
     wait_for_previous(DEPENDENT)
     if not is_there:
         return

@@ -37,7 +37,7 @@ def small_inputs(
     if DWELL_WIDTH > 0:
         in_dwell = (columns >= ACTIONS) & (columns < ACTIONS + DWELL_WIDTH)
         fraction = tl.minimum(tl.maximum(tl.load(history_actions - 1 - item), 0.0), 30.0) / 30.0
-        h = fraction * tl.load(dwell_input + columns - ACTIONS, mask=in_dwell, other=0.0)
+        h = fraction * tl.load(dwell_input + columns - ACTIONS, mask=in_dwell)
         h = h / (1.0 + tl.exp(-1.5957691216057308 * (h + 0.044715 * h * h * h)))  # tanh gelu, see rows.activated
         small = tl.where(in_dwell, h, small)
     tl.store(target + columns, small.to(target.dtype.element_ty), mask=columns < SMALL)
@@ -128,9 +128,9 @@ def project_tiles(
     record = counts + _HEAD + rows * _RECORD
     if kind < 2:
         surface = tl.load(record + 5, mask=there, other=0) + kind * surface_count
-        total += tl.load(surfaces + surface[:, None] * out_columns + columns[None, :], mask=wide[None, :], other=0.0)
+        total += tl.load(surfaces + surface[:, None] * out_columns + columns[None, :], mask=wide[None, :])
     if HAS_AGES:  # noqa: SIM102 (decided when compiling; the inner one on the device)
         if kind == 0:
             age = tl.load(record + 6, mask=there, other=0)
-            total += tl.load(ages + age[:, None] * out_columns + columns[None, :], mask=wide[None, :], other=0.0)
+            total += tl.load(ages + age[:, None] * out_columns + columns[None, :], mask=wide[None, :])
     tl.store(out + rows[:, None] * out_columns + columns[None, :], total, mask=there[:, None] & wide[None, :])
