@@ -21,11 +21,12 @@ from model.split.engine import SplitEngine
 from model.split.graphs import PlainRecorder
 from model.tolerances import PARITY
 from tests.model import naive
-from tests.model.builders import random_config, random_ranker
+from tests.model.builders import interpret_quickly, random_config, random_ranker
 
 fused = pytest.importorskip("model.split.kernels.fused", reason="triton is not installed here")
 products = pytest.importorskip("model.split.kernels.products")
 
+interpret_quickly()
 ROWS = 64
 BF16 = torch.bfloat16
 

@@ -41,7 +41,7 @@ from model.split.weights import Norm, split_weights
 from model.split.write import StepWriter
 from model.tolerances import PARITY
 from tests.model import naive
-from tests.model.builders import random_candidates, random_config, random_context, random_ranker
+from tests.model.builders import interpret_quickly, random_candidates, random_config, random_context, random_ranker
 
 fused = pytest.importorskip("model.split.kernels.fused", reason="triton is not installed here")
 products_module = pytest.importorskip("model.split.kernels.products")
@@ -50,6 +50,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 attention_module = pytest.importorskip("model.split.kernels.attention")
 
+interpret_quickly()
 CAPACITY = 256
 
 
