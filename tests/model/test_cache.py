@@ -191,7 +191,7 @@ def colliding(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("cache_bytes", [30_000, 10**7])
 def test_forced_collisions_and_tiny_budgets_change_no_bit(cache_bytes: int) -> None:
     ranker = random_ranker(small_config())
-    draws = Compositions(NativeEngine(ranker, torch.bfloat16), seed=3)
+    draws = Compositions(NativeEngine(ranker, torch.bfloat16), seed=3, pool=24)
     engine = NativeEngine(ranker, torch.bfloat16, cache_bytes=cache_bytes)
     assert sum(draws.check(engine)[1] for _ in range(150)) == 0
     assert engine.cache_stats().bytes <= cache_bytes
@@ -202,7 +202,7 @@ def test_keys_that_are_not_compared_are_caught(monkeypatch: pytest.MonkeyPatch) 
     """Negative control: colliding keys that count as equal serve one user's context to another."""
     monkeypatch.setattr(ContextKey, "__eq__", lambda self, other: True)
     ranker = random_ranker(small_config())
-    draws = Compositions(NativeEngine(ranker, torch.bfloat16), seed=3)
+    draws = Compositions(NativeEngine(ranker, torch.bfloat16), seed=3, pool=24)
     engine = NativeEngine(ranker, torch.bfloat16, cache_bytes=10**7)
     assert sum(draws.check(engine)[1] for _ in range(20)) > 0
 
