@@ -35,6 +35,10 @@ DATA = {".cpp", ".h", ".html", ".css", ".js", ".svg", ".typed"}
 DEMO_DATA = re.compile(r"weights/(demo/[^/]+\.(json|safetensors)|demo-(posts|towers)/[^/]+)")
 BUILDER = runpy.run_path(str(ROOT / ".ci/wheel"))
 DIST_INFO = "phoenix_ranking_server-0.1.0.dist-info"
+QUICKLY = (  # kernels are compiled in two thirds of the time; `make wheel` tests what is released
+    "import runpy, sys, model.native.build as build; build.FLAGS += ('-O1',); del sys.argv[0]; "
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 MOST_BYTES = 11_000_000
 SLOW_START_SECONDS = 15.0  # 1.7 s on an idle machine; compiling the kernels would take longer where there is a compiler
 REPOSITORY = os.environ.get("REPOSITORY", "https://git.example/feed/ranker").rstrip("/")
@@ -70,7 +74,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which(f"{platform.machine()}-linux-gnu-g++") is None:
         pytest.skip("the kernels are compiled with Debian's g++")
     out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, str(ROOT / ".ci/wheel"), str(out), platform.machine()]
+    command = [sys.executable, "-c", QUICKLY, str(ROOT / ".ci/wheel"), str(out), platform.machine()]
     environment = {**os.environ, "REPOSITORY": REPOSITORY}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr

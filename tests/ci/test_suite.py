@@ -41,7 +41,10 @@ def run(project: Path, *fails: tuple[int, ...], slow: int = 0, options: str = "-
     (project / "tests/test_flaky.py").write_text(FLAKY.format(fails=fails, slow=slow))
     (project / "pytest.ini").write_text(f"[pytest]\naddopts = {options}\n")
     text = (ROOT / ".ci/suite").read_text().replace("suite(sys.argv[1])", f"suite(sys.argv[1], ({SPEED!r},))")
-    (project / "suite").write_text(text.replace("REPEATS, REPEATED, SECONDS = 20", "REPEATS, REPEATED, SECONDS = 2"))
+    text = text.replace("REPEATS, REPEATED, SECONDS = 20", "REPEATS, REPEATED, SECONDS = 2")
+    (project / "suite").write_text(
+        text.replace("== parent: pass", "== parent: time.sleep(0.1)")
+    )  # no load on this machine
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     own |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
     command = [sys.executable, "suite", "1"]

@@ -378,7 +378,7 @@ def test_on_a_phone_the_list_stays_in_sight_and_targets_are_large(browser: Any, 
     tab.context.close()
 
 
-STATES = ["story", "edited", "why", "attention", "sweep", "posts", "compared", "corpus", "request", "broken", "refused"]
+STATES = ["story", "edited", "opened", "compared", "corpus", "request", "broken", "refused"]
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1440, "light")])
@@ -391,10 +391,11 @@ def test_axe_finds_nothing_in_any_state(browser: Any, server: Server, width: int
     reach = {
         "story": lambda: None,
         "edited": lambda: tab.settle(lambda: page.locator("#events .remove").first.click()),
-        "why": lambda: (page.get_by_role("button", name="Why").first.click(), page.wait_for_selector(".reasons")),
-        "attention": lambda: (page.locator(".attention summary").click(), page.wait_for_selector(".heads-grid")),
-        "sweep": lambda: page.get_by_role("button", name="Sweep the weight of reply").click(),
-        "posts": lambda: page.locator("#posts > summary").click(),
+        "opened": lambda: (
+            page.get_by_role("button", name="Why").first.click(), page.locator(".attention summary").click(),
+            page.get_by_role("button", name="Sweep the weight of reply").click(), page.locator("#posts > summary").click(),
+            *map(page.wait_for_selector, (".reasons", ".heads-grid", "#sweep", "#posts[open]")),
+        ),
         "compared": lambda: tab.settle(lambda: page.get_by_role("button", name="Compare").click()),
         "corpus": lambda: tab.of_the_corpus(),
         "request": lambda: page.get_by_role("button", name="Request…").click(),

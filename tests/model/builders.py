@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from inspect import isfunction
 from typing import Any
 
 from model.config import HashSpec, ModelConfig
@@ -33,3 +35,20 @@ def random_config(**overrides: Any) -> ModelConfig:
     }
     values.update(overrides)
     return ModelConfig(**values)
+
+
+def interpret_quickly() -> None:
+    """Triton's interpreter patches its language again for each function that a kernel calls. Here it does so once a launch."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
+
+    @cache
+    def modules(function: Any) -> list[Any]:
+        return [each for each in function.__globals__.values() if each is language or each is language.core]
+
+    def patch_once(function: Any) -> Any:
+        return nothing if all(isfunction(each.range) for each in modules(function)) else patch(function)
+
+    interpreter._patch_lang = patch_once

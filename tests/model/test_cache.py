@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,10 +25,10 @@ from model.retrieval.engine import RetrievalEngine
 from model.retrieval.inputs import Filters, Query
 from model.split.engine import SplitEngine
 from tests.model.builders import random_candidates, random_config, random_context, random_ids, random_ranker
+from tests.zygote import zygote
 from weights.synthetic.random_weights import random_model, retrieval_config
 
 POST, SURFACE = b"12345678", b"abcd"
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def key(user_id: int, length: int) -> ContextKey:
@@ -178,7 +176,8 @@ print((resident() - before) / engine._cache.byte_budget)
 
 def test_what_the_torch_engine_keeps_stays_within_its_budget() -> None:
     """Tensors are seen by the operating system alone, so this is a process of its own."""
-    finished = subprocess.run([sys.executable, "-c", TORCH], cwd=ROOT, capture_output=True, text=True, check=True)
+    finished = zygote.run([sys.executable, "-c", TORCH])
+    assert finished.returncode == 0, finished.stderr
     assert 0.4 < float(finished.stdout) < 1.1
 
 
@@ -192,7 +191,7 @@ def colliding(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("cache_bytes", [30_000, 10**7])
 def test_forced_collisions_and_tiny_budgets_change_no_bit(cache_bytes: int) -> None:
     ranker = random_ranker(small_config())
-    draws = Compositions(NativeEngine(ranker, torch.bfloat16), seed=3)
+    draws = Compositions(NativeEngine(ranker, torch.bfloat16), seed=3, pool=24)
     engine = NativeEngine(ranker, torch.bfloat16, cache_bytes=cache_bytes)
     assert sum(draws.check(engine)[1] for _ in range(150)) == 0
     assert engine.cache_stats().bytes <= cache_bytes
@@ -203,7 +202,7 @@ def test_keys_that_are_not_compared_are_caught(monkeypatch: pytest.MonkeyPatch) 
     """Negative control: colliding keys that count as equal serve one user's context to another."""
     monkeypatch.setattr(ContextKey, "__eq__", lambda self, other: True)
     ranker = random_ranker(small_config())
-    draws = Compositions(NativeEngine(ranker, torch.bfloat16), seed=3)
+    draws = Compositions(NativeEngine(ranker, torch.bfloat16), seed=3, pool=24)
     engine = NativeEngine(ranker, torch.bfloat16, cache_bytes=10**7)
     assert sum(draws.check(engine)[1] for _ in range(20)) > 0
 

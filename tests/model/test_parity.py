@@ -44,7 +44,6 @@ def plain(checkpoint: Checkpoint, positions: CandidatePositions, dtype: torch.dt
 def split(checkpoint: Checkpoint, positions: CandidatePositions, dtype: torch.dtype) -> Scores:
     """All requests of a recording in one forward of the split engine."""
     engine = SplitEngine(checkpoint.ranker, "cpu", dtype, positions, capacity=192, recorder=PlainRecorder())
-    engine.warm_up()
     config = checkpoint.manifest.config
     items = [Item(*goldens.features(request, config)) for request in goldens.requests(checkpoint.manifest.name)]
     return [(outcome.scores.logits, outcome.scores.continuous) for outcome in engine.forward(items)]

@@ -1,18 +1,18 @@
 """The C++ kernel under the address, undefined-behaviour and thread sanitizers, on random compositions of batches.
 
-Each run is a process of its own, into which the sanitizer is loaded first. The faults that it must see are planted in copies
-of the sources.
+A sanitizer is loaded into one process before all else. Each library that it watches runs in a fork of it, since to import torch there
+takes as long as the runs. The faults that it must see are planted in copies of the sources.
 """
 
 from __future__ import annotations
 
+import os
 import select
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +25,50 @@ from model.native.engine import NativeEngine
 from model.native.kernel import Kernel
 from model.presets import with_preset
 from model.synthetic import random_ranker
-from tests.sanitized import ROOT, run_sanitized
+from tests.sanitized import ROOT, Plant, build_sanitized, run_on
 
 SOURCE = ROOT / "model/native/kernel.cpp"
 COMPOSITIONS = 5
 GROWTH = (0, 1, 62, 63, 150)  # blocks of 64 keys that are seen whole, and in part
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here")
-Sanitized = Callable[..., subprocess.CompletedProcess[str]]
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here"),
+    pytest.mark.timeout(300),  # the first test of each process waits for all its libraries
+]
+PLANTS: dict[str, dict[str, tuple[str, Plant | None]]] = {  # by the sanitizers of the process: how a library is compiled, and what of
+    "address,undefined": {
+        "as it is": ("address,undefined", None),
+        "one more row is copied into a tile than there is": ("address", (
+            "kernel.cpp", "for (Index r = 0; r < tile.rows; ++r) {\n        const Index row = job.start",
+            "for (Index r = 0; r <= tile.rows; ++r) {\n        const Index row = job.start")),
+    },
+    "thread": {
+        "as it is": ("thread", None),
+        "keys that nobody has written yet": ("thread", (
+            "kernel.cpp", "const Index reads = m_.bidirectional ? Index(work.tiles.size()) : index + 1;", "const Index reads = 0;")),
+        "a task is done before its scores are visible": ("thread", (
+            "pool.h", "done_.fetch_add(1, std::memory_order_release);", "done_.fetch_add(1, std::memory_order_relaxed);")),
+    },
+}  # fmt: skip
+Ended = Callable[[str, str], tuple[int, str]]
 
 
-@pytest.fixture
-def sanitized(tmp_path: Path) -> Sanitized:
-    """Compiles the kernel, its sources changed where a fault is planted, and runs the compositions on it."""
-    return partial(run_sanitized, tmp_path, SOURCE, "tests.model.test_sanitizers")
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """The exit code of the compositions under some sanitizers with what is planted, and what they printed."""
+
+    @cache
+    def run_all(sanitizers: str) -> dict[str, tuple[int, str]]:
+        libraries = {
+            name: build_sanitized(tmp_path_factory.mktemp("sanitized"), SOURCE, own, plant)
+            for name, (own, plant) in PLANTS[sanitizers].items()
+        }
+        done = run_on("tests.model.test_sanitizers", sanitizers, *libraries.values())
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        codes = map(int, done.stdout.split())
+        return {name: (next(codes), path.with_suffix(".txt").read_text()) for name, path in libraries.items()}
+
+    return lambda sanitizers, name: run_all(sanitizers)[name]
 
 
 class Aside:
@@ -71,37 +101,30 @@ def compose(library: Path) -> int:
     return different
 
 
-@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
-def test_the_sanitizers_have_nothing_to_say(sanitized: Sanitized, sanitizers: str) -> None:
-    done = sanitized(sanitizers)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert done.stdout == "0 differ\n"
-    assert "Sanitizer" not in done.stderr
-    assert "runtime error" not in done.stderr
+@pytest.mark.parametrize("sanitizers", PLANTS)
+def test_the_sanitizers_have_nothing_to_say(ended: Ended, sanitizers: str) -> None:
+    assert ended(sanitizers, "as it is") == (0, "0 differ\n")
 
 
-def test_a_write_beyond_a_buffer_is_seen(sanitized: Sanitized) -> None:
-    """One more row is copied into a tile than there is."""
-    done = sanitized("address", ("kernel.cpp", "for (Index r = 0; r < tile.rows; ++r) {\n        const Index row = job.start",
-                                 "for (Index r = 0; r <= tile.rows; ++r) {\n        const Index row = job.start"))  # fmt: skip
-    assert done.returncode != 0
-    assert "heap-buffer-overflow" in done.stderr
-    assert "context_task" in done.stderr
+def test_a_write_beyond_a_buffer_is_seen(ended: Ended) -> None:
+    code, told = ended("address,undefined", "one more row is copied into a tile than there is")
+    assert code != 0
+    assert "heap-buffer-overflow" in told
+    assert "context_task" in told
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
-        ("kernel.cpp", "const Index reads = m_.bidirectional ? Index(work.tiles.size()) : index + 1;", "const Index reads = 0;"),
-        ("pool.h", "done_.fetch_add(1, std::memory_order_release);", "done_.fetch_add(1, std::memory_order_relaxed);"),
-    ],
-    ids=["keys that nobody has written yet", "a task is done before its scores are visible"],
-)  # fmt: skip
-def test_a_race_is_seen(sanitized: Sanitized, plant: tuple[str, str, str]) -> None:
-    done = sanitized("thread", plant)
-    assert done.returncode == 66
-    assert "data race" in done.stderr
+@pytest.mark.parametrize("plant", [*PLANTS["thread"]][1:])
+def test_a_race_is_seen(ended: Ended, plant: str) -> None:
+    code, told = ended("thread", plant)
+    assert code == 66
+    assert "data race" in told
 
 
 if __name__ == "__main__":
-    print(f"{compose(Path(sys.argv[1]))} differ")
+    for library in map(Path, sys.argv[1:]):
+        if not (child := os.fork()):
+            for descriptor in (1, 2):
+                os.dup2(os.open(library.with_suffix(".txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+            print(f"{compose(library)} differ")
+            break
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

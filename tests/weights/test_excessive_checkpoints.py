@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import resource
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,11 +20,11 @@ from model.config import ModelConfig
 from model.create import EngineOptions, create_engine
 from model.engine import EngineError
 from model.synthetic import random_ranker
+from tests.zygote import zygote
 from weights.checkpoint import load_checkpoint
 from weights.errors import CheckpointError
 from weights.synthetic.random_weights import mini_config
 
-ROOT = Path(__file__).parents[2]
 ABSURD = (0, -1, 2, 2**15, 2**31, 2**40, 2**63, 2**64, 10**300, 1e-320, 1e-30, 1e30, 1e308, -1e308)
 ROOM_BYTES = 150 * 2**20  # what all these loads together may add to the process: libraries and arenas
 
@@ -91,7 +90,7 @@ def try_all(work: Path) -> None:
 
 def test_no_number_of_a_manifest_takes_memory_or_ends_in_a_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.weights.test_excessive_checkpoints", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    done = zygote.run(command, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found["tried"] > 500

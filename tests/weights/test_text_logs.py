@@ -86,7 +86,10 @@ def test_a_sorted_log_is_the_same_log(logs: Path, tmp_path: Path) -> None:
         open_sorted(tmp_path / "sorted")
 
 
-def test_training_makes_a_checkpoint_of_texts_with_the_weights_that_were_asked_for(logs: Path, tmp_path: Path) -> None:
+def test_training_makes_a_checkpoint_of_texts_with_the_weights_that_were_asked_for(
+    logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weights.training.evaluate.report.plot_reliability", lambda _: b"")
     settings = [w for one in ("epochs=0.3", "batch_requests=8", "validation_requests=4") for w in ("--set", one)]
     args = ("--log", logs / "texts.jsonl", "--out", tmp_path / "out", "--score-weights", "x-2026-09", *settings)
     assert run("train", *args)[0] == 1, "the log has texts, and integers are the default"
@@ -134,7 +137,8 @@ def test_a_comparison_shows_and_links_texts(logs: Path, checkpoint: Path, tmp_pa
     assert "no log has both" in run("compare", checkpoint, tmp_path / "integers", *args)[1]
 
 
-def test_a_request_of_texts_is_explained(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_request_of_texts_is_explained(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weights.explain.panels.png", lambda figure: b"")  # tests/weights/explain looks at pictures
     code, said = run("explain", checkpoint, "--request", checkpoint / "example.json", "--out", tmp_path / "out")
     assert (code, "9 pictures" in said) == (0, True), said
     request = json.loads((checkpoint / "example.json").read_text())

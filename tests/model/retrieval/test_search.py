@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ from model.retrieval.search import Found, Index, TorchIndex, Wish, bits_of, mask
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
 from tests.goldens import GOLDEN
+from tests.zygote import zygote
 
 
 def clustered(rng: np.random.Generator, count: int, width: int) -> Rows:
@@ -262,7 +262,7 @@ print("done")
 
 def test_a_search_that_runs_out_of_memory_says_so_and_the_next_one_is_right() -> None:
     """In a process of its own: it may abort."""
-    ended = subprocess.run([sys.executable, "-c", EVERYTHING_FAILS_ONCE], capture_output=True, text=True, timeout=100)
+    ended = zygote.run([sys.executable, "-c", EVERYTHING_FAILS_ONCE], timeout=100)
     assert ended.stdout == "done\n", ended.stderr
 
 
