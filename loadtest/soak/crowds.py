@@ -79,12 +79,14 @@ class Felt:
 
 @dataclass
 class Crowd:
-    """A ranking client of a server, and a process that runs attackers on `orders`. `high`: the percentile that is called p99."""
+    """A ranking client of a server, and a process that runs attackers on `orders`. `high`: the percentile that is called p99. `alone`: the
+    client's latencies since the last attack, which are those before the next one."""
 
     ports: Ports
     orders: Connection
     high: float
     request: Callable[[int], bytes]
+    alone: Sequence[float] = ()
 
     def measure(self, name: str, count: int, seconds: float) -> Felt:
         """Measure alone, under attack and alone again. Repeat if beyond a limit, and take the median."""
@@ -97,14 +99,14 @@ class Crowd:
         )  # fmt: skip
 
     def _once(self, name: str, count: int, seconds: float) -> Felt:
-        before, _ = self._rank(seconds / 2)
+        before = self.alone or self._rank(seconds / 2)[0]
         self.orders.send((name, count))
         self.orders.recv()  # the attackers are running
         beside, refused = self._rank(seconds)
         self.orders.send(None)
         answered = self.orders.recv()
-        after, more = self._rank(seconds / 2)
-        alone = before + after
+        self.alone, more = self._rank(seconds / 2)
+        alone = [*before, *self.alone]
         p50, p99 = (float(np.percentile(beside, share) / np.percentile(alone, share)) for share in (50, self.high))
         return Felt(p50, p99, len(beside), refused + more, answered)
 
