@@ -23,7 +23,7 @@ from model.presets import with_preset
 from model.ranker import Ranker
 from model.split.engine import SplitEngine
 from model.split.kernels.contract import Kernels, Step, Tables, softmax_shift
-from model.split.kernels.portable import KEY_TILE, PortableKernels
+from model.split.kernels.portable import KEY_TILE, PortableKernels, _Softmax
 from model.split.step import (
     CANDIDATES,
     FIRST_USER,
@@ -168,7 +168,9 @@ class Watched:
             return found
 
         def store(pointers: Any, value: Any, mask: Any, *rest: Any) -> None:
-            written.setdefault(self.builder.grid_idx, []).append(pointers.data[mask.data])
+            places = pointers.data[mask.data]
+            assert len(np.unique(places)) == len(places), f"{kernel} writes two values to one place"
+            written.setdefault(self.builder.grid_idx, []).append(places)
             masked_store(pointers, value, mask, *rest)
 
         masked_load, masked_store = self.builder.create_masked_load, self.builder.create_masked_store
@@ -264,6 +266,8 @@ def test_an_attention_weight_is_relative_to_the_shift(dtype: torch.dtype, cap: f
     weigh[(1,)](products, weights, **constants, EMULATED=True)
     exact = torch.exp(soft_cap(products.double() * 0.25, cap, form) - shift)
     torch.testing.assert_close(weights.double(), exact, rtol=0.05 if dtype == torch.bfloat16 else 1e-4, atol=0)
+    plain = _Softmax(random_config(attention_multiplier=0.25, attention_cap=cap, cap_form=form), products[None])
+    torch.testing.assert_close(plain.weights(products[None], torch.tensor(True))[0].double(), exact, rtol=1e-4, atol=0)
 
 
 @KINDS
