@@ -167,7 +167,7 @@ def test_bf16_tables_are_read_as_they_are(build: Build) -> None:
 @pytest.mark.parametrize(
     ("build", "compositions", "drawn"),
     [
-        (native, 300, {"pool": 24}), (narrow, 100, {"pool": 24}), (split, 20, {"users": 3, "growth": (0, 2, 31, 63), "pool": 8}),
+        (native, 300, {}), (narrow, 100, {}), (split, 20, {"users": 3, "growth": (0, 2, 31, 63), "pool": 8}),
         pytest.param(native, 1000, {}, marks=pytest.mark.long), pytest.param(narrow, 300, {}, marks=pytest.mark.long),
     ],
 )  # fmt: skip

@@ -78,6 +78,6 @@ def test_f4_kill_hangs_nobody() -> None:
 
 @pytest.mark.parametrize("kind", hostile.KINDS)
 def test_b11_sigterm_under_hostile_clients_exits_0_in_time(kind: str) -> None:
-    row = hostile.terminations([kind], connections__header_seconds=2)
+    row = hostile.terminations([kind], connections__header_seconds=3)  # none is cut off before the signal
     assert not row.failed, row
     assert row.figure < 2 * hostile.END_SECONDS  # the last second is the long form's
