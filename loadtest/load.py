@@ -54,7 +54,7 @@ def open_loop(
     seed: Seed = 0,
     out: Out = RESULTS / "open",
 ) -> None:
-    """Load at a fixed rate, whatever the server does, and write a report."""
+    """Load at a fixed rate, whatever the server does, and write a report. Exit code 1 if nothing was answered."""
     traffic = _traffic(candidates, production, seed)
     settings = RunSettings(rate, seconds, warmup, arrivals, Slo(slo_ms, slo_share), traffic=traffic)
     with _target(url) as target:
@@ -62,6 +62,7 @@ def open_loop(
     run.save(out)
     report(out)
     _print(run.meta, "summary", "generator")
+    raise typer.Exit(not run.summary["answered_rps"])
 
 
 def search(

@@ -31,9 +31,13 @@ def reason_of(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error).rstrip(".") or "not enough memory"
 
 
-def kind_of(error: Exception) -> type[CheckpointError]:
+def kind_of(error: BaseException) -> type[CheckpointError]:
     """The class to raise when a failed write's error is raised again with more context."""
-    if isinstance(error, CheckpointError):
+    cause = error
+    while type(cause) is CheckpointError and cause.__cause__ is not None:  # what was read on the way
+        cause = cause.__cause__
+    number = getattr(cause, "errno", None)
+    if isinstance(error, CheckpointError) and number not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
         return type(error)
-    is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+    is_full = number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
     return StorageFull if is_full else NotStored

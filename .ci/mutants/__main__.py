@@ -24,6 +24,10 @@ from decisions import DROPS, ROOT, WORD, Mutant, changed_lines, decisions, diges
 from records import WHOLE, WORK, Tests, caller, concerns
 
 GOAL = 0.95
+COMPILERS = (  # for the processors that tests run on: this one, its narrower vectors, and those that are emulated
+    ("g++", "-march=native"), ("g++", "-march=x86-64-v3"),
+    ("aarch64-linux-gnu-g++", "-march=armv8-a"), ("aarch64-linux-gnu-g++", "-march=armv8.2-a+bf16"),
+)  # fmt: skip
 MUTANT_SECONDS = 60.0  # a mutant is tried by no more tests than took so long together, those of WHOLE aside, and by no more files than:
 
 
@@ -42,13 +46,27 @@ def copy_tree() -> Path:
     return tree
 
 
+def compiled(folder: Path) -> list[bytes]:
+    """What the compilers that there are see of a folder's C++."""
+    found = [(*each, source) for each in COMPILERS if shutil.which(each[0]) for source in sorted(folder.glob("*.cpp"))]
+    return [subprocess.run([*each, "-std=c++17", "-E", "-P"], capture_output=True).stdout for each in found]
+
+
 def verdict(tests: Tests, tree: Path, mutant: Mutant) -> str:
-    """`killed` by a test that passes without the change, `survived`, or `unreached` where no test runs the line."""
+    """`killed` by a test that passes without the change, `survived`, `unreached` where no test runs the line, or `elsewhere` where it is
+    compiled for other processors alone."""
     path = tree / mutant.file
     raw = path.read_bytes()
     changed = raw[: mutant.start] + mutant.after.encode() + raw[mutant.start + len(mutant.before.encode()) :]
     if path.suffix == ".py":
         compile(changed, path, "exec")  # or each test would fail
+    else:
+        before = compiled(path.parent)
+        path.write_bytes(changed)
+        after = compiled(path.parent)
+        path.write_bytes(raw)
+        if before == after:
+            return "elsewhere"
     found, left = "unreached", MUTANT_SECONDS
     for file in concerns(tree, mutant.file):
         record, chosen = tests.record(tree, file, {mutant.file, caller(mutant.file)}), []
@@ -109,7 +127,7 @@ def main() -> int:
     for mutant in drawn:
         concerned = "".join(digest(tree / test) for test in concerns(tree, mutant.file))  # a survivor meets new tests
         if (
-            known.get(mutant.place, [""])[0] == "killed"
+            known.get(mutant.place, [""])[0] in ("killed", "elsewhere")
             or concerned in known.get(mutant.place, [])
             or mutant.key in equivalents
         ):
@@ -133,7 +151,7 @@ def main() -> int:
     share = counted["killed"] / tried if tried else 0.0
     print(
         f"killed {counted['killed']} of {tried} ({share:.1%}), {counted['unreached']} reached by no test, "
-        f"{counted['equivalent']} equivalent, {counted['not tried']} not tried"
+        f"{counted['equivalent']} equivalent, {counted['elsewhere']} compiled for other processors alone, {counted['not tried']} not tried"
     )
     return int(share < GOAL)
 

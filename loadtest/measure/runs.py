@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """How to load a server. Warm-up traffic comes first, from the same stream, and is not measured."""
+    """How to load a server. Warm-up traffic comes first, from the same stream, and is not measured. Raises ValueError without an end."""
 
     rate_rps: float = 100.0
     seconds: float = 30.0
@@ -37,6 +38,10 @@ class RunSettings:
     slo: Slo = field(default_factory=Slo)
 
     traffic: TrafficSettings = field(default_factory=TrafficSettings)
+
+    def __post_init__(self) -> None:
+        if not (0 < self.rate_rps < inf and 0 < self.seconds < inf and 0 <= self.warmup_seconds < inf):
+            raise ValueError("a rate and a time to measure are finite and above 0, a time to warm up is finite")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

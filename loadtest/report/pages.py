@@ -63,7 +63,7 @@ def run_report(run: Run) -> tuple[str, Pictures]:
         shown += [
             "## Distribution\n\nThe lines part where requests waited to be sent.\n\n![Distribution](distribution.png)"
         ]
-    if not np.isnan(samples.stages_ms).all():
+    if any(summary["stages_ms"].values()):
         pictures["stages"] = plots.stage_breakdown(run)
         shown += [
             "## Where the time goes\n\nStages as the server's `Server-Timing` names them.\n\n![Stages](stages.png)"

@@ -108,7 +108,7 @@ class SplitEngine:
     def forward(self, items: Sequence[Item]) -> list[Outcome]:
         """Outcomes in the order of the items; a context that several items share is computed once.
 
-        If the device runs out of memory, the context cache is emptied and the batch is tried once more, in two halves.
+        If the device runs out of memory, the context cache is emptied and the batch is tried once more.
         """
         try:
             return self._forward(items)
@@ -118,9 +118,8 @@ class SplitEngine:
         if self._stream is not None:
             self._stream.synchronize()  # host buffers may still be read by what was queued
             torch.cuda.empty_cache()
-        half = -(-len(items) // 2)
         try:
-            return [outcome for part in (items[:half], items[half:]) if part for outcome in self._forward(part)]
+            return self._forward(items)
         except torch.OutOfMemoryError as error:
             raise EngineError("the device is out of memory") from error
 

@@ -250,6 +250,25 @@ def test_of_each_kind_what_a_test_sees_is_killed_and_what_none_sees_survives(
     )
 
 
+ELSEWHERE = """#if defined(__AVX512F__) && !defined(__AVX512F__)
+int half(int x) { return x / 2; }
+#else
+int half(int x) { return x / 2 + 0; }
+#endif
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_what_is_compiled_for_other_processors_alone_is_counted_apart(tests: Any, tree: Path) -> None:
+    source = tree / "app/request/native/half.cpp"
+    source.parent.mkdir(parents=True)
+    source.write_text(ELSEWHERE)
+    (tree / "app/request/codec.py").write_text("")
+    verdicts = [TOOL["verdict"](tests, tree, mutant_of(tree, "2 → 3", line)) for line in ELSEWHERE.splitlines()[1:4:2]]
+    assert verdicts == ["elsewhere", "unreached"]
+    assert source.read_text() == ELSEWHERE
+
+
 def test_a_test_that_fails_anyway_kills_nothing(tests: Any, tree: Path) -> None:
     (tree / FILE).write_text("from app.half import half\n\ndef test_it():\n    assert half(6) == 4\n")
     assert TOOL["verdict"](tests, tree, mutant_of(tree, "// → *", "return x // 2")) == "survived"

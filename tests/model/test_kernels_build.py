@@ -162,7 +162,7 @@ def printed():
         asked.append([config.width, config.head_width, str(dtype), capability, names and sorted(names)]), ready,
     )[1]
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        build.main(["--head-width", "64"])
+        build.main(["--capability", "90", "--head-width", "64"])
     build.compiled = compiled
     return asked, out.getvalue().splitlines()
 

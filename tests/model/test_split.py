@@ -367,7 +367,7 @@ class Small:
         return state
 
 
-def test_a_batch_too_large_for_memory_is_tried_in_two_halves_without_the_cache() -> None:
+def test_a_batch_too_large_for_memory_is_tried_without_the_cache() -> None:
     engine = make_engine()
     items = [item(engine, 5, 3, seed) for seed in range(6)]
     expected = engine.forward(items)

@@ -98,6 +98,12 @@ def test_a_slower_server_turns_the_comparison_red(url, tmp_path):
     assert "Verdict: B is worse" in done.output
 
 
+def test_a_run_that_nobody_answered_is_a_failure(tmp_path):
+    with ToyServer(status=429, headers=HEADERS).in_thread() as refusing:
+        done = command("open", "--url", refusing, "--rate", 50, "--seconds", 0.4, "--warmup", 0, "--out", tmp_path)
+    assert (done.exit_code, '"429": ' in done.output) == (1, True), done.output
+
+
 def test_a_report_that_cannot_be_written_is_one_sentence(url, tmp_path):
     (tmp_path / "file").touch()
     done = command("open", "--url", url, "--seconds", 1, "--warmup", 0, "--out", tmp_path / "file")
@@ -114,6 +120,13 @@ def test_another_server_is_told_from_ours(tmp_path):
         server.shutdown()
     assert done.exit_code == 2
     assert done.stderr.endswith(f"{other} is no ranking server: its /info is no JSON\n")
+
+
+@pytest.mark.parametrize("option", ["--rate", "--seconds", "--warmup"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_numbers_that_no_run_can_have_are_refused(url, tmp_path, option, value):
+    done = command("open", "--url", url, f"{option}={value}", "--out", tmp_path)
+    assert (done.exit_code, "finite" in done.stderr) == (2, True), done.output
 
 
 def test_what_cannot_be_measured_is_refused_politely(tmp_path):

@@ -195,6 +195,15 @@ def test_a_vector_is_cached_by_the_exact_events(engine: RetrievalEngine, context
     assert engine.cache_stats().entries == 2
 
 
+def test_the_tokens_of_users_that_are_to_be_encoded_are_counted(
+    engine: RetrievalEngine, contexts: list[Context]
+) -> None:
+    known, *others = contexts[:3]
+    engine.retrieve([wanted(known)])
+    users = engine.look_up([wanted(one) for one in (known, *others, *others)])
+    assert users.unknown_tokens == sum(1 + len(one.post_ids) for one in others)
+
+
 def test_filters_come_before_the_best(engine: RetrievalEngine, contexts: list[Context], corpus: Corpus) -> None:
     context = contexts[4]
     (everything,) = engine.retrieve([wanted(context, 256)]).retrieved
@@ -370,6 +379,15 @@ def test_changes_are_what_an_oracle_says(
     assert (replayed.posts, replayed.changes, replayed.mark) == (changed.posts, changed.changes, changes[-1].mark)
     asked = [wanted(context, len(corpus) + 500) for context in contexts]
     assert all(map(same, replayed.retrieve(asked).retrieved, changed.retrieve(asked).retrieved))
+
+
+def test_changes_that_are_replayed_fill_segments_and_no_more(
+    encoder: Encoder, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.retrieval.engine.SEGMENT_ROWS", 8)
+    engine = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=1))
+    engine.replay([Change(NONE, as_new(corpus, [row], [10**12 + row]), Mark(row)) for row in range(40)])
+    assert max(len(segment.corpus) for segment in engine._segments[1:]) < 2 * 8
 
 
 def test_a_new_post_has_its_time_and_topic(encoder: Encoder, corpus: Corpus, contexts: list[Context]) -> None:

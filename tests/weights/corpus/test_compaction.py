@@ -330,6 +330,33 @@ def test_a_corpus_that_was_replaced_meanwhile_stays(directory: Path, encoder: En
     assert {path.name for path in directory.iterdir()} == names
 
 
+def test_too_many_open_files_are_a_reason_that_may_pass(
+    directory: Path, encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left, refused = os.open, 0, 0
+
+    def failing(*arguments: Any, **options: Any) -> int:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise OSError(24, "Too many open files")
+        return real(*arguments, **options)
+
+    for fails_at in range(1, 100):
+        compaction, engine = changed(Path(shutil.copytree(directory, tmp_path / str(fails_at))), encoder)
+        with monkeypatch.context() as patch:
+            left = fails_at
+            patch.setattr(os, "open", failing)
+            try:
+                compacted(compaction, engine, []).close()
+            except CheckpointError as error:
+                assert isinstance(error, NotStored), f"at {fails_at}: {error}"
+                refused += 1
+        if left > 0:
+            break
+    assert refused > 5
+
+
 def test_a_full_disk_leaves_the_old_corpus(directory: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     compaction, engine = changed(directory, encoder)
     expected, names = posts_of(engine), {path.name for path in directory.iterdir()}
