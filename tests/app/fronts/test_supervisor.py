@@ -119,7 +119,9 @@ def test_a_second_signal_ends_all_at_once() -> None:
 def test_nothing_survives_a_supervisor_that_is_killed() -> None:
     with started(*FRONTED) as server:
         server.wait_ready()
-        wait_until(lambda: sum(line["event"] == "listening" for line in server.lines) == 2)  # else it may not know its role yet
+        wait_until(
+            lambda: sum(line["event"] == "listening" for line in server.lines) == 2
+        )  # else it may not know its role yet
         began = processes(server)
         os.kill(began[0], signal.SIGSTOP)
         server.process.kill()
