@@ -383,6 +383,17 @@ def test_a_product_of_any_kind_equals_its_definition(kind: str) -> None:
     assert kind == "library" or out[101:].isnan().all(), "rows that the step does not have"
 
 
+@pytest.mark.parametrize("kind", ["fused 64x64", "fused 128x128"])
+def test_a_gated_product_ends_where_its_columns_end(kind: str) -> None:
+    bench = make_bench("fused", BF16)
+    bench.kernels.choices.forced = kind  # type: ignore[attr-defined]
+    x, weight = bench.random(88), (torch.randn(88, 2 * 72, generator=bench.generator) / 9).bfloat16()
+    out, used = torch.full((len(x), 72), torch.nan).bfloat16(), int(bench.step.host.counts[ROWS])
+    bench.kernels.multiply_gate(bench.step, x, weight, bench.random(2 * 72), out)
+    close(out[:used], naive.gate(naive.multiply(x, weight).bfloat16())[:used], BF16)
+    assert out[bench.past(used)].isnan().all(), "rows that nobody asked for"
+
+
 LONG = [
     (150, 0, 65),
     (0, 0, 1),

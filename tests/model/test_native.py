@@ -27,11 +27,14 @@ from model.native.build import KernelUnavailable
 from model.native.engine import NativeEngine
 from model.native.kernel import Kernel, load_kernel
 from model.native.packing import refusal
+from model.native.tower import NativeTower
 from model.presets import with_preset
+from model.retrieval.towers import Towers
 from model.selftest import check_isolation, same_bits
 from model.tolerances import PARITY
 from tests.model.builders import random_config, random_ranker, random_request
 from tests.model.test_engines import NARROWER, VARIANTS
+from weights.synthetic.random_weights import random_model, retrieval_config
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -282,3 +285,28 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         pytest.skip("there is one")
     with pytest.raises(EngineError, match="no CUDA device here"):
         create_engine(random_ranker(random_config()), EngineOptions(device="cuda"))
+
+
+def test_a_number_halfway_between_two_is_rounded_to_the_even_one() -> None:
+    config = random_config()
+    ranker = random_ranker(config)
+    item = Item(*random_request(config, 0, 3))
+    with torch.no_grad():  # a user's token is the first of its rows as it is
+        ranker.tokens.user_projection.zero_()[: config.width] = torch.eye(config.width)
+        ranker.tables.user[:] = 1 + torch.arange(config.width) / 128 + 1 / 256
+    found = NativeEngine(ranker, torch.bfloat16, threads=1).forward([item])[0].scores
+    with torch.no_grad():
+        ranker.tables.user[:] = ranker.tables.user.bfloat16().float()
+    assert same_bits(found, NativeEngine(ranker, torch.bfloat16, threads=1).forward([item])[0].scores)
+
+
+def test_engines_and_towers_ask_for_tile_registers_before_they_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    for name in ("enable_tiles", "strip"):
+        real = getattr(Kernel, name)
+        monkeypatch.setattr(Kernel, name, lambda kernel, name=name, real=real: (asked.append(name), real(kernel))[1])
+    NativeEngine(random_ranker(random_config()), torch.bfloat16, threads=1).close()
+    towers = random_model(retrieval_config(random_config()), 0)
+    assert isinstance(towers, Towers)
+    NativeTower(towers, torch.bfloat16, threads=1).close()
+    assert asked == ["enable_tiles", "strip"] * 2
