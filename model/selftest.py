@@ -89,8 +89,8 @@ def same_bits(first: Scores, second: Scores) -> bool:
 
 def _requests(config: ModelConfig, candidate_counts: Sequence[int]) -> Iterator[tuple[Context, Candidates]]:
     lengths = np.linspace(0, config.history_length, len(candidate_counts)).astype(int)
-    for seed, (history, count) in enumerate(zip(lengths, candidate_counts, strict=True)):
-        yield random_request(config, int(history), count, seed)
+    for seed, count in enumerate(candidate_counts):
+        yield random_request(config, int(lengths[seed]), count, seed)
 
 
 def _require_equal(first: Scores, second: Scores, what: str) -> None:

@@ -43,9 +43,11 @@ ALSO = {  # what looks at a folder besides the tests of its modules
         "tests/reliability/test_b11_budgets.py", "tests/e2e/test_process.py", "tests/reliability/test_b4_slow.py",
     ),
     "model/ranking.py": ("tests/app/request/test_scoring.py",),
-    "model/retrieval/corpus.py": ("tests/weights/corpus/test_texts.py",),
+    "model/retrieval/corpus.py": ("tests/weights/corpus/test_texts.py", "tests/weights/corpus/test_store.py"),
     "model/retrieval/engine.py": ("tests/app/service/test_retrieval.py",),
-    "model/retrieval/inputs.py": ("tests/weights/corpus/test_records.py",),
+    "model/retrieval/inputs.py": (
+        "tests/weights/corpus/test_records.py", "tests/app/fronts/test_wire.py", "tests/app/service/test_retrieval.py",
+    ),
     "model/split/kernels/": ("tests/model/test_kernels.py",),
     "model/split/": ("tests/model/test_fusion.py", "tests/model/test_engines.py", "tests/model/test_kernels_build.py"),
 }  # fmt: skip

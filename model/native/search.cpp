@@ -208,7 +208,7 @@ class Search {
         }
         std::memcpy(sums, totals, sizeof(totals));
 #else
-        std::fill_n(&sums[0][0][0], N * 2 * PANEL, 0);
+        std::memset(sums, 0, N * sizeof(*sums));
         for (Index step = 0; step < steps_; ++step, rows += 4 * PANEL)
             for (int q = 0; q < N; ++q)
                 for (int plane = 0; plane < 2; ++plane) {

@@ -93,9 +93,9 @@ def worst_norm(vectors: NDArray[np.float32]) -> tuple[int, float]:
     for start in range(0, len(vectors), ROWS_PER_STEP):
         rows = vectors[start : start + ROWS_PER_STEP]
         lengths = np.sqrt(np.einsum("nd,nd->n", rows, rows, dtype=np.float64))
-        off = np.where(lengths == 0, 0, np.abs(lengths - 1))
-        place = int(np.argmax(np.nan_to_num(off, nan=np.inf)))
-        if not off[place] <= worst_off:
+        off = np.nan_to_num(np.where(lengths == 0, 0, np.abs(lengths - 1)), nan=np.inf)
+        place = int(np.argmax(off))
+        if off[place] > worst_off:
             worst, worst_length, worst_off = start + place, float(lengths[place]), float(off[place])
     return worst, worst_length
 

@@ -186,12 +186,10 @@ def step_bytes(config: ModelConfig, capacity: int) -> int:
 def step_arrays(buffer: Tensor, config: ModelConfig, capacity: int) -> StepArrays:
     """Views into a uint8 buffer of `step_bytes`; `dwell` has the last item first."""
     counts = 4 * RECORD * tile_slots(capacity)
-    rows = counts + 4 * COUNTS
-    integers = buffer.view(torch.int32)
-    history = buffer[_history_start(capacity) :].view(torch.float32)
+    integers, history = buffer[counts:].view(torch.int32), buffer[_history_start(capacity) :].view(torch.float32)
     return StepArrays(
-        integers[counts // 4 : rows // 4],
-        integers[rows // 4 : rows // 4 + capacity * RECORD].view(capacity, RECORD),
+        integers[:COUNTS],
+        integers[COUNTS:][: capacity * RECORD].view(capacity, RECORD),
         history[capacity:].view(capacity, config.actions),
         history[:capacity],
     )

@@ -81,6 +81,15 @@ def test_refuses_with_the_field(change: dict[str, object], message: str) -> None
         ModelConfig.from_dict({**random_config().to_dict(), **change})
 
 
+def test_a_context_may_have_so_many_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = 2 * 3 * 2 * 16 * (1 + 37)  # key and value, layers, heads, width, the user and the events
+    monkeypatch.setattr("model.config.MAX_CONTEXT_NUMBERS", numbers)
+    random_config(layers=3)
+    monkeypatch.setattr("model.config.MAX_CONTEXT_NUMBERS", numbers - 1)
+    with pytest.raises(ConfigError, match=f"make {numbers} keys and values a context, at most {numbers - 1} are"):
+        random_config(layers=3)
+
+
 def test_a_missing_key_is_named() -> None:
     values = random_config().to_dict()
     del values["query_heads"]

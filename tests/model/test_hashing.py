@@ -1,4 +1,4 @@
-"""Ids to rows against Python's own integers, 64-bit wrap included."""
+"""Batches: ids to rows against Python's own integers, 64-bit wrap included, and how far requests are padded."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.batch import hash_rows
+from model.batch import collate, hash_rows
 from model.config import HashSpec
+from tests.model.builders import random_config, random_request
 
 
 def plain_row(identifier: int, scale: int, bias: int, spec: HashSpec) -> int:
@@ -38,3 +39,11 @@ def test_rows_are_those_of_exact_arithmetic(
 def test_zero_is_padding_and_nothing_else_is() -> None:
     spec = HashSpec((1,), (0,), 97, 2)
     assert hash_rows(np.array([0, 1, 97, 2**64 - 1], np.uint64), spec).tolist() == [[0], [1], [1], [1]]
+
+
+def test_requests_are_padded_to_the_longest_and_no_further_unless_asked() -> None:
+    config = random_config()
+    short, long = random_request(config, 0, 2), random_request(config, 3, 5)
+    for requests, slots, length in (([short], {}, 1 + 2), ([short, long], {}, 1 + 3 + 5),
+                                    ([short], {"history_slots": 4, "candidate_slots": 7}, 1 + 4 + 7)):  # fmt: skip
+        assert collate(requests, config, **slots).positions.shape == (len(requests), length)

@@ -16,11 +16,25 @@ from hypothesis import strategies as st
 from loadtest.bench.retrieve import Rows, isotropic, unit
 from model.native import build
 from model.native.search import NativeIndex
+from model.retrieval.corpus import worst_norm
 from model.retrieval.search import Found, Index, TorchIndex, Wish, bits_of, mask_of, score_rows
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
 from tests.goldens import GOLDEN
 from tests.zygote import zygote
+
+
+@pytest.mark.parametrize("row", [0, 3, 4, 9])
+def test_the_row_whose_length_is_farthest_from_1_is_found(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.retrieval.corpus.ROWS_PER_STEP", 4)
+    rows = unit(np.random.default_rng(1).standard_normal((10, 8), np.float32))
+    rows[[2, 7]] = 0
+    assert worst_norm(rows)[1] == pytest.approx(1)
+    rows[5] *= 1.1
+    rows[row] *= 0.8
+    assert worst_norm(rows) == (row, pytest.approx(0.8, rel=1e-6))
+    rows[row, 1] = np.nan
+    assert worst_norm(rows)[0] == row
 
 
 def clustered(rng: np.random.Generator, count: int, width: int) -> Rows:
