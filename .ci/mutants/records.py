@@ -49,6 +49,7 @@ ALSO = {  # what looks at a folder besides the tests of its modules
         "tests/weights/corpus/test_records.py", "tests/app/fronts/test_wire.py", "tests/app/service/test_retrieval.py",
     ),
     "model/split/kernels/": ("tests/model/test_kernels.py",),
+    "model/synthetic.py": ("tests/model/test_native.py",),
     "model/split/": ("tests/model/test_fusion.py", "tests/model/test_engines.py", "tests/model/test_kernels_build.py"),
 }  # fmt: skip
 RECORDING = """

@@ -88,6 +88,15 @@ def test_every_kind_has_the_bits_of_the_reference() -> None:
     torch.testing.assert_close(norm.outputs[0], expected[1][used].bfloat16())
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_where_a_layer_is_the_last_candidates_alone_attend(layers: int) -> None:
+    _, parts, (_, step) = make(layers=layers)
+    used = {name: len(parts[name].outputs[0]) for name in ("attend", "norm", "query")}
+    candidates, rows = step.at(ROWS, tail=True).used, step.used
+    assert candidates < rows
+    assert used == {"attend": candidates if layers == 1 else rows, "norm": rows, "query": candidates}
+
+
 @pytest.mark.parametrize("name", ["gate_value", "qkv", "query", "key_value"])
 def test_a_fused_product_is_the_definition_of_what_it_goes_on_with(name: str) -> None:
     kernels, parts, (trunk, step) = make()
