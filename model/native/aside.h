@@ -62,7 +62,7 @@ class Aside {
     // What the task that is done has returned.
     std::int64_t finish() {
         char byte;
-        while (read(ends_[0], &byte, 1) < 0 && errno == EINTR) {
+        while (read(ends_[0], &byte, sizeof byte) < 0 && errno == EINTR) {
         }
         std::lock_guard<std::mutex> lock(mutex_);
         return result_;
@@ -81,7 +81,7 @@ class Aside {
             lock.lock();
             result_ = result;
             const char byte = 1;
-            while (write(ends_[1], &byte, 1) < 0 && errno == EINTR) {
+            while (write(ends_[1], &byte, sizeof byte) < 0 && errno == EINTR) {
             }
         }
     }
