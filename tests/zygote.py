@@ -35,6 +35,7 @@ MODULES = ("app", "loadtest.soak.faulty_server", "loadtest.soak.faulty_fronts")
 EARLY = ("OMP_", "MKL_", "OPENBLAS_", "PYTHON", "LD_", "MALLOC_", "PATH")
 """Beginnings of the variables that count as a process starts or as it imports: a server with others is started anew."""
 PR_SET_PDEATHSIG = 1
+TEST = "PYTEST_CURRENT_TEST"  # where pytest says which test it runs; the mutation tool records lines by it
 
 
 class Forked:
@@ -121,7 +122,9 @@ class Zygote:
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 start = [sys.executable, "-m", "tests.zygote", str(theirs.fileno())]
-                start_process(start, cwd=ROOT, env={**os.environ, **self._environment}, pass_fds=[theirs.fileno()])
+                variables = {**os.environ, **self._environment}
+                variables.pop(TEST, None)  # each server has its own
+                start_process(start, cwd=ROOT, env=variables, pass_fds=[theirs.fileno()])
         told, telling = os.pipe()
         asked = json.dumps([*command[1:3], command[3:], str(directory), dict(environment)])
         socket.send_fds(self._socket, [asked.encode()], [output.fileno(), errors.fileno(), telling])
@@ -159,6 +162,8 @@ def become(kind: str, what: str, arguments: Sequence[str], environment: Mapping[
     """Run as `python -m` or `python -c` would, and end: without freeing all that was imported, which takes as long as a start."""
     os.environ.clear()
     os.environ.update(environment)
+    if "coverage" in sys.modules and (recorded := sys.modules["coverage"].Coverage.current()):
+        recorded.switch_context(environment.get(TEST, ""))
     sys.argv[:] = [kind, *arguments]
     tempfile.tempdir = None
     code: object = 0

@@ -31,7 +31,7 @@ CPP_SKIPPED = re.compile(
 
 
 WORD, DROPS = "word", ("statement", "guard", "keyword", "with", "swap", "decorator", "finally")
-SYMMETRIC = ("min", "max", "minimum", "maximum", "equal", "array_equal", "compare_digest", "fma")
+SYMMETRIC = ("min", "max", "minimum", "maximum", "equal", "array_equal", "compare_digest", "fma", "transpose")
 NEEDED = (
     "property",
     "setter",

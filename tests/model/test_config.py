@@ -26,6 +26,10 @@ def test_survives_json(name: str) -> None:
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
+def test_there_are_as_many_surfaces_as_published() -> None:
+    assert random_config().product_surfaces == 16
+
+
 def test_what_grok_lacks_is_not_written() -> None:
     """Digests are taken over these values: a manifest from before there were other trunks must not change."""
     written = list(random_config().to_dict())
