@@ -26,6 +26,7 @@ from records import WHOLE, WORK, Tests, caller, concerns
 GOAL = 0.95
 COMPILERS = (  # for the processors that tests run on: this one, its narrower vectors, and those that are emulated
     ("g++", "-march=native"), ("g++", "-march=x86-64-v3"),
+    ("g++", "-march=native", "-DRANKER_EMULATE_AMX", "-DRANKER_TEST_HOOKS", "-DRANKER_CHECKS", "-DRANKER_STAGES"),
     ("aarch64-linux-gnu-g++", "-march=armv8-a"), ("aarch64-linux-gnu-g++", "-march=armv8.2-a+bf16"),
 )  # fmt: skip
 MUTANT_SECONDS = 60.0  # a mutant is tried by no more tests than took so long together, those of WHOLE aside, and by no more files than:

@@ -173,17 +173,17 @@ class Shadow:
     def _compare(self, request: _Shadowed) -> None:
         """Record the figures of `weights compare` for one request; each score uses its own checkpoint's weights."""
         metrics, (first, second) = self._metrics, (worker.model.served.manifest for worker in request.pair)
-        pair = (first, request.scores), (second, Scores.concatenate(request.found))
+        pair = {"first": (first, request.scores), "second": (second, Scores.concatenate(request.found))}
         metrics.ended[SCORED].inc()
         metrics.seconds.observe(request.seconds)
         metrics.candidates.inc(len(request.candidates))
-        for name, (manifest, scores) in zip(("first", "second"), pair, strict=True):
+        for name, (manifest, scores) in pair.items():
             sums = np.add.reduce(scores.probabilities, 0, np.float64).tolist()
             for action, total in zip(manifest.action_names, sums, strict=True):
                 metrics.probability.labels(action, name).inc(total)
         if len(request.candidates) < 2:
             return
-        alike = agreement(*(scores.probabilities @ score_weights(manifest) for manifest, scores in pair))
+        alike = agreement(*(scores.probabilities @ score_weights(manifest) for manifest, scores in pair.values()))
         metrics.kendall.observe((1 - alike.kendall) / 2)
         if np.isfinite(alike.correlation):
             metrics.correlation.observe((1 - alike.correlation) / 2)

@@ -240,18 +240,19 @@ inline void block(const T* a, long a_stride, const T* b, long depth, float* c, l
         for (int j = 0; j < V; ++j) store(c + i * c_stride + j * LANES, sums[i][j]);
 }
 
+// The same for up to M rows.
+template <class T, int V, bool ADD, int M>
+void few(const T* a, long a_stride, long rows, const T* b, long depth, float* c, long c_stride) {
+    if (rows == M) return block<T, M, V, ADD>(a, a_stride, b, depth, c, c_stride);
+    if constexpr (M > 1) few<T, V, ADD, M - 1>(a, a_stride, rows, b, depth, c, c_stride);
+}
+
 // The same for any number of rows: in sixes, then the rest. How rows are grouped changes no row's bits.
 template <class T, int V, bool ADD>
 void panel(const T* a, long a_stride, long rows, const T* b, long depth, float* c, long c_stride) {
     for (; rows >= ROWS; rows -= ROWS, a += ROWS * a_stride, c += ROWS * c_stride)
         block<T, ROWS, V, ADD>(a, a_stride, b, depth, c, c_stride);
-    switch (rows) {
-        case 5: return block<T, 5, V, ADD>(a, a_stride, b, depth, c, c_stride);
-        case 4: return block<T, 4, V, ADD>(a, a_stride, b, depth, c, c_stride);
-        case 3: return block<T, 3, V, ADD>(a, a_stride, b, depth, c, c_stride);
-        case 2: return block<T, 2, V, ADD>(a, a_stride, b, depth, c, c_stride);
-        case 1: return block<T, 1, V, ADD>(a, a_stride, b, depth, c, c_stride);
-    }
+    few<T, V, ADD, ROWS - 1>(a, a_stride, rows, b, depth, c, c_stride);
 }
 
 }  // namespace ranker

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from model.create import EngineOptions, create_engine
 from model.dense import DenseEngine
 from model.engine import EngineError, EngineInfo, Item
 from model.split import engine as split_engine
@@ -127,6 +128,19 @@ def test_a_rung_is_reached_by_breaking_the_one_above(climb: Any, fault: str, ste
     assert np.abs(found - expected).max() <= PARITY[torch.float32].logits
     assert notes["difference_from_definition"] <= PARITY[torch.float32].logits
     engine.close()
+
+
+def test_on_a_card_a_ladder_is_what_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card, asked = torch.device("cuda", 1), list[Any]()
+    monkeypatch.setattr("model.create.find_device", lambda wanted: card)
+    monkeypatch.setattr("model.create.shortage", lambda needed, device: "")
+    monkeypatch.setattr("model.create.cache_budget", lambda wanted, device: 7)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr("model.split.ladder.cuda_rungs", lambda *given: asked.append(given) or [])
+    ranker = random_ranker(CONFIG)
+    engine: Any = create_engine(ranker, EngineOptions(dtype="float32", kernel_directory=tmp_path))
+    assert (engine.info.device, engine.info.dtype, engine.info.backend) == ("cuda:1", "float32", "torch")
+    assert asked == [(ranker, card, torch.float32, "shared", 7)]
 
 
 def test_the_definition_itself_is_the_last_rung_and_is_checked_too(climb: Any, monkeypatch: pytest.MonkeyPatch) -> None:

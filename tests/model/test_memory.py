@@ -48,6 +48,10 @@ def test_a_limit_of_addresses_counts_less_what_threads_take(tmp_path: Path, monk
     assert free_bytes(root) == 2 * GIB - RESERVED_BYTES
 
 
+def test_what_a_load_of_the_demo_takes_for_its_threads_is_kept_free() -> None:
+    assert 20 * 2**20 < RESERVED_BYTES < GIB / 16
+
+
 def test_where_nobody_says_there_is_no_bound(tmp_path: Path) -> None:
     assert free_bytes(tmp_path) == float("inf")
 

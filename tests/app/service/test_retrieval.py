@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 import weakref
@@ -314,6 +315,27 @@ async def test_many_changes_begin_a_compaction(tmp_path: Path, monkeypatch: pyte
             while service.served.corpus.version == "v1":  # noqa: ASYNC110  # nobody is told
                 await asyncio.sleep(0.01)
         assert service.served.corpus.version == "v1+10"
+
+
+async def test_a_compaction_that_nobody_waits_for_and_that_fails_is_logged_once(
+    service: RetrievalService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("weights.corpus.compaction.write_files", full)
+    monkeypatch.setattr("app.service.retrieval.COMPACT_ROWS", 1)
+    told = list[Any]()
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+    service._compact_at = 1
+    with structlog.testing.capture_logs() as said:
+        await service.change(change([1], [900]))
+        await until(lambda: service._compaction is not None and service._compaction.done())
+        service._compaction = None
+        gc.collect()
+        await asyncio.sleep(0)
+    assert [line["event"] for line in said if line["log_level"] == "error"] == ["compaction_failed"]
+    assert told == [], "asyncio tells of exceptions that nobody has asked for"
 
 
 async def test_a_compaction_that_fails_changes_nothing(

@@ -87,7 +87,7 @@ async def test_every_answered_request_is_scored_and_none_is_changed() -> None:
         assert counted(service, 'answers_total{checkpoint="first"}') == 8
         assert counted(service, 'context_cache_lookups_total{result="miss"}') == 8, "nor are its lookups"
         assert counted(service, "shadow_seconds_count") == 8
-        assert 0 < counted(service, "shadow_seconds_sum") < 60
+        assert 0 < counted(service, "shadow_seconds_sum") < 7
         worker = service.second_checkpoint.versions.current
         assert worker.unfinished == 0
 

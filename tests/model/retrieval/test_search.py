@@ -24,6 +24,18 @@ from tests.goldens import GOLDEN
 from tests.zygote import zygote
 
 
+def test_queries_that_are_copied_live_as_long_as_the_search() -> None:
+    """The kernel reads them by address: one that was freed is overwritten by the next."""
+    rng = np.random.default_rng(5)
+    index = NativeIndex(unit(rng.standard_normal((300, 16), np.float32)), threads=1)
+    queries = unit(rng.standard_normal((8, 16), np.float32))
+    plain = index.search([Wish(query, 5) for query in queries])
+    copied = index.search([Wish(np.repeat(query, 2)[::2], 5) for query in queries])
+    assert [found.rows.tolist() for found in copied] == [found.rows.tolist() for found in plain]
+    assert len({tuple(found.rows.tolist()) for found in plain}) > 1
+    index.close()
+
+
 @pytest.mark.parametrize("row", [0, 3, 4, 9])
 def test_the_row_whose_length_is_farthest_from_1_is_found(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("model.retrieval.corpus.ROWS_PER_STEP", 4)
