@@ -33,8 +33,12 @@ def start(arguments: Sequence[str], program: str) -> int:
         logs.configure(settings.logs)
         if role is None:
             log = structlog.get_logger("app")
-            if not (settings.checkpoint / "manifest.json").is_file():  # said before anything listens
-                log.error("fatal", reason=f"{settings.checkpoint.absolute()} is no checkpoint: {NO_CHECKPOINT}")
+            try:  # said before anything listens
+                is_there, reason = (settings.checkpoint / "manifest.json").is_file(), f"is no checkpoint: {NO_CHECKPOINT}"
+            except OSError as error:  # such as a folder that may not be entered
+                is_there, reason = False, f"cannot be read: {error.strerror}"
+            if not is_there:
+                log.error("fatal", reason=f"{settings.checkpoint.absolute()} {reason}")
                 return EXIT_FAILED
             if not logs.are_for_people(settings.logs):
                 log.info("settings", **settings.effective())

@@ -269,7 +269,7 @@ def _tell(settings: Settings, host: str, port: int) -> None:
     url = f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"
     example = settings.checkpoint.absolute() / "example.json"
     curl = f"curl -s {url}/rank -H 'content-type: application/json' -d @'{example}'"
-    told = {"try": curl} if example.is_file() else {}
+    told = {"try": curl} if os.path.isfile(example) else {}
     if not logs.are_for_people(settings.logs):
         if settings.explores:
             log.info("page", url=f"{url}/explore", **told)

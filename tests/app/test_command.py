@@ -75,6 +75,7 @@ def test_the_help_lists_what_the_commands_say_of_themselves_without_importing_th
         (["serve", "--port", "x"], 2, "RANKER_PORT"),
         (["serve", "nowhere"], 1, f'{{"reason":"{ROOT}/nowhere is no checkpoint: it has no manifest.json; phoenix-ranker '
          "serve without a checkpoint serves the demo"),
+        (["serve", 256 * "x"], 1, "xx cannot be read: File name too long"),
         (["bench", "http://127.0.0.1:1"], 1, "does not answer (ConnectionRefusedError); start a server with phoenix-ranker serve"),
         (["explain", str(DEMO), "--out", "/proc/x"], 2, "nothing can be written at /proc/x"),
         (["score", "--checkpoint", "c", "--log", "l", "--out", str(DEMO / "manifest.json")], 2, "Not a directory"),
