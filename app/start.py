@@ -34,7 +34,10 @@ def start(arguments: Sequence[str], program: str) -> int:
         if role is None:
             log = structlog.get_logger("app")
             try:  # said before anything listens
-                is_there, reason = (settings.checkpoint / "manifest.json").is_file(), f"is no checkpoint: {NO_CHECKPOINT}"
+                is_there, reason = (
+                    (settings.checkpoint / "manifest.json").is_file(),
+                    f"is no checkpoint: {NO_CHECKPOINT}",
+                )
             except OSError as error:  # such as a folder that may not be entered
                 is_there, reason = False, f"cannot be read: {error.strerror}"
             if not is_there:

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import stat
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from weights.format.manifest import MANIFEST_NAME
 from weights.format.writer import sync
 
 MAGIC = b"\2\0\0\0changes\n"
+AGAIN_SECONDS = 5.0  # after which a log that takes no more changes is to be read again, with its corpus
 
 Identity = tuple[int, ...]
 
@@ -47,7 +49,8 @@ class ChangeLog:
         self._end = 0  # offset after the last complete record
         self._last = 0, b""  # offset and header of the last record that was read
         self._descriptor: int | None = None  # while this process holds the log
-        self._broken: CheckpointError | None = None  # why nothing can be appended any more
+        self._broken: CheckpointError | None = None  # why nothing can be appended any more, since when:
+        self._broken_at = 0.0
         self._file: Identity | None = None  # device and inode of the file that was read or written
         self._seen: Identity = ()  # its size and modification time then
         self._directory = _place(os.stat(directory))
@@ -85,14 +88,15 @@ class ChangeLog:
         return [self._decoded(payload) for payload in payloads]
 
     def follow(self) -> list[Change] | None:
-        """The changes of other processes since; None if one has rewritten the corpus, which the caller must then read again.
-
-        Empty if another directory has replaced the corpus's.
+        """The changes of other processes since; None if the caller must read the corpus again: one has rewritten it, or this log has taken
+        no changes for a few seconds. Empty if another directory has replaced the corpus's.
         """
         try:
             if not self.is_in(self.path.parent):
                 return []
-            if not self._is_in_force():
+            if not self._is_in_force() or (
+                self._broken is not None and time.monotonic() > self._broken_at + AGAIN_SECONDS
+            ):
                 return None
             if _place(found := os.lstat(self.path)) != self._file or _state(found) != self._seen:
                 return self.read()
@@ -171,8 +175,8 @@ class ChangeLog:
         """`hold` for a caller that has read every change. Raises NotStored if others have made changes since."""
         if self.hold():
             self.close()
-            self._broken = self._not_stored("was written by another process; read the corpus again")
-            raise type(self._broken)(str(self._broken))
+            self.end("was written by another process")
+            self.hold()  # raises it
 
     @property
     def is_held(self) -> bool:
@@ -197,9 +201,9 @@ class ChangeLog:
         if not is_there:
             raise self._lost()
 
-    def end(self) -> None:
+    def end(self, reason: str = "could not be written before") -> None:
         """Refuse changes from now on: another log may have replaced this one."""
-        self._broken = self._not_stored("could not be written before; read the corpus again")
+        self._broken, self._broken_at = self._not_stored(f"{reason}; read the corpus again"), time.monotonic()
 
     def close(self) -> None:
         """Let another process append."""

@@ -364,6 +364,31 @@ async def test_a_compaction_that_fails_changes_nothing(
     assert (service._since, service._changes) == (None, set())
 
 
+async def test_a_log_that_a_failing_disk_has_ended_is_read_again_by_itself(
+    service: RetrievalService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written and could be neither kept nor cut off is there then, as its refusal has said."""
+    sync, failures = os.fsync, iter([True, True])
+
+    def failing(descriptor: int) -> None:
+        if next(failures, False):
+            raise OSError(5, "Input/output error")
+        sync(descriptor)
+
+    await service.change(change([1], []))
+    monkeypatch.setattr("weights.corpus.changes.AGAIN_SECONDS", 0.3)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing)
+        patch.setattr(os, "ftruncate", lambda *_: failing(-1))
+        with pytest.raises(NotStored, match=r"Input/output error\. It could not be cut off again"):
+            await service.change(change([2], []))
+    with pytest.raises(NotStored, match="could not be written before; read the corpus again"):
+        await service.change(change([3], []))
+    served = service.served
+    await until(lambda: service.served is not served)
+    assert (await service.change(change([3], []))).changes == 3
+
+
 async def test_more_changes_at_once_than_the_budget_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
