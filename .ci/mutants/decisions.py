@@ -127,7 +127,7 @@ def python_changes(source: str) -> Iterator[tuple[int, str, str]]:
             case ast.Constant(value=bool() | int() | float()):
                 text = raw[at(node) : at(node, end=True)].decode()
                 yield at(node), text, SWAPS.get(text) or f"({text} + 1)"
-            case ast.Call(func=ast.Name(id="Field" | "TypeVar")) | ast.JoinedStr():
+            case ast.Call(func=ast.Name(id="Field" | "TypeVar")) | ast.JoinedStr() | ast.keyword(arg="strict"):
                 return
             case ast.FunctionDef(body=[*_, ast.Expr(value=ast.Constant(value=last))]) if last is ...:
                 return  # of a protocol: what is called is another

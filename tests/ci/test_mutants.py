@@ -28,6 +28,9 @@ def admit(é: int, limit: int = 3) -> Literal[1]:
         raise ValueError(f"{é + 1} is too small")
     return max(é % 2, limit) + len("a + b" / "c")
 
+Pair = TypeVar("Pair", int, str)
+pairs = zip(one, two, strict=True)
+
 class Limiting(Protocol):
     def admit(self, limit: int = 3) -> int: ...
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,17 @@ def test_a_forward_that_was_begun_gives_what_a_forward_gives() -> None:
     assert len(os.listdir("/proc/self/task")) < running
     with pytest.raises(EngineError, match="closed"):
         engine.begin(items)
+
+
+def test_threads_without_work_sleep() -> None:
+    config = random_config()
+    engine = NativeEngine(random_ranker(config), torch.float32, threads=3)
+    engine.forward([Item(*random_request(config, 30, 200))])
+    time.sleep(0.05)
+    began = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - began < 0.1
+    engine.close()
 
 
 def test_a_context_of_another_checkpoint_is_refused() -> None:
