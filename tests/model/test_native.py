@@ -71,14 +71,24 @@ def test_a_forward_that_was_begun_gives_what_a_forward_gives() -> None:
         engine.begin(items)
 
 
-def test_threads_without_work_sleep() -> None:
-    config = random_config()
+def test_threads_share_the_work_and_sleep_without_any() -> None:
+    config, before = random_config(), set(os.listdir("/proc/self/task"))
     engine = NativeEngine(random_ranker(config), torch.float32, threads=3)
-    engine.forward([Item(*random_request(config, 30, 200))])
-    time.sleep(0.05)
-    began = time.process_time()
-    time.sleep(0.3)
-    assert time.process_time() - began < 0.1
+    helpers = set(os.listdir("/proc/self/task")) - before
+    assert len(helpers) == 2
+
+    def helped() -> float:
+        return sum(int(Path(f"/proc/self/task/{one}/schedstat").read_text().split()[0]) for one in helpers) / 1e9
+
+    for _ in range(2):
+        began, own = helped(), time.thread_time()
+        for _ in range(20):
+            engine.forward([Item(*random_request(config, 30, 400))])
+        assert helped() - began > 0.1 * (time.thread_time() - own)
+        time.sleep(0.05)
+        began = helped()
+        time.sleep(0.2)
+        assert helped() - began < 0.05
     engine.close()
 
 
