@@ -104,17 +104,17 @@ def test_a_log_that_lacks_an_action_is_refused(scorer: Scorer, table: Any) -> No
         scorer.score_table(table.drop_columns(["action.report"]))
 
 
-def test_a_request_continues_the_context_of_its_users_last_one(
-    scorer: Scorer, table: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each user's requests are spread over forwards: within one, no request could find what another is computing."""
+def test_a_request_continues_the_context_of_its_users_last_one(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users' requests are spread over forwards: within one, no request could find what another is computing. Where few users have requests
+    left, a forward has two of one."""
     monkeypatch.setattr(module, "BATCH_TOKENS", 1000)
-    prepared, before = scorer.prepare(table), scorer.engine.cache_stats()
+    scorer = Scorer(load_checkpoint(DEMO), OPTIONS)
+    prepared = scorer.prepare(table)
     scorer.score(prepared)
-    after = scorer.engine.cache_stats()
-    found = after.prefixes - before.prefixes + after.hits - before.hits
+    stats = scorer.engine.cache_stats()
+    scorer.close()
     assert 50 < prepared.is_kept.sum() < len(prepared.requests)
-    assert found > 0.9 * prepared.is_kept.sum()
+    assert stats.prefixes + stats.hits > 0.75 * prepared.is_kept.sum()
 
 
 def test_the_cache_keeps_the_contexts_of_a_few_forwards_and_none_where_it_is_turned_off(

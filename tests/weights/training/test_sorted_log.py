@@ -187,6 +187,17 @@ def test_a_log_that_does_not_fit_into_memory_trains(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_log_whose_last_request_follows_all_events_is_read(world: World, tmp_path: Path) -> None:
+    """One user's, who did nothing at the last one."""
+    log = world.log.take(world.log.user_id == world.log.user_id[0])
+    log.actions[log.impression_ts == log.impression_ts.max()] = 0
+    write_log(tmp_path / "log.parquet", log)
+    sort_log(tmp_path / "log.parquet", tmp_path / "sorted")
+    index = open_sorted(tmp_path / "sorted").index
+    assert index is not None
+    assert index.last.max() == len(index.events) > 0
+
+
 @pytest.mark.parametrize("name", ["impressions.bin", "events.bin"])
 def test_a_sorted_log_that_was_copied_in_part_is_refused(name: str, shuffled: Path, tmp_path: Path) -> None:
     sort_log(shuffled, tmp_path / "sorted")
