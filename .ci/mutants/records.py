@@ -39,6 +39,8 @@ WHOLE = {  # tried whole, whatever lines they run: they read the source, or run 
 ALSO = {  # what looks at a folder besides the tests of its modules
     "app/": ("tests/app/telemetry/test_events.py", "tests/app/test_errors.py"),
     "app/service/reload.py": ("tests/app/fronts/test_supervisor.py",),
+    "weights/corpus/": tuple(f"tests/weights/corpus/test_{name}.py" for name in ("changes", "compaction", "store")),
+    "weights/format/": ("tests/weights/test_checkpoint.py", "tests/weights/corpus/test_store.py"),
     "app/http/observe.py": ("tests/app/telemetry/test_logs.py",),
     "app/server/": (
         "tests/reliability/test_b11_budgets.py", "tests/e2e/test_process.py", "tests/reliability/test_b4_slow.py",

@@ -135,7 +135,6 @@ def write_corpus(
         check_target(path, replace=replace)
         if path.is_dir() and (path / MANIFEST_NAME).exists():
             load_corpus_manifest(path)  # a checkpoint is never replaced by a corpus
-        path.parent.mkdir(parents=True, exist_ok=True)
         tensors = corpus_tensors(columns, posts, width, dtype, text_width=text_width)
         described = partial(
             CorpusManifest,

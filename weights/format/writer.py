@@ -60,7 +60,6 @@ def write_checkpoint(
         check_target(path, replace=replace)
         said = {one.name: getattr(labels, one.name) for one in fields(labels)} | {"config": config}
         Manifest(**said, files={}, tensors={})  # refuses bad names before gigabytes are written
-        path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {
             name: TensorEntry(file_of(name), table_dtype if is_table(name) else "float32", shape)
             for name, shape in expected_shapes(config).items()

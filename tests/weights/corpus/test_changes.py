@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import re
 import shutil
+import stat
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -228,6 +230,36 @@ def test_a_corpus_in_place_of_the_one_that_is_followed(tmp_path: Path) -> None:
     (directory / MANIFEST_NAME).write_bytes(manifest("v3").to_json())
     assert log.follow() == []
     assert not list(directory.glob("changes-*")), "and nothing is made there"
+
+
+def test_a_corpus_that_is_replaced_while_its_log_is_locked_takes_no_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path, 1)
+    log, lock = ChangeLog(tmp_path, manifest()), fcntl.flock
+    log.read()
+
+    def locking(descriptor: int, operation: int) -> None:
+        (tmp_path / MANIFEST_NAME).write_bytes(manifest("v3").to_json())
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", locking)
+    with pytest.raises(NotStored, match="belongs to a corpus that has been replaced"):
+        log.append(change(2))
+    assert not log.is_held
+
+
+def test_others_may_read_a_log_and_one_that_is_refused_is_closed(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    path = written(tmp_path, 1)
+    os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    path.unlink()
+    os.mkfifo(path)
+    opened = os.listdir("/proc/self/fd")
+    with pytest.raises(NotStored, match="is no regular file"):
+        ChangeLog(tmp_path, manifest()).read()
+    assert os.listdir("/proc/self/fd") == opened
 
 
 def test_a_change_is_not_acknowledged_that_nobody_will_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,46 @@ def test_a_crash_at_any_step_leaves_the_old_corpus_or_the_new_one(
     assert versions == {"v1", "v1+3"}
 
 
+def test_a_new_manifest_is_on_the_disk_before_anything_is_said(
+    directory: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut could bring the old one back, whose log lacks what was acknowledged since."""
+    compaction, engine = changed(directory, encoder)
+    written, done, rename, sync = compaction.write(engine.parts(), engine.mark), list[str](), os.rename, os.fsync
+
+    def renaming(*names: str, **options: Any) -> None:
+        done.append("renamed")
+        rename(*names, **options)
+
+    def syncing(descriptor: int) -> None:
+        done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "rename", renaming)
+    monkeypatch.setattr(os, "fsync", syncing)
+    compaction.commit(written.manifest, []).close()
+    at = done.index("renamed")
+    assert str(directory) in done[:at], "the files that it lists"
+    assert done[at + 1 :].count(str(directory)) == 1
+
+
+def test_what_a_crashed_one_left_is_gone_before_more_is_written(
+    directory: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compaction, engine = changed(directory, encoder)
+    left = [directory / "vectors-00000000.safetensors", directory / ".manifest.json.00000000.partial"]
+    for path in left:
+        path.touch()
+    write = Compaction._written
+
+    def writing(*arguments: Any) -> Any:
+        assert not any(path.exists() for path in left)
+        return write(*arguments)
+
+    monkeypatch.setattr(Compaction, "_written", writing)
+    compacted(compaction, engine, []).close()
+
+
 def test_nobody_reads_what_is_not_in_force(directory: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     compaction, engine = changed(directory, encoder)
     written = compaction.write(engine.parts(), engine.mark)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.retrieval.inputs import Mark
 from model.retrieval.towers import Towers
 from tests import retrieval_goldens as goldens
 from tests.goldens import GOLDEN
@@ -58,6 +60,7 @@ def test_it_is_read_back(encoder: Encoder, tmp_path: Path) -> None:
     for name, value in values.items():
         assert np.array_equal(getattr(stored.corpus, name), value.numpy())
     assert not stored.corpus.hidden.any()
+    assert (stored.corpus.name, stored.corpus.version) == ("posts", manifest.version)
     assert manifest == write(tmp_path / "again", encoder, values), "equal content, equal digest"
 
 
@@ -162,6 +165,14 @@ def test_one_changed_byte_is_refused(encoder: Encoder, tmp_path: Path, name: str
     file.write_bytes(raw[:-1])
     with pytest.raises(CheckpointError, match=f"{name} is {len(raw) - 1} bytes long"):
         load_corpus(tmp_path / "corpus")
+
+
+@pytest.mark.parametrize("mark", [Mark(-1), Mark(1, "0" * 31), Mark(1, "g" * 32), Mark(1, position="x")])
+def test_a_mark_that_no_change_leaves_is_refused(encoder: Encoder, tmp_path: Path, mark: Mark) -> None:
+    manifest = write(tmp_path / "corpus", encoder, arrays())
+    assert replace(manifest, mark=Mark(1, "0" * 32, "1-0")).first_mark == Mark(1, "0" * 32, "1-0")
+    with pytest.raises(CheckpointError, match=r"invalid mark|feed position"):
+        replace(manifest, mark=mark)
 
 
 @pytest.mark.parametrize(

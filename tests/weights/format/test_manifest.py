@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model.config import MAX_FACTOR
 from weights.actions import (
     DWELL_TIME,
     STANDARD_ACTIONS,
@@ -137,6 +139,27 @@ def test_a_bad_digest_or_a_bad_length_alone_is_refused(sha256: str, length: int)
 def test_parts_that_do_not_fit_are_refused(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(CheckpointError, match=sentence):
         replace(MANIFEST, **change)
+
+
+@pytest.mark.parametrize("weight", ["1", True, None, [1]])
+def test_a_score_weight_that_is_no_number_is_refused(weight: Any) -> None:
+    values = content()
+    name = next(iter(values["score_weights"]))
+    values["score_weights"][name] = weight
+    with pytest.raises(CheckpointError, match=f"score weight '{name}' must be a number"):
+        Manifest.from_json(signed(values))
+
+
+def test_factors_and_weights_may_be_so_large() -> None:
+    most = math.nextafter(1e9, 2e9)
+    assert replace(MANIFEST, score_weights={"favorite": -1e9}).score_weights == {"favorite": -1e9}
+    with pytest.raises(CheckpointError, match="must be at most 1e\\+09 either way"):
+        replace(MANIFEST, score_weights={"favorite": most})
+    for scale in (1 / MAX_FACTOR, MAX_FACTOR):
+        assert replace(MANIFEST, continuous=(replace(DWELL_TIME, scale=scale),)).continuous[0].scale == scale
+    for scale in (0.99 / MAX_FACTOR, 1.01 * MAX_FACTOR):
+        with pytest.raises(CheckpointError, match="must have a scale in"):
+            replace(MANIFEST, continuous=(replace(DWELL_TIME, scale=scale),))
 
 
 def test_default_weights_reward_and_punish() -> None:

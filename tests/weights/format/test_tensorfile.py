@@ -34,9 +34,12 @@ def test_a_bad_number_in_any_chunk_is_named(tmp_path: Path, dtype: str) -> None:
     path = tmp_path / "x.safetensors"
     sizes = {"a": 3, "b": count}
     shapes = {name: (dtype, (size,)) for name, size in sizes.items()}
-    entry = write_tensors(path, shapes, lambda name: [torch.ones(sizes[name])])
-    assert scanned(path) == (entry.sha256, None)
-    assert path.stat().st_size == entry.bytes
+    entry = write_tensors(path, shapes, lambda name: [torch.arange(sizes[name]) % 251])
+    kept = bytearray(path.stat().st_size)
+    assert scanned(path) == scanned(path, kept) == (entry.sha256, None)
+    assert len(kept) == entry.bytes
+    data = sum(sizes.values()) * item_bytes
+    assert kept[-data:] == path.read_bytes()[-data:]
     for element in (0, CHUNK_BYTES // item_bytes, count - 1):
         raw = bytearray(path.read_bytes())
         start = len(raw) - (count - element) * item_bytes
@@ -45,9 +48,9 @@ def test_a_bad_number_in_any_chunk_is_named(tmp_path: Path, dtype: str) -> None:
         assert scanned(tmp_path / "bad")[1] == "b"
 
 
-def scanned(path: Path) -> tuple[str, str | None]:
+def scanned(path: Path, keep: bytearray | None = None) -> tuple[str, str | None]:
     with FileIO(path) as file:
-        return scan(file, *read_header(file, path.stat().st_size), None, lambda _: None)
+        return scan(file, *read_header(file, path.stat().st_size), keep, lambda _: None)
 
 
 def header(entries: dict[str, Any] | str, data: int = 16) -> bytes:
