@@ -66,6 +66,17 @@ def test_each_score_has_the_bits_of_its_request_alone(scorer: Scorer, table: Any
     assert len(set(scored["score"].to_pylist())) > len(table) / 2
 
 
+def test_an_engine_that_fails_its_check_scores_nothing(scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert scorer.engine.info.notes["self_test"]["different_bits"] == 0
+
+    def differs(engine: Any) -> None:
+        raise EngineError("isolation is broken on this device")
+
+    monkeypatch.setattr("model.native.engine.check_isolation", differs)
+    with pytest.raises(EngineError, match="isolation is broken"):
+        Scorer(load_checkpoint(DEMO), OPTIONS)
+
+
 def test_requests_may_come_in_any_order_and_forwards_may_be_of_any_size(
     scorer: Scorer, table: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
