@@ -183,4 +183,3 @@ class Batcher(Generic[JobT]):
             del self._queues[job.key]
         if not self._queues:
             self._served.clear()
-            self._floor = 0

@@ -119,6 +119,14 @@ def test_no_chunk_is_larger_than_a_forward() -> None:
     assert chunk_count(1000, Batching(chunk_candidates=100, max_candidates=512)) == 10
 
 
+def test_a_later_chunk_takes_no_more_room_than_its_candidates() -> None:
+    batcher = Batcher[Job](BATCHING)
+    batcher.add(job(60, key="a"), 0.0)
+    assert [(chunk.start, chunk.stop) for chunk in serve(batcher)] == [(0, 30)]
+    batcher.add(job(30, key="b"), 0.0)
+    assert {(chunk.job.key, chunk.start, chunk.stop) for chunk in serve(batcher)} == {("a", 30, 60), ("b", 0, 30)}
+
+
 def test_small_requests_pass_between_the_chunks_of_a_long_one() -> None:
     batcher: Batcher[Job] = Batcher(Batching(max_candidates=100, chunk_candidates=100))
     long, small = job(2000), [job(10) for _ in range(5)]

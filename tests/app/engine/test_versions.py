@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from app.engine.loading import LoadedModel, Steps
+from app.engine.versions import Versions
 from app.interface import ReloadInProgress
 from app.settings import Reload
 from model.engine import EngineError
@@ -102,3 +104,9 @@ async def test_a_reload_without_a_thread_is_refused_and_the_next_one_loads(monke
                 await service.swap(loader(FakeEngine(2), "v2"))
         assert right(await rank(service, 1), 1)
         assert (await service.swap(loader(FakeEngine(2), "v2"))).manifest.version == "v2"
+
+
+def test_the_version_that_is_silent_longest_counts() -> None:
+    held = {version: SimpleNamespace(silent_seconds=lambda version=version: float(version)) for version in (3, 7, 5)}
+    assert Versions.silent_seconds(SimpleNamespace(_held=held)) == 7  # type: ignore[arg-type]
+    assert Versions.silent_seconds(SimpleNamespace(_held={})) == 0  # type: ignore[arg-type]

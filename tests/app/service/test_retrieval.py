@@ -317,6 +317,14 @@ async def test_many_changes_begin_a_compaction(tmp_path: Path, monkeypatch: pyte
         assert service.served.corpus.version == "v1+10"
 
 
+async def test_changes_that_come_together_are_all_made(service: RetrievalService) -> None:
+    posts, sequence = service.state().posts, 0  # type: ignore[union-attr]
+    for count in (1, 2, 3):
+        state = await service.follow([change([post], []) for post in range(10 * count, 11 * count)], "", "")
+        posts, sequence = posts - count, sequence + count
+        assert (state.posts, state.mark.sequence) == (posts, sequence)
+
+
 async def test_a_compaction_that_nobody_waits_for_and_that_fails_is_logged_once(
     service: RetrievalService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
