@@ -32,6 +32,7 @@ from model.retrieval.inputs import Answers, Filters, PostChange, PostRows, Query
 from tests.app import retrieving
 from tests.app.bounds import fix
 from tests.app.fakes import FakeClock, Gate, ended, until
+from tests.app.serving import value_of
 from weights.corpus import compaction
 from weights.corpus.changes import ChangeLog
 from weights.corpus.compaction import Compaction
@@ -315,6 +316,12 @@ async def test_many_changes_begin_a_compaction(tmp_path: Path, monkeypatch: pyte
             while service.served.corpus.version == "v1":  # noqa: ASYNC110  # nobody is told
                 await asyncio.sleep(0.01)
         assert service.served.corpus.version == "v1+10"
+
+
+async def test_each_search_has_waited_once(service: RetrievalService) -> None:
+    for user in range(1, 5):
+        await search(service, user)
+        assert value_of(service.metrics.render().decode(), 'ranker_stage_seconds_count{stage="queue"}') == user
 
 
 async def test_changes_that_come_together_are_all_made(service: RetrievalService) -> None:

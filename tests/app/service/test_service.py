@@ -56,6 +56,19 @@ from tests.zygote import zygote
 pytestmark = pytest.mark.anyio
 
 
+async def test_each_chunk_is_counted_as_it_was_computed() -> None:
+    async with running(FakeEngine(), batching=Batching(chunk_candidates=30)) as service:
+        for user in range(1, 4):
+            assert right(await rank(service, user, 60), user)
+        said = service.metrics.render().decode()
+        counts = {
+            "batch_requests_count": 6,
+            "batch_candidates_sum": 180,
+            "batch_candidates_count": 6,
+        }
+        assert {name: value_of(said, f"ranker_{name}") for name in counts} == counts
+
+
 async def test_every_caller_gets_its_own_scores() -> None:
     engine = FakeEngine()
     async with running(engine) as service:
