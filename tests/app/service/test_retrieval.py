@@ -321,7 +321,7 @@ async def test_many_changes_begin_a_compaction(tmp_path: Path, monkeypatch: pyte
 async def test_each_search_has_waited_once(service: RetrievalService) -> None:
     for user in range(1, 5):
         await search(service, user)
-        assert value_of(service.metrics.render().decode(), 'ranker_stage_seconds_count{stage="queue"}') == user
+        assert value_of(service.metrics.render().decode(), 'ranker_stage_duration_seconds_count{stage="queue"}') == user
 
 
 async def test_changes_that_come_together_are_all_made(service: RetrievalService) -> None:
