@@ -42,6 +42,7 @@ ALSO = {  # what looks at a folder besides the tests of its modules
     "weights/corpus/": tuple(f"tests/weights/corpus/test_{name}.py" for name in ("changes", "compaction", "store")),
     "weights/format/": ("tests/weights/test_checkpoint.py", "tests/weights/corpus/test_store.py"),
     "app/http/observe.py": ("tests/app/telemetry/test_logs.py",),
+    "app/engine/": ("tests/app/service/test_retrieval.py", "tests/app/service/test_shadow.py"),
     "app/server/": (
         "tests/reliability/test_b11_budgets.py", "tests/e2e/test_process.py", "tests/reliability/test_b4_slow.py",
     ),
