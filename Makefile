@@ -53,8 +53,8 @@ demo: $(VENV)/.installed ## train weights/demo again, the same bytes on one mach
 .cache/prometheus/.fetched: .ci/fetch-prometheus
 	@.ci/fetch-prometheus .cache/prometheus
 
-# A worker more than cores, since many tests wait; of one thread each, since threads of several workers wait for each other.
-WORKERS ?= 4
+# More workers than cores, since many tests wait; of one thread each, since threads of several workers wait for each other.
+WORKERS ?= 5
 
 test: $(VENV)/.installed .cache/prometheus/.fetched ## every test that needs no GPU
 	@.ci/debian wrk haproxy nginx-light redis-server g++-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user clang; .ci/fetch-types envoy $(BIN)/python

@@ -136,7 +136,7 @@ def test_at_a_terminal_a_few_lines_say_where_it_is_and_what_to_try(tmp_path: Pat
         server = zygote.start(command, cwd=tmp_path, env=environment, **options)
     try:
         said = read_until(ours, "Ctrl-C", 60)
-        said += read_until(ours, "as much again", 4) if fronts else ""  # of several fronts one speaks
+        said += read_until(ours, "as much again", 2) if fronts else ""  # of several fronts one speaks
         url = re.search(r"Phoenix ranking server: demo on (http://127\.0\.0\.1:\d+)", said)
         assert url, said
         assert re.search(rf"^  page  {url[1]}/explore\r$", said, re.M)
