@@ -54,7 +54,7 @@ demo: $(VENV)/.installed ## train weights/demo again, the same bytes on one mach
 	@.ci/fetch-prometheus .cache/prometheus
 
 # More workers than cores, since many tests wait; of one thread each, since threads of several workers wait for each other.
-WORKERS ?= 5
+WORKERS ?= 4
 
 test: $(VENV)/.installed .cache/prometheus/.fetched ## every test that needs no GPU
 	@.ci/debian wrk haproxy nginx-light redis-server g++-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user clang; .ci/fetch-types envoy $(BIN)/python
