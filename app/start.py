@@ -34,14 +34,12 @@ def start(arguments: Sequence[str], program: str) -> int:
         if role is None:
             log = structlog.get_logger("app")
             try:  # said before anything listens
-                is_there, reason = (
-                    (settings.checkpoint / "manifest.json").is_file(),
-                    f"is no checkpoint: {NO_CHECKPOINT}",
-                )
+                is_there = (settings.checkpoint / "manifest.json").is_file()
+                problem = "" if is_there else f"is no checkpoint: {NO_CHECKPOINT}"
             except OSError as error:  # such as a folder that may not be entered
-                is_there, reason = False, f"cannot be read: {error.strerror}"
-            if not is_there:
-                log.error("fatal", reason=f"{settings.checkpoint.absolute()} {reason}")
+                problem = f"cannot be read: {error.strerror}"
+            if problem:
+                log.error("fatal", reason=f"{settings.checkpoint.absolute()} {problem}")
                 return EXIT_FAILED
             if not logs.are_for_people(settings.logs):
                 log.info("settings", **settings.effective())

@@ -31,10 +31,11 @@ def reason_of(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error).rstrip(".") or "not enough memory"
 
 
-def kind_of(error: BaseException) -> type[CheckpointError]:
-    """The class to raise when a failed write's error is raised again with more context."""
-    cause = error
-    while type(cause) is CheckpointError and cause.__cause__ is not None:  # what was read on the way
+def kind_of(error: Exception) -> type[CheckpointError]:
+    """The class to raise when a failed write's error is raised again with more context. A file that was to be read on the way and could
+    not be opened for want of descriptors or memory is no fault of the file: NotStored."""
+    cause: BaseException = error
+    while type(cause) is CheckpointError and cause.__cause__ is not None:
         cause = cause.__cause__
     number = getattr(cause, "errno", None)
     if isinstance(error, CheckpointError) and number not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):

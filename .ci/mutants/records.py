@@ -38,14 +38,12 @@ WHOLE = {  # tried whole, whatever lines they run: they read the source, or run 
 }  # fmt: skip
 ALSO = {  # what looks at a folder besides the tests of its modules
     "app/": ("tests/app/telemetry/test_events.py", "tests/app/test_errors.py"),
-    "app/service/reload.py": ("tests/app/fronts/test_supervisor.py",),
-    "weights/corpus/": tuple(f"tests/weights/corpus/test_{name}.py" for name in ("changes", "compaction", "store")),
-    "weights/format/": ("tests/weights/test_checkpoint.py", "tests/weights/corpus/test_store.py"),
-    "app/http/observe.py": ("tests/app/telemetry/test_logs.py",),
     "app/engine/": ("tests/app/service/test_retrieval.py", "tests/app/service/test_shadow.py"),
+    "app/http/observe.py": ("tests/app/telemetry/test_logs.py",),
     "app/server/": (
         "tests/reliability/test_b11_budgets.py", "tests/e2e/test_process.py", "tests/reliability/test_b4_slow.py",
     ),
+    "app/service/reload.py": ("tests/app/fronts/test_supervisor.py",),
     "model/ranking.py": ("tests/app/request/test_scoring.py",),
     "model/retrieval/corpus.py": ("tests/weights/corpus/test_texts.py", "tests/weights/corpus/test_store.py"),
     "model/retrieval/engine.py": ("tests/app/service/test_retrieval.py",),
@@ -53,8 +51,10 @@ ALSO = {  # what looks at a folder besides the tests of its modules
         "tests/weights/corpus/test_records.py", "tests/app/fronts/test_wire.py", "tests/app/service/test_retrieval.py",
     ),
     "model/split/kernels/": ("tests/model/test_kernels.py",),
-    "model/synthetic.py": ("tests/model/test_native.py",),
     "model/split/": ("tests/model/test_fusion.py", "tests/model/test_engines.py", "tests/model/test_kernels_build.py"),
+    "model/synthetic.py": ("tests/model/test_native.py",),
+    "weights/corpus/": tuple(f"tests/weights/corpus/test_{name}.py" for name in ("changes", "compaction", "store")),
+    "weights/format/": ("tests/weights/test_checkpoint.py", "tests/weights/corpus/test_store.py"),
 }  # fmt: skip
 RECORDING = """
 [run]

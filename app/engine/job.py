@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -44,7 +45,7 @@ class Place(Protocol):
 
 
 @dataclass(slots=True, eq=False, kw_only=True, repr=False)
-class QueuedJob(Job):
+class QueuedJob(Job, ABC):
     """An `interface.Ticket`: a reserved place, and work once `done` is set. Used by the event loop only.
 
     `on_release` is called once, when the place becomes free; a job that is garbage-collected releases itself.
@@ -67,17 +68,17 @@ class QueuedJob(Job):
     def __del__(self) -> None:
         self.release()
 
+    @abstractmethod
     def part(self, start: int, stop: int) -> Any:
         """Return candidates `start … stop - 1` as the engine takes them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take(self, outcome: Any) -> ServiceError | None:
         """Keep the engine's outcome for the last part. Return an error to end the job."""
-        raise NotImplementedError
 
+    @abstractmethod
     def result(self) -> Any:
         """Return the result for `done`, once all parts are computed."""
-        raise NotImplementedError
 
     @property
     def queue_seconds(self) -> float:

@@ -29,7 +29,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """How to load a server. Warm-up traffic comes first, from the same stream, and is not measured. Raises ValueError without an end."""
+    """How to load a server. Warm-up traffic comes first, from the same stream, and is not measured.
+
+    Raises ValueError for a rate or a time that is not finite, or not above 0 (`warmup_seconds` may be 0).
+    """
 
     rate_rps: float = 100.0
     seconds: float = 30.0

@@ -145,10 +145,12 @@ def raising(requests: int) -> list[Row]:
     users = [RAISE if row % 10 == 0 else row + 1 for row in range(requests)]
     with fake("--forward-ms=2", queue__max_wait_seconds=10) as server:
         replies = ask_all(server.port, [rank_request(user) for user in users], together=64)
-        for _ in range(5):  # a busy machine's loop refuses some: they come again, as told
-            again = [place for place, reply in enumerate(replies) if reply.status == 429]
-            time.sleep(bool(again))
-            for place, reply in zip(again, ask_all(server.port, [rank_request(users[p]) for p in again]), strict=True):
+        for _ in range(5):  # a busy machine refuses some: they come again, as told
+            if not (refused := [place for place, reply in enumerate(replies) if reply.status == 429]):
+                break
+            time.sleep(1)
+            later = ask_all(server.port, [rank_request(users[place]) for place in refused])
+            for place, reply in zip(refused, later, strict=True):
                 replies[place] = reply
         wrong = sum(reply.status != (503 if user == RAISE else 200) for user, reply in zip(users, replies, strict=True))
         lost = ask_all(server.port, [rank_request(user) for user in (STICKY, *range(1, 9))], together=16)

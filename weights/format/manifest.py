@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
@@ -56,7 +57,7 @@ class TensorEntry:
     shape: tuple[int, ...]
 
 
-class Document:
+class Document(ABC):
     """Base of all manifests, which are written with their digest: the SHA-256 of the canonical content, which includes every file's
     digest. Subclasses are dataclasses with `digest`; `dtypes` are the dtypes that their tensors may have."""
 
@@ -69,9 +70,9 @@ class Document:
     digest: str
     dtypes: ClassVar[Sequence[str]] = ("float32", "bfloat16")
 
+    @abstractmethod
     def _content(self) -> dict[str, Any]:
         """All that the digest covers."""
-        raise NotImplementedError
 
     def _entries(self) -> dict[str, Any]:
         """Files and tensors as in the content, sorted by name."""
