@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from model.config import ModelConfig
 
 Ids = NDArray[np.uint64]
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float32]
+FEW = 64  # numbers that Python compares sooner than numpy begins
 
 
 @dataclass(slots=True, eq=False)
@@ -29,9 +32,9 @@ class Context:
     user_id: int
     post_ids: Ids
     author_ids: Ids
-    actions: NDArray[np.float32]
-    surfaces: NDArray[np.int64]
-    dwell_seconds: NDArray[np.float32]
+    actions: Floats
+    surfaces: Integers
+    dwell_seconds: Floats
     is_kept: bool = True
     dropped: int = 0
 
@@ -63,7 +66,7 @@ class Context:
         older = max(0, len(self) - length)
         return self.rows(slice(older, None), self.dropped + older)
 
-    def rows(self, rows: slice | NDArray[np.int64], dropped: int = 0) -> Context:
+    def rows(self, rows: slice | Integers, dropped: int = 0) -> Context:
         """The same user with these items, in this order."""
         return Context(
             self.user_id,
@@ -106,8 +109,8 @@ class Candidates:
 
     post_ids: Ids
     author_ids: Ids
-    surfaces: NDArray[np.int64]
-    age_buckets: NDArray[np.int64]
+    surfaces: Integers
+    age_buckets: Integers
     first_slot: int = 0
 
     def __post_init__(self) -> None:
@@ -133,7 +136,7 @@ class Candidates:
         if not 0 <= self.first_slot < 2**31:
             raise ValueError("candidates beyond the model's slots")
 
-    def rows(self, places: NDArray[np.int64]) -> Candidates:
+    def rows(self, places: Integers) -> Candidates:
         """The candidates at these places, as a new list. Their original slots are lost."""
         return Candidates(
             self.post_ids[places], self.author_ids[places], self.surfaces[places], self.age_buckets[places]
@@ -154,15 +157,15 @@ class Scores:
     Z is 0 for a checkpoint without a continuous head. `finite`: an engine has already checked that every number is finite.
     """
 
-    logits: NDArray[np.float32]
-    probabilities: NDArray[np.float32]
-    continuous: NDArray[np.float32]
+    logits: Floats
+    probabilities: Floats
+    continuous: Floats
     finite: bool = field(default=False, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.logits)
 
-    def rows(self, places: slice | NDArray[np.int64]) -> Scores:
+    def rows(self, places: slice | Integers) -> Scores:
         """The scores of some candidates."""
         return Scores(self.logits[places], self.probabilities[places], self.continuous[places])
 
@@ -182,18 +185,19 @@ class Scores:
         )
 
 
-def _are_rows(values: NDArray[np.int64], count: int) -> bool:
+def _are_rows(values: Integers, count: int) -> bool:
     """Whether each is a row of a table with `count` rows. Read as unsigned, a negative number is large: one comparison is enough."""
-    return not len(values) or int(np.maximum.reduce(values.view(np.uint64))) < count
+    unsigned = values.view(np.uint64)
+    if len(unsigned) > FEW:
+        return int(np.maximum.reduce(unsigned)) < count
+    return max(unsigned.tolist(), default=0) < count
 
 
-def age_bucket(
-    impression_ts: int | NDArray[np.int64], created_at: NDArray[np.int64], config: ModelConfig
-) -> NDArray[np.int64]:
+def age_bucket(impression_ts: int | Integers, created_at: Integers, config: ModelConfig) -> Integers:
     """Row of the post-age table for posts created at the given Unix seconds. `impression_ts` is one time for all posts or one for each.
     The row is 0 where a time is 0 or the age is negative."""
     seconds = impression_ts - created_at
-    buckets: NDArray[np.int64] = seconds // (60 * config.post_age_granularity_minutes) + 1
+    buckets: Integers = seconds // (60 * config.post_age_granularity_minutes) + 1
     np.minimum(buckets, config.post_age_buckets - 1, out=buckets)
     buckets *= (seconds >= 0) & (created_at != 0) & (impression_ts != 0)
     return buckets

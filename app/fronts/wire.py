@@ -18,7 +18,6 @@ from typing import Annotated, Any, get_args, get_type_hints
 import msgspec
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
 from app.errors import ServiceError, error_class
 from app.interface import (
@@ -33,6 +32,7 @@ from app.interface import (
 )
 from app.telemetry.sums import Family
 from model.engine import EngineError, EngineInfo
+from model.inputs import Floats, Ids, Integers
 from weights.corpus.manifest import CorpusManifest
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 from weights.format.manifest import Manifest
@@ -218,8 +218,7 @@ _QUESTIONS = (Hello, Cancel, Left, Counts, Refused, *(method.question for method
 _ANSWERS = (Serve, State, Flush, Failed, *(method.answer for method in METHODS.values()))
 
 
-_COLUMNS = NDArray[np.uint64], NDArray[np.int64], NDArray[np.float32]
-_DTYPES: dict[Any, np.dtype[Any]] = {kind: np.dtype(get_args(get_args(kind)[1])[0]) for kind in _COLUMNS}
+_DTYPES: dict[Any, np.dtype[Any]] = {kind: np.dtype(get_args(get_args(kind)[1])[0]) for kind in (Ids, Integers, Floats)}
 
 
 def _read(kind: Any, value: Any) -> Any:

@@ -12,10 +12,9 @@ from itertools import chain, count, zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from model.config import ModelConfig
-from model.inputs import Context, Ids
+from model.inputs import Context, Floats, Ids, Integers
 
 NO_IDS = np.empty(0, np.uint64)
 AT_LEAST = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?", re.ASCII)
@@ -85,9 +84,9 @@ class NewPosts:
 
     post_ids: Ids
     author_ids: Ids
-    created_at: NDArray[np.int64]
+    created_at: Integers
     topics: list[str | None]
-    vectors: NDArray[np.float32]
+    vectors: Floats
     texts: list[tuple[str, str]] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -119,7 +118,7 @@ class PostRows:
 
     post_ids: Ids
     author_ids: Ids
-    created_at: NDArray[np.int64]
+    created_at: Integers
     topics: list[str | None]
     texts: list[tuple[str, str]] = field(default_factory=list)
 
@@ -195,8 +194,8 @@ class Retrieved:
 
     post_ids: Ids
     author_ids: Ids
-    scores: NDArray[np.float32]
-    created_at: NDArray[np.int64]
+    scores: Floats
+    created_at: Integers
     topics: list[str | None]
     visible: int
     scored: int

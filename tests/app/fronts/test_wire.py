@@ -17,7 +17,7 @@ from app.fronts import wire
 from app.fronts.wire import METHODS, encode, from_engine, from_front
 from app.interface import CheckpointNotFound, Found, Ranked, Reloads, Retrieval, Service
 from loadtest.soak import fake_engine
-from model.inputs import Candidates, Context, Scores
+from model.inputs import FEW, Candidates, Context, Scores
 from model.retrieval.inputs import Filters, Mark, PostChange, PostRows, Query, Retrieved
 from weights.errors import StorageFull
 
@@ -97,11 +97,12 @@ BEYOND = {
 }
 
 
+@pytest.mark.parametrize("count", [1, FEW, FEW + 1])
 @pytest.mark.parametrize("name", BEYOND)
-def test_what_the_models_tables_lack_is_refused(name: str) -> None:
+def test_what_the_models_tables_lack_is_refused(name: str, count: int) -> None:
     part, column, values = BEYOND[name]
     for value in (*values, 15):
-        asked = inputs(3, 5)[part]
+        asked = inputs(min(count, CONFIG.history_length), count)[part]
         getattr(asked, column)[-1] = value
         if value == 15:
             asked.check(CONFIG)  # the last row of all tables here
