@@ -422,11 +422,19 @@ def test_a_front_lets_as_many_connections_wait_as_was_asked() -> None:
         assert struct.unpack_from("I", told, 28) == (77,), "tcpi_sacked of a listener"
 
 
-@pytest.mark.parametrize(("ended_with", "whole_ends_with"), [(70, 70), (5, 1), (0, 0)])
-def test_how_the_engine_process_ends_while_all_end_is_how_the_whole_ends(ended_with: int, whole_ends_with: int) -> None:
+@pytest.mark.parametrize(
+    ("who", "ended_with", "whole_ends_with"), [(0, 70, 70), (0, 5, 1), (0, 0, 0), (1, 70, 1), (1, 5, 1)]
+)
+def test_how_a_process_ends_while_all_end_is_how_the_whole_ends(
+    who: int, ended_with: int, whole_ends_with: int
+) -> None:
+    """The engine process, or a front."""
+
     async def scenario() -> int:
-        engine = ["sh", "-c", f"trap 'exit {ended_with}' TERM; echo; while :; do sleep 0.01; done"]
-        whole = Supervisor(Settings(fronts=1, port=0), engine, IDLERS[1])
+        commands = list(IDLERS)
+        begins = "read number; " if who else ""  # a front, only once it has been assigned
+        commands[who] = ["sh", "-c", f"trap 'exit {ended_with}' TERM USR1; {begins}echo; while :; do sleep 0.01; done"]
+        whole = Supervisor(Settings(fronts=1, port=0), *commands)
         ending = asyncio.ensure_future(whole.run())
         await until(lambda: None not in (whole._engine, whole._fronts.get(1)))
         await asyncio.sleep(0.3)  # until it has its trap
