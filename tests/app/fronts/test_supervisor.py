@@ -461,6 +461,22 @@ async def test_an_engine_process_that_starts_when_all_end_ends_too(monkeypatch: 
     assert not any(alive(process.pid) for process in whole._started)
 
 
+async def test_a_front_that_has_no_number_when_all_end_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Supervisor(Settings(fronts=1, port=0), *IDLERS)
+    take = whole._take_spare
+
+    async def late() -> supervisor.Spare:
+        spare = await take()
+        whole._end(0)
+        await spare.process.wait()  # it was killed, being no front yet
+        return spare
+
+    monkeypatch.setattr(whole, "_take_spare", late)
+    with structlog.testing.capture_logs() as lines:
+        assert await asyncio.wait_for(whole.run(), 20) == 0
+    assert "front_started" not in [line["event"] for line in lines]
+
+
 async def test_fronts_share_one_free_port_and_nobody_is_let_in_while_they_drain() -> None:
     """The supervisor's own listening sockets close: what waits in them would never be accepted."""
     whole = Supervisor(Settings(fronts=2, port=0), *IDLERS)
