@@ -221,6 +221,16 @@ async def test_the_end_closes_every_link_and_says_whether_all_was_answered(
                 await sent
 
 
+async def test_a_front_has_let_go_of_its_link_when_it_has_stopped() -> None:
+    """Its process ends then: what was still to be written would be lost."""
+    async with linked(FakeEngine()) as found:
+        front = found.fronts[0]
+        front.metrics.rejected.labels("queue_full").inc(3)
+        assert await front.stop(1.0)
+        assert front.uplink.link is None
+        assert b'ranker_rejected_total{reason="queue_full"} 3.0' in await found.host._exposition()
+
+
 async def test_a_full_queue_is_told_at_once_and_how_long_it_takes_only_now_and_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -540,11 +540,13 @@ async def test_a_front_that_does_not_end_is_killed_and_the_whole_says_so(monkeyp
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_process_whose_supervisor_is_gone_by_now_ends_at_once(is_there: bool) -> None:
-    """It would be told by nobody any more."""
+    """It would be told by nobody any more. One that goes on asks the kernel for SIGKILL when its supervisor ends (PR_GET_PDEATHSIG)."""
     role = Role("", os.getpid() if is_there else os.getppid())
-    command = [sys.executable, "-c", "from app.fronts.role import Role; Role.inherited(); print('begun')"]
+    lines = "Role.inherited()", "asked = c_int()", "CDLL(None).prctl(2, byref(asked))", "print(asked.value)"
+    code = f"from ctypes import *; from app.fronts.role import Role; {'; '.join(lines)}"
+    command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=role.environment(), cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == ((0, "begun\n") if is_there else (1, "")), done.stderr
+    assert (done.returncode, done.stdout) == ((0, "9\n") if is_there else (1, "")), done.stderr
 
 
 async def test_a_front_that_ended_before_it_had_its_number_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
