@@ -94,11 +94,9 @@ def test_the_bench_names_a_planted_fault_in_its_last_line(
 
 def test_a_bench_that_is_stopped_still_says_what_it_has(tmp_path: Path) -> None:
     command = [*BENCH, "--device", "cpu", "--tiny", "--out", str(tmp_path), "--fault", "hang", "--phases"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     reading, writing = os.pipe()
-    with open(writing, "w") as output, open(os.devnull, "w") as errors:
-        options = {"cwd": ROOT, "env": environment, "stdout": output, "stderr": errors, "start_new_session": True}
-        running = zygote.start([*command, "environment", "products"], **options)
+    with open(writing, "w") as output:
+        running = zygote.begin([*command, "environment", "products"], output)
     with open(reading) as told:
         assert told.readline().startswith("environment")  # the next phase hangs
         running.terminate()

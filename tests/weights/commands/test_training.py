@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from model.presets import PRESETS, with_preset
 from model.ranker import Ranker
 from tests.weights.call import call
 from tests.weights.training.small_run import TRAINING, small_config
+from tests.zygote import zygote
 from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import load_checkpoint, save_checkpoint
 from weights.format.manifest import ContinuousOutput
@@ -274,5 +274,4 @@ def test_what_cannot_work_is_one_sentence_and_exit_code_1(
 
 def test_serving_and_verifying_need_none_of_the_training_libraries() -> None:
     code = "import sys, weights.commands.checkpoints; print(sorted({'pyarrow', 'sklearn', 'matplotlib'} & set(sys.modules)))"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.strip() == "[]"
+    assert zygote.run([sys.executable, "-c", code]).stdout.strip() == "[]"
