@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -49,7 +50,7 @@ def settings(values: list[str]) -> list[str]:
 @pytest.fixture(scope="module")
 def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Examples, np.ndarray[Any, Any]]:
     """A checkpoint, the examples and the trainer's own probabilities of the last five requests."""
-    ranker = train(world.log, small_config(), replace(TRAINING, init="unit", learning_rate=0.03))
+    ranker = train(world.log, small_config(), replace(TRAINING, init="unit", learning_rate=0.03, epochs=1))
     examples = Examples(world.log, small_config())
     requests = np.arange(len(examples) - 5, len(examples))
     path = tmp_path_factory.mktemp("trained") / "checkpoint"
@@ -114,16 +115,23 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "log.parquet"
 
 
-@pytest.fixture
-def report(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], str]:
-    """The report of a checkpoint, without its picture, which takes longer to draw than all the rest."""
+@pytest.fixture(autouse=True)
+def reports_have_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the calibration, which takes longer to draw than all the rest."""
     monkeypatch.setattr("weights.training.evaluate.report.plot_reliability", lambda _: b"")
 
+
+@pytest.fixture(scope="module")
+def report(log: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], str]:
+    """The report of a checkpoint, written once."""
+    out = tmp_path_factory.mktemp("report") / "report"
+
+    @functools.cache
     def written(checkpoint: Path) -> str:
-        options = ("--world", log.parent, "--out", tmp_path / "report", "--ablation-requests", 10)
+        options = ("--world", log.parent, "--out", out, "--ablation-requests", 10)
         evaluated = call("eval", "--checkpoint", checkpoint, *options)
         assert evaluated.exit_code == 0, evaluated.output
-        return (tmp_path / "report/report.md").read_text()
+        return (out / "report.md").read_text()
 
     return written
 
