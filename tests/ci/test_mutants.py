@@ -130,7 +130,7 @@ def test_decisions_of_cpp() -> None:
 
 @pytest.fixture(scope="module")
 def tests() -> Iterator[Any]:
-    runner = TOOL["Tests"]()
+    runner = TOOL["Tests"]("coverage")
     yield runner
     runner.close()
 
