@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.zygote import zygote
 
 ROOT = Path(__file__).parents[1]
 DRILLS = {  # what is added → the one file that declares it, before which line, the lines, and what must follow from them
@@ -68,10 +69,26 @@ assert "`drill`: A drill." in str(describe_app(FastAPI(), ["like"], explores=Tru
 }
 
 
+ANEW = """
+import os, sys
+for name in list(sys.modules):
+    if name.split(".")[0] in ("app", "loadtest", "model", "tests", "weights"):
+        del sys.modules[name]
+os.chdir(sys.argv[1])
+sys.path.insert(0, sys.argv[1])
+exec(sys.argv[2])
+"""
+
+
+def run(copy: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A program in a process that has imported the libraries, and that imports of ours what the copy holds."""
+    return zygote.run([sys.executable, "-c", ANEW, str(copy), program, *arguments])
+
+
 EACH = """
 import json, sys, traceback
 wrong = {}
-for name, follows in json.loads(sys.argv[1]).items():
+for name, follows in json.loads(sys.argv[3]).items():
     try:
         exec(follows, {"__name__": name})
     except Exception:
@@ -88,9 +105,7 @@ def test_one_file_declares_it_and_the_rest_follows(tmp_path: Path) -> None:
 
     def wrong() -> dict[str, str]:
         asked = json.dumps({name: follows for name, (_, _, _, follows) in DRILLS.items()})
-        command, environment = [sys.executable, "-c", EACH, asked], {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-        run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-        found: dict[str, str] = json.loads(run.stdout)
+        found: dict[str, str] = json.loads(run(tmp_path, EACH, asked).stdout)
         return found
 
     assert wrong().keys() == DRILLS.keys(), "the control"
@@ -158,8 +173,7 @@ run(main())
 
 def test_an_endpoint_that_takes_a_place_is_two_files_and_works_behind_fronts(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "app", tmp_path / "app")
-    command, environment = [sys.executable, "-c", BEHIND_FRONTS], os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode != 0  # the control
+    assert run(tmp_path, BEHIND_FRONTS).returncode != 0, "the control"
     for file, (after, added) in ENDPOINT.items():
         path = tmp_path / file
         text = path.read_text() if after else ""
@@ -168,8 +182,8 @@ def test_an_endpoint_that_takes_a_place_is_two_files_and_works_behind_fronts(tmp
     application = tmp_path / "app/http/application.py"
     line = "from app.http.explain import"
     application.write_text(application.read_text().replace(line, f"from app.http.best import BestEndpoint\n{line}"))
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    ended = run(tmp_path, BEHIND_FRONTS)
+    assert ended.returncode == 0, ended.stderr
 
 
 ACTIVATION = {  # file → the line that is there, and what takes its place
@@ -214,14 +228,13 @@ np.testing.assert_allclose(ours.scores.logits, plain.scores.logits, atol=1e-4)
 def test_an_activation_is_three_files(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     shutil.copytree(ROOT / "model", tmp_path / "model")
-    command, environment = [sys.executable, "-c", EVERYWHERE], os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode != 0  # the control
+    assert run(tmp_path, EVERYWHERE).returncode != 0, "the control"
     for file, (before, after) in ACTIVATION.items():
         text = (tmp_path / file).read_text()
         assert text.count(before) == 1
         (tmp_path / file).write_text(text.replace(before, after))
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    ended = run(tmp_path, EVERYWHERE)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_the_page_has_a_row_for_each() -> None:

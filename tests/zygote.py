@@ -114,6 +114,11 @@ class Zygote:
                 file.seek(0)
             return subprocess.CompletedProcess(list(command), code, output.read(), errors.read())
 
+    def begin(self, command: Sequence[str], output: IO[Any] | None = None) -> Forked:
+        """As `subprocess.Popen` of what `run` takes, with a file for its output, which is nobody's by default."""
+        with open(os.devnull, "w") as nobodys:
+            return self._fork(command, output or nobodys, nobodys, ROOT, os.environ)
+
     def _fork(
         self, command: Sequence[str], output: IO[Any], errors: IO[Any], directory: Path, environment: Mapping[str, str]
     ) -> Forked:

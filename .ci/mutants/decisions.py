@@ -7,7 +7,7 @@ import bisect
 import hashlib
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -217,18 +217,21 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def decisions(root: Path, changed: dict[str, set[int]] | None) -> list[Mutant]:
+def decisions(root: Path, changed: Mapping[str, Container[int]] | None) -> list[Mutant]:
     """Every mutant of the packages; with `changed`, those on these lines."""
     found = []
     for path in sources(root):
-        file, source = str(path.relative_to(root)), path.read_text()
+        file = str(path.relative_to(root))
+        if changed is not None and file not in changed:
+            continue
+        source = path.read_text()
         ends = [match.start() for match in re.finditer(rb"\n", source.encode())]
         texts = source.splitlines()
         words = {(*change, WORD, 0) for change in CHANGES[path.suffix](source)}
         drops = python_drops(source) if path.suffix == ".py" else ()
         for start, before, after, kind, reach in sorted({*words, *drops}):
             number = bisect.bisect_left(ends, start) + 1
-            if changed is None or number in changed.get(file, ()):
+            if changed is None or number in changed[file]:
                 found.append(Mutant(file, start, before, after, number, texts[number - 1].strip(), kind, reach))
     return found
 

@@ -143,10 +143,11 @@ class Record:
 class Tests:
     """Runs tests in a tree and knows what each did when it was recorded."""
 
-    def __init__(self) -> None:
+    def __init__(self, *imported: str) -> None:
+        """Its processes share what is `imported`, by default what takes long in this project's tests."""
         environment = os.environ | {"HOME": str(WORK / "home"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         environment.pop("PYTHONPATH", None)  # it may name this tree, whose modules are not those that are changed
-        command = [sys.executable, str(Path(__file__).with_name("serve.py"))]
+        command = [sys.executable, str(Path(__file__).with_name("serve.py")), *imported]
         self.server = subprocess.Popen(
             command,
             env=environment,

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ IMPORTED_WHERE_NAMED = (
 )  # fmt: skip
 
 
-def serve() -> None:
+def serve(imported: Sequence[str]) -> None:
     """Run files of tests in forks of this process, which has imported what takes long and is not ours."""
-    for name in IMPORTED:
+    for name in imported:
         importlib.import_module(name)
     for plugin in importlib.metadata.entry_points(group="pytest11"):
         plugin.load()
@@ -93,4 +94,4 @@ def run_tests(tree: str, file: str, chosen: list[str], others: list[str], report
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1:] or IMPORTED)

@@ -40,7 +40,7 @@ def offer_load(url: str, stop: threading.Event) -> None:
             search = {key: value for key, value in json.loads(body).items() if key != "candidates"}
             for path in ("/retrieve", "/recommend"):
                 assert client.post(path, json=search).status_code == 200
-            stop.wait(0.02)
+            stop.wait(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +56,11 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
             yield running
 
 
-def lacking(server: Server) -> list[str]:
-    """The expressions of panels and recording rules that have no data, and the series of alerts that are not there."""
+def awaited() -> list[str]:
+    """The expressions of panels and recording rules, and the series that alerts read."""
     asked = [expression for board in boards().values() for _, expression in expressions(board)]
     asked += [rule["record"] for rule in load_rules("recording.yml")]
-    names = {name for rule in load_rules("alerts.yml") for name in NAMES.findall(rule["expr"])}
-    return [each for each in asked if not has_numbers(server, each)] + [
-        name for name in names if not server.query(name)
-    ]
+    return asked + [name for rule in load_rules("alerts.yml") for name in NAMES.findall(rule["expr"])]
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +76,10 @@ def prometheus(service: Service, tmp_path_factory: pytest.TempPathFactory) -> It
     load = threading.Thread(target=offer_load, args=(service.url, stop), daemon=True)
     with running_prometheus(directory, config) as server:
         load.start()
-        until = time.monotonic() + MOST_SECONDS
-        while lacking(server) and time.monotonic() < until:
+        until, lacking = time.monotonic() + MOST_SECONDS, awaited()
+        while lacking and time.monotonic() < until:
             time.sleep(0.5)
+            lacking = [each for each in lacking if not has_numbers(server, each)]
         yield server
         stop.set()
         load.join(60)  # its server is stopped afterwards

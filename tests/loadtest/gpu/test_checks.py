@@ -10,13 +10,14 @@ import sys
 import tarfile
 import time
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from loadtest.gpu import checks
+from loadtest.gpu import checks, phases
 from loadtest.gpu.__main__ import RESERVED, Stop, arguments, leave, main, read, run_apart, summary, write
 from loadtest.gpu.card import Card
 from loadtest.gpu.checks import equal_bits, make_engine, parity, small_config
@@ -25,16 +26,17 @@ from loadtest.gpu.phases import all_phases
 from loadtest.gpu.table import COUNTS, TARGETS_MS, Geometry
 from loadtest.gpu.watch import HARDWARE, WatchedKernels, _first
 from loadtest.gpu.work import forward_work
-from loadtest.servers.launch import start_process
 from model.engine import Item
 from model.ranker import Ranker
 from model.split.engine import SplitEngine
 from model.split.kernels.portable import PortableKernels
 from model.synthetic import random_ranker, random_request
 from model.tolerances import PARITY
+from tests.zygote import zygote
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = Card(torch.device("cpu"), tiny=True)
+BENCH = [sys.executable, "-c", "import runpy; runpy.run_module('loadtest.gpu', run_name='__main__', alter_sys=True)"]
 
 
 def phase(name: str, directory: Path, fault: str = "") -> tuple[int, list[dict[str, Any]]]:
@@ -91,18 +93,15 @@ def test_the_bench_names_a_planted_fault_in_its_last_line(
 
 
 def test_a_bench_that_is_stopped_still_says_what_it_has(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "loadtest.gpu", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
-    running = start_process(
-        [*command, "--fault", "hang", "--phases", "environment", "products"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert running.stdout is not None
-    assert running.stdout.readline().startswith("environment")  # the next phase hangs
-    running.terminate()
-    last = json.loads(running.communicate(timeout=60)[0].splitlines()[-1])  # no phase lives on with its output
-    assert (running.returncode, last["ok"]) == (143, False)
+    command = [*BENCH, "--device", "cpu", "--tiny", "--out", str(tmp_path), "--fault", "hang", "--phases"]
+    reading, writing = os.pipe()
+    with open(writing, "w") as output:
+        running = zygote.begin([*command, "environment", "products"], output)
+    with open(reading) as told:
+        assert told.readline().startswith("environment")  # the next phase hangs
+        running.terminate()
+        last = json.loads(told.read().splitlines()[-1])  # no phase lives on with its output
+    assert (running.wait(60), last["ok"]) == (143, False)
     assert last["phases"] == {"environment": "ok", "products": "stopped"}
 
 
@@ -231,8 +230,12 @@ def test_the_compiled_kernels_are_packed_beside_the_summary(tmp_path: Path, monk
     assert json.loads((out / "gpu-1.json").read_text()) == {"ok": True}
 
 
-def test_a_warm_start_reads_what_a_cold_one_compiled(tmp_path: Path) -> None:
+def test_a_warm_start_reads_what_a_cold_one_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    forked = get_context("forkserver")  # two starts import what one does
+    forked.set_forkserver_preload([phases.__name__, "model.split.kernels.build"])
+    monkeypatch.setattr(phases, "get_context", lambda _: forked)
     code, (cold, warm) = phase("starts", tmp_path)
     assert code == 0
     assert cold["binaries"] == warm["binaries"] > 0
@@ -280,9 +283,7 @@ def test_two_files_are_compared_and_a_new_problem_is_seen(tmp_path: Path, capsys
 def test_without_a_card_nothing_is_claimed() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a card here")
-    finished = subprocess.run(
-        [sys.executable, "-m", "loadtest.gpu"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    finished = zygote.run(BENCH)
     assert finished.returncode == 2
     assert "nothing was measured" in finished.stderr
     report = json.loads(finished.stdout)

@@ -91,9 +91,12 @@ def test_an_output_that_takes_nothing_is_one_sentence_and_a_closed_one_is_none(c
         assert [ended.returncode, ended.stderr] == expected
 
 
+PLAIN = "from weights.commands import console as c; c.app.command()(lambda: print('said')); c.run(c.app, 'python -m weights')"
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="not Linux")
 def test_so_it_is_for_a_process_that_was_started_anew() -> None:
-    program = [sys.executable, "-m", "weights", "inspect", str(DEMO)]
+    program = [sys.executable, "-c", PLAIN]
     with open("/dev/full", "wb") as full:
         ended = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=90)
     assert (ended.returncode, ended.stderr) == (1, SAID)

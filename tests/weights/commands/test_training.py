@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +29,7 @@ from model.presets import PRESETS, with_preset
 from model.ranker import Ranker
 from tests.weights.call import call
 from tests.weights.training.small_run import TRAINING, small_config
+from tests.zygote import zygote
 from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import load_checkpoint, save_checkpoint
 from weights.format.manifest import ContinuousOutput
@@ -49,7 +50,7 @@ def settings(values: list[str]) -> list[str]:
 @pytest.fixture(scope="module")
 def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Examples, np.ndarray[Any, Any]]:
     """A checkpoint, the examples and the trainer's own probabilities of the last five requests."""
-    ranker = train(world.log, small_config(), replace(TRAINING, init="unit", learning_rate=0.03))
+    ranker = train(world.log, small_config(), replace(TRAINING, init="unit", learning_rate=0.03, epochs=1))
     examples = Examples(world.log, small_config())
     requests = np.arange(len(examples) - 5, len(examples))
     path = tmp_path_factory.mktemp("trained") / "checkpoint"
@@ -114,16 +115,23 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "log.parquet"
 
 
-@pytest.fixture
-def report(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], str]:
-    """The report of a checkpoint, without its picture, which takes longer to draw than all the rest."""
+@pytest.fixture(autouse=True)
+def reports_have_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the calibration, which takes longer to draw than all the rest."""
     monkeypatch.setattr("weights.training.evaluate.report.plot_reliability", lambda _: b"")
 
+
+@pytest.fixture(scope="module")
+def report(log: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], str]:
+    """The report of a checkpoint, written once."""
+    out = tmp_path_factory.mktemp("report") / "report"
+
+    @functools.cache
     def written(checkpoint: Path) -> str:
-        options = ("--world", log.parent, "--out", tmp_path / "report", "--ablation-requests", 10)
+        options = ("--world", log.parent, "--out", out, "--ablation-requests", 10)
         evaluated = call("eval", "--checkpoint", checkpoint, *options)
         assert evaluated.exit_code == 0, evaluated.output
-        return (tmp_path / "report/report.md").read_text()
+        return (out / "report.md").read_text()
 
     return written
 
@@ -274,5 +282,4 @@ def test_what_cannot_work_is_one_sentence_and_exit_code_1(
 
 def test_serving_and_verifying_need_none_of_the_training_libraries() -> None:
     code = "import sys, weights.commands.checkpoints; print(sorted({'pyarrow', 'sklearn', 'matplotlib'} & set(sys.modules)))"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.strip() == "[]"
+    assert zygote.run([sys.executable, "-c", code]).stdout.strip() == "[]"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from tests import retrieval_goldens as goldens
 from tests.goldens import GOLDEN
+from tests.zygote import zygote
 from weights.checkpoint import Encoder
 from weights.corpus.importer import PostsFile, check_corpus, encode, make_corpus
 from weights.corpus.store import CorpusLabels, StoredCorpus, load_corpus
@@ -161,5 +161,5 @@ def test_memory_does_not_grow_with_the_corpus(encoder: Encoder, tmp_path: Path) 
         np.savez(tmp_path / name, post_ids=column, author_ids=column, candidate_representations=rows)
     files = [str(tmp_path / f"{name}.npz") for name in ("small", "large")]
     command = [sys.executable, "-c", MEASURE, str(encoder.path), *files]
-    small, large = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    small, large = map(int, zygote.run(command).stdout.split())
     assert (large - small) * 1024 < 16 * 2**20, "77 MB of vectors were streamed"

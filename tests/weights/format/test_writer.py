@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.zygote import zygote
 from weights.checkpoint import load_checkpoint
 from weights.errors import CheckpointError
 from weights.format import writer
@@ -155,20 +155,20 @@ def test_what_another_process_has_written_meanwhile_stays(tmp_path: Path) -> Non
 
 def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
     filling = (
-        "import os, pathlib, signal, sys; from weights.format.writer import written_beside\n"
+        "import pathlib, sys, time; from weights.format.writer import written_beside\n"
         "with written_beside(pathlib.Path(sys.argv[1])) as partial:\n"
-        "    (partial / 'half').write_text('much'); print(partial.name, flush=True); sys.stdin.read()"
+        "    (partial / 'half').write_text('much'); print(partial.name, flush=True); time.sleep(600)"
     )
-    fill = [sys.executable, "-c", filling, str(tmp_path / "c")]
-    with subprocess.Popen(fill, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        half = process.stdout.readline().strip()
-        write(tmp_path / "other")
-        (tmp_path / "other").rename(tmp_path / "c2")
-        with writer.written_beside(tmp_path / "c") as partial:
-            assert sorted(os.listdir(tmp_path)) == sorted([half, partial.name, "c2"])
-        process.kill()
+    reading, writing = os.pipe()
+    with open(writing, "w") as output, open(reading) as told:
+        process = zygote.begin([sys.executable, "-c", filling, str(tmp_path / "c")], output)
+        half = told.readline().strip()
+    write(tmp_path / "other")
+    (tmp_path / "other").rename(tmp_path / "c2")
+    with writer.written_beside(tmp_path / "c") as partial:
+        assert sorted(os.listdir(tmp_path)) == sorted([half, partial.name, "c2"])
+    process.kill()
+    process.wait()
     assert sorted(os.listdir(tmp_path)) == sorted([half, "c", "c2"])
     write(tmp_path / "c")
     assert sorted(os.listdir(tmp_path)) == ["c", "c2"]

@@ -19,8 +19,8 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from loadtest.servers.launch import start_process
 from tests.weights.scoring.test_scorer import DEMO, as_table, by_key
+from tests.zygote import zygote
 from weights.scoring import job
 from weights.scoring.job import JobError, partition_of, score_log
 from weights.scoring.scorer import Scorer
@@ -99,7 +99,7 @@ def test_a_killed_job_is_taken_up_without_a_hole_or_a_row_twice(
     command = [sys.executable, "-m", "weights", "score", "--checkpoint", str(DEMO), "--log", str(log)]
     command += ["--partitions", str(PARTS), "--threads", "1", "--out", str(tmp_path / "killed")]
     for awaited in (".split.new", "part-00001.parquet"):
-        running = start_process(command, stdout=subprocess.DEVNULL)
+        running = zygote.begin(command)
         while not (tmp_path / "killed" / awaited).exists() and running.poll() is None:
             time.sleep(0.001)
         running.send_signal(signal.SIGKILL)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weights.training import run
 from weights.training.processes import joined
 
 PATIENCE_SECONDS = 100
@@ -26,9 +27,7 @@ def on_ranks(size: int, work: Callable[..., None], place: Path, *arguments: Any)
     place.mkdir()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["tests.weights.training.ranks", "weights.training.run", "matplotlib.pyplot", "torch._dynamo", "pytest"]
-    )
+    context.set_forkserver_preload([__name__, work.__module__, "torch._dynamo"])
     started = [
         context.Process(target=_rank, args=(rank, size, store.port, place, work, arguments)) for rank in range(size)
     ]
@@ -45,6 +44,7 @@ def _rank(rank: int, size: int, port: int, place: Path, work: Callable[..., None
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
+    run.draw_curve = lambda curve, path: None  # a picture takes longer than the steps that it shows
     try:
         with joined("cpu") as processes:
             work(processes, *arguments)

@@ -31,8 +31,14 @@ from weights.training.state import STATE_NAME
 from weights.training.trainer import Status
 from weights.training.world.simulate import World
 
-RUN = replace(TRAINING, epochs=1, init="unit", evaluate_every=8, validation_requests=40)
+RUN = replace(TRAINING, epochs=0.5, init="unit", evaluate_every=8, validation_requests=40)
 TOLERANCE = 1e-5  # relative, of a loss: other order of sums
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the losses by step, as in the processes that `on_ranks` begins."""
+    monkeypatch.setattr("weights.training.run.draw_curve", lambda curve, path: None)
 
 
 class Silent(Processes):

@@ -25,7 +25,7 @@ from weights.training.towers import Pairs, TowerSettings, batch_loss, initial_to
 from weights.training.world.population import interest
 from weights.training.world.simulate import World
 
-SETTINGS = TowerSettings(steps=120, batch_requests=32, warmup_steps=10, learning_rate=1e-2)
+SETTINGS = TowerSettings(steps=60, batch_requests=16, warmup_steps=10, learning_rate=1e-2)
 FEW = TowerSettings(steps=20, batch_requests=16, warmup_steps=5, learning_rate=1e-2)
 
 

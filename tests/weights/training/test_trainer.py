@@ -23,7 +23,7 @@ from weights.training.world.simulate import World
 
 def test_training_from_upstreams_initial_values_learns(world: World) -> None:
     seen: list[Status] = []
-    train(world.log, small_config(), replace(TRAINING, epochs=4), report=seen.append)
+    train(world.log, small_config(), replace(TRAINING, epochs=1.5), report=seen.append)
     first = next(status for status in seen if status.evaluated)
     assert seen[-1].best < first.validation * 0.97
     assert seen[-1].step == seen[-1].steps
