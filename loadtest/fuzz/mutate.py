@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -43,7 +44,7 @@ MAX_CHANGES = 3
 class Mutator:
     """An endless, repeatable source of corrupted calls."""
 
-    def __init__(self, seed: int, corpus: list[bytes]) -> None:
+    def __init__(self, seed: int, corpus: Sequence[bytes]) -> None:
         self.random = random.Random(seed)
         self.corpus = corpus
 

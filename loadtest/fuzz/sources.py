@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from random import Random
@@ -98,9 +99,10 @@ def from_pages(number: int, token: str) -> Iterator[Call]:
         yield mutators[path].call_to(path, (JSON_TYPE, *admin))
 
 
-def corpus(number: int, bodies: SearchStrategy[Any] = valid) -> list[bytes]:
+@cache
+def corpus(number: int, bodies: SearchStrategy[Any] = valid) -> Sequence[bytes]:
     """Small valid bodies for the mutator."""
-    return [_written(value) for value in drawn(bodies, number)]
+    return tuple(_written(value) for value in drawn(bodies, number))
 
 
 def _written(value: Any) -> bytes:

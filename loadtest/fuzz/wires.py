@@ -26,7 +26,7 @@ class WireMutator:
     """An endless, repeatable source of corrupted calls for one model."""
 
     def __init__(self, seed: int, corpus: Sequence[bytes], model: str, action_names: Sequence[str]) -> None:
-        self.mutator = Mutator(seed, list(corpus))
+        self.mutator = Mutator(seed, corpus)
         self.random = self.mutator.random
         self.corpus = [inference_of(orjson.loads(body), action_names) for body in corpus]
         self.corpus += [masked(each) for each in self.corpus if "history.actions" in each.inputs]

@@ -1,4 +1,4 @@
-"""B15: for each path, one or four clients call it in a closed loop; measures how a moderate ranking client is slowed down.
+"""B15: one or four clients call a path, or one each of several, in a closed loop; measures how a moderate ranking client is slowed down.
 
 Every served path needs an entry in `soak/attackers.py`.
 """
@@ -20,9 +20,10 @@ from multiprocessing.connection import Connection
 import numpy as np
 import orjson
 
+from loadtest.generate.http_client import Reply
 from loadtest.generate.payload import post, rank_request
 from loadtest.matrix import Row
-from loadtest.servers.launch import free_port
+from loadtest.servers.launch import free_port, wait_until
 from loadtest.soak.attackers import ATTACKERS, BESIDE_THE_DEMO, EXAMPLE, Act, Ports
 from loadtest.soak.clients import Callers, apart
 from loadtest.soak.corpora import corpora
@@ -33,7 +34,11 @@ COUNTS = (1, 4)
 P50_TIMES, P99_TIMES = 2.0, 4.0
 PAUSE_SECONDS = (0.001, 0.005)  # of the ranking client, between a reply and the next request
 START_SECONDS = 5.0  # to wait for the attackers' first expected reply
+REPLY_SECONDS = 60.0
 RETRIES = 2  # of a measurement beyond a limit; the median counts
+KNOWN = ATTACKERS | BESIDE_THE_DEMO
+
+Seen = dict[str, Counter[int]]  # replies to each attacker, by status
 
 
 async def _client(act: Act, ports: Ports, seen: Counter[int]) -> None:
@@ -44,17 +49,17 @@ async def _client(act: Act, ports: Ports, seen: Counter[int]) -> None:
 
 
 def _attack(ports: Ports, orders: Connection) -> None:
-    """For each order (name, count), run so many clients of that attacker until the next message. An order None ends the process."""
+    """For each order, the names of attackers, run a client of each until the next message. An order None ends the process."""
 
     os.nice(5)  # the attack is not meant to take processor time from the others
 
     async def main() -> None:
+        orders.send(None)  # all is imported
         while (order := await asyncio.to_thread(orders.recv)) is not None:
-            name, count = order
-            seen, attacker = Counter[int](), (ATTACKERS | BESIDE_THE_DEMO)[name]
-            clients = [asyncio.ensure_future(_client(attacker.act, ports, seen)) for _ in range(count)]
+            seen: Seen = {name: Counter() for name in order}
+            clients = [asyncio.ensure_future(_client(KNOWN[name].act, ports, seen[name])) for name in order]
             until = asyncio.get_running_loop().time() + START_SECONDS
-            while not seen[attacker.expected] and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
+            while unanswered(seen) and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             orders.send(seen)
             await asyncio.to_thread(orders.recv)
@@ -66,6 +71,11 @@ def _attack(ports: Ports, orders: Connection) -> None:
     asyncio.run(main())
 
 
+def unanswered(seen: Seen) -> list[str]:
+    """The attackers that have not got their expected reply."""
+    return [name for name, replies in seen.items() if not replies[KNOWN[name].expected]]
+
+
 @dataclass
 class Felt:
     """Latency of the ranking client under one attack, as multiples of that alone right before and after, and counts."""
@@ -74,7 +84,7 @@ class Felt:
     p99: float
     tried: int
     refused: int
-    answered: Counter[int]  # replies to the attackers, by status
+    answered: Seen
 
 
 @dataclass
@@ -82,42 +92,46 @@ class Crowd:
     """A ranking client of a server, and a process that runs attackers on `orders`. `high`: the percentile that is called p99. `alone`: the
     client's latencies since the last attack, which are those before the next one."""
 
-    ports: Ports
+    ranker: Callers
     orders: Connection
     high: float
-    request: Callable[[int], bytes]
     alone: Sequence[float] = ()
 
-    def measure(self, name: str, count: int, seconds: float) -> Felt:
-        """Measure alone, under attack and alone again. Repeat if beyond a limit, and take the median."""
-        found = [self._once(name, count, seconds)]
+    def measure(self, names: Sequence[str], seconds: float) -> Felt:
+        """Measure alone, beside one client of each of these attackers, and alone again. Repeat if beyond a limit, and take the median."""
+        found = [self._once(names, seconds)]
         while len(found) <= RETRIES and (_median(found, "p50") >= P50_TIMES or _median(found, "p99") >= P99_TIMES):
-            found.append(self._once(name, count, seconds * 2))
+            found.append(self._once(names, seconds * 2))
         return Felt(
-            _median(found, "p50"), _median(found, "p99"), sum(each.tried for each in found),
-            sum(each.refused for each in found), sum((each.answered for each in found), Counter[int]()),
+            _median(found, "p50"), _median(found, "p99"), sum(each.tried for each in found), sum(each.refused for each in found),
+            {name: sum((each.answered[name] for each in found), Counter[int]()) for name in names},
         )  # fmt: skip
 
-    def _once(self, name: str, count: int, seconds: float) -> Felt:
+    def _once(self, names: Sequence[str], seconds: float) -> Felt:
         before = self.alone or self._rank(seconds / 2)[0]
-        self.orders.send((name, count))
+        self.orders.send(names)
         self.orders.recv()  # the attackers are running
         beside, refused = self._rank(seconds)
         self.orders.send(None)
         answered = self.orders.recv()
+        self._rank(0.0)  # what the attackers have left behind is done
         self.alone, more = self._rank(seconds / 2)
         alone = [*before, *self.alone]
         p50, p99 = (float(np.percentile(beside, share) / np.percentile(alone, share)) for share in (50, self.high))
         return Felt(p50, p99, len(beside), refused + more, answered)
 
     def _rank(self, seconds: float) -> tuple[list[float], int]:
-        """Seconds of each request of the ranking client, and how many were refused."""
-        numbers = itertools.count(1)
-        ranker = Callers(self.ports["main"], 1, lambda _: self.request(next(numbers)), pause_seconds=PAUSE_SECONDS)
-        with ranker:
-            time.sleep(seconds)
-        took = [reply.done_at - reply.asked_at for reply in ranker.replies]
-        return took, sum(reply.status != 200 for reply in ranker.replies)
+        """Seconds of each request that the ranking client asks from now on for so long, one at least, and how many were refused."""
+        first, began = len(self.ranker.replies), time.monotonic()
+        time.sleep(seconds)
+        ended = time.monotonic()
+
+        def asked() -> list[Reply]:
+            return [reply for reply in self.ranker.replies[first:] if reply.asked_at >= began]
+
+        wait_until(lambda: (found := asked()) and found[-1].done_at >= ended, REPLY_SECONDS, 0.002)
+        replies = asked()
+        return [reply.done_at - reply.asked_at for reply in replies], sum(reply.status != 200 for reply in replies)
 
 
 def _median(found: Sequence[Felt], figure: str) -> float:
@@ -150,20 +164,23 @@ def explained() -> Iterator[Crowd]:
 
 @contextmanager
 def _crowd(ports: Ports, high: float, request: Callable[[int], bytes]) -> Iterator[Crowd]:
-    ours, theirs = multiprocessing.Pipe()
-    with apart(_attack, ports, theirs):
-        yield Crowd(ports, ours, high, request)
+    numbers, (ours, theirs) = itertools.count(1), multiprocessing.Pipe()
+    ranker = Callers(ports["main"], 1, lambda _: request(next(numbers)), pause_seconds=PAUSE_SECONDS)
+    with apart(_attack, ports, theirs), ranker:
+        ours.recv()
+        wait_until(lambda: ranker.replies, REPLY_SECONDS)
+        yield Crowd(ranker, ours, high)
 
 
 def crowds(seconds: float) -> list[Row]:
     """B15: the worst path for each number of clients, at both percentiles."""
     with crowded() as crowd:
         window = max(0.5, seconds / (2.5 * len(COUNTS) * len(ATTACKERS)))
-        felt = {(name, count): crowd.measure(name, count, window) for count in COUNTS for name in ATTACKERS}
+        felt = {(name, count): crowd.measure([name] * count, window) for count in COUNTS for name in ATTACKERS}
     rows = []
     for count in COUNTS:
         found = {name: each for (name, number), each in felt.items() if number == count}
-        missed = sum(not each.answered[ATTACKERS[name].expected] for name, each in found.items())
+        missed = sum(len(unanswered(each.answered)) for each in found.values())
         for what, limit in (("p50", P50_TIMES), ("p99", P99_TIMES)):
             worst = max(found, key=lambda name: getattr(found[name], what))
             tried, failed = sum(each.tried for each in found.values()), sum(each.refused for each in found.values())

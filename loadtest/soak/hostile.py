@@ -172,12 +172,15 @@ class Seen:
         return self.row("B11", f"{what}: memory beyond that before", figure, self.most[limit] / MIB, "MiB")
 
 
-def observe(kinds: list[str], seconds: float, *faults: str, port: int = 0, **settings: Any) -> Seen:
-    """Observe a server for a third of the time in peace, then under attack. `port`: attack this port instead of HTTP."""
+def observe(
+    kinds: list[str], seconds: float, *faults: str, port: int = 0, settle_seconds: float = 1.0, **settings: Any
+) -> Seen:
+    """Observe a server for a third of the time in peace, then under attack. `port`: attack this port instead of HTTP. `settle_seconds`:
+    until all are connected."""
     with fake("--forward-ms=5", *faults, **settings) as server:
         peace, resident = _watched(server, seconds / 3)
         with attacked(port or server.port, kinds):
-            time.sleep(1.0)  # until all are connected
+            time.sleep(settle_seconds)
             attack, more = _watched(server, seconds * 2 / 3)
         return Seen(peace, attack, resident[-1:] + more, server.target.info()["memory_bytes"])
 
@@ -194,7 +197,7 @@ def _watched(server: Server, seconds: float) -> tuple[list[Reply], list[int]]:
 
 def dear(seconds: float, *faults: str, percent: int = 50) -> Row:
     """B10: one connection sends bodies that are expensive to read, back to back."""
-    seen = observe(["dear bodies"], seconds, *faults)
+    seen = observe(["dear bodies"], seconds, *faults, settle_seconds=0.1)
     peace, attack = percentile(seen.peace, percent), percentile(seen.attack, percent)
     what = f"one connection with bodies dear to read: p{percent} of others"
     return seen.row("B10", what, attack / peace, P50_LIMIT, "× without it")

@@ -94,7 +94,7 @@ def total(loads: Sequence[Load]) -> tuple[int, int]:
 def overload(seconds: float, settings: Mapping[str, object] = SETTINGS) -> list[Row]:
     """L1: 1×, 5× and 10× of the capacity."""
     with fake(*ENGINE, **settings) as server:
-        alone = unloaded(server, max(20, int(seconds / 4 / FORWARD_SECONDS)))
+        alone = unloaded(server, max(10, int(seconds / 4 / FORWARD_SECONDS)))
         loads = [offer(server, multiple, seconds / 4) for multiple in (1, 5, 10)]
     tried, broken = total(loads)
     stretch = max(load.admitted_p99 for load in loads) / alone

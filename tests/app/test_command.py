@@ -131,9 +131,10 @@ def test_at_a_terminal_a_few_lines_say_where_it_is_and_what_to_try(tmp_path: Pat
     ours, theirs = pty.openpty()
     command = [*COMMAND, "serve", "--port", "0", "--drain.delay-seconds", "0", "--fronts", str(fronts)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+    environment["RANKER_FRONTS"] = str(fronts)  # in our root, what forks this process has it fork its own
     with os.fdopen(theirs, "wb") as terminal:
         options = {"stdout": terminal, "stderr": terminal, "start_new_session": True}
-        server = zygote.start(command, cwd=tmp_path, env=environment, **options)
+        server = zygote.start(command, cwd=ROOT if fronts else tmp_path, env=environment, **options)
     try:
         said = read_until(ours, "Ctrl-C", 60)
         said += read_until(ours, "as much again", 2) if fronts else ""  # of several fronts one speaks

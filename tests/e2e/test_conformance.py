@@ -24,7 +24,7 @@ from tests.app import retrieving
 from tests.e2e.process import DEMO, Server, serving
 from weights.actions import STANDARD_ACTIONS
 
-EXAMPLES = 12
+EXAMPLES = 8
 
 
 def no_fault_of_ours(context: Any, response: Any, case: Any) -> bool | None:

@@ -336,7 +336,7 @@ def test_500_posts_are_listed_within_150_ms_of_a_click(tab: Explorer) -> None:
         while (document.body.dataset.ranked === before) await new Promise(requestAnimationFrame);
         await new Promise(requestAnimationFrame);
         times.push(performance.now() - started);
-        await new Promise(done => setTimeout(done, 900));
+        if (step < 4) await new Promise(done => setTimeout(done, 900));
       }
       return times;
     }"""

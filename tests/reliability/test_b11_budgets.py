@@ -154,8 +154,8 @@ def test_what_was_unread_and_is_read_after_all_is_counted_no_more() -> None:
         sock.settimeout(10)
         sock.sendall(rank_request(1, candidates=4000) * 14)
         wait_until(lambda: budget(server, "reply_bytes") > 0)
-        replies = b""
-        while len(statuses(replies)) < 14 or not replies.endswith(b"}"):
+        replies = bytearray()
+        while not replies.endswith(b"}") or len(statuses(replies)) < 14:
             replies += sock.recv(2**20)
         wait_until(lambda: budget(server, "reply_bytes") == 0)
         assert budget(server, "connections") == 1

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.fixture(autouse=True)
 def few_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "CLIENTS", 3)
-    monkeypatch.setattr(cluster, "Callers", partial(cluster.Callers, pause_seconds=(0.01, 0.03)))
+    monkeypatch.setattr(cluster, "Callers", partial(cluster.Callers, pause_seconds=(0.02, 0.05)))
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ def stuck_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 HOLDS: dict[str, Callable[[], Row | Sequence[Row]]] = {
     "F1, C2 swaps under load drop nothing and cross nothing, with and without fronts": lambda: reloads.swaps(
-        1.0, payload_count=10, fronts=(0, 2)
+        0.6, payload_count=10, fronts=(0, 2)
     ),
     "C2 scores are not crossed": lambda: reloads.crossing(0.7),
     "F3 sigterm loses nothing and exits 0": lambda: endings.terminations(2),

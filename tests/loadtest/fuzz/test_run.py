@@ -8,7 +8,7 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, cast
 import grpc
 import numpy as np
 import pytest
+import structlog
 from pydantic import SecretStr
 
 from app.engine.loading import RetrievalLoader
@@ -35,6 +36,7 @@ from app.request import protobuf
 from app.service.reload import Reloader
 from app.service.service import RankingService
 from app.settings import Admin, Grpc, Logs, Queue, Settings
+from app.telemetry import logs
 from app.telemetry.metrics import Metrics
 from loadtest.fuzz.calls import JSON_TYPE, MARK, REQUEST_ID, Answer, Call, complaint
 from loadtest.fuzz.frames import linked
@@ -70,7 +72,7 @@ Run = Callable[..., Tally]
 
 
 @pytest.fixture
-def run(retrieval: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(retrieval: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """Fuzz the application around a fake engine, with something planted in front of it, or around all that is asked."""
     monkeypatch.setattr("app.loop_lag.STANDING_SECONDS", math.inf)  # as `python -m loadtest.fuzz` does
 
@@ -99,9 +101,15 @@ def run(retrieval: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> Run:
         await service.stop(1.0)
         return tally
 
-    return lambda requests, plant=nothing, only=None, around=lambda target: target, engine=None: asyncio.run(
-        fuzzed(requests, plant, only, around, engine or FakeEngine())
-    )
+    with open(os.devnull, "w") as nowhere:
+        logs.configure(SETTINGS.logs, nowhere)
+        yield lambda requests, plant=nothing, only=None, around=lambda target: target, engine=None: asyncio.run(
+            fuzzed(requests, plant, only, around, engine or FakeEngine())
+        )
+    structlog.reset_defaults()
+    for source in multiprocessing.active_children():  # it would go on making calls
+        source.terminate()
+        source.join()
 
 
 class Refusing:
@@ -160,7 +168,7 @@ class Failing(dict[tuple[bytes, bytes], Endpoint]):
 
 
 def test_nothing_is_found(run: Run) -> None:
-    tally = run(2500)
+    tally = run(1600)
     assert [row.ok for row in tally.rows()] == [True] * 4, tally.failures
     assert tally.compared > 50
     assert set(tally.sent) == set(SHARES)
@@ -185,7 +193,7 @@ PLANTS: dict[str, Plant] = {
 
 @pytest.mark.parametrize(("plant", "found"), [(plant, found) for found, plant in PLANTS.items()], ids=list(PLANTS))
 def test_what_is_planted_is_found(run: Run, plant: Plant, found: str) -> None:
-    tally = run(400, plant, only="mutations")
+    tally = run(192, plant, only="mutations")
     assert tally.failed[found] > 0
     assert not tally.rows()[0].ok
     assert tally.failures
@@ -209,11 +217,11 @@ WIRE_PLANTS: dict[str, Plant] = {
     ("plant", "found"), [(plant, found) for found, plant in WIRE_PLANTS.items()], ids=list(WIRE_PLANTS)
 )
 def test_what_is_planted_on_the_other_wires_is_found(run: Run, plant: Plant, found: str) -> None:
-    assert run(600, plant, only="wires").failed[found] > 0
+    assert run(320, plant, only="wires").failed[found] > 0
 
 
 def test_frames_are_taken_or_end_their_link(run: Run) -> None:
-    tally = run(1024, only="frames")
+    tally = run(640, only="frames")
     assert tally.failures == []
     assert {200, 400} <= set(tally.statuses)
     assert min(tally.statuses[200], tally.statuses[400]) > 100
@@ -232,7 +240,7 @@ def test_a_check_of_frames_that_is_missing_is_found(run: Run, kind: type, monkey
 
     monkeypatch.setattr("app.service.service.RankingService.attention", native)
     monkeypatch.setattr("app.service.retrieval.RetrievalService.retrieve", native)
-    assert run(512, only="frames", engine=FakeEngine(before=look)).failed["status 503"]
+    assert run(256, only="frames", engine=FakeEngine(before=look)).failed["status 503"]
 
 
 def test_a_message_with_odd_numbers_is_found() -> None:
@@ -259,8 +267,8 @@ def test_each_wire_and_page_is_reached_with_good_requests_and_bad_ones(run: Run)
             )
             return answers
 
-    assert run(1500, only="wires", around=Watching).rows()[0].ok
-    assert run(900, only="pages", around=Watching).rows()[0].ok
+    assert run(960, only="wires", around=Watching).rows()[0].ok
+    assert run(576, only="pages", around=Watching).rows()[0].ok
     problem = b"application/problem+json"
     assert seen >= {
         ("/rank", b"application/json"), ("/rank", b"application/octet-stream"), ("/rank", problem),
@@ -292,7 +300,7 @@ class Crossing:
 
 @pytest.mark.parametrize("rename", [False, True], ids=["name", "scores"])
 def test_replies_that_are_crossed_are_found(run: Run, rename: bool) -> None:
-    tally = run(600, only="mutations", around=lambda target: Crossing(target, rename))
+    tally = run(256, only="mutations", around=lambda target: Crossing(target, rename))
     assert tally.failed["another request's scores" if rename else "another request's name"] > 0
     assert not tally.rows()[3].ok
 
@@ -324,7 +332,7 @@ def test_over_sockets_the_same_calls_get_the_same_answers(run: Run, retrieval: R
             return answers
 
     for only in ("mutations", "pages", "paths"):
-        run(500, only=only, around=Noting)
+        run(320, only=only, around=Noting)
     asked = [(call, answer) for call, answer in asked if not call.path.startswith("/admin")]
 
     async def over_sockets(port: int) -> list[Answer]:
@@ -352,7 +360,7 @@ def test_series_that_grow_are_found(run: Run, monkeypatch: pytest.MonkeyPatch) -
             return True
 
     monkeypatch.setattr("app.http.observe.frozenset", lambda routes: Everything(), raising=False)
-    assert run(600, only="paths").new_series > 100
+    assert run(384, only="paths").new_series > 100
 
 
 def test_a_seed_repeats_its_calls() -> None:
@@ -388,7 +396,7 @@ def test_a_run_sends_the_same_calls_each_time(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_corpus_is_good(run: Run) -> None:
-    tally: Any = run(200, only="mutations")
+    tally: Any = run(128, only="mutations")
     assert tally.statuses[200] > 10
 
 
@@ -403,9 +411,9 @@ def test_a_source_that_ends_apart_is_told_of() -> None:
 
 def test_calls_that_are_made_apart_are_those_that_would_be_made_here(capfd: pytest.CaptureFixture[str]) -> None:
     """And a source of which nobody wants more ends quietly."""
-    calls, expected = apart(random_paths, 1), random_paths(1)
-    for _ in range(2):
-        assert next(calls) == next(expected)
+    expected = [*itertools.islice(random_paths(1), 2)]
+    calls = apart(itertools.cycle, expected)
+    assert [next(calls), next(calls)] == expected
     calls.close()  # type: ignore[attr-defined]  # a generator
     for process in multiprocessing.active_children():
         process.join(10)
