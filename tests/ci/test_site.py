@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.explorer import CHROMIUM
+from tests.e2e.explorer import CHROMIUM, api, started
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / ".ci" / "site"
@@ -43,13 +43,9 @@ def test_every_page_is_there_and_nothing_comes_from_elsewhere(site: Path) -> Non
 
 @pytest.fixture
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api")
     if CHROMIUM is None:
         pytest.skip("chromium is not installed")
-    with (
-        playwright.sync_playwright() as started,
-        started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as opened,
-    ):
+    with api.sync_playwright() as playwright, started(playwright) as opened:
         yield opened
 
 
