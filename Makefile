@@ -57,7 +57,7 @@ demo: $(VENV)/.installed ## train weights/demo again, the same bytes on one mach
 WORKERS ?= 4
 
 test: $(VENV)/.installed .cache/prometheus/.fetched ## every test that needs no GPU
-	@.ci/debian wrk haproxy nginx-light redis-server g++-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user clang; .ci/fetch-types envoy $(BIN)/python
+	@.ci/debian chromium-headless-shell wrk haproxy nginx-light redis-server g++-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user clang; .ci/fetch-types envoy $(BIN)/python
 	@$(BIN)/python .ci/suite $(WORKERS)
 
 test-quick: $(VENV)/.installed ## all but the files and folders that take longest, for between two edits: a minute and a half

@@ -28,12 +28,10 @@ def client(server: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    from tests.e2e.explorer import CHROMIUM, api
+    from tests.e2e.explorer import api, started
 
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with api.sync_playwright() as playwright, started(playwright) as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
