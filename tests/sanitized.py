@@ -58,8 +58,8 @@ def build_sanitized(directory: Path, source: Path, sanitizers: str, plants: Mapp
         assert content.count(honest + text) == 1, "the place for the planted fault has gone"
         either = f"(planted == {number} ? {fault} : {honest}){text}"
         (sources / file).write_text('#include "planted.h"\n' + content.replace(honest + text, either))
-    # -O0 is built in half of the time, but memory orders are constants only where the functions that take them are inlined
-    level = "-O1" if sanitizers == "thread" else "-O0"
+    # memory orders are constants only where the functions that take them are inlined, which they are not at -O0; the codec has none
+    level = "-O1" if sanitizers == "thread" else "-O0" if source.name == "codec.cpp" else "-Og"
     flags = (*FLAGS, MARCH["auto"], level, "-g1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined")
     subprocess.run(["g++", *flags, sources / source.name, "-o", library], check=True, timeout=110)
     return library
