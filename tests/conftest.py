@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -116,6 +117,20 @@ def tracebacks_are_plain() -> None:
     """In logs that nobody has configured: to write the values of variables takes seconds where one of them holds a model."""
     if structlog := sys.modules.get("structlog"):
         structlog.get_config()["processors"][-1].exception_formatter = structlog.dev.plain_traceback
+
+
+@pytest.fixture(autouse=True, scope="session")
+def processors_are_measured_once() -> None:
+    """By each library of the kernel, not for each engine: that takes as long as a hundred forwards of a small model."""
+    if kernel := sys.modules.get("model.native.kernel"):
+        measure, found = kernel.Kernel.probe, {}
+
+        def probe(self: Any) -> dict[str, float]:
+            path = self.library._name
+            found[path] = found.get(path) or measure(self)
+            return found[path]
+
+        kernel.Kernel.probe = probe
 
 
 @pytest.fixture(autouse=True, scope="module")

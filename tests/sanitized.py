@@ -1,4 +1,8 @@
-"""Compiles a C++ source of the project under a sanitizer and runs a test module on it, in a process of its own. Not a test itself."""
+"""Compiles a C++ source of the project under sanitizers, once with all its planted faults, and runs a test module on it. Not a test itself.
+
+A fault sleeps until its number stands in the environment. A sanitizer is loaded into one process before all else; the library as it is
+and each fault run in forks of it, since to import torch there takes longer than the runs.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +10,63 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from model.native.build import FLAGS, MARCH
 
 ROOT = Path(__file__).resolve().parents[1]
-LIBRARIES = {"address,undefined": ("asan", "ubsan", "stdc++"), "address": ("asan", "stdc++"), "thread": ("tsan",)}
+LIBRARIES = {"address,undefined": ("asan", "ubsan", "stdc++"), "thread": ("tsan",)}
+PLANTED = """#pragma once
+#include <cstdlib>
+static const int planted = std::getenv("PLANTED") ? std::atoi(std::getenv("PLANTED")) : 0;
+"""
+AS_IT_IS = "as it is"
 
-Plant = tuple[str, str, str]
-"""A file beside the source, a text that stands there once, and what stands there instead."""
+
+class Plant(NamedTuple):
+    """A file beside the source, an expression that stands there once before some text, and what stands there instead."""
+
+    file: str
+    honest: str
+    fault: str
+    text: str = ""
 
 
 def run_sanitized(
-    directory: Path, source: Path, module: str, sanitizers: str, plant: Plant | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m module LIBRARY`, with the library compiled in `directory` and the sanitizers loaded first."""
-    return run_on(module, sanitizers, build_sanitized(directory, source, sanitizers, plant))
+    directory: Path, source: Path, module: str, sanitizers: str, plants: Mapping[str, Plant]
+) -> dict[str, tuple[int, str]]:
+    """The exit code and the output of what the module does with the library, as it is and with each planted fault."""
+    library = build_sanitized(directory, source, sanitizers, plants)
+    done = run_on(module, sanitizers, library, len(plants))
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    codes = map(int, done.stdout.split())
+    return {
+        name: (code, told_in(library, number).read_text())
+        for number, (name, code) in enumerate(zip((AS_IT_IS, *plants), codes, strict=True))
+    }
 
 
-def build_sanitized(directory: Path, source: Path, sanitizers: str, plant: Plant | None = None) -> Path:
+def build_sanitized(directory: Path, source: Path, sanitizers: str, plants: Mapping[str, Plant]) -> Path:
     """The library, compiled in `directory`."""
     sources, library = directory / "sources", directory / "library.so"
     shutil.copytree(source.parent, sources)
-    if plant is not None:
-        file, before, after = plant
-        text = (sources / file).read_text()
-        assert text.count(before) == 1, "the place for the planted fault has gone"
-        (sources / file).write_text(text.replace(before, after))
-    # a planted fault shows at -O0 too, and is built in a third of the time; the codec is not slow there
-    level = "-O0" if (plant and sanitizers == "address") or source.name == "codec.cpp" else "-O1"
+    (sources / "planted.h").write_text(PLANTED)
+    for number, (file, honest, fault, text) in enumerate(plants.values(), 1):
+        content = (sources / file).read_text()
+        assert content.count(honest + text) == 1, "the place for the planted fault has gone"
+        either = f"(planted == {number} ? {fault} : {honest}){text}"
+        (sources / file).write_text('#include "planted.h"\n' + content.replace(honest + text, either))
+    # memory orders are constants only where the functions that take them are inlined, which they are not at -O0; the codec has none
+    level = "-O1" if sanitizers == "thread" else "-O0" if source.name == "codec.cpp" else "-Og"
     flags = (*FLAGS, MARCH["auto"], level, "-g1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined")
     subprocess.run(["g++", *flags, sources / source.name, "-o", library], check=True, timeout=110)
     return library
 
 
-def run_on(module: str, sanitizers: str, *libraries: Path) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m module LIBRARY ...` with the sanitizers loaded first."""
+def run_on(module: str, sanitizers: str, library: Path, plants: int) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m module LIBRARY PLANTS` with the sanitizers loaded first."""
     found = [
         subprocess.run(["g++", f"-print-file-name=lib{name}.so"], capture_output=True, text=True).stdout.strip()
         for name in LIBRARIES[sanitizers]
@@ -50,5 +75,23 @@ def run_on(module: str, sanitizers: str, *libraries: Path) -> subprocess.Complet
         "LD_PRELOAD": ":".join(found), "OMP_NUM_THREADS": "1", "PYTHONMALLOC": "malloc",  # each object between guards of its own
         "ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "exitcode=66 halt_on_error=1",  # the interpreter's own memory is not ours
     }  # fmt: skip
-    command = [sys.executable, "-m", module, *map(str, libraries)]
+    command = [sys.executable, "-m", module, str(library), str(plants)]
     return subprocess.run(command, cwd=ROOT, env=os.environ | options, capture_output=True, text=True, timeout=110)
+
+
+def told_in(library: Path, number: int) -> Path:
+    """The file with the output of a run, as of which fault is planted."""
+    return library.with_suffix(f".{number}.txt")
+
+
+def run_each(differing: Callable[[Path], int]) -> None:
+    """In the sanitized process: a fork for the library as it is and for each fault; prints the exit codes."""
+    library = Path(sys.argv[1])
+    for number in range(1 + int(sys.argv[2])):
+        if not (child := os.fork()):
+            os.environ["PLANTED"] = str(number)
+            for descriptor in (1, 2):
+                os.dup2(os.open(told_in(library, number), os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+            print(f"{differing(library)} differ")
+            return
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

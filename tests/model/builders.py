@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from inspect import isfunction
+from math import prod
 from typing import Any
 
 from model.config import HashSpec, ModelConfig
@@ -37,9 +38,12 @@ def random_config(**overrides: Any) -> ModelConfig:
     return ModelConfig(**values)
 
 
+@cache
 def interpret_quickly() -> None:
-    """Triton's interpreter patches its language again for each function that a kernel calls. Here it does so once a launch."""
+    """Triton's interpreter patches its language again for each function that a kernel calls, makes types and shapes anew for each
+    operation, and computes overflows for assertions that are off. Here it does each once or not at all, with the same results."""
     from triton import language
+    from triton.language import core
     from triton.runtime import interpreter
 
     patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
@@ -51,4 +55,32 @@ def interpret_quickly() -> None:
     def patch_once(function: Any) -> Any:
         return nothing if all(isfunction(each.range) for each in modules(function)) else patch(function)
 
+    def once(make: Any) -> Any:
+        """What is made of types, which are told apart by their names."""
+        made: dict[Any, Any] = {}
+
+        def kept(*types: Any) -> Any:
+            key = types[0].name if len(types) == 1 else (types[0].name, types[1].name)
+            if (found := made.get(key)) is None:
+                found = made[key] = make(*types)
+            return found
+
+        return kept
+
+    def shape_of(kind: Any) -> tuple[Any, Any]:
+        shape = kind.shape if kind.is_block() else ()
+        return core.tuple([core.constexpr(size) for size in shape]), core.constexpr(prod(shape))
+
+    known_shape = once(shape_of)
+
+    def begin(tensor: Any, handle: Any, type: Any) -> None:
+        tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+        tensor.shape, tensor.numel = known_shape(type)
+
     interpreter._patch_lang = patch_once
+    interpreter._get_np_dtype = once(interpreter._get_np_dtype)
+    core.tensor.__init__ = begin
+    core.block_type.with_element_ty = once(core.block_type.with_element_ty)
+    # an overflow is told of by an assertion, and those are off
+    assert not interpreter.interpreter_builder.options.debug
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)

@@ -146,7 +146,7 @@ def fill(
 @pytest.mark.parametrize("history", [0, 1, 37])
 def test_what_the_native_engine_keeps_stays_within_its_budget(history: int, handles: int) -> None:
     config = random_config()
-    engine = NativeEngine(random_ranker(config), cache_bytes=2**20)
+    engine = NativeEngine(random_ranker(config), cache_bytes=2**19)
     events = random_context(config, history).events(config)
     tracemalloc.start()
     try:

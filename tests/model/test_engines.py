@@ -167,7 +167,7 @@ def test_bf16_tables_are_read_as_they_are(build: Build) -> None:
 @pytest.mark.parametrize(
     ("build", "compositions", "drawn"),
     [
-        (native, 300, {}), (narrow, 100, {}), (split, 20, {"users": 3, "growth": (0, 2, 31, 63), "pool": 8}),
+        (native, 150, {"pool": 24}), (narrow, 60, {"pool": 24}), (split, 20, {"users": 3, "growth": (0, 2, 31, 63), "pool": 4}),
         pytest.param(native, 1000, {}, marks=pytest.mark.long), pytest.param(narrow, 300, {}, marks=pytest.mark.long),
     ],
 )  # fmt: skip
@@ -194,7 +194,7 @@ def test_a_planted_leak_is_caught() -> None:
             return outcomes
 
     ranker = random_ranker(small_config())
-    assert run(lambda cache_bytes: Leaky(ranker, torch.float32, cache_bytes=cache_bytes), 20).different > 0
+    assert run(lambda cache_bytes: Leaky(ranker, torch.float32, cache_bytes=cache_bytes), 20, pool=24).different > 0
 
 
 def test_a_product_that_depends_on_its_row_count_is_caught() -> None:

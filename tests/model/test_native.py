@@ -41,7 +41,7 @@ from weights.synthetic.random_weights import random_model, retrieval_config
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_no_bit_depends_on_threads(threads: int) -> None:
     ranker = random_ranker(small_config())
-    draws = Compositions(NativeEngine(ranker, torch.bfloat16, threads=1), seed=1)
+    draws = Compositions(NativeEngine(ranker, torch.bfloat16, threads=1), seed=1, pool=24)
     kernel = load_kernel(None, "RANKER_TEST_HOOKS", "RANKER_WORTH_A_THREAD=0")  # else the smallest forwards stay on one
     engine = NativeEngine(ranker, torch.bfloat16, threads=threads, cache_bytes=10**6, kernel=kernel)
     assert sum(draws.check(engine)[1] for _ in range(50)) == 0

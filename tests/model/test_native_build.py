@@ -202,8 +202,9 @@ def test_with_a_full_disk_auto_takes_the_torch_engine(
 
 
 def test_a_compiler_that_refuses_is_quoted(tmp_path: Path) -> None:
+    (source := tmp_path / "small.cpp").write_text("int kernel;")
     with pytest.raises(KernelUnavailable, match=r"(?s)g\+\+ .* failed:\n.*error: "):
-        build_kernel(tmp_path / "kept", "1X")
+        build_kernel(tmp_path / "kept", "1X", source=source)
 
 
 # kernels that a wheel brings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from app.request.validate import Request
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
 from model.inputs import Candidates, Context
+from tests.sanitized import run_each
 from weights.format.manifest import Manifest
 
 SEEN = (
@@ -80,7 +80,11 @@ def differing(library: Path, cases: Cases) -> int:
     return sum(found)
 
 
+def differing_in_all(library: Path) -> int:
+    """In the cases that lie beside the library."""
+    many = pickle.loads(library.with_name(CASES).read_bytes())  # noqa: S301  # which the test has written
+    return sum(differing(library, cases) for cases in many)
+
+
 if __name__ == "__main__":
-    place = Path(sys.argv[1])
-    many = pickle.loads(place.with_name(CASES).read_bytes())  # noqa: S301  # which the test has written
-    print(f"{sum(differing(place, cases) for cases in many)} differ")
+    run_each(differing_in_all)

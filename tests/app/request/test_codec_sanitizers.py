@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import pickle
@@ -20,7 +19,7 @@ from app.request import codec
 from app.request.codec import Codec
 from tests.app.odd_bodies import mutated
 from tests.app.serving import good
-from tests.sanitized import run_sanitized
+from tests.sanitized import AS_IT_IS, Plant, run_sanitized
 
 SOURCE = Path(codec.__file__).parent / "native/codec.cpp"
 pytest.importorskip("torch", reason="what the codec is compared with needs torch")
@@ -31,6 +30,8 @@ from tests.app.request.sanitized_codec import CASES, Cases  # noqa: E402
 
 MODULE = "tests.app.request.sanitized_codec"
 MUTATED = 1000
+NO_END = "a member whose value has no end is read on"
+PLANT = Plant("reader.h", "at >= end || depth < 0", "depth < 0", ") throw Declined();")
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here")
 
@@ -46,7 +47,6 @@ def written(asked: Any, scores: Any, form: Any, **tail: Any) -> tuple[tuple[Any,
     return (asked, scores), tail, b"".join(ids.render(asked, scores, form, **tail))
 
 
-@functools.cache
 @np.errstate(over="ignore")  # of an output near the largest float32, times its scale
 def cases() -> list[Cases]:
     """Of integer ids, of texts, and of requests for posts, whose longer window is six."""
@@ -77,20 +77,20 @@ def cases() -> list[Cases]:
     return [*found, Cases(manifest, posts.LIMITS, [], replies, for_posts)]
 
 
-def test_the_sanitizers_have_nothing_to_say(tmp_path: Path) -> None:
-    (tmp_path / CASES).write_bytes(pickle.dumps(cases()))
-    done = run_sanitized(tmp_path, SOURCE, MODULE, "address,undefined")
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert done.stdout == "0 differ\n"
-    assert "Sanitizer" not in done.stderr
-    assert "runtime error" not in done.stderr
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """The exit code of all cases with what is planted, and what they printed."""
+    directory = tmp_path_factory.mktemp("sanitized")
+    (directory / CASES).write_bytes(pickle.dumps(cases()))
+    return run_sanitized(directory, SOURCE, MODULE, "address,undefined", {NO_END: PLANT})
 
 
-def test_a_read_beyond_the_end_is_seen(tmp_path: Path) -> None:
-    """A member whose value has no end."""
-    (tmp_path / CASES).write_bytes(pickle.dumps(cases()))
-    plant = ("reader.h", "if (at >= end || depth < 0) throw Declined();", "if (depth < 0) throw Declined();")
-    done = run_sanitized(tmp_path, SOURCE, MODULE, "address", plant)
-    assert done.returncode != 0
-    assert "buffer-overflow" in done.stderr
-    assert "Reader::keep" in done.stderr
+def test_the_sanitizers_have_nothing_to_say(ended: dict[str, tuple[int, str]]) -> None:
+    assert ended[AS_IT_IS] == (0, "0 differ\n")
+
+
+def test_a_read_beyond_the_end_is_seen(ended: dict[str, tuple[int, str]]) -> None:
+    code, told = ended[NO_END]
+    assert code != 0
+    assert "buffer-overflow" in told
+    assert "Reader::keep" in told
