@@ -44,6 +44,7 @@ ALSO = {  # what looks at a folder besides the tests of its modules
         "tests/reliability/test_b11_budgets.py", "tests/e2e/test_process.py", "tests/reliability/test_b4_slow.py",
     ),
     "app/service/reload.py": ("tests/app/fronts/test_supervisor.py",),
+    "model/inputs.py": ("tests/app/fronts/test_wire.py",),
     "model/ranking.py": ("tests/app/request/test_scoring.py",),
     "model/retrieval/corpus.py": ("tests/weights/corpus/test_texts.py", "tests/weights/corpus/test_store.py"),
     "model/retrieval/engine.py": ("tests/app/service/test_retrieval.py",),

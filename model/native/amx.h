@@ -13,6 +13,7 @@
 #include <unistd.h>
 #elif defined(RANKER_EMULATE_AMX)
 #define RANKER_AMX 1
+#include <cstdlib>
 #endif
 
 namespace ranker {
@@ -36,7 +37,11 @@ struct EmulatedTile {
 };
 inline thread_local TileShapes shapes;
 inline thread_local EmulatedTile tiles[8];
-inline void tile_shapes(const TileShapes* wanted) { shapes = *wanted; }
+inline void tile_shapes(const TileShapes* wanted) {  // a processor refuses a shape beyond its tiles
+    for (int t = 0; t < 8; ++t)
+        if (wanted->rows[t] > TILE_ROWS || wanted->row_bytes[t] > 64) std::abort();
+    shapes = *wanted;
+}
 inline void tile_shapes_now(TileShapes* found) { *found = shapes; }
 inline void tile_load(int t, const void* base, long stride) {
     for (int r = 0; r < shapes.rows[t]; ++r)

@@ -145,6 +145,7 @@ def test_without_wide_vectors_auto_takes_the_torch_engine(monkeypatch: pytest.Mo
     engine = create_engine(random_ranker(random_config()), EngineOptions(device="cpu"))
     assert engine.info.backend == "torch"
     assert "AVX2" in engine.info.notes["fallback"]
+    assert load_kernel().vectors() == "plain", "for who asks for no fast one"
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)

@@ -136,6 +136,18 @@ def test_a_change_that_no_body_could_ask_for_is_refused(
     PostChange(NONE, PostRows(some := np.array([5, 6], np.uint64), some, some.view(np.int64), [None] * 2)).check()
 
 
+def test_a_change_with_texts_for_only_some_of_its_posts_is_refused() -> None:
+    new, gone = np.array([5, 6], np.uint64), np.array([7, 8], np.uint64)
+    for texts, gone_texts in ((2, 2), (0, 0), (1, 2), (2, 1)):
+        rows = PostRows(new, new, new.view(np.int64), [None] * 2, [("post", "author")] * texts)
+        change = PostChange(gone, rows, ["post"] * gone_texts)
+        if texts == gone_texts:
+            change.check()
+        else:
+            with pytest.raises(ValueError, match="text ids for only some"):
+                change.check()
+
+
 def test_bytes_that_are_no_column_are_no_message() -> None:
     body = encode(METHODS["attention"].question(7, 1, *inputs(1, 1), 1.0))[4:]
     eight = b"author_ids\xc4\x08"
