@@ -35,35 +35,10 @@ DATA = {".cpp", ".h", ".html", ".css", ".js", ".svg", ".typed"}
 DEMO_DATA = re.compile(r"weights/(demo/[^/]+\.(json|safetensors)|demo-(posts|towers)/[^/]+)")
 BUILDER = runpy.run_path(str(ROOT / ".ci/wheel"))
 DIST_INFO = "phoenix_ranking_server-0.1.0.dist-info"
-KEPT = ROOT / ".cache/wheel-kernels"
-# `.ci/wheel` with kernels that are compiled in two thirds of the time, and taken from KEPT where sources, flags and compiler are the same;
-# `make wheel` compiles all of them and tests what is released.
-QUICKLY = """
-import hashlib, os, pathlib, runpy, shutil, subprocess, sys
-from model.native import build
-
-build.FLAGS += ("-O1",)
-kept, run = pathlib.Path(sys.argv[1]), subprocess.run
-
-def compile_once(command, **options):
-    if not str(command[0]).endswith("g++"):
-        return run(command, **options)
-    *flags, _source, shim, _, library = command  # the library's name has the digest of the sources
-    version = run([command[0], "--version"], capture_output=True, text=True, check=True).stdout
-    told = [*map(str, flags), shim.read_text(), library.name, version]
-    place = kept / hashlib.sha256(repr(told).encode()).hexdigest()
-    if not place.exists():
-        run(command, **options)
-        shutil.copy(library, part := place.with_suffix(f".{os.getpid()}"))
-        part.replace(place)
-    place.touch()
-    shutil.copy(place, library)
-
-subprocess.run = compile_once
-del sys.argv[:2]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-MOST_KEPT = 30  # of three versions
+QUICKLY = (  # kernels are compiled in half of the time; `make wheel` tests what is released
+    "import runpy, sys, model.native.build as build; build.FLAGS += ('-O0',); del sys.argv[0]; "
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 MOST_BYTES = 11_000_000
 SLOW_START_SECONDS = 15.0  # 1.7 s on an idle machine; compiling the kernels would take longer where there is a compiler
 REPOSITORY = os.environ.get("REPOSITORY", "https://git.example/feed/ranker").rstrip("/")
@@ -99,13 +74,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which(f"{platform.machine()}-linux-gnu-g++") is None:
         pytest.skip("the kernels are compiled with Debian's g++")
     out = tmp_path_factory.mktemp("dist")
-    KEPT.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-c", QUICKLY, str(KEPT), str(ROOT / ".ci/wheel"), str(out), platform.machine()]
+    command = [sys.executable, "-c", QUICKLY, str(ROOT / ".ci/wheel"), str(out), platform.machine()]
     environment = {**os.environ, "REPOSITORY": REPOSITORY}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
-    for old in sorted(KEPT.iterdir(), key=lambda path: path.stat().st_mtime)[:-MOST_KEPT]:
-        old.unlink()
     return out
 
 
