@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # whose functions hold the group there is when they are imported, which an optimizer does
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

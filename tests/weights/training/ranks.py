@@ -18,15 +18,17 @@ from weights.training.processes import joined
 PATIENCE_SECONDS = 100
 
 
-def on_ranks(size: int, work: Callable[..., None], place: Path, *arguments: Any) -> list[int | None]:
-    """Exit codes of `work(Processes, *arguments)` by rank: 0 done, 1 raised, −9 killed.
+def on_ranks(
+    size: int, work: Callable[..., None], place: Path, *arguments: Any, anew: bool = False
+) -> list[int | None]:
+    """Exit codes of `work(Processes, *arguments)` by rank: 0 done, 1 raised, −9 killed. `anew`: in processes that have imported nothing.
 
     `place` is a new directory to meet in; what a rank raised is written to `error-RANK` there, and to
     `threads-RANK` the names of those that run when it has left the others.
     """
     place.mkdir()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context("spawn" if anew else "forkserver")
     context.set_forkserver_preload([__name__, work.__module__, "torch._dynamo"])
     started = [
         context.Process(target=_rank, args=(rank, size, store.port, place, work, arguments)) for rank in range(size)

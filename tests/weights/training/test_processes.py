@@ -153,7 +153,7 @@ def test_two_processes_train_as_one_does(world: World, undisturbed: Path, tmp_pa
 
 
 def test_processes_that_hold_different_weights_are_stopped_at_the_next_evaluation(world: World, tmp_path: Path) -> None:
-    codes = on_ranks(2, a_run, tmp_path / "ranks", world.log, RUN, tmp_path / "state", False, "silent")
+    codes = on_ranks(2, a_run, tmp_path / "ranks", world.log, RUN, tmp_path / "state", False, "silent", anew=True)
     assert codes == [1, 1]
     assert "differ in weights at step 8" in (tmp_path / "ranks" / "error-1").read_text()
     # a thread of the group that is left may wait for the interpreter's lock while its end is waited for
