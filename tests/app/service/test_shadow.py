@@ -180,6 +180,16 @@ async def test_only_the_share_is_scored(monkeypatch: pytest.MonkeyPatch) -> None
         await until(lambda: results(service) == {"scored": 2})
 
 
+async def test_none_is_scored_twice_where_the_second_checkpoint_answers_users() -> None:
+    """As the table of settings says of `SHADOW__SHARE`. A shadow begins when a request is answered and nobody waits."""
+    second = FakeEngine(2)
+    async with both(FakeEngine(), second, split=HALF) as service:
+        for user in range(3):
+            await rank(service, user)
+            await asyncio.sleep(0.01)
+        assert (second.forwards, results(service)) == ([], {})
+
+
 def refused(steps: Steps) -> LoadedModel:
     raise CheckpointError("its bytes are not those of its digest")
 
