@@ -59,9 +59,8 @@ def test_it_is_searched_and_shows_the_api_from_a_file(site: Path, browser: Any) 
     assert not [url for url in asked if url.startswith("http")]
 
 
-AGAIN = (
-    "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"  # in a fork that has torch
-)
+# What a fork that has torch runs.
+AGAIN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 def test_a_link_to_nowhere_stops_it(tmp_path: Path) -> None:

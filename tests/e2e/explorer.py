@@ -15,9 +15,8 @@ from tests.e2e.process import DEMO
 
 api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
-CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which(
-    "chromium"
-)  # the first takes half the processor time
+# The first takes half of the processor time.
+CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
 NEEDED = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: .ci/debian chromium-headless-shell")
 ONE_PROCESS = ("--process-per-site", "--disable-site-isolation-trials")  # for all pages, in place of one for each load
 

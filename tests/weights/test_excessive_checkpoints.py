@@ -26,12 +26,7 @@ from weights.errors import CheckpointError
 from weights.synthetic.random_weights import mini_config
 
 ABSURD = (0, -1, 2, 2**15, 2**31, 2**40, 2**63, 2**64, 10**300, 1e-320, 1e-30, 1e30, 1e308, -1e308)
-ALIKE = (
-    "score_weights",
-    "scales",
-    "biases",
-    "tensors",
-)  # one piece of code reads all of their entries, which are six or more
+ALIKE = ("score_weights", "scales", "biases", "tensors")  # one piece of code reads all their entries, six or more
 ROOM_BYTES = 150 * 2**20  # what all these loads together may add to the process: libraries and arenas
 
 
