@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import os
 import shutil
 import signal
@@ -99,7 +100,9 @@ def test_a_start_a_reload_by_signal_a_drain_and_exit_0() -> None:
         assert status(server, "/livez") == 200
         assert server.process.wait(90) == 0
         assert server.lines[-1]["event"] == "stopped"
-        assert server.lines[-1]["exit_code"] == 0
+        assert [line["exit_code"] for line in server.lines if line["event"] == "stopped"] == [0] * 4, (
+            "each says so itself"
+        )
         assert not any(map(alive, began))
         assert {line["front"] for line in server.lines if line["event"] == "listening"} == {1, 2}
         assert [line["front"] for line in server.lines if line["event"] == "page"] == [1]
@@ -379,6 +382,39 @@ def test_a_front_that_is_assigned_closes_what_is_not_its_own() -> None:
     os.close(writer)
 
 
+def test_a_front_whose_number_can_come_no_more_ends_in_silence() -> None:
+    code = "import os; from app.fronts.role import Role; reader, writer = os.pipe(); os.close(writer); "
+    code += "Role('', 0, {}, reader).wait_assigned()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+async def test_the_socket_of_an_engine_process_is_gone_before_the_next_one_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While it is there, the next one is told to reload, of which it would die before it listens."""
+    monkeypatch.setattr(supervisor, "ENGINE_SECONDS", 0.0)
+    whole = Supervisor(Settings(fronts=1, port=0), *IDLERS)
+    start, seen = whole._start, list[bool]()
+
+    async def begin(command: list[str], role: Any) -> Any:
+        if command is whole._commands[0]:
+            seen.append(os.path.exists(role.path))  # noqa: ASYNC240
+            Path(role.path).touch()  # noqa: ASYNC240  # it listens
+        return await start(command, role)
+
+    monkeypatch.setattr(whole, "_start", begin)
+    ending = asyncio.ensure_future(whole.run())
+    await until(lambda: whole._engine is not None)
+    assert whole._engine is not None
+    whole._engine.kill()
+    await until(lambda: len(seen) == 2)
+    assert seen == [False, False]
+    await until(lambda: whole._engine is not None and whole._engine.returncode is None)
+    whole._end(0)
+    assert await ending == 0
+
+
 def test_a_look_at_what_was_left_behind_holds_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A descriptor that stays would be a lock on somebody's directory."""
     monkeypatch.setattr(supervisor.tempfile, "gettempdir", lambda: str(tmp_path))
@@ -550,11 +586,12 @@ def test_a_process_whose_supervisor_is_gone_by_now_ends_at_once(is_there: bool) 
 
 
 async def test_a_front_that_ended_before_it_had_its_number_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor, "PAUSE_SECONDS", 0.1)
     whole = Supervisor(Settings(fronts=1, port=0), ["sleep", "1000"], ["true"])
-    take, numbers = whole._take_spare, list[int]()
+    take, numbers, times = whole._take_spare, list[int](), list[float]()
 
     async def ended() -> supervisor.Spare:
+        times.append(time.monotonic())
         spare = await take()
         await spare.process.wait()
         numbers.append(spare.process.pid)
@@ -564,6 +601,7 @@ async def test_a_front_that_ended_before_it_had_its_number_is_started_again(monk
     ending = asyncio.ensure_future(whole.run())
     await until(lambda: len(numbers) >= 3)
     assert len(set(numbers)) == len(numbers)
+    assert min(later - sooner for sooner, later in itertools.pairwise(times)) >= 0.1, "a pause, not a loop"
     whole._end(0)
     assert await ending == 0
 
