@@ -24,6 +24,19 @@ from tests.goldens import GOLDEN
 from tests.zygote import zygote
 
 
+ROWS = np.ones((6, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    "vectors",
+    [ROWS.astype(np.float64), np.asfortranarray(ROWS), ROWS[0], ROWS[:0]],
+    ids=["float64", "F", "1-D", "none"],
+)
+def test_vectors_that_the_kernel_would_misread_are_refused(vectors: Any) -> None:
+    with pytest.raises(ValueError, match="C-ordered float32"):
+        NativeIndex(vectors, threads=1)
+
+
 def test_queries_that_are_copied_live_as_long_as_the_search() -> None:
     """The kernel reads them by address: one that was freed is overwritten by the next."""
     rng = np.random.default_rng(5)
