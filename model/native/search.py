@@ -44,9 +44,9 @@ class NativeIndex:
     ) -> None:
         """vectors: float32 `[n, D]`, C-ordered, finite. `threads` 0: `usable_threads`; `kind`: the vector instructions. `library`: that of
         another index, in place of building or finding one."""
+        self._handle: ctypes.c_void_p | None = None
         if vectors.dtype != np.float32 or not vectors.flags.c_contiguous or vectors.ndim != 2 or not len(vectors):
             raise ValueError("vectors must be C-ordered float32 [n, D], one row at least")
-        self._handle: ctypes.c_void_p | None = None
         self.note = ""
         if library is None:
             built = build_kernel(kernel_directory, *defines, source=HERE / "search.cpp", vectors=kind)

@@ -23,7 +23,6 @@ from tests import retrieval_goldens as goldens
 from tests.goldens import GOLDEN
 from tests.zygote import zygote
 
-
 ROWS = np.ones((6, 4), np.float32)
 
 
