@@ -62,6 +62,7 @@ async def test_a_second_checkpoint_that_is_given_up_when_it_is_loaded_is_told_so
         FakeEngine(), 1, loader(FakeEngine(3), "v3"), second=loader(FakeEngine(2), "v2"), **GROUPS
     ) as found:
         [front], ask = found.fronts, found.fronts[0].uplink.ask
+        await until(lambda: holds(front, "v2"))  # else a load is under way
 
         async def loaded_and_lost(*asked: object) -> None:
             await ask(*asked)  # type: ignore[arg-type]
