@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from model.config import ModelConfig
 
 Ids = NDArray[np.uint64]
-Integers = NDArray[np.int64]
-Floats = NDArray[np.float32]
+Int64s = NDArray[np.int64]
+Float32s = NDArray[np.float32]
 FEW = 64  # numbers that Python compares sooner than numpy begins
 
 
@@ -32,9 +32,9 @@ class Context:
     user_id: int
     post_ids: Ids
     author_ids: Ids
-    actions: Floats
-    surfaces: Integers
-    dwell_seconds: Floats
+    actions: Float32s
+    surfaces: Int64s
+    dwell_seconds: Float32s
     is_kept: bool = True
     dropped: int = 0
 
@@ -66,7 +66,7 @@ class Context:
         older = max(0, len(self) - length)
         return self.rows(slice(older, None), self.dropped + older)
 
-    def rows(self, rows: slice | Integers, dropped: int = 0) -> Context:
+    def rows(self, rows: slice | Int64s, dropped: int = 0) -> Context:
         """The same user with these items, in this order."""
         return Context(
             self.user_id,
@@ -109,8 +109,8 @@ class Candidates:
 
     post_ids: Ids
     author_ids: Ids
-    surfaces: Integers
-    age_buckets: Integers
+    surfaces: Int64s
+    age_buckets: Int64s
     first_slot: int = 0
 
     def __post_init__(self) -> None:
@@ -136,7 +136,7 @@ class Candidates:
         if not 0 <= self.first_slot < 2**31:
             raise ValueError("candidates beyond the model's slots")
 
-    def rows(self, places: Integers) -> Candidates:
+    def rows(self, places: Int64s) -> Candidates:
         """The candidates at these places, as a new list. Their original slots are lost."""
         return Candidates(
             self.post_ids[places], self.author_ids[places], self.surfaces[places], self.age_buckets[places]
@@ -157,15 +157,15 @@ class Scores:
     Z is 0 for a checkpoint without a continuous head. `finite`: an engine has already checked that every number is finite.
     """
 
-    logits: Floats
-    probabilities: Floats
-    continuous: Floats
+    logits: Float32s
+    probabilities: Float32s
+    continuous: Float32s
     finite: bool = field(default=False, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.logits)
 
-    def rows(self, places: slice | Integers) -> Scores:
+    def rows(self, places: slice | Int64s) -> Scores:
         """The scores of some candidates."""
         return Scores(self.logits[places], self.probabilities[places], self.continuous[places])
 
@@ -185,7 +185,7 @@ class Scores:
         )
 
 
-def _are_rows(values: Integers, count: int) -> bool:
+def _are_rows(values: Int64s, count: int) -> bool:
     """Whether each is a row of a table with `count` rows. Read as unsigned, a negative number is large: one comparison is enough."""
     unsigned = values.view(np.uint64)
     if len(unsigned) > FEW:
@@ -193,11 +193,11 @@ def _are_rows(values: Integers, count: int) -> bool:
     return max(unsigned.tolist(), default=0) < count
 
 
-def age_bucket(impression_ts: int | Integers, created_at: Integers, config: ModelConfig) -> Integers:
+def age_bucket(impression_ts: int | Int64s, created_at: Int64s, config: ModelConfig) -> Int64s:
     """Row of the post-age table for posts created at the given Unix seconds. `impression_ts` is one time for all posts or one for each.
     The row is 0 where a time is 0 or the age is negative."""
     seconds = impression_ts - created_at
-    buckets: Integers = seconds // (60 * config.post_age_granularity_minutes) + 1
+    buckets: Int64s = seconds // (60 * config.post_age_granularity_minutes) + 1
     np.minimum(buckets, config.post_age_buckets - 1, out=buckets)
     buckets *= (seconds >= 0) & (created_at != 0) & (impression_ts != 0)
     return buckets

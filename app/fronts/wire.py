@@ -32,7 +32,7 @@ from app.interface import (
 )
 from app.telemetry.sums import Family
 from model.engine import EngineError, EngineInfo
-from model.inputs import Floats, Ids, Integers
+from model.inputs import Float32s, Ids, Int64s
 from weights.corpus.manifest import CorpusManifest
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 from weights.format.manifest import Manifest
@@ -218,7 +218,7 @@ _QUESTIONS = (Hello, Cancel, Left, Counts, Refused, *(method.question for method
 _ANSWERS = (Serve, State, Flush, Failed, *(method.answer for method in METHODS.values()))
 
 
-_DTYPES: dict[Any, np.dtype[Any]] = {kind: np.dtype(get_args(get_args(kind)[1])[0]) for kind in (Ids, Integers, Floats)}
+_DTYPES: dict[Any, np.dtype[Any]] = {kind: np.dtype(get_args(get_args(kind)[1])[0]) for kind in (Ids, Int64s, Float32s)}
 
 
 def _read(kind: Any, value: Any) -> Any:

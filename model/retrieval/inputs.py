@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from model.config import ModelConfig
-from model.inputs import Context, Floats, Ids, Integers
+from model.inputs import Context, Float32s, Ids, Int64s
 
 NO_IDS = np.empty(0, np.uint64)
 AT_LEAST = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?", re.ASCII)
@@ -84,9 +84,9 @@ class NewPosts:
 
     post_ids: Ids
     author_ids: Ids
-    created_at: Integers
+    created_at: Int64s
     topics: list[str | None]
-    vectors: Floats
+    vectors: Float32s
     texts: list[tuple[str, str]] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -118,7 +118,7 @@ class PostRows:
 
     post_ids: Ids
     author_ids: Ids
-    created_at: Integers
+    created_at: Int64s
     topics: list[str | None]
     texts: list[tuple[str, str]] = field(default_factory=list)
 
@@ -194,8 +194,8 @@ class Retrieved:
 
     post_ids: Ids
     author_ids: Ids
-    scores: Floats
-    created_at: Integers
+    scores: Float32s
+    created_at: Int64s
     topics: list[str | None]
     visible: int
     scored: int
