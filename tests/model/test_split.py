@@ -92,6 +92,19 @@ def test_closing_lets_go_of_everything() -> None:
     assert engine.cache_stats().bytes == 0
 
 
+def test_an_engine_is_closed_on_a_device_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost() -> None:
+        asked.append(True)
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    asked: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lost)
+    engine = make_engine()
+    engine._device = torch.device("cuda")
+    engine.close()
+    assert asked
+
+
 def test_what_lay_in_memory_before_is_in_no_score() -> None:
     engine = make_engine()
     asked = [item(engine, history, 9, history) for history in (0, 20, 37)]

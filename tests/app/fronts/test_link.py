@@ -94,8 +94,10 @@ async def test_nonsense_ends_the_link_and_what_came_before_was_taken(nonsense: b
         end.link.send(CANCEL)  # and nothing is said
 
 
-async def test_frames_of_one_turn_of_the_loop_are_written_together() -> None:
+async def test_frames_of_one_turn_of_the_loop_are_written_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless they are long, or the link is closed before the turn ends."""
+    many = 10
+    monkeypatch.setattr(link, "JOINED_BYTES", many * len(encode(CANCEL)))
     async with joined() as (end, peer):
         for frame in (HELLO, CANCEL):
             end.link.send(frame)
@@ -103,10 +105,13 @@ async def test_frames_of_one_turn_of_the_loop_are_written_together() -> None:
             peer.recv(1)
         await asyncio.sleep(0)
         assert peer.recv(1000) == encode(HELLO) + encode(CANCEL)
-        many = link.JOINED_BYTES // len(encode(CANCEL)) + 1
-        for _ in range(many):  # what one turn may hold back has a bound
+        for _ in range(2):  # what one turn may hold back has a bound
+            for _ in range(many):
+                end.link.send(CANCEL)
+            with pytest.raises(BlockingIOError):
+                peer.recv(1)
             end.link.send(CANCEL)
-        assert len(peer.recv(2 * link.JOINED_BYTES)) == many * len(encode(CANCEL))
+            assert len(peer.recv(2 * link.JOINED_BYTES)) == (many + 1) * len(encode(CANCEL))
         end.link.send(CANCEL)
         end.link.close()
         assert peer.recv(1000) == encode(CANCEL)

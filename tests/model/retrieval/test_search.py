@@ -177,6 +177,20 @@ def test_a_smaller_bound_misses_rows() -> None:
     assert not same(careless.search([Wish(query, 30)])[0], expected)
 
 
+def test_rows_and_a_query_without_rounding_errors_miss_no_row() -> None:
+    """Whole numbers of two scales: bounds are so narrow that a wrong offset of one scale's rows would drop the best of them."""
+    rng = np.random.default_rng(4)
+    vectors = rng.integers(-127, 128, (3000, 64)).astype(np.float32)
+    vectors[:, 0] = 127
+    vectors[::20] *= 2
+    wish = Wish(np.ones(64, np.float32), 50)
+    expected = TorchIndex(vectors, exhaustive=True).search([wish])[0]
+    assert 10 < sum(row % 20 == 0 for row in expected.rows) < 50, "the best are of both scales"
+    found = NativeIndex(vectors).search([wish])[0]
+    assert same(found, expected)
+    assert found.scored < 60
+
+
 @pytest.mark.parametrize("make", [NativeIndex, TorchIndex])
 def test_equal_scores_go_by_row(make: Callable[[Rows], Index]) -> None:
     rows = np.repeat(np.eye(3, 16, dtype=np.float32), 40, axis=0)[np.random.default_rng(1).permutation(120)]
