@@ -99,22 +99,37 @@ async def test_frames_of_one_turn_of_the_loop_are_written_together(monkeypatch: 
     many = 10
     monkeypatch.setattr(link, "JOINED_BYTES", many * len(encode(CANCEL)))
     async with joined() as (end, peer):
-        for frame in (HELLO, CANCEL):
-            end.link.send(frame)
-        with pytest.raises(BlockingIOError):
-            peer.recv(1)
-        await asyncio.sleep(0)
-        assert peer.recv(1000) == encode(HELLO) + encode(CANCEL)
         for _ in range(2):  # what one turn may hold back has a bound
             for _ in range(many):
                 end.link.send(CANCEL)
             with pytest.raises(BlockingIOError):
                 peer.recv(1)
             end.link.send(CANCEL)
-            assert len(peer.recv(2 * link.JOINED_BYTES)) == (many + 1) * len(encode(CANCEL))
+            assert peer.recv(1000) == encode(CANCEL) * (many + 1)
+        for frames in ((HELLO, CANCEL), (CANCEL,)):
+            for frame in frames:
+                end.link.send(frame)
+            with pytest.raises(BlockingIOError):
+                peer.recv(1)
+            await asyncio.sleep(0)
+            assert peer.recv(1000) == b"".join(map(encode, frames))
         end.link.send(CANCEL)
         end.link.close()
         assert peer.recv(1000) == encode(CANCEL)
+        await until(lambda: end.lost == 1)
+        assert peer.recv(1) == b"", "the socket is closed"
+
+
+async def test_frames_of_a_link_that_is_lost_in_the_same_turn_are_dropped() -> None:
+    failed: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: failed.append(context))
+    async with joined() as (end, _):
+        end.link.send(CANCEL)
+        end.link._end("planted")
+        end.link.send(CANCEL)
+        await until(lambda: end.lost == 1)
+        assert (end.link._unwritten, end.link._unwritten_bytes) == ([], 0)
+    assert failed == []
 
 
 async def test_a_beginning_of_a_frame_holds_no_more_than_came() -> None:
@@ -158,14 +173,16 @@ async def test_another_user_gets_no_link(user: int) -> None:
             finally:
                 os.seteuid(0)
             peer.setblocking(False)
-            await loop.sock_sendall(peer, encode(HELLO))
-            if user:
-                with contextlib.suppress(ConnectionResetError):
-                    assert await loop.sock_recv(peer, 1) == b""
-                assert (end.made, end.taken, end.lost) == (0, [], 0)
-            else:  # the negative control: the same caller as ourselves
-                await until(lambda: end.taken == [HELLO])
-                end.link.close()
+            with structlog.testing.capture_logs() as lines:
+                await loop.sock_sendall(peer, encode(HELLO))
+                if user:
+                    with contextlib.suppress(ConnectionResetError):
+                        assert await loop.sock_recv(peer, 1) == b""
+                    assert (end.made, end.taken, end.lost) == (0, [], 0)
+                    assert lines == [{"event": "stranger", "user": user, "log_level": "error"}]
+                else:  # the negative control: the same caller as ourselves
+                    await until(lambda: end.taken == [HELLO])
+                    end.link.close()
         server.close()
 
 
