@@ -15,11 +15,25 @@ import pytest
 from app.errors import Overloaded
 from app.fronts import wire
 from app.fronts.wire import METHODS, encode, from_engine, from_front
-from app.interface import CheckpointNotFound, Found, Ranked, Reloads, Retrieval, Service
+from app.interface import (
+    CheckpointNotFound,
+    Found,
+    Health,
+    Ranked,
+    Reloads,
+    Retrieval,
+    ServedModel,
+    ServedRetrieval,
+    Service,
+)
+from loadtest.machine import DEMO
 from loadtest.soak import fake_engine
+from model.engine import EngineInfo
 from model.inputs import FEW, Candidates, Context, Scores
 from model.retrieval.inputs import Filters, Mark, PostChange, PostRows, Query, Retrieved
+from weights.corpus.manifest import CorpusManifest
 from weights.errors import StorageFull
+from weights.format.manifest import Manifest
 
 ACTIONS = 3
 CONFIG = replace(fake_engine.CONFIG, history_length=63)
@@ -196,6 +210,34 @@ def test_a_message_can_be_written_without_us() -> None:
         from_front.decode(b"\x92\xa6cancek\x07")
     body = b"\x92\xa6cancel\x07"
     assert encode(from_front.decode(body)) == struct.pack("<I", len(body)) + body
+
+
+@pytest.mark.parametrize("deadline", [0.0, -0.5, float("nan")])
+@pytest.mark.parametrize("number", [0, -1])
+def test_numbers_and_deadlines_are_not_negative(number: int, deadline: float) -> None:
+    sent = encode(METHODS["attention"].question(number, 1, *inputs(1, 1), deadline))[4:]
+    if (number, deadline) == (0, 0.0):
+        assert from_front.decode(sent).id == 0
+    else:
+        with pytest.raises(msgspec.ValidationError, match=">= 0"):
+            from_front.decode(sent)
+
+
+def test_what_serves_arrives_as_it_was_sent() -> None:
+    """And a state of which only the health is known offers nothing."""
+    manifest, corpus = (
+        kind.from_json((DEMO.with_name(name) / "manifest.json").read_bytes())
+        for kind, name in ((Manifest, "demo-towers"), (CorpusManifest, "demo-posts"))
+    )
+    for served in (
+        ServedRetrieval(manifest, corpus, 3, 2, {"a": 1}),
+        ServedModel(manifest, EngineInfo("cpu", "float32", "native", "shared", {"a": 1})),
+    ):
+        came = from_engine.decode(encode(wire.Serve.of(7, served))[4:])
+        assert (came.number, flat(came.served())) == (7, flat(served))
+    unknown = wire.State(Health(False, False, False, False, "why"))
+    assert (unknown.model, unknown.corpus, unknown.second, unknown.answers) == (0, 0, 0, False)
+    assert (unknown.closed, unknown.retry_after_seconds) == ("", 0.0)
 
 
 def test_a_message_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
