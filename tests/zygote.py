@@ -25,6 +25,8 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from multiprocessing import forkserver, get_context
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -143,6 +145,15 @@ zygote = Zygote()
 def can_be_forked(command: Sequence[str]) -> bool:
     """Whether it is a Python that runs one of our modules, or a text."""
     return command[0] == sys.executable and (command[1] == "-c" or (command[1] == "-m" and command[2] in MODULES))
+
+
+def forked(*modules: str) -> ForkServerContext:
+    """Where processes are forked from one that has imported `modules`, begun anew if the one that runs has imported others."""
+    context, server = get_context("forkserver"), forkserver._forkserver  # type: ignore[attr-defined]
+    if server._preload_modules != list(modules):
+        server._stop()
+        context.set_forkserver_preload(list(modules))
+    return context
 
 
 def keep(output: int, errors: int, telling: int) -> None:

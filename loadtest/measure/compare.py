@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 from loadtest.generate.samples import Samples
 from loadtest.machine import ROOT, commit, machine
@@ -83,12 +82,16 @@ def report(comparison: Mapping[str, Any]) -> str:
 
 def paired_p(differences: Floats) -> float:
     """Two-sided p-value for paired differences `[n]` centred on 0, from a sign-flip test. At least 2 / 2^n."""
+    from scipy import stats  # a second to import
+
     found = stats.permutation_test((differences,), np.mean, permutation_type="samples", n_resamples=DRAWS, rng=1)
     return float(found.pvalue)
 
 
 def bootstrap_interval(values: Floats) -> tuple[float, float]:
     """95 % percentile bootstrap interval of the mean."""
+    from scipy import stats
+
     found = stats.bootstrap((values,), np.mean, method="percentile", rng=1).confidence_interval
     return float(found.low), float(found.high)
 

@@ -22,7 +22,7 @@ MARK = "zq9marker"
 JSON = {"content-type": "application/json"}
 POST: dict[str, Any] = {"post_id": 1, "author_id": 2}
 INFER = "/v2/models/fake/infer"
-BOMB = gzip.compress(bytes(50_000_000))
+BOMB = gzip.compress(bytes(10_000_000))
 TENSORS = inference_of(good(), ACTIONS).body(binary=False)[0]
 LIMITS = bounded(Limits(max_body_bytes=50_000, max_candidates=100, max_history=200), max_batch_requests=3)
 

@@ -10,7 +10,6 @@ import sys
 import tarfile
 import time
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from model.split.engine import SplitEngine
 from model.split.kernels.portable import PortableKernels
 from model.synthetic import random_ranker, random_request
 from model.tolerances import PARITY
-from tests.zygote import zygote
+from tests.zygote import forked, zygote
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = Card(torch.device("cpu"), tiny=True)
@@ -233,9 +232,8 @@ def test_the_compiled_kernels_are_packed_beside_the_summary(tmp_path: Path, monk
 def test_a_warm_start_reads_what_a_cold_one_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    forked = get_context("forkserver")  # two starts import what one does
-    forked.set_forkserver_preload([phases.__name__, "model.split.kernels.build"])
-    monkeypatch.setattr(phases, "get_context", lambda _: forked)
+    context = forked(phases.__name__, "model.split.kernels.build")  # two starts import what one does
+    monkeypatch.setattr(phases, "get_context", lambda _: context)
     code, (cold, warm) = phase("starts", tmp_path)
     assert code == 0
     assert cold["binaries"] == warm["binaries"] > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.zygote import forked
 from weights.training import run
 from weights.training.processes import joined
 
@@ -21,15 +21,14 @@ PATIENCE_SECONDS = 100
 def on_ranks(
     size: int, work: Callable[..., None], place: Path, *arguments: Any, anew: bool = False
 ) -> list[int | None]:
-    """Exit codes of `work(Processes, *arguments)` by rank: 0 done, 1 raised, −9 killed. `anew`: in processes that have imported nothing.
+    """Exit codes of `work(Processes, *arguments)` by rank: 0 done, 1 raised, −9 killed.
 
     `place` is a new directory to meet in; what a rank raised is written to `error-RANK` there, and to
-    `threads-RANK` the names of those that run when it has left the others.
+    `threads-RANK` the names of those that run when it has left the others. `anew`: an optimizer imports what it needs.
     """
     place.mkdir()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn" if anew else "forkserver")
-    context.set_forkserver_preload([__name__, work.__module__, "torch._dynamo"])
+    context = forked(__name__, work.__module__, *(() if anew else ("torch._dynamo",)))
     started = [
         context.Process(target=_rank, args=(rank, size, store.port, place, work, arguments)) for rank in range(size)
     ]

@@ -14,15 +14,13 @@ import torch
 pytest.importorskip("pyarrow")
 pytest.importorskip("matplotlib")
 
-from sklearn.metrics import ndcg_score
-
 from model.ranker import Ranker
 from tests.weights.training.small_run import WORLD, small_config
 from tests.weights.training.unchanged import assert_unchanged
 from weights.training import initial
 from weights.training.demo import facts_of
 from weights.training.evaluate import metrics
-from weights.training.evaluate.evaluation import AFFINITY, MODEL, OPTIMUM, POPULARITY, evaluate
+from weights.training.evaluate.evaluation import AFFINITY, MODEL, OPTIMUM, POPULARITY, Evaluation, evaluate
 from weights.training.evaluate.predict import ABLATIONS, affinity, popularity, predict
 from weights.training.evaluate.report import figures, write_report
 from weights.training.examples import Examples
@@ -61,9 +59,22 @@ def test_calibrated_predictions_have_a_small_error_and_shifted_ones_the_shift() 
 def test_auc_is_nan_where_it_has_no_meaning() -> None:
     assert np.isnan(metrics.auc(np.zeros(3, bool), np.arange(3.0)))
     assert metrics.auc(np.array([False, True]), np.array([0.0, 1.0])) == 1
+    with pytest.raises(ValueError, match="not a number"):
+        metrics.auc(np.array([False, True]), np.array([0.0, np.nan]))
+
+
+def test_auc_is_that_of_an_independent_implementation_with_ties_and_without() -> None:
+    from sklearn.metrics import roc_auc_score
+
+    rng = np.random.default_rng(3)
+    happened, score = rng.random(400) < 0.3, rng.random(400).astype(np.float32)
+    for each in (score, score.round(1), score.round(), np.zeros(400)):
+        assert metrics.auc(happened, each) == pytest.approx(roc_auc_score(happened, each), abs=1e-12)
 
 
 def test_ndcg_is_that_of_an_independent_implementation_whatever_the_order_of_rows() -> None:
+    from sklearn.metrics import ndcg_score
+
     rng = np.random.default_rng(2)
     request = np.repeat(np.arange(50), 8)
     score, gain = rng.random(400), rng.integers(0, 3, 400) / 8
@@ -123,7 +134,9 @@ def flat(figures: object, name: str = "") -> dict[str, float]:
     return {}
 
 
-def test_a_report_holds_every_figure(world: World, ranker: Ranker, tmp_path: Path) -> None:
+def test_a_report_holds_every_figure(
+    world: World, ranker: Ranker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     evaluation = evaluate(
         ranker, world.log, WORLD.test_ts, {"favorite": 1.0, "report": -20.0}, facts_of(world), ablation_requests=30
     )
@@ -140,6 +153,8 @@ def test_a_report_holds_every_figure(world: World, ranker: Ranker, tmp_path: Pat
     }
     kept |= {"ndcg": {name: told["ndcg"][name] for name in (OPTIMUM, POPULARITY, AFFINITY)}}
     assert_unchanged("evaluation", flat(kept))
+    few = evaluation.frequent[:6]  # a curve each, in two rows: they take long to draw
+    monkeypatch.setattr(Evaluation, "frequent", few)
     write_report(evaluation, tmp_path, "Title", "command")
     page = (tmp_path / "report.md").read_text()
     for name in (*world.log.action_names, *evaluation.ablations, "command"):

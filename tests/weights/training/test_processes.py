@@ -152,15 +152,6 @@ def test_two_processes_train_as_one_does(world: World, undisturbed: Path, tmp_pa
     assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
 
 
-def test_processes_that_hold_different_weights_are_stopped_at_the_next_evaluation(world: World, tmp_path: Path) -> None:
-    codes = on_ranks(2, a_run, tmp_path / "ranks", world.log, RUN, tmp_path / "state", False, "silent", anew=True)
-    assert codes == [1, 1]
-    assert "differ in weights at step 8" in (tmp_path / "ranks" / "error-1").read_text()
-    # a thread of the group that is left may wait for the interpreter's lock while its end is waited for
-    for rank in range(2):
-        assert "gloo" not in (tmp_path / "ranks" / f"threads-{rank}").read_text()
-
-
 @pytest.mark.parametrize("fault", ["rank 1 at step 13", "rank 0 while it saves"])
 def test_a_run_whose_process_is_killed_resumes_to_the_same_bits(
     fault: str, world: World, undisturbed: Path, tmp_path: Path
@@ -225,3 +216,12 @@ def test_processes_that_cannot_share_a_batch_and_cards_that_are_not_there_are_re
     if not torch.cuda.is_available():
         with pytest.raises(ProcessesError, match="needs a card"), joined("cuda"):
             pass
+
+
+def test_processes_that_hold_different_weights_are_stopped_at_the_next_evaluation(world: World, tmp_path: Path) -> None:
+    codes = on_ranks(2, a_run, tmp_path / "ranks", world.log, RUN, tmp_path / "state", False, "silent", anew=True)
+    assert codes == [1, 1]
+    assert "differ in weights at step 8" in (tmp_path / "ranks" / "error-1").read_text()
+    # a thread of the group that is left may wait for the interpreter's lock while its end is waited for
+    for rank in range(2):
+        assert "gloo" not in (tmp_path / "ranks" / f"threads-{rank}").read_text()

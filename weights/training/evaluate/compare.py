@@ -14,9 +14,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import spearmanr
 
-from weights.agreement import TOP, Floats, agreement, pearson, score_weights
+from weights.agreement import TOP, Floats, agreement, pearson, ranks, score_weights
 from weights.checkpoint import Checkpoint
 from weights.format.manifest import Manifest
 from weights.report import BLUE, html_image, html_page, html_table, plain, png, write_figures
@@ -108,7 +107,7 @@ def compare(
         requests=len(requests),
         impressions=len(rows),
         pearson=pearson(*scores),
-        spearman=float(spearmanr(*scores).statistic),
+        spearman=pearson(*map(ranks, scores)),
         correlation=float(np.nanmean([each.correlation for each in alike.values()])),
         kendall=float(np.mean([each.kendall for each in alike.values()])),
         overlap={

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.metrics import roc_auc_score
+
+from weights.agreement import ranks
 
 Array = NDArray[np.floating]
 Flags = NDArray[np.bool_]
@@ -25,10 +26,17 @@ class Reliability:
 
 
 def auc(happened: Flags, score: Array) -> float:
-    """The chance that a positive outranks a negative, ties counting half; NaN without positives or without negatives."""
+    """The chance that a positive outranks a negative, ties counting half; NaN without positives or without negatives.
+
+    Raises ValueError for a score that is NaN.
+    """
     if happened.all() or not happened.any():
         return float("nan")
-    return float(roc_auc_score(happened, score))
+    if np.isnan(score).any():
+        raise ValueError("a score is not a number")
+    positives = np.count_nonzero(happened)
+    outranked = ranks(score)[happened].sum() - positives * (positives + 1) / 2
+    return float(outranked / (positives * (len(happened) - positives)))
 
 
 def mean(figures: Iterable[float]) -> float:
