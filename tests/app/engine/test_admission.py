@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from app.engine import admission as rules
@@ -247,7 +247,6 @@ def test_the_table_of_rules_names_the_settings_and_their_defaults() -> None:
         assert str(getattr(getattr(Settings(), group), name)) == default, name
 
 
-@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.integers(1, 500), st.integers(0, 200), st.sampled_from([None, "a", "b"]), st.booleans()),
