@@ -166,7 +166,7 @@ def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 
 config = random_config()
-engine = SplitEngine(random_ranker(config), capacity=64, cache_bytes=32 * 2**20)
+engine = SplitEngine(random_ranker(config), capacity=64, cache_bytes=16 * 2**20)
 context = replace(random_context(config, 0), user_id=0)
 before = resident()
 fill(engine._cache, lambda: engine._allocate(context, None), lambda state: state.nbytes, ())

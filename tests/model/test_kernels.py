@@ -54,6 +54,8 @@ order_module = pytest.importorskip("model.split.kernels.order")
 
 interpret_quickly()
 CAPACITY = 256
+REQUESTS = ((9, 0, 65), (0, 0, 1), (7, 3, 2))  # history, of it known, candidates: one more than a tile
+FEW = ((9, 0, 5), *REQUESTS[1:])
 
 
 @pytest.mark.parametrize("history", [9, 300])
@@ -97,9 +99,7 @@ class Bench:
         return slice(self.step.rows if isinstance(self.kernels, PortableKernels) else used, None)
 
 
-def make_bench(
-    kind: str, dtype: torch.dtype = torch.float32, requests: Any = ((9, 0, 65), (0, 0, 1), (7, 3, 2)), **overrides: Any
-) -> Bench:
+def make_bench(kind: str, dtype: torch.dtype = torch.float32, requests: Any = REQUESTS, **overrides: Any) -> Bench:
     config = random_config(width=40, layers=2, history_length=max(history for history, *_ in requests), **overrides)
     ranker = random_ranker(config)
     weights = split_weights(ranker, torch.device("cpu"), dtype)
@@ -438,15 +438,15 @@ FP32, BF16 = torch.float32, torch.bfloat16
 @pytest.mark.parametrize(
     ("dtype", "table_dtype", "variant"),
     [
-        (FP32, FP32, "may"), (BF16, BF16, "may"), (FP32, BF16, "january"), (BF16, FP32, "january"), (BF16, BF16, "may, numbered"),
+        (FP32, FP32, "may, in tiles"), (BF16, BF16, "may"), (FP32, BF16, "january"), (BF16, FP32, "january"),
+        (BF16, BF16, "may, in tiles, numbered"),
     ],
 )  # fmt: skip
 def test_tokens_equal_the_rankers(kind: str, dtype: torch.dtype, table_dtype: torch.dtype, variant: str) -> None:
     may = variant != "january"
     scale = 1.0 if may else 5.5
-    bench = make_bench(
-        kind, dtype, has_dwell=may, has_post_age=may, continuous_actions=3 if may else 0, input_scale=scale
-    )
+    features = {"has_dwell": may, "has_post_age": may, "continuous_actions": 3 if may else 0, "input_scale": scale}
+    bench = make_bench(kind, dtype, REQUESTS if "in tiles" in variant else FEW, **features)
     ranker = bench.ranker
     ranker.tables.to(table_dtype)
     tables = Tables(ranker.tables.user.detach(), ranker.tables.post.detach(), ranker.tables.author.detach())
@@ -477,7 +477,7 @@ def test_tokens_equal_the_rankers(kind: str, dtype: torch.dtype, table_dtype: to
 def test_ids_are_hashed_as_the_published_pipeline_hashes_them() -> None:
     """Every embedding of ids of all sizes, above 2^63 too: its own row, or one of another value would be found."""
     odd = HashSpec((-3, 2**62 + 1), (2**63 - 1, -7), 2**61 - 1, 40)
-    bench = make_bench("fused", post_hashes=odd, author_hashes=odd, user_hashes=odd)
+    bench = make_bench("fused", FP32, FEW, post_hashes=odd, author_hashes=odd, user_hashes=odd)
     ids = bench.step.host.ids
     ids[0] = (2**64 - 1, 2**63)
     ids[1] = (1, 0)
@@ -592,8 +592,7 @@ def test_a_kernel_overlaps_the_one_before_only_where_devices_can(capability: int
 @pytest.mark.parametrize("name", ["multiply", "gate_value", "qkv", "embed"])
 def test_what_is_fetched_ahead_is_what_is_read_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into the cache, of a weight, a line of 128 bytes each, before a kernel waits for the one before it."""
-    few = ((9, 0, 5), (0, 0, 1))
-    bench = make_bench("fused", BF16, few, query_heads=3, kv_heads=1, head_width=24, widening=5.0)
+    bench = make_bench("fused", BF16, FEW[:2], query_heads=3, kv_heads=1, head_width=24, widening=5.0)
     weights = split_weights(bench.ranker, torch.device("cpu"), BF16, BF16)
     watched, layer, ahead, waits, before = Watched(bench.rooms), weights.layers[0], {}, [], int(name == "embed")
     kernels = fused.FusedKernels(bench.config, weights, BF16, watched, capability=90)

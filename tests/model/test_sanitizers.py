@@ -19,7 +19,7 @@ from model.native.engine import NativeEngine
 from model.native.kernel import Kernel
 from model.presets import with_preset
 from model.synthetic import random_ranker
-from tests.sanitized import AS_IT_IS, ROOT, Plant, run_each, run_sanitized
+from tests.sanitized import AS_IT_IS, ROOT, Plant, run_sanitized
 
 SOURCE = ROOT / "model/native/kernel.cpp"
 COMPOSITIONS = 5
@@ -69,7 +69,7 @@ class Aside:
         return self._engine.finish()
 
 
-def compose(library: Path) -> int:
+def differing_in_all(library: Path) -> int:
     """Candidates whose bits differ from those alone, over random compositions in both dtypes with three threads and a fourth aside."""
     kernel, config = Kernel(library), small_config(history_length=max(GROWTH))
     probe, kernel.probe = kernel.probe, lambda: {"float32": 1.0, "bfloat16": 1.0}  # type: ignore[method-assign]
@@ -105,7 +105,3 @@ def test_a_race_is_seen(ended: Ended, plant: str) -> None:
     code, told = ended("thread", plant)
     assert code == 66
     assert "data race" in told
-
-
-if __name__ == "__main__":
-    run_each(compose)

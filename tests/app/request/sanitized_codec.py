@@ -17,7 +17,6 @@ from app.request.validate import Request
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
 from model.inputs import Candidates, Context
-from tests.sanitized import run_each
 from weights.format.manifest import Manifest
 
 SEEN = (
@@ -84,7 +83,3 @@ def differing_in_all(library: Path) -> int:
     """In the cases that lie beside the library."""
     many = pickle.loads(library.with_name(CASES).read_bytes())  # noqa: S301  # which the test has written
     return sum(differing(library, cases) for cases in many)
-
-
-if __name__ == "__main__":
-    run_each(differing_in_all)

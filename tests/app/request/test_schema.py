@@ -25,8 +25,14 @@ schema = types.ModuleType("app.request.schema")
 sys.modules["app.request.schema"] = schema
 exec(Path(sys.argv[1]).read_text(), schema.__dict__)
 
-import orjson, pytest
 from msgspec.json import schema_components
+
+_, published = schema_components([schema.RankRequest], ref_template="{name}")
+for model, kind in ("Candidate", "integer"), ("CandidateColumns", "array"):
+    about = published[model]["properties"]["length"]
+    assert (about["type"], about["description"][-22:]) == (kind, "Seconds that it lasts.")
+
+import orjson, pytest
 from app.errors import InvalidRequest
 from app.request import inference, protobuf, tensors
 from app.request.codec import Codec, load_library
@@ -35,11 +41,6 @@ from app.settings import Limits
 from dataclasses import replace
 from tests.app.fakes import FakeEngine, loaded
 from tests.app.serving import VOCABULARY
-
-_, published = schema_components([schema.RankRequest], ref_template="{name}")
-for model, kind in ("Candidate", "integer"), ("CandidateColumns", "array"):
-    about = published[model]["properties"]["length"]
-    assert (about["type"], about["description"][-22:]) == (kind, "Seconds that it lasts.")
 
 manifest, limits = loaded(FakeEngine()).checkpoint.manifest, Limits()
 words = replace(VOCABULARY, codec=Codec(load_library(), manifest, VOCABULARY, limits))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
+import mmap
+import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +38,25 @@ ROWS = np.ones((6, 4), np.float32)
 def test_vectors_that_the_kernel_would_misread_are_refused(vectors: Any) -> None:
     with pytest.raises(ValueError, match="C-ordered float32"):
         NativeIndex(vectors, threads=1)
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_nothing_beyond_the_last_row_is_read(beyond: int) -> None:
+    """It would end the process: nobody may read the page behind the rows. The control has one row more than there is."""
+    pages, count = mmap.mmap(-1, 2 * mmap.PAGESIZE), 7
+    place = ctypes.addressof(ctypes.c_char.from_buffer(pages, mmap.PAGESIZE))
+    rows = np.frombuffer(pages, np.float32, count * 20, mmap.PAGESIZE - 4 * count * 20).reshape(count, 20)
+    rows[:] = unit(np.random.default_rng(5).standard_normal(rows.shape, np.float32))
+    if not (child := os.fork()):
+        try:
+            faulthandler.disable()
+            assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(place), mmap.PAGESIZE, 0) == 0
+            asked = np.lib.stride_tricks.as_strided(rows, (count + beyond, 20))
+            found = NativeIndex(asked, threads=1).search([Wish(rows[2].copy(), 3)])
+            os._exit(int(found[0].rows[0] != 2))
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV * beyond
 
 
 def test_queries_that_are_copied_live_as_long_as_the_search() -> None:
