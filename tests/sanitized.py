@@ -97,7 +97,7 @@ def run_each(module: str, library: Path, plants: int) -> None:
     gc.disable()
     sys.modules["torch._meta_registrations"] = ModuleType("left out")
     differing = import_module(module).differing_in_all
-    if torch := sys.modules.get("torch"):
+    if hasattr(torch := sys.modules.get("torch"), "_opaque_base"):  # not before torch 2.12
         torch._C._set_generator_metaclass(torch._opaque_base.OpaqueBaseMeta)  # as what was left out does
     for number in range(1 + plants):
         if not (child := os.fork()):
