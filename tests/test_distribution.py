@@ -27,6 +27,7 @@ import pytest
 from loadtest.servers.launch import ranking_server
 from model.native.build import LEVELS, PREBUILT, source_digest
 from tests.e2e.process import DEMO, ROOT
+from tests.zygote import zygote
 
 PACKAGES = ("app", "model", "weights")
 TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -35,8 +36,8 @@ DATA = {".cpp", ".h", ".html", ".css", ".js", ".svg", ".typed"}
 DEMO_DATA = re.compile(r"weights/(demo/[^/]+\.(json|safetensors)|demo-(posts|towers)/[^/]+)")
 BUILDER = runpy.run_path(str(ROOT / ".ci/wheel"))
 DIST_INFO = "phoenix_ranking_server-0.1.0.dist-info"
-QUICKLY = (  # kernels are compiled in two thirds of the time; `make wheel` tests what is released
-    "import runpy, sys, model.native.build as build; build.FLAGS += ('-O1',); del sys.argv[0]; "
+QUICKLY = (  # kernels are compiled in half of the time; `make wheel` tests what is released
+    "import runpy, sys, model.native.build as build; build.FLAGS += ('-O0',); del sys.argv[0]; "
     "runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 MOST_BYTES = 11_000_000
@@ -75,8 +76,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the kernels are compiled with Debian's g++")
     out = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-c", QUICKLY, str(ROOT / ".ci/wheel"), str(out), platform.machine()]
-    environment = {**os.environ, "REPOSITORY": REPOSITORY}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    done = zygote.run(command, timeout=400, REPOSITORY=REPOSITORY)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 

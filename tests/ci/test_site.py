@@ -16,13 +16,17 @@ from tests.e2e.explorer import CHROMIUM, api, started
 from tests.zygote import zygote
 
 ROOT = Path(__file__).parents[2]
-SITE = ROOT / ".ci" / "site"
+# What a fork that has torch runs.
+FORKED = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+def build(root: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    return zygote.run([sys.executable, "-c", FORKED, str(root / ".ci" / "site"), str(out)], timeout=300)
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("site")
-    done = subprocess.run([sys.executable, str(SITE), str(out)], capture_output=True, text=True)
+    done = build(ROOT, out := tmp_path_factory.mktemp("site"))
     assert done.returncode == 0, done.stderr
     return out
 
@@ -59,10 +63,6 @@ def test_it_is_searched_and_shows_the_api_from_a_file(site: Path, browser: Any) 
     assert not [url for url in asked if url.startswith("http")]
 
 
-# What a fork that has torch runs.
-AGAIN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
-
-
 def test_a_link_to_nowhere_stops_it(tmp_path: Path) -> None:
     for entry in ROOT.iterdir():
         if entry.name != "docs":
@@ -71,7 +71,7 @@ def test_a_link_to_nowhere_stops_it(tmp_path: Path) -> None:
     page = tmp_path / "docs" / "explore.md"
     nowhere = ("nowhere.md", "api.md#no-such-part", "../app/nowhere.py")
     page.write_text(page.read_text() + "".join(f"\n[x]({link})\n" for link in nowhere))
-    done = zygote.run([sys.executable, "-c", AGAIN, str(tmp_path / ".ci" / "site"), str(tmp_path / "out")], timeout=300)
+    done = build(tmp_path, tmp_path / "out")
     assert done.returncode == 1
     for link in nowhere:
         [line] = [line for line in done.stderr.splitlines() if link.rpartition("/")[2] in line]

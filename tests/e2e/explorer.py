@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -33,6 +33,9 @@ AXE = {  # only violations are described, in a quarter of the time; letters besi
     "resultTypes": ["violations"],
     "checks": {"color-contrast": {"options": {"ignorePseudo": True, "ignoreUnicode": False}}},
 }
+# Rules whose answer width or colours change; and elements of which two show what all have.
+LOOKS = ["color-contrast", "link-in-text-block", "scrollable-region-focusable", "target-size"]
+ALIKE = ("#events li:nth-child(n+3)", "#candidates li:nth-child(n+3)")
 
 
 def started(playwright: Any) -> Any:
@@ -66,11 +69,12 @@ class Explorer:
             self.page.wait_for_selector("body[data-ranked]")
         return self
 
-    def faults(self) -> list[Json]:
-        """What axe finds wrong with the page as it is now."""
+    def faults(self, rules: list[str] | None = None, without: Sequence[str] = ALIKE) -> list[Json]:
+        """What axe finds wrong with the page as it is now, by all rules or some, without what is there many times."""
         if not self.page.evaluate("'axe' in window"):
             self.page.evaluate(axe.Axe().axe_script)
-        found: list[Json] = self.page.evaluate("options => axe.run(document, options)", AXE)["violations"]
+        asked = [{"exclude": list(without)}, AXE | ({"runOnly": rules} if rules else {})]
+        found: list[Json] = self.page.evaluate("asked => axe.run(...asked)", asked)["violations"]
         return found
 
     def of_the_request(self) -> Explorer:
@@ -90,12 +94,8 @@ class Explorer:
     def shown(self, side: int = 0) -> list[tuple[str, int, float]]:
         """Post, rank and score of each row, from the top."""
         self.page.locator(".list[data-drawn]").nth(side).wait_for()
-        rows = (
-            self.page.locator(".list")
-            .nth(side)
-            .locator("ol > li")
-            .evaluate_all("rows => rows.map(row => ({...row.dataset}))")
-        )
+        listed = self.page.locator(".list").nth(side).locator("ol > li")
+        rows = listed.evaluate_all("rows => rows.map(row => ({...row.dataset}))")
         return [(row["post"], int(row["rank"]), float(row["score"])) for row in rows]
 
     def sent(self) -> Json:
