@@ -13,7 +13,7 @@ import pytest
 import structlog
 
 from app.engine.loading import LoadedModel
-from app.errors import CorpusNotLoaded, DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded
+from app.errors import ContextUnknown, CorpusNotLoaded, DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded
 from app.fronts import host, remote, uplink, wire
 from app.fronts.front import FrontServer
 from app.fronts.remote import RemoteReloads
@@ -566,6 +566,31 @@ async def test_the_engine_process_looks_whether_it_is_open_to_this_key_but_not_f
                 await sent
             assert refused.value.retry_after_seconds == 3.0
             assert asked == ["feed"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+async def test_the_engine_process_admits_what_the_front_was_asked_for(again: bool, waits: bool) -> None:
+    """With the history or, as a handle, with none; and a request that it refuses leaves nothing with it."""
+    async with linked(FakeEngine()) as found:
+        [front], admit, told = found.fronts, found.service.admit, list[dict[str, Any]]()
+
+        def admits(model: Any, **asked: Any) -> Any:
+            told.append(asked)
+            return admit(model, **asked)
+
+        found.service.admit = admits  # type: ignore[method-assign]
+        deadline = front.clock() + 5.0
+        options = {"deadline": deadline, "key": "feed", "again": again, "waits": waits}
+        assert right((await begin(front, 1, **options)[1]).scores, 1)
+        context, posts = request(1)
+        place = front.admit(front.model, candidates=len(posts), history=0, **options)
+        ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        front.rank(place, "0" * 32, posts, ended.set_result)
+        assert isinstance(await ended, ContextUnknown)
+        assert told == [{"candidates": len(posts), "history": len(each), **options} for each in (context, ())]
+        [there] = found.host._fronts.values()
+        assert not there.tickets
 
 
 async def test_a_front_has_its_link_before_it_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
