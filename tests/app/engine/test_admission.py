@@ -40,6 +40,14 @@ def test_work_is_counted_and_not_requests() -> None:
     assert queue.refusal(job(101, 1)) is None
 
 
+def test_there_are_no_more_requests_than_the_queue_may_hold() -> None:
+    queue = admission(max_requests=2)
+    queue.add(job(1, 0))
+    assert queue.refusal(job(1, 0)) is None
+    queue.add(job(1, 0))
+    assert queue.refusal(job(1, 0)) is not None
+
+
 def test_an_idle_engine_takes_whatever_one_request_may_be() -> None:
     queue = admission(max_candidates=10, max_context_tokens=10)
     assert queue.refusal(job(2000, 1000)) is None
