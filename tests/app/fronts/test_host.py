@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from dataclasses import replace
 from typing import Any
@@ -13,10 +15,11 @@ import pytest
 from app.engine.admission import Refusal
 from app.errors import ServiceError
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED
-from app.fronts import host, wire
+from app.fronts import host, remote, wire
 from app.fronts.answers import keep
 from app.fronts.wire import Cancel, Counts, Hello, Left, encode
 from app.settings import Drain, Queue
+from app.telemetry.metrics import Metrics
 from loadtest.soak.fake_engine import FakeEngine
 from model.engine import EngineError
 from model.retrieval.inputs import Filters, Query
@@ -219,6 +222,34 @@ async def test_the_end_closes_every_link_and_says_whether_all_was_answered(
         if hangs:
             with pytest.raises(ServiceError):
                 await sent
+
+
+async def test_an_engine_process_that_ends_serves_whom_it_has_and_lets_nobody_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever came now would hold up its end, and be answered by nobody."""
+    async with linked(FakeEngine(), fronts=0) as found:
+        path, stop = found.path + "-served", found.host.stop
+        serving = asyncio.ensure_future(found.host.serve(path))
+        await until(lambda: os.path.exists(path))
+        front = remote.RemoteService(found.settings, path, 1, Metrics())
+        found.fronts.append(front)
+        front.start()
+        await until(lambda: front.health().ready)
+
+        async def stopped() -> None:
+            monkeypatch.undo()
+            with pytest.raises(OSError):  # noqa: PT011
+                await asyncio.get_running_loop().create_unix_connection(asyncio.Protocol, path)
+            assert right((await begin(front, 1)[1]).scores, 1)
+            await stop()
+
+        monkeypatch.setattr(found.host, "stop", stopped)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: front.health().draining)
+        assert not serving.done()
+        found.host._ended.set()
+        assert await serving == 0
 
 
 async def test_a_front_has_let_go_of_its_link_when_it_has_stopped() -> None:
