@@ -24,7 +24,7 @@ from app.loop_lag import LoopLag, Work
 from app.request.body import decode
 from app.request.validate import check
 from app.service.service import RankingService
-from app.service.watchdog import COLLECT_OBJECTS
+from app.service.watchdog import COLLECT_OBJECTS, collect_garbage
 from app.settings import Batching, Deadline, Limits, Queue, Settings
 from app.telemetry.metrics import Metrics
 from loadtest.machine import ROOT
@@ -515,3 +515,17 @@ async def test_a_scrape_says_how_far_searches_and_changes_of_posts_are(monkeypat
             monkeypatch.setattr(type(service.retrieval.versions), "waiting", 7)
             service.retrieval.milestone = Mark(8, "00000000000a" + "f" * 20)
             service.retrieval.feed = SimpleNamespace(lag_seconds=2.5, reason="", problem="")  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("counts", "collected"),
+    [((0, 0, 0), []), ((1, 11, 11), [2]), ((1, 10, 11), [2]), ((1, 11, 10), [1]), ((1, 10, 10), [0])],
+)
+def test_an_older_generation_is_collected_after_every_tenth_of_the_one_before(
+    counts: tuple[int, int, int], collected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(gc, "get_count", lambda: (COLLECT_OBJECTS + counts[0], *counts[1:]))
+    monkeypatch.setattr(gc, "collect", found.append)
+    collect_garbage()
+    assert found == collected
