@@ -76,8 +76,11 @@ async def test_the_log_says_which_second_checkpoint_was_loaded() -> None:
 
 
 async def test_every_answered_request_is_scored_and_none_is_changed() -> None:
-    second = FakeEngine(2)
+    second, jobs = FakeEngine(2), list[Any]()
     async with both(FakeEngine(), second) as service:
+        worker = service.second_checkpoint.versions.current
+        submit = worker.submit
+        worker.submit = lambda job: (jobs.append(job), submit(job))
         for user in range(1, 9):
             assert right(await rank(service, user, 20), user)
             await until(lambda user=user: results(service) == {"scored": user})  # type: ignore[misc]
@@ -88,8 +91,8 @@ async def test_every_answered_request_is_scored_and_none_is_changed() -> None:
         assert counted(service, 'context_cache_lookups_total{result="miss"}') == 8, "nor are its lookups"
         assert counted(service, "shadow_seconds_count") == 8
         assert 0 < counted(service, "shadow_seconds_sum") < 7
-        worker = service.second_checkpoint.versions.current
         assert worker.unfinished == 0
+        assert {(job.candidates, job.context_tokens) for job in jobs} == {(20, 3)}, "the user and two events"
 
 
 async def test_the_figures_are_those_of_compare() -> None:
