@@ -333,3 +333,10 @@ def test_engines_and_towers_ask_for_tile_registers_before_they_pack(monkeypatch:
     assert isinstance(towers, Towers)
     NativeTower(towers, torch.bfloat16, threads=1).close()
     assert asked == ["enable_tiles", "strip"] * 2
+
+
+def test_an_engine_that_is_told_no_number_takes_all_threads_that_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.native.engine.usable_threads", lambda: 3)
+    engine = NativeEngine(random_ranker(small_config()))
+    assert engine.info.notes["threads"] == 3
+    engine.close()

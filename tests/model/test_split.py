@@ -18,6 +18,7 @@ import torch
 
 from app.settings import Cache
 from model.create import cache_budget
+from model.dense import DenseEngine
 from model.engine import EngineError, EngineInfo, Item
 from model.selftest import same_bits
 from model.split.buckets import recording_order, row_sizes
@@ -90,6 +91,16 @@ def test_closing_lets_go_of_everything() -> None:
     engine.close()
     assert weights() is None
     assert engine.cache_stats().bytes == 0
+
+
+def test_layers_between_the_first_and_the_last_are_their_own() -> None:
+    """With two layers, the one after the first is also the one before it."""
+    engine = make_engine(layers=4)
+    asked = [item(engine, 20, 9)]
+    [ours], [plain] = (
+        each.forward(asked) for each in (engine, DenseEngine(random_ranker(engine.config), torch.float32))
+    )
+    np.testing.assert_allclose(ours.scores.logits, plain.scores.logits, atol=1e-4)
 
 
 def test_an_engine_is_closed_on_a_device_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
