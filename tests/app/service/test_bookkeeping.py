@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -136,15 +137,18 @@ async def test_the_end_refuses_waits_and_answers_the_rest() -> None:
         assert service.health().draining
         with pytest.raises(Draining):
             service.check_open()
-        asyncio.get_running_loop().call_later(0.3, gate.opened.set)
+        began = time.monotonic()
         if finished:
+            asyncio.get_running_loop().call_later(0.3, gate.opened.set)
             assert right(await first, 1)
         else:
             with pytest.raises(ServiceError) as unfinished:
                 await asyncio.wait_for(first, 0.2)
             assert unfinished.value.retry_after_seconds == 5.0
         assert await stopping is finished
+        assert time.monotonic() - began < 1.0, "it waits for no thread"
         assert service.lifecycle.state is State.STOPPED
+        gate.opened.set()
 
 
 async def test_explanations_that_wait_end_with_the_service() -> None:
