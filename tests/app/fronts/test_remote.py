@@ -363,7 +363,7 @@ async def test_without_an_engine_process_it_is_starting_and_not_failed() -> None
         front.start()
         await asyncio.sleep(0.05)
         health = front.health()
-        assert (health.ready, health.started, health.failed) == (False, False, False)
+        assert (health.ready, health.started, health.failed, health.draining) == (False, False, False, False)
         for ask in (front.check_open, lambda: front.model):
             with pytest.raises(NotReady):
                 ask()
