@@ -44,12 +44,6 @@ def pearson(left: Floats, right: Floats) -> float:
     return float(one @ other / scale) if scale > 0 else float("nan")
 
 
-def ranks(values: Floats) -> NDArray[np.float64]:
-    """The rank of each value, the least being 1; equal values share the mean of theirs."""
-    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
-    return np.asarray((np.cumsum(count) - (count - 1) / 2)[place], np.float64)
-
-
 def kendall(left: Floats, right: Floats) -> float:
     """Kendall's τ-b of both orders, after Knight (1966); 1 if all values are tied on both sides, 0 if on one side only."""
     order = np.lexsort((right, left))

@@ -43,7 +43,7 @@ def interpret_quickly() -> None:
     """Triton's interpreter patches its language again for each function that a kernel calls, makes types and shapes anew for each
     operation, and computes overflows for assertions that are off. Here it does each once or not at all, with the same results."""
     from triton import language
-    from triton.language import core, semantic
+    from triton.language import core
     from triton.runtime import interpreter
 
     patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
@@ -77,28 +77,6 @@ def interpret_quickly() -> None:
         tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
         tensor.shape, tensor.numel = known_shape(type)
 
-    kinds, unwrap = (list, tuple, core.tuple), core._unwrap_if_constexpr
-    match = semantic.TritonSemantic.binary_op_type_checking_impl
-    broadcast = semantic.TritonSemantic.broadcast_impl_value
-
-    def unwrapped(value: Any) -> Any:
-        return value.value if type(value) is core.constexpr else unwrap(value) if isinstance(value, kinds) else value
-
-    def shaped_alike(one: Any, other: Any) -> bool:
-        """Types of tensors that no broadcast changes."""
-        return one.is_block() is other.is_block() and (not one.is_block() or one.shape.values == other.shape.values)
-
-    def broadcast_unlike(self: Any, one: Any, other: Any) -> Any:
-        return (one, other) if shaped_alike(one.type, other.type) else broadcast(self, one, other)
-
-    def match_unlike(self: Any, one: Any, other: Any, *rules: bool) -> Any:
-        tensors = type(one) is type(other) is core.tensor
-        alike = tensors and len(rules) < 4 and one.dtype is other.dtype and not one.dtype.is_ptr()
-        return broadcast_unlike(self, one, other) if alike else match(self, one, other, *rules)
-
-    core._unwrap_if_constexpr = unwrapped
-    semantic.TritonSemantic.broadcast_impl_value = broadcast_unlike
-    semantic.TritonSemantic.binary_op_type_checking_impl = match_unlike
     interpreter._patch_lang = patch_once
     interpreter._get_np_dtype = once(interpreter._get_np_dtype)
     core.tensor.__init__ = begin

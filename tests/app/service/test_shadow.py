@@ -184,7 +184,7 @@ async def test_only_the_share_is_scored(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_none_is_scored_twice_where_the_second_checkpoint_answers_users() -> None:
-    """`SHADOW__SHARE` counts only while `SPLIT__USERS` is 0. A shadow begins when a request is answered and nobody waits."""
+    """`SHADOW__SHARE` has no effect where `SPLIT__USERS` is above 0. A shadow run starts after the reply, when the queue is empty."""
     second = FakeEngine(2)
     async with both(FakeEngine(), second, split=HALF) as service:
         for user in range(3):

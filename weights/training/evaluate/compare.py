@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from numpy.typing import NDArray
 
-from weights.agreement import TOP, Floats, agreement, pearson, ranks, score_weights
+from weights.agreement import TOP, Floats, agreement, pearson, score_weights
 from weights.checkpoint import Checkpoint
 from weights.format.manifest import Manifest
 from weights.report import BLUE, html_image, html_page, html_table, plain, png, write_figures
@@ -79,6 +79,8 @@ def compare(
 
     Each score uses its own checkpoint's weights. Raises ValueError if there are no requests, or none with two posts.
     """
+    from scipy.stats import spearmanr  # a second to import
+
     first, second = (Examples(log, each.manifest.config) for log, each in zip(logs, pair, strict=True))
     requests = np.flatnonzero(first.times >= since)
     requests = np.sort(np.random.default_rng(seed).permutation(requests)[:most])
@@ -107,7 +109,7 @@ def compare(
         requests=len(requests),
         impressions=len(rows),
         pearson=pearson(*scores),
-        spearman=pearson(*map(ranks, scores)),
+        spearman=float(spearmanr(*scores).statistic),
         correlation=float(np.nanmean([each.correlation for each in alike.values()])),
         kendall=float(np.mean([each.kendall for each in alike.values()])),
         overlap={

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weights.agreement import ranks
-
 Array = NDArray[np.floating]
 Flags = NDArray[np.bool_]
 
@@ -26,17 +24,12 @@ class Reliability:
 
 
 def auc(happened: Flags, score: Array) -> float:
-    """The chance that a positive outranks a negative, ties counting half; NaN without positives or without negatives.
-
-    Raises ValueError for a score that is NaN.
-    """
+    """The chance that a positive outranks a negative, ties counting half; NaN without positives or without negatives."""
     if happened.all() or not happened.any():
         return float("nan")
-    if np.isnan(score).any():
-        raise ValueError("a score is not a number")
-    positives = np.count_nonzero(happened)
-    outranked = ranks(score)[happened].sum() - positives * (positives + 1) / 2
-    return float(outranked / (positives * (len(happened) - positives)))
+    from sklearn.metrics import roc_auc_score  # a second to import
+
+    return float(roc_auc_score(happened, score))
 
 
 def mean(figures: Iterable[float]) -> float:
