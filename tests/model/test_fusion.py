@@ -273,12 +273,16 @@ def test_what_was_chosen_is_kept_for_the_same_build_until_it_fails(
     assert len(timed) == count
     assert again("a card")["how"] == "timed", "it was not kept: whole forwards had not passed"
     choices.keep()
+    assert again("a card")["how"] == "kept", "in a folder that is there by now"
     assert again("another card")["how"] == "timed"
     choices.choose = lambda parts, sizes, build: build
     for word in ("none", torch.__version__, str(kernels.config)):
         assert word in kernels.choose([part.weights[0]], None, [])
     kernels._plain = True
     assert kernels.choose([], None, []) == {"how": "64x64"}
+    choices.chosen = {("gate_value", ROWS): "128x128"}
+    kernels.use_reference()
+    assert choices.kind("gate_value", ROWS) == products.REFERENCE
 
 
 def test_which_kinds_are_tried() -> None:

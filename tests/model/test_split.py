@@ -443,6 +443,7 @@ def test_steps_hold_their_limits_and_lose_no_candidate() -> None:
         ([(1, 200)], [([1], [64]), ([], [128]), ([], [8])]),
         ([(60, 68)], [([60], [68])]),
         ([(60, 69)], [([60], [64]), ([], [5])]),
+        ([(60, 128)], [([60], [64]), ([], [64])]),
         ([(0, 1)] * 21, [([], [1] * 20), ([], [1])]),
         ([(0, 64), (0, 64), (0, 1)], [([], [64, 64]), ([], [1])]),
         ([(0, 0)], []),
@@ -573,6 +574,14 @@ class Journal(PortableKernels):
 
     def keep_choices(self) -> None:
         self.said.append("keep")
+
+
+def test_a_run_through_other_kernels_leaves_an_engine_its_own() -> None:
+    engine = SplitEngine(random_ranker(random_config()), capacity=128)
+    own, others = engine._kernels, Journal(engine.config, engine._trunk.weights.rope)
+    engine.run_through(others, [item(engine, 9, 7)])
+    assert others.said
+    assert engine._kernels is engine._trunk.kernels is own
 
 
 @pytest.mark.parametrize("recorder", [PlainRecorder, Forgetful, None])

@@ -102,6 +102,10 @@ def test_a_candidate_is_alone_with_its_context(name: str) -> None:
     assert (rows(0) - before)[context:].abs().amax(-1).min() > 1e-4
 
 
+def test_a_random_ranker_is_for_scores_alone_and_not_for_training() -> None:
+    assert not any(each.requires_grad for each in random_ranker(random_config()).parameters())
+
+
 def test_softsign_bounds_what_it_is_given_and_keeps_small_numbers() -> None:
     logits = torch.tensor([-1e6, -80.0, -0.01, 0.0, 0.01, 80.0, 1e6])
     ours = soft_cap(logits, 80.0, "softsign")

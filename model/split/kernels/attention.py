@@ -97,25 +97,18 @@ def attend_keys(
 
 
 @triton.jit
-def attend_self(
-    sums, q, own, there, TOKEN: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr, RISE: tl.constexpr,
+def own_sums(
+    q, own, there, TOKEN: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr, RISE: tl.constexpr,
     FALL: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    """Adds to `sums`, see `attend_keys`, each row's own key, at `own` `[rows, width]`, and own value, TOKEN elements further on."""
-    total, mixed, maximum = sums
+    """Sums, see `attend_keys`, over each row's own key alone, at `own` `[rows, width]`; its value is TOKEN elements further on."""
     own_key = tl.load(own, mask=there, other=0.0).to(tl.float32)
     own_value = tl.load(own + TOKEN, mask=there).to(tl.float32)
     products = tl.sum(q.to(tl.float32) * own_key, 1)
-    if FORM == "none":
-        higher = tl.maximum(maximum, products * SCALE)
-        fade = tl.exp2(maximum - higher)
-        total *= fade
-        mixed *= fade[:, None]
-        weight = tl.exp2(products * SCALE - higher)
-        maximum = higher
-    else:
+    weight = tl.full([q.shape[0]], 1.0, tl.float32)
+    if FORM != "none":
         weight = bounded_weight(products, FORM, SCALE, RISE, FALL, EMULATED)
-    return total + weight, mixed + weight[:, None] * own_value, maximum
+    return weight, weight[:, None] * own_value, products * SCALE
 
 
 @triton.jit
@@ -228,7 +221,7 @@ def attend_tiles(
     sums = no_sums(TILE_ROWS, HEAD_BLOCK)
     if (place < 0) & (begin == 0):
         mine = own + rows[:, None] * own_stride + kv_head * HEAD_WIDTH + columns[None, :]
-        sums = attend_self(sums, q, mine, there, token, FORM, SCALE, RISE, FALL, WIDEN)
+        sums = own_sums(q, mine, there, token, FORM, SCALE, RISE, FALL, WIDEN)
     sums = attend_chunks(
         sums, q, keys, values, columns, seen, length, place, begin, end, CHUNK_KEYS, CHUNKED,
         token, HEAD_WIDTH, FORM, SCALE, RISE, FALL, PRECISION, WIDEN, TILE_KEYS,

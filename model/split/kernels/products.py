@@ -186,7 +186,7 @@ class Choices:
         for each in part.outputs:
             each.fill_(torch.nan)
         part.run(0)
-        return [each.clone(memory_format=torch.contiguous_format) for each in part.outputs]
+        return [each.clone() for each in part.outputs]
 
 
 def timed_sizes(sizes: Sequence[int]) -> list[int]:

@@ -125,6 +125,11 @@ def test_what_the_models_tables_lack_is_refused(name: str, count: int) -> None:
                 asked.check(CONFIG)
     with pytest.raises(ValueError, match="beyond the model's history"):
         inputs(64, 5)[0].check(CONFIG)
+    asked = inputs(0, count)[1]
+    replace(asked, first_slot=2**31 - 1).check(CONFIG)
+    for slot in (-1, 2**31):
+        with pytest.raises(ValueError, match="beyond the model's slots"):
+            replace(asked, first_slot=slot).check(CONFIG)
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,19 @@ def test_rows_and_a_query_without_rounding_errors_miss_no_row() -> None:
     assert found.scored < 60
 
 
+def test_what_the_score_itself_rounds_is_within_the_bound() -> None:
+    """Two rows of whole numbers, exact in 8 bits: the second is better, the first has the better score, since 33 added to a sum of
+    2^29 counts as 64, and 66 does too. That is 128 roundings of both norms' product; the bound allows for 1 040."""
+    large, small = np.full(262, 127), np.ones(249)
+    rows = np.stack([np.concatenate([large, small, [2]]), np.concatenate([large, 2 * small, [1]])])
+    query = np.concatenate([np.full(262, 16256), np.full(249, 33), [4096]])
+    assert rows[0] @ query < rows[1] @ query
+    vectors, wish = np.repeat(rows, 16, 1).astype(np.float32), Wish(np.repeat(query, 16).astype(np.float32), 1)
+    found, expected = (make(vectors).search([wish])[0] for make in (NativeIndex, TorchIndex))
+    assert expected.rows.tolist() == [0]
+    assert same(found, expected)
+
+
 @pytest.mark.parametrize("make", [NativeIndex, TorchIndex])
 def test_equal_scores_go_by_row(make: Callable[[Rows], Index]) -> None:
     rows = np.repeat(np.eye(3, 16, dtype=np.float32), 40, axis=0)[np.random.default_rng(1).permutation(120)]
