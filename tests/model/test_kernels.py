@@ -117,11 +117,11 @@ def make_bench(kind: str, dtype: torch.dtype = torch.float32, requests: Any = RE
     generator = torch.Generator().manual_seed(5)
     plan = StepPlan()
     for number, (history, known, candidates) in enumerate(requests):
-        context = random_context(config, history, number)
         shape = (config.layers, 2, -(-(1 + history) // KEY_TILE) * KEY_TILE, config.kv_heads, config.head_width)
         state = ContextState(torch.randn(shape, generator=generator).to(dtype), 1 + history, history)
-        work = ContextWork(context, state, known, 1 + known if known else 0)
-        plan.add_context(work, state.length - work.first_index)
+        if history >= 0:
+            work = ContextWork(random_context(config, history, number), state, known, 1 + known if known else 0)
+            plan.add_context(work, state.length - work.first_index)
         plan.add_candidates(CandidateWork(number, 0, random_candidates(config, candidates, number), state))
     anchor = torch.empty(64, dtype=dtype)
     buffer = torch.zeros(step_bytes(config, CAPACITY), dtype=torch.uint8)
@@ -401,11 +401,8 @@ def test_a_gated_product_ends_where_its_columns_end(kind: str) -> None:
     assert out[bench.past(used)].isnan().all(), "rows that nobody asked for"
 
 
-LONG = [
-    (150, 0, 65),
-    (0, 0, 1),
-    (129, 100, 3),
-]  # history, of it known, candidates: chunks of 64 keys, ends within and between
+# history, of it known, candidates: chunks of 64 keys, ends within and between, and a user of whom nothing is known
+LONG = [(150, 0, 65), (0, 0, 1), (129, 100, 3), (-1, 0, 2)]
 
 
 @pytest.mark.parametrize(

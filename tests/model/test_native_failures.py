@@ -62,8 +62,8 @@ engine, index = NativeEngine(random_ranker(config), torch.float32, threads=1), N
 context, candidates = random_request(config, 7, 5, seed=1)
 context.surfaces[-1] = candidates.surfaces[-1] = config.product_surfaces - 1
 candidates.age_buckets[-1] = config.post_age_buckets - 1
-engine.forward([Item(context, candidates)])
-index.search([Wish(np.ones(3, np.float32), 5)])
+engine.forward([Item(context, candidates), Item(*random_request(config, 0, 1, seed=1))])
+index.search([Wish(np.ones(3, np.float32), k) for k in (1, 5)])
 print("the last rows are taken", flush=True)
 if sys.argv[1] == "a wish":
     one = (CWish * 1)(CWish(np.ones(3, np.float32).ctypes.data, None, 6, 0.0, 0, 0, 0, None, None))

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from app.settings import Cache
+from model.config import HashSpec
 from model.create import cache_budget
 from model.dense import DenseEngine
 from model.engine import EngineError, EngineInfo, Item
@@ -26,7 +27,20 @@ from model.split.engine import SplitEngine, default_capacity
 from model.split.graphs import CudaRecorder, PlainRecorder, no_garbage
 from model.split.kernels.contract import Step, Tables
 from model.split.kernels.portable import PortableKernels, rows_are_independent
-from model.split.step import ContextState, ContextWork, StepPlan, context_tiles, plan_steps, tile_slots, used_bytes
+from model.split.step import (
+    CANDIDATES,
+    FIRST_USER,
+    ROWS,
+    ContextState,
+    ContextWork,
+    StepPlan,
+    context_tiles,
+    host_arrays,
+    plan_steps,
+    step_bytes,
+    tile_slots,
+    used_bytes,
+)
 from model.split.tables import HostTables, default_placement
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
 
@@ -574,6 +588,18 @@ class Journal(PortableKernels):
 
     def keep_choices(self) -> None:
         self.said.append("keep")
+
+
+def test_tables_on_the_host_have_room_for_a_step_whose_rows_are_all_distinct() -> None:
+    hashes = HashSpec((1, 1), (0, 64), 2**61 - 1, 200)  # of id i: rows i + 1 and i + 65
+    config = random_config(post_hashes=hashes, author_hashes=hashes)
+    source = HostTables(config, Tables(*torch.randn(3, 200, config.width)), torch.device("cpu"), 64)
+    host = host_arrays(torch.zeros(step_bytes(config, 64), dtype=torch.uint8), config, 64)
+    host.counts[[CANDIDATES, FIRST_USER, ROWS]] = 64
+    host.ids[:64] = np.arange(1, 65)[:, None]
+    source.prepare(host, 0)
+    assert source.tables.numbers is not None
+    assert len(source.tables.numbers.unique()) == len(source.tables.post) - 1 == 4 * 64
 
 
 def test_a_run_through_other_kernels_leaves_an_engine_its_own() -> None:
