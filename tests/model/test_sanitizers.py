@@ -23,7 +23,8 @@ from tests.sanitized import AS_IT_IS, ROOT, Plant, run_sanitized
 
 SOURCE = ROOT / "model/native/kernel.cpp"
 COMPOSITIONS = 5
-GROWTH = (143, 0, 1, 62, 63)  # with the user two full tiles of 72 rows, then blocks of 64 keys that are seen whole, and in part
+# Events: with the user two full tiles of 72 rows, then blocks of 64 keys that are seen whole, and in part.
+GROWTH = (143, 0, 1, 62, 63)
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here"),
