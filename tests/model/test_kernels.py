@@ -66,6 +66,7 @@ def test_what_kernels_keep_lies_where_the_weights_are(history: int, chunks: int)
     kept = [each for each in vars(kernels).values() if torch.is_tensor(each)]
     assert len(kept) > 2
     assert len(kernels._partial) == chunks, "sums of a context of one chunk are kept nowhere"
+    assert kernels.choices._spread == (chunks > 1)
     tables = Tables(*torch.empty(3, 8, config.width, device="meta"))
     assert all(each.is_meta for each in (*kept, fused.embedding_slots(config, tables)))
 

@@ -141,6 +141,7 @@ def test_on_a_card_a_ladder_is_what_is_created(tmp_path: Path, monkeypatch: pyte
     engine: Any = create_engine(ranker, EngineOptions(dtype="float32", kernel_directory=tmp_path))
     assert (engine.info.device, engine.info.dtype, engine.info.backend) == ("cuda:1", "float32", "torch")
     assert asked == [(ranker, card, torch.float32, "shared", 7)]
+    assert engine._tried._file == tmp_path / "rungs.json"
 
 
 def test_the_definition_itself_is_the_last_rung_and_is_checked_too(climb: Any, monkeypatch: pytest.MonkeyPatch) -> None:

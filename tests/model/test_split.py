@@ -249,7 +249,7 @@ def test_sizes_with_other_bits_are_not_used(bad_rows: int, kept: list[int]) -> N
 
 
 @DTYPES
-def test_engines_that_chose_other_products_give_equal_bits(dtype: torch.dtype) -> None:
+def test_engines_that_chose_other_products_give_equal_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a timing decides in one process, it may decide otherwise in another: every choice passed the same check."""
     engine = make_engine(dtype)
     engine.warm_up()
@@ -258,14 +258,20 @@ def test_engines_that_chose_other_products_give_equal_bits(dtype: torch.dtype) -
     slow = {shape: sizes[-1:] for shape, sizes in fast.items()}
     assert fast != slow, "there must be a choice"
 
+    multiplied, mm = set(), torch.mm
+    monkeypatch.setattr(torch, "mm", lambda x, *given, **to: multiplied.add(len(x)) or mm(x, *given, **to))
+
     def scores(sizes: Any, skew: float = 0.0) -> list[Any]:
+        multiplied.clear()
         kernels.row_sizes = sizes
         engine._trunk.weights.heads[0, 0] *= 1 + skew
         engine._cache.clear()
         return [outcome.scores for outcome in engine.forward([item(engine, 30, 400), item(engine, 3, 65, seed=1)])]
 
     expected = scores(fast)
+    assert max(multiplied) > 64
     assert all(map(same_bits, scores(slow), expected))
+    assert multiplied == {64}
     assert not any(map(same_bits, scores(slow, 1e-6), expected)), "one weight in its last bits would be seen"
 
 
