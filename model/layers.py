@@ -34,7 +34,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def rope_tables(positions: Tensor, head_width: int, base: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines, fp32 `[..., K]`, of integer positions `[...]`; the two halves of K hold the same angles."""
-    exponents = torch.arange(0, head_width, 2, dtype=torch.float32, device=positions.device) / head_width
+    exponents = torch.arange(0, head_width, 2, device=positions.device) / head_width
     angles = positions.float()[..., None] / float(base) ** exponents
     angles = torch.cat((angles, angles), -1)
     return angles.cos(), angles.sin()

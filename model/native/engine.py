@@ -95,8 +95,6 @@ class NativeEngine:
 
     def forward(self, items: Sequence[Item]) -> list[Outcome]:
         """Outcomes in the order of the items; contexts that several items share are computed once."""
-        if not items:
-            return []
         begun = self._plan(items)
         return self._outcomes(begun, self._kernel.forward(self._handle, begun.work))
 

@@ -135,7 +135,7 @@ def _counting(counts: Integers, starts: Integers) -> NDArray[np.int32]:
     ends = np.cumsum(counts)
     shift = (starts - (ends - counts)).astype(np.int32)
     numbers: NDArray[np.int32] = np.repeat(shift, counts)
-    numbers += np.arange(len(numbers), dtype=np.int32)
+    numbers += np.arange(len(numbers))
     return numbers
 
 

@@ -89,6 +89,21 @@ def test_the_newest_state_of_a_user_is_found_as_a_beginning_after_an_older_one_i
     assert (cache.find_prefix(key(1, 3)), cache.stats().entries) == ("again", 2)
 
 
+def test_a_cache_that_is_cleared_keeps_nothing_but_its_totals() -> None:
+    cache: ContextCache[str] = ContextCache(10 * ENTRY_BYTES, prefixes=True)
+    config = random_config()
+    asked = Item(random_context(config, 3), random_candidates(config, 1), caller="me")
+    handle = cache.name(asked, config)
+    cache.insert(key(1, 1), "state", 10)
+    assert (found(cache, key(1, 1)), found(cache, key(9, 1))) == ("state", None)
+    assert cache.context_of(handle, "me", config) is not None
+    cache.clear()
+    assert (found(cache, key(1, 1)), cache.find_prefix(key(1, 2))) == (None, None)
+    assert cache.context_of(handle, "me", config) is None
+    stats = cache.stats()
+    assert (stats.bytes, stats.entries, stats.hits) == (0, 0, 1)
+
+
 def test_a_state_over_the_budget_is_not_kept() -> None:
     cache: ContextCache[str] = ContextCache(ENTRY_BYTES + 100, prefixes=True)
     cache.insert(key(1, 1), "small", 50)

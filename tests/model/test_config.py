@@ -108,6 +108,11 @@ def test_hash_functions_must_pair_up() -> None:
         HashSpec((1,) * 17, (1,) * 17, 97, 10)
     with pytest.raises(ConfigError, match="modulus"):
         replace(random_config().user_hashes, modulus=2**63)
+    for scales in ("12", [1, 2.0], [True, 2]):
+        values = random_config().to_dict()
+        values["user_hashes"]["scales"] = scales
+        with pytest.raises(ConfigError, match=r"architecture.user_hashes.scales must be a list of integers"):
+            ModelConfig.from_dict(values)
 
 
 @pytest.mark.parametrize("name", [name for name in LARGEST if name != "post_age_granularity_minutes"])

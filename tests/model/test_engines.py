@@ -50,6 +50,10 @@ def split(
     return SplitEngine(ranker, "cpu", dtype, positions, cache_bytes, capacity=512)
 
 
+def dense(ranker: Ranker, dtype: torch.dtype = torch.float32) -> Engine:
+    return DenseEngine(ranker, dtype)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def two_threads() -> Iterator[None]:
     """What is promised of bits holds with several threads; a worker of `make test` has one."""
@@ -123,6 +127,14 @@ SINUSOIDAL = {name for name in OTHERS if with_preset(random_config(), name).posi
 def test_equals_the_plain_definition(build: Build, name: str, dtype: torch.dtype, positions: str) -> None:
     ranker, items, expected = defined(name, positions)
     near(build, ranker, dtype, items, positions, expected)
+
+
+@pytest.mark.parametrize("build", [native, split, dense])
+def test_a_ranker_in_training_is_scored_without_a_gradient_and_nothing_is_nothing(build: Build) -> None:
+    ranker = random_ranker(random_config()).requires_grad_(True)
+    engine = build(ranker, torch.float32)
+    assert engine.forward([]) == []
+    assert np.isfinite(engine.forward([Item(*random_request(ranker.config, 3, 2))])[0].scores.logits).all()
 
 
 @ENGINES

@@ -7,12 +7,14 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported, in this process only by this file
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from model.batch import collate, hash_rows
 from model.config import HashSpec, ModelConfig
@@ -71,6 +73,18 @@ def test_what_kernels_keep_lies_where_the_weights_are(history: int, chunks: int)
     assert all(each.is_meta for each in (*kept, fused.embedding_slots(config, tables)))
 
 
+def test_a_card_decides_how_its_kernels_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    settled: list[bool] = []
+    card = SimpleNamespace(major=12, minor=1, shared_memory_per_block_optin=101_376)
+    monkeypatch.setattr(fused, "settle_library", lambda: settled.append(True))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    with FakeTensorMode():  # tensors of a card that is not there
+        weights: Any = SimpleNamespace(heads=torch.empty(3, device="cuda"), rope=None)
+        kernels = fused.FusedKernels(random_config(), weights, torch.bfloat16)
+    assert settled == [True]
+    assert (kernels.choices._capability, kernels._shared_bytes, kernels._dependent) == (121, 101_376, True)
+
+
 def test_a_tail_is_of_candidates_alone() -> None:
     step = make_bench("portable").step
     tail = step.at(step.rows, tail=True)
@@ -125,7 +139,8 @@ def make_bench(kind: str, dtype: torch.dtype = torch.float32, requests: Any = RE
             plan.add_context(work, state.length - work.first_index)
         plan.add_candidates(CandidateWork(number, 0, random_candidates(config, candidates, number), state))
     anchor = torch.empty(64, dtype=dtype)
-    buffer = torch.zeros(step_bytes(config, CAPACITY), dtype=torch.uint8)
+    unwritten = 0 if kind == "portable" else 85  # for Triton's kernels what a step does not write may be anything
+    buffer = torch.full((step_bytes(config, CAPACITY),), unwritten, dtype=torch.uint8)
     host = host_arrays(buffer, config, CAPACITY)
     StepWriter(config, "shared", anchor).write(plan, host)
     step = Step(anchor, step_arrays(buffer, config, CAPACITY), host, plan.states())
@@ -457,6 +472,7 @@ def test_tokens_equal_the_rankers(kind: str, dtype: torch.dtype, table_dtype: to
     may = variant != "january"
     scale = 1.0 if may else 5.5
     features = {"has_dwell": may, "has_post_age": may, "continuous_actions": 3 if may else 0, "input_scale": scale}
+    features |= {} if may else {"actions": 130}  # inputs of a history item that end within a block
     bench = make_bench(kind, dtype, REQUESTS if "in tiles" in variant else FEW, **features)
     bench.plan.candidates[0].candidates.author_ids[1] = bench.step.host.ids[1, 1] = (
         0  # nobody, though row 0 holds numbers

@@ -130,6 +130,17 @@ def test_an_engine_is_closed_on_a_device_that_is_lost(monkeypatch: pytest.Monkey
     assert asked
 
 
+def test_a_device_that_is_lost_in_a_forward_is_said_to_need_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(plans: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    engine = make_engine()
+    monkeypatch.setattr(engine._runner, "run", lost)
+    with pytest.raises(EngineError, match="the device failed: CUDA error") as raised:
+        engine.forward([item(engine, 3, 2)])
+    assert raised.value.sticky
+
+
 def test_what_lay_in_memory_before_is_in_no_score() -> None:
     engine = make_engine()
     asked = [item(engine, history, 9, history) for history in (0, 20, 37)]

@@ -102,8 +102,21 @@ def test_a_candidate_is_alone_with_its_context(name: str) -> None:
     assert (rows(0) - before)[context:].abs().amax(-1).min() > 1e-4
 
 
-def test_a_random_ranker_is_for_scores_alone_and_not_for_training() -> None:
+class NoGenerator:
+    """Of a device that draws nothing."""
+
+    def __init__(self, device: str) -> None:
+        assert device == "meta"
+
+    def manual_seed(self, seed: int) -> None:
+        """Nothing to seed."""
+
+
+def test_a_random_ranker_is_for_scores_alone_and_lies_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(each.requires_grad for each in random_ranker(random_config()).parameters())
+    monkeypatch.setattr(torch, "Generator", NoGenerator)
+    ranker = random_ranker(random_config(), device="meta")
+    assert all(each.is_meta for each in (*ranker.parameters(), ranker.mask(3, torch.ones(2, 5, device="meta").bool())))
 
 
 def test_softsign_bounds_what_it_is_given_and_keeps_small_numbers() -> None:
