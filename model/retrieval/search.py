@@ -137,7 +137,6 @@ class TorchIndex:
     def __len__(self) -> int:
         return len(self._vectors)
 
-    @torch.inference_mode()
     def search(self, wishes: Sequence[Wish]) -> list[Found]:
         """As `Index.search`. The wishes share one product with each block of rows."""
         if not wishes:

@@ -254,6 +254,12 @@ def test_sizes_between_those_that_are_timed_go_by_the_nearest_and_the_library_mu
     assert {(576, "library"), (640, "library")} < set(proved)
 
 
+def test_a_trial_multiplies_random_numbers() -> None:
+    x = torch.zeros(100)
+    products.Choices._fill(x, torch.Generator().manual_seed(1))
+    assert 0.5 < x.std() < 2
+
+
 def test_what_was_chosen_is_kept_for_the_same_build_until_it_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -390,6 +390,9 @@ def test_the_library_is_told_to_keep_one_order_of_additions(monkeypatch: pytest.
     assert not matmul.allow_bf16_reduced_precision_reduction_split_k
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     assert os.environ["CUBLASLT_WORKSPACE_SIZE"] == "7", "what an operator has set stays"
+    monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE")
+    products_module.settle_library()
+    assert os.environ["CUBLASLT_WORKSPACE_SIZE"] == "1"
 
 
 @pytest.mark.parametrize("kind", [*products_module.PRODUCT_TILES, "library"])

@@ -127,20 +127,23 @@ def test_a_rung_is_reached_by_breaking_the_one_above(climb: Any, fault: str, ste
     found = engine.forward([item])[0].scores.logits
     assert np.abs(found - expected).max() <= PARITY[torch.float32].logits
     assert notes["difference_from_definition"] <= PARITY[torch.float32].logits
+    served = engine._engine
+    assert (served.cache_stats().entries > 0) == (steps < 2), "the definition keeps none"
     engine.close()
+    assert not served.cache_stats().entries
 
 
 def test_on_a_card_a_ladder_is_what_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card, asked = torch.device("cuda", 1), list[Any]()
     monkeypatch.setattr("model.create.find_device", lambda wanted: card)
     monkeypatch.setattr("model.create.shortage", lambda needed, device: "")
-    monkeypatch.setattr("model.create.cache_budget", lambda wanted, device: 7)
+    monkeypatch.setattr("model.create.cache_budget", lambda wanted, device: (wanted, device))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     monkeypatch.setattr("model.split.ladder.cuda_rungs", lambda *given: asked.append(given) or [])
     ranker = random_ranker(CONFIG)
     engine: Any = create_engine(ranker, EngineOptions(dtype="float32", kernel_directory=tmp_path))
     assert (engine.info.device, engine.info.dtype, engine.info.backend) == ("cuda:1", "float32", "torch")
-    assert asked == [(ranker, card, torch.float32, "shared", 7)]
+    assert asked == [(ranker, card, torch.float32, "shared", (EngineOptions().cache_bytes, card))]
     assert engine._tried._file == tmp_path / "rungs.json"
 
 

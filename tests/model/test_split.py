@@ -544,7 +544,10 @@ def test_nothing_waits_for_a_copy_and_a_rehearsal_does_the_work_of_a_run(monkeyp
         for placement in ("device", "host")
     )
     asked = [item(engine, 20, 40), item(engine, 9, 7, 1)]
+    entered: list[bool] = []
+    monkeypatch.setattr(engine, "_on_device", lambda: entered.append(True) or nullcontext())
     again = engine.rehearse(asked)
+    assert entered, "copies are queued on the engine's stream"
     runner: Any = engine._runner
     runner._outputs[0].fill_(torch.nan)
     again()
@@ -617,6 +620,12 @@ def test_tables_on_the_host_have_room_for_a_step_whose_rows_are_all_distinct() -
     source.prepare(host, 0)
     assert source.tables.numbers is not None
     assert len(source.tables.numbers.unique()) == len(source.tables.post) - 1 == 4 * 64
+
+
+def test_a_state_lies_where_the_engine_computes() -> None:
+    engine = make_engine()
+    engine._device = torch.device("meta")
+    assert engine._allocate(random_context(engine.config, 3), None).keys_values.is_meta
 
 
 def test_a_run_through_other_kernels_leaves_an_engine_its_own() -> None:

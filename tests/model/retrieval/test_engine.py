@@ -15,7 +15,7 @@ import torch
 
 from model.engine import EngineError
 from model.inputs import Context
-from model.native.build import HERE, build_kernel
+from model.native.build import HERE, KernelUnavailable, build_kernel
 from model.native.kernel import Kernel
 from model.native.search import NativeIndex
 from model.native.tower import NativeTower
@@ -416,6 +416,30 @@ def test_a_change_needs_neither_compiler_nor_kernel_on_the_disk(
     made.change(Change(NONE, as_new(corpus, [40], [900_001]), Mark()))
     assert {type(segment.index) for segment in made._segments} == {NativeIndex}
     assert 900_001 in made.retrieve([wanted(contexts[0], len(corpus))]).retrieved[0].post_ids
+
+
+def test_what_an_operator_asks_for_reaches_the_tower_and_the_search(
+    encoder: Encoder, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Any] = []
+
+    def refuse(*given: Any, **options: Any) -> Any:
+        asked.append(options)
+        raise KernelUnavailable("not here")
+
+    for name in ("NativeTower", "NativeIndex"):
+        monkeypatch.setattr(f"model.retrieval.engine.{name}", refuse)
+    RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=3, vectors="avx2", kernel_directory=tmp_path))
+    both = {"threads": 3, "kernel_directory": tmp_path}
+    assert asked == [both | {"vectors": "avx2", "only_if_fast": True}, both | {"kind": "avx2", "library": None}]
+
+
+def test_a_search_that_differs_from_the_definition_is_seen_before_anybody_asks(
+    engine: RetrievalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_make_index", lambda some, threads: TorchIndex(some[::-1].copy()))
+    with pytest.raises(EngineError, match="differ from the definition's"):
+        engine.warm_up()
 
 
 def test_a_change_that_no_index_can_be_made_for_changes_nothing(
