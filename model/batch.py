@@ -122,7 +122,7 @@ def hash_rows(ids: NDArray[np.uint64], spec: HashSpec) -> NDArray[np.int64]:
     `raw = (id * scale + bias) mod modulus` with the multiply-add wrapping in two's-complement int64 and a non-negative
     modulo; `row = raw mod (vocab_size - 1) + 1`. Ids above 2^63 are reinterpreted as negative int64.
     """
-    signed = np.ascontiguousarray(ids, dtype=np.uint64).view(np.int64)[..., None]
+    signed = np.ascontiguousarray(ids).view(np.int64)[..., None]
     scales, biases = hash_functions(spec)
     with np.errstate(over="ignore"):
         raw = np.mod(signed * scales + biases, np.int64(spec.modulus))

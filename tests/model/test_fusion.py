@@ -53,7 +53,7 @@ def make(rows: int = ROWS, **overrides: Any) -> tuple[Any, dict[str, Any], Any]:
     )
     trunk, runner = engine._trunk, engine._runner
     for buffer in (*runner._staging, runner._arrived):  # type: ignore[union-attr]
-        buffer.fill_(85)  # what a step does not write may be anything
+        buffer.fill_(77)  # what a step does not write may be anything
     for layer in trunk.weights.layers:
         for name in ("qkv", "query", "key_value", "output", "gate_value", "ffn_output"):
             if (weight := getattr(layer, name)) is not None:

@@ -85,6 +85,10 @@ def test_a_card_decides_how_its_kernels_are_launched(monkeypatch: pytest.MonkeyP
     assert (kernels.choices._capability, kernels._shared_bytes, kernels._dependent) == (121, 101_376, True)
 
 
+def test_an_interpreter_compiles_nothing_ahead() -> None:
+    make_bench("fused").kernels.compile_on_threads(pytest.fail)  # type: ignore[attr-defined]
+
+
 def test_a_tail_is_of_candidates_alone() -> None:
     step = make_bench("portable").step
     tail = step.at(step.rows, tail=True)
@@ -139,7 +143,7 @@ def make_bench(kind: str, dtype: torch.dtype = torch.float32, requests: Any = RE
             plan.add_context(work, state.length - work.first_index)
         plan.add_candidates(CandidateWork(number, 0, random_candidates(config, candidates, number), state))
     anchor = torch.empty(64, dtype=dtype)
-    unwritten = 0 if kind == "portable" else 85  # for Triton's kernels what a step does not write may be anything
+    unwritten = 0 if kind == "portable" else 77  # for Triton's kernels what a step does not write may be anything
     buffer = torch.full((step_bytes(config, CAPACITY),), unwritten, dtype=torch.uint8)
     host = host_arrays(buffer, config, CAPACITY)
     StepWriter(config, "shared", anchor).write(plan, host)
@@ -184,8 +188,9 @@ class Watched:
                 assert np.all((room[:, 0] <= read) & (read < room.sum(1))), f"{kernel} reads what is in no tensor"
             found = masked_load(pointers, mask, other, *rest)
             if other is None and mask.data.size > 1:  # a scalar 0 arrives as None
-                garbage = np.array([*[255] * (found.data.itemsize - 1), 127], np.uint8).view(found.data.dtype)  # NaN
-                found.data = np.where(mask.data, found.data, garbage[0])
+                nan = np.array([*[255] * (found.data.itemsize - 1), 127], np.uint8).view(found.data.dtype)[0]
+                far = 987_654_321  # as a place, and its multiples too
+                found.data = np.where(mask.data, found.data, far if found.data.dtype.kind == "i" else nan)
             return found
 
         def store(pointers: Any, value: Any, mask: Any, *rest: Any) -> None:
@@ -391,7 +396,11 @@ def test_the_library_is_told_to_keep_one_order_of_additions(monkeypatch: pytest.
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     assert os.environ["CUBLASLT_WORKSPACE_SIZE"] == "7", "what an operator has set stays"
     monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE")
+    preferred: list[str] = []
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred.append)
     products_module.settle_library()
+    assert preferred == ["cublaslt"]
     assert os.environ["CUBLASLT_WORKSPACE_SIZE"] == "1"
 
 

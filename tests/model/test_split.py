@@ -422,15 +422,20 @@ class Small:
         return state
 
 
-def test_a_batch_too_large_for_memory_is_tried_without_the_cache() -> None:
+def test_a_batch_too_large_for_memory_is_tried_without_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     items = [item(engine, 5, 3, seed) for seed in range(6)]
     expected = engine.forward(items)
     engine = make_engine()
-    engine.forward([item(engine, 5, 3, 9)])
     Small(engine, 6)
+    engine.forward([item(engine, 5, 3, 9)])
+    said: list[str] = []
+    engine._stream = SimpleNamespace(synchronize=lambda: said.append("waited"))  # type: ignore[assignment]
+    monkeypatch.setattr(engine, "_on_device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: said.append("emptied"))
     for ours, theirs in zip(engine.forward(items), expected, strict=True):
         assert same_bits(ours.scores, theirs.scores)
+    assert said == ["waited", "emptied"], "host buffers may still be read by what was queued"
     Small(engine, 1)
     with pytest.raises(EngineError, match="out of memory"):
         engine.forward([item(engine, 5, 3, seed) for seed in range(20, 26)])
