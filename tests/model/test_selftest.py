@@ -78,3 +78,21 @@ def test_the_batches_of_the_check_of_isolation_have_all_lengths_of_history(monke
     )
     assert check_isolation(engine, (1, 5, 3)) == {"comparisons": 3 + 1 + 3 + 3, "different_bits": 0}
     assert asked[0] == [0, 18, 37]
+
+
+@pytest.mark.parametrize(
+    ("among", "said"), [("others", "3 candidates in a batch and by"), ("itself", "candidate 0 of 3 in its list")]
+)
+def test_a_score_that_depends_on_its_company_is_seen(among: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = NativeEngine(random_ranker(random_config()), torch.float32, threads=1)
+    forward = engine.forward
+
+    def swayed(items: Sequence[Item]) -> list[Outcome]:
+        outcomes = forward(items)
+        if len(items) > 1 if among == "others" else len(items[0].candidates) == 1:
+            outcomes[0].scores.logits[0, 0] += 1e-6
+        return outcomes
+
+    monkeypatch.setattr(engine, "forward", swayed)
+    with pytest.raises(EngineError, match=said):
+        check_isolation(engine, (3, 5))
