@@ -72,7 +72,7 @@ class Aside:
 
 def differing_in_all(library: Path) -> int:
     """Candidates whose bits differ from those alone, over random compositions in both dtypes with three threads and a fourth aside."""
-    kernel, config = Kernel(library), small_config(history_length=max(GROWTH))
+    kernel, config = Kernel(library), small_config(history_length=max(GROWTH), width=40)
     probe, kernel.probe = kernel.probe, lambda: {"float32": 1.0, "bfloat16": 1.0}  # type: ignore[method-assign]
     uncapped = replace(with_preset(config, "llama"), attention_cap=None)
     different = 0
