@@ -240,7 +240,7 @@ def attend_tiles(
 @triton.jit
 def chunk_of(partial, totals, row, columns, there, row_there, HEAD_WIDTH: tl.constexpr):
     """The sums that a program of `attend_tiles` stored for one chunk."""
-    total = tl.load(totals + 2 * row, mask=row_there, other=1.0)
+    total = tl.load(totals + 2 * row, mask=row_there)
     mixed = tl.load(partial + row[:, None] * HEAD_WIDTH + columns[None, :], mask=there)
     return total, mixed, tl.load(totals + 2 * row + 1, mask=row_there)
 

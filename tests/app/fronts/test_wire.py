@@ -140,6 +140,8 @@ def test_a_query_that_no_body_could_ask_for_is_refused(change: dict[str, Any]) -
     query.check(CONFIG)
     with pytest.raises(ValueError, match="out of range"):
         replace(query, **change).check(CONFIG)
+    with pytest.raises(ValueError, match="beyond the model's history"):
+        replace(query, context=inputs(64, 1)[0]).check(CONFIG)
 
 
 @pytest.mark.parametrize(
