@@ -71,6 +71,10 @@ def test_what_kernels_keep_lies_where_the_weights_are(history: int, chunks: int)
     assert kernels.choices._spread == (chunks > 1)
     tables = Tables(*torch.empty(3, 8, config.width, device="meta"))
     assert all(each.is_meta for each in (*kept, fused.embedding_slots(config, tables)))
+    trunk, _ = build_module.weightless(config, torch.bfloat16, 90, fused.launch, 512)
+    rooms = [each for each in vars(trunk).values() if torch.is_tensor(each)]
+    assert len(rooms) > 5
+    assert all(each.is_meta for each in rooms)
 
 
 def test_a_card_decides_how_its_kernels_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
