@@ -5,7 +5,7 @@ Treat these values as immutable. They are not `frozen`: every request makes some
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -160,7 +160,7 @@ class Scores:
     logits: Float32s
     probabilities: Float32s
     continuous: Float32s
-    finite: bool = False
+    finite: bool = field(default=False, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.logits)

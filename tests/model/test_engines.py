@@ -134,6 +134,7 @@ def test_a_ranker_in_training_is_scored_without_a_gradient_and_nothing_is_nothin
     ranker = random_ranker(random_config()).requires_grad_(True)
     engine = build(ranker, torch.float32)
     assert engine.forward([]) == []
+    assert not any(each.requires_grad for each in getattr(getattr(engine, "_packed", None), "tensors", ()))
     assert np.isfinite(engine.forward([Item(*random_request(ranker.config, 3, 2))])[0].scores.logits).all()
 
 

@@ -23,6 +23,7 @@ from model.engine import Item
 from model.layers import rotate, soft_cap
 from model.presets import with_preset
 from model.ranker import Ranker
+from model.split import engine as split_engine
 from model.split.engine import SplitEngine
 from model.split.kernels.contract import Kernels, Step, Tables, softmax_shift
 from model.split.kernels.portable import KEY_TILE, PortableKernels, _Softmax
@@ -86,6 +87,12 @@ def test_a_card_decides_how_its_kernels_are_launched(monkeypatch: pytest.MonkeyP
         weights: Any = SimpleNamespace(heads=torch.empty(3, device="cuda"), rope=None)
         kernels = fused.FusedKernels(random_config(), weights, torch.bfloat16)
     assert settled == [True]
+    with FakeTensorMode():
+        made: Any = [
+            split_engine._fused_kernels(random_config(), weights, torch.bfloat16, plain=plain)
+            for plain in (True, False)
+        ]
+    assert [each._plain for each in made] == [True, False]
     assert (kernels.choices._capability, kernels._shared_bytes, kernels._dependent) == (121, 101_376, True)
 
 
@@ -152,7 +159,7 @@ def make_bench(kind: str, dtype: torch.dtype = torch.float32, requests: Any = RE
     host = host_arrays(buffer, config, CAPACITY)
     StepWriter(config, "shared", anchor).write(plan, host)
     step = Step(anchor, step_arrays(buffer, config, CAPACITY), host, plan.states())
-    step = step.at(-(-step.used // 64) * 64)
+    step = step.at(-(-step.used // 64) * 64 + 64)  # the last tile is nobody's
     rooms += [state.keys_values for state in step.states]
     return Bench(config, ranker, kernels, step, plan, generator, dtype, rooms)
 
@@ -166,7 +173,8 @@ POINTERS = {
 
 class Watched:
     """A launcher for Triton's interpreter that is as strict as a device: arguments have the types that kernels go by, a masked load
-    without `other` gives garbage, what is read lies in a tensor, and no two programs write to one place."""
+    without `other` gives garbage, what is read lies in a tensor, no two programs write to one place, and one that writes nothing reads
+    no matrix."""
 
     def __init__(self, rooms: list[Tensor]) -> None:
         self.builder: Any = triton.runtime.interpreter.interpreter_builder
@@ -178,12 +186,14 @@ class Watched:
         assert {name: given[name].dtype for name in POINTERS.keys() & given.keys()}.items() <= POINTERS.items()
         storages = [each.untyped_storage() for each in (*self.rooms, *arguments) if torch.is_tensor(each)]
         starts = np.array(sorted({each.data_ptr(): each.nbytes() for each in storages}.items()), np.int64)
-        written: dict[int, list[Any]] = {}
+        written: dict[Any, list[Any]] = {}
+        busy = set()  # programs that read a matrix
         self.reads.clear()
 
         def load(pointers: Any, mask: Any, other: Any, *rest: Any) -> Any:
             read = pointers.data[mask.data].astype(np.int64)
             self.reads.setdefault(self.builder.grid_idx, []).append(read)
+            busy.update([self.builder.grid_idx] if len(read) and pointers.data.ndim == 2 else [])
             start, size = starts[np.searchsorted(starts[:, 0], read.min(initial=2**62), "right") - 1]
             if (
                 len(read) and not start <= read.min() <= read.max() < start + size
@@ -203,12 +213,20 @@ class Watched:
             written.setdefault(self.builder.grid_idx, []).append(places)
             masked_store(pointers, value, mask, *rest)
 
+        def dot(a: Any, b: Any, d: Any, precision: Any, *rest: Any) -> Any:
+            assert "TF32x3" in str(precision), f"{kernel} multiplies in TF32"
+            return plain_dot(a, b, d, precision, *rest)
+
+        plain_dot, self.builder.create_dot = self.builder.create_dot, dot
         masked_load, masked_store = self.builder.create_masked_load, self.builder.create_masked_store
         self.builder.create_masked_load, self.builder.create_masked_store = load, store
         try:
             fused.launch(kernel, grid, arguments, **constants)
         finally:
-            del self.builder.create_masked_load, self.builder.create_masked_store
+            del self.builder.create_masked_load, self.builder.create_masked_store, self.builder.create_dot
+        assert busy <= {program for program, places in written.items() if any(map(len, places))}, (
+            f"{kernel} works for nobody"
+        )
         places = np.concatenate([np.unique(np.concatenate(each)) for each in written.values()] or [np.zeros(0)])
         assert len(np.unique(places)) == len(places), f"two programs of {kernel} write to one place"
 
@@ -305,7 +323,7 @@ def test_an_attention_weight_is_relative_to_the_shift(dtype: torch.dtype, cap: f
 def test_rope_turns_queries_and_keys_and_stores_contexts(kind: str, dtype: torch.dtype) -> None:
     bench = make_bench(kind, dtype, query_heads=3, kv_heads=1, head_width=24)
     step = bench.step
-    qkv = bench.random(5 * 24)
+    qkv = bench.given(5 * 24)
     before = qkv.clone()
     states = [state.keys_values.clone() for state in step.states]
     bench.kernels.rotate(step, qkv[:, :72], qkv[:, 72:], 1)
@@ -351,7 +369,7 @@ def test_norms_add_the_residual(kind: str, dtype: torch.dtype, tail: bool, sandw
 @DTYPES
 def test_heads_are_normed_one_by_one(kind: str, dtype: torch.dtype) -> None:
     bench = make_bench(kind, dtype)
-    qkv, scale = bench.random(5 * 24, 3.0), torch.rand(24) + 0.5
+    qkv, scale = bench.given(5 * 24, 3.0), torch.rand(24) + 0.5
     before, used = qkv.clone(), int(bench.step.host.counts[ROWS])
     bench.kernels.norm_heads(bench.step, qkv[:, 24:], 3, scale)
     expected = naive.normed(before[:used, 24:96].reshape(-1, 24), Norm(scale), bench.config.norm_epsilon)
@@ -490,6 +508,9 @@ def test_tokens_equal_the_rankers(kind: str, dtype: torch.dtype, table_dtype: to
     features = {"has_dwell": may, "has_post_age": may, "continuous_actions": 3 if may else 0, "input_scale": scale}
     features |= {} if may else {"actions": 130}  # inputs of a history item that end within a block
     bench = make_bench(kind, dtype, REQUESTS if "in tiles" in variant else FEW, **features)
+    if may:
+        oldest = bench.config.post_age_buckets - 1
+        bench.plan.candidates[0].candidates.age_buckets[0] = bench.step.host.owners[0, 0] = oldest
     bench.plan.candidates[0].candidates.author_ids[1] = bench.step.host.ids[1, 1] = (
         0  # nobody, though row 0 holds numbers
     )

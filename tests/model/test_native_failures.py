@@ -55,14 +55,15 @@ build.FLAGS = (*build.FLAGS, "-DRANKER_CHECKS")
 from model.native.engine import NativeEngine
 from model.native.search import CWish, NativeIndex
 from model.retrieval.search import Wish
-from tests.model.builders import random_config, random_ranker, random_request
+from tests.model.builders import random_config, random_context, random_ranker, random_request
 
 config = random_config()
 engine, index = NativeEngine(random_ranker(config), torch.float32, threads=1), NativeIndex(np.ones((5, 3), np.float32), threads=1)
 context, candidates = random_request(config, 7, 5, seed=1)
 context.surfaces[-1] = candidates.surfaces[-1] = config.product_surfaces - 1
 candidates.age_buckets[-1] = config.post_age_buckets - 1
-engine.forward([Item(context, candidates), Item(*random_request(config, 0, 1, seed=1))])
+few = [Item(random_context(config, 0, user_id=user), candidates) for user in (7, 0)]
+engine.forward([Item(context, candidates), *few])
 index.search([Wish(np.ones(3, np.float32), k) for k in (1, 5)])
 print("the last rows are taken", flush=True)
 if sys.argv[1] == "a wish":

@@ -132,6 +132,19 @@ def test_what_the_models_tables_lack_is_refused(name: str, count: int) -> None:
             replace(asked, first_slot=slot).check(CONFIG)
 
 
+def test_rows_of_candidates_and_joined_scores_keep_their_columns() -> None:
+    candidates, places = inputs(0, 5)[1], np.array([4, 0, 2])
+    names = ("post_ids", "author_ids", "surfaces", "age_buckets")
+    taken = candidates.rows(places)
+    assert all(np.array_equal(getattr(taken, name), getattr(candidates, name)[places]) for name in names)
+    scores = Scores(*np.random.default_rng(1).random((3, 5, 2), np.float32))
+    joined = Scores.concatenate([scores.rows(slice(0, 3)), scores.rows(slice(3, 5))])
+    assert all(
+        np.array_equal(getattr(joined, name), getattr(scores, name))
+        for name in ("logits", "probabilities", "continuous")
+    )
+
+
 @pytest.mark.parametrize(
     "change", [{"k": 0}, {"k": 2**40}, {"least": float("nan")}, {"filters": Filters(NONE, None, 2**63)}], ids=str
 )

@@ -21,7 +21,7 @@ from model.native.search import NativeIndex
 from model.native.tower import NativeTower
 from model.presets import with_preset
 from model.retrieval import corpus as module
-from model.retrieval.corpus import KEPT_TOPICS, Corpus, segment_of
+from model.retrieval.corpus import KEPT_TOPICS, Corpus, segment_of, without
 from model.retrieval.engine import RetrievalEngine, RetrievalOptions, TorchTower
 from model.retrieval.inputs import Change, Filters, Mark, NewPosts, Query, Retrieved
 from model.retrieval.search import Index, TorchIndex, bits_of, mask_of
@@ -416,6 +416,12 @@ def test_a_change_needs_neither_compiler_nor_kernel_on_the_disk(
     made.change(Change(NONE, as_new(corpus, [40], [900_001]), Mark()))
     assert {type(segment.index) for segment in made._segments} == {NativeIndex}
     assert 900_001 in made.retrieve([wanted(contexts[0], len(corpus))]).retrieved[0].post_ids
+
+
+def test_bits_without_posts_that_nobody_has_are_the_same_bits(corpus: Corpus) -> None:
+    bits = bits_of(~corpus.hidden)
+    assert without(bits, corpus, np.array([900_001], np.uint64)) is bits
+    assert without(bits, corpus, corpus.post_ids[3:4])[0] == bits[0] & ~np.uint64(1 << 3)
 
 
 def test_what_an_operator_asks_for_reaches_the_tower_and_the_search(
