@@ -321,9 +321,9 @@ def test_an_attention_weight_is_relative_to_the_shift(dtype: torch.dtype, cap: f
 @KINDS
 @DTYPES
 def test_rope_turns_queries_and_keys_and_stores_contexts(kind: str, dtype: torch.dtype) -> None:
-    bench = make_bench(kind, dtype, query_heads=3, kv_heads=1, head_width=24)
+    bench = make_bench(kind, dtype, query_heads=3, kv_heads=3, head_width=24)
     step = bench.step
-    qkv = bench.given(5 * 24)
+    qkv = bench.given(9 * 24)
     before = qkv.clone()
     states = [state.keys_values.clone() for state in step.states]
     bench.kernels.rotate(step, qkv[:, :72], qkv[:, 72:], 1)
@@ -331,12 +331,12 @@ def test_rope_turns_queries_and_keys_and_stores_contexts(kind: str, dtype: torch
     assert torch.equal(qkv[bench.past(used)], before[bench.past(used)])
     cos, sin = split_weights(bench.ranker, torch.device("cpu"), dtype).rope[:, step.arrays.positions[:used].long()]
     cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-    expected = rotate(before[:used, :96].reshape(used, 4, 24), cos, sin).flatten(1)
-    close(qkv[:used, :96], expected, dtype)
-    assert torch.equal(qkv[:used, 96:], before[:used, 96:])
+    expected = rotate(before[:used, :144].reshape(used, 6, 24), cos, sin).flatten(1)
+    close(qkv[:used, :144], expected, dtype)
+    assert torch.equal(qkv[:used, 144:], before[:used, 144:])
     for row, (request, place) in enumerate(step.host.owners[:used].tolist()):
         if place >= 0:
-            states[request][1, :, place] = qkv[row, 72:].view(2, 1, 24)
+            states[request][1, :, place] = qkv[row, 72:].view(2, 3, 24)
     assert (step.host.owners[:used, 1] >= 0).sum() == used - step.host.counts[CANDIDATES] == 10 + 1 + 4
     assert all(torch.equal(state.keys_values, expected) for state, expected in zip(step.states, states, strict=True))
 
