@@ -418,6 +418,16 @@ def test_a_change_needs_neither_compiler_nor_kernel_on_the_disk(
     assert 900_001 in made.retrieve([wanted(contexts[0], len(corpus))]).retrieved[0].post_ids
 
 
+def test_an_engine_that_is_closed_has_closed_its_tower(
+    encoder: Encoder, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, closed = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=1)), list[bool]()
+    close = engine.tower.close
+    monkeypatch.setattr(engine.tower, "close", lambda: closed.append(True) or close())
+    engine.close()
+    assert closed == [True]
+
+
 def test_bits_without_posts_that_nobody_has_are_the_same_bits(corpus: Corpus) -> None:
     bits = bits_of(~corpus.hidden)
     assert without(bits, corpus, np.array([900_001], np.uint64)) is bits
