@@ -334,6 +334,9 @@ def test_rope_turns_queries_and_keys_and_stores_contexts(kind: str, dtype: torch
     expected = rotate(before[:used, :144].reshape(used, 6, 24), cos, sin).flatten(1)
     close(qkv[:used, :144], expected, dtype)
     assert torch.equal(qkv[:used, 144:], before[:used, 144:])
+    query = before[:, :72].clone()  # in a tensor of its own, which ends where its heads end
+    bench.kernels.rotate(step, query, None, 1)
+    assert torch.equal(query[:used], qkv[:used, :72])
     for row, (request, place) in enumerate(step.host.owners[:used].tolist()):
         if place >= 0:
             states[request][1, :, place] = qkv[row, 72:].view(2, 3, 24)
