@@ -88,8 +88,10 @@ DAMAGES = {
 def test_a_file_that_cannot_be_trusted_is_built_again_once(damage: object, compiler: Compiler, tmp_path: Path) -> None:
     directory = tmp_path / "kept"
     before = os.umask(0)
-    first = build_kernel(directory)
-    os.umask(before)
+    try:
+        first = build_kernel(directory)
+    finally:
+        os.umask(before)
     assert directory.stat().st_mode & 0o777 == 0o700
     assert (first.note, compiler.runs) == ("", 1)
     assert build_kernel(directory) == first
