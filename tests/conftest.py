@@ -21,12 +21,13 @@ WHOLE = (
     "loadtest/",
     "weights/training/",
 )  # whole processes, images, runs
-LONG = (  # the files that take longest, the longest first
-    "loadtest/fuzz/test_run.py",
+LONG = (  # the files that take longest, the longest first; of the first four one compiles the kernel of this machine, for all
+    "model/test_kernels_build.py",
     "test_distribution.py",
+    "loadtest/fuzz/test_run.py",
+    "model/test_sanitizers.py",
     "e2e/test_explore_first.py",
     "reliability/test_endings.py",
-    "model/test_sanitizers.py",
     "reliability/test_cluster.py",
     "e2e/test_explore.py",
     "model/test_kernels.py",
@@ -77,7 +78,6 @@ LONG = (  # the files that take longest, the longest first
     "weights/training/test_towers.py",
     "model/test_split.py",
     "ops/test_live.py",
-    "model/test_kernels_build.py",
     "weights/scoring/test_job.py",
     "ci/test_suite.py",
     "weights/corpus/test_compaction.py",

@@ -26,7 +26,7 @@ from hashlib import sha256
 from pathlib import Path
 from triton.compiler import ASTSource
 from model.split.kernels import build, launch as launching
-from model.split.kernels.build import Code, Compiled, compiled, compiling_for, describe, launches, read_code
+from model.split.kernels.build import Code, Compiled, compiled, compiling_for, describe, launches, read_code, read_usage
 from model.split.kernels.contract import Step, Tables
 from model.split.kernels.fused import FusedKernels, launch
 from model.split.kernels.order import wait_for_previous
@@ -59,7 +59,7 @@ CASES = {
     ("bfloat16", 100): [(products, COMPILED, LONG | {"head_width": 128}), *norms],
 }
 def kept(cubin):
-    # NVIDIA's disassembler takes a third of a second for each binary: what it reads is kept as Triton keeps what it compiles
+    # NVIDIA's disassembler takes half a second for each binary: what it reads is kept as Triton keeps what it compiles
     of = sha256(cubin + Path(build.__file__).read_bytes() + triton.__version__.encode())
     file = Path(triton.knobs.cache.dir) / "read" / f"{of.hexdigest()}.json"
     if not file.exists():
@@ -108,7 +108,14 @@ def compile_all(dtype, capability, cases):
     for names, kinds, overrides in cases:
         for each in compiled(config_of(overrides), getattr(torch, dtype), capability, kinds, names):
             starts = each.kernel.asm["ptx"].count("griddepcontrol.launch_dependents")
-            yield describe(each) | {"before": before_waiting(each), "launch_dependents": starts}
+            seen = describe(each) if each.name in products else used(each)
+            yield seen | {"before": before_waiting(each), "launch_dependents": starts}
+
+def used(each):
+    # of a kernel without products: what can be read at once
+    registers, stack = read_usage(each.kernel.asm["cubin"])
+    shared = each.kernel.metadata.shared
+    return {"kernel": each.name, "constants": each.constants, "shared_bytes": shared, "registers": registers, "stack_bytes": stack}
 
 @triton.jit
 def misspelt(x, SIZE: tl.constexpr, DEPENDENT: tl.constexpr = False):
@@ -167,13 +174,13 @@ def printed():
     return asked, out.getvalue().splitlines()
 
 def spilling():
-    # fp32 attention as it once was
+    # attention in half of the registers that it takes
     found = []
     def note(kernel, grid, arguments, **constants):
         if kernel.fn.__name__ == "attend_tiles":
-            found.append(kernel.warmup(*arguments, grid=grid, **(constants | {"PRECISION": "ieee", "TILE_KEYS": 64})))
+            found.append(kernel.warmup(*arguments, grid=grid, **(constants | {"maxnreg": 64})))
     with compiling_for(90):
-        build.forward(config_of({"head_width": 64}), torch.float32, 90, note, ["64x64"])
+        build.forward(config_of({"head_width": 64}), torch.bfloat16, 90, note, ["64x64"])
     code = Compiled("attend_tiles", {}, found[0]).kernel.asm
     return asdict(kept(code["cubin"])) | {"ptx": code["ptx"].count("st.local")}
 
@@ -217,10 +224,10 @@ found = {
     "broken": broken(),
     "beforehand": beforehand(),
     "printed": printed(),
-    "raised": [raised(read_code, b"nothing"), raised(build._output, "false")],
+    "raised": [raised(read_code, b"nothing"), raised(read_usage, b"nothing")],
     "key": launching.source_key().split(),
 }
-build._output = lambda *command: ""
+build._output = lambda *command, of: ""
 found["raised"].append(raised(read_code, b""))
 found["hashes"] = hashes(config_of(LONG | {"head_width": 128, "layers": 2}))
 print(json.dumps(found))
@@ -247,7 +254,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 # Bytes of stack a thread, where it cannot be none: the fp32 engine at the widest head is there to be compared with.
-STACK_BYTES = {("attend_tiles", 128, "fp32", 90): 96}
+STACK_BYTES = {("attend_tiles", 128, "float32", 90): 96}
 ALL = {"attend_tiles", "gate_rows", "gather_rows", "multiply_tiles", "norm_rows", "project_tiles", "rotate_rows"}
 FUSED = {"multiply_gate_tiles", "multiply_rotate_tiles"}
 PRODUCTS = {"attend_tiles", "multiply_tiles", "project_tiles"} | FUSED
@@ -272,9 +279,8 @@ def test_every_kernel_compiles_and_keeps_its_numbers_in_registers(
     for kernel in found:
         assert kernel["shared_bytes"] <= {80: 163, 90: 227, 100: 227}[capability] * 1024, kernel
         width = kernel["constants"].get("HEAD_WIDTH", 0) if kernel["kernel"] == "attend_tiles" else 0
-        allowed = STACK_BYTES.get((kernel["kernel"], width, kernel["dtype"], capability), 0)
+        allowed = STACK_BYTES.get((kernel["kernel"], width, dtype, capability), 0)
         assert kernel["stack_bytes"] <= allowed, kernel
-        assert allowed or kernel["spills"] == 0, kernel
         assert 8 < kernel["registers"] <= 255
         if capability < 90:
             assert kernel["before"] is None
@@ -285,6 +291,7 @@ def test_every_kernel_compiles_and_keeps_its_numbers_in_registers(
             assert kernel["launch_dependents"] == 1
         if kernel["kernel"] in PRODUCTS:
             assert kernel["matrix_old" if capability == 80 else "matrix"] > 0, "products must use the matrix units"
+            assert allowed or kernel["spills"] == 0, kernel
             assert kernel["wide_copies"] > 0, "operands must be loaded 16 bytes at a time"
             assert kernel["narrow_copies"] == 0, kernel
 
@@ -321,7 +328,7 @@ def test_a_cold_start_compiles_no_more_than_is_counted(compiled: dict[str, Any])
 def test_numbers_that_leave_the_registers_are_seen(compiled: dict[str, Any]) -> None:
     """PTX knows nothing of it: registers are given out later."""
     code = compiled["spilling"]
-    assert code["stack_bytes"] > 1000
+    assert code["stack_bytes"] > 500
     assert code["spills"] > 100
     assert code["ptx"] == 0
 

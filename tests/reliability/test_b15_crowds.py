@@ -21,7 +21,7 @@ from loadtest.soak.fake_engine import FakeEngine
 from tests.reliability.live import Live, live
 
 pytestmark = pytest.mark.timeout(240)
-WINDOW_SECONDS = 0.2
+WINDOW_SECONDS = 0.15
 CLIENTS = 4
 MOST_TIMES = 5  # the event loop's time for the median path that does not rank; the largest asset takes 2.7
 RANKING = ("/context", "/rank", "/rank/{name}", "/rank/batch", "/explain", "/retrieve", "/recommend")

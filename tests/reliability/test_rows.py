@@ -24,7 +24,7 @@ def test_row_is_red_for_a_failure_a_figure_beyond_its_limit_and_for_nothing_trie
 
 
 def test_l1_overload_is_refused_and_the_admitted_stay_fast() -> None:
-    answers, stretch, goodput = overload.overload(4.0)
+    answers, stretch, goodput = overload.overload(2.4)
     assert not answers.failed
     assert stretch.figure < 4.0
     assert goodput.figure > 0.8
@@ -48,7 +48,7 @@ def test_l3_an_expired_request_is_not_computed() -> None:
 
 @pytest.mark.skipif(not wrk.IS_INSTALLED, reason="wrk is not installed: apt-get install wrk")
 def test_l5_impatient_callers_do_not_starve_the_others() -> None:
-    goodput, stretch = overload.impatience(4.0, rounds=1)
+    goodput, stretch = overload.impatience(1.6, rounds=1)
     assert not goodput.failed
     assert goodput.figure > 0.6  # the milliseconds and the tenths are the long form's
     assert stretch.figure < 20
@@ -56,13 +56,13 @@ def test_l5_impatient_callers_do_not_starve_the_others() -> None:
 
 @pytest.mark.skipif(not wrk.IS_INSTALLED, reason="wrk is not installed: apt-get install wrk")
 def test_l5_is_red_where_no_refusal_waits() -> None:
-    goodput, _ = overload.impatience(4.0, "--none-held", rounds=1)
+    goodput, _ = overload.impatience(0.8, "--none-held", rounds=1)
     assert not goodput.ok
 
 
 def test_l6_a_shadow_takes_nothing_from_answers_under_overload(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overload, "ASKED", 5)
-    bits, p99, goodput = overload.shadow(3.0, rounds=1)
+    bits, p99, goodput = overload.shadow(2.0, rounds=1)
     assert bits.ok, bits
     assert not p99.failed
     assert p99.figure < 1.5  # the hundredths are the long form's
@@ -71,7 +71,7 @@ def test_l6_a_shadow_takes_nothing_from_answers_under_overload(monkeypatch: pyte
 
 def test_l6_is_red_where_the_shadow_does_not_ask_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overload, "ASKED", 1)  # no bits are compared
-    _, p99, goodput = overload.shadow(2.0, "--eager-shadow", rounds=1)
+    _, p99, goodput = overload.shadow(1.2, "--eager-shadow", rounds=1)
     assert not (p99.ok and goodput.ok)
 
 
@@ -84,9 +84,9 @@ def test_l4_a_planted_leak_is_seen_and_without_it_memory_is_flat() -> None:
 
 
 def test_b10_one_connection_with_dear_bodies_does_not_slow_others_down() -> None:
-    row = hostile.dear(2.4)
+    row = hostile.dear(1.6)
     assert not row.failed
-    assert hostile.dear(2.4, "--no-rest", percent=90).figure > 3  # the control: held refusals alone spare the median
+    assert hostile.dear(1.2, "--no-rest", percent=90).figure > 3  # the control: held refusals alone spare the median
 
 
 SMALL = {

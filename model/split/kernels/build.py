@@ -172,23 +172,29 @@ COUNTED = {
 
 
 def read_code(cubin: bytes) -> Code:
-    """Read the machine code of one kernel with NVIDIA's own tools, which come with Triton."""
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = _output(tools / "cuobjdump", "--dump-resource-usage", file.name)
-        assembly = _output(tools / "nvdisasm", "-c", file.name)
+    """Read the machine code of one kernel with NVIDIA's own tools, which come with Triton: half a second for the instructions."""
+    registers, stack_bytes = read_usage(cubin)
+    assembly = _output("nvdisasm", "-c", of=cubin)
+    names = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\S+)", assembly, re.M)
+    counts = {name: sum(re.match(pattern, each) is not None for each in names) for name, pattern in COUNTED.items()}
+    return Code(registers, stack_bytes, **counts)
+
+
+def read_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack of each thread of one kernel, in milliseconds. Without a stack nothing spills."""
+    usage = _output("cuobjdump", "--dump-resource-usage", of=cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
         raise ValueError(f"no resource usage in {usage!r}")
-    names = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\S+)", assembly, re.M)
-    counts = {name: sum(re.match(pattern, each) is not None for each in names) for name, pattern in COUNTED.items()}
-    return Code(int(found[1]), int(found[2]), **counts)
+    return int(found[1]), int(found[2])
 
 
-def _output(*command: str | Path) -> str:
-    return subprocess.run([*map(str, command)], capture_output=True, text=True, check=True, timeout=60).stdout
+def _output(tool: str, *options: str, of: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(of)
+        file.flush()
+        command = [Path(triton.__file__).parent / "backends/nvidia/bin" / tool, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 def describe(each: Compiled) -> dict[str, Any]:
