@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -117,6 +118,14 @@ def tracebacks_are_plain() -> None:
     """In logs that nobody has configured: to write the values of variables takes seconds where one of them holds a model."""
     if structlog := sys.modules.get("structlog"):
         structlog.get_config()["processors"][-1].exception_formatter = structlog.dev.plain_traceback
+
+
+@pytest.fixture(autouse=True, scope="session")
+def what_libraries_make_for_each_call_is_made_once() -> None:
+    """httpx reads all certificates of the world for each client, typer puts all commands together for each call: 20 ms each."""
+    for module, name in (("httpx._transports.default", "create_ssl_context"), ("typer.testing", "_get_command")):
+        if known := sys.modules.get(module):
+            setattr(known, name, functools.cache(getattr(known, name)))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -49,7 +49,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         sys.executable, "-m", "pip", "download", "--no-deps", "--dest", place / "probe", "httpx", cwd=place
     ).returncode:
         pytest.skip("pip reaches no package index from here")
-    done = run(sys.executable, "-m", "build", "--outdir", place / "dist", CLIENT, cwd=place)
+    done = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", place / "dist", CLIENT, cwd=place)
     assert done.returncode == 0, done.stdout + done.stderr
     return place / "dist"
 

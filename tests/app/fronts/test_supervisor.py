@@ -64,7 +64,8 @@ def alive(process: int) -> bool:
 
 
 def processes(server: Server) -> list[int]:
-    """The fronts and the engine process."""
+    """The fronts and the engine process, once both fronts listen: the server is ready with the first."""
+    wait_until(lambda: sum(line["event"] == "listening" for line in server.lines) >= 2)
     return [process_of(server, front) for front in (1, 2, None)]
 
 
@@ -122,9 +123,6 @@ def test_a_second_signal_ends_all_at_once() -> None:
 def test_nothing_survives_a_supervisor_that_is_killed() -> None:
     with started(*FRONTED) as server:
         server.wait_ready()
-        wait_until(
-            lambda: sum(line["event"] == "listening" for line in server.lines) == 2
-        )  # else it may not know its role yet
         began = processes(server)
         os.kill(began[0], signal.SIGSTOP)
         server.process.kill()
