@@ -92,13 +92,14 @@ def _compile(name: str, dtype: torch.dtype, capability: int, small: bool) -> lis
     from model.split.kernels.build import compiled, describe
 
     config = _compiled(Card(torch.device("cpu"), tiny=small))[name]
-    start, found = time.perf_counter(), []
+    start, found, ready = time.perf_counter(), list[Record](), []
     for each in compiled(config, dtype, capability, names=("gate_rows", "norm_rows") if small else None):
-        record: Record = {"case": name, "kernel": each.name}
         try:
-            found.append(record | {"hash": each.kernel.hash} | describe(each))
+            ready.append((each.kernel.hash, each))
         except Exception as error:
-            found.append(record | {"problem": f"does not compile: {error}"[:500]})
+            found.append({"case": name, "kernel": each.name, "problem": f"does not compile: {error}"[:500]})
+    told = describe([each for _, each in ready])
+    found += [{"case": name, "hash": of} | record for (of, _), record in zip(ready, told, strict=True)]
     return [record | {"seconds_of_case": round(time.perf_counter() - start, 2)} for record in found]
 
 

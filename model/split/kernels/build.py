@@ -8,18 +8,21 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import sm_arch_from_capability
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.driver import driver
 
@@ -161,6 +164,7 @@ class Code:
     special: int
 
 
+INSTRUCTION_BYTES = 16
 COUNTED = {
     "spills": r"LDL|STL",
     "wide_copies": r"LDGSTS\S*\.128|LDG\S*\.128|UTMALDG|UBLKCP",
@@ -171,43 +175,60 @@ COUNTED = {
 }
 
 
-def read_code(cubin: bytes) -> Code:
-    """Read the machine code of one kernel with NVIDIA's own tools, which come with Triton: half a second for the instructions."""
-    registers, stack_bytes = read_usage(cubin)
-    assembly = _output("nvdisasm", "-c", of=cubin)
+def read_codes(cubins: Sequence[bytes], capability: int) -> list[Code]:
+    """Read the machine code of kernels for one capability with NVIDIA's own tools, which come with Triton.
+
+    All are disassembled as one run of instructions: the tool takes half a second to begin. Raises ValueError for what is no kernel.
+    """
+    usages = [_output("cuobjdump", "--dump-resource-usage", of=cubin) for cubin in cubins]
+    bodies = [_instructions(cubin) for cubin in cubins]
+    target = sm_arch_from_capability(capability).replace("sm_", "SM")
+    assembly = _output("nvdisasm", "--binary", target, "--no-dataflow", of=b"".join(bodies)) if bodies else ""
     names = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\S+)", assembly, re.M)
-    counts = {name: sum(re.match(pattern, each) is not None for each in names) for name, pattern in COUNTED.items()}
-    return Code(registers, stack_bytes, **counts)
+    if len(names) * INSTRUCTION_BYTES != sum(map(len, bodies)):
+        raise ValueError(f"nvdisasm tells of {len(names)} instructions in {sum(map(len, bodies))} bytes")
+    left, codes = iter(names), []
+    for usage, body in zip(usages, bodies, strict=True):
+        own = list(islice(left, len(body) // INSTRUCTION_BYTES))
+        counts = {name: sum(re.match(pattern, each) is not None for each in own) for name, pattern in COUNTED.items()}
+        found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+        if found is None:
+            raise ValueError(f"no resource usage in {usage!r}")
+        codes.append(Code(int(found[1]), int(found[2]), **counts))
+    return codes
 
 
-def read_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack of each thread of one kernel, in milliseconds. Without a stack nothing spills."""
-    usage = _output("cuobjdump", "--dump-resource-usage", of=cubin)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    if found is None:
-        raise ValueError(f"no resource usage in {usage!r}")
-    return int(found[1]), int(found[2])
+def _instructions(cubin: bytes) -> bytes:
+    """The section with the instructions of the one kernel in an ELF file."""
+    (table,), (count, strings) = struct.unpack_from("<Q", cubin, 0x28), struct.unpack_from("<HH", cubin, 0x3C)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + 64 * number) for number in range(count)]
+    named = (section for section in sections if cubin.startswith(b".text.", sections[strings][4] + section[0]))
+    *_, offset, size = next(named)
+    return cubin[offset : offset + size]
 
 
 def _output(tool: str, *options: str, of: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(of)
         file.flush()
-        command = [Path(triton.__file__).parent / "backends/nvidia/bin" / tool, *options, file.name]
+        command: list[str | Path] = [Path(triton.__file__).parent / "backends/nvidia/bin" / tool, *options, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def describe(each: Compiled) -> dict[str, Any]:
-    """Name, constants, what it computes in, shared memory in bytes, and `Code`."""
-    ready = each.kernel
-    types = set(ready.src.signature.values())
-    return {
-        "kernel": each.name,
-        "dtype": "bf16" if "*bf16" in types else "fp32",
-        "constants": each.constants,
-        "shared_bytes": ready.metadata.shared,
-        **asdict(read_code(ready.asm["cubin"])),
-    }
+def describe(found: Sequence[Compiled]) -> list[dict[str, Any]]:
+    """Of each binary for one capability its name, constants, what it computes in, shared memory in bytes, and `Code`."""
+    ready = [each.kernel for each in found]
+    codes = read_codes([one.asm["cubin"] for one in ready], ready[0].metadata.target.arch) if ready else []
+    return [
+        {
+            "kernel": each.name,
+            "dtype": "bf16" if "*bf16" in one.src.signature.values() else "fp32",
+            "constants": each.constants,
+            "shared_bytes": one.metadata.shared,
+            **asdict(code),
+        }
+        for each, one, code in zip(found, ready, codes, strict=True)
+    ]
 
 
 def launches(config: ModelConfig, kind: Kind, requests: int, context: int, candidates: int) -> tuple[int, int, int]:
@@ -269,7 +290,7 @@ def main(given: list[str] | None = None) -> None:
             for case, names in cases
             for each in compiled(case, dtype, capability, names=names)
         }
-        for row in map(describe, each_once.values()):
+        for row in describe(list(each_once.values())):
             constants = row["constants"]
             tile = "x".join(
                 str(constants[key])
