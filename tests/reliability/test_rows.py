@@ -106,5 +106,5 @@ def test_b11_is_red_without_budgets() -> None:
 def test_b11_calls_that_stop_in_the_middle_take_no_more_memory_than_is_stated() -> None:
     row = hostile.calls(3.0, batching__max_requests=8)
     assert row.ok, row
-    held = hostile.calls(3.0, batching__max_requests=400)
-    assert held.figure > row.limit, "the control: calls that no limit turns away are held"
+    held = (hostile.calls(seconds, batching__max_requests=400).figure for seconds in (3.0, 9.0))  # for a slow machine
+    assert any(figure > row.limit for figure in held), "the control: calls that no limit turns away are held"
