@@ -98,8 +98,11 @@ def _compile(name: str, dtype: torch.dtype, capability: int, small: bool) -> lis
             ready.append((each.kernel.hash, each))
         except Exception as error:
             found.append({"case": name, "kernel": each.name, "problem": f"does not compile: {error}"[:500]})
-    told = describe([each for _, each in ready])
-    found += [{"case": name, "hash": of} | record for (of, _), record in zip(ready, told, strict=True)]
+    try:
+        told = describe([each for _, each in ready])
+        found += [{"case": name, "hash": of} | record for (of, _), record in zip(ready, told, strict=True)]
+    except Exception as error:
+        found.append({"case": name, "problem": f"compiles, but cannot be read: {error}"[:500]})
     return [record | {"seconds_of_case": round(time.perf_counter() - start, 2)} for record in found]
 
 
