@@ -12,7 +12,7 @@ import torch
 from loadtest import bits
 from loadtest.bits import small_config
 from loadtest.geometries import GEOMETRIES, in_dtype
-from loadtest.matrix import Row
+from loadtest.rows import Row
 from loadtest.timing import Figure, alternate, ratio
 from model.config import ModelConfig
 from model.create import EngineOptions, create_engine

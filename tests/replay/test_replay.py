@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.server import Server, serving
+from loadtest.server import Server, serving
 
 RECORDING = Path(__file__).with_name("recording.jsonl.gz")
 TOLERANCE = 2e-5  # another processor has other vectors, and so another last bit
@@ -68,10 +68,23 @@ def unlike(was: Any, now: Any, path: str = "") -> str:
     if isinstance(was, dict) and isinstance(now, dict):
         return next((told for key in was if (told := unlike(was[key], now.get(key), f"{path}.{key}"))), "")
     if isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
-        return next((told for place, pair in enumerate(zip(was, now, strict=True)) if (told := unlike(*pair, f"{path}[{place}]"))), "")
+        return next(
+            (
+                told
+                for place, pair in enumerate(zip(was, now, strict=True))
+                if (told := unlike(*pair, f"{path}[{place}]"))
+            ),
+            "",
+        )
     if isinstance(was, float | int) and isinstance(now, float | int):
         return "" if math.isclose(was, now, rel_tol=TOLERANCE, abs_tol=TOLERANCE) else f"{path}: was {was}, is {now}"
     return "" if was == now or path.endswith(FREE) else f"{path}: was {was!r:.80}, is {now!r:.80}"
 
 
-FREE = (".detail", ".title", ".errors", ".request_id", ".context")  # sentences may change; handles are named by the build
+FREE = (
+    ".detail",
+    ".title",
+    ".errors",
+    ".request_id",
+    ".context",
+)  # sentences may change; handles are named by the build

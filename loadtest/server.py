@@ -1,4 +1,4 @@
-"""Starts the service as a process of its own, as an operator does, and talks to it. The one way to start it in tests and benchmarks."""
+"""Starts the service as a process of its own, as an operator does, and talks to it. Tests and benchmarks start it in no other way."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import httpx
 
-ROOT = Path(__file__).parents[2]
+from loadtest.machine import ROOT
+
 DEMO, TOWERS, POSTS = (ROOT / "weights" / name for name in ("demo", "demo-towers", "demo-posts"))
 START_SECONDS = 120.0
 STOP_SECONDS = 60.0
@@ -51,13 +52,17 @@ class Server:
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        given = {"content-type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+        given = {"content-type": "application/json"} | {
+            name.replace("_", "-"): value for name, value in headers.items()
+        }
         return httpx.post(self.url + path, content=content, headers=given, timeout=60)
 
     def metric(self, series: str) -> float:
         """The sum of all samples whose line begins with these characters, 0 where there is none."""
         lines = self.get("/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(series) and not line.startswith("#"))
+        return sum(
+            float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(series) and not line.startswith("#")
+        )
 
     def connect(self, seconds: float = 15.0) -> socket.socket:
         """A connection that fails rather than hangs."""
@@ -104,24 +109,36 @@ def serving(
     if retrieval:
         values = {"retrieval__checkpoint": TOWERS, "retrieval__corpus": POSTS} | values
     chosen = {f"RANKER_{name.upper()}": str(value) for name, value in values.items()}
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RANKER_")}
-    environment = inherited | {"PYTHONPATH": str(ROOT)} | chosen | (env or {})
+    environment = {"PYTHONPATH": str(ROOT)} | chosen | (env or {})
+    with running(command, environment, port=port, ready="/readyz" if wait_ready else "", cwd=cwd) as server:
+        yield server
+
+
+@contextmanager
+def running(
+    command: Sequence[str], env: Mapping[str, str], *, port: int = 0, ready: str = "/readyz", cwd: Path = ROOT
+) -> Iterator[Server]:
+    """Run any server until the block ends. `{port}` in the command is replaced; `ready`: the path that is 200 once it serves, empty not to wait."""
+    port = port or free_port()
+    words = [word.replace("{port}", str(port)) for word in command]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            words, cwd=cwd, env=os.environ | dict(env), stdout=log, stderr=log, start_new_session=True
+        )
         server = Server(process, port, log)
         try:
-            if wait_ready:
-                wait_until(lambda: is_ready(server), START_SECONDS, server)
+            if ready:
+                wait_until(lambda: answers(server, ready), START_SECONDS, server)
             yield server
         finally:
             stop(server)
 
 
-def is_ready(server: Server) -> bool:
-    """Whether /readyz is 200 now. Raises AssertionError with the log where the process has ended."""
+def answers(server: Server, path: str = "/readyz") -> bool:
+    """Whether this path is 200 now. Raises AssertionError with the log where the process has ended."""
     assert server.process.poll() is None, f"ended with {server.process.returncode}:\n{server.log_text[-4000:]}"
     try:
-        return server.get("/readyz").status_code == 200
+        return server.get(path).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -134,10 +151,8 @@ def stop(server: Server) -> int:
             return server.process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             pass
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(server.process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     return server.process.wait(10)
 
 
