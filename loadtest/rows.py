@@ -16,8 +16,8 @@ from loadtest.timing import Figure
 class Row:
     """One figure, in `unit`: the median of several readings, with the 10th and 90th percentile.
 
-    It must not exceed the target, or must reach it if `at_least`. An infinite target means none. `sides`: for a ratio, the two medians that were
-    divided, in milliseconds.
+    It must not exceed the target, or must reach it if `at_least`. An infinite target means none. `sides`: for a ratio, the two medians
+    that were divided, in milliseconds.
     """
 
     what: str

@@ -118,7 +118,8 @@ def serving(
 def running(
     command: Sequence[str], env: Mapping[str, str], *, port: int = 0, ready: str = "/readyz", cwd: Path = ROOT
 ) -> Iterator[Server]:
-    """Run any server until the block ends. `{port}` in the command is replaced; `ready`: the path that is 200 once it serves, empty not to wait."""
+    """Run any server until the block ends. `{port}` in the command is replaced; `ready`: the path that is 200 once it serves, empty
+    not to wait."""
     port = port or free_port()
     words = [word.replace("{port}", str(port)) for word in command]
     with tempfile.TemporaryFile() as log:

@@ -1,4 +1,4 @@
-"""What HTTP costs: the service beside the one of another checkout, by wrk, in turns. In every round each side takes one reading per load."""
+"""What HTTP costs: the service beside the one of another checkout, by wrk. In every round each side takes one reading per load."""
 
 from __future__ import annotations
 

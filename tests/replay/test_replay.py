@@ -1,7 +1,7 @@
 """Replays 987 requests that were recorded before the service became a FastAPI application: the same status, code and numbers.
 
-`recording.jsonl.gz` was made at 913ff3a0 from the demo in float32: examples, bad requests, mutated and drawn bodies, each with its reply. What
-may differ is said here, rule by rule; see docs/decisions/http-stack.md.
+`recording.jsonl.gz` was made at 913ff3a0 from the demo in float32: examples, bad requests, mutated and drawn bodies, each with its
+reply. What may differ is said here, rule by rule; see docs/decisions/http-stack.md.
 """
 
 from __future__ import annotations
