@@ -176,7 +176,7 @@ def _read_file(
         if problem := pointer_problem(file.read(HEAD_BYTES)):
             raise CheckpointError(problem)
         check_length(before.st_size, entry)
-        stored = stored_tensors(file)
+        stored = stored_tensors(file, before.st_size)
         check_stored(stored, listed)
         params = None if before.st_size > COPIED_BYTES and all(map(is_mapped, listed)) else _room(before.st_size)
         digest, corrupted = scan(file, stored, params, advance)

@@ -62,8 +62,8 @@ class StoredTensor:
         return flat.view(self.shape)
 
 
-def stored_tensors(file: FileIO) -> dict[str, StoredTensor]:
-    """The tensors of an open safetensors file, in order of their data, which fill the file to its end without holes or overlaps.
+def stored_tensors(file: FileIO, file_bytes: int) -> dict[str, StoredTensor]:
+    """The tensors of an open safetensors file, in order of their data, which ends with the file and has neither holes nor overlaps.
 
     Raises CheckpointError for a header that cannot be read or lies, and for a dtype that is not stored here.
     """
@@ -77,7 +77,7 @@ def stored_tensors(file: FileIO) -> dict[str, StoredTensor]:
         if (stored := slice_.get_dtype()) not in _STORED:
             raise CheckpointError(f"holds tensor {name[:100]} as {stored}; only {', '.join(_STORED)} are read")
         described[name] = StoredTensor(_STORED[stored], tuple(slice_.get_shape()), 0)
-    place = os.fstat(file.fileno()).st_size - sum(tensor.bytes for tensor in described.values())
+    place = file_bytes - sum(tensor.bytes for tensor in described.values())
     tensors = {}
     for name, tensor in described.items():
         tensors[name] = replace(tensor, start=place)

@@ -16,11 +16,11 @@ from model.batch import collate
 from model.config import ModelConfig, RetrievalConfig
 from model.retrieval.towers import Towers
 from tests import goldens, retrieval_goldens
+from tests.weights.published.layout import write_published
 from weights.checkpoint import Checkpoint, load_checkpoint, load_encoder
 from weights.errors import CheckpointError
 from weights.format.writer import TableDtype, write_checkpoint
 from weights.published.importer import PublishedModel, labels_for
-from weights.synthetic.published import write_published
 from weights.synthetic.random_weights import mini_config, random_model, random_ranker, retrieval_config
 
 
