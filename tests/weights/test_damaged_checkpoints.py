@@ -7,19 +7,14 @@ import os
 import shutil
 import struct
 from collections.abc import Callable
-from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.weights.small import sign, write_small
 from weights.checkpoint import load_checkpoint, load_manifest
 from weights.errors import CheckpointError
-from weights.format.manifest import signed
-from weights.format.writer import write_checkpoint
-from weights.published.importer import labels_for
-from weights.synthetic.random_weights import mini_config, random_chunks
 
 PARAMS, USER, POST = "params.safetensors", "tables.user.safetensors", "tables.post.safetensors"
 NO_HEADER, NO_MANIFEST = f"{PARAMS} is no readable safetensors file", "manifest.json is not as it should be"
@@ -27,29 +22,6 @@ ACTIONS = "heads.actions"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d" * 32 + b"\nsize 1475837465\n"
 
 Damage = Callable[[Path], object]
-
-
-def write_small(path: Path, seed: int) -> None:
-    """A small valid checkpoint. Two of its tables have the same shape, so that no check of shapes tells them apart."""
-    config = replace(mini_config(seed, (40, 40, 41), continuous_actions=2), width=16, layers=1, head_width=4)
-    write_checkpoint(path, config, random_chunks(config, seed), labels_for(config, "small"))
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Path:
-    write_small(tmp_path / "small", 5)
-    return tmp_path / "small"
-
-
-def sign(path: Path, change: Callable[[dict[str, Any]], object] = lambda manifest: None) -> None:
-    """Correct lengths and digests of the files and the manifest's own digest, as a skilled forger would."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["digest"]
-    for name in manifest["files"]:
-        raw = (path / name).read_bytes()
-        manifest["files"][name] = {"sha256": sha256(raw).hexdigest(), "bytes": len(raw)}
-    change(manifest)
-    (path / "manifest.json").write_bytes(signed(manifest))
 
 
 def edit(name: str, change: Callable[[bytearray], object]) -> Damage:
@@ -204,15 +176,15 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "no architecture": (manifest(lambda values: values.pop("architecture")), "manifest.json has no architecture"),
     "a layer without tensors": (manifest(lambda values: values["architecture"].update(layers=2)), "manifest.json lacks tensor"),
     "a thousand layers": (manifest(lambda values: values["architecture"].update(layers=1000)), "manifest.json lists fewer tensors than"),
-    "a width that cannot be": (manifest(lambda values: values["architecture"].update(width=10**9)), "describes a model that cannot be built"),
+    "an absurd width": (manifest(lambda values: values["architecture"].update(width=10**9)), "describes a model that cannot be built"),
     "an unknown key": (manifest(lambda values: values.update(surprise=1)), "contains unknown field `surprise`"),
     "a missing key": (manifest(lambda values: values.pop("files")), "missing required field `files`"),
     "a file outside": (manifest(lambda values: values["files"].update({"../x": values["files"][PARAMS]})), NO_MANIFEST),
     "a tensor outside": (manifest(lambda values: values["tensors"]["heads.norm"].update(file="../x")), "which is not among the files"),
     "a file that is too short": (manifest(lambda values: values["files"][PARAMS].update(bytes=-1)), NO_MANIFEST),
-    "an action more": (manifest(lambda values: values["action_names"].append("extra")), "manifest.json needs 19 different action names"),
+    "an action more": (manifest(lambda values: values["action_names"].append("extra")), "needs 19 different action names"),
     "a weight of nothing": (manifest(lambda values: values["score_weights"].update(nothing=1.0)), "'nothing' belongs to no action"),
-    "a weight that is too large": (manifest(lambda values: values["score_weights"].update(favorite=1e10)), "score weight of favorite must be"),
+    "a weight that is too large": (manifest(lambda values: values["score_weights"].update(favorite=1e10)), "weight of favorite must be"),
     "a name of two lines": (manifest(lambda values: values.update(name="a\nb")), "must be 1 to 100 letters"),
 }  # fmt: skip
 
