@@ -77,7 +77,7 @@ class NpzFile:
         if found != shape:
             raise self._error(name, f"has shape {list(found)}, {list(shape)} is asked for")
         try:
-            return np.ascontiguousarray(self._archive[name])
+            return np.asarray(self._archive[name], order="C")
         except Exception as error:  # a wrong checksum, a stream that cannot be unpacked, memory
             raise self._error(name, f"cannot be read: {_reason(error)}") from error
 
