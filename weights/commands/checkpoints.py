@@ -142,6 +142,7 @@ def inspect(directory: Directory, as_json: AsJson = False) -> None:
         "action names": ", ".join(manifest.action_names),
         "continuous": json.dumps(msgspec.to_builtins(manifest.continuous)),
         "score weights": json.dumps(manifest.score_weights),
+        **{f"training: {key}": json.dumps(value) for key, value in manifest.training.items()},
     }
     show_manifest(manifest, rows, as_json=as_json)
     warn_of_zero_scores(manifest)

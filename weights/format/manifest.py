@@ -144,13 +144,15 @@ class Manifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     """Everything about a checkpoint except its numbers.
 
     `action_names` are in output order, one per action of `config`; `continuous` one per continuous output. `score_weights`
-    maps some action names to the default weights of the combined score.
+    maps some action names to the default weights of the combined score. `training`: what was decided from the log that it was trained on,
+    any JSON object; empty where that is not known.
     """
 
     config: Config
     action_names: tuple[str, ...]
     continuous: tuple[ContinuousOutput, ...]
     score_weights: dict[str, float]
+    training: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
         Document.__post_init__(self)
@@ -198,6 +200,7 @@ class Manifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, 
                 {"name": each.name, "scale": float(each.scale), "unit": each.unit} for each in self.continuous
             ],
             "score_weights": {name: float(weight) for name, weight in self.score_weights.items()},
+            **({"training": self.training} if self.training else {}),
         }
 
     @classmethod

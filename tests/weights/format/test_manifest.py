@@ -43,6 +43,8 @@ def test_it_comes_back_whatever_its_spaces() -> None:
     text = replace(MANIFEST, ids="text", version="").versioned()
     assert Manifest.from_json(text.to_json()) == text
     assert text.digest != MANIFEST.digest
+    trained = replace(MANIFEST, training={"rows": 100, "reasons": ["no dwell"]})
+    assert Manifest.from_json(trained.to_json()) == trained
 
 
 @pytest.mark.parametrize("shipped", ["demo", "demo-towers", "demo-posts"])
@@ -68,6 +70,7 @@ def test_an_empty_version_becomes_a_short_digest() -> None:
         {"score_weights": {}},
         {"action_names": STANDARD_ACTIONS[::-1]},
         {"files": {"a.safetensors": FileEntry("1" * 64, 10)}},
+        {"training": {"rows": 100}},
         {"config": with_config(MANIFEST.config, rope_base=500.0)},
     ],
 )
