@@ -107,9 +107,10 @@ def save_checkpoint(
 ) -> Manifest:
     """Write a model on any device and of any dtype as a checkpoint directory; parameters become fp32, tables `table_dtype`.
 
-    An empty `version` becomes a short digest. `training` says what was decided from the log: see `Manifest`. `extras` are further files, such as `example.json`. Written to a temporary
-    directory and renamed, so a reader sees all or nothing. Raises CheckpointError for values that are not finite,
-    names that do not fit the outputs, or a path in use (an existing checkpoint is overwritten only with `replace`).
+    An empty `version` becomes a short digest. `training` says what was decided from the log: see `Manifest`. `extras` are further files,
+    such as `example.json`. Written to a temporary directory and renamed, so a reader sees all or nothing.
+    Raises CheckpointError for values that are not finite, names that do not fit the outputs, or a path in use (an existing checkpoint is
+    overwritten only with `replace`).
     """
     state = model.state_dict()
 
