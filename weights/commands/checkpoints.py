@@ -39,11 +39,9 @@ from weights.errors import CheckpointError
 from weights.format import writer
 from weights.format.writer import TableDtype
 from weights.published import importer
-from weights.published.decoder import Decoder
 from weights.synthetic.published import write_published
 from weights.synthetic.random_weights import mini_config, random_chunks
 from weights.synthetic.small_checkpoint import write_small_checkpoint
-from weights.training import graft as grafting
 
 __all__ = ["app", "explain", "scoring", "training"]  # the last three add their commands
 
@@ -100,39 +98,6 @@ def import_(
     )
     if not manifest.score_weights and not isinstance(config, RetrievalConfig):
         say("No action has a known name, so every default score is 0: give --actions or --score-weights.")
-
-
-@app.command()
-def graft(
-    trunk: Annotated[Path, typer.Option(help="Directory of a Hugging Face decoder: config.json and safetensors.")],
-    onto: Annotated[Path, typer.Option(help="The checkpoint that gives inputs, heads, names and lengths.")],
-    out: Annotated[Path, out_option("Checkpoint directory to write.")],
-    name: Name = "",
-    version: Version = "",
-    seed: Seed = 0,
-    replace: Replace = False,
-) -> None:
-    """Put the trunk of Gemma, Gemma 2 or Llama under a ranker's inputs and heads; `train --start` trains the result."""
-    with refusals():
-        decoder, given = Decoder(trunk), checkpoint.load_checkpoint(onto)
-        ranker, kept = grafting.graft(decoder, given, seed)
-        manifest = given.manifest
-        tables: Any = manifest.tensors["tables.user"].dtype if kept else "float32"
-        written = checkpoint.save_checkpoint(
-            out, ranker, name=name or label_of(out), version=version, action_names=manifest.action_names,
-            continuous=manifest.continuous, score_weights=manifest.score_weights, ids=manifest.ids, table_dtype=tables,
-            replace=replace,
-        )  # fmt: skip
-    config = written.config
-    say(
-        f"{out} holds {written.name} {written.version}, digest {written.digest}: a trunk of {decoder.model_type}, "
-        f"{config.layers} layers of width {config.width}"
-    )
-    say(
-        f"Its inputs and heads are those of {onto}."
-        if kept
-        else f"Its inputs and heads are new, for those of {onto} are {manifest.config.width} wide: train them (train --start)."
-    )
 
 
 @app.command()

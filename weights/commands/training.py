@@ -56,9 +56,9 @@ Set = Annotated[
 def world(out: Out, seed: Seed = 1, set_: Set = None) -> None:
     """Draw a synthetic world: a log of impressions, the true probabilities beside it, and names."""
     with refusals(*REFUSED):
-        from weights.training.world.settings import WorldSettings
-        from weights.training.world.simulate import simulate
-        from weights.training.world.store import save_world
+        from weights.world.settings import WorldSettings
+        from weights.world.simulate import simulate
+        from weights.world.store import save_world
 
         settings = with_settings(WorldSettings(seed=seed), set_)
         with progress_bar() as bar:
@@ -185,10 +185,10 @@ def eval_(
     with refusals(*REFUSED):
         if (world_directory is None) == (log is None) or (log is not None and since is None):
             raise CheckpointError("Give either --world, or --log with --since.")
-        from weights.training.evaluate.evaluation import evaluate
-        from weights.training.evaluate.report import figures, write_report
+        from weights.evaluate.evaluation import evaluate
+        from weights.evaluate.report import figures, write_report
         from weights.training.log import aligned, read_log
-        from weights.training.world.store import LOG_NAME, load_facts
+        from weights.world.store import LOG_NAME, load_facts
 
         loaded = load_checkpoint(checkpoint)
         impressions = aligned(
@@ -217,9 +217,9 @@ def eval_retrieval(
     """Draw the demo's world again and print how many of the truly best posts retrieval finds for users it was not trained on."""
     with refusals(*REFUSED):
         from weights.training.demo import CORPUS_DAYS
-        from weights.training.evaluate.retrieval import as_table, evaluate_retrieval, newest_posts
-        from weights.training.world.settings import WorldSettings
-        from weights.training.world.simulate import simulate
+        from weights.evaluate.retrieval import as_table, evaluate_retrieval, newest_posts
+        from weights.world.settings import WorldSettings
+        from weights.world.simulate import simulate
 
         ranker, encoder = load_checkpoint(checkpoint), load_encoder(towers)
         with progress_bar() as bar:
@@ -243,8 +243,8 @@ def compare(
 ) -> None:
     """Compare two checkpoints on the requests of a log: scores, order, calibration, and the requests that changed most."""
     with refusals(*REFUSED):
-        from weights.training.evaluate.compare import compare as compared
-        from weights.training.evaluate.compare import write_comparison
+        from weights.evaluate.compare import compare as compared
+        from weights.evaluate.compare import write_comparison
         from weights.training.log import aligned, read_log
 
         pair = load_checkpoint(first), load_checkpoint(second)

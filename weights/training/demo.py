@@ -18,17 +18,17 @@ from weights.corpus.importer import encode
 from weights.corpus.store import CorpusLabels, write_corpus
 from weights.format.manifest import Manifest
 from weights.training.demo_example import example_request
-from weights.training.evaluate.evaluation import evaluate
-from weights.training.evaluate.report import figures, write_report
-from weights.training.evaluate.retrieval import evaluate_retrieval, newest_posts
+from weights.evaluate.evaluation import evaluate
+from weights.evaluate.report import figures, write_report
+from weights.evaluate.retrieval import evaluate_retrieval, newest_posts
 from weights.training.run import train
 from weights.training.settings import TrainSettings, demo_config
 from weights.training.towers import TowerSettings, towers_config, train_towers
 from weights.training.trainer import Status
-from weights.training.world.names import topic_name
-from weights.training.world.settings import WorldSettings
-from weights.training.world.simulate import World, simulate
-from weights.training.world.store import Facts, save_world, world_names
+from weights.world.names import topic_name
+from weights.world.settings import WorldSettings
+from weights.world.simulate import World, simulate
+from weights.world.store import Facts, save_world, world_names
 
 EXAMPLE_NAME = "example.json"
 NAMES_NAME = "names.json"

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from tests.weights.scoring.test_scorer import DEMO, as_table, by_key
 from weights.scoring.job import partition_of
 from weights.scoring.scorer import Scorer
-from weights.training.world.simulate import World
+from weights.world.simulate import World
 
 ROOT = Path.cwd()
 FILES = 3

@@ -25,7 +25,7 @@ from weights.scoring import job
 from weights.scoring.job import JobError, partition_of, score_log
 from weights.scoring.scorer import Scorer
 from weights.tables import LogError
-from weights.training.world.simulate import World
+from weights.world.simulate import World
 
 PARTS = 5
 

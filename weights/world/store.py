@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from weights.training.log import write_log
-from weights.training.world.names import person_name, topic_name
-from weights.training.world.population import interest
-from weights.training.world.settings import SURFACES
-from weights.training.world.simulate import Truth, World
+from weights.world.names import person_name, topic_name
+from weights.world.population import interest
+from weights.world.settings import SURFACES
+from weights.world.simulate import Truth, World
 
 LOG_NAME = "log.parquet"
 TRUTH_NAME = "truth.parquet"

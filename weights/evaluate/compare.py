@@ -19,8 +19,8 @@ from weights.agreement import TOP, Floats, agreement, pearson, score_weights
 from weights.checkpoint import Checkpoint
 from weights.format.manifest import Manifest
 from weights.report import BLUE, html_image, html_page, html_table, plain, png, write_figures
-from weights.training.evaluate import metrics
-from weights.training.evaluate.predict import predict
+from weights.evaluate import metrics
+from weights.evaluate.predict import predict
 from weights.training.examples import Examples
 from weights.training.log import Log
 

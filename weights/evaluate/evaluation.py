@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from model.config import MAX_DWELL_SECONDS
 from model.ranker import Ranker
-from weights.training.evaluate import metrics
-from weights.training.evaluate.metrics import Reliability
-from weights.training.evaluate.predict import ABLATIONS, Prediction, affinity, popularity, predict
+from weights.evaluate import metrics
+from weights.evaluate.metrics import Reliability
+from weights.evaluate.predict import ABLATIONS, Prediction, affinity, popularity, predict
 from weights.training.examples import Examples
 from weights.training.log import Log
-from weights.training.world.store import Facts
+from weights.world.store import Facts
 
 FREQUENT_SHARE = 0.01
 MODEL, POPULARITY, AFFINITY, TRUE_AFFINITY, OPTIMUM = (

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from weights.report import BLUE, DARK, GREY, YELLOW, markdown_table, plain, png, write_figures
-from weights.training.evaluate.evaluation import AFFINITY, MODEL, OPTIMUM, POPULARITY, TRUE_AFFINITY, Evaluation
+from weights.evaluate.evaluation import AFFINITY, MODEL, OPTIMUM, POPULARITY, TRUE_AFFINITY, Evaluation
 
 COLOURS = {POPULARITY: GREY, AFFINITY: YELLOW, MODEL: BLUE, OPTIMUM: DARK}
 EXPLANATIONS = {
