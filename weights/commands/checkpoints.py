@@ -13,7 +13,7 @@ import typer
 
 from model.config import ContextAttention, RetrievalConfig
 from weights import checkpoint
-from weights.actions import default_score_weights, released_action_names
+from weights.actions import default_score_weights, released_action_names, score_weights_of
 from weights.commands import corpus, explain, scoring, training
 from weights.commands.console import (
     AsJson,
@@ -32,7 +32,6 @@ from weights.commands.console import (
     read_json,
     refusals,
     say,
-    score_weights_of,
     show_manifest,
 )
 from weights.errors import CheckpointError

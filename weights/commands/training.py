@@ -15,7 +15,7 @@ import typer
 
 from model.config import ModelConfig
 from model.presets import PRESETS, with_preset
-from weights.actions import DWELL_TIME, continuous_outputs, dwell_output
+from weights.actions import DWELL_TIME, continuous_outputs, dwell_output, score_weights_of
 from weights.checkpoint import load_checkpoint, load_encoder, save_checkpoint
 from weights.commands.console import (
     Ids,
@@ -29,7 +29,6 @@ from weights.commands.console import (
     read_json,
     refusals,
     say,
-    score_weights_of,
     show,
 )
 from weights.errors import CheckpointError
@@ -129,7 +128,7 @@ def train(
         with refused_writing(f"Checkpoint {out}"):  # refuse now, not after training
             check_target(out, replace=replace_existing)
             Manifest(**labels, version="", config=architecture, files={}, tensors={})
-        with joined(settings.device) as processes, progress_bar(shown=processes.rank == 0) as bar:
+        with joined(settings.device) as processes, progress_bar() as bar:
             ranker = run(
                 impressions, architecture, settings, until_ts=until, start=begun.ranker if begun else None, dwell_output=dwell,
                 state=state, resume=resume, report=training_report(bar, processes.rank), processes=processes,

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -105,16 +106,44 @@ def test_so_it_is_for_a_process_that_was_started_anew() -> None:
 
 
 @pytest.mark.parametrize("in_bytes", [False, True])
-@pytest.mark.parametrize("terminal", [False, True])
-def test_the_bar_shows_on_a_terminal_only(
-    in_bytes: bool, terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_terminal_has_a_bar(
+    in_bytes: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if terminal:
-        monkeypatch.setenv("FORCE_COLOR", "1")
-        monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
     with progress_bar(in_bytes=in_bytes) as update:
         update("Verifying", 1024, 2048)
     output = capsys.readouterr()
     assert output.out == ""
-    assert ("Verifying" in output.err) == terminal
-    assert ("KiB" in output.err) == (terminal and in_bytes)
+    assert "Verifying" in output.err
+    assert ("KiB" in output.err) == in_bytes
+
+
+def test_a_file_has_a_line_every_half_minute(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with progress_bar() as update:
+        for second in range(100):
+            now = 1000.0 + second
+            update("Training", second, 4000)
+        now += 31  # the next part has its own remaining time
+        update("Evaluating", 0, 10)
+        now += 60
+        update("Evaluating", 5, 10)
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.splitlines() == [
+        "Training: 30 of 4000 (1%), 1 h 06 min left",
+        "Training: 60 of 4000 (2%), 1 h 05 min left",
+        "Training: 90 of 4000 (2%), 1 h 05 min left",
+        "Evaluating: 0 of 10 (0%)",
+        "Evaluating: 5 of 10 (50%), 1 min 00 s left",
+    ]
+
+
+def test_short_work_writes_nothing_into_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar(in_bytes=True) as update:
+        update("Verifying", 1024, 2048)
+    assert capsys.readouterr() == ("", "")
