@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,6 +101,7 @@ def save_checkpoint(
     version: str = "",
     ids: IdKind = "uint64",
     table_dtype: TableDtype = "float32",
+    training: Mapping[str, Any] | None = None,
     extras: Mapping[str, bytes] | None = None,
     replace: bool = False,
 ) -> Manifest:
@@ -114,5 +116,5 @@ def save_checkpoint(
     def chunks(tensor: str) -> Iterable[Tensor]:
         return iter(torch.split(state[tensor], ROWS_PER_CHUNK))
 
-    labels = Labels(name, tuple(action_names), tuple(continuous), dict(score_weights or {}), version, ids)
+    labels = Labels(name, tuple(action_names), tuple(continuous), dict(score_weights or {}), version, ids, dict(training or {}))
     return write_checkpoint(path, model.config, chunks, labels, table_dtype=table_dtype, extras=extras, replace=replace)

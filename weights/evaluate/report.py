@@ -1,179 +1,213 @@
-"""Writes an evaluation as a Markdown page with plots and one JSON file. Computes nothing."""
+"""The page of an evaluation: verdict, figures beside the baselines, what the model uses, who is new. Computes nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 
-from weights.report import BLUE, DARK, GREY, YELLOW, markdown_table, plain, png, write_figures
-from weights.evaluate.evaluation import AFFINITY, MODEL, OPTIMUM, POPULARITY, TRUE_AFFINITY, Evaluation
+from weights import report
+from weights.evaluate.baselines import BASELINES
+from weights.evaluate.evaluation import MODEL, OPTIMUM, TRUE_AFFINITY, Evaluation
+from weights.evaluate.metrics import Figure
+from weights.report import plain, rendered
 
-COLOURS = {POPULARITY: GREY, AFFINITY: YELLOW, MODEL: BLUE, OPTIMUM: DARK}
 EXPLANATIONS = {
     MODEL: "the checkpoint",
-    POPULARITY: "action rates of the post, drawn towards its author's",
-    AFFINITY: "the user's own action rates with the author and the topic",
+    **BASELINES,
     TRUE_AFFINITY: "the world's own interest in topic and author: what an affinity ranking could know at best",
     OPTIMUM: "the probabilities that the world drew from: nothing can do better",
 }
+PICTURE = "reliability.png"
+SHOWN_CURVES = 10
+
+TEMPLATE = """
+**{{ evaluation.verdict() }}**
+
+# {{ title }}
+
+{{ "{:,}".format(evaluation.requests) }} requests with {{ "{:,}".format(evaluation.impressions) }} impressions of
+{{ "{:,}".format(evaluation.users) }} users, {{ evaluation.span }}. Made by
+
+```
+{{ command }}
+```
+
+Intervals hold 95 % of {{ resamples }} resamples of the users. Within users and requests: the mean over those with both outcomes. NDCG: the
+mean over those whose outcomes differ.
+{% for action, sources in evaluation.figures.items() %}
+
+## {{ action }}, {{ evaluation.shares[action] | percent }} of impressions
+
+{{ table(["ranked by"] + (sources["model"] | list), rows(sources)) }}
+{% endfor %}
+
+{% for source in sources_of(evaluation) %}
+- {{ source }}: {{ explanations[source] }}
+{% endfor %}
+{% if evaluation.score %}
+
+The served score, by what the actions that followed are worth:
+{% for metric, figure in evaluation.score.items() %} {{ metric }} {{ figure }}{{ "," if not loop.last else "." }}{% endfor %}
+{% endif %}
+{% if ways %}
+
+## Against the optimum
+
+Over the {{ evaluation.frequent | length }} actions with at least 1 % positives, and the way from 0.5 to the optimum:
+
+{{ table(["ranked by", "mean AUC", "of the way"], ways) }}
+{% endif %}
+
+## All actions
+
+{{ table(["action", "share", "AUC", "log-loss", "normalised entropy", "calibration error"], actions) }}
+
+Mean calibration error of the actions with at least 1 % positives: {{ evaluation.calibration_error() | number }}, in bins of equal count.
+{% if evaluation.dwell_error_seconds %}
+Root mean squared error of the dwell: {{ evaluation.dwell_error_seconds[0] | number(2) }} s, of always predicting its mean
+{{ evaluation.dwell_error_seconds[1] | number(2) }} s.
+{% endif %}
+{% if has_picture %}
+
+![Observed share against predicted probability](reliability.png)
+{% endif %}
+
+## What the model uses
+
+On a sample of the requests. Shuffled history deals the histories out among the requests; shuffled order mixes the events of each;
+no user is user id 0.
+
+{{ table(["taken away", "mean AUC", "mean log-loss"], ablations) }}
+
+## Who is new
+
+{{ table(["impressions", "share"] + group_sources, groups) }}
+
+AUC, mean over {{ evaluation.headline | join(", ") }}.
+"""
 
 
-def write_report(evaluation: Evaluation, directory: Path, title: str, command: str) -> None:
-    """Write `report.md`, `figures.json` and three PNG files into `directory`, which may exist."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, draw in (("auc", plot_auc), ("reliability", plot_reliability), ("ablations", plot_ablations)):
-        (directory / f"{name}.png").write_bytes(draw(evaluation))
-    write_figures(directory, figures(evaluation))
-    sections = [
-        f"# {title}",
-        f"{evaluation.requests} requests with {evaluation.impressions} impressions of the test period. "
-        f"Frequent actions are those with at least 1 % positives there. Made by\n\n```\n{command}\n```",
-        _headline(evaluation),
-        "![AUC by action](auc.png)",
-        _actions(evaluation),
-        "## Calibration\n\nFifteen bins of equal count an action.\n\n![Reliability](reliability.png)",
-        _ablations(evaluation),
-        _groups(evaluation),
+def write_evaluation(evaluation: Evaluation, directory: Path, title: str, command: str) -> None:
+    """Write `report.md`, `figures.json` and a picture of the calibration into `directory`, which may exist."""
+    told = [name for name in evaluation.frequent if name in evaluation.reliability][:SHOWN_CURVES]
+    sources = next(iter(evaluation.groups.values()))[1] if evaluation.groups else {}
+    page = rendered(
+        TEMPLATE,
+        evaluation=evaluation,
+        title=title,
+        command=command,
+        resamples=evaluation.resamples,
+        explanations=EXPLANATIONS,
+        rows=_rows,
+        sources_of=lambda evaluation: next(iter(evaluation.figures.values()), {}),
+        ways=_ways(evaluation),
+        actions=_actions(evaluation),
+        has_picture=bool(told),
+        ablations=[
+            ["nothing" if name == "none" else name, f"{auc:.4f}", f"{loss:.4f}"]
+            for name, (auc, loss) in evaluation.ablations.items()
+        ],
+        group_sources=list(sources),
+        groups=[
+            [name, f"{share:.1%}", *(f"{auc:.3f}" for auc in aucs.values())]
+            for name, (share, aucs) in evaluation.groups.items()
+        ],
+    )
+    pictures = {PICTURE: draw_reliability(evaluation, told)} if told else {}
+    report.write_report(directory, page.lstrip(), figures(evaluation), pictures)
+
+
+def headline_table(evaluation: Evaluation) -> list[str]:
+    """The figures of each action that the score is for, as a Markdown table."""
+    template = '{{ table([action] + (sources["model"] | list), rows) }}'
+    return [
+        rendered(template, action=action, sources=sources, rows=_rows(sources)).strip()
+        for action, sources in evaluation.figures.items()
     ]
-    (directory / "report.md").write_text("\n\n".join(sections) + "\n")
 
 
-def figures(evaluation: Evaluation) -> dict[str, object]:
-    """The headline figures as JSON values; an undefined figure, such as the AUC of an action that never happens, is null."""
-    sources = evaluation.figures
-    values: dict[str, object] = {
+def _rows(sources: Mapping[str, Mapping[str, Figure]]) -> list[list[str]]:
+    return [[name, *map(str, kinds.values())] for name, kinds in sources.items()]
+
+
+def figures(evaluation: Evaluation) -> dict[str, Any]:
+    """All figures as JSON values; what has no meaning, such as the AUC of an action that never happens, is absent or null."""
+    values: dict[str, Any] = {
+        "verdict": evaluation.verdict(),
         "requests": evaluation.requests,
         "impressions": evaluation.impressions,
+        "users": evaluation.users,
         "frequent_actions": evaluation.frequent,
-        "mean_auc": {source: evaluation.mean_auc(source) for source in sources},
-        "way_to_optimum": {source: evaluation.way(source) for source in sources if OPTIMUM in sources},
-        "ndcg": evaluation.ndcg,
-        "calibration_error": evaluation.calibration_error(MODEL),
-        "ablations": {
-            name: dict(zip(("mean_auc", "log_loss", "ndcg"), three, strict=True))
-            for name, three in evaluation.ablations.items()
+        "figures": {
+            action: {
+                source: {metric: asdict(each) for metric, each in kinds.items()} for source, kinds in sources.items()
+            }
+            for action, sources in evaluation.figures.items()
         },
-        "actions": {name: asdict(each) for name, each in sources[MODEL].items()},
+        "score": {metric: asdict(each) for metric, each in evaluation.score.items()},
+        "auc": evaluation.pooled[MODEL],
+        "log_loss": {name: each[0] for name, each in evaluation.quality.items()},
+        "calibration_error": evaluation.calibration_error(),
+        "ablations": {name: {"mean_auc": auc, "log_loss": loss} for name, (auc, loss) in evaluation.ablations.items()},
+        "groups": {name: {"share": share, "auc": aucs} for name, (share, aucs) in evaluation.groups.items()},
     }
-    rounded: dict[str, object] = plain(values, 5)
+    if OPTIMUM in evaluation.pooled:
+        values["way_to_optimum"] = {source: evaluation.way(source) for source in (MODEL, TRUE_AFFINITY)}
+        values["mean_auc"] = {source: evaluation.mean_auc(source) for source in (MODEL, TRUE_AFFINITY, OPTIMUM)}
+    if evaluation.dwell_error_seconds:
+        values["dwell_error_seconds"] = list(evaluation.dwell_error_seconds)
+    rounded: dict[str, Any] = plain(values, 5)
     return rounded
 
 
-def _headline(evaluation: Evaluation) -> str:
-    head = ["ranking by", "mean AUC", "of the way from 0.5 to the optimum", "NDCG of the score", "what it is"]
-    rows = [
-        [
-            source,
-            f"{evaluation.mean_auc(source):.4f}",
-            f"{evaluation.way(source):.3f}" if OPTIMUM in evaluation.figures else "–",
-            f"{evaluation.ndcg[source]:.4f}",
-            EXPLANATIONS[source],
-        ]
-        for source in evaluation.figures
+def _ways(evaluation: Evaluation) -> list[list[str]]:
+    if OPTIMUM not in evaluation.pooled:
+        return []
+    return [
+        [source, f"{evaluation.mean_auc(source):.4f}", f"{evaluation.way(source):.3f}"]
+        for source in (MODEL, TRUE_AFFINITY, OPTIMUM)
     ]
-    text = markdown_table(head, rows)
-    text += f"\n\nMean calibration error over the frequent actions: {evaluation.calibration_error(MODEL):.4f}."
-    if evaluation.dwell_error_seconds:
-        ours, mean = evaluation.dwell_error_seconds
-        text += f" Root mean squared error of the dwell: {ours:.2f} s, of always predicting its mean {mean:.2f} s."
-    return text
 
 
-def _actions(evaluation: Evaluation) -> str:
-    sources = [source for source in (POPULARITY, AFFINITY, MODEL, OPTIMUM) if source in evaluation.figures]
-    head = ["action", "share", *(f"AUC {source}" for source in sources), "log-loss"]
-    head += ["log-loss optimum"] if OPTIMUM in sources else []
-    head += ["normalised entropy", "calibration error"]
+def _actions(evaluation: Evaluation) -> list[list[str]]:
     rows = []
     for name in sorted(evaluation.actions, key=lambda action: -evaluation.shares[action]):
-        own = evaluation.figures[MODEL][name]
-        cells = [name, f"{evaluation.shares[name]:.2%}"]
-        cells += [f"{evaluation.figures[source][name].auc:.4f}" for source in sources]
-        cells.append(f"{own.log_loss:.4f}")
-        cells += [f"{evaluation.figures[OPTIMUM][name].log_loss:.4f}"] if OPTIMUM in sources else []
-        cells += [f"{own.normalised_entropy:.4f}", f"{own.calibration_error:.4f}"]
-        rows.append(cells)
-    return "## Actions\n\n" + markdown_table(head, rows)
+        auc, (loss, entropy, error) = evaluation.pooled[MODEL].get(name), evaluation.quality[name]
+        numbers = ["–" if each is None or np.isnan(each) else f"{each:.4f}" for each in (auc, loss, entropy, error)]
+        rows.append([name, f"{evaluation.shares[name]:.2%}", *numbers])
+    return rows
 
 
-def _ablations(evaluation: Evaluation) -> str:
-    rows = [
-        ["nothing" if name == "none" else name, *(f"{value:.4f}" for value in values)]
-        for name, values in evaluation.ablations.items()
-    ]
-    table = markdown_table(["taken away", "mean AUC", "mean log-loss", "NDCG of the score"], rows)
-    note = (
-        "Shuffled history deals the histories out among the requests; shuffled order keeps a history and mixes its events; "
-        "no user is user id 0, which is padding."
+def draw_reliability(evaluation: Evaluation, names: list[str]) -> bytes:
+    """Observed share against predicted probability of these actions, both axes logarithmic, as PNG without date or version."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    columns = min(5, len(names))
+    lines = -(-len(names) // columns)
+    figure, grid = plt.subplots(
+        lines, columns, figsize=(1.9 * columns, 1.9 * lines), dpi=90, squeeze=False, layout="constrained"
     )
-    return f"## What the model uses\n\nOn a sample of the requests.\n\n{table}\n\n{note}\n\n![Ablations](ablations.png)"
-
-
-def _groups(evaluation: Evaluation) -> str:
-    rows = [[name, f"{model:.4f}", f"{best:.4f}"] for name, (model, best) in evaluation.groups.items()]
-    return "## Who is new\n\n" + markdown_table(["rows", "mean AUC model", "mean AUC optimum"], rows)
-
-
-def plot_auc(evaluation: Evaluation) -> bytes:
-    """AUC of every action by source, most frequent action first."""
-    names = sorted(evaluation.actions, key=lambda name: -evaluation.shares[name])
-    figure, axes = plt.subplots(figsize=(9, 4), dpi=90)
-    sources = [source for source in COLOURS if source in evaluation.figures]
-    width = 0.8 / len(sources)
-    for index, source in enumerate(sources):
-        values = [evaluation.figures[source][name].auc for name in names]
-        axes.bar(np.arange(len(names)) + index * width, values, width, label=source, color=COLOURS[source])
-    axes.set_xticks(np.arange(len(names)) + 0.4 - width / 2)
-    axes.set_xticklabels(
-        [f"{name} {evaluation.shares[name]:.1%}" for name in names], rotation=60, ha="right", fontsize=7
-    )
-    axes.set_ylim(0.45, 1.0)
-    axes.axhline(0.5, color="black", linewidth=0.5)
-    axes.set_ylabel("AUC, test period")
-    axes.legend(ncols=4, fontsize=8, loc="upper right")
-    figure.tight_layout()
-    return png(figure)
-
-
-def plot_reliability(evaluation: Evaluation) -> bytes:
-    """Observed share against predicted probability of the frequent actions, both axes logarithmic."""
-    names = evaluation.frequent
-    columns = 5
-    rows = max(1, -(-len(names) // columns))
-    figure, grid = plt.subplots(rows, columns, figsize=(9, 1.8 * rows), dpi=90, squeeze=False)
     for axes in grid.flat[len(names) :]:
         axes.axis("off")
     for name, axes in zip(names, grid.flat, strict=False):
-        curve = evaluation.reliability[name]
-        shown = curve.observed > 0
-        low = max(min(curve.predicted.min(), curve.observed[shown].min()), 1e-4)
-        axes.plot([low, 1], [low, 1], color=GREY, linewidth=1)
-        axes.plot(
-            curve.predicted[shown], curve.observed[shown], ".-", color=COLOURS[MODEL], markersize=4, linewidth=0.8
-        )
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_title(f"{name}  ECE {evaluation.figures[MODEL][name].calibration_error:.4f}", fontsize=7)
+        observed, predicted = evaluation.reliability[name]
+        shown = observed > 0
+        low = max(min(predicted.min(), observed[shown].min()), 1e-4)
+        axes.loglog([low, 1], [low, 1], color="#b8b8b8", linewidth=1)
+        axes.loglog(predicted[shown], observed[shown], ".-", color="#2f6f9f", markersize=4, linewidth=0.8)
+        axes.set_title(name, fontsize=7)
         axes.tick_params(labelsize=6)
     figure.supxlabel("predicted probability", fontsize=8)
     figure.supylabel("observed share", fontsize=8)
-    figure.tight_layout()
-    return png(figure)
-
-
-def plot_ablations(evaluation: Evaluation) -> bytes:
-    """Mean AUC over the frequent actions with something taken away."""
-    figure, axes = plt.subplots(figsize=(6, 2.4), dpi=90)
-    names = list(evaluation.ablations)
-    values = [evaluation.ablations[name][0] for name in names]
-    bars = axes.barh(["whole" if name == "none" else name for name in names], values, color=COLOURS[MODEL])
-    axes.bar_label(bars, [f"{value:.3f}" for value in values], fontsize=8, padding=2)
-    if not np.isnan(values).all():
-        axes.set_xlim(0.5, np.nanmax(values) + 0.05)
-    axes.invert_yaxis()
-    axes.set_xlabel("mean AUC, frequent actions")
-    figure.tight_layout()
-    return png(figure)
+    image = BytesIO()
+    figure.savefig(image, format="png", metadata={"Software": ""})
+    plt.close(figure)
+    return image.getvalue()

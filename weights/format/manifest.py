@@ -130,7 +130,8 @@ class Manifest(Document):
     `action_names` are in output order, one per action of `config`; `continuous` one per continuous output. `score_weights`
     maps some action names to the default weights of the combined score. `digest` is the SHA-256 of the canonical content,
     which includes every file's digest: it identifies the checkpoint. An empty `version` becomes a short digest. `ids` is the kind of
-    ids that callers use for users, posts and authors; a manifest without it means `uint64`.
+    ids that callers use for users, posts and authors; a manifest without it means `uint64`. `training`: what was decided from the log that
+    it was trained on, any JSON object; empty where that is not known.
     """
 
     name: str
@@ -142,6 +143,7 @@ class Manifest(Document):
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
     ids: IdKind = "uint64"
+    training: dict[str, Any] = field(default_factory=dict)
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -164,6 +166,7 @@ class Manifest(Document):
             "action_names": list(self.action_names),
             "continuous": [asdict(output) for output in self.continuous],
             "score_weights": self.score_weights,
+            **({"training": self.training} if self.training else {}),
             **self._entries(),
         }
 
@@ -175,6 +178,7 @@ class Manifest(Document):
         if is_retrieval and values.pop("model") != RETRIEVAL["model"]:
             raise CheckpointError("is of a kind of model that this build does not know")
         keys: dict[str, type] = {"architecture": dict, "action_names": list, "continuous": list, "score_weights": dict}
+        keys |= {"training": dict} if "training" in values else {}
         read = cls._read(values, keys)
         try:
             config = (RetrievalConfig if is_retrieval else ModelConfig).from_dict(read.pop("architecture"))
