@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,11 @@ def score_weights_of(given: str, action_names: Sequence[str]) -> dict[str, float
             raise CheckpointError(f"{where}: the weight of {action} {problem}.")
         weights[action] = float(weight)
     return weights
+
+
+def score_weights_text(weights: Mapping[str, float]) -> str:
+    """Score weights as `--score-weights` takes them: `favorite=1,report=-20`."""
+    return ",".join(f"{action}={weight:.15g}" for action, weight in weights.items())
 
 
 def _inline(given: str) -> list[tuple[str, Any]]:

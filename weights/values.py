@@ -111,6 +111,6 @@ def _first(bad: Any) -> int | None:
 
 def _is_number(value: Any) -> bool:
     try:
-        return type(value) in (int, float) and math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an integer beyond every float
         return False

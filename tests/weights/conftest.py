@@ -1,8 +1,9 @@
-"""A small world and its examples, drawn once for all tests of training, and who scores its log."""
+"""A small checkpoint; a small world and its examples, drawn once for all tests of training; and who scores its log."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,15 @@ if TYPE_CHECKING:
     from weights.scoring.scorer import Scorer
     from weights.training.examples import Examples
     from weights.world.simulate import World
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A small valid checkpoint, to be damaged."""
+    from tests.weights.small import write_small
+
+    write_small(tmp_path / "small", 5)
+    return tmp_path / "small"
 
 
 @pytest.fixture(scope="session")

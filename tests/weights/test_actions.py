@@ -13,6 +13,7 @@ from weights.actions import (
     default_score_weights,
     released_action_names,
     score_weights_of,
+    score_weights_text,
 )
 from weights.errors import CheckpointError
 
@@ -47,6 +48,7 @@ def test_score_weights_are_a_set_or_written_out_or_in_a_file(tmp_path: Path) -> 
     assert score_weights_of("default", NAMES) == {"favorite": 1.0, "reply": 5.0, "report": -20.0}
     assert score_weights_of("favorite=1, report=-20.5", NAMES) == {"favorite": 1.0, "report": -20.5}
     assert score_weights_of(str(tmp_path / "weights.json"), NAMES) == {"favorite": 1.0, "report": -20.5}
+    assert score_weights_text({"favorite": 1.0, "report": -20.5}) == "favorite=1,report=-20.5"
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import sys
 import time
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from model.config import ContextAttention, RetrievalConfig
 from weights import checkpoint
-from weights.actions import default_score_weights, released_action_names, score_weights_of
-from weights.commands import corpus, explain, scoring, training
+from weights.actions import default_score_weights, released_action_names, score_weights_of, score_weights_text
+from weights.commands import corpus, scoring, training
 from weights.commands.console import (
     AsJson,
     Directory,
@@ -36,13 +37,12 @@ from weights.commands.console import (
 )
 from weights.errors import CheckpointError
 from weights.format import writer
+from weights.format.manifest import Manifest
 from weights.format.writer import TableDtype
 from weights.published import importer
-from weights.synthetic.published import write_published
-from weights.synthetic.random_weights import mini_config, random_chunks
 from weights.synthetic.small_checkpoint import write_small_checkpoint
 
-__all__ = ["app", "explain", "scoring", "training"]  # the last three add their commands
+__all__ = ["app", "scoring", "training"]  # the last two add their commands
 
 app.add_typer(corpus.app, name="corpus")
 
@@ -95,8 +95,9 @@ def import_(
         f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}: {config.layers} layers of width "
         f"{config.width}, {config.actions} actions, {outputs}; {time.perf_counter() - started:.1f} s"
     )
-    if not manifest.score_weights and not isinstance(config, RetrievalConfig):
-        say("No action has a known name, so every default score is 0: give --actions or --score-weights.")
+    if manifest.score_weights:
+        say(f"Score: {score_weights_text(manifest.score_weights)} (--score-weights, or `relabel` later, sets others)")
+    warn_of_zero_scores(manifest)
 
 
 @app.command()
@@ -110,6 +111,7 @@ def verify(directory: Directory) -> None:
         f"{directory} is valid: {manifest.name} {manifest.version}, digest {manifest.digest}, {len(manifest.tensors)} tensors, "
         f"{size / 2**20:.1f} MiB in {time.perf_counter() - started:.2f} s"
     )
+    warn_of_zero_scores(manifest)
 
 
 @app.command()
@@ -138,10 +140,12 @@ def inspect(directory: Directory, as_json: AsJson = False) -> None:
         "ids": manifest.ids,
         **{key: json.dumps(value) for key, value in manifest.config.to_dict().items()},
         "action names": ", ".join(manifest.action_names),
-        "continuous": json.dumps([dataclasses.asdict(output) for output in manifest.continuous]),
+        "continuous": json.dumps(msgspec.to_builtins(manifest.continuous)),
         "score weights": json.dumps(manifest.score_weights),
+        **{f"training: {key}": json.dumps(value) for key, value in manifest.training.items()},
     }
     show_manifest(manifest, rows, as_json=as_json)
+    warn_of_zero_scores(manifest)
 
 
 @app.command()
@@ -163,7 +167,7 @@ def relabel(
         before = checkpoint.load_manifest(directory)
         if score_weights:
             changes["score_weights"] = score_weights_of(score_weights, changes.get("action_names", before.action_names))
-        manifest = dataclasses.replace(before, **changes)
+        manifest = msgspec.structs.replace(before, **changes).versioned()
         writer.replace_manifest(directory, manifest)
     say(f"{directory} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
 
@@ -176,26 +180,16 @@ def random_(out: Out, seed: Seed = 0, ids: Ids = "uint64", replace: Replace = Fa
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
 
 
-@app.command()
-def synthetic(
-    out: Annotated[Path, out_option("Directory to write; must not exist.")],
-    published_layout: Annotated[
-        bool, typer.Option("--published", help="Write the published layout, for `import`, instead of a checkpoint.")
-    ] = False,
-    rows: Annotated[int, typer.Option(min=2, help="Rows of each embedding table.")] = 1_000_000,
-    seed: Seed = 0,
-) -> None:
-    """Write random weights of the released geometry; full size by default (1.4 GiB)."""
-    config = mini_config(seed, (rows, rows, rows))
-    with refusals():
-        if out.exists():
-            raise CheckpointError(f"{out} exists already; choose another place.")
-        if published_layout:
-            write_published(out, config, seed)
-        else:
-            labels = importer.labels_for(config, "synthetic")
-            writer.write_checkpoint(out, config, random_chunks(config, seed), labels)
-    say(f"{out} holds a random {'download' if published_layout else 'checkpoint'} with {rows} rows a table")
+def warn_of_zero_scores(manifest: Manifest) -> None:
+    """Say so on standard error if no action of a ranker has a weight: its ranking would be the order in which posts are sent."""
+    if any(manifest.score_weights.values()) or isinstance(manifest.config, RetrievalConfig):
+        return
+    print(
+        f"Warning: every score of {manifest.name} is 0, because none of its actions has a weight. Give some, here or with `relabel`: "
+        f"--score-weights ACTION=NUMBER,… (the actions are {', '.join(manifest.action_names)}).",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def read_names(path: Path) -> tuple[str, ...]:

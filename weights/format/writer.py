@@ -67,6 +67,7 @@ def write_checkpoint(
         }
         with written_beside(path, replace=replace) as partial:
             manifest = Manifest(**said, files=write_files(partial, tensors, chunks, progress), tensors=tensors)
+            manifest = manifest.versioned()
             for name, content in {**(extras or {}), MANIFEST_NAME: manifest.to_json()}.items():
                 write_file(partial / name, content)
         return manifest

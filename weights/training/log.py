@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from weights.tables import ID_TYPES, LogError, column_of, hashed, open_table, texts_of
+from weights.tables import ID_TYPES, LogError, check_values, column_of, hashed, open_table, place_of, texts_of
 from weights.text_ids import IdKind
-from weights.values import problem_of_dwells, problem_of_stored_ids, problem_of_times
 
 ACTION_PREFIX = "action."
 COLUMNS = {
@@ -107,7 +107,7 @@ def read_log(path: Path, ids: IdKind = "uint64") -> Log:
             f"{path} holds {rows:,} impressions, and at most {MAX_IMPRESSIONS:,} are read: keep the newest days"
         )
     try:
-        return log_of(source.to_table(), str(path), ids)
+        return log_of(source.to_table(), str(path), ids, partial(place_of, source))
     except MemoryError as error:
         raise LogError(
             f"{path} holds {rows:,} impressions, too many for this machine's memory: keep the newest days"
@@ -121,8 +121,8 @@ def open_log(path: Path, ids: IdKind = "uint64") -> ds.FileSystemDataset:
     return open_table(path, COLUMNS | dict.fromkeys(ID_COLUMNS, ID_TYPES[ids]))
 
 
-def log_of(table: pa.Table, where: str, ids: IdKind = "uint64") -> Log:
-    """As `read_log`, from a table; error messages name it `where`."""
+def log_of(table: pa.Table, where: str, ids: IdKind = "uint64", place: Callable[[int], str] | None = None) -> Log:
+    """As `read_log`, from a table; error messages name it `where`, and a row as `place` does."""
     actions = action_names(table.schema, where)
     texts = {name: texts_of(table, name, where) for name in ID_COLUMNS} if ids == "text" else {}
     columns: dict[str, Any] = {
@@ -133,7 +133,9 @@ def log_of(table: pa.Table, where: str, ids: IdKind = "uint64") -> Log:
         raise LogError(f"{where} holds no impressions: it needs one row for each post that was shown to a user")
     flags = [column_of(table, ACTION_PREFIX + name, pa.bool_(), where) for name in actions]
     log = Log(**columns, actions=np.stack(flags, 1), action_names=actions, texts=texts)
-    _check_values(log, where)
+    check_values(columns, place or (lambda row: f"{where}, row {row + 1}"))
+    if (log.product_surface < 0).any():
+        raise LogError(f"{where}: column product_surface must not be negative")
     log = log.take(np.lexsort((log.request_id, log.impression_ts)))
     _check_requests(log, where)
     return log
@@ -158,20 +160,6 @@ def aligned(log: Log, names: tuple[str, ...]) -> Log:
         raise LogError(f"the log lacks actions of the checkpoint: {', '.join(sorted(missing))}")
     order = [log.action_names.index(name) for name in names]
     return replace(log, actions=log.actions[:, order], action_names=names)
-
-
-def _check_values(log: Log, where: str) -> None:
-    """Raises LogError for a value that the service would refuse too; the message names the column and a row of the file."""
-    found = {
-        **{name: problem_of_times(getattr(log, name)) for name in ("impression_ts", "created_at")},
-        **{name: problem_of_stored_ids(getattr(log, name)) for name in ID_COLUMNS},
-        "dwell_seconds": problem_of_dwells(log.dwell_seconds),
-    }
-    for name, problem in found.items():
-        if problem:
-            raise LogError(f"{where}: column {name} {problem[1]} (row {problem[0]})")
-    if (log.product_surface < 0).any():
-        raise LogError(f"{where}: column product_surface must not be negative")
 
 
 def _check_requests(log: Log, where: str) -> None:
