@@ -11,7 +11,7 @@ import pytest
 if TYPE_CHECKING:
     from weights.scoring.scorer import Scorer
     from weights.training.examples import Examples
-    from weights.training.world.simulate import World
+    from weights.world.simulate import World
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def small(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def world() -> World:
     from tests.weights.training.small_run import WORLD
-    from weights.training.world.simulate import simulate
+    from weights.world.simulate import simulate
 
     return simulate(WORLD)
 

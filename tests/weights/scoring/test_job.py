@@ -24,7 +24,7 @@ from tests.weights.scoring.test_scorer import DEMO, as_table, by_key
 from weights.scoring.job import JobError, partition_of, score_log
 from weights.scoring.scorer import Scorer
 from weights.tables import LogError
-from weights.training.world.simulate import World
+from weights.world.simulate import World
 
 PARTS = 5
 

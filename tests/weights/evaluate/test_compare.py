@@ -21,10 +21,10 @@ from tests.weights.training.small_run import small_config
 from weights.actions import continuous_outputs
 from weights.checkpoint import load_checkpoint, save_checkpoint
 from weights.training import initial
-from weights.training.evaluate.compare import Comparison, compare, explorer_link, request_body
+from weights.evaluate.compare import Comparison, compare, explorer_link, request_body
 from weights.training.examples import Examples
 from weights.training.log import write_log
-from weights.training.world.simulate import World
+from weights.world.simulate import World
 
 ROOT = Path(__file__).parents[3]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weights.training.world.settings import DAY_SECONDS, SURFACES, WorldSettings
+from weights.world.settings import DAY_SECONDS, SURFACES, WorldSettings
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]

@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-from weights.training.evaluate.retrieval import true_values
-from weights.training.world.behaviour import ACTION_NAMES
-from weights.training.world.simulate import World
+from weights.evaluate.retrieval import true_values
+from weights.world.behaviour import ACTION_NAMES
+from weights.world.simulate import World
 
 FAVORITE = ACTION_NAMES.index("favorite")
 

@@ -19,12 +19,12 @@ from tests.weights.training.small_run import WORLD, small_config
 from tests.weights.training.unchanged import assert_unchanged
 from weights.training import initial
 from weights.training.demo import facts_of
-from weights.training.evaluate import metrics
-from weights.training.evaluate.evaluation import AFFINITY, MODEL, OPTIMUM, POPULARITY, Evaluation, evaluate
-from weights.training.evaluate.predict import ABLATIONS, affinity, popularity, predict
-from weights.training.evaluate.report import figures, write_report
+from weights.evaluate import metrics
+from weights.evaluate.evaluation import AFFINITY, MODEL, OPTIMUM, POPULARITY, Evaluation, evaluate
+from weights.evaluate.predict import ABLATIONS, affinity, popularity, predict
+from weights.evaluate.report import figures, write_report
 from weights.training.examples import Examples
-from weights.training.world.simulate import World
+from weights.world.simulate import World
 
 
 @pytest.fixture(scope="module")

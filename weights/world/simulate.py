@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weights.training.log import Log
-from weights.training.world.behaviour import (
+from weights.world.behaviour import (
     ACTION_NAMES,
     ATTACHMENTS,
     REJECTIONS,
@@ -19,7 +19,7 @@ from weights.training.world.behaviour import (
     recency,
     true_probabilities,
 )
-from weights.training.world.population import (
+from weights.world.population import (
     Authors,
     Floats,
     Ints,
@@ -32,7 +32,7 @@ from weights.training.world.population import (
     interest,
     regard_now,
 )  # fmt: skip
-from weights.training.world.settings import DAY_SECONDS, HOUR_SECONDS, SURFACES, WorldSettings
+from weights.world.settings import DAY_SECONDS, HOUR_SECONDS, SURFACES, WorldSettings
 
 OTHER_SURFACES = (0.45, 0.0, 0.15, 0.2, 0.2)  # shares for authors that the user does not follow
 

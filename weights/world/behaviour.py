@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from weights.training.world.settings import SURFACES
+from weights.world.settings import SURFACES
 
 Floats = NDArray[np.float32]
 

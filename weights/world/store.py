@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from weights.training.log import write_log
-from weights.training.world.names import person_name, topic_name
-from weights.training.world.population import interest
-from weights.training.world.settings import SURFACES
-from weights.training.world.simulate import Truth, World
+from weights.world.names import person_name, topic_name
+from weights.world.population import interest
+from weights.world.settings import SURFACES
+from weights.world.simulate import Truth, World
 
 LOG_NAME = "log.parquet"
 TRUTH_NAME = "truth.parquet"
@@ -27,11 +27,10 @@ KEEN = 0.5  # a user likes topics with more appeal than this
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Facts:
-    """The facts about a world that evaluation needs: the test period, its truth and the topic of every author."""
+    """The facts about a world that evaluation needs: when the test period starts, in Unix seconds, and its truth."""
 
     test_ts: int
     truth: Truth
-    author_topics: dict[int, int]
 
 
 def save_world(directory: Path, world: World) -> None:
@@ -85,6 +84,4 @@ def load_facts(directory: Path, actions: Sequence[str]) -> Facts:
         raise ValueError(f"{directory / TRUTH_NAME} lacks {min(missing)}")
     further = (table[name].to_numpy() for name in ("log_dwell", "affinity", "topic"))
     truth = Truth(np.stack([table[name].to_numpy() for name in names], 1), *further)
-    topics = {name: index for index, name in enumerate(document["topics"])}
-    authors = {int(author): topics[entry["topic"]] for author, entry in document["authors"].items()}
-    return Facts(int(document["test_ts"]), truth, authors)
+    return Facts(int(document["test_ts"]), truth)

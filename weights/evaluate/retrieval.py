@@ -15,9 +15,9 @@ from model.inputs import Candidates, Context, age_bucket
 from model.ranker import Ranker
 from model.retrieval.towers import Towers
 from weights.training.log import Log
-from weights.training.world.behaviour import ACTION_NAMES, true_probabilities
-from weights.training.world.settings import SURFACES
-from weights.training.world.simulate import World, circumstances
+from weights.world.behaviour import ACTION_NAMES, true_probabilities
+from weights.world.settings import SURFACES
+from weights.world.simulate import World, circumstances
 
 BEST, FIRST = 100, 20
 DEPTHS = (100, 200, 500)

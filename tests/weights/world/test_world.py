@@ -14,10 +14,10 @@ pytest.importorskip("pyarrow")
 from safetensors.numpy import load_file
 
 from tests.weights.training.unchanged import assert_unchanged
-from weights.training.evaluate.evaluation import AFFINITY, OPTIMUM, POPULARITY, TRUE_AFFINITY
-from weights.training.evaluate.metrics import auc
-from weights.training.evaluate.predict import affinity, popularity
-from weights.training.world.behaviour import (
+from weights.evaluate.evaluation import AFFINITY, OPTIMUM, POPULARITY, TRUE_AFFINITY
+from weights.evaluate.metrics import auc
+from weights.evaluate.predict import affinity, popularity
+from weights.world.behaviour import (
     ACTION_NAMES,
     DWELL_SPREAD,
     Circumstances,
@@ -26,10 +26,10 @@ from weights.training.world.behaviour import (
     recency,
     true_probabilities,
 )
-from weights.training.world.population import draw_authors, draw_posts, draw_users, interest, regard_now
-from weights.training.world.settings import DAY_SECONDS, SURFACES, WorldSettings
-from weights.training.world.simulate import World, simulate
-from weights.training.world.store import WORLD_NAME, load_facts, save_world
+from weights.world.population import draw_authors, draw_posts, draw_users, interest, regard_now
+from weights.world.settings import DAY_SECONDS, SURFACES, WorldSettings
+from weights.world.simulate import World, simulate
+from weights.world.store import WORLD_NAME, load_facts, save_world
 
 SMALL = WorldSettings(users=400, new_users=20)
 DEMO = Path(__file__).parents[3] / "weights"

@@ -1,4 +1,4 @@
-"""Compares two checkpoints on the requests of a log (scores, ranks and calibration) and writes the page."""
+"""Compares two checkpoints on the requests of a log (scores, order and calibration) and writes the page."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import zlib
 from base64 import urlsafe_b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from numpy.typing import NDArray
 
 from weights.agreement import TOP, Floats, agreement, pearson, score_weights
 from weights.checkpoint import Checkpoint
+from weights.evaluate import metrics
+from weights.evaluate.predict import predict, rows_of
 from weights.format.manifest import Manifest
-from weights.report import BLUE, html_image, html_page, html_table, plain, png, write_figures
-from weights.training.evaluate import metrics
-from weights.training.evaluate.predict import predict
+from weights.report import plain, rendered, write_report
+from weights.training.example import request_body
 from weights.training.examples import Examples
 from weights.training.log import Log
 
@@ -92,12 +91,11 @@ def compare(
         ).probabilities
         for each, examples in zip(pair, (first, second), strict=True)
     ]
-    listed = [first.rows(index) for index in requests.tolist()]
-    rows = np.concatenate(listed)
+    rows = rows_of(first, requests)
     weights = [score_weights(each.manifest) for each in pair]
     scores = found[0] @ weights[0], found[1] @ weights[1]
     shown = [log.take(rows) for log in logs]
-    lengths = [len(each) for each in listed]
+    lengths = (first.stops - first.starts)[requests].tolist()
     cuts = np.cumsum(lengths)[:-1]
     lists = list(zip(np.split(scores[0], cuts), np.split(scores[1], cuts), strict=True))
     several = [place for place, length in enumerate(lengths) if length > 1]
@@ -125,7 +123,7 @@ def compare(
 
 
 def _ndcg(log: Log, scores: Floats, weights: NDArray[np.float32]) -> float:
-    return metrics.ndcg(log.request_id, scores, log.actions @ weights)
+    return metrics.mean(metrics.ndcg(log.request_id, scores, log.actions @ weights)[1])
 
 
 def _actions(logs: list[Log], found: list[NDArray[np.float32]]) -> dict[str, ActionChange]:
@@ -152,41 +150,34 @@ def _changed(examples: Examples, index: int, tau: float, scores: tuple[Floats, F
     return ChangedRequest(int(log.request_id[rows[0]]), tau, (best[0], best[1]), request_body(examples, index))
 
 
-def request_body(examples: Examples, index: int) -> dict[str, Any]:
-    """A request of the log as a `/rank` body: lists of objects, ids as text."""
-    log, seen, shown = examples.log, examples.events, examples.rows(index)
-    events = np.arange(examples.oldest[index], examples.last[index])
-    return {
-        "user_id": log.ids("user_id", shown[:1])[0],
-        "history": [
-            _post(post, author, seen.product_surface[row])
-            | {"actions": {log.action_names[place]: 1 for place in np.flatnonzero(seen.actions[row])}}
-            | {"dwell_time": float(seen.dwell_seconds[row])}
-            for post, author, row in zip(
-                seen.ids("post_id", events), seen.ids("author_id", events), events, strict=True
-            )
-        ],
-        "candidates": [
-            _post(post, author, log.product_surface[row]) | {"created_at": int(log.created_at[row])}
-            for post, author, row in zip(log.ids("post_id", shown), log.ids("author_id", shown), shown, strict=True)
-        ],
-        "impression_ts": int(examples.times[index]),
-    }
+TEMPLATE = """
+# {{ names[0] }} → {{ names[1] }}
 
+{{ comparison.requests }} requests with {{ comparison.impressions }} impressions of one log, by the plain path in float32.
+Each score has its own checkpoint's weights.
 
-def _post(post: str, author: str, surface: np.int64) -> dict[str, Any]:
-    return {"post_id": post, "author_id": author, "product_surface": int(surface)}
+{{ table(["", "figure"], rows) }}
+
+## Actions
+
+{{ table(["action", "share", "correlation", "mean", "calibration error", "log-loss"], actions) }}
+
+## The requests that changed most
+
+By Kendall's τ of both orders. Each opens in the page of a running server, by both checkpoints side by side where it holds
+them, else ranked by the one that it serves.
+
+{{ table(["request", "τ", "best post"], changed) }}
+"""
 
 
 def write_comparison(
     out: Path, pair: tuple[Manifest, Manifest], comparison: Comparison, explorer: str
 ) -> dict[str, Any]:
-    """Write `index.html` and `figures.json` into `out`, which may exist; return the figures without the scores."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Write `report.md` and `figures.json` into `out`, which may exist; return the figures."""
     values: dict[str, Any] = {"checkpoints": [{"name": each.name, "version": each.version} for each in pair]}
     values |= {name: plain(value) for name, value in asdict(comparison).items() if name != "scores"}
-    write_figures(out, values)
-    (out / "index.html").write_text(_page(pair, comparison, explorer))
+    write_report(out, _page(pair, comparison, explorer), values, {})
     return values
 
 
@@ -203,19 +194,17 @@ def explorer_link(explorer: str, body: dict[str, Any], versions: Sequence[str] =
 
 
 def _page(pair: tuple[Manifest, Manifest], comparison: Comparison, explorer: str) -> str:
-    left, right = (f"{each.name} {each.version}" for each in pair)
-    ndcg = comparison.ndcg
     rows = [
         ["correlation of scores (Pearson)", f"{comparison.pearson:.4f}"],
         ["correlation of scores (Spearman)", f"{comparison.spearman:.4f}"],
         ["correlation of scores within a request, mean of requests", f"{comparison.correlation:.4f}"],
         ["Kendall's τ of the order, mean of requests", f"{comparison.kendall:.4f}"],
         *([f"best {k} that both have", f"{share:.1%}"] for k, share in comparison.overlap.items()),
-        ["NDCG of the score", f"{ndcg[0]:.4f} → {ndcg[1]:.4f}"],
+        ["NDCG of the score", f"{comparison.ndcg[0]:.4f} → {comparison.ndcg[1]:.4f}"],
     ]
     actions = [
         [
-            escape(name),
+            name,
             f"{each.share:.2%}",
             f"{each.correlation:.3f}",
             *(f"{a:.4f} → {b:.4f}" for a, b in (each.means, each.calibration_errors, each.log_losses)),
@@ -225,26 +214,11 @@ def _page(pair: tuple[Manifest, Manifest], comparison: Comparison, explorer: str
     versions = [each.version for each in pair]
     changed = [
         [
-            f'<a href="{escape(explorer_link(explorer, each.body, versions))}">request {each.request_id}</a>',
+            f"[request {each.request_id}]({explorer_link(explorer, each.body, versions)})",
             f"{each.kendall:.3f}",
             f"{each.best[0]} → {each.best[1]}",
         ]
         for each in comparison.changed
     ]
-    return html_page(
-        f"{left} → {right}",
-        f"<p>{comparison.requests} requests with {comparison.impressions} impressions of one log, by the plain path in "
-        f"float32. Each score has its own checkpoint's weights.</p>{html_table(['', 'figure'], rows)}"
-        f"<p>{html_image('Scores of both', _plot(comparison, left, right))}</p><h2>Actions</h2>"
-        f"{html_table(['action', 'share', 'correlation', 'mean', 'calibration error', 'log-loss'], actions)}"
-        "<h2>The requests that changed most</h2><p>By Kendall's τ of both orders. Each opens in the page of a "
-        "running server, by both checkpoints side by side where it holds them, else ranked by the one that it serves.</p>"
-        + html_table(["request", "τ", "best post"], changed),
-    )
-
-
-def _plot(comparison: Comparison, left: str, right: str) -> bytes:
-    figure, axes = plt.subplots(figsize=(5, 4.5), dpi=90, layout="constrained")
-    axes.plot(*comparison.scores, ",", color=BLUE)
-    axes.set(xlabel=f"score, {left}", ylabel=f"score, {right}")
-    return png(figure)
+    names = [f"{each.name} {each.version}" for each in pair]
+    return rendered(TEMPLATE, names=names, comparison=comparison, rows=rows, actions=actions, changed=changed).lstrip()
