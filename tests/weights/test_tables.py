@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from weights.tables import LogError, column_of, ids_of, open_table, tables_of
-from weights.training.log import COLUMNS, read_log, unsorted
+from weights.training.log import COLUMNS, read_log
 
 IDS = [1, 2**53 + 1, 5281804507670857603, 2**63 - 1, 2**63, 2**63 + 12345, 2**64 - 1]
 MANY = 20_000  # rows of more than the megabyte from which pyarrow guesses the types
@@ -82,14 +81,6 @@ def test_a_file_that_is_damaged_within_is_named(tmp_path: Path) -> None:
     path.write_bytes(damaged)
     with pytest.raises(LogError, match=r"log\.parquet cannot be read"):
         list(tables_of(open_table(path, COLUMNS), 10))
-
-
-def test_a_column_costs_no_more_among_many() -> None:
-    """The names of all columns were listed for each."""
-    log = pa.table({name: [1] for name in COLUMNS} | {f"action.{number}": [False] for number in range(20_000)})
-    began = time.perf_counter()
-    assert unsorted(log, "The table").actions.shape == (1, 20_000)
-    assert time.perf_counter() - began < 6
 
 
 def test_ids_as_floats_and_times_with_a_unit_are_refused() -> None:

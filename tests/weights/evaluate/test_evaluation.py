@@ -17,12 +17,12 @@ pytest.importorskip("matplotlib")
 from model.ranker import Ranker
 from tests.weights.training.small_run import WORLD, small_config
 from tests.weights.training.unchanged import assert_unchanged
-from weights.training import initial
-from weights.training.demo import facts_of
 from weights.evaluate import metrics
 from weights.evaluate.evaluation import AFFINITY, MODEL, OPTIMUM, POPULARITY, Evaluation, evaluate
 from weights.evaluate.predict import ABLATIONS, affinity, popularity, predict
 from weights.evaluate.report import figures, write_report
+from weights.training import initial
+from weights.training.demo import facts_of
 from weights.training.examples import Examples
 from weights.world.simulate import World
 
