@@ -14,6 +14,7 @@ pytest.importorskip("matplotlib")
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from weights.training.sorted_log import open_sorted, sort_log
 
 from tests.weights.call import run
 from weights.actions import SCORE_WEIGHT_SETS
@@ -22,7 +23,6 @@ from weights.tables import LogError
 from weights.text_ids import text_id
 from weights.training.examples import Examples
 from weights.training.log import ID_COLUMNS, fingerprint, read_log, write_log
-from weights.training.sorted_log import open_sorted, sort_log
 from weights.world.simulate import World
 
 ROWS = 400
