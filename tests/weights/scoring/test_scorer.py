@@ -54,7 +54,7 @@ def test_each_score_has_the_bits_of_its_request_alone(scorer: Scorer, table: Any
     assert len(scored) == len(table)
     for index in range(0, len(examples), 97):
         rows = examples.rows(index)
-        [alone] = engine.forward([Item(examples.context(index), examples.candidates(index, rows))])
+        [alone] = engine.forward([Item(examples.context(index), examples.candidates(rows))])
         mine = scored.slice(rows[0], len(rows))
         assert mine["post_id"].to_numpy().tolist() == examples.log.post_id[rows].tolist()
         for column, name in enumerate(names):
