@@ -27,7 +27,7 @@ DWELL_HIDDEN_WIDTH = 64
 LARGEST = {
     "width": 65_536, "layers": 1024, "query_heads": 1024, "kv_heads": 1024, "head_width": 1024, "widening": 64,
     "history_length": 32_768, "candidate_length": 32_768, "actions": 4096, "product_surfaces": 65_536,
-    "post_age_granularity_minutes": MAX_POST_AGE_MINUTES,
+    "post_age_granularity_minutes": 2**24, "max_post_age_minutes": 2**27, "post_age_buckets": 65_536,
 }  # fmt: skip
 MAX_HASHES = 16  # hash functions of one entity
 MAX_CONTEXT_NUMBERS = 2**33  # keys and values of one full context: 16 GiB in bf16
@@ -38,9 +38,10 @@ CHOICES = {
     "context_attention": get_args(ContextAttention), "norm": get_args(Norm), "positions": get_args(Positions),
     "activation": get_args(Activation), "cap_form": get_args(CapForm),
 }  # fmt: skip
-# Options that Grok's trunk lacks. A manifest omits them at their defaults, so that Grok manifests stay unchanged.
+# Options that Grok's trunk and the published inputs lack. A manifest omits them at their defaults, so that Grok manifests stay unchanged.
 TRUNK_OPTIONS = (
     "norm", "sandwich", "positions", "cap_form", "activation", "gated", "biases", "explicit_ffn_width", "input_scale", "qk_norm",
+    "max_post_age_minutes",
 )  # fmt: skip
 
 
@@ -103,6 +104,7 @@ class ModelConfig:
     has_dwell: bool = False
     has_post_age: bool = False
     post_age_granularity_minutes: int = 60
+    max_post_age_minutes: int = MAX_POST_AGE_MINUTES  # older posts share the last bucket
     right_anchored: bool = False
     context_attention: ContextAttention = "causal"
     norm: Norm = "rms"  # `layer` has a bias and subtracts the mean
@@ -173,7 +175,7 @@ class ModelConfig:
     @property
     def post_age_buckets(self) -> int:
         """Rows of the post-age table; bucket 0 stands for unknown."""
-        return MAX_POST_AGE_MINUTES // self.post_age_granularity_minutes + 2
+        return self.max_post_age_minutes // self.post_age_granularity_minutes + 2
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `from_dict` is the inverse. Trunk options with Grok's values are left out."""

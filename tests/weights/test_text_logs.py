@@ -14,6 +14,7 @@ pytest.importorskip("matplotlib")
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from weights.training.sorted_log import open_sorted, sort_log
 
 from tests.weights.call import run
 from weights.actions import SCORE_WEIGHT_SETS
@@ -22,8 +23,7 @@ from weights.tables import LogError
 from weights.text_ids import text_id
 from weights.training.examples import Examples
 from weights.training.log import ID_COLUMNS, fingerprint, read_log, write_log
-from weights.training.sorted_log import open_sorted, sort_log
-from weights.training.world.simulate import World
+from weights.world.simulate import World
 
 ROWS = 400
 
@@ -89,7 +89,7 @@ def test_a_sorted_log_is_the_same_log(logs: Path, tmp_path: Path) -> None:
 def test_training_makes_a_checkpoint_of_texts_with_the_weights_that_were_asked_for(
     logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weights.training.evaluate.report.plot_reliability", lambda _: b"")
+    monkeypatch.setattr("weights.evaluate.report.plot_reliability", lambda _: b"")
     settings = [w for one in ("epochs=0.3", "batch_requests=8", "validation_requests=4") for w in ("--set", one)]
     args = ("--log", logs / "texts.jsonl", "--out", tmp_path / "out", "--score-weights", "x-2026-09", *settings)
     assert run("train", *args)[0] == 1, "the log has texts, and integers are the default"

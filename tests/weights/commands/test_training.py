@@ -32,11 +32,11 @@ from tests.weights.training.small_run import TRAINING, small_config
 from tests.zygote import zygote
 from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import load_checkpoint, save_checkpoint
+from weights.evaluate.predict import predict
 from weights.format.manifest import ContinuousOutput
-from weights.training.evaluate.predict import predict
 from weights.training.examples import Examples
 from weights.training.run import train
-from weights.training.world.simulate import World
+from weights.world.simulate import World
 
 WORLD_SETTINGS = ["users=40", "new_users=4", "authors=24", "days=10", "test_days=2", "slots=12"]
 RUN_SETTINGS = ["epochs=0.2", "batch_requests=16", "evaluate_every=5", "validation_requests=10"]
@@ -118,7 +118,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def reports_have_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the calibration, which takes longer to draw than all the rest."""
-    monkeypatch.setattr("weights.training.evaluate.report.plot_reliability", lambda _: b"")
+    monkeypatch.setattr("weights.evaluate.report.plot_reliability", lambda _: b"")
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from weights.training.examples import Examples
 from weights.training.run import split
 from weights.training.settings import TrainSettings, demo_config
 from weights.training.trainer import Trainer
-from weights.training.world.behaviour import ACTION_NAMES
-from weights.training.world.settings import WorldSettings
+from weights.world.behaviour import ACTION_NAMES
+from weights.world.settings import WorldSettings
 
 WORLD = WorldSettings(users=40, new_users=4, authors=24, days=10, test_days=2, slots=12)
 TRAINING = TrainSettings(

@@ -16,7 +16,7 @@ from tests.weights.training.small_run import TRAINING, small_config
 from weights.training.run import CURVE_NAME, train
 from weights.training.state import STATE_NAME
 from weights.training.trainer import Status
-from weights.training.world.simulate import World
+from weights.world.simulate import World
 
 
 def test_training_leaves_torch_as_it_was(world: World) -> None:

@@ -18,7 +18,7 @@ from weights.training.examples import Examples
 from weights.training.run import reproducible, split, train
 from weights.training.settings import TrainSettings
 from weights.training.trainer import Status, Trainer
-from weights.training.world.simulate import World
+from weights.world.simulate import World
 
 
 def test_training_from_upstreams_initial_values_learns(world: World) -> None:
