@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from model.batch import Batch
-from model.ranker import Ranker, Tables
+from model.ranker import EmbeddingTables, Ranker
 from weights.training.examples import Labels
 from weights.training.losses import total_loss
 
@@ -70,7 +70,7 @@ class Processes:
         # looking for unused parameters also keeps the buckets as they are: a resumed run adds in the same order
         return DistributedDataParallel(objective, find_unused_parameters=True)
 
-    def exchange(self, tables: Tables, batch: Batch) -> None:
+    def exchange(self, tables: EmbeddingTables, batch: Batch) -> None:
         """After a backward of this process's `batch`, leave the mean gradient over all processes on the tables.
 
         Gradients are added in the order of ranks, so every process has the same bits.
@@ -138,7 +138,7 @@ def joined(device: str) -> Iterator[Processes]:
         del group  # the last one: only from Python is it taken down without the interpreter's lock, which its threads may wait for
 
 
-def looked_up(tables: Tables, batch: Batch) -> list[tuple[Tensor, Tensor]]:
+def looked_up(tables: EmbeddingTables, batch: Batch) -> list[tuple[Tensor, Tensor]]:
     """Each table and the rows of it that a batch reads, flat."""
     posts = (batch.history_post_rows, batch.candidate_post_rows)
     authors = (batch.history_author_rows, batch.candidate_author_rows)

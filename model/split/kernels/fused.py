@@ -74,7 +74,7 @@ class FusedKernels(Launching, Kernels):
         self._rope = weights.rope
         self._slots: Tensor | None = None
         self._inputs: Tensor  # of tokens, for the rows of a step; made with the slots
-        self._softmax = softmax_constants(config.attention_multiplier, config.attention_cap, config.cap_form, dtype)
+        self._softmax = softmax_constants(config.attention_multiplier, config.attention_cap, dtype)
         self._chunks = cdiv(1 + config.history_length, CHUNK_KEYS) if dtype == torch.bfloat16 else 1
         self.choices = Choices(capability, narrow=dtype == torch.bfloat16, spread=self._chunks > 1)
         # sums stored by programs for single chunks; rows beyond those of a step are never written
