@@ -11,6 +11,7 @@ import stat
 import subprocess
 import tempfile
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -77,13 +78,22 @@ LEVELS = (
 """The widest first."""
 
 
-def find_prebuilt(source: Path, vectors: Vectors = "auto") -> Path | None:
-    """The widest kernel of exactly this source that the wheel contains and this processor can run; None if there is none."""
+def find_prebuilt(
+    source: Path, vectors: Vectors = "auto", *, machine: str = "", words: Iterable[str] | None = None
+) -> Path | None:
+    """The widest kernel of exactly this source that the wheel contains and this processor can run; None if there is none.
+
+    `machine` and `words`, by default this processor's: the name of its architecture, and what /proc/cpuinfo says of it.
+    """
     if not (source.parent / PREBUILT).is_dir():
         return None
-    words, digest = _processor_words(), source_digest(source)
+    known, digest = _processor_words() if words is None else set(words), source_digest(source)
     for level in LEVELS:
-        if vectors in ("auto", level.name) and level.machine == platform.machine() and level.words <= words:
+        if (
+            vectors in ("auto", level.name)
+            and level.machine == (machine or platform.machine())
+            and level.words <= known
+        ):
             library = source.parent / PREBUILT / f"{source.stem}-{level.name}-{digest}.so"
             if _is_whole(library, ours=False):
                 return library

@@ -175,7 +175,7 @@ def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 
 config, budget, history = random_config(), 32 * 2**20, int(sys.argv[2])
-engine = {"native": NativeEngine, "split": SplitEngine}[sys.argv[1]](random_ranker(config), torch.float32, cache_bytes=budget)
+engine = {"native": NativeEngine, "split": SplitEngine}[sys.argv[1]](random_ranker(config), cache_bytes=budget)
 none = random_candidates(config, 0)
 items = [Item(random_context(config, history, seed), none, caller="feed") for seed in range(20)]
 engine.forward(items)  # what a first forward takes once
@@ -231,10 +231,9 @@ def held(ranks: type[NativeEngine | SplitEngine]) -> list[Any]:
     towers: list[Any] = [random_model(retrieval_config(SEEN_ALIKE), seed) for seed in (1, 2)]
     rankers = [random_ranker(SEEN_ALIKE, seed) for seed in (1, 2)]
     return [
-        *(ranks(ranker, torch.float32, cache_bytes=2**20) if ranks is NativeEngine else ranks(ranker, cache_bytes=2**20)
-          for ranker in rankers),
+        *(ranks(ranker, cache_bytes=2**20) for ranker in rankers),
         *(RetrievalEngine(one, corpus) for one in towers),
-    ]  # fmt: skip
+    ]
 
 
 def answer(engine: Any, context: Context) -> bytes:
