@@ -19,7 +19,7 @@ from model.split.kernels.attention import add_chunks, attend_tiles
 from model.split.kernels.contract import softmax_shift
 from model.split.kernels.matmul import multiply_gate_tiles, multiply_rotate_tiles, multiply_tiles
 from model.split.kernels.products import Tile, cdiv, power_of_two
-from model.split.kernels.rows import gate_rows, norm_head_rows, norm_rows, rotate_rows
+from model.split.kernels.rows import gate_rows, norm_rows, rotate_rows
 from model.split.kernels.tokens import gather_rows, project_tiles
 
 KERNELS = (
@@ -30,7 +30,6 @@ KERNELS = (
     multiply_gate_tiles,
     multiply_rotate_tiles,
     multiply_tiles,
-    norm_head_rows,
     norm_rows,
     project_tiles,
     rotate_rows,

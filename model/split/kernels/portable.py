@@ -103,11 +103,6 @@ class PortableKernels(Kernels):
             wide += self._normed(mixed[: step.rows].float(), post) if post else mixed[: step.rows]
         out[: step.rows] = self._normed(wide, norm)
 
-    def norm_heads(self, step: Step, heads: Tensor, count: int, scale: Tensor) -> None:
-        """See `Kernels.norm_heads`."""
-        columns = heads[: step.rows, : count * len(scale)]
-        columns.copy_(self._normed(columns.float().reshape(-1, len(scale)), Norm(scale)).view(columns.shape))
-
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
         # the sums run over whole rows only: a mean over one long row would be split between threads
         if norm.bias is not None:
