@@ -13,7 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from loadtest.gpu.card import Card
 from model.batch import collate
 from model.engine import Item
-from model.layers import activate, linear, rms_norm, rope_tables, rotate
+from model.layers import activate, rms_norm, rope_tables, rotate
+from model.names import checkpoint_parameters
 from model.ranker import Ranker
 
 
@@ -97,8 +98,13 @@ class PeerRanker:
         return hidden + rms_norm(mixed, ffn_post_norm, epsilon)
 
 
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight.to(x.dtype)
+
+
 def _weights(layer: torch.nn.Module) -> tuple[Tensor, ...]:
+    named = dict(checkpoint_parameters(layer))
     names = (
         "attention_norm query key value output attention_post_norm ffn_norm ffn_gate ffn_value ffn_output ffn_post_norm"
     )
-    return tuple(layer.get_parameter(name).detach() for name in names.split())
+    return tuple(named[name].detach() for name in names.split())

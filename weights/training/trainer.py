@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.batch import Batch
+from model.names import checkpoint_parameters
 from model.ranker import Ranker
 from weights.training import initial
 from weights.training.examples import Examples, HiddenShares, Labels
@@ -189,14 +190,14 @@ class Trainer:
 
         Norm scales that start from 0 learn faster, queries and keys slower.
         """
-        settings, named = self.settings, list(self.ranker.named_parameters())
+        settings, named = self.settings, list(checkpoint_parameters(self.ranker))
 
         def kind(name: str, parameter: Tensor) -> str:
             if name.startswith("tables."):
                 return "table"
             if name.endswith(initial.QUERY_KEY):
                 return "query or key"
-            if name.endswith((*initial.PRE_NORMS, *initial.HEAD_NORMS, "_bias")):
+            if name.endswith((*initial.PRE_NORMS, "_bias")):
                 return "inner norm"
             return "matrix" if parameter.ndim == 2 else "outer norm"
 
