@@ -32,8 +32,8 @@ from tests.weights.training.small_run import TRAINING, small_config
 from tests.zygote import zygote
 from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import load_checkpoint, save_checkpoint
-from weights.format.manifest import ContinuousOutput
 from weights.evaluate.predict import predict
+from weights.format.manifest import ContinuousOutput
 from weights.training.examples import Examples
 from weights.training.run import train
 from weights.world.simulate import World

@@ -17,9 +17,9 @@ from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import load_checkpoint, load_encoder, save_checkpoint
 from weights.corpus.importer import check_corpus
 from weights.corpus.store import load_corpus
+from weights.evaluate.retrieval import newest_posts, true_values
 from weights.synthetic.random_weights import random_ranker
 from weights.training.demo import make_towers
-from weights.evaluate.retrieval import newest_posts, true_values
 from weights.training.examples import Examples
 from weights.training.towers import Pairs, TowerSettings, batch_loss, initial_towers, towers_config, train_towers
 from weights.world.population import interest
