@@ -16,6 +16,7 @@ import msgspec
 import orjson
 from msgspec import UNSET, Meta, Struct, UnsetType, inspect
 
+from app import errors
 from app.errors import InvalidRequest, MalformedJson, TooLarge
 from weights.text_ids import MAX_TEXT_BYTES
 from weights.values import MAX_ACTION_VALUE, MAX_ID, MAX_SCORE_WEIGHT, MAX_TIME, time_problem
@@ -28,6 +29,8 @@ HANDLE_PATTERN = r"^[0-9a-f]{32}$"
 HANDLE_RULE = "must be a handle as POST /context and replies give it: 32 lower-case hexadecimal digits"
 NO_USER = "is required, or context in its place"
 TWO_USERS = "stands in place of user_id and history, which must not be there as well"
+
+_REF = "#/components/schemas/{name}"
 
 # Python's `$` also matches before a last line feed, so these are matched as a whole here and never by msgspec.
 _REQUEST_ID, _HANDLE = re.compile(REQUEST_ID_PATTERN, re.ASCII), re.compile(HANDLE_PATTERN, re.ASCII)
@@ -349,6 +352,271 @@ def _check_name(request_id: str | UnsetType) -> None:
         raise InvalidRequest("request_id", REQUEST_ID_RULE)
 
 
+# --- Replies, for the document: `app.replies` and the endpoints write them ------------------------------------------------------------
+
+Numbers = list[float]
+Rows = list[list[float]]
+
+
+class ModelVersion(Strict):
+    """The checkpoint that computed the scores."""
+
+    name: Annotated[str, about("Name of the checkpoint.")]
+    version: Annotated[str, about("Version of the checkpoint.")]
+
+
+class Scored(Strict):
+    """The fields of every scored candidate."""
+
+    post_id: Annotated[Id, about("As it was sent.")]
+    score: Annotated[float, about("Σ weight × probability over the weights in force.")]
+    rank: Annotated[int, about("Among all candidates; 1 is best, and equal scores keep the order of the request.")]
+    probabilities: Annotated[Numbers, about("One for each of the reply's `actions`.")]
+
+
+class RankedCandidate(Scored):
+    """One candidate's scores. They depend on the user, the history and this candidate, on nothing else."""
+
+    continuous: Annotated[dict[str, float], about("Predicted quantities by name, such as `dwell_time` in seconds.")]
+
+
+class RankedColumns(Strict):
+    """All candidates' scores in arrays, one entry a candidate; the fields mean what they mean in `RankedCandidate`."""
+
+    post_id: Annotated[list[Id], about("As they were sent.")]
+    score: Annotated[Numbers, about("Σ weight × probability over the weights in force.")]
+    rank: Annotated[list[int], about("1 is best.")]
+    probabilities: Annotated[Rows, about("A row a candidate; a row has one for each of the reply's `actions`.")]
+    continuous: Annotated[dict[str, Numbers], about("Predicted quantities by name.")]
+
+
+class Timings(Strict):
+    """Where the time went, in milliseconds."""
+
+    parse: Annotated[float, about("Reading JSON, checks, features.")]
+    queue: Annotated[float, about("Waiting for the engine.")]
+    forward: Annotated[float, about("The model.")]
+
+
+class Reply(Strict, kw_only=True):
+    """The fields beside the scores."""
+
+    history_used: Annotated[int, about("History items that the model saw: the ranking model, where there are two.")]
+    history_dropped: Annotated[int, about("Older items that did not fit the model's window.")]
+    context: Annotated[
+        str | UnsetType,
+        about("The handle of the ranking model's context, for later requests; only as long as its cache keeps it."),
+    ] = UNSET
+    request_id: Annotated[str | UnsetType, about("The request's own, if it had one.")] = UNSET
+
+
+class ContextReply(Reply, kw_only=True):
+    """A context that the cache has now. Without `context` it keeps none of this size: send requests whole then."""
+
+    model: Annotated[ModelVersion, about("What computed it.")]
+    timings_ms: Annotated[Timings, about("Where the time went.")]
+
+
+class ScoresReply(Reply, kw_only=True):
+    """The fields beside the scores of one model."""
+
+    model: Annotated[ModelVersion, about("What computed it.")]
+    actions: Annotated[list[str], about("Names of the probability columns.")]
+
+
+class RankReply(ScoresReply, kw_only=True):
+    """The ranking."""
+
+    candidates: Annotated[
+        list[RankedCandidate] | RankedColumns,
+        about("In the order of the request, or best first with `top_k`; in the form that the request's `reply` names."),
+    ]
+    timings_ms: Annotated[Timings, about("Where the time went.")]
+    warnings: Annotated[
+        list[str] | UnsetType, about("What is likely a mistake of set-up, such as weights that are all 0.")
+    ] = UNSET
+
+
+class FieldError(Strict):
+    """What is wrong with a request."""
+
+    field: Annotated[str, about("Where, such as `candidates[3].post_id`; empty for the whole body.")]
+    message: Annotated[str, about("What is wrong; never the value itself.")]
+
+
+class Problem(Strict):
+    """Why there are no scores (RFC 9457)."""
+
+    type: Annotated[str, about("A URI that names the kind of problem.")]
+    title: Annotated[str, about("The kind of problem, for people.")]
+    status: Annotated[int, about("The HTTP status.")]
+    code: Annotated[str, about("The kind of problem, for programs: stable.")]
+    detail: Annotated[str, about("What went wrong this time.")]
+    error: Annotated[str | UnsetType, about("The same as `detail`, under `/v2` alone.")] = UNSET
+    errors: Annotated[list[FieldError] | UnsetType, about("The first thing that is wrong with the request.")] = UNSET
+    request_id: Annotated[str | UnsetType, about("The value of X-Request-ID.")] = UNSET
+
+
+class Failed(Strict):
+    """A request of a batch that got no scores."""
+
+    error: Annotated[Problem, about("Why there are no scores.")]
+
+
+class BatchReply(Strict):
+    """One entry a request, in order."""
+
+    results: Annotated[
+        list[Any],  # msgspec has no union of two structs without tags
+        Meta(
+            extra_json_schema={
+                "items": {"anyOf": [{"$ref": _REF.format(name="RankReply")}, {"$ref": _REF.format(name="Failed")}]}
+            }
+        ),
+        about("Scores, or why there are none."),
+    ]
+
+
+class LeftOut(Strict):
+    """The history items that were left out one by one, oldest first; one entry an item."""
+
+    place: Annotated[list[int], about("Their places in the request's history, from 0.")]
+    post_id: Annotated[list[str], about("Their post ids as strings.")]
+
+
+class Difference(Strict):
+    """What one thing changes: the numbers with it less those without it."""
+
+    score: Annotated[float, about("Of the combined score.")]
+    probabilities: Annotated[Numbers, about("One for each of the reply's `actions`.")]
+
+
+class Differences(Strict):
+    """What each of several things changes; one entry a thing."""
+
+    score: Annotated[Numbers, about("Of the combined score.")]
+    probabilities: Annotated[Rows, about("A row a thing; a row has one for each of the reply's `actions`.")]
+
+
+class CandidateChanges(Strict):
+    """What /rank says of a candidate, less what it says of the request without one thing."""
+
+    events: Annotated[Differences, about("Without one history item, for each of the reply's `events`.")]
+    user: Annotated[Difference, about("Without the user: `user_id` 0.")]
+    everything: Annotated[Difference, about("With neither user nor history.")]
+    not_covered: Annotated[
+        Difference, about("`everything` less `user` and all `events`: how far the changes are from adding up.")
+    ]
+
+
+class AttentionShares(Strict):
+    """Shares of a candidate's attention. Those on user, history and itself add up to 1 for each head."""
+
+    user: Annotated[Rows, about("On the user: a row a layer, an entry a head.")]
+    history: Annotated[Rows, about("On all of the history that the model sees: a row a layer, an entry a head.")]
+    itself: Annotated[Rows, about("On the candidate: a row a layer, an entry a head.")]
+    events: Annotated[Rows, about("On each of the reply's `events`, the mean over heads: a row a layer.")]
+    heads: Annotated[
+        list[Rows] | UnsetType,
+        about("On each of the reply's `events`, by layer and head; only where `explain` names one candidate."),
+    ] = UNSET
+
+
+class ExplainedCandidate(Scored):
+    """One candidate: what /rank says of it, what would change it, and what it attends to."""
+
+    change: Annotated[CandidateChanges, about("What each thing changes: positive where it raises the number.")]
+    attention: Annotated[AttentionShares, about("What the model looks at, which is no explanation by itself.")]
+
+
+class ExplainTimings(Timings):
+    """Where the time went, in milliseconds. `queue` is that of the request itself, `forward` that of all contexts together."""
+
+    attention: Annotated[float, about("The plain path.")]
+
+
+class ExplainReply(ScoresReply, kw_only=True):
+    """Why candidates have their ranks."""
+
+    events: Annotated[LeftOut, about("What was left out one by one.")]
+    candidates: Annotated[list[ExplainedCandidate], about("In the order of the request's `explain`.")]
+    timings_ms: Annotated[ExplainTimings, about("Where the time went.")]
+
+
+class CorpusVersion(Strict):
+    """The corpus that was searched."""
+
+    name: Annotated[str, about("Name of the corpus.")]
+    version: Annotated[str, about("Version of the corpus.")]
+    posts: Annotated[int, about("How many posts a search without filters can return.")]
+    changes: Annotated[int, about("How often it was changed since it was written.")]
+    sequence: Annotated[
+        int, about("The last change in it, counted since it was first built; equal on replicas of one feed.")
+    ]
+
+
+class RetrievedPost(Strict):
+    """One post of the corpus. Its score depends on the user, the history and this post, on nothing else."""
+
+    post_id: Annotated[str, about("Its id, in decimal where ids are integers.")]
+    author_id: Annotated[str, about("Its author's id likewise.")]
+    score: Annotated[float, about("Cosine of the user's and the post's vectors.")]
+    rank: Annotated[int, about("1 is best; equal scores go by the order of the corpus.")]
+    created_at: Annotated[int, about("Unix seconds; 0 where unknown.")]
+    topics: Annotated[list[str], about("The post's topic, if it has one.")]
+
+
+class RetrieveTimings(Strict):
+    """Where the time went, in milliseconds."""
+
+    parse: Annotated[float, about("Reading JSON, checks, features.")]
+    queue: Annotated[float, about("Waiting for the scan.")]
+    encode: Annotated[float, about("Computing the vectors of the users who share the scan.")]
+    search: Annotated[float, about("Scanning the corpus.")]
+
+
+class RetrieveReply(Reply, kw_only=True):
+    """The best posts."""
+
+    model: Annotated[ModelVersion, about("The retrieval checkpoint.")]
+    corpus: Annotated[CorpusVersion, about("What was searched.")]
+    posts: Annotated[list[RetrievedPost], about("Best first; none where the filters leave none.")]
+    visible: Annotated[int, about("Posts that the filters left, but for `min_score`.")]
+    timings_ms: Annotated[RetrieveTimings, about("Where the time went.")]
+
+
+class BothModels(Strict):
+    """The checkpoints that answered."""
+
+    retrieval: Annotated[ModelVersion, about("What retrieved the posts.")]
+    ranker: Annotated[ModelVersion, about("What scored them.")]
+
+
+class RecommendedPost(RankedCandidate):
+    """One candidate's scores, and how it was retrieved."""
+
+    retrieval_score: Annotated[float, about("Its score in /retrieve.")]
+    retrieval_rank: Annotated[int, about("Its rank in /retrieve.")]
+
+
+class RecommendTimings(RetrieveTimings):
+    """Where the time went, in milliseconds. `queue` is that of both stages."""
+
+    forward: Annotated[float, about("The ranking model.")]
+
+
+class RecommendReply(Reply, kw_only=True):
+    """The best posts, ranked: what /rank says of what /retrieve returns."""
+
+    models: Annotated[BothModels, about("What computed it.")]
+    corpus: Annotated[CorpusVersion, about("What was searched.")]
+    actions: Annotated[list[str], about("Names of the probability columns.")]
+    candidates: Annotated[list[RecommendedPost], about("Best first.")]
+    visible: Annotated[int, about("Posts that the filters left, but for `min_score`.")]
+    timings_ms: Annotated[RecommendTimings, about("Where the time went.")]
+    warnings: Annotated[list[str] | UnsetType, about("As in `RankReply`.")] = UNSET
+
+
 # --- Open Inference Protocol (begin) ---------------------------------------------------------------------------------------------------
 # --- Open Inference Protocol (end) -----------------------------------------------------------------------------------------------------
 
@@ -431,7 +699,11 @@ def _parsed(body: bytes | bytearray) -> Any:
 
 _MESSAGE = re.compile(r"(.*?)(?: - at `\$([A-Za-z0-9_.\[\]]*)`)?", re.DOTALL)
 _STEPS = re.compile(r"\[(\d+)\]|\.(\w+)|(\[\.\.\.\])")
-_UNKNOWN, _MISSING, _NO_CHOICE = "Object contains unknown field", "Object missing required field `", "Invalid enum value"
+_UNKNOWN, _MISSING, _NO_CHOICE = (
+    "Object contains unknown field",
+    "Object missing required field `",
+    "Invalid enum value",
+)
 
 
 def _invalid(message: str, kind: Any, value: Any, actions: Collection[str]) -> InvalidRequest:
@@ -501,3 +773,104 @@ def _flat(types: list[inspect.Type]) -> list[inspect.Type]:
         else:
             found.append(each)
     return found
+
+
+# --- What FastAPI's document says of them ----------------------------------------------------------------------------------------------
+
+_ITEM = {"post_id": 17, "author_id": 5, "actions": ["favorite", "dwell"], "product_surface": 0, "dwell_time": 12.5}
+_USER = {"user_id": "1868434417286410240", "history": [_ITEM]}
+_OBJECTS: dict[str, Any] = _USER | {
+    "candidates": [
+        {"post_id": 90, "author_id": 7, "product_surface": 0, "created_at": 1779990000},
+        {"post_id": "9223372036854775808", "author_id": "5", "created_at": 1779900000},
+    ],
+    "impression_ts": 1780000000,
+    "weights": {"favorite": 1.0, "reply": 5.0},
+}
+_COLUMNS: dict[str, Any] = {
+    "user_id": "1868434417286410240",
+    "history": {"post_id": [17, 18], "author_id": [5, 6], "actions": [["favorite", "dwell"], ["reply"]]},
+    "candidates": {"post_id": [90, 91, 92], "author_id": [7, 5, 6], "created_at": [1779990000, 1779900000, 0]},
+    "impression_ts": 1780000000,
+    "top_k": 2,
+    "actions_wanted": ["favorite"],
+}
+EXAMPLES: dict[type[Struct], dict[str, dict[str, Any]]] = {
+    ContextRequest: {"user and history": _USER},
+    RankRequest: {"objects": _OBJECTS, "columns": _COLUMNS},
+    BatchRequest: {"two requests": {"requests": [_OBJECTS, _COLUMNS]}},
+    ExplainRequest: {"objects": _OBJECTS | {"explain": [90]}},
+    RetrieveRequest: {"posts": _USER | {"k": 20, "exclude": ["18"], "min_score": -0.5}},
+    RecommendRequest: {"posts": _USER | {"k": 50, "top_k": 5, "actions_wanted": ["favorite"]}},
+}
+"""Bodies for `/docs`, by the kind of request; the demo checkpoint takes all of them."""
+
+REPLIES = (RankReply, ContextReply, BatchReply, ExplainReply, RetrieveReply, RecommendReply, Problem, Failed)
+PROBLEM_TYPE = "application/problem+json"
+_PROBLEM_KINDS: tuple[type[errors.ServiceError], ...] = (
+    errors.MalformedJson,
+    errors.BadRequest,
+    errors.Unauthorized,
+    errors.NotFound,
+    errors.ContextUnknown,
+    errors.TooLarge,
+    errors.UnsupportedMediaType,
+    errors.InvalidRequest,
+    errors.Overloaded,
+    errors.NonFiniteScores,
+    errors.NotReady,
+    errors.Draining,
+    errors.EngineDown,
+    errors.DeadlineExceeded,
+)
+_HEADERS_IN = {
+    "X-Request-ID": "A name for this call, echoed; made when it is missing or may not go into a header.",
+    "X-Request-Timeout-Ms": "How long the caller waits, in whole milliseconds; then 504. `x-envoy-expected-rq-timeout-ms` is read too.",
+    "traceparent": "W3C trace context.",
+}
+_HEADERS_OUT = {
+    "X-Request-ID": "The call's name.",
+    "X-Model-Version": "Version of the checkpoint.",
+    "X-Context": "The handle of the context in the cache, where one was ranked for.",
+    "X-Context-Cache": "`hit` when the user's context came whole from the cache, else `miss`.",
+    "Server-Timing": "Milliseconds of parse, queue, forward and serialize.",
+}
+
+
+def components() -> dict[str, Any]:
+    """The JSON Schemas of all bodies and replies by name, for `components.schemas` of the document."""
+    _, found = msgspec.json.schema_components([*EXAMPLES, *REPLIES], ref_template=_REF)
+    return found
+
+
+def body_of(kind: type[Struct]) -> dict[str, Any]:
+    """`openapi_extra` of a route that takes this request: its headers, its schema and examples."""
+    examples = {name: {"summary": name.capitalize(), "value": value} for name, value in EXAMPLES[kind].items()}
+    content = {"schema": {"$ref": _REF.format(name=kind.__name__)}, "examples": examples}
+    headers = [
+        {"name": name, "in": "header", "required": False, "schema": {"type": "string"}, "description": text}
+        for name, text in _HEADERS_IN.items()
+    ]
+    return {"requestBody": {"required": True, "content": {"application/json": content}}, "parameters": headers}
+
+
+def reply_of(kind: type[Struct], description: str) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route that answers 200 with this reply."""
+    headers = {name: {"schema": {"type": "string"}, "description": text} for name, text in _HEADERS_OUT.items()}
+    content = {"application/json": {"schema": {"$ref": _REF.format(name=kind.__name__)}}}
+    return {200: {"description": description, "content": content, "headers": headers}}
+
+
+def problems_of(*kinds: type[errors.ServiceError]) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route that answers with these problems."""
+    content = {PROBLEM_TYPE: {"schema": {"$ref": _REF.format(name="Problem")}}}
+    found: dict[int | str, dict[str, Any]] = {}
+    for kind in sorted(kinds, key=lambda kind: kind.status):
+        text = f"`{kind.code}`: {(kind.__doc__ or '').splitlines()[0]}"
+        before = found.get(kind.status)
+        found[kind.status] = {"description": f"{before['description']} {text}" if before else text, "content": content}
+    return found
+
+
+PROBLEMS = problems_of(*_PROBLEM_KINDS)
+"""`responses` of every route that ranks."""
