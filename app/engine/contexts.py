@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from app.engine.job import Place, RankJob
+from app.engine.job import RankJob
 from app.engine.versions import Versions
+from app.engine.worker import Worker
 from app.errors import ContextUnknown
 from app.telemetry.metrics import Metrics
 from model.inputs import Context
@@ -18,29 +19,29 @@ from weights.format.manifest import Manifest
 class Contexts:
     """Used by the event loop only; engines insert and evict in their own threads meanwhile. Each method raises ContextUnknown."""
 
-    def __init__(self, metrics: Metrics, *versions: Versions[RankJob]) -> None:
-        self._count = metrics.context_handles
+    def __init__(self, versions: Versions[RankJob], metrics: Metrics) -> None:
         self._versions = versions
+        self._lookups = metrics.context_handles
 
-    def of(self, worker: Place, handle: str, key: str | None) -> Context:
+    def of(self, worker: Worker[RankJob], handle: str, key: str | None) -> Context:
         """Return the context that this API key's handle names in this worker's engine."""
-        context: Context | None = worker.model.engine.context_of(handle, key or "")
-        return self._counted(context)
+        return self._counted(worker.model.engine.context_of(handle, key or ""))
 
     def query(self, query: Query, towers: Manifest, key: str | None) -> Query:
         """Fill in a query that names its context by a handle: with what the user tower would read of the whole request."""
-        for current in (versions.current for versions in self._versions):
-            if current is not None and (found := current.model.engine.context_of(query.handle, key or "")) is not None:
-                context = self._counted(_as_read(found, current.model.served.manifest, towers, query.excludes_history))
-                excluded = query.filters.exclude
-                if query.excludes_history:
-                    excluded = np.concatenate((excluded, found.post_ids))
-                return replace(query, context=context, filters=replace(query.filters, exclude=excluded), handle="")
-        self._counted(None)
-        raise AssertionError  # `_counted` raises
+        current = self._versions.current
+        kept: Context | None = None if current is None else current.model.engine.context_of(query.handle, key or "")
+        if current is None or kept is None:
+            self._lookups.labels("unknown").inc()
+            raise ContextUnknown
+        context = self._counted(_as_read(kept, current.model.served.manifest, towers, query.excludes_history))
+        excluded = query.filters.exclude
+        if query.excludes_history:
+            excluded = np.concatenate((excluded, kept.post_ids))
+        return replace(query, context=context, filters=replace(query.filters, exclude=excluded), handle="")
 
     def _counted(self, context: Context | None) -> Context:
-        self._count.labels("unknown" if context is None else "found").inc()
+        self._lookups.labels("unknown" if context is None else "found").inc()
         if context is None:
             raise ContextUnknown
         return context
