@@ -136,7 +136,7 @@ async def read_body(receive: Receive, exchange: Exchange, bodies: Bodies, limit:
             bodies.hold(exchange, len(piece))
             pieces.append(piece)
         if not message.get("more_body", False):
-            exchange.is_reading = False
+            exchange.is_reading, exchange.is_read = False, True
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 

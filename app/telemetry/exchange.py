@@ -13,7 +13,7 @@ class Exchange(msgspec.Struct):
     `started` in seconds of `time.perf_counter`, `stages` in seconds. `status` 499 means that the client disconnected; `code` is a
     problem's. A request that was not named by its caller's header takes the name in its body, if there is one. `scored`: of its
     replies, the action names and the probabilities, float32 `[C, A]`. `body_bytes` counts towards what all bodies may take together;
-    `is_reading`: the body is on its way.
+    `is_reading`: the body is on its way, `is_read`: it is whole.
     """
 
     request_id: str
@@ -33,3 +33,4 @@ class Exchange(msgspec.Struct):
     scored: list[tuple[tuple[str, ...], Any]] = msgspec.field(default_factory=list)
     body_bytes: int = 0
     is_reading: bool = False
+    is_read: bool = False
