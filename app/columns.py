@@ -144,8 +144,9 @@ def context_of(asked: UserRequest | ContextRequest, vocabulary: Vocabulary, conf
     """
     users = [] if asked.user_id is UNSET else [asked.user_id]
     user_id = sum(_ids(users, vocabulary.ids, lambda _: "user_id").tolist())
-    items: Items = [] if asked.history is UNSET else asked.history
-    posts = _Posts("history", items)
+    if asked.history is UNSET or not count_of(asked.history):
+        return _without_history(user_id, vocabulary)
+    posts = _Posts("history", asked.history)
     post_ids, author_ids = posts.ids("post_id", vocabulary.ids), posts.ids("author_id", vocabulary.ids)
     surfaces, actions, dwell = posts.surfaces(vocabulary), posts.actions(vocabulary), posts.dwell_seconds()
     first = max(0, len(post_ids) - config.history_length)
@@ -157,6 +158,11 @@ def context_of(asked: UserRequest | ContextRequest, vocabulary: Vocabulary, conf
     dwell = np.minimum(newest(dwell), MAX_DWELL_SECONDS).astype(np.float32)
     columns = newest(post_ids), newest(author_ids), newest(actions), newest(surfaces)
     return Context(user_id, *columns, dwell, dropped=first)
+
+
+def _without_history(user_id: int, vocabulary: Vocabulary) -> Context:
+    none, actions = np.zeros(0, np.uint64), np.zeros((0, len(vocabulary.action_names)), np.float32)
+    return Context(user_id, none, none, actions, np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
 def candidates_of(asked: RankRequest, vocabulary: Vocabulary, config: ModelConfig) -> Candidates:
@@ -331,23 +337,23 @@ class _Posts:
         """The value of each action, 0 where it was not taken, float32 `[n, A]`. Items may be masks, lists of names, or maps to values."""
         sent, width = self.column("actions"), len(vocabulary.action_names)
         kinds = {*map(type, sent)}
-        if not kinds:
-            return np.zeros((count_of(self.items), width), np.float32)
-        masks = sent if kinds == {int} else [item if type(item) is int else 0 for item in sent]
-        most = min(2**width - 1, MAX_ID)
-        if min(masks) < 0 or max(masks) > most:
-            row = next(row for row, mask in enumerate(masks) if not 0 <= mask <= most)
-            raise InvalidRequest(self.path("actions", row), NO_MASK.format(width))
-        found = bits_of(np.array(masks, np.uint64).reshape(-1, 1), width)
-        if kinds != {int}:
-            self._take_named([() if type(item) is int else item for item in sent], found, vocabulary.index)
+        if int not in kinds:
+            found = np.zeros((count_of(self.items), width), np.float32)
+        else:
+            masks = sent if kinds == {int} else [item if type(item) is int else 0 for item in sent]
+            most = min(2**width - 1, MAX_ID)
+            if min(masks) < 0 or max(masks) > most:
+                row = next(row for row, mask in enumerate(masks) if not 0 <= mask <= most)
+                raise InvalidRequest(self.path("actions", row), NO_MASK.format(width))
+            found = bits_of(np.array(masks, np.uint64).reshape(-1, 1), width)
+        if kinds - {int}:
+            items = [() if type(item) is int else item for item in sent] if int in kinds else sent
+            self._take_named(items, found, vocabulary.index)
         return found
 
     def _take_named(self, items: Sequence[Any], found: NDArray[np.float32], index: Mapping[str, int]) -> None:
         """Write the actions of lists and maps into `found`, `[n, A]`."""
-        counts = [*map(len, items)]
         names = [*chain.from_iterable(items)]
-        rows = np.repeat(np.arange(len(items)), counts)
         try:
             columns = np.fromiter(map(index.__getitem__, names), np.intp, len(names))
         except KeyError:
@@ -357,10 +363,13 @@ class _Posts:
                 raise InvalidRequest(path, f"every name {NO_ACTION}") from None
             columns_of(items[row], index, path)
             raise
-        places = rows * found.shape[1] + columns
-        times = np.bincount(places, minlength=1)
-        if times.max() > 1:
-            raise InvalidRequest(self.path("actions", int(times.argmax()) // found.shape[1]), NAMED_TWICE)
+        rows = np.repeat(np.arange(len(items)), np.fromiter(map(len, items), np.intp, len(items)))
+        places, width = rows * found.shape[1] + columns, found.shape[1]
+        taken = np.zeros(found.size, np.bool_)
+        taken[places] = True
+        if np.count_nonzero(taken) < len(names):
+            times = np.bincount(places)
+            raise InvalidRequest(self.path("actions", int(times.argmax()) // width), NAMED_TWICE)
         values: NDArray[np.float64] | float = 1.0
         if dict in {*map(type, items)}:
             each = (item.values() if isinstance(item, dict) else repeat(1.0, len(item)) for item in items)
