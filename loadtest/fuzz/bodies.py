@@ -7,18 +7,17 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from app.request.schema import MAX_TIME
 from loadtest.generate.tensors import in_arrays
+from weights.values import MAX_TIME
 
 ids = st.one_of(
     st.integers(0, 2**64 - 1),
     st.integers(0, 2**64 - 1).map(str),
     st.sampled_from([0, "0", 2**63, str(2**63 - 1), 2**64 - 1, str(2**64 - 1)]),
 )
-names = st.sampled_from(["favorite", "reply", "report", "0", "1", "2"])
 distinct = st.sampled_from([["favorite"], ["0", "reply"], ["2", "favorite", "1"], []])
 actions = st.one_of(
-    st.lists(names, max_size=3),
+    distinct,
     distinct.flatmap(lambda keys: st.fixed_dictionaries({key: st.floats(0, 1e6) | st.integers(0, 5) for key in keys})),
     st.integers(0, 7),
 )
