@@ -23,10 +23,13 @@ from weights.values import MAX_ACTION_VALUE, MAX_ID, MAX_SCORE_WEIGHT, MAX_TIME,
 
 DEFAULT_K = 200
 MAX_COUNT = 2**63 - 1
+MAX_VALUES = 30_000
+"""JSON values in one request, more where more candidates are allowed; it bounds the time of reading one to some milliseconds."""
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:@/+=-]{1,128}$"
 REQUEST_ID_RULE = "must be 1 to 128 letters, digits or any of _ . : @ / + = -"
 HANDLE_PATTERN = r"^[0-9a-f]{32}$"
 HANDLE_RULE = "must be a handle as POST /context and replies give it: 32 lower-case hexadecimal digits"
+NO_REQUESTS = "must be a list of at least one request, with no other fields"
 NO_USER = "is required, or context in its place"
 TWO_USERS = "stands in place of user_id and history, which must not be there as well"
 
@@ -641,7 +644,9 @@ class InputTensor(Struct):
     name: Annotated[str, about("Which one: `GET /v2/models/{name}` lists them.", "candidates.post_id")]
     datatype: Annotated[str, about("`UINT64`, `BYTES`, `INT64`, `FP32` or `FP64`, as the metadata says.", "UINT64")]
     shape: Annotated[
-        list[Size], Meta(max_length=8), about("As the metadata says, with this request's sizes; `[n, 1]` is `[n]`.", [2])
+        list[Size],
+        Meta(max_length=8),
+        about("As the metadata says, with this request's sizes; `[n, 1]` is `[n]`.", [2]),
     ]
     parameters: Annotated[InputParameters | None, about("How its data is sent.")] = None
     data: Annotated[
@@ -673,9 +678,7 @@ class InferParameters(Strict):
     actions_wanted: Annotated[
         str | None, about("Which actions' probabilities to return; all of them when missing.")
     ] = None
-    weights: Annotated[
-        WeightSet | None, about("The name of published weights; not with the tensor `weights`.")
-    ] = None
+    weights: Annotated[WeightSet | None, about("The name of published weights; not with the tensor `weights`.")] = None
     score: Score = "sum"
     top_k: Annotated[Count | None, about("Sort the reply by score, best first, and keep this many.")] = None
     context: Annotated[
@@ -761,10 +764,6 @@ class Limits(Protocol):
     """The settings that bound one request."""
 
     @property
-    def max_values(self) -> int:
-        """JSON values in a body."""
-
-    @property
     def max_candidates(self) -> int:
         """Candidates."""
 
@@ -783,7 +782,7 @@ def read(decoder: msgspec.json.Decoder[R], body: bytes | bytearray, limits: Limi
     Raises TooLarge before it decodes a body that would be slow to read, and for more items than the limits allow; MalformedJson;
     InvalidRequest.
     """
-    check_cost(body, limits.max_values)
+    check_cost(body, max(MAX_VALUES, 7 * limits.max_candidates))
     asked = decode(decoder, body, actions)
     most = {"candidates": limits.max_candidates, "history": limits.max_history, "exclude": limits.max_excluded}
     for name, count in asked.sizes().items():
@@ -813,6 +812,39 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray, actions: C
         if isinstance(error, msgspec.ValidationError):
             raise _invalid(str(error), decoder.type, value, actions) from None
         raise MalformedJson("The body is nested too deeply.") from None
+
+
+def split_batch(body: bytes | bytearray, most: int) -> tuple[list[bytes], bool]:
+    """Return the JSON of each request in a body of /rank/batch, and whether they came as a bare array.
+
+    Raises MalformedJson where the body as a whole is no JSON, InvalidRequest, or TooLarge for more than `most` requests.
+    """
+    named, bare = _batch_decoders(most)
+    is_bare = body.lstrip()[:1] == b"["
+    try:
+        body.decode()  # msgspec passes over what it does not decode
+        items = bare.decode(body) if is_bare else named.decode(body).requests
+    except msgspec.ValidationError:
+        _parsed(body)
+        raise InvalidRequest("requests", NO_REQUESTS) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        _parsed(body)
+        raise MalformedJson("The body is nested too deeply.") from None
+    found = [bytes(item) for item in msgspec.structs.astuple(items) if item is not UNSET]
+    if not found:
+        raise InvalidRequest("requests", NO_REQUESTS)
+    if len(found) > most:
+        raise TooLarge(f"requests: at most {most} are taken.")
+    return found, is_bare
+
+
+@cache
+def _batch_decoders(most: int) -> tuple[msgspec.json.Decoder[Any], msgspec.json.Decoder[Any]]:
+    """Decoders of both forms of a batch. They skip what comes after one item more than `most`, so a million items make no objects."""
+    fields = [(f"item_{place}", msgspec.Raw, UNSET) for place in range(most + 1)]
+    items = msgspec.defstruct("Items", fields, array_like=True)
+    named = msgspec.defstruct("Named", [("requests", items)], forbid_unknown_fields=True)
+    return msgspec.json.Decoder(named), msgspec.json.Decoder(items)
 
 
 def _parsed(body: bytes | bytearray) -> Any:
