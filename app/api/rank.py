@@ -54,7 +54,7 @@ async def rank_batch(request: Request, caller: Caller) -> Response:
     """Rank several requests, each on its own terms. One that fails carries its own problem, and the others have their scores."""
     state, exchange = request.app.state, caller.exchange
     exchange.is_named_by_caller = True  # or by nobody: the name of one of its requests is not the call's
-    with _measured(exchange, "parse"):
+    with measured(exchange, "parse"):
         items, is_bare = schema.split_batch(caller.body, state.settings.limits.max_batch_requests)
     exchange.requests = len(items)
     with Batch(state, caller) as batch:
@@ -85,17 +85,17 @@ async def context(request: Request, caller: Caller) -> Response:
     state, exchange = request.app.state, caller.exchange
     model: ServedModel = state.ranker.model()
     vocabulary: Vocabulary = state.words.of(model.manifest)
-    with _measured(exchange, "parse"):
+    with measured(exchange, "parse"):
         asked = schema.read(CONTEXT, caller.body, state.settings.limits, vocabulary.index)
     exchange.history = schema.count_of(asked.history)
-    with _admitted(state, caller, model, candidates=0, history=exchange.history) as job:
-        with _measured(exchange, "parse"):
+    with admitted(state, caller, model, candidates=0, history=exchange.history) as job:
+        with measured(exchange, "parse"):
             viewer = columns.context_of(asked, vocabulary, model.manifest.config)
             request_id = None if asked.request_id is UNSET else asked.request_id
-            _note(state, exchange, viewer, request_id)
+            note(state, exchange, viewer, request_id)
         ranked = await cancelled_with(request, state.ranker.rank(job, viewer, NO_CANDIDATES))
-    timings = _timings(exchange, exchange.stages["parse"], ranked)
-    with _measured(exchange, "serialize"):
+    timings = timings_of(exchange, exchange.stages["parse"], ranked)
+    with measured(exchange, "serialize"):
         body = replies.context_reply(ranked, request_id, vocabulary, timings)
     return Response(body, media_type=JSON, headers=replies.headers_of(model, ranked, exchange))
 
@@ -104,7 +104,7 @@ async def _rank(request: Request, caller: CallerInfo, name: str = "") -> Respons
     state, exchange = request.app.state, caller.exchange
     model: ServedModel = state.ranker.model(name)
     asked = _read(state, exchange, model, caller.body)
-    with _admitted(state, caller, model, **asked.sizes()) as job:
+    with admitted(state, caller, model, **asked.sizes()) as job:
         work = _work(state, exchange, model, asked)
         ranked = await cancelled_with(request, state.ranker.rank(job, work.context, work.candidates))
     body = _reply(exchange, work, ranked, exchange.stages["parse"])
@@ -128,7 +128,7 @@ class Work:
 
 def _read(state: State, exchange: Exchange, model: ServedModel, body: bytes) -> RankRequest:
     """Decode a request and note its size."""
-    with _measured(exchange, "parse"):
+    with measured(exchange, "parse"):
         asked = schema.read(RANK, body, state.settings.limits, state.words.of(model.manifest).index)
     sizes = asked.sizes()
     exchange.candidates += sizes["candidates"]
@@ -138,19 +138,19 @@ def _read(state: State, exchange: Exchange, model: ServedModel, body: bytes) -> 
 
 def _work(state: State, exchange: Exchange, model: ServedModel, asked: RankRequest) -> Work:
     """Check a request against this checkpoint."""
-    with _measured(exchange, "parse"):
+    with measured(exchange, "parse"):
         vocabulary, config = state.words.of(model.manifest), model.manifest.config
         named = None if asked.context is UNSET else asked.context
         viewer = named or columns.context_of(asked, vocabulary, config)
         candidates = columns.candidates_of(asked, vocabulary, config)
         wishes = columns.wishes_of(asked, vocabulary)
-        _note(state, exchange, viewer, wishes.request_id)
+        note(state, exchange, viewer, wishes.request_id)
         if wishes.warnings:
             state.words.log_once(vocabulary, wishes.warnings)
         return Work(model, vocabulary, viewer, candidates, columns.sent_ids(asked), wishes)
 
 
-def _note(state: State, exchange: Exchange, viewer: Context | str, request_id: str | None) -> None:
+def note(state: State, exchange: Exchange, viewer: Context | str, request_id: str | None) -> None:
     """Take the name that a request gives itself, and count a history that did not fit."""
     if request_id is not None and not exchange.is_named_by_caller:
         exchange.request_id = request_id
@@ -159,13 +159,13 @@ def _note(state: State, exchange: Exchange, viewer: Context | str, request_id: s
 
 
 def _reply(exchange: Exchange, work: Work, ranked: Ranked, parse_seconds: float) -> bytes:
-    timings = _timings(exchange, parse_seconds, ranked)
+    timings = timings_of(exchange, parse_seconds, ranked)
     exchange.scored.append((work.vocabulary.action_names, ranked.scores.probabilities))
-    with _measured(exchange, "serialize"):
+    with measured(exchange, "serialize"):
         return replies.rank_reply(work.post_ids, ranked, work.wishes, work.vocabulary, timings)
 
 
-def _timings(exchange: Exchange, parse_seconds: float, ranked: Ranked) -> dict[str, float]:
+def timings_of(exchange: Exchange, parse_seconds: float, ranked: Ranked) -> dict[str, float]:
     """Return a reply's timings; the call's stages are those of its slowest request, since requests of a batch run side by side."""
     found = {"parse": parse_seconds, "queue": ranked.queue_seconds, "forward": ranked.forward_seconds}
     for stage in ("queue", "forward"):
@@ -173,7 +173,7 @@ def _timings(exchange: Exchange, parse_seconds: float, ranked: Ranked) -> dict[s
     return replies.timings_of(found)
 
 
-def _admitted(
+def admitted(
     state: State, caller: CallerInfo, model: ServedModel, *, candidates: int, history: int
 ) -> AbstractContextManager[Job]:
     ranker: Ranker = state.ranker
@@ -181,7 +181,7 @@ def _admitted(
 
 
 @contextmanager
-def _measured(exchange: Exchange, stage: str) -> Iterator[None]:
+def measured(exchange: Exchange, stage: str) -> Iterator[None]:
     """Add the time of a block to a stage of the call."""
     started = time.perf_counter()
     try:
@@ -254,7 +254,7 @@ class Batch:
         self._take(sizes["candidates"])
 
         def admit() -> AbstractContextManager[Job]:
-            return _admitted(state, self._caller, state.ranker.model(), **sizes)
+            return admitted(state, self._caller, state.ranker.model(), **sizes)
 
         job = await self._window.enter(places, admit, sizes["candidates"], 1 + sizes["history"])
         work = _work(state, exchange, job.model, asked)  # another model may serve by now
