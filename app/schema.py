@@ -957,6 +957,18 @@ _COLUMNS: dict[str, Any] = {
     "top_k": 2,
     "actions_wanted": ["favorite"],
 }
+_TENSORS: dict[str, Any] = {
+    "inputs": [
+        {"name": "user_id", "datatype": "UINT64", "shape": [1], "data": [1868434417286410240]},
+        {"name": "candidates.post_id", "datatype": "UINT64", "shape": [2], "data": [90, 9223372036854775808]},
+        {"name": "candidates.author_id", "datatype": "UINT64", "shape": [2], "data": [7, 5]},
+        {"name": "history.post_id", "datatype": "UINT64", "shape": [1], "data": [17]},
+        {"name": "history.author_id", "datatype": "UINT64", "shape": [1], "data": [5]},
+        {"name": "history.actions", "datatype": "FP32", "shape": [1, 2], "data": [1.0, 1.0]},
+    ],
+    "outputs": [{"name": "post_id"}, {"name": "score"}],
+    "parameters": {"actions": "favorite,dwell", "impression_ts": 1780000000},
+}
 EXAMPLES: dict[type[Struct], dict[str, dict[str, Any]]] = {
     ContextRequest: {"user and history": _USER},
     RankRequest: {"objects": _OBJECTS, "columns": _COLUMNS},
@@ -964,10 +976,13 @@ EXAMPLES: dict[type[Struct], dict[str, dict[str, Any]]] = {
     ExplainRequest: {"objects": _OBJECTS | {"explain": [90]}},
     RetrieveRequest: {"posts": _USER | {"k": 20, "exclude": ["18"], "min_score": -0.5}},
     RecommendRequest: {"posts": _USER | {"k": 50, "top_k": 5, "actions_wanted": ["favorite"]}},
+    InferRequest: {"tensors": _TENSORS},
 }
 """Bodies for `/docs`, by the kind of request; the demo checkpoint takes all of them."""
 
-REPLIES = (RankReply, ContextReply, BatchReply, ExplainReply, RetrieveReply, RecommendReply, Problem, Failed)
+REPLIES = (
+    RankReply, ContextReply, BatchReply, ExplainReply, RetrieveReply, RecommendReply, InferReply, Problem, Failed,
+)  # fmt: skip
 PROBLEM_TYPE = "application/problem+json"
 _PROBLEM_KINDS: tuple[type[errors.ServiceError], ...] = (
     errors.MalformedJson,
