@@ -116,12 +116,8 @@ class Segment:
         bits = self.shown
         if filters.topics is not None:
             bits = bits & self._bits_of_topics(filters.topics)
-        if filters.created_after is not None:
-            created = self.corpus.created_at
-            recent = (
-                np.zeros(len(self.corpus), np.bool_) if created is None else created >= max(filters.created_after, 1)
-            )
-            bits = bits & bits_of(recent)
+        if filters.created_after is not None or filters.created_before is not None:
+            bits = bits & bits_of(self._created_within(filters.created_after, filters.created_before))
         return without(bits, self.corpus, filters.exclude)
 
     def topics_of(self, rows: NDArray[np.int64]) -> list[str | None]:
@@ -157,6 +153,14 @@ class Segment:
     def close(self) -> None:
         """Free the index."""
         self.index.close()
+
+    def _created_within(self, after: int | None, before: int | None) -> NDArray[np.bool_]:
+        """Which rows were created between these times, both included; a row of an unknown time was not."""
+        created = self.corpus.created_at
+        if created is None:
+            return np.zeros(len(self.corpus), np.bool_)
+        within: NDArray[np.bool_] = created >= max(after or 0, 1)
+        return within if before is None else within & (created <= before)
 
     def _bits_of_topics(self, topics: Sequence[str]) -> Bits:
         """The bits of the rows of any of these topics. However many they are, the column is read once."""
