@@ -32,7 +32,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 PREFIX = "RANKER_"
 MIB = 2**20
 ADMIN_HOST = "127.0.0.1"
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 ANY_ADDRESS = {"0.0.0.0", "::"}  # noqa: S104  # compared with, not bound
 NO_KEY = "it names no key, and everybody could ask: remove it to serve without keys"
 
@@ -369,7 +369,8 @@ class Settings(BaseSettings):
         names = [name for name in self.hosts.split(",") if name and (is_main or is_loopback(host))]
         if "*" in names or (names and is_main):
             return names
-        return [*names, *LOOPBACK, *listen_hosts(host)] if is_loopback(host) else ["*"]
+        own = [f"[{each}]" if ":" in each else each for each in listen_hosts(host)]
+        return [*dict.fromkeys([*names, *LOOPBACK, *own])] if is_loopback(host) else ["*"]
 
     def effective(self) -> dict[str, Any]:
         """Every value in force as plain JSON, secrets as asterisks: for the start-up log."""

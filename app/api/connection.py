@@ -12,6 +12,7 @@ from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from app.api.caller import CANCELS
 
@@ -28,9 +29,16 @@ class TooManyHeaders(Exception):
     """A request's headers are longer, or more, than the limits."""
 
 
+class State(ServerState):
+    """What the connections of a port share. `is_draining`: each reply ends its connection."""
+
+    is_draining = False
+
+
 class Connection(HttpToolsProtocol):
     """`due_at`: when the headers, or the body, must have come, in seconds of the loop's clock."""
 
+    server_state: State
     task: asyncio.Task[None] | None = None
     due_at = math.inf
     unread = 0  # bytes since the last piece of a body or the end of headers
@@ -78,6 +86,8 @@ class Connection(HttpToolsProtocol):
         if not self.parser.should_upgrade():  # Kludex/uvicorn#2722
             self.unread, self.due_at = 0, self.loop.time() + BODY_SECONDS
             super().on_headers_complete()
+            if self.server_state.is_draining:
+                self.cycle.keep_alive = False
             self.headers = []  # for trailers, which uvicorn would add to the request's headers: RFC 9110, 6.5.1
 
     def on_body(self, body: bytes) -> None:

@@ -20,7 +20,16 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.caller import CANCELS, Bodies, CallerGone
-from app.errors import BadRequest, InternalError, MethodNotAllowed, NotFound, ServiceError, TooLarge, told
+from app.errors import (
+    BadRequest,
+    InternalError,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    ServiceError,
+    TooLarge,
+    told,
+)
 from app.telemetry.exchange import Exchange
 from app.telemetry.metrics import Metrics
 from app.telemetry.tracing import RequestTracer
@@ -222,3 +231,8 @@ def _log_fault(error: Exception, exchange: Exchange) -> None:
     frames = traceback.extract_tb(error.__traceback__)
     trace = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-12:]]
     log.error("fault", request_id=exchange.request_id, error=type(error).__name__, trace=trace)
+
+
+async def on_invalid(request: Request, error: Exception) -> Response:
+    """Handler for what FastAPI itself finds wrong with a request; it would repeat the input."""
+    raise InvalidRequest("", InvalidRequest.default_detail) from None

@@ -171,10 +171,9 @@ def info(
         is_corpus = any(directory.glob("posts*.safetensors"))  # a compaction renames the file
         (corpus.inspect if is_corpus else checkpoints.inspect)(directory, as_json=as_json)
         return
-    from app.request.codec import SOURCE as CODEC
     from model.native.build import HERE, find_prebuilt
 
-    sources = {"ranker": HERE / "kernel.cpp", "search": HERE / "search.cpp", "codec": CODEC}
+    sources = {"ranker": HERE / "kernel.cpp", "search": HERE / "search.cpp"}
     kernels = {name: find_prebuilt(source) for name, source in sources.items()}
     rows = {
         "version": importlib.metadata.version(DISTRIBUTION),
