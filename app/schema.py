@@ -7,7 +7,7 @@ then checks what one checkpoint knows: its actions, its surfaces, its kind of id
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any, Literal, Protocol, TypeVar
@@ -1020,13 +1020,13 @@ def components() -> dict[str, Any]:
     return found
 
 
-def body_of(kind: type[Struct]) -> dict[str, Any]:
-    """`openapi_extra` of a route that takes this request: its headers, its schema and examples."""
+def body_of(kind: type[Struct], further: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """`openapi_extra` of a route that takes this request: its schema, examples and headers. `further`: headers with their descriptions."""
     examples = {name: {"summary": name.capitalize(), "value": value} for name, value in EXAMPLES[kind].items()}
     content = {"schema": {"$ref": _REF.format(name=kind.__name__)}, "examples": examples}
     headers = [
         {"name": name, "in": "header", "required": False, "schema": {"type": "string"}, "description": text}
-        for name, text in _HEADERS_IN.items()
+        for name, text in (_HEADERS_IN | dict(further or {})).items()
     ]
     return {"requestBody": {"required": True, "content": {"application/json": content}}, "parameters": headers}
 

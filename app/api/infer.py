@@ -119,21 +119,13 @@ async def model_ready(request: Request, name: str, version: str = "") -> Respons
     return _json({"name": _model(ranker, name, version).manifest.name, "ready": True})
 
 
-def _with_binary(body: dict[str, Any]) -> dict[str, Any]:
-    """The description of a request, which may also be JSON with binary data behind it."""
-    body["requestBody"]["content"][BINARY] = {"schema": {"type": "string", "format": "binary"}}
-    text = "How many bytes of the body are JSON. Binary data follows them, in the order of `inputs`."
-    body["parameters"].append(
-        {"name": LENGTH_HEADER, "in": "header", "required": False, "schema": {"type": "integer"}, "description": text}
-    )
-    return body
-
-
+LENGTH = "How many bytes of the body are JSON. Binary data follows them, in the order of `inputs`."
 INFERRED: dict[str, Any] = {
-    "openapi_extra": _with_binary(schema.body_of(InferRequest)),
+    "openapi_extra": schema.body_of(InferRequest, {LENGTH_HEADER: LENGTH}),
     "responses": schema.reply_of(InferReply, "The ranking as tensors.") | PROBLEMS,
     "response_class": Response,
 }
+INFERRED["openapi_extra"]["requestBody"]["content"][BINARY] = {"schema": {"type": "string", "format": "binary"}}
 
 
 @router.post(f"{MODEL}/infer", **INFERRED)
