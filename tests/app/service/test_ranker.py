@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -30,8 +31,9 @@ from app.errors import (
 from app.interface import Health, Ranked
 from app.settings import Batching, Deadline, Queue
 from model.engine import EngineError, Item, Outcome
-from tests.support.fakes import FakeClock, FakeEngine, fake_model, fake_request, is_right
+from tests.support.fakes import FakeClock, FakeEngine, Gate, fake_model, fake_request, is_right
 from tests.support.rankers import busy, create, figure, rank, running, until
+from weights.format.reader import MappedFiles
 
 pytestmark = pytest.mark.anyio
 
@@ -568,6 +570,45 @@ async def test_a_busy_engine_lets_the_batch_grow_for_the_window() -> None:
         assert is_right((await second).scores, 2)
         assert is_right((await third).scores, 3)
         assert now.engine.forwards == [[1], [2, 3]]
+
+
+async def test_a_way_of_computing_that_failed_its_checks_is_counted() -> None:
+    engine = FakeEngine()
+    engine.info.notes["steps_down"] = [{"rung": "recorded", "reason": "no compiler"}]
+    async with running(engine) as ranker:
+        assert figure(ranker, "ranker_engine_steps_down") == 1
+
+
+async def test_a_file_that_is_written_to_while_it_serves_answers_503(tmp_path: Path) -> None:
+    """Also the request whose forward runs meanwhile: its scores may be of other numbers."""
+    tables = tmp_path / "tables"
+    tables.write_bytes(b"numbers")
+    mapped, gate = MappedFiles(), Gate()
+    with tables.open("rb", buffering=0) as file:
+        mapped.add("tables", file, os.fstat(file.fileno()))
+    made = fake_model(FakeEngine(before=gate))
+
+    def load(path: Path, steps: Steps) -> LoadedModel:
+        return LoadedModel(replace(made.checkpoint, mapped=mapped), made.engine)
+
+    async with running(load=load) as ranker:
+        asked = asyncio.create_task(rank(ranker, 1))
+        await asyncio.to_thread(gate.entered.wait, 10)
+        assert ranker.health().ready
+        tables.write_bytes(b"other numbers")
+        gate.opened.set()
+        with pytest.raises(EngineDown):
+            await asked
+        assert "tables was written to" in ranker.health().reason
+
+        def is_refused() -> bool:
+            try:
+                ranker.check_open(None)
+            except EngineDown:
+                return True
+            return False
+
+        await until(is_refused)
 
 
 # attention
