@@ -1,4 +1,4 @@
-"""Small random towers and a corpus of theirs on disk, and loaders for them. Not a test itself."""
+"""Small random towers and a corpus of theirs on disk. Not a test itself."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.engine.loading import RetrievalLoader, retrieval_loader
-from app.settings import Settings
-from loadtest.soak.fake_engine import ACTIONS
 from model.retrieval.corpus import packed
 from model.retrieval.towers import Towers
 from weights.checkpoint import load_encoder, save_checkpoint
@@ -25,6 +22,7 @@ from weights.corpus.store import CorpusLabels, write_corpus
 from weights.synthetic.random_weights import mini_config, random_model, retrieval_config
 from weights.text_ids import IdKind, text_ids
 
+ACTIONS = ("favorite", "reply", "report")
 POSTS = 300
 TOPICS = ("sport", "news", "art")
 NOW = 1_780_000_000
@@ -107,8 +105,3 @@ def _made(seed: int, version: str, leave_out: tuple[str, ...], actions: tuple[st
         corpus, CorpusLabels("posts", version), encoder, POSTS, list(values), chunks, lambda: topics, text_width=width
     )
     return directory
-
-
-def loader(directory: Path, **options: Any) -> RetrievalLoader:
-    """Loads what `written` writes."""
-    return retrieval_loader(*written(directory, **options), Settings(threads=1))

@@ -22,10 +22,13 @@ from weights.errors import CheckpointError
 from weights.format.tensorfile import Progress
 from weights.published.npz import FLOAT32, NpzFile
 from weights.text_ids import IdKind, is_text_id, text_ids
+from weights.values import problem_of_stored_ids, problem_of_times
 
 REPRESENTATIONS = "candidate_representations"
 ENCODED_ROWS = 256
 """Posts per forward of the candidate tower: always this many, the last batch padded."""
+PIECE_ROWS = 65536
+"""Rows of an array that are handed on at once."""
 CHECKED_ROWS = 4096
 """How many rows of a file with vectors are encoded again to check it, spread over the file."""
 
@@ -59,12 +62,27 @@ class Posts:
         raise NotImplementedError
 
     def column(self, name: str) -> Iterator[Tensor]:
-        """Yield one of `columns` in order: int64, ids from 2^63 on negative; topics int32, indexing `topic_names`; texts as in `Corpus`."""
-        return self._topics() if name == "topics" else self._column(name)
+        """Yield one of `columns` in order: int64, ids from 2^63 on negative; topics int32, indexing `topic_names`; texts as in `Corpus`.
+
+        Raises CheckpointError for a post id of 0 and for what is not a time.
+        """
+        if name == "topics":
+            return self._topics()
+        return self._checked(name) if name in ("post_ids", "created_at") else self._column(name)
 
     def _column(self, name: str) -> Iterator[Tensor]:
-        """`column` for all but the topics."""
+        """`column` for all but the topics, without its checks."""
         raise NotImplementedError
+
+    def _checked(self, name: str) -> Iterator[Tensor]:
+        rows = 0
+        for chunk in self._column(name):
+            values = chunk.numpy()
+            found = problem_of_times(values) if name == "created_at" else problem_of_stored_ids(values.view(np.uint64))
+            if found is not None:
+                raise CheckpointError(f"{self.path}, row {rows + found[0] + 1}: {name} {found[1]}.")
+            rows += len(chunk)
+            yield chunk
 
     def topic_names(self) -> tuple[str, ...]:
         """Topic names in order of first occurrence; complete once the column has been read."""
@@ -120,13 +138,13 @@ class PostsFile(Posts):
 
     def vectors(self, width: int) -> Iterator[Tensor]:
         """As `Posts.vectors`."""
-        for chunk in self._archive.rows(REPRESENTATIONS, (self.posts, width), FLOAT32):
-            yield torch.from_numpy(chunk).view(-1, width)
+        yield from torch.from_numpy(self._archive.array(REPRESENTATIONS, FLOAT32, (self.posts, width))).split(
+            PIECE_ROWS
+        )
 
     def _column(self, name: str) -> Iterator[Tensor]:
         shape, dtype = self._archive.header(name)
-        for chunk in self._archive.rows(name, shape, dtype):
-            yield torch.from_numpy(chunk.view(np.int64))
+        yield from torch.from_numpy(self._archive.array(name, dtype, shape).view(np.int64)).split(PIECE_ROWS)
 
     def _check(self, name: str) -> None:
         shape, dtype = self._archive.header(name)
@@ -151,7 +169,7 @@ class PostsFile(Posts):
 
     def _texts(self) -> Iterator[NDArray[Any]]:
         shape, dtype = self._archive.header("topics")
-        return self._archive.rows("topics", shape, dtype)
+        yield self._archive.array("topics", dtype, shape)
 
 
 def make_corpus(
