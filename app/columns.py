@@ -181,6 +181,11 @@ def sent_ids(asked: RankRequest) -> list[int | str]:
     return _Posts("candidates", asked.candidates).column("post_id")
 
 
+def sent_history_ids(asked: UserRequest) -> list[int | str]:
+    """Return the history's post ids as they came, none where the request names a context."""
+    return [] if asked.history is UNSET else _Posts("history", asked.history).column("post_id")
+
+
 def wishes_of(asked: RankRequest | RecommendRequest, vocabulary: Vocabulary) -> Wishes:
     """Return what the request asks of the reply. Raises InvalidRequest."""
     given, warnings = asked.weights, list[str]()

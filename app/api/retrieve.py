@@ -197,11 +197,9 @@ def _query(asked: RetrieveRequest, at_least: str, words: Vocabulary, config: Mod
 
 def _history_ids(asked: RetrieveRequest, context: Context, words: Vocabulary) -> NDArray[np.uint64]:
     """The posts of the whole history, those beyond the model's window included."""
-    items = asked.history
-    if not context.dropped or items is UNSET:
+    if not context.dropped:
         return context.post_ids
-    sent = [item.post_id for item in items] if isinstance(items, list) else items.post_id
-    return columns.ids_of(sent, words.ids, "history.post_id")
+    return columns.ids_of(columns.sent_history_ids(asked), words.ids, "history.post_id")
 
 
 def _at_least(caller: CallerInfo) -> str:
