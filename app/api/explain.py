@@ -139,19 +139,17 @@ class Explaining:
         """Rank each context through the queue and the engine, a few at a time, with rests that leave the engine to others."""
         clock, deadline = self.state.ranker.clock, self.caller.deadline
         assert deadline is not None
-        found, together, rests_until = list[Ranked](), 1, (clock() + deadline) / 2
+        found, together, took, rests_until = list[Ranked](), 1, 0.0, (clock() + deadline) / 2
         rest = iter(work)
-        while True:
+        for first in rest:
+            await asyncio.sleep(min(REST_TIMES * took, rests_until - clock()))
+            if found and clock() >= deadline:  # it has arrived in time, so this is no refusal
+                raise DeadlineExceeded
             began = time.perf_counter()
-            turn = await self._turn(islice(rest, together))
-            if not turn:
-                return found
-            found += turn
+            found += await self._turn(chain([first], islice(rest, together - 1)))
             took = time.perf_counter() - began
             together = max(1, together // 2 if took > TURN_SECONDS else together * 2)
-            await asyncio.sleep(min(REST_TIMES * took, rests_until - clock()))
-            if clock() >= deadline:  # it has arrived in time, so this is no refusal
-                raise DeadlineExceeded
+        return found
 
     async def _turn(self, turn: Iterable[tuple[Context, Candidates]]) -> list[Ranked]:
         """Rank several contexts at once."""
