@@ -9,7 +9,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import orjson
 import pytest
@@ -17,48 +16,23 @@ from hypothesis import given, settings
 from msgspec.json import Decoder
 
 from app import schema, tensors
-from app.columns import Vocabulary, candidates_of, context_of, wishes_of
+from app.columns import Vocabulary, candidates_of, context_of, sent_ids, wishes_of
 from app.errors import InvalidRequest, MalformedJson, ServiceError, TooLarge
+from app.interface import Ranked
+from app.replies import rank_reply
 from app.tensors import Columns
-from loadtest.fuzz import bodies
 from loadtest.generate.tensors import Inference, inference_of, masked
-from model.config import HashSpec, ModelConfig
-from weights.format.manifest import ContinuousOutput, Manifest
+from model.inputs import Scores
+from tests.support import strategies
+from tests.support.bodies import GOOD, good
+from tests.support.fakes import ACTIONS, CONFIG, FakeEngine, fake_model
 from weights.text_ids import text_id
 
-ACTIONS = ("favorite", "reply", "report")
-HASHES = HashSpec(scales=(3, 5), biases=(1, 2), modulus=97, vocab_size=11)
-CONFIG = ModelConfig(
-    width=8, layers=1, query_heads=1, kv_heads=1, head_width=8, history_length=16, candidate_length=16, actions=3,
-    user_hashes=HASHES, post_hashes=HASHES, author_hashes=HASHES, continuous_actions=1, has_dwell=True, has_post_age=True,
-)  # fmt: skip
-OUTPUTS = (ContinuousOutput("dwell_time", 30.0, "s"),)
-MANIFEST = Manifest(
-    name="fake", version="v1", config=CONFIG, action_names=ACTIONS, continuous=OUTPUTS, score_weights={"favorite": 1.0, "report": -2.0},
-    files={}, tensors={},
-)  # fmt: skip
-TEXTS = msgspec.structs.replace(MANIFEST, ids="text")
+MANIFEST = fake_model(FakeEngine()).checkpoint.manifest
+TEXTS = fake_model(FakeEngine(), ids="text").checkpoint.manifest
 WORDS = Vocabulary.of(MANIFEST)
 LIMITS = SimpleNamespace(max_values=30_000, max_candidates=4096, max_history=2048, max_excluded=10)
 RANK = Decoder(schema.RankRequest)
-GOOD: dict[str, Any] = {
-    "user_id": "1868434417286410240",
-    "history": [
-        {"post_id": 17, "author_id": 5, "actions": ["favorite", "2"], "product_surface": 3, "dwell_time": 12.5},
-        {"post_id": "18", "author_id": 0, "actions": {"reply": 0.5}},
-        {"post_id": 0, "author_id": 9},
-    ],
-    "candidates": [
-        {"post_id": 90, "author_id": 7, "product_surface": 15, "created_at": 1779990000},
-        {"post_id": "9223372036854775809", "author_id": "18446744073709551615"},
-        {"post_id": 0, "author_id": 0},
-    ],
-    "impression_ts": 1780000000,
-    "weights": {"favorite": 1.0, "report": -20},
-    "top_k": 3,
-    "actions_wanted": ["report", "favorite"],
-    "request_id": "page-7",
-}
 ASKED = inference_of(GOOD, ACTIONS)
 
 
@@ -91,7 +65,7 @@ def told(value: Any) -> Any:
 
 @pytest.mark.parametrize("binary", [True, False])
 @settings(max_examples=100, deadline=None)
-@given(body=bodies.valid)
+@given(body=strategies.valid)
 def test_tensors_mean_what_json_means(binary: bool, body: dict[str, Any]) -> None:
     asked = schema.read(RANK, json.dumps(body | {"reply": "objects"}).encode(), LIMITS)
     found = read(inference_of(body, ACTIONS), binary=binary)
@@ -105,7 +79,7 @@ def test_tensors_mean_what_json_means(binary: bool, body: dict[str, Any]) -> Non
 @pytest.mark.parametrize("binary", [True, False])
 def test_masks_of_bits_are_dense_actions(binary: bool) -> None:
     history = [{"post_id": 1, "author_id": 1, "actions": ["favorite", "report"]}, {"post_id": 2, "author_id": 2}]
-    asked = inference_of(GOOD | {"history": history}, ACTIONS)
+    asked = inference_of(good(history=history), ACTIONS)
     bits = masked(asked)
     assert bits.inputs["history.actions"].dtype == np.uint64
     words = replace(bits, inputs=bits.inputs | {"history.actions": bits.inputs["history.actions"][:, None]})
@@ -116,7 +90,7 @@ def test_masks_of_bits_are_dense_actions(binary: bool) -> None:
 
 def test_columns_of_actions_are_those_that_are_named() -> None:
     history = [{"post_id": 1, "author_id": 1, "actions": {"report": 0.5}}, {"post_id": 2, "author_id": 2}]
-    asked = inference_of(GOOD | {"history": history}, ACTIONS)
+    asked = inference_of(good(history=history), ACTIONS)
     few = asked.inputs | {"history.actions": np.array([[0, 0.5], [0, 0]], "f4"), "weights": np.array([2.0, -3.0])}
     found = read(replace(asked, inputs=few, parameters={"actions": "favorite,2"}))
     assert found.context.actions.tolist() == [[0, 0, 0.5], [0, 0, 0]]  # type: ignore[union-attr]
@@ -362,3 +336,87 @@ def test_a_wrong_value_in_json_data_is_told_as_its_tensor(data: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         tensors.columns(parsed(changed(inputs=inputs)), WORDS, CONFIG)
     assert caught.value.problems[0].field == "user_id"
+
+
+# replies
+
+DTYPES = {"UINT64": "<u8", "INT64": "<i8", "FP32": "<f4", "FP64": "<f8"}
+
+
+def read_reply(text: bytes, rest: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The JSON of a reply, and its outputs."""
+    header, arrays = orjson.loads(text), {}
+    for output in header["outputs"]:
+        if "data" in output:
+            array = np.array(output["data"], DTYPES.get(output["datatype"], object))
+        else:
+            size = output["parameters"]["binary_data_size"]
+            array, rest = np.frombuffer(rest[:size], DTYPES[output["datatype"]]), rest[size:]
+        arrays[output["name"]] = array.reshape(output["shape"])
+    assert not rest
+    return header, arrays
+
+
+@pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize(
+    "changes", [{}, {"top_k": 5}, {"actions_wanted": ["report", "favorite"]}, {"actions_wanted": []}]
+)
+@pytest.mark.parametrize("count", [1, 63, 1025])
+def test_a_reply_has_the_bits_of_that_in_json(count: int, changes: dict[str, Any], binary: bool) -> None:
+    posts = [{"post_id": 2**63 + place, "author_id": place} for place in range(count)]
+    body = {"user_id": 7, "candidates": posts, "request_id": "page-7"} | changes
+    ranked = Ranked(scores_of(count), "hit", 0.2, 0.3, "0" * 32, 1, 2)
+    asked = schema.read(RANK, json.dumps(body).encode(), LIMITS)
+    rows = orjson.loads(rank_reply(sent_ids(asked), ranked, wishes_of(asked, WORDS), WORDS, {"forward": 0.3}))
+    text, headers = inference_of(body, ACTIONS).body(binary=binary)
+    given = tensors.read(text, next(iter(headers.values()), None), LIMITS)
+    columns = tensors.columns(given, WORDS, CONFIG)
+    header, arrays = read_reply(*tensors.render(given, columns, ranked, WORDS, {"forward": 0.3}))
+    table = rows["candidates"]
+    assert arrays["post_id"].tolist() == [row["post_id"] for row in table]
+    assert arrays["score"].tolist() == [row["score"] for row in table]
+    assert arrays["rank"].tolist() == [row["rank"] for row in table]
+    shape = (len(table), len(rows["actions"]))
+    probabilities = np.array([row["probabilities"] for row in table], np.float32).reshape(shape)
+    assert arrays["probabilities"].tobytes() == probabilities.tobytes()
+    assert arrays["continuous"][:, 0].tolist() == [np.float32(row["continuous"]["dwell_time"]) for row in table]
+    told = header["parameters"]
+    assert (told["actions"], told["continuous"]) == (",".join(rows["actions"]), "dwell_time")
+    assert (told["history_used"], told["history_dropped"], told["forward_ms"]) == (1, 2, 0.3)
+    assert (header["model_name"], header["model_version"], header["id"]) == ("fake", "v1", "page-7")
+    assert told["context"] == rows["context"]
+
+
+def test_texts_are_echoed_as_they_came() -> None:
+    posts = {"name": "candidates.post_id", "datatype": "BYTES", "shape": [2], "data": ["a,é", 'b"']}
+    authors, user = posts | {"name": "candidates.author_id"}, USER | {"datatype": "BYTES", "data": ["u"]}
+    words, ranked = Vocabulary.of(TEXTS), Ranked(scores_of(2), "hit", 0.2, 0.3)
+    for is_binary in (False, True):
+        wanted = [{"name": "post_id", "parameters": {"binary_data": is_binary}}]
+        given = parsed({"inputs": [user, posts, authors], "outputs": wanted})
+        text, rest = tensors.render(given, tensors.columns(given, words, CONFIG), ranked, words, {})
+        (output,) = orjson.loads(text)["outputs"]
+        assert (output["datatype"], output["shape"]) == ("BYTES", [2])
+        if is_binary:
+            assert rest == b'\x04\0\0\0a,\xc3\xa9\x02\0\0\0b"'
+        else:
+            assert output["data"] == ["a,é", 'b"']
+
+
+def scores_of(count: int) -> Scores:
+    numbers = np.random.default_rng(count).random((count, 3), np.float32)
+    return Scores(numbers, numbers, np.ascontiguousarray(numbers[:, :1]))
+
+
+def test_metadata_describes_the_tensors() -> None:
+    described = tensors.describe(MANIFEST)
+    inputs = {tensor["name"]: (tensor["datatype"], tensor["shape"]) for tensor in described["inputs"]}
+    assert inputs["candidates.post_id"] == ("UINT64", [-1])
+    assert inputs["history.actions"] == ("FP32", [-1, 3])
+    outputs = {tensor["name"]: tensor["shape"] for tensor in described["outputs"]}
+    assert (outputs["probabilities"], outputs["continuous"]) == ([-1, 3], [-1, 1])
+    for name, array in ASKED.inputs.items():
+        assert len(inputs[name][1]) == array.ndim
+    assert {tensor["datatype"] for tensor in tensors.describe(TEXTS)["inputs"] if tensor["name"].endswith("_id")} == {
+        "BYTES"
+    }
