@@ -137,23 +137,26 @@ class Candidate(Post, gc=False):
     created_at: CreatedAt = 0
 
 
+_EACH = about("One entry a post, in the order of the other arrays.")
+
+
 class HistoryColumns(Strict):
     """History items in arrays of equal length, one entry an item: the fast form. The fields mean what they mean in `HistoryItem`."""
 
-    post_id: list[PostId]
-    author_id: list[AuthorId]
-    product_surface: list[Surface] | UnsetType = UNSET
-    actions: list[ActionsTaken] | UnsetType = UNSET
-    dwell_time: list[Dwell] | UnsetType = UNSET
+    post_id: Annotated[list[PostId], _EACH]
+    author_id: Annotated[list[AuthorId], _EACH]
+    product_surface: Annotated[list[Surface] | UnsetType, _EACH] = UNSET
+    actions: Annotated[list[ActionsTaken] | UnsetType, _EACH] = UNSET
+    dwell_time: Annotated[list[Dwell] | UnsetType, _EACH] = UNSET
 
 
 class CandidateColumns(Strict):
     """Candidates in arrays of equal length, one entry a candidate: the fast form. The fields mean what they mean in `Candidate`."""
 
-    post_id: list[PostId]
-    author_id: list[AuthorId]
-    product_surface: list[Surface] | UnsetType = UNSET
-    created_at: list[CreatedAt] | UnsetType = UNSET
+    post_id: Annotated[list[PostId], _EACH]
+    author_id: Annotated[list[AuthorId], _EACH]
+    product_surface: Annotated[list[Surface] | UnsetType, _EACH] = UNSET
+    created_at: Annotated[list[CreatedAt] | UnsetType, _EACH] = UNSET
 
 
 History = Annotated[
@@ -1017,7 +1020,16 @@ _HEADERS_OUT = {
 def components() -> dict[str, Any]:
     """The JSON Schemas of all bodies and replies by name, for `components.schemas` of the document."""
     _, found = msgspec.json.schema_components([*EXAMPLES, *REPLIES], ref_template=_REF)
+    _type_choices(found)
     return found
+
+
+def _type_choices(schema: Any) -> None:
+    """Say of every choice that it is a string; generators of clients want to know."""
+    if isinstance(schema, dict) and isinstance(schema.get("enum"), list):
+        schema["type"] = "string"
+    for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        _type_choices(inner)
 
 
 def body_of(kind: type[Struct], further: Mapping[str, str] | None = None) -> dict[str, Any]:
