@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
-import orjson
 from hypothesis import strategies as st
 
 from tests.support.bodies import in_columns
@@ -116,7 +116,7 @@ def _somewhere(draw: st.DrawFn, value: Any) -> Any:
 @st.composite
 def mutated(draw: st.DrawFn, requests: st.SearchStrategy[Any] = valid) -> bytes:
     """The bytes of a nearly valid request, with up to three places cut, doubled or overwritten."""
-    raw = bytearray(orjson.dumps(draw(nearly_valid(requests))))
+    raw = bytearray(json.dumps(draw(nearly_valid(requests))).encode())
     for _ in range(draw(st.integers(0, 3))):
         start = draw(st.integers(0, len(raw)))
         stop = start + draw(st.integers(0, 4))
