@@ -29,6 +29,8 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+from app.corpus.address import FeedAddress
+
 PREFIX = "RANKER_"
 MIB = 2**20
 ADMIN_HOST = "127.0.0.1"
@@ -174,8 +176,11 @@ class Retrieval(Group):
             raise ValueError("retrieval.checkpoint and retrieval.corpus belong together: set both or neither")
         if self.feed is not None and self.corpus is None:
             raise ValueError("retrieval.feed needs retrieval.checkpoint and retrieval.corpus: it changes that corpus")
-        if self.feed is not None and not self.feed.get_secret_value().startswith(("redis://", "rediss://")):
-            raise ValueError("retrieval.feed must be redis://HOST:PORT/STREAM or rediss://HOST:PORT/STREAM")
+        if self.feed is not None:
+            try:
+                FeedAddress.of(self.feed.get_secret_value())
+            except ValueError as error:
+                raise ValueError(f"retrieval.feed {error}") from None
         return self
 
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from app import errors, schema
 from app.api.caller import Headers, check_length, check_type, read_body
 from app.api.operations import replies
-from app.corpus.changes import read_change
+from app.corpus.posts import read_change
 from app.errors import InvalidRequest, NotFound, ReloadBusy, ReloadRefused, Unauthorized, UnsupportedMediaType
 from app.interface import CheckpointNotFound, Ranker, ReloadInProgress
 from app.settings import Admin

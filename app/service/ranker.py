@@ -318,5 +318,5 @@ def _draining() -> ServiceError:
 
 def create_ranker(settings: Settings, metrics: Metrics, *, clock: Clock = time.monotonic) -> LocalRanker:
     """Return the ranker that the settings describe. It does not load yet: call its `start` in a running loop."""
-    load_corpus = None if settings.retrieval.corpus is None else corpus_loader(settings)
-    return LocalRanker(settings, metrics, load=checkpoint_loader(settings), load_corpus=load_corpus, clock=clock)
+    loaders = checkpoint_loader(settings), corpus_loader(settings)
+    return LocalRanker(settings, metrics, load=loaders[0], load_corpus=loaders[1], clock=clock)

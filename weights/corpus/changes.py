@@ -15,6 +15,7 @@ import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -99,10 +100,10 @@ class Changes:
         self._path = changes_file(stored.path, stored.manifest)
         self._file: os.stat_result | None = None  # that was read or written
         self._database: sqlite3.Connection | None = None
-        self._lock: int  # a descriptor
+        self._lock: FileIO  # lets go when it is closed, or collected
         self._may_change: bool
         if before is not None and before.is_in(stored.path):
-            self._lock, self._may_change = os.dup(before._lock), before._may_change
+            self._lock, self._may_change = FileIO(os.dup(before._lock.fileno())), before._may_change
         else:
             self._lock, self._may_change = _locked(stored.path, may_change)
 
@@ -118,7 +119,7 @@ class Changes:
     def is_in(self, directory: Path) -> bool:
         """Whether the corpus of these changes is what lies in this directory now."""
         found = _found(directory / MANIFEST_NAME)
-        return found is not None and os.path.samestat(found, os.fstat(self._lock))
+        return found is not None and not self._lock.closed and os.path.samestat(found, os.fstat(self._lock.fileno()))
 
     def record(self, changes: Sequence[Change]) -> None:
         """Write changes in order, and return once they are on the disk. If this raises, none of them was made."""
@@ -149,9 +150,7 @@ class Changes:
     def close(self) -> None:
         """Let another process use the directory."""
         self._disconnect()
-        lock, self._lock = self._lock, -1
-        if lock >= 0:
-            os.close(lock)
+        self._lock.close()
 
     def _put(self, database: sqlite3.Connection, state: State, change: Change) -> State:
         """Write one change. A deleted post keeps a row only if the corpus as it was built has the post."""
@@ -359,29 +358,26 @@ def _found(path: Path) -> os.stat_result | None:
         return None
 
 
-def _locked(directory: Path, may_change: bool) -> tuple[int, bool]:
-    """A descriptor that holds the lock of a directory, and whether this process may change what lies there."""
+def _locked(directory: Path, may_change: bool) -> tuple[FileIO, bool]:
+    """The manifest of a directory, locked, and whether this process may change what lies there."""
     path = directory / MANIFEST_NAME
     try:
         try:
-            descriptor = os.open(path, os.O_CLOEXEC | (os.O_RDWR if may_change else os.O_RDONLY))
+            lock = FileIO(path, "r+" if may_change else "r")
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
-            may_change, descriptor = False, os.open(path, os.O_CLOEXEC | os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_NB | (fcntl.LOCK_EX if may_change else fcntl.LOCK_SH))
-        except BaseException:
-            os.close(descriptor)
-            raise
+            lock, may_change = FileIO(path), False
+        fcntl.flock(lock, fcntl.LOCK_NB | (fcntl.LOCK_EX if may_change else fcntl.LOCK_SH))
     except BlockingIOError as error:
+        lock.close()
         raise NotStored(
             f"Corpus {directory} is in use by another process, and only one that alone uses a directory may change it: give each process "
             "a directory of its own."
         ) from error
     except OSError as error:
         raise CheckpointError(f"Corpus {directory} cannot be locked: {error.strerror}.") from error
-    return descriptor, may_change
+    return lock, may_change
 
 
 def _not_written(error: Exception) -> CheckpointError:
