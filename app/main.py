@@ -11,12 +11,11 @@ from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from app import schema
 from app.api import admin, explain, infer, operations, rank, retrieve
 from app.api.caller import Bodies, KeyRing
-from app.api.middleware import RequestMiddleware, on_http_exception, on_invalid
+from app.api.middleware import HostMiddleware, RequestMiddleware, on_http_exception, on_invalid
 from app.api.pages import pages
 from app.columns import Words
 from app.interface import Ranker
@@ -101,7 +100,7 @@ def _application(
     state.bodies = Bodies(settings.limits.buffered_bytes)
     state.about, state.scrapes = operations.of_settings(settings), operations.Scrapes(ranker.exposition)
     if hosts != ["*"]:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+        app.add_middleware(HostMiddleware, allowed_hosts=hosts, www_redirect=False)
     app.add_middleware(
         RequestMiddleware,
         metrics=ranker.metrics,

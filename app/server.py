@@ -188,7 +188,9 @@ def run(settings: Settings, ranker: Ranker | None = None, sockets: Sequence[sock
         from app.service.ranker import create_ranker
         from app.telemetry.metrics import Metrics
 
-        ranker = create_ranker(settings, Metrics())
+        local = create_ranker(settings, Metrics())
+        local.watchdog.watch_loop(hung)
+        ranker = local
     logs.lines.on_drop = ranker.metrics.log_lines_dropped.labels("reader_slow").inc
     raise_file_limit()
     places = {"port": (settings.host, settings.port)} if sockets is None else {}
@@ -215,6 +217,13 @@ def run(settings: Settings, ranker: Ranker | None = None, sockets: Sequence[sock
         logs.drain()
         os._exit(server.exit_code)  # a thread that loads or hangs in native code would not survive an orderly end
     return server.exit_code
+
+
+def hung(reason: str) -> None:
+    """End at once: the event loop itself is stuck, so nobody else can."""
+    log.error("fatal", reason=reason)
+    logs.drain()
+    os._exit(EXIT_ENGINE_LOST)
 
 
 async def serve(server: Server, sides: Sequence[Port]) -> None:

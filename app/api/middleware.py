@@ -15,6 +15,7 @@ import orjson
 import structlog
 from prometheus_client import Counter, Histogram
 from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -166,6 +167,18 @@ class RequestMiddleware:
             fields["trace_id"] = trace_id
         write = self._log.info if succeeded else self._log.warning if exchange.status < 500 else self._log.error
         write("request", **fields)
+
+
+class HostMiddleware(TrustedHostMiddleware):
+    """Starlette's, but for HTTP/1.0, which needs no Host: no browser speaks it, so no web page can misuse it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        is_old = scope["type"] == "http" and scope["http_version"] == "1.0"
+        if is_old and all(name != b"host" for name, _ in scope["headers"]):
+            await self.app(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 def _begin(scope: Scope) -> Exchange:
