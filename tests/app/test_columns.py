@@ -80,9 +80,11 @@ def test_ids_keep_their_value_and_their_form(body: dict[str, Any]) -> None:
 
 def test_integers_and_their_strings_are_the_same_ids() -> None:
     numbers = [0, 1, 2**63, 2**64 - 1]
-    for sent in (numbers, [*map(str, numbers)], [0, "1", 2**63, str(2**64 - 1)]):
+    forms: list[list[int | str]] = [[*numbers], [*map(str, numbers)], [0, "1", 2**63, str(2**64 - 1)]]
+    for sent in forms:
         found = columns.ids_of(sent, "uint64", "exclude")
-        assert (found.tolist(), found.dtype) == (numbers, np.uint64)
+        assert found.tolist() == numbers
+        assert found.dtype == np.uint64
 
 
 @pytest.mark.parametrize(
