@@ -35,6 +35,10 @@ class LoadedCorpus:
         """Return the present state of the corpus. `deleted` is how many posts the last change deleted by name."""
         return CorpusState(self.served.corpus, self.engine.posts, self.engine.changes, deleted, self.engine.mark)
 
+    def changed_file(self) -> str:
+        """A sentence if a file that is served from was written to since it was read, else empty."""
+        return self.encoder.mapped.changed() or self.stored.mapped.changed()
+
     def record(self, changes: Sequence[PostChange], position: str) -> tuple[Change, Added]:
         """Encode and index the new posts and write the changes, as one that is then on the disk but not yet served.
 
@@ -50,7 +54,7 @@ class LoadedCorpus:
         merged = changes[0] if len(changes) == 1 else PostChange.merged(changes)
         change = Change(merged.delete, self._encoded(merged), mark._replace(position=position), merged.delete_texts)
         added = self.engine.prepare(change)
-        if self.encoder.mapped.changed() or self.stored.mapped.changed():
+        if self.changed_file():
             raise NotStored(
                 "A file of the retrieval checkpoint or of the corpus was written to since it was read; read both again."
             )

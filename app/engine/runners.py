@@ -78,6 +78,20 @@ class Steps:
         self._stopped.set()
 
 
+class Loaded(Protocol):
+    """What a load returns: an engine, what it serves, and the files that it serves from."""
+
+    @property
+    def engine(self) -> Any: ...
+
+    @property
+    def served(self) -> Any: ...
+
+    def changed_file(self) -> str:
+        """A sentence if a file that is served from was written to since it was read, else empty. For any thread."""
+        ...
+
+
 class EngineThread:
     """Loads an engine, computes what its `Runner` hands over, and frees it. `ready` and `closed` are for the event loop only."""
 
@@ -85,12 +99,12 @@ class EngineThread:
 
     def __init__(
         self,
-        load: Callable[[Steps], Any],
+        load: Callable[[Steps], Loaded],
         loop: asyncio.AbstractEventLoop,
         clock: Clock,
         name: str = ENGINE_THREAD,
     ) -> None:
-        """`load` returns an object with an `engine`. Raises EngineError if no thread can be started."""
+        """Raises EngineError if no thread can be started."""
         self.steps = Steps()
         self.ready: asyncio.Future[Any] = loop.create_future()
         self.closed: asyncio.Future[None] = loop.create_future()

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any, Generic
 
 from app.engine.forecast import Clock, Running
-from app.engine.runners import ENGINE_THREAD, EngineThread, Runner, Steps, rank_runner
+from app.engine.runners import ENGINE_THREAD, EngineThread, Loaded, Runner, Steps, rank_runner
 from app.engine.worker import J, Worker
 from app.errors import ServiceError
 from app.interface import ReloadInProgress
@@ -45,7 +45,7 @@ class Versions(Generic[J]):
         self._lost: asyncio.Queue[str] = asyncio.Queue()
         self._gone = CacheStats()
 
-    async def load(self, load: Callable[[Steps], Any]) -> Worker[J]:
+    async def load(self, load: Callable[[Steps], Loaded]) -> Worker[J]:
         """Load and warm a model in a thread of its own. Raises what `load` raises, ReloadInProgress, or EngineError when it takes too long.
 
         The thread of a load that was given up, or cancelled, ends at its next step. It may hang in native code, so another load is

@@ -41,7 +41,7 @@ class Worker(Generic[J]):
         batch_done: Callable[[BatchReport], None],
         lost: Callable[[str], None],
     ) -> None:
-        """`model` is the loaded model, which has `served` and `engine`. `batch_done` hears of each forward, `lost` the reason once the
+        """`model` is what was loaded, a `runners.Loaded`. `batch_done` hears of each forward, `lost` the reason once the
         engine is lost for good and its jobs have their errors."""
         self.model = model
         self.clock = clock
