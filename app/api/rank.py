@@ -176,6 +176,7 @@ def timings_of(exchange: Exchange, parse_seconds: float, ranked: Ranked) -> dict
 def admitted(
     state: State, caller: CallerInfo, model: ServedModel, *, candidates: int, history: int
 ) -> AbstractContextManager[Job]:
+    """Return `Ranker.admit` for a request of this size and this caller."""
     ranker: Ranker = state.ranker
     return ranker.admit(model, candidates=candidates, history=history, deadline=caller.deadline, key=caller.key)
 
@@ -235,9 +236,8 @@ class Batch:
     async def _result(self, item: bytes) -> Result | ServiceError:
         try:
             with ExitStack() as places:
-                async with (
-                    self._turn
-                ):  # one request after the other is read and admitted, so only one waits as Python objects
+                async with self._turn:  # requests are read and admitted one by one
+                    await asyncio.sleep(0)  # lets other callers in
                     work, job, parse_seconds = await self._begin(item, places)
                 ranked = await self._state.ranker.rank(job, work.context, work.candidates)
             body = _reply(self._caller.exchange, work, ranked, parse_seconds)
