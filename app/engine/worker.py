@@ -244,7 +244,7 @@ class Worker(Generic[J]):
         for job, error in ended:
             job.state = None  # a reference to the context's keys and values would outlive the request
             job.finish() if error is None else job.fail(error)
-        self._batch_done(report)
+        self._loop.call_soon(self._batch_done, report)  # after the waiting tasks: figures keep no reply waiting
         if self.failure is not None:
             self.fail_all(lambda: EngineDown(self.failure, retry_after_seconds=RETRY_AFTER_SECONDS))
             self._lost(self.failure)

@@ -59,6 +59,7 @@ async def test_a_long_list_is_cut_and_joined_in_order_with_the_state_passed_on()
         assert is_right(scores, 3)
         assert len(scores) == 513
         assert engine.chunks == [[86], [86], [86], [85], [85], [85]]
+        await asyncio.sleep(0)  # figures keep no reply waiting
         counts = {"batch_requests_count": 6, "batch_candidates_sum": 513, "candidates_scored_total": 513}
         assert {name: figure(ranker, f"ranker_{name}") for name in counts} == counts
     assert states == [None] + ["state"] * 5
