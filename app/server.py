@@ -254,7 +254,8 @@ def bind(host: str, port: int) -> list[socket.socket]:
             except OSError as error:
                 if error.errno not in NO_FAMILY:
                     raise
-                failed, _ = error, found.pop().close()
+                failed = error
+                found.pop().close()
     if failed is not None and not found:
         raise failed
     return found

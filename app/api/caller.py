@@ -118,8 +118,8 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
     return read_caller
 
 
-Caller = Annotated[CallerInfo, Depends(reader(JSON_ALONE))]
-TensorCaller = Annotated[CallerInfo, Depends(reader(TENSORS))]
+Caller = Annotated[CallerInfo, Depends(reader(JSON_ALONE), use_cache=False)]
+TensorCaller = Annotated[CallerInfo, Depends(reader(TENSORS), use_cache=False)]
 
 
 async def read_body(receive: Receive, exchange: Exchange, bodies: Bodies, limit: int) -> bytes:

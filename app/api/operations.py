@@ -82,18 +82,23 @@ for _model in (Status, Info):
     _model.model_config["use_attribute_docstrings"] = True
 
 
+def answers(kind: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route that answers 200 with this."""
+    return {200: {"model": kind}}
+
+
 def replies(content: dict[str, Any]) -> Response:
     """200 with JSON."""
     return Response(orjson.dumps(content), media_type="application/json")
 
 
-@probes.get("/livez", responses={200: {"model": Status}}, response_class=Response)
+@probes.get("/livez", responses=answers(Status), response_class=Response)
 async def livez() -> Response:
     """The process is alive: it can answer at all."""
     return replies({"status": "alive"})
 
 
-@probes.get("/readyz", responses={200: {"model": Status}} | NOT_NOW, response_class=Response)
+@probes.get("/readyz", responses=answers(Status) | NOT_NOW, response_class=Response)
 async def readyz(request: Request) -> Response:
     """Requests may be sent here. 503 with the reason while loading, warming or draining, or when the engine has work and finishes none."""
     ranker: Ranker = request.app.state.ranker
@@ -102,7 +107,7 @@ async def readyz(request: Request) -> Response:
     return replies({"status": "ready"} | ({"engine": str(rung)} if rung else {}) | ({"feed": feed} if feed else {}))
 
 
-@probes.get("/startupz", responses={200: {"model": Status}} | NOT_NOW, response_class=Response)
+@probes.get("/startupz", responses=answers(Status) | NOT_NOW, response_class=Response)
 async def startupz(request: Request) -> Response:
     """Warm-up is done: 503 until the first checkpoint is loaded and warm, 200 from then on."""
     health = request.app.state.ranker.health()
@@ -117,7 +122,7 @@ async def scrape(request: Request) -> Response:
     return Response(await request.app.state.scrapes.get(), headers={"content-type": CONTENT_TYPE})
 
 
-@info.get("/info", responses={200: {"model": Info}} | NOT_NOW, response_class=Response)
+@info.get("/info", responses=answers(Info) | NOT_NOW, response_class=Response)
 async def what_runs(request: Request) -> Response:
     """What runs here: model, checkpoint, architecture, action names, limits, device, dtype, build."""
     ranker: Ranker = request.app.state.ranker

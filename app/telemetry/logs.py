@@ -9,6 +9,7 @@ import os
 import queue
 import time
 from collections.abc import Callable, MutableMapping
+from datetime import UTC, datetime
 from functools import cache
 from logging.handlers import QueueHandler, QueueListener
 from typing import Any, TextIO
@@ -118,7 +119,7 @@ def configure(settings: Logs, stream: TextIO | None = None, worker: int | None =
     shared: list[Any] = [] if worker is None else [lambda logger, name, event: {**event, "worker": worker}]
     shared += [
         structlog.stdlib.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
+        stamp,
         structlog.processors.format_exc_info,
         shorten,
     ]
@@ -187,6 +188,12 @@ def render(logger: Any, name: str, event: Event) -> str:
         known = {name: str(event.get(name)) for name in ("level", "time")}
         text = json.dumps({"event": "unprintable", "error": type(error).__name__, **known})
     return text.replace("\x7f", "\\u007f")
+
+
+def stamp(logger: Any, name: str, event: Event) -> Event:
+    """Add the time: a processor of structlog."""
+    event["time"] = datetime.now(UTC).isoformat(timespec="microseconds")[:-6] + "Z"
+    return event
 
 
 def shorten(logger: Any, name: str, event: Event) -> Event:

@@ -29,6 +29,7 @@ SIZES = tuple(2.0**power for power in range(13))
 ROWS = tuple(4.0**power for power in range(13))
 RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
 PROBABILITIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+MOST_PENDING = 512  # replies of one checkpoint whose probabilities wait to be counted
 STAGES = ("parse", "queue", "collate", "forward", "serialize", "encode", "search", "attention")
 REJECTIONS = ("queue_full", "key_rate", "loop_overrun", "deadline", "draining", "not_ready", "too_large")
 CANCEL_STAGES = ("body", "queue", "forward")
@@ -83,24 +84,23 @@ class Snapshot:
 class ReplyProbabilities(Collector):
     """`ranker_reply_probability{action}`: the mean over a reply's candidates, so that a drift of model or inputs shows.
 
-    All actions of a reply are counted by numpy at once: twenty observations of the client library would take a tenth of a small request.
+    Many replies are counted by numpy at once: twenty observations of the client library would take a tenth of a small request.
     """
 
     def __init__(self) -> None:
         self._bounds = np.array(PROBABILITIES, np.float32)
-        self._by_names: dict[tuple[str, ...], tuple[NDArray[np.int64], NDArray[np.float64]]] = {}  # counts, sums
+        self._pending: dict[tuple[str, ...], list[NDArray[np.float32]]] = {}  # action names → means [A] of replies
+        self._counted: dict[
+            str, tuple[NDArray[np.int64], float]
+        ] = {}  # action → replies in each bucket, sum of their means
 
     def record(self, action_names: tuple[str, ...], probabilities: NDArray[np.float32]) -> None:
         """Count a reply's probabilities, float32 `[C, A]`; a reply without candidates counts nothing."""
-        if not len(probabilities):
-            return
-        if action_names not in self._by_names:
-            shape = len(action_names), len(PROBABILITIES) + 1
-            self._by_names[action_names] = np.zeros(shape, np.int64), np.zeros(len(action_names))
-        counts, sums = self._by_names[action_names]
-        means = np.add.reduce(probabilities, 0) / len(probabilities)
-        counts[np.arange(len(means)), self._bounds.searchsorted(means)] += 1
-        sums += means
+        if len(probabilities):
+            pending = self._pending.setdefault(action_names, [])
+            pending.append(np.add.reduce(probabilities, 0) / len(probabilities))
+            if len(pending) == MOST_PENDING:
+                self._count()
 
     def describe(self) -> Iterable[Metric]:
         """Only the name, so that no other metric can take it."""
@@ -108,15 +108,20 @@ class ReplyProbabilities(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One series an action name, whichever checkpoints had it."""
-        family, totals = self._family(), dict[str, tuple[NDArray[np.int64], float]]()
-        for action_names, (counts, sums) in self._by_names.items():
-            for name, row, total in zip(action_names, counts, sums.tolist(), strict=True):
-                before = totals.get(name, (np.zeros_like(row), 0.0))
-                totals[name] = before[0] + row, before[1] + total
+        self._count()
+        family = self._family()
         edges = [floatToGoString(bound) for bound in (*PROBABILITIES, float("inf"))]  # type: ignore[no-untyped-call]
-        for name, (row, total) in totals.items():
+        for name, (row, total) in self._counted.items():
             family.add_metric([name], list(zip(edges, row.cumsum().tolist(), strict=True)), total)
         yield family
+
+    def _count(self) -> None:
+        for action_names, pending in self._pending.items():
+            for name, means in zip(action_names, np.array(pending).T, strict=True):
+                row = np.bincount(self._bounds.searchsorted(means), minlength=len(self._bounds) + 1)
+                before, total = self._counted.get(name, (0, 0.0))
+                self._counted[name] = before + row, total + float(means.sum(dtype=np.float64))
+        self._pending.clear()
 
     @staticmethod
     def _family() -> HistogramMetricFamily:
