@@ -348,6 +348,7 @@ def _cause_of(error: BaseException) -> str:
         ConnectionRefusedError: "it refuses the connection",
         ssl.SSLError: "TLS with it fails",
         TimeoutError: "it does not answer in time",
+        FileNotFoundError: "a file that the options name is not there",
     }
     at: BaseException | None = error
     while at is not None:
