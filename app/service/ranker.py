@@ -30,7 +30,7 @@ from app.engine.worker import Worker
 from app.errors import Draining, EngineDown, ModelNotFound, NotReady, ServiceError
 from app.interface import Health, Job, Ranked, ServedModel
 from app.service.attention import ATTENTION_THREAD, AttentionThread
-from app.service.loop_lag import RECOVERED_SECONDS, TICK_SECONDS, LoopLag, LoopWork
+from app.service.loop_time import LoopTime, LoopWork
 from app.service.reload import Reloader
 from app.service.watchdog import Watchdog
 from app.settings import Settings
@@ -39,7 +39,7 @@ from model.inputs import Candidates, Context
 
 RETRY_AFTER_START_SECONDS, RETRY_AFTER_DOWN_SECONDS = 2.0, 5.0  # guesses: nobody knows how long it takes
 CROWDED_SECONDS = 0.1  # for this long after a refusal, check for room before reading a request
-OVERRUN = Refusal("loop_overrun", "requests arrive faster than they can be answered", retry_after_seconds=1.0)
+TICK_SECONDS, TICKING_SECONDS = 0.02, 1.0  # between two looks while requests come, and how long after the last one
 
 
 class LocalRanker:
@@ -73,8 +73,8 @@ class LocalRanker:
         self.reloads = Reloader(settings, metrics, self.versions, self.corpus, self.serve)
         self._load = load
         self._attention = AttentionThread()
-        self._lag = LoopLag()
-        self._ticks = False
+        self._loop_time = LoopTime()
+        self._is_ticking = False
         self._asked_at = 0.0  # clock seconds when a request last came
         self._stall = ""  # as of the last tick: a sentence while work waits and nothing finishes, else empty
         self._loading = "The process is starting."
@@ -183,12 +183,13 @@ class LocalRanker:
     def check_open(self, key: str | None = None) -> None:
         """See `interface.Ranker.check_open`."""
         self._asked_at = now = self.clock()
-        if not self._ticks:
-            self._ticks, self._lag = True, LoopLag()
+        if not self._is_ticking:
             self._tick()
         self._check_able()
-        if self._lag.overrun and self._lag.refuses(self.admission.requests):
-            raise self.places.error(OVERRUN)
+        limit = self.settings.queue.max_wait_seconds
+        if limit and (wait := self._loop_time.wait_seconds(self.admission.requests)) > limit:
+            what = "requests arrive faster than they can be answered"
+            raise self.places.error(Refusal("loop_overrun", what, retry_after_seconds=wait - limit))
         if now < self.places.refused_at + CROWDED_SECONDS:
             refusal = self.admission.full(self.versions.running(), key)
             if refusal is not None:
@@ -231,13 +232,12 @@ class LocalRanker:
         return worker
 
     def _tick(self) -> None:
-        """Look at the loop and the engines. Ticks go on for a while after the last request: an idle process does not wake up."""
+        """Look at the engines and the loop. Ticks go on for a while after the last request: an idle process does not wake up."""
         now = self.clock()
         self._stall = self.watchdog.stall()
-        work = LoopWork(time.thread_time(), self.places.freed, self.places.refused, self.admission.requests)
-        self._lag.tick(now, work)
-        self._ticks = now - self._asked_at < RECOVERED_SECONDS
-        if self._ticks:
+        self._loop_time.observe(now, LoopWork(time.thread_time(), self.places.freed, self.places.refused))
+        self._is_ticking = now - self._asked_at < TICKING_SECONDS
+        if self._is_ticking:
             asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 
     # ranking

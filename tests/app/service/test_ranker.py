@@ -387,16 +387,17 @@ async def test_a_heavy_key_does_not_close_the_door_to_a_light_one() -> None:
 
 
 async def test_a_loop_that_cannot_keep_up_refuses_before_reading_and_recovers() -> None:
-    """The engine has time; the turns of the loop are long, as where callers who never pause send to a small model."""
-    async with running() as ranker:
-        stop = asyncio.Event()
+    """The engine has time; the turns of the loop are long, as where many callers send to a small model."""
+    async with running(queue=Queue(max_wait_seconds=0.02)) as ranker:
+        stop, waits = asyncio.Event(), list[float]()
 
         async def caller(user: int) -> None:
             while not stop.is_set():
                 try:
                     ranker.check_open(None)
                     await rank(ranker, user, 1)
-                except Overloaded:
+                except Overloaded as refused:
+                    waits.append(refused.retry_after_seconds or 0.0)
                     await asyncio.sleep(0.05)
                 ends = time.thread_time() + 0.001  # what reading a request and writing its reply take
                 while time.thread_time() < ends:
@@ -404,14 +405,11 @@ async def test_a_loop_that_cannot_keep_up_refuses_before_reading_and_recovers() 
 
         callers = [asyncio.create_task(caller(user)) for user in range(1, 200)]
         await until(lambda: figure(ranker, 'ranker_rejected_total{reason="loop_overrun"}') > 0)
+        assert figure(ranker, 'ranker_rejected_total{reason="queue_full"}') == 0
         stop.set()
         await asyncio.gather(*callers)
-
-        def is_open() -> bool:
-            ranker.check_open(None)
-            return True
-
-        await until(is_open)
+        assert min(waits) > 0
+        ranker.check_open(None)
 
 
 # life
