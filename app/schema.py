@@ -29,6 +29,9 @@ REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:@/+=-]{1,128}$"
 REQUEST_ID_RULE = "must be 1 to 128 letters, digits or any of _ . : @ / + = -"
 HANDLE_PATTERN = r"^[0-9a-f]{32}$"
 HANDLE_RULE = "must be a handle as POST /context and replies give it: 32 lower-case hexadecimal digits"
+LONG_BODY_BYTES = 256 * 1024
+MAX_DIGITS = 512
+"""Digits of one number in a body longer than `LONG_BODY_BYTES`; in a shorter one long numbers take no time worth a look."""
 NO_REQUESTS = "must be a list of at least one request, with no other fields"
 NO_USER = "is required, or context in its place"
 TWO_USERS = "stands in place of user_id and history, which must not be there as well"
@@ -779,6 +782,9 @@ class Limits(Protocol):
         """Excluded posts."""
 
 
+_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
+
+
 def read(decoder: msgspec.json.Decoder[R], body: bytes | bytearray, limits: Limits, actions: Collection[str] = ()) -> R:
     """Decode and check a request of bounded size; `actions` as in `decode`.
 
@@ -796,9 +802,12 @@ def read(decoder: msgspec.json.Decoder[R], body: bytes | bytearray, limits: Limi
 
 
 def check_cost(body: bytes | bytearray, max_values: int) -> None:
-    """Raise TooLarge for a body that is slow to read: its values are estimated from the bytes that begin, separate or escape them."""
+    """Raise TooLarge for a body that is slow to read: its values are estimated from the bytes that begin, separate or escape them, and the
+    time that Python takes for a whole number grows with the square of its digits."""
     if len(body) > max_values and len(body) - len(body.translate(None, b",[{\\")) > max_values:
         raise TooLarge(f"The body holds more than {max_values} values.")
+    if len(body) > LONG_BODY_BYTES and b"0" * MAX_DIGITS in body.translate(_DIGITS):
+        raise TooLarge(f"The body holds a number of {MAX_DIGITS} digits or more.")
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray, actions: Collection[str] = ()) -> T:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -185,6 +187,53 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_read() -> None:
             schema.read(RANK, piece * (most + 1), LIMITS)
         with pytest.raises(MalformedJson):
             schema.read(RANK, piece * most, LIMITS)
+
+
+def filled(head: bytes, pieces: bytes, tail: bytes, last: bytes = b"") -> bytes:
+    """As many of `pieces` as a body may hold, between head and tail."""
+    count = min(
+        (2**20 - len(head + tail + last)) // (len(pieces) + 1), schema.MAX_VALUES // (1 + pieces.count(b",")) - 20
+    )
+    return head + b",".join([pieces] * count + ([last] if last else [])) + tail
+
+
+IDS, REST = b'{"user_id":1,"candidates":{"post_id":[', b'],"author_id":[1]}}'
+ONE = b'{"user_id":1,"candidates":[],"history":'
+EVENT = b'{"post_id":1,"author_id":1,"actions":{"favorite":1,"reply":2}}'
+HOSTILE = {
+    "long integers": filled(IDS, b"1" * 4000, REST),
+    "long integers, the last one no id": filled(IDS, b"1" * 500, REST, b"null"),
+    "integers as long as they come": filled(IDS, b"1" * 128, REST, b"true"),
+    "long fractions": filled(ONE + b'{"post_id":[1],"author_id":[1],"dwell_time":[', b"0." + b"9" * 34, b"]}}"),
+    "a long number": b'{"user_id":' + b"9" * 2**20 + b"}",
+    "events with a bad one at the end": filled(ONE + b"[", EVENT, b"]}", b'{"post_id":[],"author_id":1}'),
+    "events with an unknown field at the end": filled(ONE + b"[", EVENT, b"]}", b'{"x":1}'),
+    "names of one event": filled(ONE + b'[{"post_id":1,"author_id":1,"actions":[', b'"0"', b"]}]}"),
+    "many weights": b'{"user_id":1,"candidates":[],"weights":{'
+    + b",".join(b'"k%d":0' % place for place in range(29_000))
+    + b"}}",
+    "two bytes a letter": b'{"user_id":1,"request_id":"' + "é".encode() * 500_000 + b'\xff"}',
+    "escapes": filled(b'{"user_id":1,"request_id":"', b"\\u0061", b'"}'),
+    "blanks": b" " * 2**20,
+}
+
+
+def seconds(body: bytes) -> float:
+    """Processor time of reading or refusing it."""
+    started = time.thread_time()
+    with contextlib.suppress(ServiceError):
+        schema.read(RANK, body, LIMITS, ("favorite",))
+    return time.thread_time() - started
+
+
+@pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE.keys())
+def test_no_body_takes_much_longer_than_the_largest_that_is_right(body: bytes) -> None:
+    assert len(body) <= 2**20 + 100
+    largest = json.dumps(
+        {"user_id": 1, "candidates": [POST | {"created_at": 1779990000}] * 4096, "history": [POST] * 2000}
+    ).encode()
+    read(largest)
+    assert min(seconds(body) for _ in range(5)) < 10 * min(seconds(largest) for _ in range(5))
 
 
 def test_a_batch_is_split_where_its_requests_end() -> None:
