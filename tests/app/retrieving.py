@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from app.settings import Retrieval
 from model.retrieval.corpus import packed
 from model.retrieval.towers import Towers
 from weights.checkpoint import load_encoder, save_checkpoint
@@ -105,3 +106,9 @@ def _made(seed: int, version: str, leave_out: tuple[str, ...], actions: tuple[st
         corpus, CorpusLabels("posts", version), encoder, POSTS, list(values), chunks, lambda: topics, text_width=width
     )
     return directory
+
+
+def setting(directory: Path, **options: Any) -> Retrieval:
+    """The settings that serve what `written` writes."""
+    checkpoint, corpus = written(directory, **options)
+    return Retrieval(checkpoint=checkpoint, corpus=corpus)
