@@ -181,11 +181,16 @@ class HostMiddleware(TrustedHostMiddleware):
             await super().__call__(scope, receive, send)
 
 
+def new_request_id() -> str:
+    """32 hex digits, unlike those of any other request or process. Not a secret."""
+    return f"{_ids.getrandbits(128):032x}"
+
+
 def _begin(scope: Scope) -> Exchange:
     sent = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     is_named = REQUEST_ID.fullmatch(sent) is not None
     return Exchange(
-        request_id=sent.decode() if is_named else f"{_ids.getrandbits(128):032x}",
+        request_id=sent.decode() if is_named else new_request_id(),
         started=time.perf_counter(),
         method=scope["method"] if scope["method"] in METHODS else OTHER,
         is_named_by_caller=is_named,

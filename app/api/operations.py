@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 from fastapi import APIRouter
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -30,7 +30,13 @@ NOT_NOW = problems_of(NotReady, Draining, EngineDown)
 probes, metrics, info = (APIRouter(tags=["operations"]) for _ in range(3))
 
 
-class Status(BaseModel):
+class Described(BaseModel):
+    """A reply whose fields are described by the text below them."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class Status(Described):
     """A probe's positive reply."""
 
     status: str
@@ -41,7 +47,7 @@ class Status(BaseModel):
     """Why the feed of posts cannot be read, if so; `/readyz` alone."""
 
 
-class Info(BaseModel):
+class Info(Described):
     """What runs here."""
 
     model: dict[str, str]
@@ -76,10 +82,6 @@ class Info(BaseModel):
     """The settings in force, but for keys, tokens and paths."""
     build: dict[str, str]
     """Versions of the service, Python and torch."""
-
-
-for _model in (Status, Info):
-    _model.model_config["use_attribute_docstrings"] = True
 
 
 def answers(kind: type[BaseModel]) -> dict[int | str, dict[str, Any]]:

@@ -19,7 +19,6 @@ class Exchange(msgspec.Struct):
     request_id: str
     started: float
     method: str
-    is_named_by_caller: bool = False
     route: str = ""
     status: int = 0
     code: str = ""
@@ -31,6 +30,7 @@ class Exchange(msgspec.Struct):
     cache: str = ""
     stages: dict[str, float] = msgspec.field(default_factory=dict)
     scored: list[tuple[tuple[str, ...], Any]] = msgspec.field(default_factory=list)
+    is_named_by_caller: bool = False
     body_bytes: int = 0
     is_reading: bool = False
     is_read: bool = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from dataclasses import fields
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -12,9 +11,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from app.engine.loading import engine_options
-from app.environment import GONE, load_settings, names
-from app.limits import Batching, Group, Limits, Queue
-from app.settings import PREFIX, Connections, Settings, SettingsProblem
+from app.settings import Batching, Group, Limits, Queue, Settings, SettingsProblem, listen_hosts, load_settings, names
 from model.create import EngineOptions
 
 DIGEST = hashlib.sha256(b"secret").hexdigest()
@@ -96,6 +93,13 @@ def test_names_that_kubernetes_injects_are_explained() -> None:
         ("RANKER_ADMIN__PORT", "9"),
         ("RANKER_RETRIEVAL__FEED", "redis://reader:secret/x@redis:6379/posts"),
         ("RANKER_RETRIEVAL__FEED", "redis://redis:secret/posts"),
+        ("RANKER_HOST", "[::1"),
+        ("RANKER_HOST", "[::1]:8000"),
+        ("RANKER_HOST", "10.0.0.1:8000"),
+        ("RANKER_HOST", "a b"),
+        ("RANKER_PROBES__HOST", "::g"),
+        ("RANKER_ROOT_PATH", "ranker"),
+        ("RANKER_ROOT_PATH", "/ranker/"),
     ],
 )
 def test_a_bad_value_is_named_and_not_shown(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
@@ -140,9 +144,10 @@ def test_choices_of_the_engine_are_the_models() -> None:
     ("flags", "named"),
     [
         (["--probes.port=9000", "--admin.port=9000"], "probes.port and admin.port are both 9000"),
-        (["--port=9000", "--grpc.port=9000"], "port and grpc.port are both 9000"),
         (["--port=9000", "--admin.port=9000"], "port and admin.port are both 9000"),
         (["--port=9000", "--host=0.0.0.0", "--probes.port=9000"], "port and probes.port are both 9000"),
+        (["--port=9000", "--host=*", "--probes.port=9000"], "port and probes.port are both 9000"),
+        (["--port=9000", "--host=10.0.0.1,127.0.0.1", "--probes.port=9000"], "port and probes.port are both 9000"),
     ],
 )
 def test_ports_that_are_the_same_are_refused_with_a_sentence(flags: list[str], named: str) -> None:
@@ -171,64 +176,21 @@ def test_ports_that_are_free_or_on_other_addresses_are_not() -> None:
     load_settings(["--port=9000", "--host=127.0.0.1", "--probes.port=9000", "--probes.host=127.0.0.2"])
 
 
-NAMES_OF_1773CCA = """
-HOST PORT CHECKPOINT DEVICE DTYPE BACKEND CANDIDATE_POSITIONS VECTORS THREADS FRONTS ENGINE_LOSS
-LIMITS__MAX_BODY_BYTES LIMITS__MAX_CANDIDATES LIMITS__MAX_HISTORY LIMITS__MAX_VALUES LIMITS__MAX_BATCH_REQUESTS
-LIMITS__MAX_BATCH_CANDIDATES LIMITS__MAX_RETRIEVED LIMITS__MAX_EXCLUDED BUDGETS__CONNECTIONS BUDGETS__BODY_BYTES
-BUDGETS__REPLY_BYTES BUDGETS__BATCH_CANDIDATES BUDGETS__EXCLUDED_IDS BUDGETS__CHANGES QUEUE__MAX_CANDIDATES
-QUEUE__MAX_CONTEXT_TOKENS QUEUE__MAX_REQUESTS QUEUE__MAX_WAIT_SECONDS QUEUE__MAX_SHARE_PER_KEY
-QUEUE__KEY_CANDIDATES_PER_SECOND QUEUE__STALL_SECONDS QUEUE__STALL_EXIT_SECONDS BATCHING__ENABLED
-BATCHING__MAX_REQUESTS BATCHING__MAX_CANDIDATES BATCHING__MAX_CONTEXT_TOKENS BATCHING__CHUNK_CANDIDATES
-BATCHING__WINDOW_SECONDS CACHE__BYTES RETRIEVAL__CHECKPOINT RETRIEVAL__CORPUS RETRIEVAL__DTYPE RETRIEVAL__CACHE_BYTES
-RETRIEVAL__BATCH_REQUESTS RETRIEVAL__MAX_WAITING RETRIEVAL__COMPACT_ROWS DEADLINE__DEFAULT_SECONDS
-DEADLINE__MAX_SECONDS DRAIN__DELAY_SECONDS DRAIN__TIMEOUT_SECONDS CONNECTIONS__HEADER_SECONDS
-CONNECTIONS__BODY_SECONDS CONNECTIONS__STALL_SECONDS CONNECTIONS__KEEP_ALIVE_SECONDS CONNECTIONS__MAX_HEADER_BYTES
-CONNECTIONS__HELD_REFUSALS CONNECTIONS__BACKLOG AUTH__KEYS ADMIN__HOST ADMIN__PORT ADMIN__TOKEN_SHA256 ADMIN__ROOT
-PROBES__HOST PROBES__PORT EXPLORE__ENABLED EXPLORE__MAX_CANDIDATES EXPLORE__MAX_EVENTS EXPLORE__CONCURRENT
-EXPLORE__DEADLINE_SECONDS SHADOW__CHECKPOINT SHADOW__SHARE SHADOW__MAX_WAITING SHADOW__MAX_WAIT_SECONDS SPLIT__USERS
-SPLIT__EXPERIMENT GRPC__MAX_CALLS GRPC__MAX_CONNECTIONS GRPC__HOST GRPC__PORT RELOAD__WATCH_SECONDS
-RELOAD__TIMEOUT_SECONDS LOGS__LEVEL LOGS__FORMAT LOGS__SUCCESS_SAMPLE LOGS__BUFFER_BYTES TRACING__ENABLED
-TRACING__ENDPOINT TRACING__SAMPLE_RATIO
-"""
-EARLIER = NAMES_OF_1773CCA.split()
-
-
-@pytest.mark.parametrize("name", EARLIER)
-def test_every_earlier_setting_is_one_still_or_is_refused_with_what_to_do(name: str) -> None:
-    if f"{PREFIX}{name}" in names():
-        assert name not in GONE
-        return
-    flag = "--" + name.lower().replace("__", ".")
-    for given in (f"{PREFIX}{name}", flag, flag.replace("_", "-")):
-        with pytest.raises(SettingsProblem, match=f"^{given} is no longer a setting: [^;]*[a-z]") as caught:
-            load_settings(
-                [f"{given}=1"] if given == flag else [given, "1"] if given.startswith("--") else [], {given: "1"}
-            )
-        for named in re.findall(r"RANKER_\w+", str(caught.value).split(": ")[1]):
-            assert named in names()
-
-
-def test_nothing_is_gone_that_never_was() -> None:
-    assert set(GONE) <= set(EARLIER)
-    assert len(list(names())) <= 57
-
-
 @pytest.mark.parametrize(
     ("group", "bounds"),
     [
         (
             Limits(),
-            {"max_values": 30_000, "max_batch_requests": 64, "max_batch_candidates": 16_384, "max_excluded": 10_000},
+            {"max_batch_requests": 64, "max_batch_candidates": 16_384, "max_excluded": 10_000},
         ),
         (Limits(), {"batch_candidates": 65_536, "buffered_bytes": 64 * 2**20}),
         (
             Limits(max_candidates=8192),
-            {"max_values": 57_344, "max_batch_candidates": 32_768, "batch_candidates": 131_072},
+            {"max_batch_candidates": 32_768, "batch_candidates": 131_072},
         ),
         (Limits(max_retrieved=100, max_body_bytes=2048), {"max_excluded": 500, "buffered_bytes": 2**17}),
         (Queue(), {"max_context_tokens": 262_144}),
         (Batching(), {"max_context_tokens": 16_384}),
-        (Connections(), {"stall_seconds": 4.0}),
     ],
     ids=str,
 )
@@ -237,6 +199,46 @@ def test_bounds_follow_from_settings(group: Group, bounds: dict[str, float]) -> 
 
 
 def test_limits_that_follow_are_shown_with_those_that_are_set() -> None:
-    assert {"max_candidates", "max_values", "max_batch_candidates", "max_excluded"} <= set(
-        Settings().effective()["limits"]
-    )
+    assert {"max_candidates", "max_batch_candidates", "max_excluded"} <= set(Settings().effective()["limits"])
+
+
+@pytest.mark.parametrize(
+    ("host", "addresses", "names", "explores"),
+    [
+        ("127.0.0.1", ["127.0.0.1"], ["localhost", "127.0.0.1", "[::1]"], True),
+        ("::1", ["::1"], ["localhost", "127.0.0.1", "[::1]"], True),
+        ("[::1]", ["::1"], ["localhost", "127.0.0.1", "[::1]"], True),
+        ("127.0.0.1,[::1]", ["127.0.0.1", "::1"], ["localhost", "127.0.0.1", "[::1]"], True),
+        ("localhost, 127.0.0.2", ["localhost", "127.0.0.2"], ["localhost", "127.0.0.1", "[::1]", "127.0.0.2"], True),
+        ("*", ["0.0.0.0", "::"], ["*"], False),  # noqa: S104
+        ("::", ["::"], ["*"], False),
+        ("127.0.0.1,10.0.0.7", ["127.0.0.1", "10.0.0.7"], ["*"], False),
+        ("ranker.internal", ["ranker.internal"], ["*"], False),
+    ],
+)
+def test_a_host_may_be_of_both_families(host: str, addresses: list[str], names: list[str], explores: bool) -> None:
+    settings = load_settings(["--host", host])
+    assert listen_hosts(settings.host) == addresses
+    assert settings.allowed_hosts(settings.host) == names
+    assert settings.explores is explores
+
+
+def test_names_that_are_set_come_before_those_of_loopback() -> None:
+    settings = load_settings(["--hosts", "ranker,feed"])
+    assert settings.allowed_hosts("127.0.0.1") == ["ranker", "feed"]
+    assert settings.allowed_hosts("127.0.0.1", is_main=False) == ["ranker", "feed", "localhost", "127.0.0.1", "[::1]"]
+    assert settings.allowed_hosts("0.0.0.0", is_main=False) == ["*"]  # noqa: S104
+    assert load_settings(["--hosts", "*"]).allowed_hosts("127.0.0.1") == ["*"]
+
+
+def test_a_wrong_host_is_told_in_a_sentence() -> None:
+    with pytest.raises(
+        SettingsProblem, match=r"^RANKER_HOST: \[::1\]:80 is not an IPv6 address; a port is set by itself$"
+    ):
+        load_settings(["--host", "[::1]:80"])
+
+
+@pytest.mark.parametrize("flag", ["--grpc.port", "--shadow.checkpoint", "--fronts", "--budgets.connections"])
+def test_a_flag_of_what_has_ended_is_named_with_the_nearest_one(flag: str) -> None:
+    with pytest.raises(SettingsProblem, match=f"^{flag} is not a setting; the nearest one is --[a-z]"):
+        load_settings([flag, "1"])
