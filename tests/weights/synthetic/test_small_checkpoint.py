@@ -7,10 +7,8 @@ from pathlib import Path
 
 import torch
 
-from app.request.features import candidates_of, context_of
-from app.request.vocabulary import Vocabulary
 from model.batch import collate
-from tests.app.serving import checked
+from tests.support.bodies import inputs_of
 from weights.actions import STANDARD_ACTIONS
 from weights.checkpoint import load_checkpoint
 from weights.synthetic.small_checkpoint import write_small_checkpoint
@@ -31,15 +29,13 @@ def test_every_part_of_the_example_moves_the_scores(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(tmp_path / "demo")
     config = checkpoint.manifest.config
     assert checkpoint.manifest.action_names == STANDARD_ACTIONS
-    vocabulary = Vocabulary.of(checkpoint.manifest)
     example = json.loads((tmp_path / "demo" / "example.json").read_text())
 
     @torch.inference_mode()
     def logits(events: int, age_seconds: int, dwell: float) -> torch.Tensor:
         history = [event | {"dwell_time": dwell} for event in example["history"][:events]]
         candidates = [post | {"created_at": example["impression_ts"] - age_seconds} for post in example["candidates"]]
-        request = checked(example | {"history": history, "candidates": candidates}, vocabulary)
-        item = context_of(request, config), candidates_of(request, config)
+        item = inputs_of(example | {"history": history, "candidates": candidates}, checkpoint.manifest)
         return checkpoint.ranker(collate([item], config))[0][0]
 
     base = logits(5, 60, 5.0)
