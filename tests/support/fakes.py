@@ -70,14 +70,14 @@ class FakeEngine:
 
 
 class Gate:
-    """A `FakeEngine.before` that holds the engine in its forward until `opened` is set."""
+    """A `FakeEngine.before` that holds the engine in its forward until `opened` is set; then `then` is called, if it is given."""
 
-    def __init__(self, then: Callable[[Sequence[Item]], None] | None = None) -> None:
+    def __init__(self, then: Callable[[Any], None] | None = None) -> None:
         self.entered = threading.Event()
         self.opened = threading.Event()
         self._then = then
 
-    def __call__(self, items: Sequence[Item]) -> None:
+    def __call__(self, items: Sequence[Any]) -> None:
         self.entered.set()
         assert self.opened.wait(20)
         if self._then is not None:

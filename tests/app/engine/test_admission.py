@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.engine import admission as rules
-from app.engine.admission import KEY_BURST_SECONDS, Admission, Wait
+from app.engine.admission import KEY_BURST_SECONDS, Admission, Refusal, Wait
 from app.engine.batching import Work
 from app.engine.forecast import Running
 from app.settings import Batching, Queue, Settings
@@ -26,6 +26,13 @@ def admission(batching: Batching | None = None, **queue: float) -> Admission:
 
 def job(candidates: int, tokens: int = 0, *, key: str | None = None, deadline: float = FAR, chunks: int = 1) -> Work:
     return Work(candidates=candidates, context_tokens=tokens, deadline=deadline, chunks=chunks, key=key)
+
+
+def refused(queue: Admission, work: Work) -> Refusal:
+    """Why this work may not join an idle engine's queue."""
+    refusal = queue.refusal(work, IDLE)
+    assert refusal is not None
+    return refusal
 
 
 def test_work_is_counted_and_not_requests() -> None:
@@ -66,9 +73,9 @@ def test_retry_after_is_when_it_would_fit_at_the_observed_rate() -> None:
     queue = admission(max_candidates=1000)
     linear(queue, 0.002)
     queue.add(job(1000))
-    refused = queue.refusal(job(250), IDLE)
-    assert refused.reason == "queue_full"
-    assert refused.retry_after_seconds == pytest.approx(250 * 0.002)
+    refusal = refused(queue, job(250))
+    assert refusal.reason == "queue_full"
+    assert refusal.retry_after_seconds == pytest.approx(250 * 0.002)
 
 
 def test_the_predicted_wait_bounds_the_queue_in_seconds() -> None:
@@ -78,8 +85,9 @@ def test_the_predicted_wait_bounds_the_queue_in_seconds() -> None:
     linear(queue, 0.001)
     assert queue.full(IDLE) is None
     queue.add(job(200))
-    refused = queue.full(IDLE)
-    assert refused.retry_after_seconds == pytest.approx(0.1)
+    refusal = queue.full(IDLE)
+    assert refusal is not None
+    assert refusal.retry_after_seconds == pytest.approx(0.1)
 
 
 def test_who_joins_the_next_forward_does_not_wait_for_it_to_fill() -> None:
@@ -156,11 +164,11 @@ def test_a_deadline_is_held_against_the_predicted_wait_and_all_chunks() -> None:
     linear(queue, 0.001)
     queue.add(job(500))
     assert queue.refusal(job(100, deadline=clock() + 0.61), IDLE) is None
-    late = queue.refusal(job(100, deadline=clock() + 0.59), IDLE)
+    late = refused(queue, job(100, deadline=clock() + 0.59))
     assert late.reason == "deadline"
     assert queue.refusal(job(100, chunks=2, deadline=clock() + 1.11), IDLE) is None  # two turns, each behind the others
     assert queue.refusal(job(100, chunks=2, deadline=clock() + 1.09), IDLE) is not None
-    past = queue.refusal(job(1, deadline=clock()), IDLE)
+    past = refused(queue, job(1, deadline=clock()))
     assert past.reason == "deadline"
 
 
@@ -186,9 +194,9 @@ def test_a_light_key_does_not_wait_for_a_heavy_one() -> None:
     queue = admission(Batching(max_candidates=100), max_wait_seconds=0.6, max_share_per_key=1.0)
     linear(queue, 0.001)
     queue.add(job(1000, key="heavy"))
-    for key, refused in (("heavy", True), ("light", False)):
-        assert (queue.refusal(job(10, key=key), IDLE) is not None) == refused
-        assert (queue.full(IDLE, key) is not None) == refused
+    for key, is_refused in (("heavy", True), ("light", False)):
+        assert (queue.refusal(job(10, key=key), IDLE) is not None) == is_refused
+        assert (queue.full(IDLE, key) is not None) == is_refused
     assert queue.wait(job(200, key="light"), IDLE).forwards == 2  # the heavy key is served as much meanwhile
 
 
@@ -217,9 +225,9 @@ def test_a_key_over_its_rate_is_told_when_it_may_come_again() -> None:
         assert queue.refusal(work, IDLE) is None
         queue.add(work)
         queue.remove(work)
-        refused = queue.refusal(work, IDLE)
-        assert refused.reason == "key_rate"
-        assert refused.retry_after_seconds == pytest.approx(wait)
+        refusal = refused(queue, work)
+        assert refusal.reason == "key_rate"
+        assert refusal.retry_after_seconds == pytest.approx(wait)
         assert queue.refusal(job(160, key="other"), IDLE) is None
         assert queue.refusal(job(160), IDLE) is None  # where no keys are configured, there is no rate
         clock.advance(wait)
@@ -238,7 +246,7 @@ def test_no_work_of_a_key_is_outside_its_rate() -> None:
         queue.add(context)
         queue.remove(context)
     for work in (job(0, 60, key="k"), job(1, key="k")):
-        assert queue.refusal(work, IDLE).reason == "key_rate"
+        assert refused(queue, work).reason == "key_rate"
 
 
 def test_the_table_of_rules_names_the_settings_and_their_defaults() -> None:
