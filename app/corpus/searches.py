@@ -66,6 +66,9 @@ class Searches:
         self._is_loading = False
         self._changing = asyncio.Lock()  # held by a swap, too: no change may fall between a load and its installation
         self._changes: set[asyncio.Task[CorpusState]] = set()  # under way
+        self._held: LoadedCorpus | None = (
+            None  # the last that served: it has the directory, though its engine may be lost
+        )
         self._behind: LoadedCorpus | None = None  # its engine lacks a change that is on the disk
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -126,9 +129,10 @@ class Searches:
         self._is_loading = True
         try:
             async with self._changing:
-                before: LoadedCorpus | None = None if self.versions.current is None else self.versions.current.model
-                self.versions.install(await self.versions.load(lambda steps: load(checkpoint, corpus, before)))
-                self._paths = checkpoint, corpus
+                before = self._held
+                worker = await self.versions.load(lambda steps: load(checkpoint, corpus, before))
+                self.versions.install(worker)
+                self._held, self._paths = worker.model, (checkpoint, corpus)
                 if before is not None:
                     before.changes.close()
                 if self.feed is not None:
@@ -154,9 +158,10 @@ class Searches:
                 await asyncio.gather(*self._changes, *self._tasks, return_exceptions=True)
         finished = self.places.idle.is_set() and not self._changes
         self.fail_all(lambda: EngineDown("The process stops.", retry_after_seconds=RETRY_AFTER_SECONDS))
-        if not self._changes:  # else one may still be written: the end of the process closes its file
-            for worker in self.versions.held:
-                worker.model.changes.close()
+        if (
+            self._held is not None and not self._changes
+        ):  # else one may still be written: the end of the process closes its file
+            self._held.changes.close()
         self.versions.drop()
         return finished
 
