@@ -1,4 +1,4 @@
-"""Small random towers and a corpus of theirs on disk. Not a test itself."""
+"""Small random towers and a corpus of theirs on disk, and requests for its posts. Not a test itself."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from starlette.testclient import TestClient
 from torch import Tensor
 
 from app.settings import Retrieval
@@ -112,3 +113,23 @@ def setting(directory: Path, **options: Any) -> Retrieval:
     """The settings that serve what `written` writes."""
     checkpoint, corpus = written(directory, **options)
     return Retrieval(checkpoint=checkpoint, corpus=corpus)
+
+
+EVENT = {"post_id": 17, "author_id": 5, "actions": ["favorite", "2"], "product_surface": 3, "dwell_time": 12.5}
+ASKED: dict[str, Any] = {
+    "user_id": "77",
+    "history": [EVENT, {"post_id": "18", "author_id": 6, "actions": {"reply": 0.5}}],
+}
+
+
+def asked(**changes: Any) -> dict[str, Any]:
+    """A valid request for posts; `...` takes a field out."""
+    return {name: value for name, value in (ASKED | changes).items() if value is not ...}
+
+
+def posts_of(client: TestClient, **changes: Any) -> list[dict[str, Any]]:
+    """The posts that /retrieve returns for `asked(**changes)`."""
+    reply = client.post("/retrieve", json=asked(**changes))
+    assert reply.status_code == 200, reply.text
+    posts: list[dict[str, Any]] = reply.json()["posts"]
+    return posts

@@ -36,9 +36,9 @@ RANK = Decoder(schema.RankRequest)
 ASKED = inference_of(GOOD, ACTIONS)
 
 
-def read(asked: Inference, *, binary: bool = True, **limits: int) -> Columns:
+def read(asked: Inference, *, binary: bool = True, limits: schema.Limits = LIMITS) -> Columns:
     body, headers = asked.body(binary=binary)
-    given = tensors.read(body, next(iter(headers.values()), None), SimpleNamespace(**(vars(LIMITS) | limits)))
+    given = tensors.read(body, next(iter(headers.values()), None), limits)
     return tensors.columns(given, WORDS, CONFIG)
 
 
@@ -192,9 +192,9 @@ def test_no_candidates_is_no_request() -> None:
 
 
 def test_shapes_say_how_long_a_request_is() -> None:
-    for limits in ({"max_candidates": 2}, {"max_history": 2}):
+    for limit in ("max_candidates", "max_history"):
         with pytest.raises(TooLarge):
-            read(ASKED, **limits)
+            read(ASKED, limits=SimpleNamespace(**vars(LIMITS) | {limit: 2}))
 
 
 @pytest.mark.parametrize("shape", [[2**62, 0], [0, 2**62], [2**63 - 1, 1]])
@@ -203,7 +203,8 @@ def test_shapes_say_how_long_a_request_is() -> None:
 def test_a_shape_beyond_memory_is_invalid(shape: list[int], actions: str, binary: bool) -> None:
     header = ASKED.header(binary=False)
     tensor: dict[str, Any] = {"name": "history.actions", "datatype": "FP32", "shape": shape}
-    tensor |= {"parameters": {"binary_data_size": 0}} if binary else {"data": []}
+    data: dict[str, Any] = {"parameters": {"binary_data_size": 0}} if binary else {"data": []}
+    tensor |= data
     header["inputs"] = [tensor, *(given for given in header["inputs"] if given["name"] != "history.actions")]
     header["parameters"] = {"actions": actions}
     text = orjson.dumps(header)

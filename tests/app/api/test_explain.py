@@ -327,14 +327,14 @@ def test_a_client_that_leaves_drops_all_of_it() -> None:
 
 
 async def test_others_come_in_between_the_pieces_of_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns, seen, render = [0], list[int](), explain.render
+    turns, seen, render = [0], list[int](), explanation.render
 
     def watched(*given: Any) -> Iterator[bytes]:
         for piece in render(*given):
             seen.append(turns[0])
             yield piece
 
-    monkeypatch.setattr(explain, "render", watched)
+    monkeypatch.setattr("app.api.explain.render", watched)
     async with rankers.running() as ranker:
         transport = httpx.ASGITransport(create_app(ranker.settings, ranker))
         loop = asyncio.get_running_loop()

@@ -18,7 +18,7 @@ from app.service.ranker import LocalRanker
 from app.settings import Auth, Limits, Queue, Retrieval, Settings
 from tests.app import retrieving
 from tests.app.api.live import until
-from tests.app.api.test_retrieve import NOW, asked, posts_of
+from tests.app.retrieving import NOW, asked, posts_of
 from tests.support.asgi import ADDRESS, served
 from tests.support.fakes import FakeEngine, fake_loader
 from tests.support.rankers import figure
@@ -61,7 +61,9 @@ def expected(client: TestClient, viewer: dict[str, Any], options: dict[str, Any]
     posts = client.post("/retrieve", json=viewer | retrieval).json()["posts"]
     candidates = [{key: post[key] for key in ("post_id", "author_id", "created_at")} for post in posts]
     top_k = changes.get("top_k", len(posts))
-    ranked = client.post("/rank", json=viewer | options | {"candidates": candidates, "top_k": top_k}).json()
+    ranked: dict[str, Any] = client.post(
+        "/rank", json=viewer | options | {"candidates": candidates, "top_k": top_k}
+    ).json()
     found = {post["post_id"]: post for post in posts}
     for row in ranked["candidates"]:
         post = found[row["post_id"]]
@@ -146,7 +148,8 @@ def test_it_is_as_strict_as_rank(client: TestClient, changes: dict[str, Any], fi
 
 def test_a_refused_or_answered_request_leaves_no_place_taken(running: tuple[TestClient, LocalRanker]) -> None:
     client, ranker = running
-    for changes in ({}, {"topics": []}, {"user_id": 0, "history": []}, {"k": 0}, {"exclude": [-1]}):
+    some: list[dict[str, Any]] = [{}, {"topics": []}, {"user_id": 0, "history": []}, {"k": 0}, {"exclude": [-1]}]
+    for changes in some:
         client.post("/recommend", json=asked(**changes))
     assert (ranker.admission.requests, ranker.admission.candidates) == (0, 0)
 

@@ -19,22 +19,13 @@ from model.retrieval.engine import RetrievalEngine, Users
 from model.retrieval.inputs import Answers, PostChange, PostRows, Query
 from tests.app import retrieving
 from tests.app.api.live import head, listening, read_reply, until
+from tests.app.retrieving import EVENT, asked, posts_of
 from tests.support.asgi import served
 from tests.support.fakes import FakeEngine, Gate, fake_loader
 from tests.support.rankers import figure
 
 NOW = retrieving.NOW
-EVENT = {"post_id": 17, "author_id": 5, "actions": ["favorite", "2"], "product_surface": 3, "dwell_time": 12.5}
-ASKED: dict[str, Any] = {
-    "user_id": "77",
-    "history": [EVENT, {"post_id": "18", "author_id": 6, "actions": {"reply": 0.5}}],
-}
 BOTH = pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
-
-
-def asked(**changes: Any) -> dict[str, Any]:
-    """A valid request; `...` takes a field out."""
-    return {name: value for name, value in (ASKED | changes).items() if value is not ...}
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +38,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClie
 @pytest.fixture
 def client(running: tuple[TestClient, LocalRanker]) -> TestClient:
     return running[0]
-
-
-def posts_of(client: TestClient, **changes: Any) -> list[dict[str, Any]]:
-    reply = client.post("/retrieve", json=asked(**changes))
-    assert reply.status_code == 200, reply.text
-    posts: list[dict[str, Any]] = reply.json()["posts"]
-    return posts
 
 
 def test_a_reply_holds_what_the_contract_says(client: TestClient) -> None:
@@ -287,7 +271,7 @@ def test_a_search_whose_client_leaves_is_not_made(path: str, tmp_path: Path, mon
 
     def held(engine: RetrievalEngine, queries: list[Query], users: Users) -> Answers:
         made.extend(query.context.user_id for query in queries)
-        gate(queries)  # type: ignore[arg-type]
+        gate(())
         return search(engine, queries, users)
 
     def request(user: int) -> bytes:
