@@ -22,7 +22,7 @@ from weights.errors import CheckpointError
 from weights.format.tensorfile import Progress
 from weights.published.npz import FLOAT32, NpzFile
 from weights.text_ids import IdKind, is_text_id, text_ids
-from weights.values import problem_of_stored_ids, problem_of_times
+from weights.values import Problem, problem_of_stored_ids, problem_of_times
 
 REPRESENTATIONS = "candidate_representations"
 ENCODED_ROWS = 256
@@ -62,27 +62,26 @@ class Posts:
         raise NotImplementedError
 
     def column(self, name: str) -> Iterator[Tensor]:
-        """Yield one of `columns` in order: int64, ids from 2^63 on negative; topics int32, indexing `topic_names`; texts as in `Corpus`.
-
-        Raises CheckpointError for a post id of 0 and for what is not a time.
-        """
-        if name == "topics":
-            return self._topics()
-        return self._checked(name) if name in ("post_ids", "created_at") else self._column(name)
+        """Yield one of `columns` in order: int64, ids from 2^63 on negative; topics int32, indexing `topic_names`; texts as in `Corpus`."""
+        return self._topics() if name == "topics" else self._column(name)
 
     def _column(self, name: str) -> Iterator[Tensor]:
-        """`column` for all but the topics, without its checks."""
+        """`column` for all but the topics."""
         raise NotImplementedError
 
-    def _checked(self, name: str) -> Iterator[Tensor]:
+    def check_values(self, *, ids: bool) -> None:
+        """Raises CheckpointError, which names the row, for what is not a time and, with `ids`, for the post id 0."""
+        if ids:
+            self._check_each("post_ids", lambda column: problem_of_stored_ids(column.view(np.uint64)))
+        if "created_at" in self.columns:
+            self._check_each("created_at", problem_of_times)
+
+    def _check_each(self, name: str, problem_of: Callable[[NDArray[np.int64]], Problem | None]) -> None:
         rows = 0
-        for chunk in self._column(name):
-            values = chunk.numpy()
-            found = problem_of_times(values) if name == "created_at" else problem_of_stored_ids(values.view(np.uint64))
-            if found is not None:
+        for chunk in self.column(name):
+            if (found := problem_of(chunk.numpy())) is not None:
                 raise CheckpointError(f"{self.path}, row {rows + found[0] + 1}: {name} {found[1]}.")
             rows += len(chunk)
-            yield chunk
 
     def topic_names(self) -> tuple[str, ...]:
         """Topic names in order of first occurrence; complete once the column has been read."""
@@ -194,6 +193,7 @@ def make_corpus(
             f"{source.path} has ids that are {source.ids}, those of {encoder.manifest.name} are {wanted}: texts are read "
             "from Parquet or JSON lines."
         )
+    source.check_values(ids=encode)  # a published file may have padding, which it is imported with
     if not encode:
         check_rows(source, encoder)
     width, table = encoder.manifest.config.width, encoder.towers.tables.post.dtype
