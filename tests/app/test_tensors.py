@@ -303,6 +303,7 @@ BAD: dict[str, tuple[bytes | dict[str, Any], int | str | None, type[ServiceError
     "shared memory": (
         {"inputs": [USER | {"parameters": {"shared_memory_region": "zq9marker"}}]}, None, InvalidRequest, "inputs[0]",
     ),
+    "a tensor twice": ({"inputs": [USER | {"data": [1]}, USER | {"data": [2]}]}, None, InvalidRequest, "inputs[1].name"),
     "cut off": (b'{"inputs":[', None, MalformedJson, ""),
     "many values": (b'{"inputs":[%b]}' % b",".join([b"{}"] * 300_000), None, TooLarge, ""),
 }  # fmt: skip
