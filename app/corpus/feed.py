@@ -356,7 +356,7 @@ def _cause_of(error: BaseException) -> str:
             if isinstance(at, kind):
                 return reason
         at = at.__cause__ or at.__context__
-    return type(error).__name__
+    return "the connection ended"
 
 
 def _sentence_of(error: Exception) -> str:
