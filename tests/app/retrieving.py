@@ -1,4 +1,4 @@
-"""Small random towers and a corpus of theirs on disk, and loaders for them. Not a test itself."""
+"""Small random towers and a corpus of theirs on disk, and requests for its posts. Not a test itself."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from starlette.testclient import TestClient
 from torch import Tensor
 
-from app.engine.loading import RetrievalLoader, retrieval_loader
-from app.settings import Settings
-from loadtest.soak.fake_engine import ACTIONS
+from app.settings import Retrieval
 from model.retrieval.corpus import packed
 from model.retrieval.towers import Towers
 from weights.checkpoint import load_encoder, save_checkpoint
@@ -25,6 +24,7 @@ from weights.corpus.store import CorpusLabels, write_corpus
 from weights.synthetic.random_weights import mini_config, random_model, retrieval_config
 from weights.text_ids import IdKind, text_ids
 
+ACTIONS = ("favorite", "reply", "report")
 POSTS = 300
 TOPICS = ("sport", "news", "art")
 NOW = 1_780_000_000
@@ -109,6 +109,27 @@ def _made(seed: int, version: str, leave_out: tuple[str, ...], actions: tuple[st
     return directory
 
 
-def loader(directory: Path, **options: Any) -> RetrievalLoader:
-    """Loads what `written` writes."""
-    return retrieval_loader(*written(directory, **options), Settings(threads=1))
+def setting(directory: Path, **options: Any) -> Retrieval:
+    """The settings that serve what `written` writes."""
+    checkpoint, corpus = written(directory, **options)
+    return Retrieval(checkpoint=checkpoint, corpus=corpus)
+
+
+EVENT = {"post_id": 17, "author_id": 5, "actions": ["favorite", "2"], "product_surface": 3, "dwell_time": 12.5}
+ASKED: dict[str, Any] = {
+    "user_id": "77",
+    "history": [EVENT, {"post_id": "18", "author_id": 6, "actions": {"reply": 0.5}}],
+}
+
+
+def asked(**changes: Any) -> dict[str, Any]:
+    """A valid request for posts; `...` takes a field out."""
+    return {name: value for name, value in (ASKED | changes).items() if value is not ...}
+
+
+def posts_of(client: TestClient, **changes: Any) -> list[dict[str, Any]]:
+    """The posts that /retrieve returns for `asked(**changes)`."""
+    reply = client.post("/retrieve", json=asked(**changes))
+    assert reply.status_code == 200, reply.text
+    posts: list[dict[str, Any]] = reply.json()["posts"]
+    return posts

@@ -1,5 +1,4 @@
-"""A post is deleted once, in the stream: no process of the service returns it any more, whatever its form; and a
-stream that is gone is told at once."""
+"""A post is deleted once, in the stream: no replica returns it any more; and a stream that is gone is told at once."""
 
 from __future__ import annotations
 
@@ -10,9 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from loadtest.servers.stream import RedisServer
 from tests.app import retrieving
 from tests.e2e.process import DEMO, Server, serving
+from tests.support.redis_server import RedisServer
 from weights.actions import STANDARD_ACTIONS
 
 pytestmark = pytest.mark.skipif(not RedisServer.is_installed(), reason="Debian's redis-server is not installed")
@@ -41,34 +40,33 @@ def told_at_once(server: Server, what: str) -> None:
     assert (reply.status_code, reply.json()["status"]) == (200, "ready")
 
 
-def test_a_deleted_post_is_gone_from_one_process_and_from_fronts(tmp_path: Path) -> None:
+def test_a_deleted_post_is_gone_from_every_replica(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as redis:
         client = redis.client()
-        replicas = [retrieving.written(tmp_path / name, actions=STANDARD_ACTIONS) for name in ("one", "other")]
-        one, other = (
+        pairs = [retrieving.written(tmp_path / name, actions=STANDARD_ACTIONS) for name in ("one", "other")]
+        settings = [
             {
                 "threads": 1,
                 "retrieval__checkpoint": towers,
                 "retrieval__corpus": corpus,
-                "retrieval__feed": redis.url("posts"),
+                "retrieval__feed": redis.address("posts"),
             }
-            for towers, corpus in replicas
-        )
-        with serving(DEMO, **one) as alone, serving(DEMO, fronts=2, **other) as fronts:
-            last = client.xadd(
-                "posts", {"change": json.dumps({"upsert": [{"post_id": "900", "author_id": "5"}]})}
-            ).decode()
-            assert "900" in posts(alone, last) & posts(fronts, last)
+            for towers, corpus in pairs
+        ]
+        with serving(DEMO, **settings[0]) as one, serving(DEMO, **settings[1]) as other:
+            new = {"upsert": [{"post_id": "900", "author_id": "5"}]}
+            last = client.xadd("posts", {"change": json.dumps(new)}).decode()
+            assert "900" in posts(one, last) & posts(other, last)
             last = client.xadd("posts", {"change": json.dumps({"delete": ["900", "1"]})}).decode()
-            for server in (alone, fronts):
+            for server in (one, other):
                 assert not posts(server, last) & {"900", "1"}
-            told = [httpx.get(f"{server.url}/info").json()["retrieval"]["corpus"] for server in (alone, fronts)]
+            told = [httpx.get(f"{server.url}/info").json()["retrieval"]["corpus"] for server in (one, other)]
             assert told[0]["changes_digest"] == told[1]["changes_digest"]
-            assert [(one["sequence"], one["position"]) for one in told] == [(2, last)] * 2
+            assert [(each["sequence"], each["position"]) for each in told] == [(2, last)] * 2
             client.rename("posts", "elsewhere")
-            for server in (alone, fronts):
-                told_at_once(server, "The stream posts, which was read up to")
+            for server in (one, other):
+                told_at_once(server, f"The stream, which was read up to {last}, is gone.")
             client.rename("elsewhere", "posts")
-        with serving(DEMO, **one) as again:
+        with serving(DEMO, **settings[0]) as again:
             assert httpx.get(f"{again.url}/info").json()["retrieval"]["corpus"]["position"] == last
             assert not posts(again, last) & {"900", "1"}

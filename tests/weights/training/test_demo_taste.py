@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.request.features import candidates_of, context_of
-from app.request.vocabulary import Vocabulary
 from model.create import EngineOptions, create_engine
 from model.engine import Engine, Item
-from tests.app.serving import checked
+from tests.support.bodies import inputs_of
 from weights.actions import STANDARD_ACTIONS
 from weights.checkpoint import Checkpoint, load_checkpoint
 from weights.training.demo_example import EVENTS, OTHER_TOPICS, POST_AGE_HOURS, example_request
@@ -50,8 +48,7 @@ def engine(checkpoint: Checkpoint) -> Iterator[Engine]:
 def scores(engine: Engine, checkpoint: Checkpoint, body: dict[str, Any]) -> list[float]:
     """The combined score of every candidate of a request, under the checkpoint's own weights."""
     manifest = checkpoint.manifest
-    request = checked(body, Vocabulary.of(manifest))
-    item = Item(context_of(request, manifest.config), candidates_of(request, manifest.config))
+    item = Item(*inputs_of(body, manifest))
     probabilities = engine.forward([item])[0].scores.probabilities
     weights = [manifest.score_weights.get(name, 0.0) for name in manifest.action_names]
     return [float(value) for value in probabilities @ weights]
