@@ -62,7 +62,8 @@ def start(arguments: Sequence[str], program: str) -> int:
         if settings.workers > 1:
             from app.processes import parent
 
-            return parent.run(settings, arguments)
+            role = parent.inherited()
+            return parent.run(settings, arguments) if role is None else parent.play(role, settings)
         gc.disable()  # until the first load has ended
         from app import server
 

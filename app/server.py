@@ -21,8 +21,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import structlog
 import uvicorn
@@ -30,11 +31,15 @@ import uvloop
 from fastapi import FastAPI
 
 from app.api.connection import Connection, State, sweep
+from app.api.operations import Scrapes
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START
 from app.interface import Ranker
 from app.main import create_admin_app, create_app, create_probe_app
 from app.settings import ADMIN_HOST, ANY_ADDRESS, Settings, listen_hosts
 from app.telemetry import logs
+
+if TYPE_CHECKING:
+    from app.processes.engine_process import EngineProcess
 
 BACKLOG = 2048  # connections that may wait to be accepted
 KEEP_ALIVE_SECONDS = 75  # longer than the 60 s of common balancers, so that they close first
@@ -181,8 +186,15 @@ class Server(Port):
             await asyncio.sleep(0.02)
 
 
-def run(settings: Settings, ranker: Ranker | None = None, sockets: Sequence[socket.socket] | None = None) -> int:
-    """Serve until the end; the exit code of the process. A worker of several is given its ranker, and its sockets, which it shares."""
+def run(
+    settings: Settings,
+    ranker: Ranker | None = None,
+    sockets: Sequence[socket.socket] | None = None,
+    *,
+    tells: bool = True,
+) -> int:
+    """Serve until the end; the exit code of the process. A worker of several is given its ranker, and its sockets, which it shares.
+    `tells`: whether it tells people what to try."""
     is_alone = ranker is None
     if ranker is None:
         from app.service.ranker import create_ranker
@@ -193,30 +205,69 @@ def run(settings: Settings, ranker: Ranker | None = None, sockets: Sequence[sock
         ranker = local
     logs.lines.on_drop = ranker.metrics.log_lines_dropped.labels("reader_slow").inc
     raise_file_limit()
-    places = {"port": (settings.host, settings.port)} if sockets is None else {}
-    if is_alone and settings.probes.port is not None:
-        places["probes"] = settings.probes.host, settings.probes.port
-    if is_alone and settings.admin.port is not None:
-        places["admin"] = ADMIN_HOST, settings.admin.port
-    bound: dict[str, list[socket.socket]] = {}
-    for name, (host, port) in places.items():
-        try:
-            bound[name] = bind(host, port)
-        except OSError as error:
-            log.error("cannot_listen", host=host, port=port, reason=error.strerror)
-            return EXIT_START
-    server = Server(create_app(settings, ranker), sockets or bound["port"], ranker, settings)
-    sides = []
-    if "probes" in bound:
-        sides.append(Port(create_probe_app(settings, ranker), bound["probes"]))
-    if "admin" in bound:
-        sides.append(Port(create_admin_app(settings, ranker), bound["admin"]))
+    try:
+        bound = bind_logged(settings.host, settings.port) if sockets is None else sockets
+        sides = side_ports(settings, ranker) if is_alone else []
+    except OSError:
+        return EXIT_START
+    server = Server(create_app(settings, ranker), bound, ranker, settings)
+    server.tells = tells
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(server, sides))
     if ranker.has_running_threads():
         logs.drain()
         os._exit(server.exit_code)  # a thread that loads or hangs in native code would not survive an orderly end
     return server.exit_code
+
+
+def run_engine(settings: Settings, engine: EngineProcess, path: str) -> int:
+    """Rank for the workers that connect at `path`, until the end; the exit code of the process."""
+    ranker = engine.ranker
+    logs.lines.on_drop = ranker.metrics.log_lines_dropped.labels("reader_slow").inc
+    try:
+        sides = side_ports(settings, ranker, engine.exposition)
+    except OSError:
+        return EXIT_START
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        code = runner.run(_serve_engine(engine, path, sides))
+    if ranker.has_running_threads():
+        logs.drain()
+        os._exit(code)
+    return code
+
+
+async def _serve_engine(engine: EngineProcess, path: str, sides: Sequence[Port]) -> int:
+    others = [asyncio.ensure_future(side.serve(side.sockets)) for side in sides]
+    code = await engine.serve(path)
+    for side in sides:
+        side.should_exit = True
+    await asyncio.gather(*others)
+    return code
+
+
+def side_ports(
+    settings: Settings, ranker: Ranker, exposition: Callable[[], Awaitable[bytes]] | None = None
+) -> list[Port]:
+    """The ports for probes and for the admin interface, where they are set. Raises OSError, which is logged, where one is taken.
+    `exposition`: the metrics of all processes."""
+    found = []
+    if settings.probes.port is not None:
+        app = create_probe_app(settings, ranker)
+        if exposition is not None:
+            app.state.scrapes = Scrapes(exposition)
+        found.append(Port(app, bind_logged(settings.probes.host, settings.probes.port)))
+    if settings.admin.port is not None:
+        found.append(Port(create_admin_app(settings, ranker), bind_logged(ADMIN_HOST, settings.admin.port)))
+    return found
+
+
+def bind_logged(host: str, port: int) -> list[socket.socket]:
+    """What `bind` gives. Logs and raises OSError where it cannot listen."""
+    try:
+        return bind(host, port)
+    except OSError as error:
+        log.error("cannot_listen", host=host, port=port, reason=error.strerror)
+        raise
 
 
 def hung(reason: str) -> None:
