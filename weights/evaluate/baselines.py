@@ -24,6 +24,7 @@ FEATURES = (
 )  # fmt: skip
 DIMENSIONS = 32
 STRENGTH = 20.0  # impressions that the rate which a rate is drawn towards counts as
+VECTOR_SHARE = 0.75
 MOST_ROWS = 200_000  # to fit the models on
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -72,34 +73,37 @@ def baselines(
 ) -> dict[str, dict[int, Floats]]:
     """Each baseline's probabilities of the actions (places in the log) for the rows from request `split` on, by name and action.
 
-    The models are fitted on the rows before. Users' histories go on after the split, as they do for the ranker.
+    The models are fitted on the last quarter of the rows before, with post vectors from the other three: what a user did must not be part
+    of the vector that explains it. Users' histories go on after the split, as they do for the ranker.
     """
     from sklearn.ensemble import HistGradientBoostingClassifier
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
+    from threadpoolctl import threadpool_limits
 
     frozen, rng = int(examples.starts[split]), np.random.default_rng(seed)
-    rows = np.sort(rng.permutation(frozen)[:MOST_ROWS])
-    vectors = post_vectors(examples.log.take(np.arange(frozen)), seed)
+    early = max(1, int(frozen * VECTOR_SHARE))
+    rows = np.sort(early + rng.permutation(frozen - early)[:MOST_ROWS])
+    vectors = [post_vectors(examples.log.take(np.arange(end)), seed) for end in (early, frozen)]
     found: dict[str, dict[int, Floats]] = {name: {} for name in BASELINES}
     likeness = [FEATURES.index(name) for name in FEATURES if "likeness" in name or name == "post rate"]
     for done, action in enumerate(actions):
-        features = history_features(examples, frozen, action, vectors)
+        before, features = (history_features(examples, frozen, action, each) for each in vectors)
         happened = examples.log.actions[rows, action]
         found[POPULARITY][action] = features[frozen:, FEATURES.index("post rate")]
         if happened.all() or not happened.any():
             found[FACTORS][action] = found[BOOSTED][action] = found[POPULARITY][action]
             continue
         linear = make_pipeline(StandardScaler(), LogisticRegression())
-        linear.fit(np.nan_to_num(features[rows][:, likeness]), happened)
+        linear.fit(np.nan_to_num(before[rows][:, likeness]), happened)
         found[FACTORS][action] = _second(linear.predict_proba(np.nan_to_num(features[frozen:, likeness])))
         progress(3 * done + 1, 3 * len(actions))
-        trees = HistGradientBoostingClassifier(
-            max_iter=200, learning_rate=0.06, max_leaf_nodes=31, early_stopping=True, random_state=seed
-        )
-        trees.fit(features[rows], happened)
-        found[BOOSTED][action] = _second(trees.predict_proba(features[frozen:]))
+        told = ~np.isnan(before[rows]).all(0)  # scikit-learn takes no column without any value
+        trees = HistGradientBoostingClassifier(max_iter=150, learning_rate=0.06, early_stopping=False)
+        with threadpool_limits(1):  # of several, each waits for the slowest at every leaf
+            trees.fit(before[rows][:, told], happened)
+            found[BOOSTED][action] = _second(trees.predict_proba(features[frozen:, told]))
         progress(3 * done + 3, 3 * len(actions))
     return found
 

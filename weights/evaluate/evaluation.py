@@ -160,7 +160,7 @@ class Judge:
         """The mean of the groups' values; `user_of` says whose each group is."""
         users = self.draws.shape[1]
         return Means(
-            np.bincount(user_of[groups], values, users),
+            np.asarray(np.bincount(user_of[groups], values, users), np.float64),
             np.bincount(user_of[groups], minlength=users),
         )
 

@@ -67,7 +67,9 @@ Over the {{ evaluation.frequent | length }} actions with at least 1 % positives,
 
 {{ table(["action", "share", "AUC", "log-loss", "normalised entropy", "calibration error"], actions) }}
 
+{% if evaluation.frequent %}
 Mean calibration error of the actions with at least 1 % positives: {{ evaluation.calibration_error() | number }}, in bins of equal count.
+{% endif %}
 {% if evaluation.dwell_error_seconds %}
 Root mean squared error of the dwell: {{ evaluation.dwell_error_seconds[0] | number(2) }} s, of always predicting its mean
 {{ evaluation.dwell_error_seconds[1] | number(2) }} s.
@@ -109,7 +111,7 @@ def write_evaluation(evaluation: Evaluation, directory: Path, title: str, comman
         actions=_actions(evaluation),
         has_picture=bool(told),
         ablations=[
-            ["nothing" if name == "none" else name, f"{auc:.4f}", f"{loss:.4f}"]
+            ["nothing" if name == "none" else name, _cell(auc), _cell(loss)]
             for name, (auc, loss) in evaluation.ablations.items()
         ],
         group_sources=list(sources),
@@ -174,11 +176,15 @@ def _ways(evaluation: Evaluation) -> list[list[str]]:
     ]
 
 
+def _cell(figure: float | None) -> str:
+    return "–" if figure is None or np.isnan(figure) else f"{figure:.4f}"
+
+
 def _actions(evaluation: Evaluation) -> list[list[str]]:
     rows = []
     for name in sorted(evaluation.actions, key=lambda action: -evaluation.shares[action]):
         auc, (loss, entropy, error) = evaluation.pooled[MODEL].get(name), evaluation.quality[name]
-        numbers = ["–" if each is None or np.isnan(each) else f"{each:.4f}" for each in (auc, loss, entropy, error)]
+        numbers = [_cell(each) for each in (auc, loss, entropy, error)]
         rows.append([name, f"{evaluation.shares[name]:.2%}", *numbers])
     return rows
 

@@ -15,13 +15,18 @@ import torch
 pytest.importorskip("pyarrow")
 pytest.importorskip("matplotlib")
 
-from model.ranker import Ranker
+from model.synthetic import random_ranker
 from tests.weights.call import run
 from tests.weights.training.small_run import small_config
 from weights.actions import continuous_outputs
 from weights.checkpoint import load_checkpoint, save_checkpoint
+<<<<<<< HEAD
 from weights.evaluate.compare import Comparison, compare, explorer_link, request_body
 from weights.training import initial
+=======
+from weights.evaluate.compare import Comparison, compare, explorer_link
+from weights.training.example import request_body
+>>>>>>> train
 from weights.training.examples import Examples
 from weights.training.log import write_log
 from weights.world.simulate import World
@@ -33,10 +38,7 @@ ROOT = Path(__file__).parents[3]
 def directory(tmp_path_factory: pytest.TempPathFactory, world: World) -> Path:
     """Two checkpoints and a log. `worse` differs from `one` in half of its heads' weights."""
     out = tmp_path_factory.mktemp("compared")
-    ranker = Ranker(small_config())
-    initial.unit(ranker, torch.Generator().manual_seed(3))
-    for table in ranker.tables.parameters():
-        torch.nn.init.normal_(table, std=0.5)
+    ranker = random_ranker(small_config(), 3)
     names = world.log.action_names
     for name in ("one", "worse"):
         save_checkpoint(
@@ -111,7 +113,7 @@ def test_the_command_writes_the_page_and_refuses_in_a_sentence(directory: Path, 
     said, stored = json.loads(out), json.loads((tmp_path / "out/figures.json").read_text())
     assert said["kendall"] == stored["kendall"]
     assert [each["name"] for each in stored["checkpoints"]] == ["one", "worse"]
-    page = (tmp_path / "out/index.html").read_text()
-    assert page.count('href="http://127.0.0.1:8000/explore#') == 10 == len(stored["changed"])
-    code, out = call("--out", tmp_path / "none", "--since", 2**40)
+    page = (tmp_path / "out/report.md").read_text()
+    assert page.count("](http://127.0.0.1:8000/explore#") == 10 == len(stored["changed"])
+    code, out = call("--out", tmp_path / "none", "--since", "2030-01-01")
     assert (code, "no requests" in out) == (1, True)
