@@ -14,7 +14,6 @@ pytest.importorskip("matplotlib")
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from weights.training.sorted_log import open_sorted, sort_log
 
 from tests.weights.call import run
 from weights.actions import SCORE_WEIGHT_SETS
