@@ -275,9 +275,9 @@ def _integer_ids(sent: Sequence[Any]) -> NDArray[np.uint64]:
     if written.translate(None, b"0123456789,"):
         raise ValueError
     numbers = orjson.loads(b"[%b]" % written)  # refuses empty strings and leading zeros
-    if len(numbers) != len(sent) or float in map(type, numbers):  # a comma in a string; 2^64 and more
+    if len(numbers) != len(sent):  # a comma in a string
         raise ValueError
-    return np.asarray(array("Q", numbers))
+    return np.asarray(array("Q", numbers))  # 2^64 and more came as a float, which is a TypeError
 
 
 @dataclass(slots=True)
@@ -358,28 +358,29 @@ class _Posts:
 
     def _take_named(self, items: Sequence[Any], found: NDArray[np.float32], index: Mapping[str, int]) -> None:
         """Write the actions of lists and maps into `found`, `[n, A]`."""
-        names = [*chain.from_iterable(items)]
+        width = found.shape[1]
         try:
-            columns = np.fromiter(map(index.__getitem__, names), np.intp, len(names))
+            places = [row * width + index[name] for row, item in enumerate(items) for name in item]
         except KeyError:
-            row = next(row for row, item in enumerate(items) if not index.keys() >= {*item})
-            path = self.path("actions", row)
-            if isinstance(items[row], dict):
-                raise InvalidRequest(path, f"every name {NO_ACTION}") from None
-            columns_of(items[row], index, path)
-            raise
-        rows = np.repeat(np.arange(len(items)), np.fromiter(map(len, items), np.intp, len(items)))
-        places, width = rows * found.shape[1] + columns, found.shape[1]
-        taken = np.zeros(found.size, np.bool_)
-        taken[places] = True
-        if np.count_nonzero(taken) < len(names):
-            times = np.bincount(places)
-            raise InvalidRequest(self.path("actions", int(times.argmax()) // width), NAMED_TWICE)
+            raise self._unknown_action(items, index) from None
+        if len({*places}) < len(places):
+            row = next(row for row, item in enumerate(items) if len({index[name] for name in item}) < len(item))
+            raise InvalidRequest(self.path("actions", row), NAMED_TWICE)
         values: NDArray[np.float64] | float = 1.0
         if dict in {*map(type, items)}:
             each = (item.values() if isinstance(item, dict) else repeat(1.0, len(item)) for item in items)
-            values = np.fromiter(chain.from_iterable(each), np.float64, len(names))
+            values = np.fromiter(chain.from_iterable(each), np.float64, len(places))
             if (problem := problem_of_actions(values)) is not None:
                 place, text = problem
-                raise InvalidRequest(f"{self.path('actions', int(rows[place]))}.{names[place]}", text)
+                name = [*chain.from_iterable(items)][place]
+                raise InvalidRequest(f"{self.path('actions', places[place] // width)}.{name}", text)
         found.ravel()[places] = values
+
+    def _unknown_action(self, items: Sequence[Any], index: Mapping[str, int]) -> InvalidRequest:
+        row = next(row for row, item in enumerate(items) if not index.keys() >= {*item})
+        item, path = items[row], self.path("actions", row)
+        if isinstance(item, dict):
+            return InvalidRequest(path, f"every name {NO_ACTION}")
+        return InvalidRequest(
+            f"{path}[{next(place for place, name in enumerate(item) if name not in index)}]", NO_ACTION
+        )

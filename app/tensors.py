@@ -124,7 +124,7 @@ class Tensor(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class TensorRequest:
     """A request of bounded size whose tensors are not read yet. `outputs`: those that are wanted, each with whether its data is binary.
-    `candidates` and `history`: how many, by the shapes. `timeout_seconds`: how long the caller waits, None where the body does not say."""
+    `candidates` and `history`: how many, by the shapes."""
 
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, bool]
@@ -327,7 +327,7 @@ class _Reader:
         """The dense form of masks."""
         words, width = self._sizes["W"], len(self._actions)
         axes = "H" if len(tensor.shape) == 1 and words == 1 else "HW"
-        bits = bits_of(self._checked(MASKED, tensor, Spec("UINT64", axes)).reshape(-1, words), 64 * words)
+        bits = bits_of(self._checked(MASKED, tensor, Spec("UINT64", axes)).reshape(self._sizes["H"], words), 64 * words)
         if bits[:, width:].any():
             raise InvalidRequest(MASKED, NO_MASK.format(width))
         return bits[:, :width]

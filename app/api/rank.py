@@ -22,7 +22,7 @@ from app import columns, replies, schema
 from app.api.caller import Caller, CallerInfo, cancelled_with
 from app.api.window import Window
 from app.columns import Vocabulary, Wishes
-from app.errors import MalformedJson, Overloaded, ServiceError, TooLarge
+from app.errors import MalformedJson, Overloaded, ServiceError, TooLarge, told
 from app.interface import Job, Ranked, Ranker, ServedModel
 from app.schema import PROBLEMS, BatchReply, BatchRequest, ContextReply, ContextRequest, RankReply, RankRequest
 from app.telemetry.exchange import Exchange
@@ -241,8 +241,8 @@ class Batch:
                     work, job, parse_seconds = await self._begin(item, places)
                 ranked = await self._state.ranker.rank(job, work.context, work.candidates)
             body = _reply(self._caller.exchange, work, ranked, parse_seconds)
-        except ServiceError as error:
-            return error
+        except (ServiceError, MemoryError) as error:
+            return told(error)
         return Result(body, work.model, ranked.cache, ranked.handle)
 
     async def _begin(self, item: bytes, places: ExitStack) -> tuple[Work, Job, float]:

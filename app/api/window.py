@@ -47,11 +47,6 @@ class Window:
             places.callback(self._count, -1, -candidates, -tokens)
             return job
 
-    async def empty(self) -> None:
-        """Wait until no request of this call is in the queue."""
-        while self._jobs:
-            await self._one_leaves()
-
     def _count(self, jobs: int, candidates: int, tokens: int) -> None:
         self._jobs += jobs
         self._candidates += candidates

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import numpy as np
 import orjson
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.json import Decoder
 
 from app import schema, tensors
@@ -199,10 +202,11 @@ def test_shapes_say_how_long_a_request_is() -> None:
 
 @pytest.mark.parametrize("shape", [[2**62, 0], [0, 2**62], [2**63 - 1, 1]])
 @pytest.mark.parametrize("actions", ["", "favorite"])
+@pytest.mark.parametrize("datatype", ["FP32", "UINT64"])
 @pytest.mark.parametrize("binary", [True, False])
-def test_a_shape_beyond_memory_is_invalid(shape: list[int], actions: str, binary: bool) -> None:
+def test_a_shape_beyond_memory_is_invalid(shape: list[int], actions: str, datatype: str, binary: bool) -> None:
     header = ASKED.header(binary=False)
-    tensor: dict[str, Any] = {"name": "history.actions", "datatype": "FP32", "shape": shape}
+    tensor: dict[str, Any] = {"name": "history.actions", "datatype": datatype, "shape": shape}
     data: dict[str, Any] = {"parameters": {"binary_data_size": 0}} if binary else {"data": []}
     tensor |= data
     header["inputs"] = [tensor, *(given for given in header["inputs"] if given["name"] != "history.actions")]
@@ -210,6 +214,38 @@ def test_a_shape_beyond_memory_is_invalid(shape: list[int], actions: str, binary
     text = orjson.dumps(header)
     with pytest.raises(InvalidRequest):
         tensors.columns(parsed(text, len(text) if binary else None), WORDS, CONFIG)
+
+
+@pytest.mark.parametrize("kind", ["u8", "f4"])
+@pytest.mark.parametrize("binary", [True, False])
+def test_no_actions_may_be_named(binary: bool, kind: str) -> None:
+    inputs = ASKED.inputs | {"history.actions": np.zeros((3, 0), kind)}
+    found = read(
+        Inference({name: inputs[name] for name in inputs if name != "weights"}, {"actions": ""}), binary=binary
+    )
+    assert found.context.actions.tolist() == [[0, 0, 0]] * 3  # type: ignore[union-attr]
+
+
+@st.composite
+def odd_headers(draw: st.DrawFn) -> dict[str, Any]:
+    """A valid request in JSON, with up to three values replaced by odd ones, or by others of its own."""
+    body = copy.deepcopy(ASKED.header(binary=False))
+    parts = [body, body["parameters"], *body["inputs"]]
+    for _ in range(draw(st.integers(1, 3))):
+        part = draw(st.sampled_from(parts))
+        name = draw(st.sampled_from([*part, "parameters", "outputs", "id"]))
+        own = st.sampled_from([part.get(key) for part in parts for key in part])
+        part[name] = copy.deepcopy(draw(strategies.odd | own))
+    return body
+
+
+@settings(max_examples=400, deadline=None)
+@given(body=odd_headers(), rest=st.binary(max_size=9), has_length=st.booleans())
+def test_no_odd_request_is_a_fault(body: dict[str, Any], rest: bytes, has_length: bool) -> None:
+    text = json.dumps(body).encode()
+    with suppress(ServiceError):
+        given = tensors.read(text + rest if has_length else text, str(len(text)) if has_length else None, LIMITS)
+        tensors.columns(given, WORDS, CONFIG)
 
 
 # what other servers of the protocol pass over

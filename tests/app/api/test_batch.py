@@ -166,7 +166,7 @@ def test_candidates_of_a_call_and_of_all_calls_have_room_up_to_a_bound() -> None
 def test_all_requests_have_one_deadline() -> None:
     with served(
         FakeEngine(before=lambda items: time.sleep(0.2)),
-        batching=Batching(max_requests=1),
+        batching=Batching(max_requests=1, max_candidates=3),
         deadline=Deadline(default_seconds=0.5),
     ) as (client, _):
         codes = codes_of(client, [good(user_id=user) for user in range(1, 9)])
