@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+import msgspec
 import numpy as np
 
 from model.retrieval.inputs import NO_IDS, Change, Mark, NewPosts, PostChange, PostRows
@@ -345,10 +346,9 @@ def _connected(path: Path, mode: str) -> sqlite3.Connection:
 
 
 def _digest(values: Sequence[Any]) -> int:
-    """BLAKE2b of a row's values, as a signed 64-bit integer."""
-    said = repr([value for value in values if not isinstance(value, bytes)]).encode()
-    vectors = b"".join(value for value in values if isinstance(value, bytes))
-    return int.from_bytes(hashlib.blake2b(said + vectors, digest_size=8).digest(), "little", signed=True)
+    """BLAKE2b of a row's values and their types, as a signed 64-bit integer."""
+    digest = hashlib.blake2b(msgspec.msgpack.encode(values), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _found(path: Path) -> os.stat_result | None:
