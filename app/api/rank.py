@@ -103,6 +103,7 @@ async def context(request: Request, caller: Caller) -> Response:
             viewer = columns.context_of(asked, vocabulary, model.manifest.config)
             request_id = None if asked.request_id is UNSET else asked.request_id
             note(state, exchange, viewer, request_id)
+        del asked  # as in `_rank`
         ranked = await cancelled_with(request, state.ranker.rank(job, viewer, NO_CANDIDATES))
     timings = timings_of(exchange, exchange.stages["parse"], ranked)
     with measured(exchange, "serialize"):
@@ -116,6 +117,7 @@ async def _rank(request: Request, caller: CallerInfo, name: str = "") -> Respons
     asked = _read(state, exchange, model, caller.body)
     with admitted(state, caller, model, **asked.sizes()) as job:
         work = _work(state, exchange, model, asked)
+        del asked  # its objects take several times the memory of the columns that wait
         ranked = await cancelled_with(request, state.ranker.rank(job, work.context, work.candidates))
     body = _reply(exchange, work, ranked, exchange.stages["parse"])
     return Response(body, media_type=JSON, headers=replies.headers_of(model, ranked, exchange))
