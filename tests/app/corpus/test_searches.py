@@ -312,6 +312,19 @@ async def test_text_ids_are_changed_and_found(tmp_path: Path) -> None:
             assert len(texts) == 298 + len(there)
 
 
+async def test_changes_of_a_feed_are_made_once_together_and_only_behind_their_position(tmp_path: Path) -> None:
+    """Another corpus may have taken the place of the one that they were read for."""
+    async with running(settings_of(tmp_path, feed="redis://127.0.0.1:1/posts")) as searches:
+        state = await searches.follow([change([1], [900]), change([2], [901])], "", "5-0")
+        assert (state.posts, state.mark.sequence, state.mark.position) == (299, 2, "5-0")
+        for after in ("", "4-0"):
+            assert (await searches.follow([change([3], [])], after, "6-0")).mark == state.mark
+        assert (await searches.follow([], "5-0", "6-0")).mark == state.mark._replace(position="6-0"), (
+            "none that can be read"
+        )
+        assert {1, 2, 3, 900, 901} & await ids_of(searches) == {3, 900, 901}
+
+
 async def test_searches_go_on_while_new_posts_are_indexed(tmp_path: Path) -> None:
     settings, gate = settings_of(tmp_path), Gate()
     load, _ = watched(settings, prepare=gate)
