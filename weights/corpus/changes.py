@@ -31,7 +31,7 @@ from weights.format.manifest import MANIFEST_NAME, Manifest
 from weights.format.writer import sync
 
 FORM = 1  # of the tables
-BUSY_SECONDS = 10.0  # how long to wait while another process copies the file
+BUSY_SECONDS = 10.0  # how long to wait while another process reads the file
 TABLES = """
 CREATE TABLE posts (
     post_id INTEGER PRIMARY KEY, -- the 64 bits of the id, as a signed integer
@@ -202,7 +202,7 @@ def load_changed(
 ) -> tuple[StoredCorpus, Changes, Change]:
     """Load a corpus, lock its directory (see `Changes`) and read its changes as one. Raises CheckpointError."""
     stored = load_corpus(path, encoder)
-    refuse_old_log(path, stored.manifest)
+    _refuse_old_log(path, stored.manifest)
     changes = Changes(stored, may_change=may_change, before=before)
     try:
         return stored, changes, changes.read()
@@ -213,22 +213,11 @@ def load_changed(
 
 def read_changes(directory: Path, manifest: CorpusManifest) -> Change:
     """All changes as one, as `Changes.read`, without a lock: also beside the process that makes them. Raises CheckpointError."""
-    refuse_old_log(directory, manifest)
+    _refuse_old_log(directory, manifest)
     return _read(directory, manifest)
 
 
-def copy_changes(directory: Path, manifest: CorpusManifest, out: Path) -> None:
-    """Copy the changes of a corpus to another directory. Another process may be making some meanwhile. Raises CheckpointError."""
-    source, target = (changes_file(each, manifest) for each in (directory, out))
-    if source.exists():
-        try:
-            with closing(_connected(source, "rw")) as database, closing(_connected(target, "rwc")) as copy:
-                database.backup(copy)
-        except sqlite3.Error as error:
-            raise _not_written(error) from error
-
-
-def refuse_old_log(directory: Path, manifest: CorpusManifest) -> None:
+def _refuse_old_log(directory: Path, manifest: CorpusManifest) -> None:
     """Raises CheckpointError if the changes are still in a log that an earlier version wrote."""
     if old_changes_file(directory, manifest).exists():
         raise CheckpointError(

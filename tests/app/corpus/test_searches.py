@@ -28,6 +28,7 @@ from tests.support.fakes import FakeClock, Gate
 from tests.support.rankers import until
 from weights.checkpoint import load_manifest
 from weights.corpus.changes import load_changed
+from weights.corpus.snapshot import write_snapshot
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 from weights.text_ids import IdKind
 
@@ -298,6 +299,40 @@ async def test_however_it_was_changed_a_restart_finds_the_same_posts_in_the_same
         assert searches.present() == state
     async with running(settings) as again:
         assert await posts_of(again) == before
+
+
+@pytest.mark.parametrize("ids", ["uint64", "text"])
+async def test_a_snapshot_serves_what_the_corpus_serves(tmp_path: Path, ids: IdKind) -> None:
+    """Posts, order and bits; and the same changes lead from both to the same mark."""
+    texts = (
+        b'{"upsert": [{"post_id": "%d", "author_id": "b", "topic": "new"}, {"post_id": "post:3", "author_id": "c"}], '
+        b'"delete": ["post:1"]}'
+    )
+    numbers = (
+        b'{"upsert": [{"post_id": %d, "author_id": 2, "topic": "new"}, {"post_id": 3, "author_id": 7}], "delete": [1]}'
+    )
+    body = texts if ids == "text" else numbers
+    (tmp_path / "copy").mkdir()
+    retrieving.written(tmp_path, ids=ids)
+    async with running(settings_of(tmp_path)) as searches:
+        for number in (900, 901):
+            await searches.change(read_change(body % number, ids))
+        snapshot = await asyncio.to_thread(write_snapshot, tmp_path / "corpus-v1", tmp_path / "copy" / "corpus-v1")
+        assert snapshot.version == "v1+2"
+        shutil.copytree(tmp_path / "towers-v1", tmp_path / "copy" / "towers-v1")
+        async with running(settings_of(tmp_path / "copy")) as copy:
+            for further in (b"", body % 902):
+                if further:
+                    marks = [(await each.change(read_change(further, ids))).mark for each in (searches, copy)]
+                    assert marks[0] == marks[1]
+                ours, theirs = [(await found(each, query())).posts for each in (searches, copy)]
+                assert ours.post_ids.tolist() == theirs.post_ids.tolist()
+                assert ours.scores.tobytes() == theirs.scores.tobytes()
+                assert (ours.topics, ours.created_at.tolist(), ours.texts) == (
+                    theirs.topics,
+                    theirs.created_at.tolist(),
+                    theirs.texts,
+                )
 
 
 async def test_text_ids_are_changed_and_found(tmp_path: Path) -> None:
