@@ -40,7 +40,8 @@ def build(settings: Settings | None = None, **options: Any) -> serve.Application
             if health.failed:
                 raise RuntimeError(health.reason)
 
-    return Replica.bind()
+    bound: serve.Application = Replica.bind()  # type: ignore[attr-defined]  # serve.deployment made it one
+    return bound
 
 
 _rankers: list[Any] = []  # of this replica's process
