@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 
 from app.main import create_app, create_probe_app
 from app.settings import Explore, Probes, Retrieval, Settings
-from loadtest.servers.launch import free_port
+from loadtest.server import free_port
 from tests.app import retrieving
 from tests.app.api.live import until
 from tests.support import rankers
