@@ -37,10 +37,12 @@ class LogError(ValueError):
 def open_table(path: Path, columns: Mapping[str, pa.DataType]) -> ds.FileSystemDataset:
     """Open a Parquet file, a JSON lines file (.jsonl), or a directory of either, for reading in pieces. `columns`: types of these columns
     in JSON lines. Raises LogError, also for columns that the first file, or the first megabyte of JSON lines, lacks: they would be lost."""
+    if not path.exists():
+        raise LogError(f"{path} is not there")
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     is_json, where = any(file.suffix in JSON_LINES for file in files), path
     try:
-        for file in files:
+        for file in filter(Path.is_file, files):
             with file.open("rb") as opened:
                 if problem := pointer_problem(opened.read(HEAD_BYTES)):
                     raise LogError(f"{file} {problem}")
@@ -55,8 +57,9 @@ def open_table(path: Path, columns: Mapping[str, pa.DataType]) -> ds.FileSystemD
             elif late := set(piece.physical_schema.names) - set(source.schema.names):
                 raise LogError(f"{piece.path} has columns that {source.files[0]} lacks: {', '.join(sorted(late))}")
     except (OSError, pa.ArrowException) as error:
+        form = "JSON lines" if is_json else "Parquet (a file of JSON lines ends in .jsonl)"
         hint = ": write every column in every row" if "unexpected field" in str(error) else ""
-        raise LogError(f"{where} cannot be read as {'JSON lines' if is_json else 'Parquet'}: {error}{hint}") from error
+        raise LogError(f"{where} cannot be read as {form}: {error}{hint}") from error
     if not source.files:
         raise LogError(f"{path} holds no Parquet files")
     return source

@@ -159,18 +159,14 @@ def test_tables_are_mapped_while_the_ranker_lives(large: Path) -> None:
 
 
 def test_a_file_written_just_before_is_read_once_its_times_can_be_trusted(
-    small: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock of file times is coarse: a write in the same tick would not be seen."""
-    table = small / "tables.user.safetensors"
-
-    def meanwhile(_seconds: float) -> None:
-        table.write_bytes(table.read_bytes()[:-4] + b"1234")
-
-    os.utime(table)
-    monkeypatch.setattr(time, "sleep", meanwhile)
-    with pytest.raises(CheckpointError, match=r"tables\.user\.safetensors changed while it was being read"):
+    params = small / "params.safetensors"  # read first
+    written = params.stat().st_ctime
+    monkeypatch.setattr(time, "time", lambda: written)
+    monkeypatch.setattr(time, "sleep", lambda _: params.write_bytes(params.read_bytes()[:-4] + b"1234"))
+    with pytest.raises(CheckpointError, match=r"params\.safetensors changed while it was being read"):
         load_checkpoint(small, threads=1)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.weights.small import sign, write_small
 from weights.checkpoint import load_checkpoint, load_manifest
@@ -129,9 +130,10 @@ def wrong_shape(path: Path) -> None:
 
 
 def in_bfloat16(path: Path) -> None:
-    """Parameters must be float32. As many bytes as before."""
-    header(lambda entries: entries[ACTIONS].update(dtype="BF16", shape=[16, 38]))(path)
-    sign(path, lambda values: values["tensors"][ACTIONS].update(dtype="bfloat16", shape=[16, 38]))
+    """Parameters must be float32, whatever file and manifest say together."""
+    tensors = load_file(path / PARAMS)
+    save_file(tensors | {ACTIONS: tensors[ACTIONS].bfloat16()}, path / PARAMS)
+    sign(path, lambda values: values["tensors"][ACTIONS].update(dtype="bfloat16"))
 
 
 DAMAGES: dict[str, tuple[Damage, str]] = {
@@ -159,7 +161,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "one tensor more": (header(lambda entries: entries.update(more={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})), f"{PARAMS} "),
     "another shape in the file": (entry(shape=[19, 16]), f"{PARAMS} holds tensor heads.actions as float32"),
     "another shape in both": (wrong_shape, f"{PARAMS} has tensor heads.actions of shape .* the architecture asks"),
-    "parameters in bfloat16": (in_bfloat16, f"{PARAMS} has tensor heads.actions"),
+    "parameters in bfloat16": (in_bfloat16, f"{PARAMS} has tensor heads.actions as bfloat16; parameters must be float32"),
     "a dtype that is not stored": (entry(dtype="U32"), f"{PARAMS} holds tensor heads.actions as U32; only"),
     "offsets that overlap": (entry(data_offsets=[4, 1220]), NO_HEADER),
     "negative offsets": (entry(data_offsets=[-4, 1212]), NO_HEADER),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from weights.tables import LogError, column_of, ids_of, open_table, tables_of
-from weights.training.log import COLUMNS, read_log, unsorted
+from weights.tables import LogError, column_of, ids_of, open_table, place_of, tables_of
+from weights.training.log import COLUMNS, read_log
 
 IDS = [1, 2**53 + 1, 5281804507670857603, 2**63 - 1, 2**63, 2**63 + 12345, 2**64 - 1]
 MANY = 20_000  # rows of more than the megabyte from which pyarrow guesses the types
@@ -84,14 +83,6 @@ def test_a_file_that_is_damaged_within_is_named(tmp_path: Path) -> None:
         list(tables_of(open_table(path, COLUMNS), 10))
 
 
-def test_a_column_costs_no_more_among_many() -> None:
-    """The names of all columns were listed for each."""
-    log = pa.table({name: [1] for name in COLUMNS} | {f"action.{number}": [False] for number in range(20_000)})
-    began = time.perf_counter()
-    assert unsorted(log, "The table").actions.shape == (1, 20_000)
-    assert time.perf_counter() - began < 6
-
-
 def test_ids_as_floats_and_times_with_a_unit_are_refused() -> None:
     with pytest.raises(LogError, match="holds double, not integers"):
         ids_of(pa.table({"user_id": [1.0, 2.0]}), "user_id", "uint64", "The table")
@@ -99,3 +90,21 @@ def test_ids_as_floats_and_times_with_a_unit_are_refused() -> None:
         with pytest.raises(LogError, match="write Unix seconds"):
             column_of(pa.table({"at": pa.array([10**9], pa.timestamp(unit))}), "at", pa.int64(), "The table")
     assert column_of(pa.table({"at": [1e9]}), "at", pa.int64(), "The table").tolist() == [10**9]
+
+
+def test_a_file_that_git_lfs_has_not_fetched_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", [row()])
+    (tmp_path / "b.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 147583746\n")
+    with pytest.raises(LogError, match=r"b\.parquet is a Git LFS pointer"):
+        open_table(tmp_path, COLUMNS)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_a_row_is_named_by_its_file_and_number(tmp_path: Path, suffix: str) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / f"{name}{suffix}", [row()] * 5)
+    source = open_table(tmp_path, COLUMNS)
+    word = "line" if suffix == ".jsonl" else "row"
+    assert [place_of(source, each).rsplit("/")[-1] for each in (0, 4, 5)] == [
+        f"a{suffix}, {word} 1", f"a{suffix}, {word} 5", f"b{suffix}, {word} 1",
+    ]  # fmt: skip

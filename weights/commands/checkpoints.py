@@ -70,7 +70,7 @@ def import_(
     ] = None,
     replace: Replace = False,
 ) -> None:
-    """Convert a published checkpoint. Streams the tables, unpickles nothing, refuses unknown keys and arrays."""
+    """Convert a published checkpoint. Unpickles nothing, refuses unknown keys and arrays."""
     started = time.perf_counter()
     with (
         refusals(),

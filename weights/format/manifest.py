@@ -206,6 +206,8 @@ class Manifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     @classmethod
     def fields_of(cls, values: dict[str, Any]) -> dict[str, Any]:
         """See `Document.fields_of`. `architecture` becomes `config`, of the kind of model that `model` names."""
+        if "kind" in values:
+            raise CheckpointError(f"describes a {str(values['kind'])[:40]}, not a model: see `corpus --help`")
         kind, architecture = values.pop("model", None), values.pop("architecture", None)
         if kind not in (None, "retrieval"):
             raise CheckpointError("is of a kind of model that this build does not know")

@@ -20,7 +20,6 @@ from weights.training.examples import Examples
 from weights.training.log import aligned, log_of
 
 BATCH_TOKENS = 8192
-"""Most candidates and events in a forward of several requests. No bit of a score depends on it."""
 
 NAMING = ("request_id", "user_id", "post_id")
 
@@ -40,8 +39,15 @@ class Prepared:
 class Scorer:
     """One checkpoint with a warm engine. Used by one thread; `close` it."""
 
-    def __init__(self, checkpoint: Checkpoint, options: EngineOptions, actions: Sequence[str] | None = None) -> None:
-        """`actions`: the actions whose probabilities are wanted; all if None.
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        options: EngineOptions,
+        actions: Sequence[str] | None = None,
+        batch_tokens: int = BATCH_TOKENS,
+    ) -> None:
+        """`actions`: the actions whose probabilities are wanted; all if None. `batch_tokens`: most candidates and events in a forward of
+        several requests; no bit of a score depends on it.
 
         Raises CheckpointError for an action that the checkpoint lacks, EngineError if the engine cannot run here.
         """
@@ -53,7 +59,8 @@ class Scorer:
         self._wanted = [names.index(name) for name in wanted]
         self._scales = np.array([output.scale for output in self.manifest.continuous], np.float32)
         self._weights = np.array([self.manifest.score_weights.get(name, 0.0) for name in names])
-        cache_bytes = _cache_bytes(self.manifest.config, options)
+        self._batch_tokens = batch_tokens
+        cache_bytes = _cache_bytes(self.manifest.config, options, batch_tokens)
         self.engine = create_engine(checkpoint.ranker, replace(options, cache_bytes=cache_bytes))
         self.engine.warm_up()
 
@@ -84,7 +91,7 @@ class Scorer:
             aligned(log_of(table, where, self.manifest.ids), self.manifest.action_names), self.manifest.config
         )
         requests = np.flatnonzero(examples.times >= since_ts)
-        requests = requests[_waves(examples, requests)]
+        requests = requests[_waves(examples, requests, self._batch_tokens)]
         counts = examples.stops[requests] - examples.starts[requests]
         offsets = np.cumsum(counts) - counts
         rows = np.repeat(examples.starts[requests] - offsets, counts) + np.arange(counts.sum())
@@ -95,7 +102,7 @@ class Scorer:
         log, rows, actions, done = prepared.examples.log, prepared.rows, len(self._wanted), 0
         score = np.empty(len(rows), np.float64)
         outputs = np.empty((actions + len(self._scales), len(rows)), np.float32)  # in the order of the forwards
-        for items in batches(prepared):
+        for items in batches(prepared, self._batch_tokens):
             found, stop = [outcome.scores for outcome in self.engine.forward(items)], done
             for scores in found:
                 if not scores.is_finite():
@@ -123,13 +130,13 @@ class Scorer:
         self.engine.close()
 
 
-def _cache_bytes(config: ModelConfig, options: EngineOptions) -> int:
+def _cache_bytes(config: ModelConfig, options: EngineOptions, batch_tokens: int) -> int:
     """Cache size: what the options allow, at most four forwards' contexts in float32: a user's next request is in the next forward."""
     token_bytes = 2 * 4 * config.layers * config.kv_heads * config.head_width
-    return min(cache_budget(options.cache_bytes, find_device(options.device)), 4 * BATCH_TOKENS * token_bytes)
+    return min(cache_budget(options.cache_bytes, find_device(options.device)), 4 * batch_tokens * token_bytes)
 
 
-def batches(prepared: Prepared) -> Iterator[list[Item]]:
+def batches(prepared: Prepared, batch_tokens: int = BATCH_TOKENS) -> Iterator[list[Item]]:
     """Yield the requests in batches, one per forward."""
     examples, items, tokens = prepared.examples, list[Item](), 0
     columns = (examples.starts, examples.stops, examples.last - examples.oldest)
@@ -137,7 +144,7 @@ def batches(prepared: Prepared) -> Iterator[list[Item]]:
     for index, is_kept, start, stop, events in zip(
         prepared.requests.tolist(), prepared.is_kept.tolist(), *each, strict=True
     ):
-        if items and tokens + stop - start + events > BATCH_TOKENS:
+        if items and tokens + stop - start + events > batch_tokens:
             yield items
             items, tokens = [], 0
         items.append(Item(examples.context(index, is_kept), examples.candidates(slice(start, stop))))
@@ -146,7 +153,7 @@ def batches(prepared: Prepared) -> Iterator[list[Item]]:
         yield items
 
 
-def _waves(examples: Examples, requests: NDArray[np.int64]) -> NDArray[np.intp]:
+def _waves(examples: Examples, requests: NDArray[np.int64], batch_tokens: int) -> NDArray[np.intp]:
     """Reorder requests given in time order: for as many users as fill a forward, each one's first request, then each one's second …
 
     A request then finds the beginning of its context in the engine's cache: the user's last request was in an earlier forward.
@@ -158,7 +165,7 @@ def _waves(examples: Examples, requests: NDArray[np.int64]) -> NDArray[np.intp]:
     turn = np.empty(len(user), np.int64)
     turn[by_user] = np.arange(len(user)) - np.repeat(np.cumsum(counts) - counts, counts)
     tokens = examples.config.history_length + (examples.stops - examples.starts)[requests].mean()
-    return np.lexsort((user, turn, user // max(1, int(BATCH_TOKENS / tokens))))
+    return np.lexsort((user, turn, user // max(1, int(batch_tokens / tokens))))
 
 
 def _is_continued(examples: Examples, requests: NDArray[np.int64]) -> NDArray[np.bool_]:

