@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from weights.errors import CheckpointError, reason_of
 from weights.format.manifest import ContinuousOutput
+from weights.values import score_weight_problem
 
 STANDARD_ACTIONS = (
     "favorite", "reply", "repost", "photo_expand", "click", "profile_click", "vqv", "share", "share_via_dm",
@@ -69,3 +75,67 @@ def default_score_weights(action_names: Sequence[str], name: str = "default") ->
     """The weights of set `name` for those of the actions that it contains. Raises KeyError for an unknown set."""
     weights = SCORE_WEIGHT_SETS[name]
     return {action: weights[action] for action in action_names if action in weights}
+
+
+def score_weights_of(given: str, action_names: Sequence[str]) -> dict[str, float]:
+    """The score weights that `--score-weights` asks for, by action.
+
+    `given` is one of: the name of a set in SCORE_WEIGHT_SETS, of which the known actions are taken; the weights themselves, as in
+    `favorite=1,report=-20`; a JSON file with an object of action → weight. An action that is not named has the weight 0.
+    Raises CheckpointError for an unknown action, an action named twice, or a value that is not a number within ±1e9.
+    """
+    if given in SCORE_WEIGHT_SETS:
+        return default_score_weights(action_names, given)
+    path = Path(given)
+    entries, where = (_inline(given), "--score-weights") if "=" in given and not path.exists() else (_of(path), given)
+    weights: dict[str, float] = {}
+    for action, weight in entries:
+        if action not in action_names:
+            near = difflib.get_close_matches(action, action_names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(action_names)}"
+            raise CheckpointError(f"{where}: there is no action {action[:64]!r}; {hint}")
+        if action in weights:
+            raise CheckpointError(f"{where} names {action} twice.")
+        if problem := score_weight_problem(weight):
+            raise CheckpointError(f"{where}: the weight of {action} {problem}.")
+        weights[action] = float(weight)
+    return weights
+
+
+def score_weights_text(weights: Mapping[str, float]) -> str:
+    """Score weights as `--score-weights` takes them: `favorite=1,report=-20`."""
+    return ",".join(f"{action}={weight:.15g}" for action, weight in weights.items())
+
+
+def _inline(given: str) -> list[tuple[str, Any]]:
+    """The entries of `favorite=1,report=-20`; what is no number stays a text, which is no weight."""
+    entries: list[tuple[str, Any]] = []
+    for entry in filter(None, map(str.strip, given.split(","))):
+        action, _, text = entry.partition("=")
+        try:
+            entries.append((action.strip(), float(text)))
+        except ValueError:
+            entries.append((action.strip(), text))
+    return entries
+
+
+def _of(path: Path) -> list[tuple[str, Any]]:
+    """The entries of a JSON object in a file, repeated keys included."""
+    try:
+        entries = json.loads(path.read_bytes(), object_pairs_hook=_Pairs)
+    except FileNotFoundError as error:
+        sets = ", ".join(SCORE_WEIGHT_SETS)
+        raise CheckpointError(
+            f"{path} is neither a file nor a set of score weights ({sets}) nor weights such as favorite=1,report=-20."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
+    if not isinstance(entries, _Pairs):
+        raise CheckpointError(f"{path} must hold a JSON object of action → weight.")
+    return entries
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """The entries of a JSON object, in their order."""

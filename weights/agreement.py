@@ -1,4 +1,4 @@
-"""Measures how similarly two checkpoints rank one request, for `weights compare` and a shadow's metrics. Needs only numpy."""
+"""Measures how similarly two checkpoints rank one request, for `compare`. Needs the `train` extra."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import kendalltau
 
 from weights.format.manifest import Manifest
 
@@ -45,36 +46,8 @@ def pearson(left: Floats, right: Floats) -> float:
 
 
 def kendall(left: Floats, right: Floats) -> float:
-    """Kendall's τ-b of both orders, after Knight (1966); 1 if all values are tied on both sides, 0 if on one side only."""
-    order = np.lexsort((right, left))
-    one, other = (np.unique(each[order], return_inverse=True)[1].astype(np.int64) for each in (left, right))
-    pairs = len(one) * (len(one) - 1) // 2
-    tied_left, tied_right = _tied(one), _tied(other)
-    if pairs in (tied_left, tied_right):
-        return float(tied_left == tied_right)
-    tied_both = _tied(one * len(one) + other)
-    more = pairs - tied_left - tied_right + tied_both - 2 * _inversions(other)
-    return float(more / np.sqrt(float(pairs - tied_left) * float(pairs - tied_right)))
-
-
-def _tied(ranks: NDArray[np.int64]) -> int:
-    """Count the pairs with equal ranks."""
-    counts = np.unique(ranks, return_counts=True)[1]
-    return int((counts * (counts - 1) // 2).sum())
-
-
-def _inversions(ranks: NDArray[np.int64]) -> int:
-    """Count the pairs whose greater rank comes first, by a merge sort that handles all blocks of one length at once."""
-    rows = np.full(1 << (len(ranks) - 1).bit_length(), len(ranks))  # the padding is greater than every rank, and last
-    rows[: len(ranks)] = ranks
-    found, width = 0, 1
-    while width < len(rows):
-        blocks = rows.reshape(-1, 2 * width)
-        order = blocks.argsort(axis=1, kind="stable")
-        is_left = order < width
-        found += int(
-            (width - is_left.cumsum(axis=1))[~is_left].sum()
-        )  # for each rank in the right half, the greater ones in the left half
-        rows = np.take_along_axis(blocks, order, axis=1).reshape(-1)
-        width *= 2
-    return found
+    """Kendall's τ-b of both orders; 1 if all values are tied on both sides, 0 if on one side only."""
+    varies = [bool(np.ptp(each)) for each in (left, right)]
+    if not all(varies):
+        return float(varies[0] == varies[1])
+    return float(kendalltau(left, right).statistic)

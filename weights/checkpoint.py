@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,19 +101,23 @@ def save_checkpoint(
     version: str = "",
     ids: IdKind = "uint64",
     table_dtype: TableDtype = "float32",
+    training: Mapping[str, Any] | None = None,
     extras: Mapping[str, bytes] | None = None,
     replace: bool = False,
 ) -> Manifest:
     """Write a model on any device and of any dtype as a checkpoint directory; parameters become fp32, tables `table_dtype`.
 
-    An empty `version` becomes a short digest. `extras` are further files, such as `example.json`. Written to a temporary
-    directory and renamed, so a reader sees all or nothing. Raises CheckpointError for values that are not finite,
-    names that do not fit the outputs, or a path in use (an existing checkpoint is overwritten only with `replace`).
+    An empty `version` becomes a short digest. `training` says what was decided from the log: see `Manifest`. `extras` are further files,
+    such as `example.json`. Written to a temporary directory and renamed, so a reader sees all or nothing.
+    Raises CheckpointError for values that are not finite, names that do not fit the outputs, or a path in use (an existing checkpoint is
+    overwritten only with `replace`).
     """
     state = model.state_dict()
 
     def chunks(tensor: str) -> Iterable[Tensor]:
         return iter(torch.split(state[tensor], ROWS_PER_CHUNK))
 
-    labels = Labels(name, tuple(action_names), tuple(continuous), dict(score_weights or {}), version, ids)
+    labels = Labels(
+        name, tuple(action_names), tuple(continuous), dict(score_weights or {}), version, ids, dict(training or {})
+    )
     return write_checkpoint(path, model.config, chunks, labels, table_dtype=table_dtype, extras=extras, replace=replace)

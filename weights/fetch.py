@@ -13,10 +13,10 @@ from typing import Any
 import fsspec
 
 from weights.corpus.manifest import CorpusManifest
-from weights.corpus.store import load_corpus_manifest
 from weights.errors import CheckpointError
 from weights.format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from weights.format.writer import refused_writing, sync, write_file, written_beside
+from weights.git_lfs import HEAD_BYTES, pointer_problem
 
 ALONGSIDE = ("example.json", "names.json")  # read by the explorer's page if the checkpoint has them
 PIECE_BYTES = 8 * 2**20
@@ -55,9 +55,7 @@ def fetch(
                     if content is not None:
                         write_file(partial / name, content)
                 write_file(partial / MANIFEST_NAME, raw)
-        if (target / MANIFEST_NAME).read_bytes() != raw and not (
-            is_corpus and load_corpus_manifest(target).version != manifest.version  # compacted since it was fetched
-        ):
+        if type(manifest).from_json((target / MANIFEST_NAME).read_bytes()).digest != manifest.digest:
             raise CheckpointError("a different one with this name and version is already there")
         point(out / link, target.name)
     return target, manifest
@@ -89,6 +87,10 @@ def copied(source: Any, path: str, target: Path, entry: FileEntry) -> Iterator[i
             yield len(piece)
         writing.flush()
         os.fsync(writing.fileno())
+    with target.open("rb") as written:
+        problem = pointer_problem(written.read(HEAD_BYTES))
+    if problem:
+        raise CheckpointError(f"{target.name} {problem}")
     if (length, hashed.hexdigest()) != (entry.bytes, entry.sha256):
         raise CheckpointError(f"{target.name} is not what the manifest says")
 

@@ -1,30 +1,44 @@
-"""Output shared by all reports: figures as JSON, pictures as PNG, tables, and self-contained HTML. Computes nothing."""
+"""Writes reports: a Markdown page from a Jinja template, its figures as JSON beside it, pictures as PNG. Computes nothing."""
 
 from __future__ import annotations
 
 import json
 import math
-from base64 import b64encode
-from collections.abc import Iterable
-from html import escape
-from io import BytesIO
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import jinja2
 import numpy as np
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
+MACROS = """
+{%- macro table(head, rows) -%}
+| {{ head | join(" | ") }} |
+|---{{ "|--:" * (head | length - 1) }}|
+{% for row in rows -%}
+| {{ row | join(" | ") }} |
+{% endfor %}
+{%- endmacro -%}
+"""
+"""`table(head, rows)`: a Markdown table, numbers to the right."""
 
-STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
-    "table{border-collapse:collapse}td,th{padding:.15rem .7rem;text-align:right;border-bottom:1px solid #ccc}"
-    "td:first-child,th:first-child{text-align:left}img{max-width:100%;background:#fff}figure{margin:2rem 0}"
-)
-GREY, BLUE, YELLOW, DARK = "#b8b8b8", "#2f6f9f", "#e0a458", "#333333"
-"""The colours of every report; the model is blue."""
+PAGES = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)  # noqa: S701
+PAGES.filters["number"] = lambda value, digits=4: f"{value:.{digits}f}"
+PAGES.filters["percent"] = lambda value, digits=1: f"{value:.{digits}%}"
+
+
+def write_report(directory: Path, page: str, values: Mapping[str, Any], pictures: Mapping[str, bytes]) -> None:
+    """Write `report.md`, `figures.json` and the pictures, by file name, into a directory, which may exist. `page` is Markdown."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, picture in pictures.items():
+        (directory / name).write_bytes(picture)
+    (directory / "figures.json").write_text(json.dumps(values, indent=1) + "\n")
+    (directory / "report.md").write_text(page)
+
+
+def rendered(template: str, **values: Any) -> str:
+    """A page from a template, which may use `table` and the filters `number` and `percent`."""
+    return PAGES.from_string(MACROS + template).render(values)
 
 
 def plain(value: Any, digits: int | None = None) -> Any:
@@ -38,46 +52,3 @@ def plain(value: Any, digits: int | None = None) -> Any:
     if not isinstance(value, float):
         return value
     return (value if digits is None else round(value, digits)) if math.isfinite(value) else None
-
-
-def write_figures(directory: Path, values: dict[str, Any], indent: int | None = 1) -> None:
-    """Write `figures.json` into a directory."""
-    (directory / "figures.json").write_text(json.dumps(values, indent=indent) + "\n")
-
-
-def png(figure: Figure) -> bytes:
-    """Render the figure as a PNG without date or version, and close it."""
-    image = BytesIO()
-    figure.savefig(image, format="png", metadata={"Software": ""})
-    plt.close(figure)
-    return image.getvalue()
-
-
-def html_page(title: str, body: str) -> str:
-    """A whole document; `title` is text, `body` HTML."""
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style><h1>{escape(title)}</h1>{body}</html>\n"
-    )
-
-
-def html_image(alt: str, image: bytes) -> str:
-    """A PNG embedded in the document."""
-    return f'<img alt="{escape(alt)}" src="data:image/png;base64,{b64encode(image).decode()}">'
-
-
-def html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Head and cells are HTML."""
-    lines = [_cells("th", head), *(_cells("td", row) for row in rows)]
-    return f"<table>{''.join(lines)}</table>"
-
-
-def _cells(tag: str, cells: Iterable[str]) -> str:
-    return f"<tr>{''.join(f'<{tag}>{cell}</{tag}>' for cell in cells)}</tr>"
-
-
-def markdown_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Head and cells are Markdown, without newlines."""
-    head = list(head)
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
-    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])

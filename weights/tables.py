@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,20 @@ import pyarrow.dataset as ds
 import pyarrow.json
 from numpy.typing import NDArray
 
+from weights.git_lfs import HEAD_BYTES, pointer_problem
 from weights.text_ids import TEXT_RULE, IdKind, is_text_id, text_ids
+from weights.values import Problem, problem_of_dwells, problem_of_stored_ids, problem_of_times
 
 JSON_LINES = (".json", ".jsonl", ".ndjson")
 ID_TYPES: dict[IdKind, pa.DataType] = {"uint64": pa.uint64(), "text": pa.string()}
+
+
+CHECKS: dict[str, Callable[[NDArray[Any]], Problem | None]] = {
+    **dict.fromkeys(("impression_ts", "created_at"), problem_of_times),
+    **dict.fromkeys(("user_id", "post_id", "author_id", "post_ids", "author_ids"), problem_of_stored_ids),
+    "dwell_seconds": problem_of_dwells,
+}
+"""How the values of a column are checked, by its name in a log or in a table of posts."""
 
 
 class LogError(ValueError):
@@ -30,6 +40,10 @@ def open_table(path: Path, columns: Mapping[str, pa.DataType]) -> ds.FileSystemD
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     is_json, where = any(file.suffix in JSON_LINES for file in files), path
     try:
+        for file in files:
+            with file.open("rb") as opened:
+                if problem := pointer_problem(opened.read(HEAD_BYTES)):
+                    raise LogError(f"{file} {problem}")
         source = ds.dataset(path, format="json" if is_json else "parquet")
         if is_json:  # pyarrow guesses types from the first megabyte, and integers above 2^63 as floats
             source = ds.dataset(path, pa.schema([_declared(field, columns) for field in source.schema]), "json")
@@ -56,6 +70,22 @@ def _declared(field: pa.Field, columns: Mapping[str, pa.DataType]) -> pa.Field:
     else:
         fits = is_.is_integer(field.type) or (is_.is_floating(field.type) and wanted != pa.int64())
     return field.with_type(wanted) if fits or is_.is_null(field.type) else field
+
+
+def check_values(columns: Mapping[str, NDArray[Any]], place: Callable[[int], str]) -> None:
+    """Raises LogError for the first value in these columns, by name, that a request may not have either. `place` names a row."""
+    for name, column in columns.items():
+        if name in CHECKS and (problem := CHECKS[name](column)):
+            raise LogError(f"{place(problem[0])}: {name} {problem[1]}")
+
+
+def place_of(source: ds.FileSystemDataset, row: int) -> str:
+    """Where row `row` of a table is, for people, who count from 1: `log.jsonl, line 7` or `log.parquet, row 7`."""
+    for piece in source.get_fragments():
+        if row < (rows := piece.count_rows()):
+            return f"{piece.path}, {'line' if piece.path.endswith(JSON_LINES) else 'row'} {row + 1}"
+        row -= rows
+    raise IndexError(row)
 
 
 def files_of(source: ds.FileSystemDataset) -> list[tuple[str, int, int]]:

@@ -27,8 +27,8 @@ from weights.training.log import write_log
 from weights.training.run import reproducible, split
 from weights.training.settings import TrainSettings, demo_config
 from weights.training.trainer import Trainer
-from weights.training.world.settings import WorldSettings
-from weights.training.world.simulate import simulate
+from weights.world.settings import WorldSettings
+from weights.world.simulate import simulate
 
 PARTITIONS = 4
 STEPS, BATCH, IMPRESSIONS = 10, 32, 24  # of the trainer: steps per reading, requests per step, posts per request

@@ -26,7 +26,7 @@ from tests.app.fakes import FakeEngine, Gate
 from tests.app.serving import good, listening, port_of
 from tests.e2e.explorer import EXAMPLE, NAMES, NEEDED, Explorer, Json, ranked
 from tests.e2e.process import DEMO, Server
-from weights.training.evaluate.compare import explorer_link
+from weights.evaluate.compare import explorer_link
 
 Image = pytest.importorskip("PIL.Image", reason="needs pillow, which matplotlib brings")
 pytestmark = NEEDED

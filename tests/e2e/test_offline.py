@@ -14,10 +14,10 @@ from tests.weights.scoring.test_scorer import as_table
 from tests.weights.training.small_run import WORLD
 from weights.checkpoint import load_checkpoint
 from weights.scoring.scorer import Scorer
-from weights.training.evaluate.compare import request_body
+from weights.evaluate.compare import request_body
 from weights.training.examples import Examples
 from weights.training.log import log_of
-from weights.training.world.simulate import simulate
+from weights.world.simulate import simulate
 
 
 def test_offline_and_online_give_the_same_bits() -> None:

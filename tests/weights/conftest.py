@@ -1,8 +1,9 @@
-"""A small world and its examples, drawn once for all tests of training, and who scores its log."""
+"""A small checkpoint; a small world and its examples, drawn once for all tests of training; and who scores its log."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,13 +11,22 @@ import pytest
 if TYPE_CHECKING:
     from weights.scoring.scorer import Scorer
     from weights.training.examples import Examples
-    from weights.training.world.simulate import World
+    from weights.world.simulate import World
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A small valid checkpoint, to be damaged."""
+    from tests.weights.small import write_small
+
+    write_small(tmp_path / "small", 5)
+    return tmp_path / "small"
 
 
 @pytest.fixture(scope="session")
 def world() -> World:
     from tests.weights.training.small_run import WORLD
-    from weights.training.world.simulate import simulate
+    from weights.world.simulate import simulate
 
     return simulate(WORLD)
 

@@ -1,8 +1,7 @@
-"""The default weights are those that the page tells, and a checkpoint's are those of the names that it has."""
+"""Names of actions, and the score weights that are given on the command line."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,10 @@ from weights.actions import (
     STANDARD_ACTIONS,
     default_score_weights,
     released_action_names,
+    score_weights_of,
+    score_weights_text,
 )
-
-PAGE = Path(__file__).parents[2] / "docs/weights.md"
-
-
-@pytest.mark.parametrize(("begin", "name"), [("Default weights", "default"), ("Weights `x-2026-09`", "x-2026-09")])
-def test_the_page_tells_every_weight(begin: str, name: str) -> None:
-    told = re.search(rf"^{begin}: (.*?)\.( |$)", PAGE.read_text(), re.MULTILINE)
-    assert told
-    pairs = [pair.rsplit(" ", 1) for pair in told[1].replace("`", "").replace("−", "-").split(", ")]
-    assert {name: float(weight) for name, weight in pairs} == SCORE_WEIGHT_SETS[name]
+from weights.errors import CheckpointError
 
 
 def test_a_set_gives_weights_to_the_actions_that_it_knows() -> None:
@@ -46,3 +38,52 @@ def test_a_release_of_another_size_has_no_known_names() -> None:
         "vqv",
     ]
     assert released_action_names(3) == ("action_0", "action_1", "action_2")
+
+
+NAMES = ("favorite", "reply", "report")
+
+
+def test_score_weights_are_a_set_or_written_out_or_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "weights.json").write_text('{"favorite": 1, "report": -20.5}')
+    assert score_weights_of("default", NAMES) == {"favorite": 1.0, "reply": 5.0, "report": -20.0}
+    assert score_weights_of("favorite=1, report=-20.5", NAMES) == {"favorite": 1.0, "report": -20.5}
+    assert score_weights_of(str(tmp_path / "weights.json"), NAMES) == {"favorite": 1.0, "report": -20.5}
+    assert score_weights_text({"favorite": 1.0, "report": -20.5}) == "favorite=1,report=-20.5"
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("favourite=1", "no action 'favourite'; did you mean favorite?"),
+        ("zzz=1", "there are favorite, reply, report"),
+        ("favorite=1,favorite=2", "names favorite twice"),
+        ("favorite=much", "the weight of favorite must be a number"),
+        ("favorite=nan", "the weight of favorite must be a number"),
+        ("favorite=2e9", "the weight of favorite must be a number"),
+        ("favorite", "neither a file nor a set of score weights (default, x-2026-09) nor weights such as favorite=1"),
+    ],
+)
+def test_score_weights_that_cannot_be_meant_are_refused(given: str, sentence: str) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        score_weights_of(given, NAMES)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("[1]", "must hold a JSON object"),
+        ("{", "cannot be read as JSON"),
+        ('{"favorite": 1, "favorite": 2}', "names favorite twice"),
+        ('{"favorite": null}', "the weight of favorite must be a number"),
+        ('{"favorite": "1"}', "the weight of favorite must be a number"),
+        ('{"likes": 1}', "no action 'likes'"),
+    ],
+)
+def test_a_file_of_score_weights_is_named_in_its_refusal(tmp_path: Path, content: str, sentence: str) -> None:
+    file = tmp_path / "weights.json"
+    file.write_text(content)
+    with pytest.raises(CheckpointError) as refused:
+        score_weights_of(str(file), NAMES)
+    assert str(refused.value).startswith(str(file))
+    assert sentence in str(refused.value)

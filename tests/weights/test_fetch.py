@@ -1,4 +1,4 @@
-"""`weights fetch`: whole and checked or not at all, from a path and over HTTP; and a roll-out to a server that sees a real bind mount."""
+"""`fetch`: a checkpoint or corpus arrives whole and checked, or not at all, from a path and over HTTP."""
 
 from __future__ import annotations
 
@@ -6,49 +6,20 @@ import functools
 import http.server
 import os
 import re
-import shlex
 import shutil
-import subprocess
-import sys
 import threading
-import time
-import tomllib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import pytest
-from packaging.requirements import Requirement
 
-from model.retrieval.inputs import Mark
-from tests.e2e.process import DEMO, ROOT, serving
 from tests.weights.call import call
 from weights.checkpoint import load_checkpoint, load_manifest
-from weights.corpus.store import load_corpus, load_corpus_manifest
+from weights.corpus.store import load_corpus
 from weights.errors import CheckpointError
 from weights.fetch import fetch
 
-NAMESPACES = (
-    subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode == 0
-    if shutil.which("unshare")
-    else False
-)
-MOUNTED = """
-import ctypes, os, runpy, subprocess, sys
-user, group = os.getuid(), os.getgid()
-assert ctypes.CDLL(None).unshare(0x10000000 | 0x20000) == 0  # CLONE_NEWUSER, CLONE_NEWNS
-for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
-    with open(f"/proc/self/{name}", "w") as file:
-        file.write(text)
-source, place = sys.argv[1:3]
-subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-subprocess.run(["mount", "--bind", source, place], check=True)
-subprocess.run(["mount", "-o", "remount,ro,bind", place], check=True)
-sys.argv[1:] = sys.argv[3:]
-runpy.run_module("app", run_name="__main__", alter_sys=True)
-"""
-LOOK_SECONDS = 0.05
+DEMO = Path("weights/demo")
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -65,7 +36,7 @@ def another(place: Path) -> Path:
 @pytest.fixture(scope="module")
 def web() -> Iterator[str]:
     """The demos over HTTP, by a server that knows nothing of us."""
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(ROOT / "weights"))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory="weights")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -77,7 +48,7 @@ def test_what_is_fetched_has_the_bytes_of_its_source_and_the_link_leads_there(
     by: str, web: str, tmp_path: Path
 ) -> None:
     seen: list[tuple[str, int, int]] = []
-    where = web if by == "http" else str(ROOT / "weights")
+    where = web if by == "http" else "weights"
     path, manifest = fetch(f"{where}/demo", tmp_path, "current", progress=lambda *told: seen.append(told))
     assert (tmp_path / "current").resolve() == path == tmp_path / f"demo@{manifest.version}"
     assert tree(path) == {name: held for name, held in tree(DEMO).items() if not name.startswith("report")}
@@ -103,21 +74,12 @@ def test_a_link_that_the_disk_refuses_is_told_and_leaves_no_rest(
         assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_what_is_there_is_not_copied_again_and_a_changed_corpus_stays(tmp_path: Path) -> None:
+def test_what_is_there_is_not_copied_again(tmp_path: Path) -> None:
     path, _ = fetch(str(DEMO), tmp_path, "current")
     before = (path / "manifest.json").stat().st_ino
     (tmp_path / "current").unlink()
     fetch(str(DEMO), tmp_path, "current")
     assert (tmp_path / "current" / "manifest.json").stat().st_ino == before
-    posts, _ = fetch(str(ROOT / "weights/demo-posts"), tmp_path, "posts")
-    was = load_corpus_manifest(posts)
-    compacted = replace(was, version=was.label(Mark(7)), mark=Mark(7)).to_json()
-    (posts / "manifest.json").write_bytes(compacted)
-    fetch(str(ROOT / "weights/demo-posts"), tmp_path, "posts")
-    assert (posts / "manifest.json").read_bytes() == compacted
-    (posts / "manifest.json").write_bytes(replace(was, mark=Mark(0, "", "7-0")).to_json())
-    with pytest.raises(CheckpointError, match="a different one with this name and version"):
-        fetch(str(ROOT / "weights/demo-posts"), tmp_path, "posts")
 
 
 def test_of_two_fetches_at_once_the_first_to_end_stays_and_both_succeed(tmp_path: Path) -> None:
@@ -183,7 +145,7 @@ def test_a_server_that_fails_on_the_way_is_one_sentence(fault: str, tmp_path: Pa
             else:
                 self.send_error(int(fault[:3]))
 
-    handler = functools.partial(Failing, directory=str(ROOT / "weights"))
+    handler = functools.partial(Failing, directory="weights")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever).start()
         ended = call("fetch", url := f"http://127.0.0.1:{server.server_address[1]}/demo", "--out", tmp_path)
@@ -203,52 +165,9 @@ def test_another_checkpoint_of_the_same_name_and_version_is_refused(tmp_path: Pa
         fetch(str(source), tmp_path / "out", "current")
 
 
-def test_the_extra_has_what_reads_an_address_of_the_web() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = {Requirement(line).name: Requirement(line).extras for line in project["optional-dependencies"]["fetch"]}
-    assert "http" in asked["fsspec"] or "aiohttp" in asked
-
-
-def documented(url: Path, out: Path) -> list[str]:
-    """The arguments of the command of docs/scaling.md for a new checkpoint, with these places."""
-    [line] = re.findall(r"^python -m weights (fetch .*?) +#", (ROOT / "docs/scaling.md").read_text(), re.MULTILINE)
-    words = shlex.split(line.replace("/weights", str(out)))
-    return [str(url) if "://" in word else word for word in words]
-
-
-@pytest.mark.skipif(not NAMESPACES, reason="needs a mount namespace of its own: unshare -rm")
-@pytest.mark.parametrize("mounted", ["the parent of the link", "the checkpoint itself"])
-def test_a_new_checkpoint_reaches_a_server_behind_a_bind_mount(mounted: str, tmp_path: Path) -> None:
-    """The second way is how it was: the mount keeps the old directory, and the server never sees the new one."""
-    weights, place = tmp_path / "weights", tmp_path / "mounted"
-    place.mkdir()
-    fetch(str(DEMO), weights, "current")
-    is_parent = mounted.startswith("the parent")
-    source, checkpoint = (weights, place / "current") if is_parent else ((weights / "current").resolve(), place)
-    started = [sys.executable, "-c", MOUNTED, str(source), str(place)]
-    body = (DEMO / "example.json").read_bytes()
-    with (
-        serving(checkpoint, *started, threads=1, reload__watch_seconds=LOOK_SECONDS) as server,
-        httpx.Client(base_url=server.url) as client,
-    ):
-        first = client.get("/info").json()["model"]["version"]
-        seen: list[tuple[int, str]] = []
-        done = threading.Event()
-
-        def ask() -> None:
-            while not done.wait(0.01):
-                reply = client.post("/rank", content=body, headers={"content-type": "application/json"})
-                seen.append((reply.status_code, reply.headers["x-model-version"]))
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        assert call(*documented(another(tmp_path / "v2"), weights)).exit_code == 0
-        until = time.monotonic() + (60 if is_parent else 20 * LOOK_SECONDS)
-        while (not seen or seen[-1][1] != "v2") and time.monotonic() < until:
-            time.sleep(LOOK_SECONDS)
-        done.set()
-        asking.join()
-    versions = [version for _, version in seen]
-    assert {status for status, _ in seen} == {200}
-    assert versions == sorted(versions, key=[first, "v2"].index), "back to the old one"
-    assert (versions[-1] == "v2") is is_parent
+def test_a_file_that_git_lfs_has_not_fetched_is_told(tmp_path: Path) -> None:
+    source = another(tmp_path / "source")
+    for file in ("tables.user.safetensors", "manifest.json"):
+        (source / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 2097280\n")
+        ended = call("fetch", source, "--out", tmp_path / "out")
+        assert (ended.exit_code, f"{file} is a Git LFS pointer" in ended.stderr) == (1, True), ended.stderr

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import sys
 import time
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from model.config import ContextAttention, RetrievalConfig
 from weights import checkpoint
-from weights.actions import default_score_weights, released_action_names
-from weights.commands import corpus, explain, scoring, training
+from weights.actions import default_score_weights, released_action_names, score_weights_of, score_weights_text
+from weights.commands import corpus, scoring, training
 from weights.commands.console import (
     AsJson,
     Directory,
@@ -32,20 +33,16 @@ from weights.commands.console import (
     read_json,
     refusals,
     say,
-    score_weights_of,
     show_manifest,
 )
 from weights.errors import CheckpointError
 from weights.format import writer
+from weights.format.manifest import Manifest
 from weights.format.writer import TableDtype
 from weights.published import importer
-from weights.published.decoder import Decoder
-from weights.synthetic.published import write_published
-from weights.synthetic.random_weights import mini_config, random_chunks
 from weights.synthetic.small_checkpoint import write_small_checkpoint
-from weights.training import graft as grafting
 
-__all__ = ["app", "explain", "scoring", "training"]  # the last three add their commands
+__all__ = ["app", "scoring", "training"]  # the last two add their commands
 
 app.add_typer(corpus.app, name="corpus")
 
@@ -98,41 +95,9 @@ def import_(
         f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}: {config.layers} layers of width "
         f"{config.width}, {config.actions} actions, {outputs}; {time.perf_counter() - started:.1f} s"
     )
-    if not manifest.score_weights and not isinstance(config, RetrievalConfig):
-        say("No action has a known name, so every default score is 0: give --actions or --score-weights.")
-
-
-@app.command()
-def graft(
-    trunk: Annotated[Path, typer.Option(help="Directory of a Hugging Face decoder: config.json and safetensors.")],
-    onto: Annotated[Path, typer.Option(help="The checkpoint that gives inputs, heads, names and lengths.")],
-    out: Annotated[Path, out_option("Checkpoint directory to write.")],
-    name: Name = "",
-    version: Version = "",
-    seed: Seed = 0,
-    replace: Replace = False,
-) -> None:
-    """Put the trunk of Gemma, Gemma 2 or Llama under a ranker's inputs and heads; `train --start` trains the result."""
-    with refusals():
-        decoder, given = Decoder(trunk), checkpoint.load_checkpoint(onto)
-        ranker, kept = grafting.graft(decoder, given, seed)
-        manifest = given.manifest
-        tables: Any = manifest.tensors["tables.user"].dtype if kept else "float32"
-        written = checkpoint.save_checkpoint(
-            out, ranker, name=name or label_of(out), version=version, action_names=manifest.action_names,
-            continuous=manifest.continuous, score_weights=manifest.score_weights, ids=manifest.ids, table_dtype=tables,
-            replace=replace,
-        )  # fmt: skip
-    config = written.config
-    say(
-        f"{out} holds {written.name} {written.version}, digest {written.digest}: a trunk of {decoder.model_type}, "
-        f"{config.layers} layers of width {config.width}"
-    )
-    say(
-        f"Its inputs and heads are those of {onto}."
-        if kept
-        else f"Its inputs and heads are new, for those of {onto} are {manifest.config.width} wide: train them (train --start)."
-    )
+    if manifest.score_weights:
+        say(f"Score: {score_weights_text(manifest.score_weights)} (--score-weights, or `relabel` later, sets others)")
+    warn_of_zero_scores(manifest)
 
 
 @app.command()
@@ -146,6 +111,7 @@ def verify(directory: Directory) -> None:
         f"{directory} is valid: {manifest.name} {manifest.version}, digest {manifest.digest}, {len(manifest.tensors)} tensors, "
         f"{size / 2**20:.1f} MiB in {time.perf_counter() - started:.2f} s"
     )
+    warn_of_zero_scores(manifest)
 
 
 @app.command()
@@ -174,10 +140,12 @@ def inspect(directory: Directory, as_json: AsJson = False) -> None:
         "ids": manifest.ids,
         **{key: json.dumps(value) for key, value in manifest.config.to_dict().items()},
         "action names": ", ".join(manifest.action_names),
-        "continuous": json.dumps([dataclasses.asdict(output) for output in manifest.continuous]),
+        "continuous": json.dumps(msgspec.to_builtins(manifest.continuous)),
         "score weights": json.dumps(manifest.score_weights),
+        **{f"training: {key}": json.dumps(value) for key, value in manifest.training.items()},
     }
     show_manifest(manifest, rows, as_json=as_json)
+    warn_of_zero_scores(manifest)
 
 
 @app.command()
@@ -199,7 +167,7 @@ def relabel(
         before = checkpoint.load_manifest(directory)
         if score_weights:
             changes["score_weights"] = score_weights_of(score_weights, changes.get("action_names", before.action_names))
-        manifest = dataclasses.replace(before, **changes)
+        manifest = msgspec.structs.replace(before, **changes).versioned()
         writer.replace_manifest(directory, manifest)
     say(f"{directory} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
 
@@ -212,26 +180,16 @@ def random_(out: Out, seed: Seed = 0, ids: Ids = "uint64", replace: Replace = Fa
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
 
 
-@app.command()
-def synthetic(
-    out: Annotated[Path, out_option("Directory to write; must not exist.")],
-    published_layout: Annotated[
-        bool, typer.Option("--published", help="Write the published layout, for `import`, instead of a checkpoint.")
-    ] = False,
-    rows: Annotated[int, typer.Option(min=2, help="Rows of each embedding table.")] = 1_000_000,
-    seed: Seed = 0,
-) -> None:
-    """Write random weights of the released geometry; full size by default (1.4 GiB)."""
-    config = mini_config(seed, (rows, rows, rows))
-    with refusals():
-        if out.exists():
-            raise CheckpointError(f"{out} exists already; choose another place.")
-        if published_layout:
-            write_published(out, config, seed)
-        else:
-            labels = importer.labels_for(config, "synthetic")
-            writer.write_checkpoint(out, config, random_chunks(config, seed), labels)
-    say(f"{out} holds a random {'download' if published_layout else 'checkpoint'} with {rows} rows a table")
+def warn_of_zero_scores(manifest: Manifest) -> None:
+    """Say so on standard error if no action of a ranker has a weight: its ranking would be the order in which posts are sent."""
+    if any(manifest.score_weights.values()) or isinstance(manifest.config, RetrievalConfig):
+        return
+    print(
+        f"Warning: every score of {manifest.name} is 0, because none of its actions has a weight. Give some, here or with `relabel`: "
+        f"--score-weights ACTION=NUMBER,… (the actions are {', '.join(manifest.action_names)}).",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def read_names(path: Path) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Terminal code shared by the commands: result lines, refusals, progress bars, files named on the command line."""
+"""What the commands share: options, result lines, refusals, progress, files named on the command line."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console, RenderableType
@@ -25,11 +26,13 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from weights.actions import SCORE_WEIGHT_SETS, default_score_weights
-from weights.corpus.manifest import CorpusManifest
+from weights.actions import SCORE_WEIGHT_SETS
 from weights.errors import CheckpointError, reason_of
-from weights.format.manifest import Manifest
 from weights.text_ids import IdKind
+
+if TYPE_CHECKING:
+    from weights.corpus.manifest import CorpusManifest
+    from weights.format.manifest import Manifest
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, of click or of the copy in typer
 
@@ -50,7 +53,10 @@ Directory = Annotated[Path, typer.Argument(help="A checkpoint directory.")]
 Ids = Annotated[IdKind, typer.Option(help="Kind of the ids of users, posts and authors: integers or texts.")]
 ScoreWeights = Annotated[
     str,
-    typer.Option(help=f"Weights of the score: {', '.join(SCORE_WEIGHT_SETS)}, or a JSON file with action → weight."),
+    typer.Option(
+        help="Weights of the score: favorite=1,report=-20, a JSON file with action → weight, or the name of a set: "
+        f"{', '.join(SCORE_WEIGHT_SETS)}."
+    ),
 ]
 
 
@@ -146,30 +152,72 @@ def refusals(*further: type[Exception], extra: str = "train") -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
+HALF_MINUTE = 30.0
+
+Update = Callable[[str, int, int], None]
+"""`update(what, done, total)`: what is being done, in a few words, and how much of it; `done` and `total` are bytes or things counted.
+
+Call it as often as is convenient, from any thread. A new part of the work begins where `total` changes or `done` falls; the remaining
+time is that of the part."""
+
+
 @contextmanager
-def progress_bar(*, in_bytes: bool = False, shown: bool = True) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield `update(description, done, total)`, which moves a bar on standard error. Nothing appears without a terminal or `shown`."""
+def progress_bar(*, in_bytes: bool = False) -> Iterator[Update]:
+    """Show how long work goes, and how long it still takes, on standard error: `with progress_bar() as update: …`.
+
+    On a terminal it is a bar, which disappears at the end. In a file or a pipe it is a line every half minute, so that short work writes
+    nothing and a log shows that long work is alive: `Training: 1200 of 4800 (25 %), 6 min 10 s left`. `in_bytes`: say MiB, not numbers.
+    """
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines(in_bytes).update
+        return
     amount = (DownloadColumn(True), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
     columns = TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=None, visible=False)
         yield lambda what, done, total: progress.update(
             task, description=what, completed=done, total=total, visible=True
         )
 
 
+class _Lines:
+    """Progress in a file."""
+
+    def __init__(self, in_bytes: bool) -> None:
+        self._in_bytes = in_bytes
+        self._said = self._began = time.monotonic()
+        self._first, self._last, self._total = 0, -1, -1
+
+    def update(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if total != self._total or done < self._last:
+            self._began, self._first, self._total = now, done, total
+        self._last = done
+        if now - self._said >= HALF_MINUTE:
+            self._said = now
+            print(self._line(what, done, total, now - self._began), file=sys.stderr, flush=True)
+
+    def _line(self, what: str, done: int, total: int, seconds: float) -> str:
+        amount = f"{done / 2**20:.0f} of {total / 2**20:.0f} MiB" if self._in_bytes else f"{done} of {total}"
+        line = f"{what}: {amount} ({done / max(total, 1):.0%})"
+        if done > self._first:
+            line += f", {duration(seconds * (total - done) / (done - self._first))} left"
+        return line
+
+
+def duration(seconds: float) -> str:
+    """A length of time as people say it: `42 s`, `6 min 10 s`, `3 h 05 min`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+
+
 def label_of(directory: Path) -> str:
     """Derive a checkpoint or corpus name from the name of its directory."""
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", directory.absolute().name).strip("-._+")[:100] or "checkpoint"
-
-
-def score_weights_of(given: str, action_names: Sequence[str]) -> dict[str, float]:
-    """The weights that `--score-weights` asks for: a set by its name, or those in a JSON file. Raises CheckpointError."""
-    if given in SCORE_WEIGHT_SETS:
-        return default_score_weights(action_names, given)
-    weights: dict[str, float] = read_json(Path(given), dict)
-    return weights
 
 
 def read_json(path: Path, kind: type) -> Any:

@@ -16,7 +16,10 @@ from weights.commands.console import app, out_option, progress_bar, refusals, sa
 def score(
     checkpoint: Annotated[Path, typer.Option(help="A checkpoint directory.")],
     log: Annotated[
-        Path, typer.Option(help="A Parquet file of impressions, or a directory of such; columns: docs/training.md.")
+        Path,
+        typer.Option(
+            help="Impressions: a Parquet or JSON lines file, or a directory of such; columns: docs/training.md."
+        ),
     ],
     out: Annotated[Path, out_option("Directory to write. An interrupted run resumes there.")],
     actions: Annotated[
@@ -29,17 +32,16 @@ def score(
     threads: Annotated[int, typer.Option(min=0, help="Threads of the engine; 0: one per core.")] = 0,
 ) -> None:
     """Score every impression of a log as /rank would have, with the user's history at that time."""
+    started = time.perf_counter()
     with refusals(ValueError, OSError, RuntimeError):  # LogError and JobError; EngineError
         from model.create import EngineOptions
         from weights.scoring.job import score_log
         from weights.scoring.scorer import Scorer
 
-        scorer = Scorer(
-            load_checkpoint(checkpoint), EngineOptions(threads=threads), actions.split(",") if actions else None
-        )
-        started = time.perf_counter()
-        with progress_bar() as bar:
-            written = score_log(log, out, scorer, since, partitions, bar, say)
+        wanted = actions.split(",") if actions else None
+        scorer = Scorer(load_checkpoint(checkpoint), EngineOptions(threads=threads), wanted)
+        with progress_bar() as update:
+            written = score_log(log, out, scorer, since, partitions, update)
         scorer.close()
     seconds = time.perf_counter() - started
     say(f"{out} holds {written} scores of {scorer.manifest.name} {scorer.manifest.version}; {seconds:.1f} s")

@@ -1,12 +1,12 @@
-"""The commands that draw a world, sort a log, train, evaluate and compare. Their libraries are imported when they run."""
+"""The commands that look at a log, train, evaluate, compare and draw worlds. Their libraries are imported when they run."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -15,21 +15,20 @@ import typer
 
 from model.config import ModelConfig
 from model.presets import PRESETS, with_preset
-from weights.actions import DWELL_TIME, continuous_outputs, dwell_output
+from weights.actions import continuous_outputs, dwell_output, score_weights_of
 from weights.checkpoint import load_checkpoint, load_encoder, save_checkpoint
 from weights.commands.console import (
     Ids,
     Out,
     Replace,
-    ScoreWeights,
     Seed,
+    Update,
     app,
     out_option,
     progress_bar,
     read_json,
     refusals,
     say,
-    score_weights_of,
     show,
 )
 from weights.errors import CheckpointError
@@ -39,16 +38,26 @@ from weights.text_ids import IdKind
 
 if TYPE_CHECKING:
     from weights.checkpoint import Checkpoint
+    from weights.training.choices import Plan
     from weights.training.log import Log
     from weights.training.trainer import Status
 
 T = TypeVar("T")
 
 REFUSED = (ValueError, OSError)  # LogError, StateError and ConfigError are ValueErrors
+ROWS = ("user_rows", "post_rows", "author_rows")
+PLAIN = {"int": int, "float": float, "bool": bool}
 
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", help="NAME=VALUE of a setting; can be given more than once. See docs/training.md."),
+    typer.Option("--set", help="NAME=VALUE of a setting; can be given more than once. `train --settings` lists them."),
+]
+LogFile = Annotated[Path, typer.Option("--log", help="Log of impressions, Parquet or JSON lines: docs/training.md.")]
+Until = Annotated[
+    str,
+    typer.Option(
+        help="Train on earlier requests only: a day (1998-03-05), Unix seconds, or all. Without it a fifth is held out."
+    ),
 ]
 
 
@@ -56,156 +65,240 @@ Set = Annotated[
 def world(out: Out, seed: Seed = 1, set_: Set = None) -> None:
     """Draw a synthetic world: a log of impressions, the true probabilities beside it, and names."""
     with refusals(*REFUSED):
-        from weights.training.world.settings import WorldSettings
-        from weights.training.world.simulate import simulate
-        from weights.training.world.store import save_world
+        from weights.world.settings import WorldSettings
+        from weights.world.simulate import simulate
+        from weights.world.store import save_world
 
         settings = with_settings(WorldSettings(seed=seed), set_)
         with progress_bar() as bar:
-            drawn = simulate(settings, lambda done, total: bar("sessions", done, total))
+            drawn = simulate(settings, partial(bar, "sessions"))
         save_world(out, drawn)
     say(
         f"{out} holds {len(drawn.log)} impressions of {settings.all_users} users; the test period starts at {settings.test_ts}"
     )
 
 
-@app.command("sort-log")
-def sort_log(
-    log: Annotated[Path, typer.Option(help="A Parquet log, or a directory of such.")],
-    out: Annotated[Path, out_option("Directory to write, for `train --log`.")],
+@app.command("log")
+def log_(
+    log: Annotated[Path, typer.Argument(help="Log of impressions, Parquet or JSON lines: docs/training.md.")],
+    until: Until = "",
+    set_: Set = None,
     ids: Ids = "uint64",
 ) -> None:
-    """Sort a log that does not fit into memory. Training then reads it from disk, one request at a time."""
+    """Look at a log and print what `train` would decide from it, and why. Trains nothing."""
     with refusals(*REFUSED):
-        from weights.training.sorted_log import sort_log as sort
+        from weights.training.log import read_log
 
-        with progress_bar() as bar:
-            rows = sort(log, out, bar, ids)
-    say(f"{out} holds {rows} impressions")
+        for line in _plan(read_log(log, ids), until, 1, set_).lines():
+            say(line)
+
+
+def _print_settings(wanted: bool) -> None:
+    if wanted:
+        from rich.table import Table
+
+        from weights.training.settings import settings_table
+
+        table = Table("setting", "default", "meaning")
+        for name, default, meaning in settings_table():
+            table.add_row(name, str(default), meaning)
+        show(table)
+        raise typer.Exit
 
 
 @app.command()
 def train(
-    log: Annotated[
-        Path, typer.Option(help="Parquet log of impressions, see docs/training.md; or what sort-log wrote.")
-    ],
+    log: LogFile,
     out: Annotated[Path, out_option("Checkpoint directory to write.")],
     name: Annotated[str, typer.Option(help="Name of the checkpoint.")] = "trained",
-    until: Annotated[int | None, typer.Option(help="Unix seconds: train on earlier requests only.")] = None,
+    until: Until = "",
     config: Annotated[
-        Path | None, typer.Option(help="JSON file with an architecture; the demo's where not given.")
+        Path | None,
+        typer.Option(
+            help="JSON file with some fields of the architecture, as in a manifest, which may be the file. They replace those chosen."
+        ),
     ] = None,
     preset: Annotated[str, typer.Option(help=f"Another trunk for the architecture: {', '.join(PRESETS)}.")] = "",
-    start: Annotated[
-        Path | None,
-        typer.Option(help="Checkpoint whose architecture and weights to begin with, such as a grafted one."),
-    ] = None,
+    start: Annotated[Path | None, typer.Option(help="Checkpoint whose architecture and weights to begin with.")] = None,
     state: Annotated[Path | None, typer.Option(help="Directory that keeps the state of the run, for --resume.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --state.")] = False,
     seed: Seed = 1,
     set_: Set = None,
-    score_weights: ScoreWeights = "default",
+    score_weights: Annotated[
+        str,
+        typer.Option(
+            help="Weights of the score: favorite=1,report=-20, a JSON file, or the name of a set. Proposed if not given."
+        ),
+    ] = "",
     ids: Ids = "uint64",
     replace_existing: Replace = False,
+    settings: Annotated[
+        bool,
+        typer.Option(
+            "--settings", callback=_print_settings, is_eager=True, help="Print the table of settings and exit."
+        ),
+    ] = False,
 ) -> None:
-    """Train a checkpoint from a log, with the same model code that serves it. Runs on several processes under torchrun."""
+    """Train a checkpoint from a log: look at it, decide, say why, and learn with the model code that serves."""
     with refusals(*REFUSED):
-        from weights.training.processes import joined
+        from weights.training.log import aligned, read_log
         from weights.training.run import train as run
-        from weights.training.settings import TrainSettings
 
         if resume and state is None:
             raise CheckpointError("--resume needs --state, the directory of the run to continue.")
         if out.exists() and not replace_existing:
             raise CheckpointError(f"{out} exists already; choose another place or give --replace.")
-        settings = with_settings(TrainSettings(seed=seed), set_)
-        impressions, architecture, begun = _what_to_train(log, ids, config, preset, start)
-        weights = score_weights_of(score_weights, impressions.action_names)
+        if start and (config or preset):
+            raise CheckpointError("--start brings its architecture along: give neither --config nor --preset.")
+        begun = _begun(start, ids) if start else None
+        impressions = read_log(log, ids)
+        impressions = aligned(impressions, begun.manifest.action_names) if begun else impressions
+        plan = _plan(impressions, until, seed, set_)
+        architecture = begun.manifest.config if begun else _architecture(plan.config, config, preset)
         outputs, dwell = _outputs(architecture, begun)
+        for line in plan.lines():
+            say(line)
+        weights = score_weights_of(score_weights, impressions.action_names) if score_weights else plan.score_weights
+        if not any(weights.values()):
+            example = f"{impressions.action_names[0]}=1"
+            raise CheckpointError(
+                f"The score would be 0 for every post: say what it is for, such as --score-weights {example}."
+            )
         labels: dict[str, Any] = {
             "name": name, "action_names": impressions.action_names, "score_weights": weights, "ids": ids,
-            "continuous": outputs,
+            "continuous": outputs, "training": plan.record(),
         }  # fmt: skip
         with refused_writing(f"Checkpoint {out}"):  # refuse now, not after training
             check_target(out, replace=replace_existing)
             Manifest(**labels, version="", config=architecture, files={}, tensors={})
-        with joined(settings.device) as processes, progress_bar(shown=processes.rank == 0) as bar:
+        with progress_bar() as bar:
             ranker = run(
-                impressions, architecture, settings, until_ts=until, start=begun.ranker if begun else None, dwell_output=dwell,
-                state=state, resume=resume, report=training_report(bar, processes.rank), processes=processes,
+                impressions, architecture, plan.settings, until_ts=plan.until_ts, start=begun.ranker if begun else None,
+                dwell_output=dwell, state=state, resume=resume, report=training_report(bar),
             )  # fmt: skip
-            if processes.rank:
-                return  # the first process writes
         manifest = save_checkpoint(out, ranker, **labels, replace=replace_existing)
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
+    if plan.until_ts is not None:
+        say(f"How good it is: phoenix-ranker eval --checkpoint {out} --log {log} --out {out}-report")
 
 
-def _what_to_train(
-    log: Path, ids: IdKind, config: Path | None, preset: str, start: Path | None
-) -> tuple[Log, ModelConfig, Checkpoint | None]:
-    """The log, the architecture, and the checkpoint to begin with if `start` is given."""
-    from weights.training.log import aligned, read_log
-    from weights.training.settings import demo_config
-    from weights.training.sorted_log import FACTS_NAME, open_sorted
+def _plan(log: Log, until: str, seed: int, set_: list[str] | None) -> Plan:
+    from weights.training.choices import plan
 
-    if start and (config or preset):
-        raise CheckpointError("--start brings its architecture along: give neither --config nor --preset.")
-    begun = load_checkpoint(start) if start else None
-    if begun and begun.manifest.ids != ids:
+    hold_out = until != "all"
+    return plan(log, seed, time_of(until) if until and hold_out else None, hold_out, given_values(set_))
+
+
+def time_of(text: str) -> int:
+    """A time given as Unix seconds or as a day in UTC. Raises CheckpointError."""
+    if text.isdecimal() and len(text) > 8:
+        return int(text)
+    try:
+        return int(datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp())
+    except ValueError as error:
+        raise CheckpointError(f"{text!r} is neither a day such as 1998-03-05 nor Unix seconds.") from error
+
+
+def _begun(start: Path, ids: IdKind) -> Checkpoint:
+    begun = load_checkpoint(start)
+    if begun.manifest.ids != ids:
         raise CheckpointError(f"{start} has ids that are {begun.manifest.ids}: give --ids {begun.manifest.ids}.")
-    impressions = open_sorted(log, ids) if (log / FACTS_NAME).exists() else read_log(log, ids)
-    if begun:
-        return aligned(impressions, begun.manifest.action_names), begun.manifest.config, begun
-    actions = len(impressions.action_names)
-    architecture = ModelConfig.from_dict(read_json(config, dict)) if config else demo_config(actions)
-    return impressions, with_preset(architecture, preset) if preset else architecture, None
+    return begun
 
 
-def _outputs(architecture: ModelConfig, begun: Checkpoint | None) -> tuple[Sequence[ContinuousOutput], int]:
-    """The labels of the continuous outputs, and which of them learns the dwell: the one that did in `begun`, else the first."""
-    labels = begun.manifest.continuous if begun else ()
-    dwell = dwell_output(labels)
-    if dwell is None:
-        return continuous_outputs(architecture.continuous_actions, dwell_index=0), 0
-    return [*labels[:dwell], DWELL_TIME, *labels[dwell + 1 :]], dwell
+def _architecture(chosen: ModelConfig, config: Path | None, preset: str) -> ModelConfig:
+    """The chosen architecture with the fields of a JSON file, then with the trunk of a preset."""
+    values = chosen.to_dict()
+    given = read_json(config, dict) if config else {}
+    given = given.get("architecture", given)
+    for field, value in given.items():
+        inner = values.get(field)
+        values[field] = inner | value if isinstance(inner, dict) and isinstance(value, dict) else value
+    architecture = ModelConfig.from_dict(values)
+    return with_preset(architecture, preset) if preset else architecture
+
+
+def _outputs(architecture: ModelConfig, begun: Checkpoint | None) -> tuple[Sequence[ContinuousOutput], int | None]:
+    """The labels of the continuous outputs, and which of them learns the dwell."""
+    count = architecture.continuous_actions
+    outputs = begun.manifest.continuous if begun else continuous_outputs(count, dwell_index=0)
+    return outputs, dwell_output(outputs)
 
 
 @app.command("eval")
 def eval_(
     checkpoint: Annotated[Path, typer.Option(help="Checkpoint directory.")],
-    out: Annotated[Path, out_option("Directory for report.md, figures.json and the plots.")],
+    out: Annotated[Path, out_option("Directory for report.md, figures.json and a picture.")],
+    log: Annotated[Path | None, typer.Option(help="The log that it was trained on, or a later one.")] = None,
+    since: Annotated[
+        str, typer.Option(help="The test period starts here: a day or Unix seconds. Default: where training ended.")
+    ] = "",
     world_directory: Annotated[
-        Path | None, typer.Option("--world", help="A world: its log, truth and test period.")
+        Path | None, typer.Option("--world", help="Instead of --log, a world: its log, truth and test period.")
     ] = None,
-    log: Annotated[Path | None, typer.Option(help="Instead of --world: a log of your own, with --since.")] = None,
-    since: Annotated[int | None, typer.Option(help="Unix seconds: the test period starts here.")] = None,
-    ablation_requests: Annotated[int, typer.Option(help="Requests that each ablation is measured on.")] = 3000,
+    ablation_requests: Annotated[int, typer.Option(min=1, help="Requests that each ablation is measured on.")] = 2000,
 ) -> None:
-    """Evaluate a checkpoint on a test period: figures per action, baselines, the optimum of a world, ablations and plots."""
+    """Evaluate a checkpoint on a period that it was not trained on, beside simple baselines that read the same history."""
     with refusals(*REFUSED):
-        if (world_directory is None) == (log is None) or (log is not None and since is None):
-            raise CheckpointError("Give either --world, or --log with --since.")
-        from weights.training.evaluate.evaluation import evaluate
-        from weights.training.evaluate.report import figures, write_report
+        if (world_directory is None) == (log is None):
+            raise CheckpointError("Give either --log or --world.")
+        from weights.evaluate.evaluation import evaluate
+        from weights.evaluate.report import headline_table, write_evaluation
         from weights.training.log import aligned, read_log
-        from weights.training.world.store import LOG_NAME, load_facts
+        from weights.world.store import LOG_NAME, load_facts
 
         loaded = load_checkpoint(checkpoint)
-        impressions = aligned(
-            read_log(world_directory / LOG_NAME if world_directory else Path(str(log)), loaded.manifest.ids),
-            loaded.manifest.action_names,
-        )
+        manifest = loaded.manifest
+        source = world_directory / LOG_NAME if world_directory else Path(str(log))
+        impressions = aligned(read_log(source, manifest.ids), manifest.action_names)
         facts = load_facts(world_directory, impressions.action_names) if world_directory else None
-        test_ts = facts.test_ts if facts else int(since or 0)
+        test_ts = facts.test_ts if facts else _since(since, manifest)
         with progress_bar() as bar:
             evaluation = evaluate(
-                loaded.ranker, impressions, test_ts, loaded.manifest.score_weights, facts,
-                dwell_output=dwell_output(loaded.manifest.continuous), ablation_requests=ablation_requests, progress=bar,
+                loaded.ranker, impressions, test_ts, manifest.score_weights, facts,
+                dwell_output=dwell_output(manifest.continuous), ablation_requests=ablation_requests, progress=bar,
             )  # fmt: skip
-        source = f"--world {world_directory}" if world_directory else f"--log {log} --since {since}"
-        command = f"python -m weights eval --checkpoint {checkpoint} {source} --out {out}"
-        write_report(evaluation, out, f"Evaluation of {loaded.manifest.name} {loaded.manifest.version}", command)
-    say(json.dumps(figures(evaluation)))
+        given = f"--world {world_directory}" if world_directory else f"--log {log} --since {test_ts}"
+        command = f"phoenix-ranker eval --checkpoint {checkpoint} {given} --out {out}"
+        write_evaluation(evaluation, out, f"{manifest.name} {manifest.version} on later requests", command)
+    say(evaluation.verdict())
+    for table in headline_table(evaluation):
+        say("")
+        say(table)
+    say(f"{out / 'report.md'} holds the rest, {out / 'figures.json'} all figures.")
+
+
+def _since(since: str, manifest: Manifest) -> int:
+    if since:
+        return time_of(since)
+    until = manifest.training.get("until_ts")
+    if type(until) is not int:
+        raise CheckpointError(
+            "The checkpoint does not say where its training ended: give --since, a time from which it saw nothing."
+        )
+    return until
+
+
+@app.command()
+def example(
+    checkpoint: Annotated[Path, typer.Argument(help="The checkpoint's directory, which gets the files.")],
+    log: LogFile,
+    names: Annotated[
+        Path | None, typer.Option(help="JSON file: users, authors and posts, each an object of id → name.")
+    ] = None,
+    user: Annotated[
+        str | None, typer.Option(help="Whose request; the one with the longest recent history if not given.")
+    ] = None,
+) -> None:
+    """Make the example request and the names that the page of a running server shows, from the log. A reload of the page finds them."""
+    with refusals(*REFUSED):
+        from weights.training.example import EXAMPLE_NAME, NAMES_NAME, write_example
+        from weights.training.log import aligned, read_log
+
+        manifest = load_checkpoint(checkpoint).manifest
+        impressions = aligned(read_log(log, manifest.ids), manifest.action_names)
+        request = write_example(checkpoint, manifest, impressions, read_json(names, dict) if names else {}, user)
+    say(f"{checkpoint} holds {EXAMPLE_NAME}, request {request} of the log, and {NAMES_NAME}")
 
 
 @app.command("eval-retrieval")
@@ -216,10 +309,10 @@ def eval_retrieval(
 ) -> None:
     """Draw the demo's world again and print how many of the truly best posts retrieval finds for users it was not trained on."""
     with refusals(*REFUSED):
+        from weights.evaluate.retrieval import as_table, evaluate_retrieval, newest_posts
         from weights.training.demo import CORPUS_DAYS
-        from weights.training.evaluate.retrieval import as_table, evaluate_retrieval, newest_posts
-        from weights.training.world.settings import WorldSettings
-        from weights.training.world.simulate import simulate
+        from weights.world.settings import WorldSettings
+        from weights.world.simulate import simulate
 
         ranker, encoder = load_checkpoint(checkpoint), load_encoder(towers)
         with progress_bar() as bar:
@@ -234,17 +327,17 @@ def eval_retrieval(
 def compare(
     first: Annotated[Path, typer.Argument(help="A checkpoint directory: for example the one that serves now.")],
     second: Annotated[Path, typer.Argument(help="Another one: what might serve next.")],
-    log: Annotated[Path, typer.Option(help="A log of impressions.")],
-    out: Annotated[Path, out_option("Directory for index.html and figures.json.")],
-    since: Annotated[int, typer.Option(help="Unix seconds: the requests from then on.")] = 0,
+    log: LogFile,
+    out: Annotated[Path, out_option("Directory for report.md and figures.json.")],
+    since: Annotated[str, typer.Option(help="A day or Unix seconds: the requests from then on.")] = "",
     requests: Annotated[int, typer.Option(min=1, help="Most requests, drawn by --seed.")] = 2000,
     seed: Seed = 1,
     explorer: Annotated[str, typer.Option(help="URL of a server's page, for links.")] = "http://127.0.0.1:8000/explore",
 ) -> None:
     """Compare two checkpoints on the requests of a log: scores, order, calibration, and the requests that changed most."""
     with refusals(*REFUSED):
-        from weights.training.evaluate.compare import compare as compared
-        from weights.training.evaluate.compare import write_comparison
+        from weights.evaluate.compare import compare as compared
+        from weights.evaluate.compare import write_comparison
         from weights.training.log import aligned, read_log
 
         pair = load_checkpoint(first), load_checkpoint(second)
@@ -253,7 +346,7 @@ def compare(
         impressions = read_log(log, pair[0].manifest.ids)
         logs = aligned(impressions, pair[0].manifest.action_names), aligned(impressions, pair[1].manifest.action_names)
         with progress_bar() as bar:
-            found = compared(pair, logs, since, requests, seed, bar)
+            found = compared(pair, logs, time_of(since) if since else 0, requests, seed, bar)
         figures = write_comparison(out, (pair[0].manifest, pair[1].manifest), found, explorer)
     say(json.dumps({name: value for name, value in figures.items() if name not in ("actions", "changed")}))
 
@@ -282,32 +375,47 @@ def train_demo(
     say(json.dumps(summary))
 
 
+def given_values(assignments: list[str] | None) -> dict[str, Any]:
+    """`NAME=VALUE` of settings of a run and of the architecture, parsed. Raises CheckpointError for an unknown name or a bad value."""
+    from weights.training.settings import TrainSettings
+
+    kinds: dict[str, type] = {name: type(getattr(TrainSettings(), name)) for name in _names(TrainSettings)}
+    kinds |= {
+        each.name: PLAIN[str(each.type)]
+        for each in fields(ModelConfig)
+        if str(each.type) in PLAIN and each.name != "actions"
+    }
+    return _parsed(assignments, kinds | dict.fromkeys(ROWS, int))
+
+
 def with_settings(settings: T, assignments: list[str] | None) -> T:
     """Settings with each `NAME=VALUE` applied, parsed as the field's type. Raises CheckpointError for an unknown name or a bad value."""
-    known = {field.name for field in fields(settings)}  # type: ignore[arg-type]
-    changes: dict[str, Any] = {}
+    kinds = {name: type(getattr(settings, name)) for name in _names(type(settings))}
+    return replace(settings, **_parsed(assignments, kinds))  # type: ignore[type-var]
+
+
+def _names(settings: type) -> list[str]:
+    return [each.name for each in fields(settings)]
+
+
+def _parsed(assignments: list[str] | None, kinds: Mapping[str, type]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
     for assignment in assignments or ():
         name, _, text = assignment.partition("=")
-        if name not in known:
-            raise CheckpointError(f"There is no setting {name!r}; there are {', '.join(sorted(known))}.")
-        kind = type(getattr(settings, name))
+        if name not in kinds:
+            raise CheckpointError(f"There is no setting {name!r}; there are {', '.join(sorted(kinds))}.")
         try:
-            changes[name] = kind(text)
-        except ValueError as error:
-            raise CheckpointError(f"Setting {name} must be of type {kind.__name__}, got {text!r}.") from error
-    return replace(settings, **changes)  # type: ignore[type-var]
+            values[name] = {"true": True, "false": False}[text.lower()] if kinds[name] is bool else kinds[name](text)
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"Setting {name} must be of type {kinds[name].__name__}, got {text!r}.") from error
+    return values
 
 
-def training_report(bar: Callable[[str, int, int], None], rank: int = 0) -> Callable[[Status], None]:
-    """Return the function called after every step. It moves the bar or, without a terminal, prints each evaluation. Rank 0 only."""
-    terminal, began = sys.stderr.isatty(), time.perf_counter()
+def training_report(update: Update) -> Callable[[Status], None]:
+    """The function that training calls after every step: it says how far it is and what validation gave."""
 
     def report(status: Status) -> None:
-        words = f"loss {status.loss:.4f}, validation {status.validation:.5f}, best {status.best:.5f}"
-        words += f", {status.impressions / (time.perf_counter() - began):.0f} impressions/s"
-        if terminal:
-            bar(words, status.step, status.steps)
-        elif status.evaluated:
-            print(f"step {status.step} of {status.steps}: {words}", file=sys.stderr, flush=True)
+        words = f"training, validation {status.validation:.5f}, best {status.best:.5f}" if status.step else "training"
+        update(words, status.step, status.steps)
 
-    return (lambda status: None) if rank else report
+    return report

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -148,9 +149,9 @@ class Compaction:
                         yield torch.from_numpy(_column(name, corpus, some, topics))
 
         files = write_files(self.directory, tensors, chunks)
-        return CorpusManifest(
-            old.name, old.label(mark), old.encoder, old.encoder_name, posts, old.width, tuple(topics), files, tensors, mark, old.ids,
-        )  # fmt: skip
+        return msgspec.structs.replace(
+            old, version=old.label(mark), posts=posts, topics=tuple(topics), files=files, tensors=tensors, mark=mark
+        )
 
     def _remove_others(self, kept: CorpusManifest, log: ChangeLog) -> None:
         """Remove the leftovers of crashed compactions and the logs of corpora before `kept`, whose log is held."""

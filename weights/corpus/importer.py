@@ -26,6 +26,8 @@ from weights.text_ids import IdKind, is_text_id, text_ids
 REPRESENTATIONS = "candidate_representations"
 ENCODED_ROWS = 256
 """Posts per forward of the candidate tower: always this many, the last batch padded."""
+PIECE_ROWS = 65536
+"""Rows of an array that are handed on at once."""
 CHECKED_ROWS = 4096
 """How many rows of a file with vectors are encoded again to check it, spread over the file."""
 
@@ -120,13 +122,13 @@ class PostsFile(Posts):
 
     def vectors(self, width: int) -> Iterator[Tensor]:
         """As `Posts.vectors`."""
-        for chunk in self._archive.rows(REPRESENTATIONS, (self.posts, width), FLOAT32):
-            yield torch.from_numpy(chunk).view(-1, width)
+        yield from torch.from_numpy(self._archive.array(REPRESENTATIONS, FLOAT32, (self.posts, width))).split(
+            PIECE_ROWS
+        )
 
     def _column(self, name: str) -> Iterator[Tensor]:
         shape, dtype = self._archive.header(name)
-        for chunk in self._archive.rows(name, shape, dtype):
-            yield torch.from_numpy(chunk.view(np.int64))
+        yield from torch.from_numpy(self._archive.array(name, dtype, shape).view(np.int64)).split(PIECE_ROWS)
 
     def _check(self, name: str) -> None:
         shape, dtype = self._archive.header(name)
@@ -151,7 +153,7 @@ class PostsFile(Posts):
 
     def _texts(self) -> Iterator[NDArray[Any]]:
         shape, dtype = self._archive.header("topics")
-        return self._archive.rows("topics", shape, dtype)
+        yield self._archive.array("topics", dtype, shape)
 
 
 def make_corpus(

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import Any
 
 from model.retrieval.inputs import AT_LEAST, UNCHANGED, Mark
 from weights.errors import CheckpointError
-from weights.format.manifest import (
-    FORMAT_VERSION,
-    Document,
-    FileEntry,
-    TensorEntry,
-    check_keys,
-    parse_json_object,
-)
-from weights.text_ids import MAX_TEXT_BYTES, IdKind
+from weights.format.manifest import Document, Dtype, TensorEntry
+from weights.text_ids import MAX_TEXT_BYTES
 
 KIND = "corpus"
 MAX_POSTS = 2**31 - 1
 MAX_TOPICS = 10_000
 VECTORS = "vectors"
 TEXTS = "texts"
-COLUMNS = {"post_ids": "int64", "author_ids": "int64", "created_at": "int64", "topics": "int32"}
+COLUMNS: dict[str, Dtype] = {"post_ids": "int64", "author_ids": "int64", "created_at": "int64", "topics": "int32"}
 OPTIONAL_COLUMNS = ("created_at", "topics")
 
 
@@ -40,46 +32,38 @@ def mark_of(file: str) -> str:
 
 
 def corpus_tensors(
-    columns: Iterable[str], posts: int, width: int, dtype: str, mark: str = "", text_width: int = 0
+    columns: Iterable[str], posts: int, width: int, dtype: Dtype, mark: str = "", text_width: int = 0
 ) -> dict[str, TensorEntry]:
     """The tensors of a corpus: these columns, and vectors of `dtype`. `text_width`: bytes of the longest text plus one."""
     shapes = {TEXTS: (posts, 2, text_width)}
     tensors = {
-        name: TensorEntry(file_of(name, mark), (COLUMNS | {TEXTS: "uint8"})[name], shapes.get(name, (posts,)))
+        name: TensorEntry(file_of(name, mark), "uint8" if name == TEXTS else COLUMNS[name], shapes.get(name, (posts,)))
         for name in columns
     }
     return tensors | {VECTORS: TensorEntry(file_of(VECTORS, mark), dtype, (posts, width))}
 
 
-@dataclass(frozen=True, slots=True)
-class CorpusManifest(Document):
+class CorpusManifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """Everything about a corpus except its numbers. Raises CheckpointError for fields that contradict each other.
 
     `encoder` is the digest of the retrieval checkpoint that made the vectors, `encoder_name` its name and version, for display.
-    `topics` are the names that the column `topics` indexes, -1 for none. `mark`: which changes it already contains. `digest` identifies
-    the corpus, as in a checkpoint. `ids` is the encoder's kind of ids; text ids are stored in the column `texts`.
+    `topics` are the names that the column `topics` indexes, -1 for none. `mark`: which changes it already contains. `ids` is the
+    encoder's kind of ids; text ids are stored in the column `texts`.
     """
 
-    name: str
-    version: str
     encoder: str
     encoder_name: str
     posts: int
     width: int
     topics: tuple[str, ...]
-    files: dict[str, FileEntry]
-    tensors: dict[str, TensorEntry]
     mark: Mark = UNCHANGED
-    ids: IdKind = "uint64"
-    digest: str = field(init=False)
-    dtypes: ClassVar[Sequence[str]] = ("float32", "bfloat16", "int64", "int32", "uint8")
 
     def __post_init__(self) -> None:
         if not 0 < self.posts <= MAX_POSTS:
             raise CheckpointError(f"holds {self.posts} posts; 1 to {MAX_POSTS} are supported")
         if len(self.topics) > MAX_TOPICS or len(set(self.topics)) < len(self.topics):
             raise CheckpointError(f"must name at most {MAX_TOPICS} topics, each once")
-        if any(type(topic) is not str or not 0 < len(topic) <= 100 for topic in self.topics):
+        if any(not 0 < len(topic) <= 100 for topic in self.topics):
             raise CheckpointError("has a topic that is no text of 1 to 100 characters")
         sequence, digest, position = self.mark
         if sequence < 0 or not re.fullmatch("([0-9a-f]{32})?", digest):
@@ -89,7 +73,7 @@ class CorpusManifest(Document):
                 f"has a feed position that is not two numbers and a dash, such as 1764000000000-0: {position[:40]!r}"
             )
         self._check_tensors()
-        self._sign()
+        Document.__post_init__(self)
 
     def _check_tensors(self) -> None:
         for name, entry in self.tensors.items():
@@ -108,12 +92,17 @@ class CorpusManifest(Document):
         if missing or (self.topics and "topics" not in self.tensors):
             raise CheckpointError(f"does not list all tensors of a corpus: {', '.join(sorted(missing)) or 'topics'}")
 
-    def _content(self) -> dict[str, Any]:
-        values = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
-        mark, ids = values.pop("mark"), values.pop("ids")
-        values |= {"mark": mark._asdict()} if any(mark) else {}  # so that older corpora keep their digests
-        values |= {} if ids == "uint64" else {"ids": ids}
-        return {"format_version": FORMAT_VERSION, "kind": KIND, **values, **self._entries()}
+    def specifics(self) -> dict[str, Any]:
+        """See `Document.specifics`. `mark` is left out where it says nothing, so that older corpora keep their digests."""
+        return {
+            "kind": KIND,
+            "encoder": self.encoder,
+            "encoder_name": self.encoder_name,
+            "posts": self.posts,
+            "width": self.width,
+            "topics": list(self.topics),
+            **({"mark": self.mark._asdict()} if any(self.mark) else {}),
+        }
 
     @property
     def first_mark(self) -> Mark:
@@ -126,17 +115,11 @@ class CorpusManifest(Document):
         return f"{re.sub(r'[+][0-9]+$', '', self.version)}+{mark.sequence}" if mark.sequence else self.version
 
     @classmethod
-    def from_json(cls, raw: bytes) -> CorpusManifest:
-        """Parse what `to_json` wrote. Raises CheckpointError for anything else."""
-        values = parse_json_object(raw)
-        if values.get("kind") != KIND:
+    def fields_of(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """See `Document.fields_of`."""
+        if values.pop("kind", None) != KIND:
             raise CheckpointError("describes no corpus, but a checkpoint or something else")
-        keys = {"kind": str, "encoder": str, "encoder_name": str, "posts": int, "width": int, "topics": list}
-        read = cls._read(values, keys | ({"mark": dict} if "mark" in values else {}))
-        if "mark" in read:
-            check_keys(read["mark"], {"sequence": int, "digest": str, "position": str}, "mark")
-            read["mark"] = Mark(**read["mark"])
-        del read["kind"]
-        manifest = cls(**read | {"topics": tuple(read["topics"])})
-        manifest._check_written(raw, values["digest"])
-        return manifest
+        mark = values.get("mark")
+        if isinstance(mark, dict) and mark.keys() == set(Mark._fields):
+            values["mark"] = [mark[name] for name in Mark._fields]
+        return values

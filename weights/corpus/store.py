@@ -152,7 +152,7 @@ def write_corpus(
         described(topics=(), files=planned)  # refuses labels before all posts are encoded
         with written_beside(path, replace=replace) as partly:
             files = write_files(partly, tensors, chunks, progress)
-            manifest = described(topics=tuple(topics()), files=files)
+            manifest = described(topics=tuple(topics()), files=files).versioned()
             write_file(partly / MANIFEST_NAME, manifest.to_json())
         return manifest
 

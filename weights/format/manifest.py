@@ -1,299 +1,237 @@
-"""Parses `manifest.json`, which describes a checkpoint, strictly and writes it canonically. Reads no weights."""
+"""Reads and writes `manifest.json`, which describes a checkpoint. Reads no weights."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+import msgspec
+from msgspec import Meta, Struct
 
 from model.config import MAX_FACTOR, ConfigError, ModelConfig, RetrievalConfig
 from weights.errors import CheckpointError
+from weights.git_lfs import pointer_problem
 from weights.text_ids import IdKind
+from weights.values import score_weight_problem
 
 FORMAT_VERSION = 1
-RETRIEVAL = {"model": "retrieval"}  # in the manifest of a retrieval model (two towers), absent from a ranker's
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 16 * 2**20
-MAX_SCORE_WEIGHT = 1e9  # the same limit as for a weight in a request
-ID_KINDS: tuple[IdKind, ...] = ("uint64", "text")
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # goes unescaped into headers, metric labels and logs
 _ACTION = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")  # never a number: a decimal string in a request is an index
-_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\.safetensors")  # no separator, no leading dot
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+if TYPE_CHECKING:
+    Config = ModelConfig
+else:
+    Config = Any  # msgspec would refuse a subclass, such as RetrievalConfig
+
+FileName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\.safetensors\Z")]
+"""A plain name inside the directory: no separator, no leading dot."""
 
 
-@dataclass(frozen=True, slots=True)
-class ContinuousOutput:
+Dtype = Literal["float32", "bfloat16", "int64", "int32", "uint8"]
+
+
+class ContinuousOutput(Struct, frozen=True, forbid_unknown_fields=True):
     """One continuous head: the model's 0 … 1 times `scale` is a value in `unit` (`s`, or an empty string for a plain number)."""
 
     name: str
     scale: float
     unit: str
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "scale", float(self.scale))
 
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
+class FileEntry(Struct, frozen=True, forbid_unknown_fields=True):
     """One file of the checkpoint: SHA-256 of its content in hex, and its length in bytes."""
 
-    sha256: str
-    bytes: int
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    bytes: Annotated[int, Meta(ge=0, lt=2**62)]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """The file, dtype (`float32` or `bfloat16`) and shape of a tensor."""
+class TensorEntry(Struct, frozen=True, forbid_unknown_fields=True):
+    """The file, dtype and shape of a tensor. A model's are float32, its tables perhaps bfloat16; the integers are a corpus's."""
 
     file: str
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: Dtype
+    shape: tuple[Annotated[int, Meta(gt=0, lt=2**40)], ...]
 
 
-class Document(ABC):
-    """Base of all manifests, which are written with their digest: the SHA-256 of the canonical content, which includes every file's
-    digest. Subclasses are dataclasses with `digest`; `dtypes` are the dtypes that their tensors may have."""
+class Document(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """What all manifests have in common: they are written with their digest, the SHA-256 of their content, which includes the digest of
+    every file. `ids` is the kind of ids that callers use for users, posts and authors; a file without it means `uint64`.
 
-    __slots__ = ()
-    name: str
-    version: str
-    ids: IdKind
-    files: dict[str, FileEntry]
-    tensors: dict[str, TensorEntry]
-    digest: str
-    dtypes: ClassVar[Sequence[str]] = ("float32", "bfloat16")
-
-    @abstractmethod
-    def _content(self) -> dict[str, Any]:
-        """All that the digest covers."""
-
-    def _entries(self) -> dict[str, Any]:
-        """Files and tensors as in the content, sorted by name."""
-        listed: dict[str, Mapping[str, Any]] = {"files": self.files, "tensors": self.tensors}
-        return {key: {name: asdict(each) for name, each in sorted(entries.items())} for key, entries in listed.items()}
-
-    def _sign(self) -> None:
-        """Set the digest, and a short one as `version` if that is empty. Raises CheckpointError for invalid fields."""
-        if not self.version:
-            object.__setattr__(self, "version", content_digest(self._content())[:12])
-        for what in ("name", "version"):
-            if not _LABEL.fullmatch(label := getattr(self, what)):
-                raise CheckpointError(
-                    f"{what} {label[:100]!r} must be 1 to 100 letters, digits, dots, dashes, underscores or plus signs, and start "
-                    "with a letter or digit"
-                )
-        if self.ids not in ID_KINDS:
-            raise CheckpointError(f"has ids that are {str(self.ids)[:40]!r}; they are one of {', '.join(ID_KINDS)}")
-        for name, entry in self.tensors.items():
-            if entry.file not in self.files:
-                raise CheckpointError(f"tensor {name} is said to lie in {entry.file}, which is not among the files")
-        object.__setattr__(self, "digest", content_digest(self._content()))
-
-    def to_json(self) -> bytes:
-        """The exact content of `manifest.json`."""
-        return signed(self._content())
-
-    @classmethod
-    def _read(cls, values: Mapping[str, Any], keys: dict[str, type]) -> dict[str, Any]:
-        """The constructor arguments in `values`: these `keys` and the common ones. Raises CheckpointError for other keys or formats."""
-        if (found := values.get("format_version")) != FORMAT_VERSION:
-            raise CheckpointError(f"has format version {str(found)[:40]}, this build reads {FORMAT_VERSION}")
-        every = {"format_version": int, "name": str, "version": str, "files": dict, "tensors": dict, "digest": str}
-        check_keys(values, every | keys | ({"ids": str} if "ids" in values else {}), "")
-        read = {key: value for key, value in values.items() if key not in ("format_version", "digest")}
-        read["version"] = read["version"] or "-"  # refused as a label: a written manifest always has a version
-        read["files"] = {name: _file_entry(name, item) for name, item in values["files"].items()}
-        read["tensors"] = {name: _tensor_entry(name, item, cls.dtypes) for name, item in values["tensors"].items()}
-        return read
-
-    def _check_written(self, raw: bytes, digest: str) -> None:
-        """Raises CheckpointError if `raw`, which states `digest`, differs from what this manifest would write."""
-        if digest != self.digest:
-            raise CheckpointError(
-                f"says its digest is {digest[:64]!r}, but its content has {self.digest}: it was changed after it was written"
-            )
-        if raw != self.to_json():
-            raise CheckpointError("differs from the form in which it was written: it was changed afterwards")
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest(Document):
-    """Everything about a checkpoint except its numbers. Raises CheckpointError for fields that contradict each other.
-
-    `action_names` are in output order, one per action of `config`; `continuous` one per continuous output. `score_weights`
-    maps some action names to the default weights of the combined score. `digest` is the SHA-256 of the canonical content,
-    which includes every file's digest: it identifies the checkpoint. An empty `version` becomes a short digest. `ids` is the kind of
-    ids that callers use for users, posts and authors; a manifest without it means `uint64`.
+    An empty `version` is for `versioned` to fill. Raises CheckpointError for fields that contradict each other.
     """
 
     name: str
     version: str
-    config: ModelConfig
+    files: dict[FileName, FileEntry]
+    tensors: dict[str, TensorEntry]
+    ids: IdKind = "uint64"
+
+    def __post_init__(self) -> None:
+        for what, label in (("name", self.name), ("version", self.version or "none")):
+            if not _LABEL.fullmatch(label):
+                raise CheckpointError(
+                    f"{what} {label[:100]!r} must be 1 to 100 letters, digits, dots, dashes, underscores or plus signs, and start "
+                    "with a letter or digit"
+                )
+        for name, entry in self.tensors.items():
+            if entry.file not in self.files:
+                raise CheckpointError(
+                    f"tensor {name[:100]} is said to lie in {entry.file[:100]}, which is not among the files"
+                )
+
+    def specifics(self) -> dict[str, Any]:
+        """The JSON values that only this kind of manifest has."""
+        raise NotImplementedError
+
+    @classmethod
+    def fields_of(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The fields in a manifest's JSON values, their types not yet checked. Raises CheckpointError for another kind of manifest."""
+        raise NotImplementedError
+
+    def content(self) -> dict[str, Any]:
+        """The JSON values that the digest covers: all of `manifest.json` but the digest itself."""
+        return {
+            "format_version": FORMAT_VERSION,
+            **({} if self.ids == "uint64" else {"ids": self.ids}),  # so that older checkpoints keep their digests
+            "name": self.name,
+            "version": self.version,
+            **self.specifics(),
+            "files": {name: msgspec.to_builtins(entry) for name, entry in sorted(self.files.items())},
+            "tensors": {name: msgspec.to_builtins(entry) for name, entry in sorted(self.tensors.items())},
+        }
+
+    @cached_property
+    def digest(self) -> str:
+        """Identifies the checkpoint or corpus: SHA-256 in hex."""
+        return content_digest(self.content())
+
+    def versioned(self) -> Self:
+        """This manifest; if its version is empty, with the first twelve digits of its digest as the version."""
+        return self if self.version else msgspec.structs.replace(self, version=self.digest[:12])
+
+    def to_json(self) -> bytes:
+        """The content of `manifest.json`."""
+        return signed(self.content())
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Self:
+        """Parse `manifest.json`. Raises CheckpointError for unknown keys, wrong types, and a content that its digest does not fit."""
+        if problem := pointer_problem(raw):
+            raise CheckpointError(problem)
+        values = parse_json_object(raw)
+        if (found := values.pop("format_version", None)) != FORMAT_VERSION:
+            raise CheckpointError(f"has format version {str(found)[:40]}, this build reads {FORMAT_VERSION}")
+        stated = values.pop("digest", None)
+        try:
+            document = msgspec.convert(cls.fields_of(values), cls)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"is not as it should be: {error}") from error
+        if not document.version or stated != document.digest:
+            raise CheckpointError(
+                f"says its digest is {str(stated)[:64]!r}, but its content has {document.digest}: it was changed after it was written"
+            )
+        return document
+
+
+class Manifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """Everything about a checkpoint except its numbers.
+
+    `action_names` are in output order, one per action of `config`; `continuous` one per continuous output. `score_weights`
+    maps some action names to the default weights of the combined score. `training`: what was decided from the log that it was trained on,
+    any JSON object; empty where that is not known.
+    """
+
+    config: Config
     action_names: tuple[str, ...]
     continuous: tuple[ContinuousOutput, ...]
     score_weights: dict[str, float]
-    files: dict[str, FileEntry]
-    tensors: dict[str, TensorEntry]
-    ids: IdKind = "uint64"
-    digest: str = field(init=False)
+    training: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
-        try:
-            weights = {name: float(weight) for name, weight in self.score_weights.items()}
-        except (OverflowError, TypeError, ValueError) as error:
-            raise CheckpointError("a score weight is no number, or too large") from error
-        object.__setattr__(self, "score_weights", weights)
-        _check_outputs(self)
-        self._sign()
+        Document.__post_init__(self)
+        self._check_actions()
+        self._check_continuous()
 
-    def _content(self) -> dict[str, Any]:
+    def _check_actions(self) -> None:
+        names = self.action_names
+        for name in names:
+            if not isinstance(name, str) or not _ACTION.fullmatch(name):
+                raise CheckpointError(
+                    f"action name {str(name)[:64]!r} must be letters, digits and underscores, a letter first"
+                )
+        if len(names) != self.config.actions or len(set(names)) != len(names):
+            raise CheckpointError(
+                f"needs {self.config.actions} different action names, got {len(set(names))} in {len(names)}"
+            )
+        for name, weight in self.score_weights.items():
+            if name not in names:
+                raise CheckpointError(f"score weight {name[:64]!r} belongs to no action of this checkpoint")
+            if problem := score_weight_problem(weight):
+                raise CheckpointError(f"score weight of {name} {problem}")
+
+    def _check_continuous(self) -> None:
+        names = [output.name for output in self.continuous]
+        if len(names) != self.config.continuous_actions or len(set(names)) != len(names):
+            raise CheckpointError(
+                f"needs {self.config.continuous_actions} different continuous outputs, got {len(set(names))} in {len(names)}"
+            )
+        for output in self.continuous:
+            if not _ACTION.fullmatch(output.name) or len(output.unit) > 16:
+                raise CheckpointError(f"continuous output {output.name[:64]!r} has a bad name or unit")
+            if not 1 / MAX_FACTOR <= output.scale <= MAX_FACTOR:
+                raise CheckpointError(
+                    f"continuous output {output.name} must have a scale in {1 / MAX_FACTOR:g} … {MAX_FACTOR:g}, got {output.scale!r}"
+                )
+
+    def specifics(self) -> dict[str, Any]:
+        """See `Document.specifics`. `model` is there for two towers alone."""
         return {
-            "format_version": FORMAT_VERSION,
-            **(RETRIEVAL if isinstance(self.config, RetrievalConfig) else {}),
-            **({} if self.ids == "uint64" else {"ids": self.ids}),
-            "name": self.name,
-            "version": self.version,
+            **({"model": "retrieval"} if isinstance(self.config, RetrievalConfig) else {}),
             "architecture": self.config.to_dict(),
             "action_names": list(self.action_names),
-            "continuous": [asdict(output) for output in self.continuous],
-            "score_weights": self.score_weights,
-            **self._entries(),
+            "continuous": [
+                {"name": each.name, "scale": float(each.scale), "unit": each.unit} for each in self.continuous
+            ],
+            "score_weights": {name: float(weight) for name, weight in self.score_weights.items()},
+            **({"training": self.training} if self.training else {}),
         }
 
     @classmethod
-    def from_json(cls, raw: bytes) -> Manifest:
-        """Parse what `to_json` wrote. Raises CheckpointError for anything else: unknown keys, wrong types, one changed byte."""
-        values = parse_json_object(raw)
-        is_retrieval = "model" in values
-        if is_retrieval and values.pop("model") != RETRIEVAL["model"]:
+    def fields_of(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """See `Document.fields_of`. `architecture` becomes `config`, of the kind of model that `model` names."""
+        kind, architecture = values.pop("model", None), values.pop("architecture", None)
+        if kind not in (None, "retrieval"):
             raise CheckpointError("is of a kind of model that this build does not know")
-        keys: dict[str, type] = {"architecture": dict, "action_names": list, "continuous": list, "score_weights": dict}
-        read = cls._read(values, keys)
+        if not isinstance(architecture, dict):
+            raise CheckpointError("has no architecture")
         try:
-            config = (RetrievalConfig if is_retrieval else ModelConfig).from_dict(read.pop("architecture"))
+            config = (RetrievalConfig if kind else ModelConfig).from_dict(architecture)
         except (ConfigError, OverflowError, TypeError, ValueError) as error:
             raise CheckpointError(f"describes a model that cannot be built: {error}") from error
-        for name, weight in values["score_weights"].items():
-            if type(weight) not in (int, float):
-                raise CheckpointError(f"score weight {name[:64]!r} must be a number")
-        read["action_names"] = tuple(read["action_names"])
-        read["continuous"] = tuple(_continuous(item) for item in read["continuous"])
-        manifest = cls(**read, config=config)
-        manifest._check_written(raw, values["digest"])
-        return manifest
-
-
-def signed(content: Mapping[str, Any]) -> bytes:
-    """A manifest's content with its digest, as written to disk: UTF-8, one line per tensor and file."""
-    return (_render({**content, "digest": content_digest(content)}) + "\n").encode()
+        return values | {"config": config}
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
-    """Parse strict JSON: one UTF-8 object, no duplicate keys, no NaN or infinity. Raises CheckpointError."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError("an object has the same key twice")
-        return dict(pairs)
-
-    def refuse(text: str) -> float:
-        raise ValueError(f"{text[:40]} is no finite number")
-
-    def finite(text: str) -> float:
-        number = float(text)
-        return number if math.isfinite(number) else refuse(text)
-
+    """Parse a JSON object, without NaN and infinities. Raises CheckpointError."""
     try:
-        values = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse, parse_float=finite)
-    except (ValueError, RecursionError) as error:
+        values = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"is not valid JSON ({str(error)[:120]})") from error
     if not isinstance(values, dict):
         raise CheckpointError("must hold a JSON object")
     return values
 
 
-def check_keys(values: Mapping[str, Any], expected: Mapping[str, type], where: str) -> None:
-    """Check that there are exactly these keys with exactly these types (a bool is not an int). Raises CheckpointError."""
-    unknown, missing = sorted(set(values) - set(expected)), sorted(set(expected) - set(values))
-    if unknown or missing:
-        problems = [f"unknown keys {', '.join(unknown)[:200]}"] if unknown else []
-        problems += [f"no {', '.join(missing)}"] if missing else []
-        raise CheckpointError(f"{where + ' ' if where else ''}has {' and '.join(problems)}")
-    for key, kind in expected.items():
-        if type(values[key]) is not kind:
-            raise CheckpointError(f"{where + '.' if where else ''}{key} must be a JSON {_JSON_NAMES[kind]}")
-
-
-_JSON_NAMES = {int: "integer", float: "number with a fraction", str: "string", dict: "object", list: "array"}
-
-
-def _check_outputs(manifest: Manifest) -> None:
-    names, config = manifest.action_names, manifest.config
-    for name in names:
-        if not isinstance(name, str) or not _ACTION.fullmatch(name):
-            raise CheckpointError(
-                f"action name {str(name)[:64]!r} must be letters, digits and underscores, a letter first"
-            )
-    if len(names) != config.actions or len(set(names)) != len(names):
-        raise CheckpointError(f"needs {config.actions} different action names, got {len(set(names))} in {len(names)}")
-    outputs = [output.name for output in manifest.continuous]
-    if len(outputs) != config.continuous_actions or len(set(outputs)) != len(outputs):
-        raise CheckpointError(f"needs {config.continuous_actions} different continuous outputs, got {len(outputs)}")
-    for output in manifest.continuous:
-        if not _ACTION.fullmatch(output.name) or len(output.unit) > 16:
-            raise CheckpointError(f"continuous output {output.name[:64]!r} has a bad name or unit")
-        if (
-            not 1 / MAX_FACTOR <= output.scale <= MAX_FACTOR
-        ):  # replies are scaled in float32 after the check that they are finite
-            raise CheckpointError(
-                f"continuous output {output.name} must have a scale in {1 / MAX_FACTOR:g} … {MAX_FACTOR:g}, got {output.scale!r}"
-            )
-    for name, weight in manifest.score_weights.items():
-        if name not in names:
-            raise CheckpointError(f"score weight {name[:64]!r} belongs to no action of this checkpoint")
-        if not abs(weight) <= MAX_SCORE_WEIGHT:
-            raise CheckpointError(
-                f"score weight of {name} must be at most {MAX_SCORE_WEIGHT:g} either way, got {weight!r}"
-            )
-
-
-def _continuous(item: Any) -> ContinuousOutput:
-    if not isinstance(item, dict):
-        raise CheckpointError("continuous must hold objects")
-    check_keys(item, {"name": str, "scale": float, "unit": str}, "continuous")
-    return ContinuousOutput(**item)
-
-
-def _file_entry(name: str, item: Any) -> FileEntry:
-    if not _FILE.fullmatch(name):
-        raise CheckpointError(
-            f"names a file {name[:100]!r}, which is not a plain *.safetensors name inside the directory"
-        )
-    if not isinstance(item, dict):
-        raise CheckpointError(f"files.{name} must be an object")
-    check_keys(item, {"sha256": str, "bytes": int}, f"files.{name}")
-    if not _SHA256.fullmatch(item["sha256"]) or item["bytes"] < 0:
-        raise CheckpointError(f"files.{name} holds no SHA-256 in lower-case hex or a negative length")
-    return FileEntry(**item)
-
-
-def _tensor_entry(name: str, item: Any, dtypes: Sequence[str]) -> TensorEntry:
-    where = f"tensors.{name[:100]}"
-    if not isinstance(item, dict):
-        raise CheckpointError(f"{where} must be an object")
-    check_keys(item, {"file": str, "dtype": str, "shape": list}, where)
-    if item["dtype"] not in dtypes:
-        raise CheckpointError(f"{where}.dtype must be one of {', '.join(dtypes)}, got {item['dtype'][:40]!r}")
-    if any(type(size) is not int or not 0 < size < 2**40 for size in item["shape"]):
-        raise CheckpointError(f"{where}.shape must hold positive integers")
-    return TensorEntry(item["file"], item["dtype"], tuple(item["shape"]))
+def signed(content: Mapping[str, Any]) -> bytes:
+    """A manifest's content with its digest, as written to disk: UTF-8, one line per tensor and file."""
+    return (_render({**content, "digest": content_digest(content)}) + "\n").encode()
 
 
 def content_digest(content: Mapping[str, Any]) -> str:

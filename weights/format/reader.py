@@ -19,7 +19,8 @@ from model.memory import shortage
 from weights.errors import CheckpointError, reason_of
 from weights.format.layout import is_table
 from weights.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Document, FileEntry, TensorEntry
-from weights.format.tensorfile import Buffer, Progress, StoredTensor, advancing, read_header, scan
+from weights.format.tensorfile import Buffer, Progress, StoredTensor, advancing, scan, stored_tensors
+from weights.git_lfs import HEAD_BYTES, pointer_problem
 
 COPIED_BYTES = 16 * 2**20
 """Files up to this length are copied into memory, not mapped, so later changes to them do not reach the served model."""
@@ -172,11 +173,13 @@ def _read_file(
     entry, listed = manifest.files[name], {key: each for key, each in manifest.tensors.items() if each.file == name}
     with _open_file(directory, name) as file:
         before = _settled(file)
+        if problem := pointer_problem(file.read(HEAD_BYTES)):
+            raise CheckpointError(problem)
         check_length(before.st_size, entry)
-        header, stored = read_header(file, before.st_size)
+        stored = stored_tensors(file, before.st_size)
         check_stored(stored, listed)
         params = None if before.st_size > COPIED_BYTES and all(map(is_mapped, listed)) else _room(before.st_size)
-        digest, corrupted = scan(file, header, stored, params, advance)
+        digest, corrupted = scan(file, stored, params, advance)
         buffer: Buffer = params or _map(file, before.st_size)
         if params is None:
             mapped.add(name, file, before)

@@ -1,7 +1,7 @@
 """Reads safetensors from an open file, checking them on the way, and writes them as a stream.
 
-The library's reader opens a path itself and checks no content. Here an open file is hashed, checked and then mapped, and a file
-that shrinks meanwhile is an error instead of a fatal signal. The library's writer needs whole tensors. Layout: header length
+The library reads and checks headers. It checks no content and maps what it reads: here an open file is hashed, checked and then mapped,
+and a file that shrinks meanwhile is an error instead of a fatal signal. The library's writer needs whole tensors. Layout: header length
 (uint64, little-endian), JSON header, data.
 """
 
@@ -13,17 +13,18 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weights.errors import CheckpointError
-from weights.format.manifest import FileEntry, check_keys, parse_json_object
+from weights.format.manifest import FileEntry
 
 Buffer = Any  # a writable mmap or bytearray, as torch.frombuffer wants it; the stubs have no common name for both
 Progress = Callable[[int, int], None]
@@ -31,7 +32,6 @@ Progress = Callable[[int, int], None]
 
 CHUNK_BYTES = 2**20  # small enough to be read, hashed and checked in the processor's cache
 _ALIGNMENT_BYTES = 64  # data starts on a cache line, so table rows touch as few lines as possible
-_MAX_HEADER_BYTES = 16 * 2**20
 _STORED = {"F32": "float32", "BF16": "bfloat16", "I32": "int32", "I64": "int64", "U8": "uint8"}
 _TORCH = {name: getattr(torch, name) for name in _STORED.values()}
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4, "int64": 8, "uint8": 1}
@@ -62,59 +62,40 @@ class StoredTensor:
         return flat.view(self.shape)
 
 
-def read_header(file: FileIO, file_bytes: int) -> tuple[bytes, dict[str, StoredTensor]]:
-    """The raw header and the tensors of a safetensors file, in order of their data. Leaves the file at the start of its data.
+def stored_tensors(file: FileIO, file_bytes: int) -> dict[str, StoredTensor]:
+    """The tensors of an open safetensors file, in order of their data, which ends with the file and has neither holes nor overlaps.
 
-    Raises CheckpointError if the tensors do not fill the file's `file_bytes` without holes or overlaps.
+    Raises CheckpointError for a header that cannot be read or lies, and for a dtype that is not stored here.
     """
-    if file_bytes < 8:
-        raise CheckpointError(f"is {file_bytes} bytes long, too short for a safetensors file")
-    prefix = bytearray(8)
-    _fill(file, prefix)
-    length = int.from_bytes(prefix, "little")
-    if length > min(file_bytes - 8, _MAX_HEADER_BYTES):
-        raise CheckpointError("is no safetensors file: its header would be longer than the file, or than 16 MiB")
-    text = bytearray(length)
-    _fill(file, text)
-    entries = parse_json_object(bytes(text))
-    entries.pop("__metadata__", None)
-    tensors = [(name, *_entry(name, item)) for name, item in entries.items()]
-    tensors.sort(key=lambda tensor: tensor[3])
-    stored, place = {}, 0
-    for name, dtype, shape, start, stop in tensors:
-        stored[name] = StoredTensor(dtype, shape, 8 + length + start)
-        if start != place or stop - start != stored[name].bytes:
-            raise CheckpointError(f"has a hole or an overlap at tensor {name[:100]}")
-        place = stop
-    if 8 + length + place != file_bytes:
-        raise CheckpointError(f"is {file_bytes} bytes long, but its tensors end at {8 + length + place}")
-    return bytes(prefix + text), stored
-
-
-def _entry(name: str, item: Any) -> tuple[str, tuple[int, ...], int, int]:
-    if not isinstance(item, dict):
-        raise CheckpointError(f"has no description of tensor {name[:100]}")
-    check_keys(item, {"dtype": str, "shape": list, "data_offsets": list}, f"tensor {name[:100]}")
-    if item["dtype"] not in _STORED:
-        raise CheckpointError(f"holds tensor {name[:100]} as {item['dtype'][:40]}; only {', '.join(_STORED)} are read")
-    numbers = [*item["shape"], *item["data_offsets"]]
-    if len(item["data_offsets"]) != 2 or any(type(number) is not int or not 0 <= number < 2**48 for number in numbers):
-        raise CheckpointError(f"has a bad shape or bad offsets at tensor {name[:100]}")
-    return _STORED[item["dtype"]], tuple(item["shape"]), item["data_offsets"][0], item["data_offsets"][1]
+    try:
+        with safe_open(f"/dev/fd/{file.fileno()}", "np") as opened:  # not by name: another file may have it by now
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+    except SafetensorError as error:
+        raise CheckpointError(f"is no readable safetensors file ({str(error)[:200]})") from error
+    described = {}
+    for name, slice_ in slices.items():
+        if (stored := slice_.get_dtype()) not in _STORED:
+            raise CheckpointError(f"holds tensor {name[:100]} as {stored}; only {', '.join(_STORED)} are read")
+        described[name] = StoredTensor(_STORED[stored], tuple(slice_.get_shape()), 0)
+    place = file_bytes - sum(tensor.bytes for tensor in described.values())
+    tensors = {}
+    for name, tensor in described.items():
+        tensors[name] = replace(tensor, start=place)
+        place += tensor.bytes
+    return tensors
 
 
 def scan(
-    file: FileIO,
-    header: bytes,
-    tensors: Mapping[str, StoredTensor],
-    keep: Buffer | None,
-    advance: Callable[[int], None],
+    file: FileIO, tensors: Mapping[str, StoredTensor], keep: Buffer | None, advance: Callable[[int], None]
 ) -> tuple[str, str | None]:
-    """Read the data of a file after `read_header`. Return its SHA-256 in hex and the first tensor with a NaN or infinity, or None.
+    """Read a file from its start. Return its SHA-256 in hex and the first tensor with a NaN or infinity, or None.
 
-    `header` and `tensors` are what `read_header` returned. `keep`, a buffer as long as the file, receives the data at its offsets.
+    `tensors` are its `stored_tensors`. `keep`, a buffer as long as the file, receives the data at its offsets.
     `advance` is called with the bytes of each chunk. Raises CheckpointError when the file ends early.
     """
+    header = bytearray(min((tensor.start for tensor in tensors.values()), default=0))
+    file.seek(0)
+    _fill(file, header)
     digest = hashlib.sha256(header)
     scratch = memoryview(bytearray(0 if keep else CHUNK_BYTES))
     corrupted = None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -36,6 +36,7 @@ class Labels:
     score_weights: Mapping[str, float] = field(default_factory=dict)
     version: str = ""
     ids: IdKind = "uint64"
+    training: dict[str, Any] = field(default_factory=dict)
 
 
 def write_checkpoint(
@@ -66,6 +67,7 @@ def write_checkpoint(
         }
         with written_beside(path, replace=replace) as partial:
             manifest = Manifest(**said, files=write_files(partial, tensors, chunks, progress), tensors=tensors)
+            manifest = manifest.versioned()
             for name, content in {**(extras or {}), MANIFEST_NAME: manifest.to_json()}.items():
                 write_file(partial / name, content)
         return manifest

@@ -20,8 +20,9 @@ from weights.actions import RELEASED_DWELL_INDEX, continuous_outputs, default_sc
 from weights.errors import CheckpointError
 from weights.format.layout import expected_shapes, is_table
 from weights.format.manifest import parse_json_object
-from weights.format.tensorfile import is_finite
+from weights.format.tensorfile import CHUNK_BYTES, is_finite
 from weights.format.writer import Labels
+from weights.git_lfs import pointer_problem
 from weights.published.npz import FLOAT32, NpzFile
 from weights.text_ids import IdKind
 
@@ -89,11 +90,12 @@ class PublishedModel:
         self._stack.close()
 
     def chunks(self, name: str) -> Iterator[Tensor]:
-        """The float32 elements of tensor `name` in order, at most 1 MiB at a time."""
+        """The float32 elements of tensor `name` in order, in pieces of about 1 MiB."""
         archive = self._tables if is_table(name) else self._params
         published = published_name(name, self._is_retrieval)
-        for rows in archive.rows(published, self.shapes[name], FLOAT32):
-            if not is_finite(chunk := torch.from_numpy(rows)):
+        values = torch.from_numpy(archive.array(published, FLOAT32, self.shapes[name])).flatten()
+        for chunk in values.split(CHUNK_BYTES // FLOAT32.itemsize):
+            if not is_finite(chunk):
                 raise CheckpointError(f"{archive.path}: array {published} holds a NaN or an infinity.")
             yield chunk
 
@@ -105,6 +107,8 @@ class PublishedModel:
         try:
             with path.open("rb") as file:
                 raw = file.read(_MAX_CONFIG_BYTES + 1)
+            if problem := pointer_problem(raw):
+                raise CheckpointError(problem)
             if len(raw) > _MAX_CONFIG_BYTES:
                 raise CheckpointError("is longer than 1 MiB")
             values = {key: value for key, value in parse_json_object(raw).items() if key not in ignore}
@@ -121,13 +125,16 @@ class PublishedModel:
         width = config.width
         entity = (config.post_hashes.count + config.author_hashes.count) * width
         head = published_name("heads.continuous")
-        outputs = self._params.shape(head)[-1:] if head in self._params.names else (0,)
         return replace(
             config,
-            has_dwell=self._params.shape(published_name("tokens.history_projection"))[:1] == (entity + 3 * width,),
-            has_post_age=self._params.shape(published_name("tokens.candidate_projection"))[:1] == (entity + 2 * width,),
-            continuous_actions=sum(outputs),
+            has_dwell=self._rows("tokens.history_projection") == entity + 3 * width,
+            has_post_age=self._rows("tokens.candidate_projection") == entity + 2 * width,
+            continuous_actions=sum(self._params.header(head)[0][-1:]) if head in self._params.names else 0,
         )
+
+    def _rows(self, name: str) -> int:
+        shape, _ = self._params.header(published_name(name))
+        return shape[0] if shape else 0
 
     def _retrieval(self, values: dict[str, Any]) -> RetrievalConfig:
         """The two towers, with the candidate's projections unless `enable_linear_proj` is false."""
@@ -153,9 +160,12 @@ class PublishedModel:
                 if is_table(name) == tables
             }
             for name, shape in wanted.items():
-                if archive.shape(name) != shape:
+                found, dtype = archive.header(name)
+                if dtype != FLOAT32:
+                    raise CheckpointError(f"{archive.path}: array {name} holds {dtype.str}; only float32 is read.")
+                if found != shape:
                     raise CheckpointError(
-                        f"{archive.path}: array {name} has shape {list(archive.shape(name))}, {CONFIG_FILE} asks {list(shape)}."
+                        f"{archive.path}: array {name} has shape {list(found)}, {CONFIG_FILE} asks {list(shape)}."
                     )
             unknown = sorted(set(archive.names) - set(wanted) - known)
             if unknown:

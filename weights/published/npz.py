@@ -1,38 +1,42 @@
-"""Streams plain arrays from npz files. Never unpickles and holds at most one chunk of an array."""
+"""Reads arrays from npz files of strangers: nothing is unpickled, and no entry is read before its size is known to be right."""
 
 from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from weights.errors import CheckpointError
-from weights.format.tensorfile import CHUNK_BYTES
+from weights.git_lfs import HEAD_BYTES, pointer_problem
 
 FLOAT32 = np.dtype("<f4")
-_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # what numpy writes; zipfile unpacks others without limit
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # what numpy writes; zipfile unpacks others without a limit
+_HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
 class NpzFile:
-    """The arrays of an npz file by name. Use as a context manager.
-
-    Raises CheckpointError, naming file and array, for anything but plain C-ordered arrays of the requested dtype.
-    """
+    """The arrays of an npz file by name. Use as a context manager. Raises CheckpointError, which names file and array."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._archive = zipfile.ZipFile(path)
+            with path.open("rb") as file:
+                problem = pointer_problem(file.read(HEAD_BYTES))
+            if problem:
+                raise CheckpointError(f"{path} {problem}.")
+            self._archive: Any = np.load(path, allow_pickle=False)
+        except CheckpointError:
+            raise
         except Exception as error:  # a broken archive raises more than BadZipFile
             raise CheckpointError(f"{path} is no readable npz archive: {_reason(error)}.") from error
-        self.names = tuple(name.removesuffix(".npy") for name in self._archive.namelist())
+        if not isinstance(self._archive, np.lib.npyio.NpzFile):
+            raise CheckpointError(f"{path} is no npz archive, but a single array.")
+        self.names = tuple(self._archive.files)
         """Array names in the order of the archive."""
         if len(set(self.names)) < len(self.names):
             self._archive.close()
@@ -44,73 +48,37 @@ class NpzFile:
     def __exit__(self, *_: object) -> None:
         self._archive.close()
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape in an array's header. Raises CheckpointError if the array is absent, unreadable or not float32."""
-        shape, dtype, stream = self._open(name)
-        stream.close()
-        self._check_dtype(name, dtype, FLOAT32)
-        return shape
-
     def header(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Shape and dtype of any array, including object arrays; nothing is unpickled."""
-        shape, dtype, stream = self._open(name)
-        stream.close()
-        return shape, dtype
+        """Shape and dtype of an array, without reading its data.
 
-    def rows(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
-        """The elements of array `name` in C order, flat, in chunks of at most 1 MiB; chunks hold whole rows if a row fits into 1 MiB.
-
-        Raises CheckpointError before reading if shape or dtype differ, and later for a short, long or corrupted array.
+        Raises CheckpointError if the entry is absent or unreadable, or does not hold as many bytes as its header says.
         """
-        found, stored, stream = self._open(name)
-        with stream:
-            self._check_dtype(name, stored, dtype)
-            if found != shape:
-                raise self._error(name, f"has shape {list(found)}, the configuration asks {list(shape)}")
-            left, row = math.prod(shape) * dtype.itemsize, math.prod(shape[1:]) * dtype.itemsize
-            most = CHUNK_BYTES // row * row if 0 < row <= CHUNK_BYTES else CHUNK_BYTES
-            while left:
-                wanted = min(left, most)
-                chunk = self._read(name, stream, wanted)
-                if len(chunk) != wanted:
-                    raise self._error(name, "ends before its data does")
-                left -= wanted
-                yield np.frombuffer(bytearray(chunk), dtype)
-            if self._read(name, stream, 1):
-                raise self._error(name, "goes on after its data")
-
-    def _open(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any], IO[bytes]]:
-        """Shape and dtype of a C-ordered array, and a stream positioned at its data."""
         try:
-            info = self._archive.getinfo(f"{name}.npy")
+            entry = self._archive.zip.getinfo(f"{name}.npy")
         except KeyError as error:
             raise CheckpointError(f"{self.path} lacks array {name}.") from error
-        if info.compress_type not in _METHODS:
-            raise self._error(name, f"is packed by method {info.compress_type}; only stored and deflated are read")
-        with ExitStack() as unless_taken:
-            try:
-                stream = unless_taken.enter_context(self._archive.open(info))
-                if npy.read_magic(stream) != (1, 0):  # the only version that numpy writes for a float32 array
-                    raise ValueError("its version is not 1.0")
-                shape, fortran_order, dtype = npy.read_array_header_1_0(stream)
-            except Exception as error:  # numpy parses with ast and tokenize, whose errors depend on the Python version
-                raise self._error(name, f"has no readable npy header: {_reason(error)}") from error
-            if fortran_order:
-                raise self._error(name, f"holds {dtype.str}, in Fortran order; only C-ordered arrays are read")
-            unless_taken.pop_all()
-        return shape, dtype, stream
-
-    def _check_dtype(self, name: str, found: np.dtype[Any], wanted: np.dtype[Any]) -> None:
-        if found != wanted:
-            raise self._error(
-                name,
-                f"holds {found.str}; only little-endian {wanted.name} is read, and Python objects are never unpickled",
-            )
-
-    def _read(self, name: str, stream: IO[bytes], count: int) -> bytes:
+        if entry.compress_type not in _METHODS:
+            raise self._error(name, f"is packed by method {entry.compress_type}; only stored and deflated are read")
         try:
-            return stream.read(count)
-        except Exception as error:
+            with self._archive.zip.open(entry) as stream:
+                shape, _, dtype = _HEADERS[npy.read_magic(stream)](stream)
+                length = stream.tell() + math.prod(shape) * dtype.itemsize
+        except Exception as error:  # numpy parses with ast and tokenize, whose errors depend on the Python version
+            raise self._error(name, f"has no readable npy header: {_reason(error)}") from error
+        if not dtype.hasobject and length != entry.file_size:
+            raise self._error(name, f"is {entry.file_size} bytes long, but its header says {length}")
+        return shape, dtype
+
+    def array(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+        """An array of this dtype and shape, in C order. Raises CheckpointError, before anything is read if it has another."""
+        found, stored = self.header(name)
+        if stored != dtype:
+            raise self._error(name, f"holds {stored.str}; only {dtype.name} is read, and Python objects never are")
+        if found != shape:
+            raise self._error(name, f"has shape {list(found)}, {list(shape)} is asked for")
+        try:
+            return np.asarray(self._archive[name], order="C")
+        except Exception as error:  # a wrong checksum, a stream that cannot be unpacked, memory
             raise self._error(name, f"cannot be read: {_reason(error)}") from error
 
     def _error(self, name: str, reason: str) -> CheckpointError:

@@ -140,7 +140,7 @@ def batches(prepared: Prepared) -> Iterator[list[Item]]:
         if items and tokens + stop - start + events > BATCH_TOKENS:
             yield items
             items, tokens = [], 0
-        items.append(Item(examples.context(index, is_kept), examples.candidates(index, slice(start, stop))))
+        items.append(Item(examples.context(index, is_kept), examples.candidates(slice(start, stop))))
         tokens += stop - start + events
     if items:
         yield items

@@ -16,22 +16,21 @@ from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import Encoder, load_encoder, save_checkpoint
 from weights.corpus.importer import encode
 from weights.corpus.store import CorpusLabels, write_corpus
+from weights.evaluate.evaluation import evaluate
+from weights.evaluate.report import figures, write_evaluation
+from weights.evaluate.retrieval import evaluate_retrieval, newest_posts
 from weights.format.manifest import Manifest
 from weights.training.demo_example import example_request
-from weights.training.evaluate.evaluation import evaluate
-from weights.training.evaluate.report import figures, write_report
-from weights.training.evaluate.retrieval import evaluate_retrieval, newest_posts
+from weights.training.example import EXAMPLE_NAME, NAMES_NAME
 from weights.training.run import train
 from weights.training.settings import TrainSettings, demo_config
 from weights.training.towers import TowerSettings, towers_config, train_towers
 from weights.training.trainer import Status
-from weights.training.world.names import topic_name
-from weights.training.world.settings import WorldSettings
-from weights.training.world.simulate import World, simulate
-from weights.training.world.store import Facts, save_world, world_names
+from weights.world.names import topic_name
+from weights.world.settings import WorldSettings
+from weights.world.simulate import World, simulate
+from weights.world.store import Facts, save_world, world_names
 
-EXAMPLE_NAME = "example.json"
-NAMES_NAME = "names.json"
 REPORT_NAME = "report"
 CORPUS_DAYS = 10
 NAMED_USERS = 200  # all authors are named, but a few users are enough to try
@@ -63,6 +62,7 @@ def make_demo(
         demo_config(len(log.action_names)),
         settings,
         until_ts=test_ts,
+        dwell_output=0,
         state=work / "state" if work else None,
         report=report,
     )
@@ -78,11 +78,9 @@ def make_demo(
         extras={name: (json.dumps(value, indent=1) + "\n").encode() for name, value in extras.items()},
         replace=True,
     )
-    evaluation = evaluate(
-        ranker, log, test_ts, manifest.score_weights, facts_of(world), ablation_requests=5000, progress=progress
-    )
-    command = f"python -m weights train-demo --out {out} --seed {settings.seed}"
-    write_report(evaluation, out / REPORT_NAME, f"The demo checkpoint, {manifest.name} {manifest.version}", command)
+    evaluation = evaluate(ranker, log, test_ts, manifest.score_weights, facts_of(world), progress=progress)
+    command = f"phoenix-ranker train-demo --out {out} --seed {settings.seed}"
+    write_evaluation(evaluation, out / REPORT_NAME, f"The demo checkpoint, {manifest.name} {manifest.version}", command)
     retrieval = make_towers(out, world, ranker, manifest, tower_settings or TowerSettings(seed=settings.seed), progress)
     return manifest, figures(evaluation) | {"retrieval": retrieval}
 
@@ -135,8 +133,7 @@ def write_posts(path: Path, world: World, encoder: Encoder, posts: NDArray[np.in
 
 def facts_of(world: World) -> Facts:
     """The facts of a world in memory, as `load_facts` reads them from a saved one."""
-    topics = {int(a): int(t) for a, t in zip(world.authors.ids, world.authors.topic, strict=True)}
-    return Facts(world.settings.test_ts, world.truth, topics)
+    return Facts(world.settings.test_ts, world.truth)
 
 
 def _names(world: World, request: dict[str, Any]) -> dict[str, Any]:

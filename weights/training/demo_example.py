@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weights.training.log import Log
-from weights.training.world.behaviour import NEGATIVE_ACTIONS
-from weights.training.world.population import interest
-from weights.training.world.settings import HOUR_SECONDS, SURFACES
-from weights.training.world.simulate import World
-from weights.training.world.store import world_names
+from weights.world.behaviour import NEGATIVE_ACTIONS
+from weights.world.population import interest
+from weights.world.settings import HOUR_SECONDS, SURFACES
+from weights.world.simulate import World
+from weights.world.store import world_names
 
 EVENTS = 16
 POST_AGE_HOURS = 3

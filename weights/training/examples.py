@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from model.batch import Batch, collate, pad
 from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, age_bucket
 from weights.tables import LogError
-from weights.training.log import Index, Log, fingerprint
+from weights.training.log import Log
 
 Request = tuple[Context, Candidates]
 
@@ -24,52 +23,65 @@ Request = tuple[Context, Candidates]
 class Labels:
     """actions float32 `[B, C, A]`, 1 if the action happened; dwell float32 `[B, C]`, seconds / 30, at most 1.
 
-    shown bool `[B, C]`, False for padding; dwelt bool `[B, C]`, whether the dwell is known. If processes share
-    a batch, the weights scale the mean over this part: its shown (or dwelt) candidates ÷ those of an average part.
+    shown bool `[B, C]`, False for padding; dwelt bool `[B, C]`, whether the dwell is known.
     """
 
     actions: Tensor
     dwell: Tensor
     shown: Tensor
     dwelt: Tensor
-    shown_weight: float = 1.0
-    dwelt_weight: float = 1.0
 
     def to(self, device: torch.device | str) -> Labels:
         """The same labels on another device."""
-        tensors = {name: getattr(self, name).to(device) for name in ("actions", "dwell", "shown", "dwelt")}
-        return replace(self, **tensors)
+        return Labels(*(each.to(device) for each in (self.actions, self.dwell, self.shown, self.dwelt)))
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenShares:
+    """The shares, 0 … 1, of users, posts and authors that training shows under an id never seen, as new ones are when served.
+
+    Half of the hidden users have no id at all. Without hidden ids a model learns nothing about what to do with new ones.
+    """
+
+    users: float = 0.0
+    posts: float = 0.0
+    authors: float = 0.0
 
 
 class Examples:
     """Requests of a log in time order. A history is what the user engaged with, in any way, strictly before the request.
 
+    `starts`, `stops` int64 `[R]`: the rows of request i are `starts[i] … stops[i] - 1`; `times` int64, `users` uint64 `[R]`. The history
+    of request i are rows `oldest[i] … last[i] - 1` of `events`, the newest `history_length` of `first[i] … last[i] - 1`.
     Raises LogError for a log that does not fit the architecture.
     """
 
     def __init__(self, log: Log, config: ModelConfig) -> None:
         if log.actions.shape[1] != config.actions:
             raise LogError(f"the log has {log.actions.shape[1]} actions, the architecture {config.actions}")
-        index = log.index or index_of(log)
-        if index.surfaces > config.product_surfaces:
-            raise LogError(f"product_surface must be below {config.product_surfaces}, got {index.surfaces - 1}")
+        if (surface := int(log.product_surface.max())) >= config.product_surfaces:
+            raise LogError(f"product_surface must be below {config.product_surfaces}, got {surface}")
         self.log = log
         self.config = config
-        self.starts, self.times, self.users = index.starts, index.times, index.users
+        self.starts = np.flatnonzero(np.concatenate(([True], log.request_id[1:] != log.request_id[:-1])))
         self.stops = np.append(self.starts[1:], len(log))
-        self.first, self.last, self.events = index.first, index.last, index.events
+        self.times, self.users = log.impression_ts[self.starts], log.user_id[self.starts]
+        engaged = np.flatnonzero(log.actions.any(1))
+        order, self.first, self.last = histories(
+            log.user_id[engaged], log.impression_ts[engaged], self.users, self.times
+        )
+        self.events = log.take(engaged[order])
         self.oldest = np.maximum(self.first, self.last - config.history_length)
-        # for a log on disk, values derived from rows are computed on demand
-        self._ages = None if log.index else age_bucket(log.impression_ts, log.created_at, config)
-        self._actions = self.events.actions if log.index else self.events.actions.astype(np.float32)
+        self._ages = age_bucket(log.impression_ts, log.created_at, config)
+        self._actions = self.events.actions.astype(np.float32)
 
     def __len__(self) -> int:
         return len(self.starts)
 
-    @cached_property
-    def fingerprint(self) -> dict[str, int]:
-        """As `log.fingerprint` of the whole log."""
-        return self.log.index.fingerprint if self.log.index else fingerprint(self.log)
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """How many tokens each request has: its candidates and its history, int64 `[R]`."""
+        return self.stops - self.starts + self.last - self.oldest
 
     def context(self, index: int, is_kept: bool = True) -> Context:
         """The user and the newest `history_length` events before request `index`."""
@@ -78,7 +90,7 @@ class Examples:
             int(self.users[index]),
             events.post_id[kept],
             events.author_id[kept],
-            np.asarray(self._actions[kept], np.float32),
+            self._actions[kept],
             events.product_surface[kept],
             events.dwell_seconds[kept],
             is_kept,
@@ -88,11 +100,10 @@ class Examples:
         """The rows of the log shown in request `index`."""
         return np.arange(self.starts[index], self.stops[index])
 
-    def candidates(self, index: int, rows: NDArray[np.int64] | slice) -> Candidates:
+    def candidates(self, rows: NDArray[np.int64] | slice) -> Candidates:
         """The posts shown in the given rows of the log."""
-        log, ages = self.log, self._ages
-        found = age_bucket(log.impression_ts[rows], log.created_at[rows], self.config) if ages is None else ages[rows]
-        return Candidates(log.post_id[rows], log.author_id[rows], log.product_surface[rows], found)
+        log = self.log
+        return Candidates(log.post_id[rows], log.author_id[rows], log.product_surface[rows], self._ages[rows])
 
     def labels(self, rows: Sequence[NDArray[np.int64]]) -> Labels:
         """The labels of the given rows, one list per request, padded to the longest."""
@@ -101,23 +112,60 @@ class Examples:
         def column(values: NDArray[np.generic]) -> Tensor:
             return torch.from_numpy(np.stack([pad(values[r], slots) for r in rows]))
 
-        seconds = self.log.dwell_seconds
+        seconds = column(self.log.dwell_seconds)
         return Labels(
             actions=column(self.log.actions).float(),
-            dwell=(column(seconds) / MAX_DWELL_SECONDS).clamp(0, 1),
+            dwell=(seconds / MAX_DWELL_SECONDS).clamp(0, 1),
             shown=torch.arange(slots) < torch.tensor([len(r) for r in rows])[:, None],
-            dwelt=column(seconds) > 0,
+            dwelt=seconds > 0,
         )
 
+    def batch(self, indices: Sequence[int] | NDArray[np.int64]) -> tuple[Batch, Labels]:
+        """The requests `indices` as they are, and their labels."""
+        rows = [self.rows(int(index)) for index in indices]
+        requests = [(self.context(int(i)), self.candidates(r)) for i, r in zip(indices, rows, strict=True)]
+        return collate(requests, self.config), self.labels(rows)
 
-def index_of(log: Log) -> Index:
-    """The requests and histories of a log in memory."""
-    starts = np.flatnonzero(np.concatenate(([True], log.request_id[1:] != log.request_id[:-1])))
-    times, users = log.impression_ts[starts], log.user_id[starts]
-    engaged = np.flatnonzero(log.actions.any(1))
-    order, first, last = histories(log.user_id[engaged], log.impression_ts[engaged], users, times)
-    surfaces = int(log.product_surface.max()) + 1
-    return Index(starts, times, users, first, last, log.take(engaged[order]), surfaces, {})
+    def groups(self, requests: NDArray[np.int64], max_candidates: int, max_events: int) -> list[NDArray[np.int64]]:
+        """The requests, cut into groups that share one context in training: successive ones of a user, `max_candidates` together,
+        with at most `max_events` events between the first and the last. One larger request is a group by itself.
+        """
+        order = requests[np.lexsort((self.times[requests], self.users[requests]))]
+        sizes, users, ends = (
+            (self.stops - self.starts)[order].tolist(),
+            self.users[order].tolist(),
+            self.last[order].tolist(),
+        )
+        cuts, candidates, first = list[int](), 0, 0
+        for place, size in enumerate(sizes):
+            is_apart = users[place] != users[first] or ends[place] - ends[first] > max_events
+            if place and (is_apart or candidates + size > max_candidates):
+                cuts.append(place)
+                candidates, first = 0, place
+            candidates += size
+        return np.split(order, cuts)
+
+    def training_batch(
+        self, groups: Sequence[NDArray[np.int64]], rng: np.random.Generator, hidden: HiddenShares, max_candidates: int
+    ) -> tuple[Batch, Tensor, Labels]:
+        """A row of a batch for each group, some ids hidden: the context of its last request, and the candidates of all.
+
+        Also, int64 `[B, C]`, how many of the context's events, the oldest ones, came before each candidate's own request: it must see no
+        others. A request of more than `max_candidates` loses random candidates.
+        """
+        requests, shown, seen = [], [], []
+        for group in groups:
+            rows = np.concatenate([self.rows(int(index)) for index in group])
+            before = np.repeat(self.last[group] - self.oldest[group[-1]], (self.stops - self.starts)[group])
+            if len(rows) > max_candidates:
+                kept = np.sort(rng.choice(len(rows), max_candidates, replace=False))
+                rows, before = rows[kept], before[kept]
+            request = self.context(int(group[-1])), self.candidates(rows)
+            requests.append(_with_hidden_ids(request, rng, hidden))
+            shown.append(rows)
+            seen.append(before)
+        labels, slots = self.labels(shown), max(map(len, shown))
+        return collate(requests, self.config), torch.from_numpy(np.stack([pad(each, slots) for each in seen])), labels
 
 
 def histories(
@@ -135,49 +183,18 @@ def histories(
     return order, np.searchsorted(keys, of_request * span), np.searchsorted(keys, of_request * span + (at - origin))
 
 
-def training_batch(
-    examples: Examples,
-    indices: NDArray[np.int64],
-    rng: np.random.Generator,
-    *,
-    fresh_user_share: float,
-    fresh_post_share: float,
-    max_candidates: int,
-    part: slice = slice(None),
-) -> tuple[Batch, Labels]:
-    """A batch of the requests `indices` and its labels, some ids replaced by unseen ones, as most are when served.
-
-    Shares lie in 0 … 1; a request of more than `max_candidates` loses random rows. The whole batch is drawn in any case, but only
-    `part` is collated: the parts of several processes together are the batch of one.
-    """
-    requests, shown = [], []
-    for index in indices:
-        rows = examples.rows(index)
-        if len(rows) > max_candidates:
-            rows = np.sort(rng.choice(rows, max_candidates, replace=False))
-        request = (examples.context(index), examples.candidates(index, rows))
-        requests.append(_with_fresh_ids(request, rng, fresh_user_share, fresh_post_share))
-        shown.append(rows)
-    labels = examples.labels(shown[part])
-    if len(shown[part]) < len(shown):
-        parts = len(shown) / len(shown[part])
-        dwelt = sum(int((examples.log.dwell_seconds[rows] > 0).sum()) for rows in shown)
-        labels = replace(
-            labels,
-            shown_weight=parts * int(labels.shown.sum()) / sum(map(len, shown)),
-            dwelt_weight=parts * int(labels.dwelt.sum()) / max(dwelt, 1),
-        )
-    return collate(requests[part], examples.config), labels
-
-
-def _with_fresh_ids(request: Request, rng: np.random.Generator, user_share: float, post_share: float) -> Request:
+def _with_hidden_ids(request: Request, rng: np.random.Generator, hidden: HiddenShares) -> Request:
     context, candidates = request
-    known, unseen = rng.random() >= user_share, int(rng.integers(1, 2**63)) if rng.random() < 0.5 else 0
-    user = context.user_id if known else unseen
-    posts = [_refresh(ids, rng, post_share) for ids in (context.post_ids, candidates.post_ids)]
-    return replace(context, user_id=user, post_ids=posts[0]), replace(candidates, post_ids=posts[1])
+    known, unseen = rng.random() >= hidden.users, int(rng.integers(1, 2**63)) if rng.random() < 0.5 else 0
+
+    posts = [hide(part.post_ids, rng, hidden.posts) for part in request]
+    authors = [hide(part.author_ids, rng, hidden.authors) if hidden.authors else part.author_ids for part in request]
+    return (
+        replace(context, user_id=context.user_id if known else unseen, post_ids=posts[0], author_ids=authors[0]),
+        replace(candidates, post_ids=posts[1], author_ids=authors[1]),
+    )
 
 
-def _refresh(ids: NDArray[np.uint64], rng: np.random.Generator, share: float) -> NDArray[np.uint64]:
-    fresh = rng.integers(1, 2**63, len(ids), np.uint64)
-    return np.where(rng.random(len(ids)) < share, fresh, ids)
+def hide(ids: NDArray[np.uint64], rng: np.random.Generator, share: float) -> NDArray[np.uint64]:
+    """The ids, with a share of them replaced by ids never seen."""
+    return np.where(rng.random(len(ids)) < share, rng.integers(1, 2**63, len(ids), np.uint64), ids)

@@ -50,20 +50,6 @@ def upstream(ranker: Ranker, generator: torch.Generator) -> None:
         tokens.candidate_projection[:shared] = tokens.history_projection[:shared]
 
 
-def unit(ranker: Ranker, generator: torch.Generator) -> None:
-    """The common choice, for comparison: as `upstream`, but with every norm scale 1 and every linear weight drawn; biases start at 0."""
-    upstream(ranker, generator)
-    leave_saddle(ranker, generator)
-    with torch.no_grad():
-        ranker.heads.norm.scale.fill_(1)
-        for layer in ranker.trunk.layers:
-            named = dict(checkpoint_parameters(layer))
-            for name in POST_NORMS if ranker.config.sandwich else ():
-                named[name].fill_(1)
-            for name in () if ranker.config.sandwich else LAST_LINEAR:
-                draw(named[name], named[name].shape[0] ** -0.5, generator)
-
-
 def stuck(module: nn.Module) -> list[str]:
     """Names of parameters that are all 0 and have a gradient of exactly 0 after a backward pass: no step moves them."""
 

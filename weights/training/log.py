@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from weights.tables import ID_TYPES, LogError, column_of, hashed, open_table, texts_of
+from weights.tables import ID_TYPES, LogError, check_values, column_of, hashed, open_table, place_of, texts_of
 from weights.text_ids import IdKind
 
 ACTION_PREFIX = "action."
@@ -29,24 +30,8 @@ COLUMNS = {
     "dwell_seconds": pa.float32(),
 }
 ID_COLUMNS = ("user_id", "post_id", "author_id")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Index:
-    """The requests of a log in time order, each array `[R]`. Request i starts at row `starts[i]`, is by `users[i]` at `times[i]`, and
-    has the history `events[first[i] : last[i]]`; `events` are the rows with an action, by user, then time.
-
-    `surfaces` is one more than the largest `product_surface`; `fingerprint` has a checksum of each column.
-    """
-
-    starts: NDArray[np.int64]
-    times: NDArray[np.int64]
-    users: NDArray[np.uint64]
-    first: NDArray[np.int64]
-    last: NDArray[np.int64]
-    events: Log
-    surfaces: int
-    fingerprint: dict[str, int]
+MAX_IMPRESSIONS = 25_000_000
+"""The largest log that is read whole, into about 9 GB of memory with nineteen actions."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +53,6 @@ class Log:
     dwell_seconds: NDArray[np.float32]
     actions: NDArray[np.bool_]
     action_names: tuple[str, ...]
-    index: Index | None = None  # only of a log on disk
     texts: Mapping[str, pa.DictionaryArray] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -80,16 +64,27 @@ class Log:
         texts = {name: column.take(pa.array(np.arange(len(self))[rows])) for name, column in self.texts.items()}
         return Log(**columns, actions=self.actions[rows], action_names=self.action_names, texts=texts)
 
+    def before(self, until_ts: int) -> Log:
+        """The impressions shown before this time, Unix seconds."""
+        return self.take(self.impression_ts < until_ts)
+
     def ids(self, name: str, rows: NDArray[np.int64]) -> list[str]:
         """The ids of one column as callers write them: texts or decimals."""
         if self.texts:
             return list(map(str, self.texts[name].take(pa.array(rows)).to_pylist()))
         return list(map(str, getattr(self, name)[rows].tolist()))
 
+    @property
+    def span(self) -> str:
+        """The first and the last time as `1997-09-20 … 1998-04-22`, with Unix seconds where one day holds both."""
+        first, last = int(self.impression_ts[0]), int(self.impression_ts[-1])
+        days = date_of(first), date_of(last)
+        return f"{days[0]} … {days[1]}" if days[0] != days[1] else f"{days[0]}, Unix seconds {first} … {last}"
 
-def fingerprint(log: Log) -> dict[str, int]:
-    """A checksum of each column and of the actions; equal logs have equal checksums."""
-    return {name: zlib.crc32(np.ascontiguousarray(getattr(log, name)).data) for name in (*COLUMNS, "actions")}
+
+def date_of(unix_seconds: int) -> str:
+    """The day of a time, in UTC, as `1998-04-22`."""
+    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d")
 
 
 def write_log(path: Path, log: Log) -> None:
@@ -101,10 +96,22 @@ def write_log(path: Path, log: Log) -> None:
 
 
 def read_log(path: Path, ids: IdKind = "uint64") -> Log:
-    """Read and check a log, sorted by time, then request. Raises LogError for a missing or unusable column."""
+    """Read and check a log, sorted by time, then request.
+
+    Raises LogError for a missing or unusable column, and for a log of more than MAX_IMPRESSIONS or too large for this machine's memory.
+    """
     source = open_log(path, ids)
+    rows = source.count_rows()
+    if rows > MAX_IMPRESSIONS:
+        raise LogError(
+            f"{path} holds {rows:,} impressions, and at most {MAX_IMPRESSIONS:,} are read: keep the newest days"
+        )
     try:
-        return log_of(source.to_table(), str(path), ids)
+        return log_of(source.to_table(), str(path), ids, partial(place_of, source))
+    except MemoryError as error:
+        raise LogError(
+            f"{path} holds {rows:,} impressions, too many for this machine's memory: keep the newest days"
+        ) from error
     except (OSError, pa.ArrowException) as error:
         raise LogError(f"{path} cannot be read: {error}") from error
 
@@ -114,27 +121,23 @@ def open_log(path: Path, ids: IdKind = "uint64") -> ds.FileSystemDataset:
     return open_table(path, COLUMNS | dict.fromkeys(ID_COLUMNS, ID_TYPES[ids]))
 
 
-def log_of(table: pa.Table, where: str, ids: IdKind = "uint64") -> Log:
-    """As `read_log`, from a table; error messages name it `where`."""
-    log = unsorted(table, where, ids)
-    if not len(log):
-        raise LogError(f"{where} holds no impressions")
-    log = log.take(np.lexsort((log.request_id, log.impression_ts)))
-    check_requests(log, where)
-    return log
-
-
-def unsorted(table: pa.Table, where: str, ids: IdKind = "uint64") -> Log:
-    """The rows of a table in their order, each checked by itself."""
+def log_of(table: pa.Table, where: str, ids: IdKind = "uint64", place: Callable[[int], str] | None = None) -> Log:
+    """As `read_log`, from a table; error messages name it `where`, and a row as `place` does."""
     actions = action_names(table.schema, where)
     texts = {name: texts_of(table, name, where) for name in ID_COLUMNS} if ids == "text" else {}
     columns: dict[str, Any] = {
         name: hashed(texts[name]) if name in texts else column_of(table, name, kind, where)
         for name, kind in COLUMNS.items()
     }
+    if not len(table):
+        raise LogError(f"{where} holds no impressions: it needs one row for each post that was shown to a user")
     flags = [column_of(table, ACTION_PREFIX + name, pa.bool_(), where) for name in actions]
     log = Log(**columns, actions=np.stack(flags, 1), action_names=actions, texts=texts)
-    _check(log, where)
+    check_values(columns, place or (lambda row: f"{where}, row {row + 1}"))
+    if (log.product_surface < 0).any():
+        raise LogError(f"{where}: column product_surface must not be negative")
+    log = log.take(np.lexsort((log.request_id, log.impression_ts)))
+    _check_requests(log, where)
     return log
 
 
@@ -150,28 +153,16 @@ def action_names(schema: pa.Schema, where: str) -> tuple[str, ...]:
 
 
 def aligned(log: Log, names: tuple[str, ...]) -> Log:
-    """A log with its actions in the checkpoint's order. Raises LogError if it lacks one, or is sorted on disk in another order."""
+    """A log with its actions in the checkpoint's order. Raises LogError if it lacks one."""
     if names == log.action_names:
         return log
     if missing := set(names) - set(log.action_names):
         raise LogError(f"the log lacks actions of the checkpoint: {', '.join(sorted(missing))}")
-    if log.index:
-        raise LogError(f"the sorted log has its actions in another order than the checkpoint: {', '.join(names)}")
     order = [log.action_names.index(name) for name in names]
     return replace(log, actions=log.actions[:, order], action_names=names)
 
 
-def _check(log: Log, where: str) -> None:
-    for name in ID_COLUMNS:
-        if (getattr(log, name) == 0).any():
-            raise LogError(f"{where}: column {name} holds the id 0, which means padding")
-    if not np.isfinite(log.dwell_seconds).all() or (log.dwell_seconds < 0).any():
-        raise LogError(f"{where}: column dwell_seconds must be finite and not negative")
-    if (log.product_surface < 0).any():
-        raise LogError(f"{where}: column product_surface must not be negative")
-
-
-def check_requests(log: Log, where: str) -> None:
+def _check_requests(log: Log, where: str) -> None:
     """Raises LogError if impressions of one request differ in user or time. The log must be sorted and not empty."""
     request, user, time = log.request_id, log.user_id, log.impression_ts  # by time: a request's rows are adjacent
     begins = request[1:] != request[:-1]

@@ -23,7 +23,7 @@ from model.names import checkpoint_parameters
 from model.retrieval.towers import NO_CANDIDATES, Towers
 from weights.actions import default_score_weights
 from weights.training import initial
-from weights.training.examples import Examples
+from weights.training.examples import Examples, hide
 from weights.training.log import Log
 from weights.training.run import reproducible
 
@@ -40,8 +40,8 @@ class TowerSettings:
     weight_decay: float = 0.01
     gradient_norm: float = 1.0
     temperature: float = 0.07
-    fresh_user_share: float = 0.3  # users shown without id, so the towers learn to use the history of unknown users
-    fresh_post_share: float = 0.85  # posts shown under an id never seen, as most are when served
+    hidden_user_share: float = 0.3  # users shown without id, so the towers learn to use the history of unknown users
+    hidden_post_share: float = 0.85  # posts shown under an id never seen, as most are when served
     threads: int = 1
 
 
@@ -131,17 +131,17 @@ def batch_loss(towers: Towers, pairs: Pairs, settings: TowerSettings, rng: np.ra
     requests, rows = pairs.draw(settings.batch_requests, rng)
     examples, log, config = pairs.examples, pairs.examples.log, towers.config
     contexts = [examples.context(int(request)) for request in requests]
-    known = rng.random(len(contexts)) >= settings.fresh_user_share
+    known = rng.random(len(contexts)) >= settings.hidden_user_share
     contexts = [
         replace(
             context,
             user_id=context.user_id if keep or not len(context) else 0,
-            post_ids=fresh_ids(context.post_ids, settings.fresh_post_share, rng),
+            post_ids=hide(context.post_ids, rng, settings.hidden_post_share),
         )
         for context, keep in zip(contexts, known, strict=True)
     ]
     users = towers.users(collate([(context, NO_CANDIDATES) for context in contexts], config))
-    posts, authors = fresh_ids(log.post_id[rows], settings.fresh_post_share, rng), log.author_id[rows]
+    posts, authors = hide(log.post_id[rows], rng, settings.hidden_post_share), log.author_id[rows]
     vectors = towers.posts(
         torch.from_numpy(hash_rows(posts, config.post_hashes)),
         torch.from_numpy(hash_rows(authors, config.author_hashes)),
@@ -150,8 +150,3 @@ def batch_loss(towers: Towers, pairs: Pairs, settings: TowerSettings, rng: np.ra
     same = torch.from_numpy(authors[: len(requests), None] == authors[None, :])
     same[torch.arange(len(requests)), torch.arange(len(requests))] = False
     return functional.cross_entropy(logits.masked_fill(same, -torch.inf), torch.arange(len(requests)))
-
-
-def fresh_ids(ids: Ids, share: float, rng: np.random.Generator) -> Ids:
-    """The ids, with a share of them replaced by ids never seen."""
-    return np.where(rng.random(len(ids)) < share, rng.integers(1, 2**63, len(ids), np.uint64), ids)

@@ -1,7 +1,6 @@
-"""The training loop: steps of the optimiser, evaluations on the validation requests, early stopping. `state` saves and restores it.
+"""The training loop: steps of the optimiser, looks at the validation requests, early stopping. `state` saves and restores it.
 
-A batch depends only on (seed, step), so an interrupted and resumed run gives the same weights as one without a break. With
-several processes, each computes its part of the batch, and all take the same step.
+A batch depends only on (seed, step), so an interrupted and resumed run gives the same weights as one without a break.
 """
 
 from __future__ import annotations
@@ -9,29 +8,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from model.batch import collate
+from model.batch import Batch
 from model.names import checkpoint_parameters
 from model.ranker import Ranker
 from weights.training import initial
-from weights.training.examples import Examples, training_batch
-from weights.training.processes import Objective, Processes, weight_sums
+from weights.training.examples import Examples, HiddenShares, Labels
+from weights.training.losses import action_loss, dwell_loss
 from weights.training.settings import TrainSettings
 
 TRAIN_ORDER, TRAIN_BATCH = 1, 2  # streams of random numbers
+VALIDATION_BATCH = 32
+LIKE_SIZES = 16  # batches whose requests are sorted by size together: less padding, and still mixed
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
     """Progress of the run: steps done and in all, the latest training loss, the latest and best validation loss (NaN and
-    infinity before the first evaluation), whether this step ended with an evaluation, and the impressions that all
-    processes together have trained on since their start."""
+    infinity before the first look), and whether this step ended with a look at the validation requests."""
 
     step: int
     steps: int
@@ -39,17 +38,27 @@ class Status:
     validation: float
     best: float
     evaluated: bool
-    impressions: int
 
 
-@lru_cache(maxsize=2)  # a batch may reach from one epoch into the next
-def epoch_order(seed: int, epoch: int, requests: int) -> NDArray[np.int64]:
-    """The order of the requests in one epoch, `[requests]`."""
-    return np.random.default_rng((seed, TRAIN_ORDER, epoch)).permutation(requests)
+def epoch_batches(sizes: NDArray[np.int64], batch: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
+    """The places of one epoch's requests in random order, `batch` at a time; those of a batch have about the same size.
+
+    `sizes`: tokens of each request, int64 `[R]`. The last batch of a stretch may be smaller.
+    """
+    order, batches = rng.permutation(len(sizes)), list[NDArray[np.int64]]()
+    for start in range(0, len(order), LIKE_SIZES * batch):
+        stretch = order[start : start + LIKE_SIZES * batch]
+        stretch = stretch[np.argsort(sizes[stretch], kind="stable")]
+        cut = np.split(stretch, np.arange(batch, len(stretch), batch))
+        batches += [cut[place] for place in rng.permutation(len(cut))]
+    return batches
 
 
 class Trainer:
-    """Trains one ranker, from `start`'s weights if given. `train` and `validation` are indices of requests in `examples`."""
+    """Trains one ranker, from `start`'s weights if given. `train` and `validation` are indices of requests in `examples`.
+
+    `dwell_output`: the continuous output that learns the dwell; None if none does.
+    """
 
     def __init__(
         self,
@@ -58,86 +67,80 @@ class Trainer:
         validation: NDArray[np.int64],
         settings: TrainSettings,
         start: Ranker | None = None,
-        processes: Processes | None = None,
-        dwell_output: int = 0,
+        dwell_output: int | None = None,
     ) -> None:
-        self.examples, self.train, self.validation, self.settings = examples, train, validation, settings
-        self.processes = processes or Processes()
-        self.part = self.processes.part(settings.batch_requests)
-        generator = torch.Generator().manual_seed(settings.seed)
+        self.examples, self.train, self.settings, self.dwell_output = examples, train, settings, dwell_output
+        self.validation = validation[np.argsort(examples.sizes[validation], kind="stable")]
+        self.groups = examples.groups(
+            train,
+            settings.max_candidates,
+            settings.shared_events if examples.config.context_attention == "causal" else 0,
+        )
+        self.epoch, self.batches = -1, list[NDArray[np.int64]]()
+        self.hidden = HiddenShares(settings.hidden_user_share, settings.hidden_post_share, settings.hidden_author_share)
+        self.generator = torch.Generator().manual_seed(settings.seed)
         self.ranker = Ranker(examples.config)
-        draw = initial.unit if settings.init == "unit" else initial.upstream
-        draw(self.ranker, generator)
+        initial.upstream(self.ranker, self.generator)
         if start is not None:
             self.ranker.load_state_dict(start.state_dict())
         self.ranker.to(settings.device)
-        self.plain = Objective(self.ranker, settings.continuous_weight, getattr(torch, settings.dtype), dwell_output)
-        self.objective: nn.Module = self.plain  # `distribute` wraps it
-        self.generator = generator
-        self.optimizer = torch.optim.AdamW(self._groups(), lr=settings.learning_rate, betas=(0.9, 0.98), eps=1e-8)
-        self.steps = max(1, round(settings.epochs * len(train) / settings.batch_requests))
+        self.optimizer = torch.optim.AdamW(
+            self._groups(), lr=settings.learning_rate, betas=(0.9, 0.98), eps=1e-8, fused=True
+        )
+        self.batches_per_epoch = -(-len(self.groups) // settings.batch_contexts)
+        self.steps = max(1, round(settings.epochs * self.batches_per_epoch))
+        shown = examples.stops - examples.starts
+        candidates = np.array([min(int(shown[group].sum()), settings.max_candidates) for group in self.groups])
+        self.group_sizes = candidates + np.array(
+            [examples.sizes[group[-1]] - shown[group[-1]] for group in self.groups]
+        )
+        self.shown_per_step = float(candidates.sum()) / self.batches_per_epoch
+        self.dwelt_share = max(float((examples.log.dwell_seconds > 0).mean()), 1e-6)
         self.step = 0
         self.loss = math.nan
         self.validation_loss = math.nan
         self.best_loss = math.inf
         self.best: dict[str, Tensor] = {}
-        self.evaluations_without_improvement = 0
-        self.curve: list[tuple[float, float, float]] = []
-        """Learning rate, loss and validation loss of every step; the last is NaN for a step without an evaluation."""
-        self.impressions = 0
+        self.looks_without_improvement = 0
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are done, or `patience` evaluations in a row did not improve the validation loss."""
-        return self.step >= self.steps or self.evaluations_without_improvement >= self.settings.patience
+        """Whether all steps are done, or `patience` looks in a row did not improve the validation loss."""
+        return self.step >= self.steps or self.looks_without_improvement >= self.settings.patience
 
     def run(self, report: Callable[[Status], None], save: Callable[[Trainer], None]) -> Ranker:
-        """Train to the end; `report` is called after every step, `save` after every evaluation. Returns the best ranker."""
-        self.distribute()
+        """Train to the end; `report` is called after every step, `save` after every look. Returns the best ranker."""
         while not self.finished:
             self.advance()
-            evaluated = self.step % self.settings.evaluate_every == 0 or self.step == self.steps
-            if evaluated:
+            looked = self.step % self.settings.evaluate_every == 0 or self.step == self.steps
+            if looked:
                 self.evaluate()
-            validation = self.validation_loss if evaluated else math.nan
-            self.curve.append((self.learning_rate(self.step - 1), self.loss, validation))
-            if evaluated:
                 save(self)
-            losses = self.loss, self.validation_loss, self.best_loss
-            report(Status(self.step, self.steps, *losses, evaluated, self.impressions))
+            report(Status(self.step, self.steps, self.loss, self.validation_loss, self.best_loss, looked))
         self.ranker.load_state_dict(self.best)
         return self.ranker
-
-    def distribute(self) -> None:
-        """Exchange gradients from now on, if there are other processes. All must hold the same weights."""
-        self.objective = self.processes.distributed(self.plain)
 
     def advance(self) -> None:
         """Take one step of the optimiser; the first one also leaves the saddle of the initial values."""
         settings = self.settings
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.step) * group["rate"]
+        epoch, place = divmod(self.step, self.batches_per_epoch)
+        if epoch != self.epoch:
+            order = np.random.default_rng((settings.seed, TRAIN_ORDER, epoch))
+            self.epoch = epoch
+            self.batches = epoch_batches(self.group_sizes, settings.batch_contexts, order)
         rng = np.random.default_rng((settings.seed, TRAIN_BATCH, self.step))
-        batch, labels = training_batch(
-            self.examples,
-            self._indices(),
-            rng,
-            fresh_user_share=settings.fresh_user_share,
-            fresh_post_share=settings.fresh_post_share,
-            max_candidates=settings.max_candidates,
-            part=self.part,
-        )
-        batch, labels = batch.to(settings.device), labels.to(settings.device)
+        groups = [self.groups[index] for index in self.batches[place]]
+        batch, seen, labels = self.examples.training_batch(groups, rng, self.hidden, settings.max_candidates)
         self.optimizer.zero_grad()
-        loss = self.objective(batch, labels)
+        loss = self._loss(batch, labels, seen) / self.shown_per_step
         loss.backward()
-        self.processes.exchange(self.ranker.tables, batch)
         torch.nn.utils.clip_grad_norm_(self.ranker.parameters(), settings.gradient_norm)
         self.optimizer.step()
         if self.step == 0 and "layers.0.query" in initial.stuck(self.ranker.trunk):
             self._leave_saddle()
-        self.loss = self.processes.mean(loss)
-        self.impressions += round(int(labels.shown.sum()) * self.processes.size / labels.shown_weight)
+        self.loss = loss.item()
         self.step += 1
 
     def learning_rate(self, step: int) -> float:
@@ -148,35 +151,32 @@ class Trainer:
 
     @torch.inference_mode()
     def evaluate(self) -> None:
-        """Measure the loss on the unchanged validation requests; keep the weights if they are the best so far.
-
-        Raises ProcessesError if processes hold different weights.
-        """
-        if self.processes.size > 1:
-            self.processes.agree({f"weights at step {self.step}": weight_sums(self.ranker)})
-        starts = range(0, len(self.validation), self.settings.batch_requests)
-        mine = [self._validation_chunk(start) for start in starts[self.processes.rank :: self.processes.size]]
-        everyone = self.processes.gather(mine)  # of n processes, each has every n-th chunk
-        total, weight = 0.0, 0
-        for number in range(len(starts)):
-            loss, shown = everyone[number % self.processes.size][number // self.processes.size]
-            total, weight = total + loss * shown, weight + shown
-        self.validation_loss = total / weight
+        """Measure the loss on the unchanged validation requests; keep the weights if they are the best so far."""
+        total, shown, size = 0.0, 0, VALIDATION_BATCH
+        for start in range(0, len(self.validation), size):
+            batch, labels = self.examples.batch(self.validation[start : start + size])
+            total += self._loss(batch, labels).item()
+            shown += int(labels.shown.sum())
+        self.validation_loss = total / shown
         if self.validation_loss < self.best_loss:
-            self.best_loss, self.evaluations_without_improvement = self.validation_loss, 0
+            self.best_loss, self.looks_without_improvement = self.validation_loss, 0
             self.best = {name: value.clone() for name, value in self.ranker.state_dict().items()}
         else:
-            self.evaluations_without_improvement += 1
+            self.looks_without_improvement += 1
 
-    def _validation_chunk(self, start: int) -> tuple[float, int]:
-        """The loss of a batch of validation requests from `start` on, and its number of candidates."""
-        examples, device = self.examples, self.settings.device
-        indices = self.validation[start : start + self.settings.batch_requests]
-        rows = [examples.rows(index) for index in indices]
-        requests = [(examples.context(i), examples.candidates(i, r)) for i, r in zip(indices, rows, strict=True)]
-        labels = examples.labels(rows)
-        loss = self.plain(collate(requests, examples.config).to(device), labels.to(device))
-        return loss.item(), int(labels.shown.sum())
+    def _loss(self, batch: Batch, labels: Labels, seen: Tensor | None = None) -> Tensor:
+        """The loss that training minimises, summed over the candidates; a scalar. `seen`: as `forward_shared` takes it."""
+        device, dtype = self.settings.device, getattr(torch, self.settings.dtype)
+        batch, labels = batch.to(device), labels.to(device)
+        if seen is None:
+            logits, continuous = self.ranker(batch, dtype)
+        else:
+            logits, continuous = forward_shared(self.ranker, batch, seen.to(device), dtype)
+        loss = action_loss(logits, labels)
+        if self.dwell_output is not None and self.settings.dwell_weight:
+            weight = self.settings.dwell_weight / logits.shape[-1] / self.dwelt_share
+            loss = loss + weight * dwell_loss(continuous[..., self.dwell_output], labels)
+        return loss
 
     def _leave_saddle(self) -> None:
         """Call `initial.leave_saddle` on a CPU copy, because the generator draws on the CPU."""
@@ -184,15 +184,6 @@ class Trainer:
         moved.load_state_dict(self.ranker.state_dict())
         initial.leave_saddle(moved, self.generator)
         self.ranker.load_state_dict(moved.state_dict())
-
-    def _indices(self) -> NDArray[np.int64]:
-        """The requests of this step; each epoch has its own permutation."""
-        size = self.settings.batch_requests
-        place = np.arange(self.step * size, (self.step + 1) * size)
-        count, seed = len(self.train), self.settings.seed
-        return self.train[
-            [epoch_order(seed, epoch, count)[row] for epoch, row in zip(*divmod(place, count), strict=True)]
-        ]
 
     def _groups(self) -> list[dict[str, object]]:
         """Parameter groups: matrices and embedding tables have a decay each, norm scales and biases none.
@@ -221,3 +212,22 @@ class Trainer:
             {"params": [p for name, p in named if kind(name, p) == group], "weight_decay": decay, "rate": rate}
             for group, (decay, rate) in groups.items()
         ]
+
+
+def forward_shared(
+    ranker: Ranker, batch: Batch, seen: Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """As `Ranker.forward`, for candidates of several requests that share a context: `seen` int64 `[B, C]` events of it, the oldest, came
+    before the candidate's request, and the candidate sees no others.
+
+    Exact where the context is causal: no event changes an earlier one. The candidate stands as far behind its own newest event as
+    it does when served alone; only a right-anchored model has the user's token a few places nearer.
+    """
+    hidden, mask, start = ranker.build_inputs(batch)
+    slots = start - 1
+    mask[:, start:, 1:start] &= torch.arange(slots, device=hidden.device) < seen[:, :, None]
+    positions = batch.positions.clone()
+    if ranker.config.right_anchored:
+        positions[:, start:] -= seen.amax(1, keepdim=True) - seen
+    logits, continuous = ranker.heads(ranker.trunk(hidden.to(dtype), positions, mask)[:, start:])
+    return logits, continuous

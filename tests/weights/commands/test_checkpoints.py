@@ -47,10 +47,36 @@ def test_names_from_files(tmp_path: Path) -> None:
     assert manifest["score_weights"] == {"custom_4": -3.0}
 
 
-def test_unknown_names_are_pointed_out(tmp_path: Path) -> None:
+def test_weights_on_the_command_line(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    imported = call("import", SOURCE, "--out", out, "--score-weights", "favorite=1,reply=-2.5")
+    assert imported.exit_code == 0, imported.output
+    assert "Score: favorite=1,reply=-2.5 " in imported.stdout
+    assert load_checkpoint(out).manifest.score_weights == {"favorite": 1.0, "reply": -2.5}
+    assert call("relabel", out, "--score-weights", "quote=3").exit_code == 0
+    assert load_checkpoint(out).manifest.score_weights == {"quote": 3.0}
+    refused = call("relabel", out, "--score-weights", "qoute=3")
+    assert (refused.exit_code, "did you mean quote?" in refused.stderr) == (1, True)
+
+
+def test_score_weights_that_are_all_zero_are_never_silent(tmp_path: Path) -> None:
+    assert call("random", "--out", tmp_path / "out").exit_code == 0
+    assert call("inspect", tmp_path / "out").stderr == ""
+    assert call("relabel", tmp_path / "out", "--score-weights", "favorite=0").exit_code == 0
+    for command in ("verify", "inspect"):
+        said = call(command, tmp_path / "out")
+        assert said.exit_code == 0
+        assert "every score of demo is 0, because none of its actions has a weight" in said.stderr
+    assert json.loads(call("inspect", tmp_path / "out", "--json").stdout)["score_weights"] == {"favorite": 0.0}
+    assert call("verify", "weights/demo-towers").stderr == "", "towers have no scores of actions"
+
+
+def test_names_that_are_not_known_are_pointed_out(tmp_path: Path) -> None:
     (tmp_path / "names.json").write_text(json.dumps([f"custom_{index}" for index in range(19)]))
     result = call("import", SOURCE, "--out", tmp_path / "out", "--actions", tmp_path / "names.json")
-    assert "give --actions or --score-weights" in result.stdout
+    assert result.exit_code == 0
+    assert "every score of out is 0" in result.stderr
+    assert "--score-weights ACTION=NUMBER" in result.stderr
 
 
 def test_refusals_are_one_sentence_and_code_1(tmp_path: Path) -> None:
@@ -71,7 +97,6 @@ def test_refusals_are_one_sentence_and_code_1(tmp_path: Path) -> None:
         ("import", SOURCE, "--out", out, "--score-weights", tmp_path / "null.json"),
         ("import", SOURCE, "--out", tmp_path),
         ("random", "--out", tmp_path),
-        ("synthetic", "--out", tmp_path),
     ):
         result = call(*arguments)
         assert result.exit_code == 1, arguments
@@ -87,7 +112,9 @@ def test_wrong_usage_is_code_2(arguments: tuple[str, ...]) -> None:
     assert call(*arguments).exit_code == 2
 
 
-@pytest.mark.parametrize("command", ["import", "verify", "inspect", "relabel", "random", "synthetic"])
+@pytest.mark.parametrize(
+    "command", ["import", "verify", "inspect", "relabel", "random", "fetch", "score", "corpus", "train", "eval"]
+)
 def test_every_command_has_help(command: str) -> None:
     assert call(command, "--help").exit_code == 0
 
@@ -110,14 +137,6 @@ def test_relabel_changes_names_and_leaves_the_weights(tmp_path: Path) -> None:
     assert call("relabel", out, "--actions", tmp_path / "names.json").exit_code == 1
     assert load_checkpoint(out).manifest == after.manifest
     assert not list(out.glob(".*"))
-
-
-def test_synthetic_in_both_layouts(tmp_path: Path) -> None:
-    assert call("synthetic", "--out", tmp_path / "a", "--published", "--rows", 50).exit_code == 0
-    assert call("import", tmp_path / "a", "--out", tmp_path / "b", "--name", "synthetic").exit_code == 0
-    assert call("synthetic", "--out", tmp_path / "c", "--rows", 50).exit_code == 0
-    first, second = (json.loads((tmp_path / name / "manifest.json").read_text()) for name in "bc")
-    assert first == second
 
 
 def test_it_runs_as_a_module(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

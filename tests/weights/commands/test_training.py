@@ -32,11 +32,11 @@ from tests.weights.training.small_run import TRAINING, small_config
 from tests.zygote import zygote
 from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import load_checkpoint, save_checkpoint
+from weights.evaluate.predict import predict
 from weights.format.manifest import ContinuousOutput
-from weights.training.evaluate.predict import predict
 from weights.training.examples import Examples
 from weights.training.run import train
-from weights.training.world.simulate import World
+from weights.world.simulate import World
 
 WORLD_SETTINGS = ["users=40", "new_users=4", "authors=24", "days=10", "test_days=2", "slots=12"]
 RUN_SETTINGS = ["epochs=0.2", "batch_requests=16", "evaluate_every=5", "validation_requests=10"]
@@ -118,7 +118,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def reports_have_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the calibration, which takes longer to draw than all the rest."""
-    monkeypatch.setattr("weights.training.evaluate.report.plot_reliability", lambda _: b"")
+    monkeypatch.setattr("weights.evaluate.report.plot_reliability", lambda _: b"")
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ def test_the_dwell_is_the_output_of_that_name_as_in_a_published_checkpoint(
     log: Path, trained: tuple[Path, Examples, np.ndarray[Any, Any]], report: Callable[[Path], str], tmp_path: Path
 ) -> None:
     one = load_checkpoint(trained[0])
-    head = one.ranker.heads.continuous
+    head = one.ranker.heads.continuous.weight
     two = Ranker(replace(one.manifest.config, continuous_actions=2))
     two.load_state_dict(one.ranker.state_dict() | {"heads.continuous": torch.cat((-head, head), 1)})
     outputs = [ContinuousOutput("continuous_0", 1.0, ""), DWELL_TIME]
@@ -212,7 +212,7 @@ def test_the_dwell_is_the_output_of_that_name_as_in_a_published_checkpoint(
     assert result.exit_code == 0, result.output
     after = load_checkpoint(tmp_path / "out")
     assert after.manifest.continuous == tuple(outputs)
-    moved = (after.ranker.heads.continuous - two.heads.continuous).abs().amax(0)
+    moved = (after.ranker.heads.continuous.weight - two.heads.continuous.weight).abs().amax(0)
     assert moved[0] == 0 < moved[1]
 
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import replace as with_config
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from model.config import MAX_FACTOR
-from weights.actions import (
-    DWELL_TIME,
-    STANDARD_ACTIONS,
-    continuous_outputs,
-    default_score_weights,
-)
+from weights.actions import DWELL_TIME, STANDARD_ACTIONS, default_score_weights
 from weights.errors import CheckpointError
 from weights.format.manifest import ContinuousOutput, FileEntry, Manifest, TensorEntry, signed
 from weights.synthetic.random_weights import mini_config
@@ -31,7 +28,7 @@ MANIFEST = Manifest(
     score_weights=default_score_weights(STANDARD_ACTIONS),
     files={"a.safetensors": FileEntry("0" * 64, 10)},
     tensors={"heads.norm": TensorEntry("a.safetensors", "float32", (128,))},
-)
+).versioned()
 
 
 def content() -> dict[str, Any]:
@@ -40,10 +37,29 @@ def content() -> dict[str, Any]:
     return values
 
 
-def test_it_comes_back() -> None:
+def test_it_comes_back_whatever_its_spaces() -> None:
     assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST
-    assert Manifest.from_json(signed(content())) == MANIFEST
-    assert len(MANIFEST.version) == 12
+    assert Manifest.from_json(json.dumps(json.loads(MANIFEST.to_json())).encode()) == MANIFEST
+    text = replace(MANIFEST, ids="text", version="").versioned()
+    assert Manifest.from_json(text.to_json()) == text
+    assert text.digest != MANIFEST.digest
+    trained = replace(MANIFEST, training={"rows": 100, "reasons": ["no dwell"]})
+    assert Manifest.from_json(trained.to_json()) == trained
+
+
+@pytest.mark.parametrize("shipped", ["demo", "demo-towers", "demo-posts"])
+def test_the_digest_is_that_of_the_content_with_sorted_keys(shipped: str) -> None:
+    values = json.loads(Path("weights", shipped, "manifest.json").read_bytes())
+    stated = values.pop("digest")
+    assert sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest() == stated
+
+
+def test_an_empty_version_becomes_a_short_digest() -> None:
+    draft = replace(MANIFEST, version="")
+    assert draft.versioned().version == draft.digest[:12]
+    assert MANIFEST.versioned() is MANIFEST
+    with pytest.raises(CheckpointError):
+        Manifest.from_json(draft.to_json())
 
 
 @pytest.mark.parametrize(
@@ -54,7 +70,8 @@ def test_it_comes_back() -> None:
         {"score_weights": {}},
         {"action_names": STANDARD_ACTIONS[::-1]},
         {"files": {"a.safetensors": FileEntry("1" * 64, 10)}},
-        {"config": replace(MANIFEST.config, rope_base=500.0)},
+        {"training": {"rows": 100}},
+        {"config": with_config(MANIFEST.config, rope_base=500.0)},
     ],
 )
 def test_the_digest_covers_everything(change: dict[str, Any]) -> None:
@@ -63,11 +80,11 @@ def test_the_digest_covers_everything(change: dict[str, Any]) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, len(MANIFEST.to_json()) - 1), st.integers(1, 255))
-def test_any_changed_byte_is_refused(place: int, flip: int) -> None:
+def test_a_changed_byte_is_refused_or_changes_nothing(place: int, flip: int) -> None:
     raw = bytearray(MANIFEST.to_json())
     raw[place] ^= flip
-    with pytest.raises(CheckpointError):
-        Manifest.from_json(bytes(raw))
+    with suppress(CheckpointError):
+        assert Manifest.from_json(bytes(raw)) == MANIFEST
 
 
 ANY_JSON = st.recursive(
@@ -80,10 +97,10 @@ ANY_JSON = st.recursive(
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(sorted(content())), ANY_JSON)
 def test_any_other_value_of_any_key_is_refused_in_print_or_is_well_formed(key: str, value: Any) -> None:
-    raw = signed(content() | {key: value})
     problem = ""
     try:
-        assert Manifest.from_json(raw).to_json() == raw
+        read = Manifest.from_json(signed(content() | {key: value}))
+        assert Manifest.from_json(read.to_json()) == read
     except CheckpointError as error:
         problem = str(error)
     assert problem.isprintable()
@@ -99,85 +116,48 @@ def test_a_number_that_is_not_finite_is_refused(before: bytes, number: str) -> N
 
 
 @pytest.mark.parametrize(
-    "file", ["../a.safetensors", "/a.safetensors", "a/b.safetensors", "a\\b.safetensors", ".a.safetensors", "a.pkl", "a.safetensors\n", ""]
-)  # fmt: skip
-def test_a_file_outside_of_the_directory_is_refused(file: str) -> None:
-    values = content()
-    values["files"][file] = {"sha256": "0" * 64, "bytes": 1}
-    with pytest.raises(CheckpointError, match="plain"):
-        Manifest.from_json(signed(values))
-
-
-@pytest.mark.parametrize(("sha256", "length"), [("0" * 63, 1), ("A" * 64, 1), ("0" * 64 + "\n", 1), ("0" * 64, -1)])
-def test_a_bad_digest_or_a_bad_length_alone_is_refused(sha256: str, length: int) -> None:
-    values = content()
-    values["files"]["a.safetensors"] = {"sha256": sha256, "bytes": length}
-    with pytest.raises(CheckpointError, match="no SHA-256 in lower-case hex or a negative length"):
-        Manifest.from_json(signed(values))
-
-
-@pytest.mark.parametrize(
     ("change", "sentence"),
     [
+        ({"name": ""}, "name '' must be 1 to 100 letters"),
         ({"name": "a b"}, "name 'a b' must be"),
-        ({"version": "v\n1"}, "version"),
-        ({"action_names": STANDARD_ACTIONS[:-1]}, "needs 19 different action names"),
-        ({"action_names": ("favorite",) * 19}, "needs 19 different action names"),
-        ({"action_names": ("7", *STANDARD_ACTIONS[1:])}, "a letter first"),
-        ({"action_names": (None, [], *STANDARD_ACTIONS[2:])}, "a letter first"),
-        ({"continuous": ()}, "needs 1 different continuous"),
-        ({"continuous": (ContinuousOutput("x", float("inf"), ""),)}, "scale in 1e-30 … 1e.30, got inf"),
-        ({"continuous": (ContinuousOutput("x", 1e39, ""),)}, "scale in 1e-30 … 1e.30, got 1e.39"),
+        ({"version": "a/b"}, "version 'a/b' must be"),
+        ({"action_names": STANDARD_ACTIONS[1:]}, "needs 19 different action names, got 18 in 18"),
+        ({"action_names": ("reply", *STANDARD_ACTIONS[1:])}, "needs 19 different action names, got 18 in 19"),
+        ({"action_names": ("0", *STANDARD_ACTIONS[1:])}, "action name '0' must be letters"),
+        ({"continuous": ()}, "needs 1 different continuous outputs, got 0"),
+        ({"continuous": (ContinuousOutput("0", 1.0, ""),)}, "bad name or unit"),
         ({"continuous": (ContinuousOutput("x", 1.0, "far too long a unit"),)}, "bad name or unit"),
-        ({"score_weights": {"nothing": 1.0}}, "no action of this checkpoint"),
-        ({"score_weights": {"reply": float("nan")}}, "at most 1e.09 either way, got nan"),
-        ({"score_weights": {"reply": 1e300}}, "at most 1e.09 either way, got 1e.300"),
-        ({"score_weights": {"reply": 2**2000}}, "too large"),
+        ({"continuous": (ContinuousOutput("x", float("nan"), ""),)}, "must have a scale in 1e-30 … 1e.30, got nan"),
+        ({"continuous": (ContinuousOutput("x", 1e39, ""),)}, "must have a scale in 1e-30 … 1e.30, got 1e.39"),
+        ({"continuous": (ContinuousOutput("x", -1.0, ""),)}, "must have a scale in"),
+        ({"score_weights": {"nothing": 1.0}}, "score weight 'nothing' belongs to no action"),
+        ({"score_weights": {"favorite": float("nan")}}, "score weight of favorite must be a number"),
+        ({"score_weights": {"favorite": -1.1e9}}, "score weight of favorite must be a number"),
         ({"tensors": {"x": TensorEntry("b.safetensors", "float32", (1,))}}, "not among the files"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(change: dict[str, Any], sentence: str) -> None:
+def test_fields_that_contradict_each_other_are_refused(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(CheckpointError, match=sentence):
         replace(MANIFEST, **change)
 
 
-@pytest.mark.parametrize("weight", ["1", True, None, [1]])
-def test_a_score_weight_that_is_no_number_is_refused(weight: Any) -> None:
-    values = content()
-    name = next(iter(values["score_weights"]))
-    values["score_weights"][name] = weight
-    with pytest.raises(CheckpointError, match=f"score weight '{name}' must be a number"):
-        Manifest.from_json(signed(values))
-
-
-def test_factors_and_weights_may_be_so_large() -> None:
-    most = math.nextafter(1e9, 2e9)
-    assert replace(MANIFEST, score_weights={"favorite": -1e9}).score_weights == {"favorite": -1e9}
-    with pytest.raises(CheckpointError, match="must be at most 1e\\+09 either way"):
-        replace(MANIFEST, score_weights={"favorite": most})
-    for scale in (1 / MAX_FACTOR, MAX_FACTOR):
-        assert replace(MANIFEST, continuous=(replace(DWELL_TIME, scale=scale),)).continuous[0].scale == scale
-    for scale in (0.99 / MAX_FACTOR, 1.01 * MAX_FACTOR):
-        with pytest.raises(CheckpointError, match="must have a scale in"):
-            replace(MANIFEST, continuous=(replace(DWELL_TIME, scale=scale),))
-
-
-def test_default_weights_reward_and_punish() -> None:
-    weights = default_score_weights(STANDARD_ACTIONS)
-    complaints = {"not_interested", "block_author", "mute_author", "report"}
-    assert {name for name, weight in weights.items() if weight < 0} == complaints
-    assert {"favorite", "reply", "repost", "quote"} <= {name for name, weight in weights.items() if weight > 0}
-
-
-def test_outputs_of_an_unknown_model_have_numbers() -> None:
-    assert continuous_outputs(2, dwell_index=1) == (ContinuousOutput("continuous_0", 1.0, ""), DWELL_TIME)
-    assert continuous_outputs(0, dwell_index=0) == ()
-
-
-def test_it_says_what_ids_are() -> None:
-    text = replace(MANIFEST, ids="text", version="")
-    assert Manifest.from_json(text.to_json()) == text
-    assert text.digest != MANIFEST.digest
-    assert "ids" not in content()
-    with pytest.raises(CheckpointError, match="they are one of uint64, text"):
-        replace(MANIFEST, ids="int32")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("files", {"../a.safetensors": {"sha256": "0" * 64, "bytes": 1}}, "matching regex"),
+        ("files", {"a.safetensors": {"sha256": "0" * 63, "bytes": 1}}, "matching regex"),
+        ("files", {"a.safetensors": {"sha256": "0" * 64, "bytes": True}}, "Expected `int`, got `bool`"),
+        ("files", {"a.safetensors": {"sha256": "0" * 64, "bytes": 1, "more": 1}}, "unknown field `more`"),
+        ("tensors", {"x": {"file": "a.safetensors", "dtype": "float16", "shape": [1]}}, "Invalid enum value"),
+        ("tensors", {"x": {"file": "a.safetensors", "dtype": "float32", "shape": [0]}}, "Expected `int` >= 1"),
+        ("score_weights", {"favorite": "1"}, "Expected `float`, got `str`"),
+        ("action_names", "favorite", "Expected `array`, got `str`"),
+        ("ids", "int32", "Invalid enum value 'int32'"),
+        ("model", "three towers", "a kind of model that this build does not know"),
+        ("architecture", {"width": 1}, "describes a model that cannot be built: architecture lacks layers"),
+        ("surprise", 1, "unknown field `surprise`"),
+    ],
+)
+def test_a_file_of_another_form_is_refused(key: str, value: Any, sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        Manifest.from_json(signed(content() | {key: value}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -20,12 +21,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tests.weights.scoring.test_scorer import DEMO, as_table, by_key
-from tests.zygote import zygote
-from weights.scoring import job
 from weights.scoring.job import JobError, partition_of, score_log
 from weights.scoring.scorer import Scorer
 from weights.tables import LogError
-from weights.training.world.simulate import World
+from weights.world.simulate import World
 
 PARTS = 5
 
@@ -64,17 +63,14 @@ def read(out: Path) -> Any:
     return by_key(pa.concat_tables([pq.read_table(path) for path in sorted(out.glob("part-*.parquet"))]))
 
 
-def test_partitions_together_are_the_whole(
-    scorer: Scorer, log: Path, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(job, "ROUND_ROWS", 3000)
+def test_partitions_together_are_the_whole(scorer: Scorer, log: Path, whole: Any, tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     assert score_log(log, tmp_path / "out", scorer, 0, PARTS, lambda *now: told.append(now)) == len(whole)
     assert read(tmp_path / "out").equals(whole)
     assert len(written(tmp_path / "out")) == PARTS
     assert not (tmp_path / "out/.split").exists()
-    assert told[-1] == ("scored", len(whole), len(whole))
-    assert next(done for what, done, _ in told if what == "split by user") < len(whole) / 2  # in rounds
+    assert told[0][0] == "Splitting by user"
+    assert told[-1] == ("Scoring", len(whole), len(whole))
 
 
 def test_a_directory_of_logs_is_one_log(scorer: Scorer, log: Path, whole: Any, tmp_path: Path) -> None:
@@ -99,7 +95,7 @@ def test_a_killed_job_is_taken_up_without_a_hole_or_a_row_twice(
     command = [sys.executable, "-m", "weights", "score", "--checkpoint", str(DEMO), "--log", str(log)]
     command += ["--partitions", str(PARTS), "--threads", "1", "--out", str(tmp_path / "killed")]
     for awaited in (".split.new", "part-00001.parquet"):
-        running = zygote.begin(command)
+        running = subprocess.Popen(command)
         while not (tmp_path / "killed" / awaited).exists() and running.poll() is None:
             time.sleep(0.001)
         running.send_signal(signal.SIGKILL)
@@ -109,26 +105,6 @@ def test_a_killed_job_is_taken_up_without_a_hole_or_a_row_twice(
     assert len(before) >= 1
     assert all(path.stat().st_mtime_ns == then for path, then in before.items())  # not computed again
     assert written(tmp_path / "killed") == written(finished)
-
-
-@pytest.mark.parametrize("harm", ["flipped", "cut", "unlisted"])
-def test_a_finished_part_that_was_damaged_since_is_computed_again(
-    scorer: Scorer, log: Path, out: Path, harm: str
-) -> None:
-    assert subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=out, capture_output=True, check=False).returncode == 0
-    before, times = written(out), {path.name: path.stat().st_mtime_ns for path in out.glob("part-*")}
-    part = out / "part-00001.parquet"
-    content = bytearray(part.read_bytes())
-    content[len(content) // 2] ^= 1
-    part.write_bytes(content[:-5] if harm == "cut" else content)
-    if harm == "unlisted":
-        (out / "SHA256SUMS").write_bytes(b"\xff\n")
-    told: list[str] = []
-    score_log(log, out, scorer, 0, PARTS, warn=told.append)
-    assert written(out) == before
-    assert any("part-00001.parquet" in what for what in told)
-    again = {path.name for path in out.glob("part-*") if path.stat().st_mtime_ns != times[path.name]}
-    assert again == ({"part-00001.parquet"} if harm != "unlisted" else set(before))
 
 
 def test_what_belongs_to_another_job_is_left_alone(scorer: Scorer, log: Path, out: Path, tmp_path: Path) -> None:
@@ -183,11 +159,11 @@ def test_a_log_that_is_none_is_refused_with_a_sentence(scorer: Scorer, tmp_path:
 
 
 def test_what_a_kill_left_of_the_split_log_is_made_anew(scorer: Scorer, log: Path, out: Path) -> None:
-    """A finished job was killed while it removed the split log, and a part is damaged later."""
+    """A finished job was killed while it removed the split log, and a part was deleted later."""
     before = written(out)
     (out / ".split").mkdir()
     (out / ".split" / "part-00004.arrow").write_text("")
-    (out / "part-00001.parquet").write_bytes(b"damaged")
+    (out / "part-00001.parquet").unlink()
     score_log(log, out, scorer, 0, PARTS)
     assert written(out) == before
     assert not (out / ".split").exists()
@@ -204,3 +180,38 @@ def test_a_split_log_that_the_disk_refused_is_not_resumed_from(
     with pytest.raises(OSError, match="Input/output error"):
         score_log(log, tmp_path / "out", scorer, 0, PARTS)
     assert not (tmp_path / "out" / ".split").exists()
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("impression_ts", 1_780_000_060_000, "impression_ts must be Unix seconds, .*this looks like milliseconds"),
+        ("created_at", -5, "created_at must be Unix seconds"),
+        ("dwell_seconds", -0.5, "dwell_seconds must be seconds"),
+        ("post_id", 0, "post_id must not be 0"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_what_a_request_may_not_have_a_log_may_not_either(
+    scorer: Scorer, log: Path, tmp_path: Path, suffix: str, column: str, value: float, said: str
+) -> None:
+    rows = pq.read_table(log).slice(0, 50).to_pylist()
+    rows[7][column] = value
+    bad = tmp_path / f"bad{suffix}"
+    if suffix == ".jsonl":
+        bad.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        schema = pq.read_schema(log)
+        pq.write_table(pa.Table.from_pylist(rows, schema), bad)
+    with pytest.raises(LogError, match=rf"bad{suffix}, (line|row) 8: {said}"):
+        score_log(bad, tmp_path / "out", scorer)
+
+
+def test_the_file_and_line_are_named_in_a_directory_too(scorer: Scorer, log: Path, tmp_path: Path) -> None:
+    rows = pq.read_table(log).slice(0, 40).to_pylist()
+    rows[25]["created_at"] *= 1000
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/a.jsonl").write_text("\n".join(map(json.dumps, rows[:20])))
+    (tmp_path / "logs/b.jsonl").write_text("\n".join(map(json.dumps, rows[20:])))
+    with pytest.raises(LogError, match=r"b\.jsonl, line 6: created_at .*milliseconds"):
+        score_log(tmp_path / "logs", tmp_path / "out", scorer)

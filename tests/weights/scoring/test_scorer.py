@@ -23,7 +23,7 @@ from weights.scoring.scorer import Scorer
 from weights.tables import LogError
 from weights.training.examples import Examples
 from weights.training.log import COLUMNS, log_of
-from weights.training.world.simulate import World
+from weights.world.simulate import World
 
 DEMO = Path("weights/demo")
 OPTIONS = EngineOptions(threads=1)

@@ -1,19 +1,16 @@
-"""The small random checkpoint: equal bytes for a seed, and every input moves its scores."""
+"""The small random checkpoint."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import torch
+import pytest
 
-from app.request.features import candidates_of, context_of
-from app.request.vocabulary import Vocabulary
-from model.batch import collate
-from tests.app.serving import checked
-from weights.actions import STANDARD_ACTIONS
 from weights.checkpoint import load_checkpoint
 from weights.synthetic.small_checkpoint import write_small_checkpoint
+from weights.text_ids import IdKind
+from weights.values import id_problem
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -26,23 +23,11 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     assert sum(file.stat().st_size for file in (tmp_path / "a").iterdir()) <= 4 * 10**6
 
 
-def test_every_part_of_the_example_moves_the_scores(tmp_path: Path) -> None:
-    write_small_checkpoint(tmp_path / "demo", 0)
-    checkpoint = load_checkpoint(tmp_path / "demo")
-    config = checkpoint.manifest.config
-    assert checkpoint.manifest.action_names == STANDARD_ACTIONS
-    vocabulary = Vocabulary.of(checkpoint.manifest)
-    example = json.loads((tmp_path / "demo" / "example.json").read_text())
-
-    @torch.inference_mode()
-    def logits(events: int, age_seconds: int, dwell: float) -> torch.Tensor:
-        history = [event | {"dwell_time": dwell} for event in example["history"][:events]]
-        candidates = [post | {"created_at": example["impression_ts"] - age_seconds} for post in example["candidates"]]
-        request = checked(example | {"history": history, "candidates": candidates}, vocabulary)
-        item = context_of(request, config), candidates_of(request, config)
-        return checkpoint.ranker(collate([item], config))[0][0]
-
-    base = logits(5, 60, 5.0)
-    assert base.std(0).min() > 0.1, "candidates differ in every action"
-    for other in (logits(4, 60, 5.0), logits(5, 90_000, 5.0), logits(5, 60, 20.0)):
-        assert (base - other).abs().max() > 0.01
+@pytest.mark.parametrize("ids", ["uint64", "text"])
+def test_its_example_has_ids_of_its_kind(tmp_path: Path, ids: IdKind) -> None:
+    write_small_checkpoint(tmp_path / "c", 0, ids=ids)
+    assert load_checkpoint(tmp_path / "c").manifest.ids == ids
+    example = json.loads((tmp_path / "c" / "example.json").read_text())
+    posts = example["history"] + example["candidates"]
+    assert [id_problem(post[name], ids) for post in posts for name in ("post_id", "author_id")] == [None] * 26
+    assert id_problem(example["user_id"], ids) is None

@@ -9,13 +9,13 @@ from weights.training.examples import Examples
 from weights.training.run import split
 from weights.training.settings import TrainSettings, demo_config
 from weights.training.trainer import Trainer
-from weights.training.world.behaviour import ACTION_NAMES
-from weights.training.world.settings import WorldSettings
+from weights.world.behaviour import ACTION_NAMES
+from weights.world.settings import WorldSettings
 
 WORLD = WorldSettings(users=40, new_users=4, authors=24, days=10, test_days=2, slots=12)
 TRAINING = TrainSettings(
     epochs=2,
-    batch_requests=16,
+    batch_contexts=16,
     warmup_steps=10,
     evaluate_every=20,
     validation_requests=20,
@@ -40,4 +40,4 @@ def small_config() -> ModelConfig:
 
 def small_trainer(examples: Examples, **changes: object) -> Trainer:
     """A trainer before its first step; `changes` are fields of TrainSettings."""
-    return Trainer(examples, *split(len(examples), 20), replace(TRAINING, **changes))
+    return Trainer(examples, *split(len(examples), 20), replace(TRAINING, **changes), dwell_output=0)

@@ -19,9 +19,9 @@ from tests.app.serving import checked
 from weights.actions import STANDARD_ACTIONS
 from weights.checkpoint import Checkpoint, load_checkpoint
 from weights.training.demo_example import EVENTS, OTHER_TOPICS, POST_AGE_HOURS, example_request
-from weights.training.world.behaviour import NEGATIVE_ACTIONS
-from weights.training.world.settings import SURFACES
-from weights.training.world.simulate import World
+from weights.world.behaviour import NEGATIVE_ACTIONS
+from weights.world.settings import SURFACES
+from weights.world.simulate import World
 
 DEMO = Path("weights/demo")
 NAMES: dict[str, Any] = json.loads((DEMO / "names.json").read_text())

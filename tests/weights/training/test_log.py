@@ -12,7 +12,7 @@ pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as pq  # noqa: E402
 
 from weights.tables import LogError  # noqa: E402
-from weights.training.log import COLUMNS, Log, read_log, write_log  # noqa: E402
+from weights.training.log import COLUMNS, MAX_IMPRESSIONS, Log, read_log, write_log  # noqa: E402
 
 
 def small_log() -> Log:
@@ -52,8 +52,14 @@ REFUSED: dict[str, Callable[[pa.Table], pa.Table]] = {
     "unknown columns: colour": lambda t: t.append_column("colour", pa.array([1, 2, 3])),
     "column author_id has 1 nulls": lambda t: replaced(t, "author_id", pa.array([1, None, 3], pa.uint64())),
     "column post_id does not fit uint64": lambda t: replaced(t, "post_id", pa.array([1, -2, 3], pa.int64())),
-    "column user_id holds the id 0": lambda t: replaced(t, "user_id", pa.array([0, 0, 3], pa.uint64())),
-    "dwell_seconds must be finite": lambda t: replaced(t, "dwell_seconds", pa.array([1.0, float("nan"), 3.0], pa.float32())),
+    "row 1: user_id must not be 0": lambda t: replaced(t, "user_id", pa.array([0, 0, 3], pa.uint64())),
+    "row 2: impression_ts must be Unix seconds.*milliseconds": lambda t: replaced(
+        t, "impression_ts", pa.array([100, 1_700_000_000_000, 200])
+    ),
+    "row 3: created_at must be Unix seconds": lambda t: replaced(t, "created_at", pa.array([90, 0, -5])),
+    "row 2: dwell_seconds must be seconds, a finite": lambda t: replaced(
+        t, "dwell_seconds", pa.array([1.0, float("nan"), 3.0], pa.float32())
+    ),
     "product_surface must not be negative": lambda t: replaced(t, "product_surface", pa.array([0, -1, 2])),
     "one request_id differ in user_id": lambda t: replaced(t, "user_id", pa.array([5, 6, 7], pa.uint64())),
     "holds no impressions": lambda t: t.slice(0, 0),
@@ -82,3 +88,12 @@ def written(directory: Path) -> pa.Table:
 
 def replaced(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
     return table.set_column(table.column_names.index(name), name, values)
+
+
+def test_a_log_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    table = pa.table({name: pa.nulls(MAX_IMPRESSIONS + 1, kind) for name, kind in COLUMNS.items()})
+    pq.write_table(table, tmp_path / "log.parquet")
+    with pytest.raises(
+        LogError, match=r"25,000,001 impressions, and at most 25,000,000 are read: keep the newest days"
+    ):
+        read_log(tmp_path / "log.parquet")

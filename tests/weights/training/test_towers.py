@@ -17,13 +17,13 @@ from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import load_checkpoint, load_encoder, save_checkpoint
 from weights.corpus.importer import check_corpus
 from weights.corpus.store import load_corpus
+from weights.evaluate.retrieval import newest_posts, true_values
 from weights.synthetic.random_weights import random_ranker
 from weights.training.demo import make_towers
-from weights.training.evaluate.retrieval import newest_posts, true_values
 from weights.training.examples import Examples
 from weights.training.towers import Pairs, TowerSettings, batch_loss, initial_towers, towers_config, train_towers
-from weights.training.world.population import interest
-from weights.training.world.simulate import World
+from weights.world.population import interest
+from weights.world.simulate import World
 
 SETTINGS = TowerSettings(steps=60, batch_requests=16, warmup_steps=10, learning_rate=1e-2)
 FEW = TowerSettings(steps=20, batch_requests=16, warmup_steps=5, learning_rate=1e-2)
@@ -109,7 +109,7 @@ def test_towers_and_posts_are_written_beside_the_demo(
     assert (len(stored.corpus), len(stored.corpus.topic_names)) == (found["posts"], 8)
     assert found["recall of towers"][0] > found["recall of random"][0]
     assert load_checkpoint(tmp_path / "demo").manifest == manifest
-    monkeypatch.setattr("weights.training.world.settings.WorldSettings", lambda seed: world.settings)
+    monkeypatch.setattr("weights.world.settings.WorldSettings", lambda seed: world.settings)
     printed = call("eval-retrieval", "--checkpoint", tmp_path / "demo", "--towers", tmp_path / "demo-towers")
     assert printed.exit_code == 0, printed.output
     assert json.loads(printed.output.splitlines()[-1]) == found

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,8 +17,8 @@ from weights.training import initial
 from weights.training.examples import Examples
 from weights.training.run import reproducible, split, train
 from weights.training.settings import TrainSettings
-from weights.training.trainer import Status, Trainer
-from weights.training.world.simulate import World
+from weights.training.trainer import Status, Trainer, epoch_batches
+from weights.world.simulate import World
 
 
 def test_training_from_upstreams_initial_values_learns(world: World) -> None:
@@ -29,13 +29,10 @@ def test_training_from_upstreams_initial_values_learns(world: World) -> None:
     assert seen[-1].step == seen[-1].steps
 
 
-@pytest.mark.parametrize(("init", "draw"), [("upstream", initial.upstream), ("unit", initial.unit)])
-def test_a_run_starts_from_the_initial_values_that_its_settings_name(
-    examples: Examples, init: str, draw: Callable[[Ranker, torch.Generator], None]
-) -> None:
+def test_a_run_starts_from_upstreams_initial_values(examples: Examples) -> None:
     expected = Ranker(small_config())
-    draw(expected, torch.Generator().manual_seed(TRAINING.seed))
-    found = small_trainer(examples, init=init).ranker
+    initial.upstream(expected, torch.Generator().manual_seed(TRAINING.seed))
+    found = small_trainer(examples).ranker
     for got, parameter in zip(found.parameters(), expected.parameters(), strict=True):
         assert torch.equal(got, parameter)
 
@@ -49,11 +46,21 @@ def test_the_run_stops_when_validation_stops_improving(examples: Examples) -> No
 
 def test_thirty_steps_of_the_default_settings_lead_where_they_always_led(examples: Examples) -> None:
     with reproducible(1):
-        run = Trainer(examples, *split(len(examples), 20), TrainSettings())
+        run = Trainer(examples, *split(len(examples), 20), TrainSettings(), dwell_output=0)
         before = {name: value.clone() for name, value in run.ranker.state_dict().items()}
         for _ in range(30):
             run.advance()
         run.evaluate()
     losses = {"loss": run.loss, "validation loss": run.validation_loss}
-    counts = {"steps of the run": run.steps, "impressions": run.impressions}
+    counts = {"steps of the run": run.steps}
     assert_unchanged("ranker", losses | counts | moved(before, run.ranker.state_dict()))
+
+
+def test_an_epoch_has_every_request_once_in_batches_of_like_size() -> None:
+    sizes = np.random.default_rng(1).integers(1, 60, 1000)
+    batches = epoch_batches(sizes, 8, np.random.default_rng(2))
+    assert sorted(np.concatenate(batches).tolist()) == list(range(1000))
+    assert max(map(len, batches)) == 8
+    assert np.mean([np.ptp(sizes[batch]) for batch in batches]) < 10
+    again = epoch_batches(sizes, 8, np.random.default_rng(3))
+    assert [batch.tolist() for batch in batches] != [batch.tolist() for batch in again]

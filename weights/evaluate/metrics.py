@@ -1,0 +1,185 @@
+"""Quality of predicted probabilities and of orders: pooled, within groups, and resampled by user. Pooled figures are scikit-learn's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.floating]
+Flags = NDArray[np.bool_]
+Ints = NDArray[np.integer]
+
+CLIP = 1e-7  # a probability of 0 or 1 would make the log-loss infinite
+BINS = 15
+RESAMPLES = 200
+INTERVAL = (2.5, 97.5)  # percent
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure and its 95 % interval, by resampling users; the ends are NaN where users cannot be resampled."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f}" + ("" if np.isnan(self.low) else f" ({self.low:.3f} … {self.high:.3f})")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Means:
+    """A mean over groups (users, requests), each of which belongs to a user: sums and counts of each user, `[U]`."""
+
+    sums: Array
+    counts: Ints
+
+    def under(self, weights: Array) -> Array:
+        """The mean if each user counts `weights [..., U]` times; NaN if there is no group."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.asarray((weights @ self.sums) / (weights @ self.counts))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PooledAuc:
+    """The AUC over all rows, prepared for any weights of users. `user` int `[n]` numbers the users."""
+
+    happened: Flags
+    user: Ints
+    ends: Ints
+    """Where each run of equal scores ends, in the order of scores."""
+
+    @classmethod
+    def of(cls, happened: Flags, score: Array, user: Ints) -> PooledAuc:
+        """Sort the rows by score."""
+        order = np.argsort(score, kind="stable")
+        ends = (
+            np.append(np.flatnonzero(np.diff(score[order])), len(order) - 1) if len(order) else np.array([], np.int64)
+        )
+        return cls(happened[order], user[order], ends)
+
+    def under(self, weights: Array) -> Array:
+        """The AUC if each user counts `weights [..., U]` times; NaN without positives or without negatives."""
+        return np.asarray([self._one(each) for each in np.atleast_2d(weights)]).reshape(weights.shape[:-1])
+
+    def _one(self, weights: Array) -> float:
+        row = weights[self.user]
+        positive = np.diff(np.cumsum(row * self.happened)[self.ends], prepend=0.0)
+        negative = np.diff(np.cumsum(row * ~self.happened)[self.ends], prepend=0.0)
+        pairs = positive.sum() * negative.sum()
+        below = np.cumsum(negative) - negative / 2  # ties count half
+        return float((positive * below).sum() / pairs) if pairs else float("nan")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """A statistic over all users, and over each of the resamples `[R]`."""
+
+    value: float
+    samples: Array
+
+    @classmethod
+    def of(cls, statistic: Means | PooledAuc, draws: Array) -> Sampled:
+        """`draws [R, U]`: how often each user is drawn."""
+        return cls(float(statistic.under(np.ones(draws.shape[1]))), statistic.under(draws))
+
+    def __sub__(self, other: Sampled) -> Sampled:
+        """The difference of two statistics over the same users."""
+        return Sampled(self.value - other.value, self.samples - other.samples)
+
+    def figure(self) -> Figure:
+        """The value with its interval; without one where most resamples have no value."""
+        found = self.samples[~np.isnan(self.samples)]
+        if len(found) <= len(self.samples) / 2:
+            return Figure(self.value, float("nan"), float("nan"))
+        low, high = np.percentile(found, INTERVAL)
+        return Figure(self.value, float(low), float(high))
+
+
+def draws_of(users: int, seed: int = 1) -> Array:
+    """How often each user is drawn in each of RESAMPLES samples with replacement, float `[R, U]`; none of fewer than ten users."""
+    count = RESAMPLES if users >= 10 else 0
+    return np.random.default_rng(seed).multinomial(users, np.full(users, 1 / users), count).astype(np.float64)
+
+
+def auc(happened: Flags, score: Array) -> float:
+    """The chance that a positive outranks a negative, ties counting half; NaN without positives or without negatives."""
+    if happened.all() or not happened.any():
+        return float("nan")
+    from sklearn.metrics import roc_auc_score  # a second to import
+
+    return float(roc_auc_score(happened, score))
+
+
+def auc_within(group: Ints, happened: Flags, score: Array) -> tuple[Ints, Array]:
+    """The groups with positives and negatives, and the AUC of each. `group` int `[n]`."""
+    order = np.lexsort((score, group))
+    group, happened, score = group[order], happened[order], score[order]
+    starts_tie = np.append(True, (group[1:] != group[:-1]) | (score[1:] != score[:-1]))
+    first = np.flatnonzero(starts_tie)
+    middle = (first + np.append(first[1:], len(group)) - 1) / 2
+    rank = middle[np.cumsum(starts_tie) - 1]  # ties share their mean place
+    found, begin, place = np.unique(group, return_index=True, return_inverse=True)
+    positives = np.bincount(place, happened).astype(np.float64)
+    negatives = np.bincount(place) - positives
+    sums = np.bincount(place, (rank - begin[place]) * happened)
+    both = (positives > 0) & (negatives > 0)
+    pairs = (positives * negatives)[both]
+    return found[both], np.asarray((sums - positives * (positives - 1) / 2)[both] / pairs)
+
+
+def ndcg(group: Ints, score: Array, gain: Array | Flags, k: int | None = None) -> tuple[Ints, Array]:
+    """The groups with something to order, and the NDCG of each at `k` (None: of the whole list), with discount `1/log2(1 + rank)`.
+
+    There is something to order if gains differ. Gains below 0 count as 0; equal scores keep the order of the rows.
+    """
+    order = np.argsort(group, kind="stable")
+    group, score, worth = group[order], score[order], np.maximum(gain[order].astype(np.float64), 0)
+    found, begin, place = np.unique(group, return_index=True, return_inverse=True)
+    rank = np.arange(len(group)) - begin[place]
+    discount = np.where(rank < (k or len(group)), 1 / np.log2(2 + rank), 0.0)
+
+    def total(key: Array) -> Array:
+        return np.asarray(np.bincount(place, worth[np.lexsort((-key, place))] * discount), np.float64)
+
+    sizes = np.append(begin[1:], len(group)) - begin
+    some = np.maximum.reduceat(worth, begin) > np.minimum.reduceat(worth, begin) if len(group) else np.zeros(0, bool)
+    return found[some & (sizes > 1)], np.asarray(total(score)[some] / total(worth)[some])
+
+
+def mean(figures: Iterable[float]) -> float:
+    """The mean of the figures that are not NaN; NaN if there are none."""
+    defined = [figure for figure in figures if not np.isnan(figure)]
+    return float(np.mean(defined)) if defined else float("nan")
+
+
+def log_loss(happened: Flags, probability: Array) -> float:
+    """Mean cross-entropy in nats."""
+    from sklearn.metrics import log_loss as loss
+
+    return float(loss(happened, np.clip(probability.astype(np.float64), CLIP, 1 - CLIP), labels=[False, True]))
+
+
+def normalised_entropy(happened: Flags, probability: Array) -> float:
+    """Log-loss divided by that of always predicting the observed share; below 1 is better than knowing only the share. NaN without
+    positives or without negatives."""
+    if happened.all() or not happened.any():
+        return float("nan")
+    return log_loss(happened, probability) / log_loss(happened, np.full(len(happened), happened.mean()))
+
+
+def reliability(happened: Flags, probability: Array, bins: int = BINS) -> tuple[Array, Array]:
+    """Observed share and mean prediction in bins of about equal count by predicted probability."""
+    from sklearn.calibration import calibration_curve
+
+    observed, predicted = calibration_curve(happened, np.clip(probability, 0, 1), n_bins=bins, strategy="quantile")
+    return observed, predicted
+
+
+def calibration_error(happened: Flags, probability: Array, bins: int = BINS) -> float:
+    """Expected calibration error: the mean distance of prediction and observation over the bins of `reliability`."""
+    observed, predicted = reliability(happened, probability, bins)
+    return float(np.abs(observed - predicted).mean())

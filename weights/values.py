@@ -1,0 +1,116 @@
+"""Says what a time, an id, an action's value, a dwell and a score weight may be. Whoever reads files, feeds or requests asks here.
+
+A check returns what is wrong, or None. `..._problem(value)` judges one value as JSON gives it; `problem_of_...(column)` judges a numpy
+column `[n]` and returns the first bad row with its sentence. No sentence repeats the value, so each is safe to show to anybody, and each
+reads on behind a name: "created_at must be Unix seconds, …".
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weights.text_ids import TEXT_RULE, IdKind, is_text_id
+
+MAX_ID = 2**64 - 1
+MAX_TIME = 253_402_300_799
+"""Unix seconds of the last second of the year 9999. Milliseconds, microseconds and nanoseconds of any day since 1978 lie above it."""
+MAX_ACTION_VALUE = 1e6
+MAX_SCORE_WEIGHT = 1e9
+"""Bound of a score weight's magnitude, in manifests and in requests."""
+
+TIME_RULE = f"must be Unix seconds, an integer between 0 and {MAX_TIME} (0: unknown)"
+DWELL_RULE = "must be seconds, a finite number of at least 0 (0: unknown)"
+ACTION_VALUE_RULE = f"must be a number between 0 and {MAX_ACTION_VALUE:g}"
+SCORE_WEIGHT_RULE = f"must be a number between {-MAX_SCORE_WEIGHT:g} and {MAX_SCORE_WEIGHT:g}"
+ID_RULE = "must be an unsigned 64-bit integer, as an integer or a decimal string without leading zeros"
+ID_RULES: dict[IdKind, str] = {"uint64": ID_RULE, "text": f"{TEXT_RULE}, as all ids of this checkpoint are"}
+ZERO_ID_RULE = "must not be 0, which is padding"
+
+_FINER_UNITS = (("milliseconds", 10**3), ("microseconds", 10**6), ("nanoseconds", 10**9))
+
+Problem = tuple[int, str]
+"""The first bad row of a column, and what is wrong with its value."""
+
+
+def time_problem(value: Any) -> str | None:
+    """What is wrong with a time, Unix seconds; 0 is an unknown time. A number in a finer unit is told which one it looks like."""
+    if type(value) is not int:
+        return TIME_RULE
+    if 0 <= value <= MAX_TIME:
+        return None
+    for unit, per_second in _FINER_UNITS:
+        if 0 <= value <= MAX_TIME * per_second:
+            return f"{TIME_RULE}; this looks like {unit}: divide by {per_second}"
+    return TIME_RULE
+
+
+def dwell_problem(value: Any) -> str | None:
+    """What is wrong with a dwell, the seconds spent on a post. There is no upper bound: the model clips at 30 s."""
+    return None if _is_number(value) and value >= 0 else DWELL_RULE
+
+
+def action_problem(value: Any) -> str | None:
+    """What is wrong with the value of an action: 1 for taken, 0 for not taken, or how much of it."""
+    return None if _is_number(value) and 0 <= value <= MAX_ACTION_VALUE else ACTION_VALUE_RULE
+
+
+def score_weight_problem(value: Any) -> str | None:
+    """What is wrong with a weight of the combined score."""
+    return None if _is_number(value) and abs(value) <= MAX_SCORE_WEIGHT else SCORE_WEIGHT_RULE
+
+
+def id_problem(value: Any, kind: IdKind = "uint64") -> str | None:
+    """What is wrong with the id of a user, post or author as JSON has it. 0 passes: an anonymous user, an unknown author, padding."""
+    if kind == "text":
+        return None if is_text_id(value) else ID_RULES[kind]
+    if type(value) is str:
+        is_decimal = value.isascii() and value.isdecimal() and len(value) <= len(str(MAX_ID))
+        value = int(value) if is_decimal and (value == "0" or value[0] != "0") else None
+    return None if type(value) is int and 0 <= value <= MAX_ID else ID_RULE
+
+
+def stored_id_problem(value: Any, kind: IdKind = "uint64") -> str | None:
+    """`id_problem` for a post of a corpus or a row of a log, where 0 is refused: padding is no post."""
+    return id_problem(value, kind) or (ZERO_ID_RULE if value in (0, "0") and kind == "uint64" else None)
+
+
+def problem_of_times(column: NDArray[Any]) -> Problem | None:
+    """`time_problem` of a column of integers; a column of another kind is refused at its first row."""
+    if column.dtype.kind not in "iu":
+        return (0, TIME_RULE) if len(column) else None
+    row = _first((column < 0) | (column > MAX_TIME))
+    return None if row is None else (row, time_problem(int(column[row])) or TIME_RULE)
+
+
+def problem_of_dwells(column: NDArray[Any]) -> Problem | None:
+    """`dwell_problem` of a column of numbers."""
+    row = _first(~(np.isfinite(column) & (column >= 0)))
+    return None if row is None else (row, DWELL_RULE)
+
+
+def problem_of_actions(column: NDArray[Any]) -> Problem | None:
+    """`action_problem` of a column of numbers or booleans, `[n]` or `[n, A]`."""
+    bad = ~((column >= 0) & (column <= MAX_ACTION_VALUE))
+    row = _first(bad if bad.ndim == 1 else bad.any(axis=1))
+    return None if row is None else (row, ACTION_VALUE_RULE)
+
+
+def problem_of_stored_ids(column: NDArray[np.uint64]) -> Problem | None:
+    """`stored_id_problem` of a column of uint64, which holds nothing but ids: only 0 can be wrong. No text has the hash 0."""
+    row = _first(column == 0)
+    return None if row is None else (row, ZERO_ID_RULE)
+
+
+def _first(bad: Any) -> int | None:
+    return int(bad.argmax()) if bad.any() else None
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
