@@ -41,6 +41,6 @@ def in_dtype(ranker: Ranker, dtype: torch.dtype) -> Ranker:
     """Cast the matrices of the ranker's trunk in place, so that the dense reference does not cast them in every call."""
     for layer in ranker.trunk.layers:
         for name, parameter in layer.named_parameters():
-            if not name.endswith("norm"):
+            if name.endswith(".weight"):
                 parameter.data = parameter.data.to(dtype)
     return ranker

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from model.batch import collate
 from model.cache import ContextCache
@@ -16,7 +15,6 @@ from model.engine import CacheStats, EngineInfo, Item, Outcome
 from model.inputs import Candidates, Context, Scores
 from model.layers import attention_weights
 from model.ranker import Ranker
-from model.trunk import Seen
 
 
 class DenseEngine:
@@ -35,7 +33,7 @@ class DenseEngine:
         self.config = ranker.config
         self.ranker = ranker
         self.dtype = dtype
-        self.device = ranker.heads.norm.device
+        self.device = ranker.tokens.user_projection.device
         self.info = EngineInfo(str(self.device), str(dtype).removeprefix("torch."), "dense", candidate_positions, {})
         self._named: ContextCache[None] = ContextCache(cache_bytes, prefixes=False)
 
@@ -72,19 +70,16 @@ def candidate_attention(
 ) -> NDArray[np.float32]:
     """Attention weights of the candidates' rows by layer and head, `[L, N, C, 1 + h + 1]`: on the user, on each event of the history
     and on the candidate itself. Rows sum to 1; padding gets 0. One layer's weights are held at a time. In fp32, to explain scores."""
-    config, device = ranker.config, ranker.heads.norm.device
-    batch = collate([(context, candidates)], config, positions).to(device)
-    length = 1 + len(context)
+    config = ranker.config
+    batch = collate([(context, candidates)], config, positions).to(ranker.tokens.user_projection.device)
+    hidden, mask, start = ranker.build_inputs(batch)
+    hidden, rope = ranker.trunk.with_positions(hidden, batch.positions)
     rows: list[NDArray[np.float32]] = []
-
-    def watch(seen: Seen) -> None:
-        query = seen.query[:, length:]
-        multiplier, cap, form = config.attention_multiplier, config.attention_cap, config.cap_form
-        weights = attention_weights(query, seen.key, mask, multiplier, cap, form)[0]
-        itself = weights[:, :, length:].diagonal(dim1=1, dim2=2)[..., None]
-        rows.append(torch.cat((weights[:, :, :length], itself), -1).cpu().numpy())
-
-    _, valid = ranker.embed(batch)
-    mask: Tensor = ranker.mask(length, valid)[:, length:]
-    ranker(batch, watch=watch)
+    for layer in ranker.trunk.decoder_layers():
+        query, key = layer.attention.query_and_key(layer.attention_norm(hidden), rope)
+        seen = mask[:, start:]
+        weights = attention_weights(query[:, start:], key, seen, config.attention_multiplier, config.attention_cap)[0]
+        itself = weights[:, :, start:].diagonal(dim1=1, dim2=2)[..., None]
+        rows.append(torch.cat((weights[:, :, :start], itself), -1).cpu().numpy())
+        hidden = layer(hidden, rope, mask)
     return np.stack(rows)

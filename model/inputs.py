@@ -15,6 +15,7 @@ from model.config import ModelConfig
 Ids = NDArray[np.uint64]
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
+CLOCK_SKEW_SECONDS = 300  # how far ahead of the impression a post may seem to be created
 FEW = 64  # numbers that Python compares sooner than numpy begins
 
 
@@ -195,9 +196,21 @@ def _are_rows(values: Int64s, count: int) -> bool:
 
 def age_bucket(impression_ts: int | Int64s, created_at: Int64s, config: ModelConfig) -> Int64s:
     """Row of the post-age table for posts created at the given Unix seconds. `impression_ts` is one time for all posts or one for each.
-    The row is 0 where a time is 0 or the age is negative."""
+
+    A post that seems to come from the future, or has a time of 0, is of unknown age: row 0. That is the published rule, and checkpoints
+    are trained with it, so no allowance is made here for clocks that differ; a filter by age makes one, see `created_within`.
+    """
     seconds = impression_ts - created_at
     buckets: Int64s = seconds // (60 * config.post_age_granularity_minutes) + 1
     np.minimum(buckets, config.post_age_buckets - 1, out=buckets)
     buckets *= (seconds >= 0) & (created_at != 0) & (impression_ts != 0)
     return buckets
+
+
+def created_within(impression_ts: int, max_age_seconds: int) -> tuple[int, int]:
+    """The first and the last Unix second at which a post may be created to be at most `max_age_seconds` old at `impression_ts`.
+
+    A post cannot be seen before it is created, but clocks differ by minutes: up to `CLOCK_SKEW_SECONDS` ahead counts as age 0. What is
+    further ahead, or has a time of 0, is of unknown age, and no age limit lets it pass.
+    """
+    return max(impression_ts - max_age_seconds, 1), impression_ts + CLOCK_SKEW_SECONDS

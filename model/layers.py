@@ -6,30 +6,70 @@ Letters as in `model.config`. Every function takes activations of any float dtyp
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from model.config import Activation, CapForm
+from model.config import Activation
 
 MASKED = -1e30
 
 
-def rms_norm(x: Tensor, scale: Tensor, epsilon: float) -> Tensor:
+def zeros(*shape: int) -> nn.Parameter:
+    """A parameter as upstream initialises it: every trunk weight, norm scales included, starts at 0."""
+    return nn.Parameter(torch.zeros(*shape))
+
+
+class Linear(nn.Module):
+    """`x @ weight + bias`: weight `[in, out]` and bias `[out]`, if there is one, cast to the activation dtype."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = zeros(inputs, outputs)
+        self.bias = zeros(outputs) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., in]` to `[..., out]`."""
+        product: Tensor = x @ self.weight.to(x.dtype)
+        return product if self.bias is None else product + self.bias.to(x.dtype)
+
+
+class RMSNorm(nn.Module):
     """`scale · x / sqrt(mean(x²) + ε)` over the last axis, in fp32, cast back. `scale` is a plain factor, `[D]`."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.scale = zeros(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., D]` to `[..., D]`."""
+        return rms_norm(x, self.scale, self.epsilon)
+
+
+class LayerNorm(nn.Module):
+    """`scale · (x − mean(x)) / sqrt(var(x) + ε) + bias` over the last axis, biased variance, in fp32, cast back. scale, bias `[D]`."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.scale = zeros(width)
+        self.bias = zeros(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., D]` to `[..., D]`."""
+        return layer_norm(x, self.scale, self.bias, self.epsilon)
+
+
+def rms_norm(x: Tensor, scale: Tensor, epsilon: float) -> Tensor:
+    """The formula of `RMSNorm`."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return (scale.float() * normed).to(x.dtype)
 
 
 def layer_norm(x: Tensor, scale: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """`scale · (x − mean(x)) / sqrt(var(x) + ε) + bias` over the last axis, biased variance, in fp32, cast back. scale, bias `[D]`."""
+    """The formula of `LayerNorm`."""
     return functional.layer_norm(x.float(), scale.shape, scale.float(), bias.float(), epsilon).to(x.dtype)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight + bias`, weight `[in, out]` and bias `[out]` cast to the activation dtype."""
-    product = x @ weight.to(x.dtype)
-    return product if bias is None else product + bias.to(x.dtype)
 
 
 def rope_tables(positions: Tensor, head_width: int, base: float) -> tuple[Tensor, Tensor]:
@@ -40,11 +80,16 @@ def rope_tables(positions: Tensor, head_width: int, base: float) -> tuple[Tensor
     return angles.cos(), angles.sin()
 
 
+def rotate_half(x: Tensor) -> Tensor:
+    """`concat(-x2, x1)` of the two halves of the last axis."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on half-split pairs: `x·cos + concat(-x2, x1)·sin`, in fp32, cast back. x `[..., T, heads, K]`, tables `[..., T, K]`."""
-    first, second = x.float().chunk(2, -1)
-    turned = torch.cat((-second, first), -1)
-    return (x.float() * cos[..., None, :] + turned * sin[..., None, :]).to(x.dtype)
+    """RoPE on half-split pairs: `x·cos + rotate_half(x)·sin`, in fp32, cast back. x `[..., T, heads, K]`, tables `[..., T, K]`."""
+    wide = x.float()
+    return (wide * cos[..., None, :] + rotate_half(wide) * sin[..., None, :]).to(x.dtype)
 
 
 def sinusoids(positions: Tensor, width: int) -> Tensor:
@@ -56,11 +101,11 @@ def sinusoids(positions: Tensor, width: int) -> Tensor:
     return torch.stack((sin, cos), -1).flatten(-2)
 
 
-def ranking_mask(
-    context_length: int, candidates: int, *, bidirectional: bool, device: torch.device | None = None
+def make_recsys_attn_mask(
+    seq_len: int, candidate_start_offset: int, *, bidirectional: bool = False, device: torch.device | None = None
 ) -> Tensor:
-    """Which key each row sees, bool `[T, T]`. Context rows see the past (or all of the context); a candidate sees the
-    whole context and itself, never another candidate:
+    """Which key each row sees, bool `[T, T]` for T = `seq_len`; candidates begin at `candidate_start_offset`. Context rows see the past
+    (or all of the context); a candidate sees the whole context and itself, never another candidate:
 
                  context   candidates
         context  1 0 0 0 | 0 0 0         1 everywhere on the left block when `bidirectional`
@@ -72,48 +117,33 @@ def ranking_mask(
                  1 1 1 1 | 0 1 0
                  1 1 1 1 | 0 0 1
     """
-    length = context_length + candidates
-    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    context = candidate_start_offset
+    mask = torch.ones(seq_len, seq_len, dtype=torch.bool, device=device).tril()
     if bidirectional:
-        mask[:context_length, :context_length] = True
-    mask[context_length:, context_length:] = torch.eye(candidates, dtype=torch.bool, device=device)
+        mask[:context, :context] = True
+    mask[context:, context:] = torch.eye(seq_len - context, dtype=torch.bool, device=device)
     return mask
 
 
-def attention_logits(query: Tensor, key: Tensor, multiplier: float) -> Tensor:
-    """`multiplier · QKᵀ` in fp32, `[B, N, T, S]`, before cap and mask. query `[B, T, N, K]`; key `[B, S, G, K]`, query head n
-    reads head `n // (N/G)`; there is no hidden `1/sqrt(K)`."""
+def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
+    """`cap · tanh(logits / cap)`: close to the identity far below the cap, and never beyond it. A cap of None leaves them unchanged."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def attention_weights(query: Tensor, key: Tensor, mask: Tensor, multiplier: float, cap: float | None) -> Tensor:
+    """`softmax(mask(soft_cap(multiplier · QKᵀ)))` in fp32, `[B, N, T, S]`: the cap comes before the mask.
+
+    query `[B, T, N, K]`; key `[B, S, G, K]`, query head n reads head `n // (N/G)`; mask bool, broadcast to `[B, T, S]`. There is
+    no hidden `1/sqrt(K)`.
+    """
     key = key.repeat_interleave(query.shape[2] // key.shape[2], 2)
-    return torch.einsum("btnk,bsnk->bnts", query, key).float() * multiplier
-
-
-def soft_cap(logits: Tensor, cap: float | None, form: CapForm = "tanh") -> Tensor:
-    """`cap · tanh(logits / cap)`, or `logits / (1 + |logits| / cap)` (`softsign`): close to the identity far below the cap, and
-    never beyond it. A cap of None leaves them unchanged."""
-    if cap is None:
-        return logits
-    return cap * torch.tanh(logits / cap) if form == "tanh" else logits / (1 + logits.abs() / cap)
-
-
-def attention_weights(
-    query: Tensor, key: Tensor, mask: Tensor, multiplier: float, cap: float | None, form: CapForm = "tanh"
-) -> Tensor:
-    """`softmax(mask(soft_cap(logits)))` in fp32, `[B, N, T, S]`: the cap comes before the mask. mask bool, broadcast to `[B, T, S]`."""
-    logits = soft_cap(attention_logits(query, key, multiplier), cap, form)
+    logits = soft_cap(torch.einsum("btnk,bsnk->bnts", query, key).float() * multiplier, cap)
     return torch.softmax(torch.where(mask[..., None, :, :], logits, MASKED), -1)
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    multiplier: float,
-    cap: float | None,
-    form: CapForm = "tanh",
-) -> Tensor:
-    """Grouped-query attention with soft-capped logits, dense: `attention_weights · V`, `[B, T, N, K]`. key, value `[B, T, G, K]`."""
-    weights = attention_weights(query, key, mask, multiplier, cap, form).to(value.dtype)
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, multiplier: float, cap: float | None) -> Tensor:
+    """Grouped-query attention with soft-capped logits, dense: `attention_weights · V`, `[B, T, N, K]`. key, value `[B, S, G, K]`."""
+    weights = attention_weights(query, key, mask, multiplier, cap).to(value.dtype)
     return torch.einsum("bnts,bsnk->btnk", weights, value.repeat_interleave(query.shape[2] // key.shape[2], 2))
 
 

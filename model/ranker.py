@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from model.batch import Batch
 from model.config import DWELL_HIDDEN_WIDTH, MAX_DWELL_SECONDS, ModelConfig
-from model.layers import ranking_mask
-from model.trunk import Trunk, Watch, declare_norm, normed, zeros
+from model.layers import Linear, make_recsys_attn_mask, zeros
+from model.names import use_checkpoint_names
+from model.trunk import Transformer, make_norm
 
 
-class Tables(nn.Module):
+def history_features(config: ModelConfig) -> dict[str, int]:
+    """What a history item is made of, in the order of its rows in `history_projection`, and how many rows each feature has."""
+    features = _entities(config) | {"actions": config.width, "surface": config.width}
+    return features | ({"dwell": config.width} if config.has_dwell else {})
+
+
+def candidate_features(config: ModelConfig) -> dict[str, int]:
+    """What a candidate is made of, in the order of its rows in `candidate_projection`, and how many rows each feature has."""
+    features = _entities(config) | {"surface": config.width}
+    return features | ({"post_age": config.width} if config.has_post_age else {})
+
+
+def _entities(config: ModelConfig) -> dict[str, int]:
+    return {"post": config.post_hashes.count * config.width, "author": config.author_hashes.count * config.width}
+
+
+def by_feature(projection: Tensor, features: Mapping[str, int]) -> dict[str, Tensor]:
+    """Each feature's own rows of a projection, as views."""
+    return dict(zip(features, projection.split(list(features.values())), strict=True))
+
+
+class EmbeddingTables(nn.Module):
     """One embedding table per entity, `[vocab_size, D]`, fp32 or bf16. Row 0 is padding and always reads as zero."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -35,11 +59,10 @@ class TokenBuilder(nn.Module):
         super().__init__()
         self.config = config
         width = config.width
-        entity = (config.post_hashes.count + config.author_hashes.count) * width
         self.user_projection = zeros(config.user_hashes.count * width, width)
-        self.history_projection = zeros(entity + (3 if config.has_dwell else 2) * width, width)
+        self.history_projection = zeros(sum(history_features(config).values()), width)
         if candidates:
-            self.candidate_projection = zeros(entity + (2 if config.has_post_age else 1) * width, width)
+            self.candidate_projection = zeros(sum(candidate_features(config).values()), width)
         self.action_projection = zeros(config.actions, width)
         self.surface_table = zeros(config.product_surfaces, width)
         if config.has_post_age:
@@ -48,43 +71,38 @@ class TokenBuilder(nn.Module):
             self.dwell_input = zeros(1, DWELL_HIDDEN_WIDTH)
             self.dwell_output = zeros(DWELL_HIDDEN_WIDTH, width)
 
-    def user(self, tables: Tables, rows: Tensor) -> Tensor:
-        """`[..., n]` rows to `[..., D]`."""
-        return look_up(tables.user, rows) @ self.user_projection
+    def block_user_reduce(self, tables: EmbeddingTables, batch: Batch) -> Tensor:
+        """User tokens `[B, 1, D]`."""
+        return look_up(tables.user, batch.user_rows)[:, None] @ self.user_projection
 
-    def history(
-        self, tables: Tables, post_rows: Tensor, author_rows: Tensor, actions: Tensor, surfaces: Tensor, dwell: Tensor
-    ) -> Tensor:
-        """Rows `[..., n]`, actions `[..., A]`, surfaces and dwell seconds `[...]` to `[..., D]`."""
-        features = [look_up(tables.post, post_rows), look_up(tables.author, author_rows), self._actions(actions)]
-        features.append(functional.embedding(surfaces, self.surface_table))
+    def block_history_reduce(self, tables: EmbeddingTables, batch: Batch) -> Tensor:
+        """Tokens of history items `[B, H, D]`."""
+        features = {
+            "post": look_up(tables.post, batch.history_post_rows),
+            "author": look_up(tables.author, batch.history_author_rows),
+            "actions": self._actions(batch.history_actions),
+            "surface": functional.embedding(batch.history_surfaces, self.surface_table),
+        }
         if self.config.has_dwell:
-            features.append(self._dwell(dwell))
-        return torch.cat(features, -1) @ self.history_projection
+            features["dwell"] = self._dwell(batch.history_dwell_seconds)
+        return torch.cat([features[name] for name in history_features(self.config)], -1) @ self.history_projection
 
-    def context(self, tables: Tables, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Users and their history as tokens `[B, 1 + H, D]`, and which of them may be seen, bool `[B, 1 + H]`."""
-        user = self.user(tables, batch.user_rows)[:, None]
-        history = self.history(
-            tables,
-            batch.history_post_rows,
-            batch.history_author_rows,
-            batch.history_actions,
-            batch.history_surfaces,
-            batch.history_dwell_seconds,
-        )
-        valid = torch.cat((batch.user_rows[:, :1] != 0, batch.history_post_rows[:, :, 0] != 0), 1)
-        return torch.cat((user, history), 1), valid
-
-    def candidate(
-        self, tables: Tables, post_rows: Tensor, author_rows: Tensor, surfaces: Tensor, ages: Tensor
-    ) -> Tensor:
-        """Rows `[..., n]`, surfaces and age buckets `[...]` to `[..., D]`."""
-        features = [look_up(tables.post, post_rows), look_up(tables.author, author_rows)]
-        features.append(functional.embedding(surfaces, self.surface_table))
+    def block_candidate_reduce(self, tables: EmbeddingTables, batch: Batch) -> Tensor:
+        """Tokens of candidates `[B, C, D]`."""
+        features = {
+            "post": look_up(tables.post, batch.candidate_post_rows),
+            "author": look_up(tables.author, batch.candidate_author_rows),
+            "surface": functional.embedding(batch.candidate_surfaces, self.surface_table),
+        }
         if self.config.has_post_age:
-            features.append(functional.embedding(ages, self.post_age_table))
-        return torch.cat(features, -1) @ self.candidate_projection
+            features["post_age"] = functional.embedding(batch.candidate_age_buckets, self.post_age_table)
+        return torch.cat([features[name] for name in candidate_features(self.config)], -1) @ self.candidate_projection
+
+    def context(self, tables: EmbeddingTables, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Users and their history as tokens `[B, 1 + H, D]`, and which of them may be seen, bool `[B, 1 + H]`."""
+        tokens = (self.block_user_reduce(tables, batch), self.block_history_reduce(tables, batch))
+        valid = torch.cat((batch.user_rows[:, :1] != 0, batch.history_post_rows[:, :, 0] != 0), 1)
+        return torch.cat(tokens, 1), valid
 
     def _actions(self, actions: Tensor) -> Tensor:
         """`(2a − 1) @ action_projection`, and 0 where no action is set."""
@@ -100,23 +118,19 @@ class TokenBuilder(nn.Module):
 class Heads(nn.Module):
     """Final norm, then logits of the discrete actions and, where there are any, sigmoids of the continuous ones, in fp32."""
 
-    norm: Tensor
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config = config
-        declare_norm(self, "norm", config)
-        self.actions = zeros(config.width, config.actions)
-        if config.continuous_actions:
-            self.continuous = zeros(config.width, config.continuous_actions)
+        self.norm = make_norm(config)
+        self.actions = Linear(config.width, config.actions)
+        self.continuous = Linear(config.width, config.continuous_actions) if config.continuous_actions else None
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden `[..., D]` to logits `[..., A]` and continuous values in 0 … 1 `[..., Z]`."""
-        final = normed(self, "norm", hidden, self.config).float()
-        logits = final @ self.actions
-        if not self.config.continuous_actions:
+        final = self.norm(hidden).float()
+        logits = self.actions(final)
+        if self.continuous is None:
             return logits, logits.new_empty(*logits.shape[:-1], 0)
-        return logits, torch.sigmoid(final @ self.continuous)
+        return logits, torch.sigmoid(self.continuous(final))
 
 
 class Ranker(nn.Module):
@@ -125,42 +139,30 @@ class Ranker(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.tables = Tables(config)
+        self.tables = EmbeddingTables(config)
         self.tokens = TokenBuilder(config)
-        self.trunk = Trunk(config)
+        self.trunk = Transformer(config)
         self.heads = Heads(config)
+        use_checkpoint_names(self)
 
-    def forward(
-        self, batch: Batch, dtype: torch.dtype = torch.float32, watch: Watch | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Score every candidate of a padded batch with the dense mask; the trunk runs in `dtype`, and each layer calls `watch`.
+    def forward(self, batch: Batch, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Score every candidate of a padded batch with the dense mask; the trunk runs in `dtype`.
 
         Returns logits fp32 `[B, C, A]` and continuous values fp32 `[B, C, Z]`; those of padded slots mean nothing.
         """
-        hidden, valid = self.embed(batch)
-        context = hidden.shape[1] - batch.candidate_post_rows.shape[1]
-        hidden = self.trunk(hidden.to(dtype), batch.positions, self.mask(context, valid), watch)
-        logits, continuous = self.heads(hidden[:, context:])
+        hidden, mask, candidate_start_offset = self.build_inputs(batch)
+        hidden = self.trunk(hidden.to(dtype), batch.positions, mask)
+        logits, continuous = self.heads(hidden[:, candidate_start_offset:])
         return logits, continuous
 
-    def mask(self, context: int, valid: Tensor) -> Tensor:
-        """Which keys each row sees, bool `[B, T, T]`; the first `context` tokens are the context. `valid` as `embed` returns it."""
-        bidirectional = self.config.context_attention == "bidirectional"
-        candidates = valid.shape[1] - context
-        return ranking_mask(context, candidates, bidirectional=bidirectional, device=valid.device) & valid[:, None, :]
-
-    def embed(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The token sequence fp32 `[B, T, D]` and which tokens may be seen as keys, bool `[B, T]`.
-
-        A candidate is always a valid key: it sees itself, and no other row sees it.
+    def build_inputs(self, batch: Batch) -> tuple[Tensor, Tensor, int]:
+        """The token sequence `[user][history][candidates]`, fp32 `[B, T, D]`; which keys each row sees, bool `[B, T, T]`; and where the
+        candidates begin. Padding is seen by nobody, but a candidate always sees itself.
         """
         context, valid = self.tokens.context(self.tables, batch)
-        candidates = self.tokens.candidate(
-            self.tables,
-            batch.candidate_post_rows,
-            batch.candidate_author_rows,
-            batch.candidate_surfaces,
-            batch.candidate_age_buckets,
-        )
-        own = torch.ones_like(batch.candidate_surfaces, dtype=torch.bool)
-        return torch.cat((context, candidates), 1), torch.cat((valid, own), 1)
+        hidden = torch.cat((context, self.tokens.block_candidate_reduce(self.tables, batch)), 1)
+        seq_len, candidate_start_offset = hidden.shape[1], context.shape[1]
+        bidirectional = self.config.context_attention == "bidirectional"
+        mask = make_recsys_attn_mask(seq_len, candidate_start_offset, bidirectional=bidirectional, device=hidden.device)
+        valid = functional.pad(valid, (0, seq_len - candidate_start_offset), value=True)
+        return hidden, mask & valid[:, None, :], candidate_start_offset

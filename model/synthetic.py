@@ -9,6 +9,7 @@ import torch
 
 from model.config import ModelConfig
 from model.inputs import Candidates, Context
+from model.names import checkpoint_parameters
 from model.ranker import Ranker
 
 
@@ -20,7 +21,7 @@ def random_ranker(config: ModelConfig, seed: int = 0, device: torch.device | str
     generator = torch.Generator(device).manual_seed(seed)
     with torch.device(device), torch.no_grad():
         ranker = Ranker(config).eval()
-        for name, parameter in ranker.named_parameters():
+        for name, parameter in checkpoint_parameters(ranker):
             leaf = name.rsplit(".", 1)[-1]
             if leaf == "norm" or leaf.endswith("_norm"):
                 parameter.uniform_(0.7, 1.3, generator=generator)
@@ -28,13 +29,10 @@ def random_ranker(config: ModelConfig, seed: int = 0, device: torch.device | str
                 parameter.normal_(0.0, 1.0, generator=generator)
             else:
                 parameter.normal_(0.0, parameter.shape[0] ** -0.5, generator=generator)
-        for parameter in (ranker.heads.actions, *_continuous(ranker)):
-            parameter.mul_(1.5)
+        for head in (ranker.heads.actions, ranker.heads.continuous):
+            if head is not None:
+                head.weight.mul_(1.5)
     return ranker.requires_grad_(False)
-
-
-def _continuous(ranker: Ranker) -> list[torch.nn.Parameter]:
-    return [ranker.heads.continuous] if ranker.config.continuous_actions else []
 
 
 def random_ids(generator: np.random.Generator, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:

@@ -36,21 +36,3 @@ RETRIEVAL = {
     torch.float32: RetrievalTolerance(elements=1e-6, scores=1e-6, posts=1e-6),
     torch.bfloat16: RetrievalTolerance(elements=1e-2, scores=1e-2, posts=6e-3),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class TrunkTolerance:
-    """Largest absolute differences of a trunk from another implementation's: fp32 after the final norm and after each layer, bf16
-    after the final norm. The values are up to 4 (vanilla 10), between layers up to 28."""
-
-    final: float
-    layers: float
-    bfloat16: float
-
-
-TRUNKS = {
-    "gemma": TrunkTolerance(final=1e-5, layers=4e-5, bfloat16=0.15),
-    "gemma2": TrunkTolerance(final=1e-5, layers=4e-5, bfloat16=0.15),
-    "llama": TrunkTolerance(final=2e-5, layers=4e-5, bfloat16=0.3),
-    "vanilla": TrunkTolerance(final=1e-5, layers=1e-5, bfloat16=0.15),
-}

@@ -20,7 +20,7 @@ from app.request.validate import NO_HISTORY, Posts, Request, viewer_of, wishes_o
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
 from model.config import ModelConfig
-from model.inputs import Candidates, Context, Ids, age_bucket
+from model.inputs import Candidates, Context, Ids, age_bucket, created_within
 from model.retrieval.inputs import Filters, Query, Retrieved
 from weights.corpus.manifest import CorpusManifest
 from weights.format.manifest import Manifest
@@ -151,7 +151,8 @@ def _request_of(wishes: Mapping[str, Any], contexts: Sequence[Context], history:
         excluded = np.concatenate((excluded, history)) if len(excluded) else history
     impression_ts, age = wishes.get("impression_ts", 0), wishes.get("max_age_seconds")
     topics = tuple(wishes["topics"]) if "topics" in wishes else None
-    filters = Filters(excluded, topics, None if age is None else impression_ts - age)
+    created = (None, None) if age is None else created_within(impression_ts, age)
+    filters = Filters(excluded, topics, *created)
     query = Query(contexts[0], wishes["k"], filters, float(wishes.get("min_score", -np.inf)))
     request = PostsRequest(query, len(history), impression_ts, wishes.get("request_id"), handle=handle)
     request.excludes_history = excludes_history and handle is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,8 @@ CACHE_BYTES = 2**28
 SHAPES = ("mini", "nano")
 NARROWER_COSTS = 2.6  # registers are half as wide, at the same clock rate
 SPEED_TARGETS = {("mini", 64): (4, 8), ("mini", 512): (9, 12), ("nano", 64): (3, 16), ("nano", 512): (6, 18)}
+LIMIT_TARGETS = {("mini", 64, "cold"): 0.55, ("mini", 512, "cold"): 0.68, ("mini", 512, "cached"): 0.75}  # in fp32
+PRODUCT = 1024  # rows, depth and columns of a product that runs as fast as this processor can
 THRICE = {"cold": 3, "cached": 3, "ours": 3, "widest": 3}  # quick sides run three times per round
 
 
@@ -38,6 +41,7 @@ def engine_rows(dtype: torch.dtype, rounds: int, compositions: int, vectors: Vec
     yield from speed_rows(dtype, rounds, vectors)
     if vectors == "auto":
         yield from preset_rows(dtype, rounds)
+    yield from limit_rows(dtype, rounds, vectors)
     yield from product_rows(dtype, rounds, vectors)
     yield growth_row(dtype, rounds, vectors)
     yield bits_row(compositions, vectors)
@@ -81,6 +85,66 @@ def speed_rows(dtype: torch.dtype, rounds: int, vectors: Vectors = "auto") -> It
             for side, widest in zip(("cold", "cached"), SPEED_TARGETS[name, candidates], strict=True):
                 target = widest if vectors == "auto" else 1  # the targets assume the processor's widest vectors
                 yield compared(f"{name} C={candidates}, {side}, vs dense eager", seconds, side, "dense", target)
+
+
+def limit_rows(dtype: torch.dtype, rounds: int, vectors: Vectors = "auto") -> Iterator[Row]:
+    """How near each forward is to the fastest possible: the operations that isolated ranking needs, at the rate at which torch
+    computes a large product with the same dtype and threads, over the time of our forward. The product runs in turns with it.
+    Where torch computes bf16 more slowly than fp32, as without instructions for it, the product is in fp32."""
+    product = large_product(dtype)
+    if dtype is torch.bfloat16:
+        seconds = alternate({"bf16": product, "fp32": large_product(torch.float32)}, 3)
+        product = product if min(seconds["bf16"]) < min(seconds["fp32"]) else large_product(torch.float32)
+    for name in SHAPES:
+        config = GEOMETRIES[name]
+        ranker = random_ranker(config)
+        engines = {
+            side: NativeEngine(ranker, dtype, cache_bytes=kept, vectors=vectors)
+            for side, kept in (("cold", 0), ("cached", CACHE_BYTES))
+        }
+        for candidates in (64, 512):
+            item = item_of(config, candidates)
+            sides: dict[str, Callable[[], object]] = {
+                side: partial(engine.forward, [item]) for side, engine in engines.items()
+            }
+            seconds = alternate(sides | {"product": product}, rounds, repeats=THRICE)
+            for side in engines:
+                share = needed_operations(config, candidates, cached=side == "cached") / (2 * PRODUCT**3)
+                least = [share * one for one in seconds["product"]]
+                is_compared = dtype is torch.float32 and vectors == "auto"
+                target = LIMIT_TARGETS.get((name, candidates, side), math.inf) if is_compared else math.inf
+                figures = [Figure.of(seconds[side]), Figure.of(least)]
+                what = f"{name} C={candidates}, {side}, of the rate of a large product"
+                yield Row.of(what, ratio(least, seconds[side]), "×", target, at_least=True, sides=figures)
+        for engine in engines.values():
+            engine.close()
+
+
+def large_product(dtype: torch.dtype) -> Callable[[], object]:
+    """A product of two square matrices in torch."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(PRODUCT, PRODUCT, generator=generator).to(dtype) for _ in range(2))
+    return torch.inference_mode()(partial(torch.mm, left, right))
+
+
+def needed_operations(config: ModelConfig, candidates: int, *, cached: bool) -> float:
+    """Multiplications and additions in the matrix products of one request with a full history, none of them in vain.
+
+    A context row attends to what came before it, and in the last layer it is only a key and a value. A candidate attends to the
+    context and itself. With a `cached` context only the candidates are computed.
+    """
+    width, layers, context = config.width, config.layers, 1 + config.history_length
+    queries, keys = config.query_heads * config.head_width, config.kv_heads * config.head_width
+    key_value, attended = width * 2 * keys, 2 * queries  # multiplications of a row, and of a row with one key
+    layer = width * queries + key_value + queries * width + 3 * width * config.ffn_width
+    entity = (config.post_hashes.count + config.author_hashes.count) * width * width
+    row = entity + layers * (layer + attended * (context + 1)) + width * (config.actions + config.continuous_actions)
+    needed = candidates * row
+    if not cached:
+        tokens = config.user_hashes.count * width * width + config.history_length * entity
+        causal = attended * context * (context + 1) // 2
+        needed += tokens + (layers - 1) * (context * layer + causal) + context * key_value
+    return 2.0 * needed
 
 
 def preset_rows(dtype: torch.dtype, rounds: int) -> Iterator[Row]:

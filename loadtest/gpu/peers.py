@@ -13,7 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from loadtest.gpu.card import Card
 from model.batch import collate
 from model.engine import Item
-from model.layers import activate, linear, rms_norm, rope_tables, rotate
+from model.layers import activate, rms_norm, rope_tables, rotate
+from model.names import checkpoint_parameters
 from model.ranker import Ranker
 
 
@@ -60,7 +61,7 @@ class PeerRanker:
     @torch.inference_mode()
     def forward(self, mask: BlockMask | Tensor) -> Tensor:
         """Logits `[1, C, A]`."""
-        hidden, _ = self._ranker.embed(self._batch)
+        hidden, _, _ = self._ranker.build_inputs(self._batch)
         hidden = hidden.to(self._dtype)
         config = self._ranker.config
         cos, sin = rope_tables(self._batch.positions, config.head_width, config.rope_base)
@@ -97,8 +98,13 @@ class PeerRanker:
         return hidden + rms_norm(mixed, ffn_post_norm, epsilon)
 
 
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight.to(x.dtype)
+
+
 def _weights(layer: torch.nn.Module) -> tuple[Tensor, ...]:
+    named = dict(checkpoint_parameters(layer))
     names = (
         "attention_norm query key value output attention_post_norm ffn_norm ffn_gate ffn_value ffn_output ffn_post_norm"
     )
-    return tuple(layer.get_parameter(name).detach() for name in names.split())
+    return tuple(named[name].detach() for name in names.split())

@@ -17,7 +17,6 @@ WRITTEN = {
     "norm": (3, 5),
     "multiply": (3,),
     "rotate": (1, 2),
-    "norm_heads": (1,),
     "attend": (4,),
     "gate": (2,),
 }

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import tempfile
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -77,13 +78,22 @@ LEVELS = (
 """The widest first."""
 
 
-def find_prebuilt(source: Path, vectors: Vectors = "auto") -> Path | None:
-    """The widest kernel of exactly this source that the wheel contains and this processor can run; None if there is none."""
+def find_prebuilt(
+    source: Path, vectors: Vectors = "auto", *, machine: str = "", words: Iterable[str] | None = None
+) -> Path | None:
+    """The widest kernel of exactly this source that the wheel contains and this processor can run; None if there is none.
+
+    `machine` and `words`, by default this processor's: the name of its architecture, and what /proc/cpuinfo says of it.
+    """
     if not (source.parent / PREBUILT).is_dir():
         return None
-    words, digest = _processor_words(), source_digest(source)
+    known, digest = _processor_words() if words is None else set(words), source_digest(source)
     for level in LEVELS:
-        if vectors in ("auto", level.name) and level.machine == platform.machine() and level.words <= words:
+        if (
+            vectors in ("auto", level.name)
+            and level.machine == (machine or platform.machine())
+            and level.words <= known
+        ):
             library = source.parent / PREBUILT / f"{source.stem}-{level.name}-{digest}.so"
             if _is_whole(library, ours=False):
                 return library
@@ -102,9 +112,7 @@ def seal(library: Path) -> None:
     """Append the SHA-256 of the library's bytes to it. A loader ignores what follows a library's sections."""
     with library.open("r+b") as output:
         output.write(hashlib.sha256(output.read()).digest())
-        output.flush()
-        os.fchmod(output.fileno(), 0o500)
-        os.fsync(output.fileno())
+    library.chmod(0o500)
 
 
 def build_kernel(
@@ -134,38 +142,32 @@ def build_kernel(
 
 
 def _kept_or_built(directory: Path | None, compiler: str, flags: tuple[str, ...], source: Path) -> BuiltKernel:
-    name = f"{source.stem}-{_fingerprint(compiler, flags, source)}.so"
-    notes = []
-    try:
-        directory = directory or Path.home() / ".cache" / "phoenix-ranking-server"
-        problem = _problem_of(directory)
-    except RuntimeError as error:  # no home directory
-        problem = str(error)
-    if directory is None or problem:
-        notes.append(f"{problem}: the kernel is kept in a temporary directory")
-        directory = Path(_private_directory().name)
+    name, note = f"{source.stem}-{_fingerprint(compiler, flags, source)}.so", ""
+    directory, problem = _usable(directory)
+    if directory is not None and not _is_whole(directory / name) and not os.access(directory, os.W_OK):
+        directory, problem = None, f"{directory} cannot be written"
+    if directory is None:
+        directory, note = Path(_private_directory().name), f"{problem}: the kernel is kept in a temporary directory"
     library = directory / name
     if not _is_whole(library):
         if os.path.lexists(library):
-            notes.append(f"{library} was not what had been written there: built again")
-        if not os.access(directory, os.W_OK):
-            notes.append(f"{directory} cannot be written: the kernel is kept in a temporary directory")
-            library = Path(_private_directory().name) / name
-        if not _is_whole(library):
-            _compile(compiler, flags, source, library)
-    return BuiltKernel(library, "; ".join(notes))
+            note = f"{library} was not what had been written there: built again"
+        _compile(compiler, flags, source, library)
+    return BuiltKernel(library, note)
 
 
-def _problem_of(directory: Path) -> str:
-    """Why a kernel in this directory cannot be trusted, empty if it can. Makes the directory if it does not exist."""
+def _usable(directory: Path | None) -> tuple[Path | None, str]:
+    """The directory, by default the user's cache, made if it does not exist; or None and why a kernel there cannot be trusted."""
     try:
+        directory = directory or Path.home() / ".cache" / "phoenix-ranking-server"
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = directory.lstat()
+    except RuntimeError as error:  # no home directory
+        return None, str(error)
     except OSError as error:
-        return f"{directory} cannot be made: {error.strerror}"
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        return f"{directory} is a link"
-    return _foreign(directory, found)
+        return None, f"{directory} cannot be made: {error.strerror}"
+    problem = f"{directory} is a link" if stat.S_ISLNK(found.st_mode) else _foreign(directory, found)
+    return (None, problem) if problem else (directory, "")
 
 
 def _foreign(path: Path, found: os.stat_result) -> str:
@@ -233,12 +235,3 @@ def _compile(compiler: str, flags: tuple[str, ...], source: Path, library: Path)
             raise KernelUnavailable(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")
         seal(built)
         built.replace(library)  # atomic: a process that starts at the same time sees all of it or nothing
-    _sync(library.parent)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -19,7 +19,7 @@ from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item,
 from model.inputs import Context, Scores
 from model.memory import usable_threads
 from model.native.build import KernelUnavailable, Vectors
-from model.native.kernel import Kernel, Work, load_kernel
+from model.native.kernel import Kernel, arguments_of, load_kernel
 from model.native.packing import CANDIDATE_JOB, CONTEXT_JOB, GRAIN, PANEL, pack, refusal, round_up
 from model.ranker import Ranker
 from model.selftest import check_isolation
@@ -96,7 +96,7 @@ class NativeEngine:
     def forward(self, items: Sequence[Item]) -> list[Outcome]:
         """Outcomes in the order of the items; contexts that several items share are computed once."""
         begun = self._plan(items)
-        return self._outcomes(begun, self._kernel.forward(self._handle, begun.work))
+        return self._outcomes(begun, self._kernel.forward(self._handle, begun.arguments))
 
     def open(self) -> int | None:
         """See `OverlappingEngine`."""
@@ -105,7 +105,7 @@ class NativeEngine:
     def begin(self, items: Sequence[Item]) -> None:
         """See `OverlappingEngine`."""
         begun = self._plan(items)
-        self._kernel.begin(self._handle, begun.work)
+        self._kernel.begin(self._handle, begun.arguments)
         self._begun = begun  # kept alive: the kernel reads its arrays
 
     def finish(self) -> list[Outcome]:
@@ -169,7 +169,7 @@ _Found = tuple[Keys, CacheResult, str, ContextKey | None]
 
 
 class _Plan:
-    """One forward: which contexts to make, the kernel's `work`, and the arrays for its results."""
+    """One forward: which contexts to make, the kernel's arguments, and the arrays for its results."""
 
     def __init__(self, engine: NativeEngine, items: Sequence[Item]) -> None:
         self.items = items
@@ -202,7 +202,7 @@ class _Plan:
             b"".join([candidates.surfaces.tobytes() for candidates in lists]),
             b"".join([candidates.age_buckets.tobytes() for candidates in lists]),
         )
-        self.work = Work(self._contexts, jobs, columns, (address, address + 4 * size, address + 8 * size))
+        self.arguments = arguments_of(self._contexts, jobs, columns, (address, address + 4 * size, address + 8 * size))
 
     def _keys_of(self, item: Item) -> tuple[int, _Found]:
         """The index of the job that makes the keys of an item's context, -1 if there is nothing to compute, and what was found."""

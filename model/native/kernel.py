@@ -19,21 +19,17 @@ class _Member(ctypes.Structure):
     _fields_ = (("name", ctypes.c_char_p), ("offset", Int64), ("bytes", Int64))
 
 
-class Work:
-    """The arguments of one forward, which must live until it ends.
+Arguments = tuple[bytes | int, ...]
+"""Of one forward. They must live until it ends."""
 
-    `contexts`, `jobs`: packed structs. `columns`: post ids, author ids, surfaces and age buckets of all candidates.
+
+def arguments_of(
+    contexts: Sequence[bytes], jobs: Sequence[bytes], columns: Iterable[bytes], scores: Iterable[int]
+) -> Arguments:
+    """`contexts`, `jobs`: packed structs. `columns`: post ids, author ids, surfaces and age buckets of all candidates.
     `scores`: where logits, probabilities and continuous scores go.
     """
-
-    def __init__(
-        self,
-        contexts: Sequence[bytes],
-        jobs: Sequence[bytes],
-        columns: Iterable[bytes],
-        scores: Iterable[int],
-    ) -> None:
-        self.arguments = (b"".join(contexts), len(contexts), b"".join(jobs), len(jobs), *columns, *scores)
+    return (b"".join(contexts), len(contexts), b"".join(jobs), len(jobs), *columns, *scores)
 
 
 class Kernel:
@@ -85,18 +81,18 @@ class Kernel:
         check_status(status, "make an engine")
         return handle, given.value
 
-    def forward(self, handle: ctypes.c_void_p | None, work: Work) -> bool:
+    def forward(self, handle: ctypes.c_void_p | None, arguments: Arguments) -> bool:
         """Run one forward; returns whether every score is finite."""
-        return _is_finite(self._forward(handle, *work.arguments))
+        return _is_finite(self._forward(handle, *arguments))
 
     def open(self, handle: ctypes.c_void_p | None) -> int | None:
         """A descriptor that becomes readable whenever a forward started by `begin` ends; None if none can be had."""
         descriptor = ctypes.c_int(-1)
         return descriptor.value if self.library.ranker_open(handle, ctypes.byref(descriptor)) == 0 else None
 
-    def begin(self, handle: ctypes.c_void_p | None, work: Work) -> None:
+    def begin(self, handle: ctypes.c_void_p | None, arguments: Arguments) -> None:
         """Start one forward in the kernel's own threads. No other one may be running."""
-        check_status(self._begin(handle, *work.arguments), "begin a forward")
+        check_status(self._begin(handle, *arguments), "begin a forward")
 
     def finish(self, handle: ctypes.c_void_p | None) -> bool:
         """For the forward that has ended, returns whether every score is finite."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from struct import Struct
 
@@ -13,9 +13,10 @@ from torch.nn import functional
 
 from model.batch import hash_functions, slot_period
 from model.config import CandidatePositions, HashSpec, ModelConfig
-from model.layers import rope_tables
-from model.ranker import Ranker
+from model.layers import Linear, rope_tables
+from model.ranker import Heads, Ranker, TokenBuilder, by_feature, candidate_features, history_features
 from model.retrieval.towers import Towers
+from model.trunk import DecoderLayer
 
 GRAIN, PANEL = 16, 64
 Int64, UInt64, Pointer, Float = ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_float
@@ -51,11 +52,10 @@ ContextJob = structure(
     (Pointer, "keys positions post_ids author_ids surfaces actions dwell_seconds outputs"),
 )
 CandidateJob = structure("CandidateJob", (Int64, "rows first first_slot keys_count blocks context"), (Pointer, "keys"))
-KERNEL_TAKES: dict[str, tuple[object, ...]] = {
-    "norm": ("rms",), "positions": ("rope",), "cap_form": ("tanh",), "activation": ("gelu_tanh", "silu"), "gated": (True,),
-    "biases": (False,), "qk_norm": (False,),
-}  # fmt: skip
 STRUCTS = (Layer, Entity, Model, ContextJob, CandidateJob)  # mirrored in layout.h, compared with it at load
+KERNEL_TAKES: dict[str, tuple[object, ...]] = {
+    "norm": ("rms",), "positions": ("rope",), "activation": ("gelu_tanh", "silu"), "gated": (True,), "biases": (False,),
+}  # fmt: skip
 
 
 def refusal(config: ModelConfig) -> str | None:
@@ -81,10 +81,146 @@ class Packed:
     tensors: list[Tensor] = field(default_factory=list)
     layers: ctypes.Array[ctypes.Structure] | None = None
 
+    def keep(self, tensor: Tensor) -> int:
+        """The tensor's address."""
+        self.tensors.append(tensor)
+        return tensor.data_ptr()
 
-def round_up(number: int, step: int) -> int:
-    """The next multiple of `step`."""
-    return -(-number // step) * step
+
+@torch.inference_mode()
+def pack(
+    model: Ranker | Towers, dtype: torch.dtype, strip: int, candidate_positions: CandidatePositions = "shared"
+) -> Packed:
+    """The kernel's model in `dtype` (torch.float32 or torch.bfloat16). The embedding tables are pointed at, not copied.
+
+    `strip`: how many columns the kernel reads together. Of `Towers` only the user tower is packed: contexts, no candidates or heads.
+    """
+    config, tables, packed = model.config, model.tables, Packed(Model())
+    layers = [_layer(layer, config, dtype, strip) for layer in model.trunk.decoder_layers()]
+    packed.layers = (Layer * config.layers)(*(Layer(**_addresses(layer, packed)) for layer in layers))
+    tensors = _rope(config) | _context_tokens(model.tokens, strip)
+    if isinstance(model, Ranker):
+        tensors |= _candidate_tokens(model.tokens, strip) | _heads(model.heads, config, strip)
+    packed.model = Model(
+        width=config.width,
+        layers=config.layers,
+        query_heads=config.query_heads,
+        kv_heads=config.kv_heads,
+        head_width=config.head_width,
+        ffn_width=config.ffn_width,
+        actions=config.actions,
+        continuous=config.continuous_actions,
+        tables_bf16=tables.user.dtype is torch.bfloat16,
+        bidirectional=config.context_attention == "bidirectional",
+        silu=config.activation == "silu",
+        surfaces=config.product_surfaces,
+        age_buckets=config.post_age_buckets,
+        history_length=config.history_length,
+        positions=len(tensors["cosines"]),
+        candidate_position=config.candidate_position,
+        candidate_slots=slot_period(config, candidate_positions),
+        attention_multiplier=config.attention_multiplier,
+        attention_cap=config.attention_cap or 0.0,
+        norm_epsilon=config.norm_epsilon,
+        input_scale=config.input_scale,
+        layer=ctypes.addressof(packed.layers),
+        user=entity(tables.user, config.user_hashes, packed),
+        post=entity(tables.post, config.post_hashes, packed),
+        author=entity(tables.author, config.author_hashes, packed),
+        **_addresses(tensors, packed),
+    )
+    return packed
+
+
+def entity(table: Tensor, spec: HashSpec, packed: Packed) -> ctypes.Structure:
+    """A table with the hash functions that index it."""
+    scales, biases = (packed.keep(torch.from_numpy(values)) for values in hash_functions(spec))
+    return Entity(
+        table=packed.keep(table.detach().contiguous()),
+        scales=scales,
+        biases=biases,
+        hashes=spec.count,
+        modulus=spec.modulus,
+        vocab_size=spec.vocab_size,
+    )
+
+
+def _addresses(tensors: dict[str, Tensor], packed: Packed) -> dict[str, int]:
+    return {name: packed.keep(tensor) for name, tensor in tensors.items()}
+
+
+def _layer(layer: DecoderLayer, config: ModelConfig, dtype: torch.dtype, strip: int) -> dict[str, Tensor]:
+    """The members of `Layer`. Without a sandwich two norms are left out, and null."""
+    width, attention, ffn = round_up(config.width, GRAIN), layer.attention, layer.ffn
+    assert ffn.value is not None  # see `refusal`
+    qkv = torch.cat((attention.query.weight, attention.key.weight, attention.value.weight), 1)
+    norms = {
+        "attention_norm": layer.attention_norm,
+        "attention_post_norm": layer.attention_post_norm,
+        "ffn_norm": layer.ffn_norm,
+        "ffn_post_norm": layer.ffn_post_norm,
+    }
+    scales = {name: pad(norm.scale[None].float(), 1, width) for name, norm in norms.items() if norm is not None}
+    return scales | {
+        "query_key_value": strips(qkv, width, dtype, strip),
+        "output": strips(attention.output.weight, len(attention.output.weight), dtype, strip),
+        "gate_value": strips(gate_and_value(ffn.gate.weight, ffn.value.weight), width, dtype, strip),
+        "ffn_output": strips(ffn.output.weight, round_up(config.ffn_width, 32), dtype, strip),
+    }
+
+
+def _rope(config: ModelConfig) -> dict[str, Tensor]:
+    positions = torch.arange(config.candidate_position + config.candidate_length)
+    cosines, sines = rope_tables(positions, config.head_width, config.rope_base)
+    return {"cosines": cosines.contiguous(), "sines": sines.contiguous()}
+
+
+def _context_tokens(tokens: TokenBuilder, strip: int) -> dict[str, Tensor]:
+    """Hash embeddings keep a matrix; the small features are projected here, once, into rows to add."""
+    feature = by_feature(tokens.history_projection, history_features(tokens.config))
+    packed = {
+        "user_projection": hash_strips([tokens.user_projection], strip),
+        "history_projection": hash_strips([feature["post"], feature["author"]], strip),
+        "action_tokens": projected(tokens.action_projection, feature["actions"]),
+        "history_surfaces": projected(tokens.surface_table, feature["surface"]),
+    }
+    if "dwell" in feature:
+        packed["dwell_input"] = tokens.dwell_input.detach().contiguous()
+        packed["dwell_output"] = projected(tokens.dwell_output, feature["dwell"])
+    return packed
+
+
+def _candidate_tokens(tokens: TokenBuilder, strip: int) -> dict[str, Tensor]:
+    """As `_context_tokens`."""
+    feature = by_feature(tokens.candidate_projection, candidate_features(tokens.config))
+    packed = {
+        "candidate_projection": hash_strips([feature["post"], feature["author"]], strip),
+        "candidate_surfaces": projected(tokens.surface_table, feature["surface"]),
+    }
+    if "post_age" in feature:
+        packed["post_ages"] = projected(tokens.post_age_table, feature["post_age"])
+    return packed
+
+
+def _heads(heads: Heads, config: ModelConfig, strip: int) -> dict[str, Tensor]:
+    width, maps = round_up(config.width, GRAIN), [heads.actions, heads.continuous]
+    outputs = torch.cat([each.weight for each in maps if isinstance(each, Linear)], 1)
+    return {
+        "final_norm": pad(heads.norm.scale[None], 1, width),
+        "heads": strips(outputs, width, torch.float32, strip),
+    }
+
+
+def projected(rows: Tensor, projection: Tensor) -> Tensor:
+    """A feature's embeddings `[n, in]` times its own rows of a projection `[in, D]`, in fp64: fp32 `[n, padded D]`."""
+    product = (rows.double() @ projection.double()).float()
+    return pad(product, len(rows), round_up(projection.shape[1], GRAIN)).contiguous()
+
+
+def hash_strips(projections: Sequence[Tensor], strip: int) -> Tensor:
+    """The projections of hash embeddings that lie side by side, in strips."""
+    joined = torch.cat(list(projections))
+    return strips(joined, len(joined), torch.float32, strip)
 
 
 def strips(weight: Tensor, depth: int, dtype: torch.dtype, columns: int) -> Tensor:
@@ -98,110 +234,17 @@ def strips(weight: Tensor, depth: int, dtype: torch.dtype, columns: int) -> Tens
     return blocks.permute(2, 0, 3, 1).to(dtype).contiguous()
 
 
-def pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """Pad with zeros below and to the right, to `[rows, columns]`."""
-    return functional.pad(matrix, (0, columns - matrix.shape[1], 0, rows - matrix.shape[0]))
-
-
 def gate_and_value(gate: Tensor, value: Tensor) -> Tensor:
     """`[D, F]` twice to `[D, 64 · ceil(F/32)]`: each panel holds 32 gate columns and the 32 value columns that belong to them."""
     halves = [pad(half, len(half), round_up(half.shape[1], 32)).view(len(half), -1, 32) for half in (gate, value)]
     return torch.cat(halves, -1).flatten(1)
 
 
-@torch.inference_mode()
-def pack(
-    model: Ranker | Towers, dtype: torch.dtype, strip: int, candidate_positions: CandidatePositions = "shared"
-) -> Packed:
-    """The kernel's model in `dtype` (torch.float32 or torch.bfloat16). The embedding tables are pointed at, not copied.
-
-    `strip`: how many columns the kernel reads together. Of `Towers` only the user tower is packed: contexts, no candidates or heads.
-    """
-    config, tokens = model.config, model.tokens
-    width = round_up(config.width, GRAIN)
-    packed = Packed(Model())
-
-    def keep(tensor: Tensor) -> int:
-        packed.tensors.append(tensor)
-        return tensor.data_ptr()
-
-    packed.layers = (Layer * config.layers)(*_layers(model, dtype, strip, keep))
-    cosines, sines = rope_tables(
-        torch.arange(config.candidate_position + config.candidate_length), config.head_width, config.rope_base
-    )
-    values: dict[str, object] = {
-        "width": config.width, "layers": config.layers, "query_heads": config.query_heads, "kv_heads": config.kv_heads,
-        "head_width": config.head_width, "ffn_width": config.ffn_width, "actions": config.actions,
-        "continuous": config.continuous_actions, "tables_bf16": model.tables.user.dtype is torch.bfloat16,
-        "bidirectional": config.context_attention == "bidirectional", "silu": config.activation == "silu",
-        "surfaces": config.product_surfaces, "age_buckets": config.post_age_buckets, "history_length": config.history_length,
-        "positions": len(cosines), "attention_multiplier": config.attention_multiplier, "attention_cap": config.attention_cap or 0.0,
-        "norm_epsilon": config.norm_epsilon, "input_scale": config.input_scale, "layer": ctypes.addressof(packed.layers),
-        "candidate_position": config.candidate_position, "candidate_slots": slot_period(config, candidate_positions),
-        "user": entity(model.tables.user, config.user_hashes, keep),
-        "post": entity(model.tables.post, config.post_hashes, keep),
-        "author": entity(model.tables.author, config.author_hashes, keep),
-        "user_projection": keep(strips(tokens.user_projection, len(tokens.user_projection), torch.float32, strip)),
-        "cosines": keep(cosines.contiguous()), "sines": keep(sines.contiguous()),
-    }  # fmt: skip
-    if isinstance(model, Ranker):
-        heads = model.heads
-        outputs = torch.cat([heads.actions, *([heads.continuous] if config.continuous_actions else [])], 1)
-        values["final_norm"] = keep(pad(heads.norm[None], 1, width))
-        values["heads"] = keep(strips(outputs, width, torch.float32, strip))
-    for name, tensor in _features(model, strip):
-        values[name] = keep(tensor)
-    for name, value in values.items():
-        setattr(packed.model, name, value)
-    return packed
+def pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """Pad with zeros below and to the right, to `[rows, columns]`."""
+    return functional.pad(matrix, (0, columns - matrix.shape[1], 0, rows - matrix.shape[0]))
 
 
-def entity(table: Tensor, spec: HashSpec, keep: Callable[[Tensor], int]) -> ctypes.Structure:
-    """A table with the hash functions that index it."""
-    functions = (keep(torch.from_numpy(values)) for values in hash_functions(spec))
-    return Entity(keep(table.detach().contiguous()), *functions, spec.count, spec.modulus, spec.vocab_size)
-
-
-def _layers(
-    model: Ranker | Towers, dtype: torch.dtype, strip: int, keep: Callable[[Tensor], int]
-) -> Iterator[ctypes.Structure]:
-    config = model.config
-    width, ffn = round_up(config.width, GRAIN), round_up(config.ffn_width, 32)
-    for layer in model.trunk.decoder_layers():
-        names = ("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm")
-        norms = (getattr(layer, name, None) for name in names)  # without a sandwich there are two
-        weights = (
-            strips(torch.cat((layer.query, layer.key, layer.value), 1), width, dtype, strip),
-            strips(layer.output, len(layer.output), dtype, strip),
-            strips(gate_and_value(layer.ffn_gate, layer.ffn_value), width, dtype, strip),
-            strips(layer.ffn_output, ffn, dtype, strip),
-        )
-        yield Layer(
-            *(None if norm is None else keep(pad(norm[None].float(), 1, width)) for norm in norms), *map(keep, weights)
-        )
-
-
-def _features(model: Ranker | Towers, strip: int) -> Iterator[tuple[str, Tensor]]:
-    """The projections, split: hash embeddings keep a matrix; the small features are projected here, once, into rows to add."""
-    config, tokens = model.config, model.tokens
-    width, padded = config.width, round_up(config.width, GRAIN)
-    entity = (config.post_hashes.count + config.author_hashes.count) * width
-
-    def project(rows: Tensor, projection: Tensor, feature: int) -> Tensor:
-        slice_ = projection[entity + feature * width : entity + (feature + 1) * width]
-        return pad((rows.double() @ slice_.double()).float(), len(rows), padded).contiguous()
-
-    history = tokens.history_projection
-    yield "history_projection", strips(history[:entity], entity, torch.float32, strip)
-    yield "action_tokens", project(tokens.action_projection, history, 0)
-    yield "history_surfaces", project(tokens.surface_table, history, 1)
-    if config.has_dwell:
-        yield "dwell_input", tokens.dwell_input.detach().contiguous()
-        yield "dwell_output", project(tokens.dwell_output, history, 2)
-    if not isinstance(model, Ranker):
-        return
-    candidate = tokens.candidate_projection
-    yield "candidate_projection", strips(candidate[:entity], entity, torch.float32, strip)
-    yield "candidate_surfaces", project(tokens.surface_table, candidate, 0)
-    if config.has_post_age:
-        yield "post_ages", project(tokens.post_age_table, candidate, 1)
+def round_up(number: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-number // step) * step

@@ -16,7 +16,7 @@ from model.inputs import Context
 from model.memory import usable_threads
 from model.native.build import KernelUnavailable, Vectors
 from model.native.engine import ContextRows
-from model.native.kernel import Work, load_kernel
+from model.native.kernel import arguments_of, load_kernel
 from model.native.packing import GRAIN, PANEL, pack, refusal, round_up
 from model.retrieval.towers import SMALLEST_SQUARE, Towers
 
@@ -69,7 +69,7 @@ class NativeTower:
                 kept.append(keys)
                 jobs.append(job.packed(blocks, keys.ctypes.data, output.ctypes.data))
         if jobs:
-            self._kernel.forward(self._handle, Work(jobs, [], [b""] * 4, [0] * 3))
+            self._kernel.forward(self._handle, arguments_of(jobs, [], [b""] * 4, [0] * 3))
         return np.stack([mean_direction(output) for output in outputs])
 
     def close(self) -> None:

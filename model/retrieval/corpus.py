@@ -17,10 +17,10 @@ ROWS_PER_STEP = 65536  # how many vectors are checked at once
 TEXT_END = b"\xff"  # pads a text in a row of bytes; UTF-8 never contains it
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Corpus:
     """`post_ids, author_ids`: uint64 `[n]`. `vectors`: float32 `[n, D]`, unit rows or zero. `created_at`: int64 `[n]`, Unix
-    seconds, 0 where unknown, or None. `topics`: int32 `[n]`, an index into `topic_names` or -1, or None.
+    seconds, 0 where unknown, or None. `topics`: int32 `[n]`, an index into `topic_names` or -1, or None. None of them may change.
     `encoder` is the digest of the checkpoint that made the vectors. `texts`: uint8 `[n, 2, W]`, where ids are texts: those of post and
     author as UTF-8, each followed by `TEXT_END`; else None.
 
@@ -50,8 +50,7 @@ class Corpus:
         for start in range(0, len(hidden), ROWS_PER_STEP):
             hidden[start : start + ROWS_PER_STEP] = ~self.vectors[start : start + ROWS_PER_STEP].any(1)
         hidden[again] = True
-        for name, value in (("hidden", hidden), ("duplicates", len(again)), ("by_id", by_id)):
-            object.__setattr__(self, name, value)
+        self.hidden, self.duplicates, self.by_id = hidden, len(again), by_id
 
     def __len__(self) -> int:
         return len(self.post_ids)
@@ -116,12 +115,8 @@ class Segment:
         bits = self.shown
         if filters.topics is not None:
             bits = bits & self._bits_of_topics(filters.topics)
-        if filters.created_after is not None:
-            created = self.corpus.created_at
-            recent = (
-                np.zeros(len(self.corpus), np.bool_) if created is None else created >= max(filters.created_after, 1)
-            )
-            bits = bits & bits_of(recent)
+        if filters.created_after is not None or filters.created_before is not None:
+            bits = bits & bits_of(self._created_within(filters.created_after, filters.created_before))
         return without(bits, self.corpus, filters.exclude)
 
     def topics_of(self, rows: NDArray[np.int64]) -> list[str | None]:
@@ -150,6 +145,14 @@ class Segment:
     def close(self) -> None:
         """Free the index."""
         self.index.close()
+
+    def _created_within(self, after: int | None, before: int | None) -> NDArray[np.bool_]:
+        """Which rows were created between these times, both included; a row of an unknown time was not."""
+        created = self.corpus.created_at
+        if created is None:
+            return np.zeros(len(self.corpus), np.bool_)
+        within: NDArray[np.bool_] = created >= max(after or 0, 1)
+        return within if before is None else within & (created <= before)
 
     def _bits_of_topics(self, topics: Sequence[str]) -> Bits:
         """The bits of the rows of any of these topics. However many they are, the column is read once."""

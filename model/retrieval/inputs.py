@@ -45,11 +45,13 @@ def _numbers(position: str) -> list[int]:
 @dataclass(slots=True, eq=False)
 class Filters:
     """What a request wants hidden. `exclude`: uint64 post ids. `topics`: any of these names; None for all, and a name that the
-    corpus lacks matches nothing. `created_after`: Unix seconds; posts from before it or of an unknown time are hidden."""
+    corpus lacks matches nothing. `created_after`, `created_before`: Unix seconds, which `model.inputs.created_within` makes of an age
+    limit; posts from before or after, or of an unknown time, are hidden."""
 
     exclude: Ids
     topics: tuple[str, ...] | None = None
     created_after: int | None = None
+    created_before: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -70,11 +72,11 @@ class Query:
         """As `Context.check`; also raises ValueError for an invalid `k`, `least`, time or `at_least`."""
         if not self.handle:
             self.context.check(config)
-        after = self.filters.created_after
+        times = [t for t in (self.filters.created_after, self.filters.created_before) if t is not None]
         if self.at_least and not AT_LEAST.fullmatch(self.at_least):
             raise ValueError("at_least is neither a number of changes nor a feed position")
-        if not 0 < self.k < 2**31 or np.isnan(self.least) or not (after is None or -(2**63) <= after < 2**63):
-            raise ValueError("k, least or created_after is out of range")
+        if not 0 < self.k < 2**31 or np.isnan(self.least) or not all(-(2**63) <= t < 2**63 for t in times):
+            raise ValueError("k, least or a time is out of range")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,9 +12,10 @@ from torch.nn import functional
 from model.batch import Batch, collate, hash_rows
 from model.config import RetrievalConfig
 from model.inputs import Candidates, Context, Ids
-from model.layers import ranking_mask
-from model.ranker import Tables, TokenBuilder, look_up
-from model.trunk import Trunk, zeros
+from model.layers import make_recsys_attn_mask, zeros
+from model.names import use_checkpoint_names
+from model.ranker import EmbeddingTables, TokenBuilder, look_up
+from model.trunk import Transformer
 
 SMALLEST_SQUARE = 1e-12
 """Lower bound of a squared norm, so that the vector of an empty context is zero instead of NaN."""
@@ -49,11 +50,12 @@ class Towers(nn.Module):
     def __init__(self, config: RetrievalConfig) -> None:
         super().__init__()
         self.config = config
-        self.tables = Tables(config)
+        self.tables = EmbeddingTables(config)
         self.tokens = TokenBuilder(config, candidates=False)
-        self.trunk = Trunk(config)
+        self.trunk = Transformer(config)
         if config.linear_projection:
             self.candidate = CandidateTower(config)
+        use_checkpoint_names(self)
 
     def users(self, batch: Batch, dtype: torch.dtype = torch.float32) -> Tensor:
         """Unit vectors fp32 `[B, D]`: the mean over the valid tokens of `[user][history]` after the trunk in `dtype`.
@@ -62,7 +64,7 @@ class Towers(nn.Module):
         """
         hidden, valid = self.tokens.context(self.tables, batch)
         context = hidden.shape[1]
-        mask = ranking_mask(context, 0, bidirectional=False, device=hidden.device) & valid[:, None, :]
+        mask = make_recsys_attn_mask(context, context, device=hidden.device) & valid[:, None, :]
         hidden = self.trunk(hidden.to(dtype), batch.positions[:, :context], mask).float()
         total = torch.where(valid[..., None], hidden, 0.0).sum(1)
         return unit(total / valid.sum(1, keepdim=True).clamp_min(1))

@@ -62,7 +62,7 @@ class SplitTrunk:
         """Weights whose product is followed directly by the gate or RoPE, with no bias or norm in between."""
         first, last = self.weights.layers[0], self.weights.layers[-1]
         names: list[Projected | Literal["gate_value"]] = ["gate_value"] if self.config.gated else []
-        names += ["qkv", "query", "key_value"] if first.head_norms is None else []
+        names += ["qkv", "query", "key_value"]
         return [name for name in names if name not in (first.biases.keys() | last.biases.keys())]
 
     def choose(self, step: Callable[[int], Step], sizes: Sequence[int]) -> dict[str, Any]:
@@ -186,16 +186,10 @@ class SplitTrunk:
             out[: step.rows] += layer.biases[name]
 
     def _project(self, step: Step, part: Projected, out: Tensor, index: int) -> None:
-        """Queries, keys and values as attention uses them: each head normed if the trunk does so, then rotated."""
-        kernels, config, layer = self.kernels, self.config, self.weights.layers[index]
+        """Queries, keys and values as attention uses them, rotated."""
+        kernels, layer = self.kernels, self.weights.layers[index]
         if part in self._fusable:
             kernels.multiply_rotate(step, self.normed, getattr(layer, part), out, part, index)
             return
         self._multiply(step, self.normed, layer, part, out)
-        query, key_value = split_part(config, part, out)
-        if layer.head_norms is not None:
-            counts = (config.query_heads, config.kv_heads)
-            for heads, count, scale in zip((query, key_value), counts, layer.head_norms, strict=True):
-                if heads is not None:
-                    kernels.norm_heads(step, heads, count, scale)
-        kernels.rotate(step, query, key_value, index)
+        kernels.rotate(step, *split_part(self.config, part, out), index)

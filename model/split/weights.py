@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from model.config import DWELL_HIDDEN_WIDTH, ModelConfig
-from model.layers import rope_tables, sinusoids
-from model.ranker import Ranker, TokenBuilder
+from model.layers import LayerNorm, Linear, RMSNorm, rope_tables, sinusoids
+from model.ranker import Ranker, TokenBuilder, by_feature, candidate_features, history_features
 from model.trunk import DecoderLayer
 
 FFN_COLUMNS = 64  # zero columns of gate and value give zero products, and let kernels drop their masks
 INPUT_ROWS = 64
-LINEAR = ("query", "key", "value", "output", "ffn_gate", "ffn_value", "ffn_output")
 HEAD_COLUMNS = 32  # a product with an odd number of columns depends on the row's place in some libraries
 
 
@@ -34,7 +34,7 @@ class LayerWeights:
     gate_value `[D, 2·F']` and ffn_output `[F', D]` have F' = F rounded up to a multiple of `FFN_COLUMNS`, with zeros; without a
     gate gate_value is `[D, F']`. `query` `[D, N·K]` and `key_value` `[D, 2·G·K]` lie side by side in `qkv`; the last layer
     has them apart instead, because its context needs no queries. `biases` holds those of the linear weights, by the field's
-    name; `head_norms` fp32 the scales for each head's query and key, `[K]` each.
+    name.
     """
 
     attention_norm: Norm
@@ -48,7 +48,6 @@ class LayerWeights:
     ffn_output: Tensor
     ffn_post_norm: Norm | None
     biases: dict[str, Tensor]
-    head_norms: tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +88,12 @@ def split_weights(
 ) -> SplitWeights:
     """Merge and move a ranker's weights; the ranker itself stays as it is. `token_dtype` is that of the tokens' projection."""
     config = ranker.config
-    last = config.layers - 1
-    layers = tuple(_layer(layer, device, dtype, last=i == last) for i, layer in enumerate(_decoder_layers(ranker)))
-    heads = [ranker.heads.actions.detach()]
-    if config.continuous_actions:
-        heads.append(ranker.heads.continuous.detach())
+    decoder_layers = ranker.trunk.decoder_layers()
+    last = len(decoder_layers) - 1
+    layers = tuple(_layer(layer, config, device, dtype, last=i == last) for i, layer in enumerate(decoder_layers))
+    heads = [ranker.heads.actions.weight.detach()]
+    if ranker.heads.continuous is not None:
+        heads.append(ranker.heads.continuous.weight.detach())
     heads.append(heads[0].new_zeros(config.width, -(config.actions + config.continuous_actions) % HEAD_COLUMNS))
     positions = torch.arange(config.candidate_position + config.candidate_length)
     half, added = config.head_width // 2, None
@@ -105,15 +105,11 @@ def split_weights(
     return SplitWeights(
         layers=layers,
         tokens=_tokens(ranker.tokens, config, device, token_dtype),
-        final_norm=_norm(ranker.heads, "norm", device),
+        final_norm=_norm(ranker.heads.norm, device),
         heads=_moved(torch.cat(heads, 1), device),
         rope=rope.to(device).contiguous(),
         sinusoids=added,
     )
-
-
-def _decoder_layers(ranker: Ranker) -> list[DecoderLayer]:
-    return [layer for layer in ranker.trunk.layers if isinstance(layer, DecoderLayer)]
 
 
 def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -121,28 +117,38 @@ def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype = torch.floa
     return tensor.detach().to(device=device, dtype=dtype, copy=True).contiguous()
 
 
-def _norm(module: nn.Module, name: str, device: torch.device) -> Norm:
-    bias = getattr(module, f"{name}_bias", None)
-    return Norm(_moved(getattr(module, name), device), None if bias is None else _moved(bias, device))
+def _norm(norm: RMSNorm | LayerNorm, device: torch.device) -> Norm:
+    return Norm(_moved(norm.scale, device), _moved(norm.bias, device) if isinstance(norm, LayerNorm) else None)
 
 
-def _layer(layer: DecoderLayer, device: torch.device, dtype: torch.dtype, *, last: bool) -> LayerWeights:
-    config = layer.config
+def _layer(
+    layer: DecoderLayer, config: ModelConfig, device: torch.device, dtype: torch.dtype, *, last: bool
+) -> LayerWeights:
+    """`last`: the layer whose context needs no queries."""
+    attention, ffn = layer.attention, layer.ffn
     padding = -config.ffn_width % FFN_COLUMNS
+    gates = [ffn.gate] if ffn.value is None else [ffn.gate, ffn.value]
+    joined: dict[str, tuple[list[Linear], int]] = {  # linear maps side by side, and zero columns after each
+        "query": ([attention.query], 0),
+        "key_value": ([attention.key, attention.value], 0),
+        "qkv": ([attention.query, attention.key, attention.value], 0),
+        "output": ([attention.output], 0),
+        "gate_value": (gates, padding),
+        "ffn_output": ([ffn.output], 0),
+    }
+    for name in ("qkv",) if last else ("query", "key_value"):
+        del joined[name]
 
-    def merged(suffix: str) -> dict[str, Tensor]:
-        """All linear weights, or with the suffix all biases, by the field's name."""
-        parts = {
-            name: getattr(layer, f"{name}{suffix}").detach() for name in LINEAR if hasattr(layer, f"{name}{suffix}")
-        }
-        key_value = torch.cat((parts["key"], parts["value"]), -1)
-        gates = [functional.pad(parts[name], (0, padding)) for name in ("ffn_gate", "ffn_value") if name in parts]
-        joint = {"query": parts["query"], "key_value": key_value}
-        joint = joint if last else {"qkv": torch.cat((parts["query"], key_value), -1)}
-        joint |= {"output": parts["output"], "gate_value": torch.cat(gates, -1), "ffn_output": parts["ffn_output"]}
-        return {name: _moved(tensor, device, dtype) for name, tensor in joint.items()}
+    def merged(maps: Sequence[Linear], columns: int) -> Tensor:
+        return _moved(torch.cat([functional.pad(each.weight, (0, columns)) for each in maps], -1), device, dtype)
 
-    weights = merged("")
+    def merged_bias(maps: Sequence[Linear], columns: int) -> Tensor:
+        biases = [functional.pad(each.bias, (0, columns)) for each in maps if each.bias is not None]
+        return _moved(torch.cat(biases, -1), device, dtype)
+
+    weights = {name: merged(*maps) for name, maps in joined.items()}
+    post_norms = (layer.attention_post_norm, layer.ffn_post_norm)
+    attention_post_norm, ffn_post_norm = (None if norm is None else _norm(norm, device) for norm in post_norms)
     return LayerWeights(
         qkv=weights.get("qkv"),
         query=weights.get("query"),
@@ -150,39 +156,37 @@ def _layer(layer: DecoderLayer, device: torch.device, dtype: torch.dtype, *, las
         output=weights["output"],
         gate_value=weights["gate_value"],
         ffn_output=functional.pad(weights["ffn_output"], (0, 0, 0, padding)),
-        attention_norm=_norm(layer, "attention_norm", device),
-        attention_post_norm=_norm(layer, "attention_post_norm", device) if config.sandwich else None,
-        ffn_norm=_norm(layer, "ffn_norm", device),
-        ffn_post_norm=_norm(layer, "ffn_post_norm", device) if config.sandwich else None,
-        biases=merged("_bias") if config.biases else {},
-        head_norms=(_moved(layer.query_norm, device), _moved(layer.key_norm, device)) if config.qk_norm else None,
+        attention_norm=_norm(layer.attention_norm, device),
+        attention_post_norm=attention_post_norm,
+        ffn_norm=_norm(layer.ffn_norm, device),
+        ffn_post_norm=ffn_post_norm,
+        biases={name: merged_bias(*maps) for name, maps in joined.items()} if config.biases else {},
     )
 
 
 def _tokens(tokens: TokenBuilder, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> TokenWeights:
-    width = config.width
-    entity = (config.post_hashes.count + config.author_hashes.count) * width
-    history = tokens.history_projection.detach().double()
-    candidate = tokens.candidate_projection.detach().double()
+    history = by_feature(tokens.history_projection.detach().double(), history_features(config))
+    candidate = by_feature(tokens.candidate_projection.detach().double(), candidate_features(config))
     surfaces = tokens.surface_table.detach().double()
     user = tokens.user_projection.detach().double()
-    small = [tokens.action_projection.detach().double() @ history[entity : entity + width]]
-    ages, dwell_input = torch.zeros(1, width), torch.zeros(DWELL_HIDDEN_WIDTH)
+    small = [tokens.action_projection.detach().double() @ history["actions"]]
+    ages, dwell_input = torch.zeros(1, config.width), torch.zeros(DWELL_HIDDEN_WIDTH)
     if config.has_post_age:
-        ages = tokens.post_age_table.detach().double() @ candidate[entity + width :]
+        ages = tokens.post_age_table.detach().double() @ candidate["post_age"]
     if config.has_dwell:
         dwell_input = tokens.dwell_input.detach()[0]
-        small.append(tokens.dwell_output.detach().double() @ history[entity + 2 * width :])
-    small.append(small[0].new_zeros(-sum(map(len, small)) % INPUT_ROWS, width))
-    kinds = (candidate[:entity], torch.cat((history[:entity], *small)), user)
-    scale = config.input_scale  # a token is a sum of these, so that the scale needs no pass of its own
-    on_candidate, on_history = (
-        surfaces @ part for part in (candidate[entity : entity + width], history[entity + width : entity + 2 * width])
+        small.append(tokens.dwell_output.detach().double() @ history["dwell"])
+    small.append(small[0].new_zeros(-sum(map(len, small)) % INPUT_ROWS, config.width))
+    kinds = (
+        torch.cat((candidate["post"], candidate["author"])),
+        torch.cat((history["post"], history["author"], *small)),
+        user,
     )
+    scale = config.input_scale  # a token is a sum of these, so that the scale needs no pass of its own
     return TokenWeights(
         projection=_moved(scale * torch.cat(kinds), device, dtype),
         inputs=(len(kinds[0]), len(kinds[1]), len(user)),
-        surfaces=_moved(scale * torch.stack((on_candidate, on_history)), device),
+        surfaces=_moved(scale * torch.stack((surfaces @ candidate["surface"], surfaces @ history["surface"])), device),
         ages=_moved(scale * ages, device),
         dwell_input=_moved(dwell_input, device),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model.config import Activation, CapForm
+from model.config import Activation
 from model.layers import MASKED, activate, layer_norm, rms_norm, soft_cap
 from model.split.weights import Norm
 
@@ -21,7 +21,6 @@ def attend(
     own: tuple[Tensor, Tensor] | None,
     multiplier: float,
     cap: float | None,
-    form: CapForm = "tanh",
 ) -> Tensor:
     """Attention of rows over one context: row m sees the context's first `limits[m]` keys and, with `own`, itself.
 
@@ -36,14 +35,14 @@ def attend(
     group = heads // keys.shape[1]
     query, keys, values = query.float(), keys.float(), values.float()
     logits = multiplier * torch.einsum("mnk,snk->mns", query, keys.repeat_interleave(group, 1))
-    logits = soft_cap(logits, cap, form)
+    logits = soft_cap(logits, cap)
     seen = torch.arange(keys.shape[0], device=query.device) < limits[:, None]
     logits = torch.where(seen[:, None], logits, MASKED)
     values = values.repeat_interleave(group, 1)
     if own is None:
         return torch.einsum("mns,snk->mnk", torch.softmax(logits, -1), values)
     own_key, own_value = (x.float().repeat_interleave(group, 1) for x in own)
-    diagonal = soft_cap(multiplier * (query * own_key).sum(-1, keepdim=True), cap, form)
+    diagonal = soft_cap(multiplier * (query * own_key).sum(-1, keepdim=True), cap)
     weights = torch.softmax(torch.cat((logits, diagonal), -1), -1)
     return torch.einsum("mns,snk->mnk", weights[..., :-1], values) + weights[..., -1:] * own_value
 

@@ -1,15 +1,17 @@
-"""ModelConfig: derived figures, strictness, round trip."""
+"""ModelConfig: derived figures, strictness, round trip, and the trunks that have a name."""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 
 from loadtest.geometries import GEOMETRIES
-from model.config import LARGEST, TRUNK_OPTIONS, ConfigError, HashSpec, ModelConfig
-from model.presets import PRESETS, with_preset
+from model.bounds import LARGEST
+from model.config import TRUNK_OPTIONS, ConfigError, HashSpec, ModelConfig, RetrievalConfig
+from model.presets import GROK, PRESETS, with_preset
 from tests.model.builders import random_config
 
 
@@ -20,17 +22,19 @@ def test_ffn_width_is_two_thirds_rounded_up_to_eight(width: int, widening: float
     assert random_config(width=width, widening=widening).ffn_width == expected
 
 
+@pytest.mark.parametrize(("granularity", "oldest", "buckets"), [(60, 4800, 82), (60, 60 * 24 * 365, 8762)])
+def test_post_age_has_a_bucket_for_each_step_and_two_more(granularity: int, oldest: int, buckets: int) -> None:
+    config = random_config(post_age_granularity_minutes=granularity, max_post_age_minutes=oldest)
+    assert config.post_age_buckets == buckets
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_survives_json(name: str) -> None:
     config = with_preset(random_config(context_attention="bidirectional"), name)
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_there_are_as_many_surfaces_as_published() -> None:
-    assert random_config().product_surfaces == 16
-
-
-def test_what_grok_lacks_is_not_written() -> None:
+def test_what_the_published_ranker_lacks_is_not_written() -> None:
     """Digests are taken over these values: a manifest from before there were other trunks must not change."""
     written = list(random_config().to_dict())
     assert written[-3:] == ["post_age_granularity_minutes", "right_anchored", "context_attention"]
@@ -43,6 +47,7 @@ def test_what_grok_lacks_is_not_written() -> None:
     ("change", "message"),
     [
         ({"unheard_of": 1}, "unknown keys: unheard_of"),
+        ({"qk_norm": True}, "unknown keys: qk_norm"),
         ({"width": "128"}, "architecture.width must be of type int"),
         ({"layers": True}, "architecture.layers must be of type int"),
         ({"width": 0}, "width must be positive"),
@@ -55,8 +60,6 @@ def test_what_grok_lacks_is_not_written() -> None:
         ({"norm": "batch"}, "norm must be 'rms' or 'layer', got 'batch'"),
         ({"positions": "alibi"}, "positions must be 'rope' or 'sinusoidal', got 'alibi'"),
         ({"activation": "relu" * 100}, "activation must be 'gelu_tanh' or 'gelu' or 'silu', got 'relu[relu]{59}$"),
-        ({"cap_form": "clip"}, "cap_form must be 'tanh' or 'softsign', got 'clip'"),
-        ({"cap_form": "softsign", "attention_cap": None}, "cap_form 'softsign' needs an attention_cap"),
         ({"attention_cap": "30"}, r"attention_cap must be of type float \| None, got str"),
         ({"positions": "sinusoidal", "width": 63}, "width must be even for sinusoidal positions, got 63"),
         ({"gated": 1}, "gated must be of type bool, got int"),
@@ -67,13 +70,10 @@ def test_what_grok_lacks_is_not_written() -> None:
         ({"context_attention": "sideways"}, "must be 'causal' or 'bidirectional'"),
         ({"user_hashes": 5}, "user_hashes must be an object"),
         ({"history_length": 10**6}, "history_length must be positive and at most 32768, got 1000000"),
-        ({"candidate_length": 2**40}, "candidate_length must be positive and at most 32768"),
-        ({"layers": 10**5}, "layers must be positive and at most 1024"),
-        ({"width": 2**20}, "width must be positive and at most 65536"),
         ({"widening": 1e300}, "widening must be positive and at most 64"),
         ({"widening": float("nan")}, "widening must be positive"),
-        ({"continuous_actions": 10**6}, "continuous_actions must lie in 0 … 4096"),
         ({"continuous_actions": -1}, "continuous_actions must lie in 0 … 4096"),
+        ({"max_post_age_minutes": 2**27}, "post_age_buckets must be positive and at most 65536"),
         (
             {"kv_heads": 1024, "query_heads": 1024, "head_width": 1024, "history_length": 32768},
             "keys and values a context",
@@ -83,15 +83,6 @@ def test_what_grok_lacks_is_not_written() -> None:
 def test_refuses_with_the_field(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelConfig.from_dict({**random_config().to_dict(), **change})
-
-
-def test_a_context_may_have_so_many_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = 2 * 3 * 2 * 16 * (1 + 37)  # key and value, layers, heads, width, the user and the events
-    monkeypatch.setattr("model.config.MAX_CONTEXT_NUMBERS", numbers)
-    random_config(layers=3)
-    monkeypatch.setattr("model.config.MAX_CONTEXT_NUMBERS", numbers - 1)
-    with pytest.raises(ConfigError, match=f"make {numbers} keys and values a context, at most {numbers - 1} are"):
-        random_config(layers=3)
 
 
 def test_a_missing_key_is_named() -> None:
@@ -115,7 +106,7 @@ def test_hash_functions_must_pair_up() -> None:
             ModelConfig.from_dict(values)
 
 
-@pytest.mark.parametrize("name", [name for name in LARGEST if name != "post_age_granularity_minutes"])
+@pytest.mark.parametrize("name", [name for name in LARGEST if "post_age" not in name])
 def test_every_bound_leaves_room_for_the_largest_geometry_that_is_measured(name: str) -> None:
     assert 4 * max(getattr(config, name) for config in GEOMETRIES.values()) <= LARGEST[name]
 
@@ -126,5 +117,43 @@ def test_a_model_of_70_billion_with_a_history_of_32_768_is_allowed() -> None:
     assert random_config(**shape, history_length=32_768, candidate_length=32_768).ffn_width == 28_672
 
 
-def test_post_age_buckets_at_an_hour_are_82() -> None:
-    assert random_config(post_age_granularity_minutes=60).post_age_buckets == 82
+@pytest.mark.parametrize(
+    "changes",
+    [{"has_dwell": True}, {"has_post_age": True}, {"continuous_actions": 2}, {"context_attention": "bidirectional"}],
+)
+def test_what_two_towers_cannot_have_is_refused(changes: dict[str, object]) -> None:
+    values = random_config(has_dwell=False, has_post_age=False, continuous_actions=0).to_dict()
+    config = RetrievalConfig.from_dict(values)
+    assert RetrievalConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(ConfigError, match="a retrieval model has neither"):
+        RetrievalConfig.from_dict(values | changes)
+    with pytest.raises(ConfigError, match="unknown keys: linear_projection"):
+        ModelConfig.from_dict(config.to_dict())
+
+
+# trunks by name
+
+
+def test_grok_is_what_a_config_is_by_default() -> None:
+    config = random_config()
+    assert {name: getattr(config, name) for name in GROK} == GROK
+    assert with_preset(with_preset(config, "vanilla"), "grok").to_dict() == random_config(kv_heads=4).to_dict()
+
+
+def test_the_fields_of_a_trunk_follow_the_shape() -> None:
+    shape = random_config(width=72, query_heads=4, head_width=16)
+    gemma, vanilla = with_preset(shape, "gemma"), with_preset(shape, "vanilla")
+    assert (gemma.input_scale, gemma.attention_multiplier, gemma.ffn_width) == (math.sqrt(72), 0.25, 576)
+    assert (vanilla.head_width, vanilla.kv_heads, vanilla.ffn_width) == (18, 4, 288)
+    assert with_preset(shape, "gemma2").attention_multiplier == 1 / 16
+    assert (with_preset(shape, "llama").attention_multiplier, vanilla.attention_multiplier) == (0.25, 18**-0.5)
+
+
+def test_shapes_that_a_trunk_cannot_have_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no preset 'gemma3'; there are grok, gemma, gemma2, llama, vanilla"):
+        with_preset(random_config(), "gemma3")
+    with pytest.raises(ConfigError, match="history_length must be at most 4094, got 4095"):
+        with_preset(random_config(history_length=4095), "gemma2")
+    assert with_preset(random_config(history_length=4094), "gemma2").attention_cap == 50
+    with pytest.raises(ConfigError, match=r"cuts width \(66\) into query_heads \(4\)"):
+        with_preset(random_config(width=66), "vanilla")

@@ -14,9 +14,9 @@ import torch
 
 from loadtest.bits import Compositions, run, small_config
 from model.batch import hash_rows
+from model.create import EngineOptions, create_engine
 from model.dense import DenseEngine
 from model.engine import Engine, EngineError, Item, Outcome
-from model.inputs import Candidates
 from model.native.build import Vectors
 from model.native.engine import NativeEngine
 from model.native.packing import refusal
@@ -130,12 +130,13 @@ def test_equals_the_plain_definition(build: Build, name: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("build", [native, split, dense])
-def test_a_ranker_in_training_is_scored_without_a_gradient_and_nothing_is_nothing(build: Build) -> None:
+def test_a_ranker_in_training_is_scored_and_nothing_is_nothing(build: Build) -> None:
     ranker = random_ranker(random_config()).requires_grad_(True)
     engine = build(ranker, torch.float32)
     assert engine.forward([]) == []
-    assert not any(each.requires_grad for each in getattr(getattr(engine, "_packed", None), "tensors", ()))
     assert np.isfinite(engine.forward([Item(*random_request(ranker.config, 3, 2))])[0].scores.logits).all()
+    none = engine.forward([Item(*random_request(ranker.config, 3, 0))])[0].scores
+    assert none.logits.shape == (0, ranker.config.actions)
 
 
 @ENGINES
@@ -165,7 +166,7 @@ def test_padding_is_absent(build: Build, dtype: torch.dtype) -> None:
     for item, gaps, user_id in zip(items, ([0, 7, 19], [0], [], []), (None, 0, 0, 0), strict=True):
         item.context.post_ids[gaps] = 0
         if user_id is not None:
-            object.__setattr__(item.context, "user_id", user_id)
+            item.context.user_id = user_id
     near(build, random_ranker(config), dtype, items)
 
 
@@ -260,14 +261,46 @@ def test_nan_gives_nan_scores_not_numbers_and_to_its_own_item_alone(build: Build
     for finite in ([True, False], [False, False]):
         outcomes = build(ranker, torch.float32).forward([Item(context, good), Item(context, bad)])
         assert [outcome.scores.is_finite() for outcome in outcomes] == finite
-        ranker.trunk.decoder_layers()[0].value[3, 3] = float("nan")
+        ranker.trunk.decoder_layers()[0].attention.value.weight[3, 3] = float("nan")
 
 
-@pytest.mark.parametrize("short", ["author_ids", "surfaces", "age_buckets"])
-def test_candidates_with_columns_of_unequal_length_reach_no_engine(short: str) -> None:
-    """Joined with others as bytes, they would shift their neighbours' columns."""
-    columns = {name: np.ones(3, np.int64) for name in ("post_ids", "author_ids", "surfaces", "age_buckets")}
-    Candidates(**columns)
-    for wrong in (columns[short][:2], columns[short].astype(np.int32)):
-        with pytest.raises(ValueError, match="equally long"):
-            Candidates(**columns | {short: wrong})
+@ENGINES
+@DTYPES
+def test_the_order_of_candidates_is_nothing_but_their_order(build: Build, dtype: torch.dtype) -> None:
+    ranker = random_ranker(random_config())
+    engine = build(ranker, dtype)
+    context, candidates = random_request(ranker.config, 20, 101)
+    order = np.random.default_rng(0).permutation(101)
+    straight, turned = engine.forward([Item(context, candidates), Item(context, candidates.rows(order))])
+    assert same_bits(straight.scores.rows(order), turned.scores)
+
+
+def test_what_an_operator_asks_for_is_what_runs() -> None:
+    ranker = random_ranker(random_config())
+    context, candidates = random_request(ranker.config, 5, 3)
+    for asked, runs in (
+        ({}, ("native", None)),
+        ({"backend": "native", "dtype": "bfloat16", "threads": 1}, ("native", "bfloat16")),
+        ({"backend": "torch"}, ("torch", "float32")),
+        ({"backend": "torch", "dtype": "bfloat16", "candidate_positions": "sequential"}, ("torch", "bfloat16")),
+        ({"backend": "dense", "dtype": "bfloat16"}, ("dense", "bfloat16")),
+        ({"backend": "dense"}, ("dense", "float32")),
+    ):
+        engine = create_engine(ranker, EngineOptions(**{"device": "cpu", **asked}))  # type: ignore[arg-type]
+        backend, dtype = runs
+        assert engine.info.backend == backend
+        assert engine.info.dtype == (dtype or engine.info.dtype)
+        assert engine.info.candidate_positions == asked.get("candidate_positions", "shared")
+        assert engine.info.notes.get("threads") == asked.get("threads", engine.info.notes.get("threads"))
+        engine.forward([Item(context, candidates, caller="feed")])
+        assert engine.forward([Item(context, candidates)])[0].cache == ("miss" if backend == "dense" else "hit")
+        engine.close()
+    without = create_engine(ranker, EngineOptions(device="cpu", cache_bytes=0))
+    assert [without.forward([Item(context, candidates)])[0].cache for _ in range(2)] == ["miss"] * 2
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(EngineError, match="no CUDA device here"):
+        create_engine(random_ranker(random_config()), EngineOptions(device="cuda"))

@@ -44,7 +44,6 @@ CASES = {
         (attention, ("64x64",), {"head_width": 16, "context_attention": "bidirectional"}),
         (attention, ("64x64", "spread"), LONG | {"head_width": 32}),
         (attention, ("64x64",), {"head_width": 64}),
-        (("attend_tiles", "norm_head_rows", "gate_rows"), ("64x64",), {"preset": "phoenix-2026"}),
         (("attend_tiles", "norm_rows", "gate_rows"), ("64x64", "spread"), LONG | {"preset": "vanilla"}),
         *norms, (("norm_rows",), ("64x64",), {"preset": "vanilla", "width": 2048, "head_width": 64}),
     ],
@@ -250,7 +249,7 @@ CONSTANT = {"counts", "scale", "bias", "post_scale", "post_bias", "rope"}
 @pytest.mark.parametrize(
     ("dtype", "capability", "names"),
     [
-        ("bfloat16", 90, ALL | FUSED | {"norm_head_rows", "add_chunks"}),
+        ("bfloat16", 90, ALL | FUSED | {"add_chunks"}),
         ("float32", 90, ALL),
         ("bfloat16", 80, PRODUCTS | {"add_chunks", "norm_rows"}),
         ("bfloat16", 100, PRODUCTS | {"add_chunks", "norm_rows"}),

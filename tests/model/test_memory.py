@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.create import EngineOptions, create_engine
+from model.engine import Item
 from model.memory import RESERVED_BYTES, engine_bytes, free_bytes, shortage, usable_threads
-from tests.model.builders import random_config, random_ranker
+from model.native.engine import NativeEngine
+from model.native.kernel import load_kernel
+from model.native.packing import pack
+from tests.model.builders import random_config, random_ranker, random_request
 
 GIB = 2**30
 
@@ -46,10 +49,6 @@ def test_a_limit_of_addresses_counts_less_what_threads_take(tmp_path: Path, monk
     (root / "proc/self/status").write_text(f"Name:\tpython\nVmPeak:\t 999 kB\nVmSize:\t {GIB // 1024} kB\n")
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (3 * GIB, resource.RLIM_INFINITY))
     assert free_bytes(root) == 2 * GIB - RESERVED_BYTES
-
-
-def test_what_a_load_of_the_demo_takes_for_its_threads_is_kept_free() -> None:
-    assert 20 * 2**20 < RESERVED_BYTES < GIB / 16
 
 
 def test_where_nobody_says_there_is_no_bound(tmp_path: Path) -> None:
@@ -112,9 +111,10 @@ def test_an_event_more_is_a_position_in_the_rotations_and_in_two_contexts() -> N
 def test_what_an_engine_takes_is_what_is_counted() -> None:
     """The packed parameters of the native engine and the keys of a full context are both within what is asked for."""
     ranker = random_ranker(random_config(history_length=500))
-    engine = create_engine(ranker, EngineOptions(device="cpu", dtype="float32", backend="native", threads=1))
-    packed = sum(tensor.nbytes for tensor in engine._packed.tensors)
-    tables = sum(table.numel() * 4 for table in (ranker.tables.user, ranker.tables.post, ranker.tables.author))
-    keys = engine._allocate(501, None).buffer.nbytes
+    kernel = load_kernel()
+    packed = sum(tensor.nbytes for tensor in pack(ranker, torch.float32, kernel.strip()).tensors)
+    tables = sum(table.numel() * 4 for table in ranker.tables.parameters())
+    engine = NativeEngine(ranker, torch.float32, threads=1, kernel=kernel)
+    keys = engine.forward([Item(*random_request(ranker.config, 500, 1))])[0].state.buffer.nbytes
     assert packed - tables + keys < engine_bytes(ranker) < 3 * (packed - tables + 2 * keys)
     engine.close()

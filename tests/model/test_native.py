@@ -1,9 +1,10 @@
-"""The C++ engine's own ways: threads, tile registers, what it needs, and what it refuses; see `test_engines` too."""
+"""The C++ engine's own ways: threads, vectors, trunks, what it needs, and what it refuses; see `test_engines` too."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import select
 import time
 from dataclasses import replace
@@ -19,23 +20,19 @@ from hypothesis import strategies as st
 from loadtest.bits import Compositions, small_config
 from model.batch import hash_rows
 from model.config import HashSpec, ModelConfig
-from model.create import HOST_CACHE_BYTES, EngineOptions, create_engine
+from model.create import EngineOptions, create_engine
 from model.dense import DenseEngine
 from model.engine import EngineError, Item
-from model.memory import engine_bytes, usable_threads
 from model.native import build, packing
-from model.native.build import KernelUnavailable
+from model.native.build import KernelUnavailable, build_kernel
 from model.native.engine import NativeEngine
-from model.native.kernel import Kernel, load_kernel
+from model.native.kernel import load_kernel, open_library
 from model.native.packing import refusal
-from model.native.tower import NativeTower
 from model.presets import with_preset
-from model.retrieval.towers import Towers
 from model.selftest import check_isolation, same_bits
 from model.tolerances import PARITY
 from tests.model.builders import random_config, random_ranker, random_request
 from tests.model.test_engines import NARROWER, VARIANTS
-from weights.synthetic.random_weights import random_model, retrieval_config
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -80,15 +77,14 @@ def test_threads_share_the_work_and_sleep_without_any() -> None:
     def helped() -> float:
         return sum(int(Path(f"/proc/self/task/{one}/schedstat").read_text().split()[0]) for one in helpers) / 1e9
 
-    for _ in range(2):
-        began, own = helped(), time.thread_time()
-        for _ in range(20):
-            engine.forward([Item(*random_request(config, 30, 400))])
-        assert helped() - began > 0.1 * (time.thread_time() - own)
-        time.sleep(0.05)
-        began = helped()
-        time.sleep(0.2)
-        assert helped() - began < 0.05
+    began, own = helped(), time.thread_time()
+    for _ in range(20):
+        engine.forward([Item(*random_request(config, 30, 400))])
+    assert helped() - began > 0.1 * (time.thread_time() - own)
+    time.sleep(0.05)
+    began = helped()
+    time.sleep(0.2)
+    assert helped() - began < 0.05
     engine.close()
 
 
@@ -115,17 +111,28 @@ def test_ids_are_hashed_as_the_definition_hashes_them(
     hooks: Any, ids: list[int], functions: list[tuple[int, int]], modulus: int, vocab_size: int
 ) -> None:
     spec = HashSpec(tuple(s for s, _ in functions), tuple(b for _, b in functions), modulus, vocab_size)
-    kept: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> int:
-        kept.append(tensor)
-        return tensor.data_ptr()
-
-    entity = packing.entity(torch.empty(0), spec, keep)
+    packed = packing.Packed(packing.Model())
+    entity = packing.entity(torch.empty(0), spec, packed)
     given_ids = np.array(ids, np.uint64)
     rows = np.empty((len(ids), spec.count), np.int64)
     hooks.ranker_hash_rows(ctypes.byref(entity), given_ids.ctypes, ctypes.c_int64(len(ids)), rows.ctypes)
     assert rows.tolist() == hash_rows(given_ids, spec).tolist()
+
+
+def test_a_number_halfway_between_two_is_rounded_to_the_even_one() -> None:
+    config = random_config()
+    ranker = random_ranker(config)
+    item = Item(*random_request(config, 0, 3))
+    with torch.no_grad():  # a user's token is the first of its rows as it is
+        ranker.tokens.user_projection.zero_()[: config.width] = torch.eye(config.width)
+        ranker.tables.user[:] = 1 + torch.arange(config.width) / 128 + 1 / 256
+    found = NativeEngine(ranker, torch.bfloat16, threads=1).forward([item])[0].scores
+    with torch.no_grad():
+        ranker.tables.user[:] = ranker.tables.user.bfloat16().float()
+    assert same_bits(found, NativeEngine(ranker, torch.bfloat16, threads=1).forward([item])[0].scores)
+
+
+# vectors
 
 
 @pytest.mark.parametrize("width", [48, 80])
@@ -140,14 +147,6 @@ def test_tile_registers_by_emulation(width: int) -> None:
     assert check_isolation(engine, (1, 17, 40))["different_bits"] == 0
 
 
-def test_without_wide_vectors_auto_takes_the_torch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Kernel, "vectors", lambda self: "plain")
-    engine = create_engine(random_ranker(random_config()), EngineOptions(device="cpu"))
-    assert engine.info.backend == "torch"
-    assert "AVX2" in engine.info.notes["fallback"]
-    assert load_kernel().vectors() == "plain", "for who asks for no fast one"
-
-
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_fp32_has_the_same_bits_at_every_width_of_vectors(variant: dict[str, Any]) -> None:
     """A product is one chain of fma, a sum along a row sixteen running sums, whatever the width."""
@@ -159,6 +158,32 @@ def test_fp32_has_the_same_bits_at_every_width_of_vectors(variant: dict[str, Any
         ours, theirs = narrower.forward([item])[0], widest.forward([item])[0]
         assert same_bits(ours.scores, theirs.scores)
 
+
+def test_without_wide_vectors_auto_takes_the_torch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor of before AVX2, by the flags of the compiler. Who asks for the kernel has it all the same, with the same numbers."""
+    monkeypatch.setitem(build.MARCH, "auto", "-march=x86-64")
+    ranker = random_ranker(random_config())
+    engine = create_engine(ranker, EngineOptions(device="cpu"))
+    assert engine.info.backend == "torch"
+    assert "AVX2" in engine.info.notes["fallback"]
+    asked = create_engine(ranker, EngineOptions(device="cpu", backend="native", dtype="float32"))
+    assert asked.info.notes["vectors"] == "plain"
+    item = Item(*random_request(ranker.config, 17, 9))
+    expected, actual = DenseEngine(ranker, torch.float32).forward([item])[0].scores, asked.forward([item])[0].scores
+    np.testing.assert_allclose(actual.logits, expected.logits, atol=PARITY[torch.float32].logits, rtol=0)
+
+
+def test_vectors_that_the_processor_lacks_are_refused_with_their_name() -> None:
+    """Before anything is compiled for them: an unknown instruction would end the process."""
+    other, lacking = ("neon", "asimd") if NARROWER == "avx2" else ("avx2", "avx2, bmi2, fma")
+    ranker = random_ranker(random_config())
+    with pytest.raises(KernelUnavailable, match=f"no {other} vectors: it lacks {lacking}"):
+        create_engine(ranker, EngineOptions(device="cpu", backend="native", vectors=other))  # type: ignore[arg-type]
+    engine = create_engine(ranker, EngineOptions(device="cpu", vectors=other))  # type: ignore[arg-type]
+    assert (engine.info.backend, f"no {other} vectors" in engine.info.notes["fallback"]) == ("torch", True)
+
+
+# trunks
 
 SHAPE = random_config(history_length=150)
 TRUNKS = {
@@ -199,10 +224,6 @@ def test_a_trunk_that_the_kernel_does_not_know_goes_to_the_torch_engine_with_the
     vanilla = with_preset(random_config(), "vanilla")
     assert refusal(random_config()) is None
     assert refusal(vanilla) == "the native kernel does not know this trunk's norm, positions, activation, gated, biases"
-    assert (
-        refusal(with_preset(SHAPE, "phoenix-2026"))
-        == "the native kernel does not know this trunk's cap_form, gated, qk_norm"
-    )
     ranker = random_ranker(vanilla)
     engine = create_engine(ranker, EngineOptions(device="cpu"))
     assert engine.info.backend == "torch"
@@ -212,24 +233,22 @@ def test_a_trunk_that_the_kernel_does_not_know_goes_to_the_torch_engine_with_the
             make(ranker)
 
 
-def test_vectors_that_the_processor_lacks_are_refused_with_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is compiled for them: an unknown instruction would end the process."""
-    monkeypatch.setattr(build, "_processor", lambda: "flags\t\t: fpu sse2 avx avx2 f16c")
-    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled"))
-    ranker = random_ranker(random_config())
-    with pytest.raises(KernelUnavailable, match="no avx2 vectors: it lacks bmi2, fma"):
-        create_engine(ranker, EngineOptions(device="cpu", backend="native", vectors="avx2"))
-    assert (
-        "no neon vectors" in create_engine(ranker, EngineOptions(device="cpu", vectors="neon")).info.notes["fallback"]
-    )
+# what it needs
 
 
-def test_without_a_compiler_auto_takes_the_torch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: None)
+@pytest.fixture
+def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No compiler on the path; a directory for kernels that is empty."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path / "kernels"
+
+
+def test_without_a_compiler_auto_takes_the_torch_engine(bare_machine: Path) -> None:
     ranker = random_ranker(random_config())
-    assert "install g++" in create_engine(ranker, EngineOptions(device="cpu")).info.notes["fallback"]
+    engine = create_engine(ranker, EngineOptions(device="cpu", kernel_directory=bare_machine))
+    assert (engine.info.backend, "install g++" in engine.info.notes["fallback"]) == ("torch", True)
     with pytest.raises(KernelUnavailable, match=r"install g\+\+"):
-        create_engine(ranker, EngineOptions(device="cpu", backend="native"))
+        create_engine(ranker, EngineOptions(device="cpu", backend="native", kernel_directory=bare_machine))
 
 
 @pytest.mark.parametrize(
@@ -240,103 +259,16 @@ def test_without_a_compiler_auto_takes_the_torch_engine(monkeypatch: pytest.Monk
         ("Entity", "table scales biases hashes modulus vocab_size unused", "Entity, Entity.unused$"),
     ],
 )  # fmt: skip
-def test_structs_that_are_not_the_kernels_are_refused(
-    monkeypatch: pytest.MonkeyPatch, struct: str, members: str, named: str
-) -> None:
+def test_structs_that_are_not_the_kernels_are_refused(struct: str, members: str, named: str) -> None:
     """Two members that changed places, some that are missing, one too many."""
-    planted = packing.structure(struct, (packing.Int64, members))
+    planted, library = packing.structure(struct, (packing.Int64, members)), build_kernel().path
+    open_library(library, packing.STRUCTS)
     structs = [planted if known.__name__ == struct else known for known in packing.STRUCTS]
-    monkeypatch.setattr("model.native.kernel.STRUCTS", structs)
     with pytest.raises(EngineError, match=f"do not agree on {named}"):
-        load_kernel()
-
-
-OPTIONS: list[tuple[dict[str, Any], list[Any], dict[str, Any]]] = [
-    ({}, [None, "shared"], {"cache_bytes": HOST_CACHE_BYTES, "threads": 0, "vectors": "auto", "only_if_fast": True}),
-    (
-        {"backend": "native", "dtype": "bfloat16", "candidate_positions": "sequential", "cache_bytes": 7, "threads": 3,
-         "vectors": "avx2", "kernel_directory": Path("somewhere")},
-        [torch.bfloat16, "sequential"],
-        {"cache_bytes": 7, "threads": 3, "vectors": "avx2", "kernel_directory": Path("somewhere"), "only_if_fast": False},
-    ),
-    ({"backend": "dense", "cache_bytes": 7}, [torch.float32, "shared", 7], {}),
-    ({"backend": "dense", "dtype": "bfloat16"}, [torch.bfloat16, "shared", HOST_CACHE_BYTES], {}),
-    ({"backend": "torch", "cache_bytes": 0}, [torch.device("cpu"), torch.float32, "shared"], {"cache_bytes": 0}),
-    (
-        {"backend": "torch", "dtype": "bfloat16", "candidate_positions": "sequential"},
-        [torch.device("cpu"), torch.bfloat16, "sequential"],
-        {"cache_bytes": HOST_CACHE_BYTES},
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("chosen", "given_in_order", "given_by_name"), OPTIONS)
-def test_every_option_reaches_the_engine_that_it_is_for(
-    chosen: dict[str, Any], given_in_order: list[Any], given_by_name: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engines are tested by themselves; here it is what each is made with, and on how many threads torch computes."""
-    made: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-
-    def maker(name: str) -> Any:
-        return lambda *in_order, **by_name: made.append((name, in_order, by_name))
-
-    for place in ("model.create.NativeEngine", "model.create.DenseEngine", "model.split.engine.SplitEngine"):
-        monkeypatch.setattr(place, maker(place.rpartition(".")[2]))
-    threads: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    ranker = random_ranker(random_config())
-    create_engine(ranker, EngineOptions(**{"device": "cpu"} | chosen))
-    [(name, (first, *in_order), by_name)] = made
-    assert name == {"dense": "DenseEngine", "torch": "SplitEngine"}.get(chosen.get("backend", ""), "NativeEngine")
-    assert first is ranker
-    assert in_order == given_in_order
-    assert by_name == ({"kernel_directory": None} if name == "NativeEngine" else {}) | given_by_name
-    assert threads == [chosen.get("threads") or usable_threads()]
+        open_library(library, structs)
 
 
 def test_an_engine_for_which_there_is_no_room_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr("model.create.shortage", lambda needed, device: asked.append((needed, device)) or "planted")
-    ranker = random_ranker(random_config())
-    with pytest.raises(EngineError, match="does not fit: planted"):
-        create_engine(ranker, EngineOptions(device="cpu"))
-    assert asked == [(engine_bytes(ranker), torch.device("cpu"))]
-
-
-def test_a_device_that_is_not_there_is_refused() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    with pytest.raises(EngineError, match="no CUDA device here"):
-        create_engine(random_ranker(random_config()), EngineOptions(device="cuda"))
-
-
-def test_a_number_halfway_between_two_is_rounded_to_the_even_one() -> None:
-    config = random_config()
-    ranker = random_ranker(config)
-    item = Item(*random_request(config, 0, 3))
-    with torch.no_grad():  # a user's token is the first of its rows as it is
-        ranker.tokens.user_projection.zero_()[: config.width] = torch.eye(config.width)
-        ranker.tables.user[:] = 1 + torch.arange(config.width) / 128 + 1 / 256
-    found = NativeEngine(ranker, torch.bfloat16, threads=1).forward([item])[0].scores
-    with torch.no_grad():
-        ranker.tables.user[:] = ranker.tables.user.bfloat16().float()
-    assert same_bits(found, NativeEngine(ranker, torch.bfloat16, threads=1).forward([item])[0].scores)
-
-
-def test_engines_and_towers_ask_for_tile_registers_before_they_pack(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    for name in ("enable_tiles", "strip"):
-        real = getattr(Kernel, name)
-        monkeypatch.setattr(Kernel, name, lambda kernel, name=name, real=real: (asked.append(name), real(kernel))[1])
-    NativeEngine(random_ranker(random_config()), torch.bfloat16, threads=1).close()
-    towers = random_model(retrieval_config(random_config()), 0)
-    assert isinstance(towers, Towers)
-    NativeTower(towers, torch.bfloat16, threads=1).close()
-    assert asked == ["enable_tiles", "strip"] * 2
-
-
-def test_an_engine_that_is_told_no_number_takes_all_threads_that_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.native.engine.usable_threads", lambda: 3)
-    engine = NativeEngine(random_ranker(small_config()))
-    assert engine.info.notes["threads"] == 3
-    engine.close()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**20, resource.RLIM_INFINITY))
+    with pytest.raises(EngineError, match=r"does not fit: \d+ MiB of memory are needed, and 0 MiB are free"):
+        create_engine(random_ranker(random_config()), EngineOptions(device="cpu"))

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.names import checkpoint_parameters
 from model.ranker import Ranker
 from model.trunk import DecoderLayer
 
 PRE_NORMS = ("attention_norm", "ffn_norm")
 POST_NORMS = ("attention_post_norm", "ffn_post_norm")
-HEAD_NORMS = ("query_norm", "key_norm")
 LAST_LINEAR = ("output", "ffn_output")  # last of each branch: without a sandwich a layer adds their output
 QUERY_KEY = (".query", ".key")
 AUTHOR_DEVIATION = 1.0
@@ -56,7 +56,7 @@ def stuck(module: nn.Module) -> list[str]:
     def zero(tensor: Tensor | None) -> bool:
         return tensor is None or not bool(tensor.any())
 
-    return [name for name, parameter in module.named_parameters() if zero(parameter) and zero(parameter.grad)]
+    return [name for name, parameter in checkpoint_parameters(module) if zero(parameter) and zero(parameter.grad)]
 
 
 def leave_saddle(ranker: Ranker, generator: torch.Generator) -> None:
@@ -69,8 +69,8 @@ def leave_saddle(ranker: Ranker, generator: torch.Generator) -> None:
     with torch.no_grad():
         for layer in ranker.trunk.layers:
             assert isinstance(layer, DecoderLayer)
-            for name, parameter in layer.named_parameters():
-                if name in PRE_NORMS + HEAD_NORMS:
+            for name, parameter in checkpoint_parameters(layer):
+                if name in PRE_NORMS:
                     parameter.fill_(1)
                 elif name not in kept and not name.endswith("_bias"):
                     draw(parameter, parameter.shape[0] ** -0.5, generator)
@@ -84,8 +84,8 @@ def _match_queries_and_keys(layer: DecoderLayer, config: ModelConfig) -> None:
     """
     if config.positions == "rope":
         _favour_slow_pairs(layer, config)
-    queries = layer.query.unflatten(1, (config.kv_heads, -1, config.head_width))
-    layer.key.copy_(queries[:, :, 0].flatten(1))
+    queries = layer.attention.query.weight.unflatten(1, (config.kv_heads, -1, config.head_width))
+    layer.attention.key.weight.copy_(queries[:, :, 0].flatten(1))
 
 
 def _favour_slow_pairs(layer: DecoderLayer, config: ModelConfig) -> None:
@@ -93,7 +93,7 @@ def _favour_slow_pairs(layer: DecoderLayer, config: ModelConfig) -> None:
     angles = config.history_length * config.rope_base ** (-torch.arange(pairs) / pairs)
     slow = angles <= math.pi
     gain = torch.where(slow, (pairs / slow.sum().clamp(min=1)).sqrt(), FAST_PAIR_GAIN)
-    layer.query.mul_(gain.repeat(2 * config.query_heads))
+    layer.attention.query.weight.mul_(gain.repeat(2 * config.query_heads))
 
 
 def draw(parameter: Tensor, deviation: float, generator: torch.Generator) -> None:

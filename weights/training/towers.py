@@ -19,6 +19,7 @@ from torch.nn import functional
 from model.batch import collate, hash_rows
 from model.config import ModelConfig, RetrievalConfig
 from model.inputs import Ids
+from model.names import checkpoint_parameters
 from model.retrieval.towers import NO_CANDIDATES, Towers
 from weights.actions import default_score_weights
 from weights.training import initial
@@ -116,7 +117,7 @@ def initial_towers(config: RetrievalConfig, generator: torch.Generator) -> Tower
     """Towers with weights that keep their inputs' scale, norm scales of 1, biases of 0 and small embeddings."""
     towers = Towers(config)
     with torch.no_grad():
-        for name, parameter in towers.named_parameters():
+        for name, parameter in checkpoint_parameters(towers):
             if parameter.ndim == 1:
                 parameter.fill_(0 if name.endswith("_bias") else 1)
             else:

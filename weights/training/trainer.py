@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.batch import Batch
+from model.names import checkpoint_parameters
 from model.ranker import Ranker
 from weights.training import initial
 from weights.training.examples import Examples, HiddenShares, Labels
@@ -189,14 +190,14 @@ class Trainer:
 
         Norm scales that start from 0 learn faster, queries and keys slower.
         """
-        settings, named = self.settings, list(self.ranker.named_parameters())
+        settings, named = self.settings, list(checkpoint_parameters(self.ranker))
 
         def kind(name: str, parameter: Tensor) -> str:
             if name.startswith("tables."):
                 return "table"
             if name.endswith(initial.QUERY_KEY):
                 return "query or key"
-            if name.endswith((*initial.PRE_NORMS, *initial.HEAD_NORMS, "_bias")):
+            if name.endswith((*initial.PRE_NORMS, "_bias")):
                 return "inner norm"
             return "matrix" if parameter.ndim == 2 else "outer norm"
 
@@ -222,12 +223,11 @@ def forward_shared(
     Exact where the context is causal: no event changes an earlier one. The candidate stands as far behind its own newest event as
     it does when served alone; only a right-anchored model has the user's token a few places nearer.
     """
-    hidden, valid = ranker.embed(batch)
-    slots = batch.history_post_rows.shape[1]
-    mask = ranker.mask(1 + slots, valid)
-    mask[:, 1 + slots :, 1 : 1 + slots] &= torch.arange(slots, device=hidden.device) < seen[:, :, None]
+    hidden, mask, start = ranker.build_inputs(batch)
+    slots = start - 1
+    mask[:, start:, 1:start] &= torch.arange(slots, device=hidden.device) < seen[:, :, None]
     positions = batch.positions.clone()
     if ranker.config.right_anchored:
-        positions[:, 1 + slots :] -= seen.amax(1, keepdim=True) - seen
-    logits, continuous = ranker.heads(ranker.trunk(hidden.to(dtype), positions, mask)[:, 1 + slots :])
+        positions[:, start:] -= seen.amax(1, keepdim=True) - seen
+    logits, continuous = ranker.heads(ranker.trunk(hidden.to(dtype), positions, mask)[:, start:])
     return logits, continuous

@@ -43,15 +43,11 @@ def bounded_weight(
 
     `fast_tanh`: SCALE = multiplier / cap, RISE = −shift · log2(e), FALL = cap · log2(e). `tanh`, for fp32 engines, with
     `tanh(y) = 1 − 2 / (exp(2y) + 1)`: SCALE = 2 · log2(e) · multiplier / cap, RISE = (cap − shift) · log2(e),
-    FALL = 2 · cap · log2(e). Overflow of the inner exponential gives the right limit. `softsign`: SCALE = log2(e) · multiplier,
-    RISE = −shift · log2(e), FALL = 1 / (cap · log2(e)).
+    FALL = 2 · cap · log2(e). Overflow of the inner exponential gives the right limit.
     """
     if FORM == "fast_tanh":
         return fast_exp2(RISE + fast_tanh(products * SCALE, EMULATED) * FALL, EMULATED)
-    if FORM == "tanh":
-        return tl.exp2(RISE - FALL / (tl.exp2(products * SCALE) + 1.0))
-    logits = products * SCALE
-    return tl.exp2(RISE + logits / (1.0 + tl.abs(logits) * FALL))
+    return tl.exp2(RISE - FALL / (tl.exp2(products * SCALE) + 1.0))
 
 
 @triton.jit

@@ -111,9 +111,6 @@ class Kernels(Protocol):
     def multiply(self, step: Step, x: Tensor, weight: Tensor, out: Tensor) -> None:
         """`out = x @ weight`."""
 
-    def norm_heads(self, step: Step, heads: Tensor, count: int, scale: Tensor) -> None:
-        """RMSNorm in place of each of the first `count` heads of `[rows, …]`, scale `[K]`."""
-
     def rotate(self, step: Step, query: Tensor | None, key_value: Tensor | None, layer: int) -> None:
         """RoPE in place on query `[rows, N·K]` and on the keys of key_value `[rows, 2·G·K]`; context rows' keys and values
         are copied to their state.

@@ -36,7 +36,7 @@ from model.split.kernels.products import (
     power_of_two,
     settle_library,
 )
-from model.split.kernels.rows import gate_rows, norm_head_rows, norm_rows, rotate_rows
+from model.split.kernels.rows import gate_rows, norm_rows, rotate_rows
 from model.split.kernels.tokens import gather_rows, project_tiles
 from model.split.step import CANDIDATE, CANDIDATE_TILES, HISTORY, TILE_ROWS, TILES, embeddings_per_token, tile_slots
 from model.split.weights import Norm, SplitWeights, TokenWeights
@@ -74,7 +74,7 @@ class FusedKernels(Launching, Kernels):
         self._rope = weights.rope
         self._slots: Tensor | None = None
         self._inputs: Tensor  # of tokens, for the rows of a step; made with the slots
-        self._softmax = softmax_constants(config.attention_multiplier, config.attention_cap, config.cap_form, dtype)
+        self._softmax = softmax_constants(config.attention_multiplier, config.attention_cap, dtype)
         self._chunks = cdiv(1 + config.history_length, CHUNK_KEYS) if dtype == torch.bfloat16 else 1
         self.choices = Choices(capability, narrow=dtype == torch.bfloat16, spread=self._chunks > 1)
         # sums stored by programs for single chunks; rows beyond those of a step are never written
@@ -144,17 +144,6 @@ class FusedKernels(Launching, Kernels):
             num_warps=min(
                 32, max(1, power_of_two(width) // 128)
             ),  # with more numbers per thread some leave the registers
-        )
-
-    def norm_heads(self, step: Step, heads: Tensor, count: int, scale: Tensor) -> None:
-        """See `Kernels.norm_heads`."""
-        self._launch(
-            norm_head_rows,
-            (step.rows, count),
-            (heads, heads.stride(0), scale, step.arrays.counts, step.counted, self.config.norm_epsilon),
-            HEAD_WIDTH=len(scale),
-            HEAD_BLOCK=power_of_two(len(scale)),
-            num_warps=1,
         )
 
     def multiply(self, step: Step, x: Tensor, weight: Tensor, out: Tensor) -> None:

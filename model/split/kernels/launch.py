@@ -15,12 +15,11 @@ from torch import Tensor
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
 from triton.runtime.jit import JITFunction
 
-from model.config import CapForm
 from model.split.kernels.attention import add_chunks, attend_tiles
 from model.split.kernels.contract import softmax_shift
 from model.split.kernels.matmul import multiply_gate_tiles, multiply_rotate_tiles, multiply_tiles
 from model.split.kernels.products import Tile, cdiv, power_of_two
-from model.split.kernels.rows import gate_rows, norm_head_rows, norm_rows, rotate_rows
+from model.split.kernels.rows import gate_rows, norm_rows, rotate_rows
 from model.split.kernels.tokens import gather_rows, project_tiles
 
 KERNELS = (
@@ -31,7 +30,6 @@ KERNELS = (
     multiply_gate_tiles,
     multiply_rotate_tiles,
     multiply_tiles,
-    norm_head_rows,
     norm_rows,
     project_tiles,
     rotate_rows,
@@ -77,17 +75,15 @@ def _caches() -> list[dict[Any, Any]]:
     return [cache[0] for kernel in KERNELS for cache in getattr(kernel, "device_caches", {}).values()]
 
 
-def softmax_constants(multiplier: float, cap: float | None, form: CapForm, dtype: torch.dtype) -> dict[str, Any]:
+def softmax_constants(multiplier: float, cap: float | None, dtype: torch.dtype) -> dict[str, Any]:
     """FORM, SCALE, RISE and FALL of `bounded_weight`; without a cap only SCALE matters."""
     shift = softmax_shift(cap)
     if cap is None:
         return {"FORM": "none", "SCALE": LOG2_E * multiplier, "RISE": 0.0, "FALL": 0.0}
-    if form == "softsign":
-        return {"FORM": form, "SCALE": LOG2_E * multiplier, "RISE": -shift * LOG2_E, "FALL": 1 / (cap * LOG2_E)}
     if dtype == torch.bfloat16:
         return {"FORM": "fast_tanh", "SCALE": multiplier / cap, "RISE": -shift * LOG2_E, "FALL": cap * LOG2_E}
     return {
-        "FORM": form,
+        "FORM": "tanh",
         "SCALE": 2 * LOG2_E * multiplier / cap,
         "RISE": (cap - shift) * LOG2_E,
         "FALL": 2 * cap * LOG2_E,

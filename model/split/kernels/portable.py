@@ -17,7 +17,7 @@ from torch.nn import functional
 from model.batch import hash_rows
 from model.config import ModelConfig
 from model.engine import EngineError
-from model.layers import MASKED, activate, soft_cap
+from model.layers import MASKED, activate
 from model.split.kernels.contract import Kernels, Part, Step, Tables, shape_name, softmax_shift
 from model.split.step import CANDIDATE, CANDIDATES, HISTORY, TILE_ROWS, TILES, USER, ContextState
 from model.split.step import CANDIDATE_TILES as TAIL_TILES
@@ -102,11 +102,6 @@ class PortableKernels(Kernels):
         if mixed is not None:
             wide += self._normed(mixed[: step.rows].float(), post) if post else mixed[: step.rows]
         out[: step.rows] = self._normed(wide, norm)
-
-    def norm_heads(self, step: Step, heads: Tensor, count: int, scale: Tensor) -> None:
-        """See `Kernels.norm_heads`."""
-        columns = heads[: step.rows, : count * len(scale)]
-        columns.copy_(self._normed(columns.float().reshape(-1, len(scale)), Norm(scale)).view(columns.shape))
 
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
         # the sums run over whole rows only: a mean over one long row would be split between threads
@@ -262,13 +257,9 @@ class _Softmax:
         """The weights of a block of keys from raw products `q·k`; they are added to `total`, and the caller adds them to `mixed`."""
         config, cap = self._config, self._config.attention_cap
         if self._maximum is None:
-            if config.cap_form == "tanh":
-                assert cap is not None
-                scale, shift = config.attention_multiplier / cap, self._shift
-                weights = elementwise(lambda x: torch.exp(torch.tanh(x * scale) * cap - shift), products)
-            else:
-                logits = soft_cap(products * config.attention_multiplier, cap, config.cap_form)
-                weights = elementwise(torch.exp, logits - self._shift)
+            assert cap is not None
+            scale, shift = config.attention_multiplier / cap, self._shift
+            weights = elementwise(lambda x: torch.exp(torch.tanh(x * scale) * cap - shift), products)
         else:
             logits = torch.where(visible, products * config.attention_multiplier, MASKED)
             before, self._maximum = self._maximum, torch.maximum(self._maximum, logits.amax(-1, keepdim=True))

@@ -62,26 +62,6 @@ def norm_rows(
     tl.store(out + row * WIDTH + columns, result.to(out.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["counted"])
-def norm_head_rows(
-    x, x_stride, scale, counts, counted, epsilon, HEAD_WIDTH: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """RMSNorm in place of each head of a row, scale `[K]`. One program per row and head."""
-    row = tl.program_id(0).to(tl.int64)
-    row_count = tl.load(counts + counted)
-    columns = tl.arange(0, HEAD_BLOCK)
-    there = columns < HEAD_WIDTH
-    scale = tl.load(scale + columns, mask=there)
-    wait_for_previous(DEPENDENT)
-    if row >= row_count:
-        return
-    place = x + row * x_stride + tl.program_id(1) * HEAD_WIDTH + columns
-    wide = tl.load(place, mask=there, other=0.0).to(tl.float32)
-    result = normed(wide, scale, scale, there, epsilon, HEAD_WIDTH, False)
-    tl.store(place, result.to(x.dtype.element_ty), mask=there)
-
-
 @triton.jit
 def activated(g, ACTIVATION: tl.constexpr):
     """`gelu_tanh` (Hendrycks and Gimpel 2016): `g / (1 + exp(−2u))`, `u = sqrt(2/π) · (g + 0.044715 g³)`; `gelu`:

@@ -6,25 +6,23 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from model.engine import EngineError
-from model.inputs import Context
-from model.native.build import HERE, KernelUnavailable, build_kernel
+from model.inputs import Context, created_within
+from model.native.build import HERE, build_kernel
 from model.native.kernel import Kernel
 from model.native.search import NativeIndex
 from model.native.tower import NativeTower
 from model.presets import with_preset
-from model.retrieval import corpus as module
-from model.retrieval.corpus import KEPT_TOPICS, Corpus, segment_of, without
+from model.retrieval.corpus import KEPT_TOPICS, Corpus, without
 from model.retrieval.engine import RetrievalEngine, RetrievalOptions, TorchTower
 from model.retrieval.inputs import Change, Filters, Mark, NewPosts, Query, Retrieved
-from model.retrieval.search import Index, TorchIndex, bits_of, mask_of
+from model.retrieval.search import Index, TorchIndex, bits_of
 from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
@@ -87,20 +85,6 @@ def test_the_corpus_is_searched_by_as_many_threads_as_wanted(encoder: Encoder, c
         running.append(len(os.listdir("/proc/self/task")))
         engine.close()
     assert running[1] == running[0] + 3
-
-
-def test_a_closed_index_is_freed_once_and_searches_nothing(corpus: Corpus) -> None:
-    index = NativeIndex(corpus.vectors, threads=1)
-    freed: list[Any] = []
-    index.library = cast(
-        Any,
-        SimpleNamespace(search_destroy=lambda handle, free=index.library.search_destroy: freed.append(free(handle))),
-    )
-    for _ in range(2):
-        index.close()
-    assert len(freed) == 1
-    with pytest.raises(EngineError, match="closed"):
-        index.search([])
 
 
 def test_a_closed_user_tower_leaves_no_thread_and_serves_nobody(encoder: Encoder, contexts: list[Context]) -> None:
@@ -218,6 +202,10 @@ def test_filters_come_before_the_best(engine: RetrievalEngine, contexts: list[Co
         (wanted(context, 9, topics=("nothing",)), lambda place: False),
         (wanted(context, 9, topics=()), lambda place: False),
         (wanted(context, 9, created_after=6001), lambda place: row[everything.post_ids[place].item()] * 60 >= 6001),
+        (
+            wanted(context, 9, created_after=600, created_before=6001),
+            lambda place: 600 <= row[everything.post_ids[place].item()] * 60 <= 6001,
+        ),
         (replace(wanted(context, 256), least=0.1), lambda place: everything.scores[place] >= np.float32(0.1)),
     ]
     answers = engine.retrieve([request for request, _ in cases]).retrieved
@@ -229,39 +217,6 @@ def test_filters_come_before_the_best(engine: RetrievalEngine, contexts: list[Co
             assert answer.visible == len(places)
 
 
-class Counted(str):
-    """A topic that counts how often it is compared."""
-
-    compared = 0
-    __hash__ = str.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        Counted.compared += 1
-        return str.__eq__(self, other)
-
-
-def test_many_topics_cost_one_look_at_the_rows_and_are_not_all_remembered(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = np.arange(len(corpus))
-    posts = NewPosts(
-        corpus.post_ids, corpus.author_ids, rows, [Counted(f"t{row % 700}") if row % 5 else None for row in rows],
-        corpus.vectors,
-    )  # fmt: skip
-    monkeypatch.setattr(Counted, "compared", 0)
-    segment = segment_of(corpus, posts, cast("Index", None))
-    assert Counted.compared < 3 * len(rows), "not each with each"
-    looks = list[int]()
-    monkeypatch.setattr(module, "bits_of", lambda wanted: looks.append(len(wanted)) or bits_of(wanted))
-    for first in range(100):
-        topics = tuple(f"t{place}" for place in range(first, 1000))
-        for _ in range(2):
-            shown = mask_of(segment.visible(Filters(NONE, topics)), len(rows))
-            assert shown.tolist() == [row % 5 > 0 and row % 700 >= first and not corpus.hidden[row] for row in rows]
-    assert looks == 80 * [len(rows)], "once for each set of topics that are there, and then remembered"
-    assert len(segment._topic_bits) == KEPT_TOPICS
-
-
 def test_without_times_a_maximum_age_hides_all(engine: RetrievalEngine, contexts: list[Context]) -> None:
     corpus = replace(engine.corpus, created_at=None, topics=None)
     timeless = RetrievalEngine(engine.towers, corpus, engine.options)
@@ -269,6 +224,30 @@ def test_without_times_a_maximum_age_hides_all(engine: RetrievalEngine, contexts
     assert (len(answer.post_ids), answer.visible) == (0, 0)
     (answer,) = timeless.retrieve([wanted(contexts[0])]).retrieved
     assert answer.topics == [None] * 50
+
+
+def test_an_age_limit_lets_no_post_from_the_future_pass(
+    engine: RetrievalEngine, contexts: list[Context], corpus: Corpus
+) -> None:
+    """But for five minutes, by which clocks differ. The corpus has a post a minute, from time 0, which is unknown."""
+    now, everything = 100 * 60, len(corpus)
+    for age, first in ((3000, 50), (now, 1), (10**9, 1)):
+        after, before = created_within(now, age)
+        (answer,) = engine.retrieve(
+            [wanted(contexts[4], everything, created_after=after, created_before=before)]
+        ).retrieved
+        minutes = set(range(first, 106)) - set(np.flatnonzero(corpus.hidden).tolist())
+        assert sorted(answer.created_at.tolist()) == [60 * minute for minute in sorted(minutes)]
+
+
+def test_any_of_many_topics_is_wanted(engine: RetrievalEngine, contexts: list[Context], corpus: Corpus) -> None:
+    """More sets of topics than are remembered, each asked for twice."""
+    (everything,) = engine.retrieve([wanted(contexts[4], len(corpus))]).retrieved
+    for number in range(2 * KEPT_TOPICS):
+        names = tuple(name for place, name in enumerate(corpus.topic_names) if number >> place % 6 & 1)
+        wish = wanted(contexts[4], len(corpus), topics=(*names, f"nothing {number}"))
+        for answer in engine.retrieve([wish, wish]).retrieved:
+            assert len(answer.post_ids) == sum(topic in names for topic in everything.topics)
 
 
 def test_the_corpus_of_other_towers_is_refused(encoder: Encoder, corpus: Corpus) -> None:
@@ -295,33 +274,46 @@ def test_what_runs_instead_is_said_with_the_reason(
     assert all("install g++" in engine.notes[what]["reason"] for what in ("user_tower", "search"))
 
 
+class OffByABit(TorchIndex):
+    """A device whose scores differ from the definition's in their last bit."""
+
+    def __init__(self, vectors: Any, device: Any = "cpu", *, exhaustive: bool = False) -> None:
+        super().__init__(vectors, device, exhaustive=exhaustive)
+        self.honest = exhaustive
+
+    def search(self, wishes: Any) -> Any:
+        found = super().search(wishes)
+        return found if self.honest else [replace(one, scores=np.nextafter(one.scores, 2)) for one in found]
+
+
+class NoMemory(TorchIndex):
+    """A device on which nothing fits."""
+
+    def __init__(self, vectors: Any, device: Any = "cpu", *, exhaustive: bool = False) -> None:
+        if device != "cpu":
+            raise torch.OutOfMemoryError("out of memory")
+        super().__init__(vectors, device, exhaustive=exhaustive)
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (OffByABit, "cpu:0: the search's rows and scores differ from the definition's on this device"),
+        (NoMemory, "cpu:0: out of memory"),
+    ],
+)
 def test_a_device_that_gives_other_bits_or_no_memory_searches_nothing(
-    encoder: Encoder, corpus: Corpus, contexts: list[Context], monkeypatch: pytest.MonkeyPatch
+    encoder: Encoder, corpus: Corpus, contexts: list[Context], monkeypatch: pytest.MonkeyPatch, broken: Any, said: str
 ) -> None:
     on_device = RetrievalOptions(device="cpu:0")
     expected = RetrievalEngine(encoder.towers, corpus).retrieve([wanted(contexts[0])]).retrieved[0]
     assert RetrievalEngine(encoder.towers, corpus, on_device).notes["search"] == {"backend": "torch", "device": "cpu:0"}
-    search, made = TorchIndex.search, TorchIndex.__init__
-
-    def off_by_a_bit(index: TorchIndex, wishes: Any) -> Any:
-        found = search(index, wishes)
-        return found if index._exhaustive else [replace(one, scores=np.nextafter(one.scores, 2)) for one in found]
-
-    def no_memory(index: TorchIndex, vectors: Any, device: Any = "cpu", **options: Any) -> None:
-        if device != "cpu":
-            raise torch.OutOfMemoryError("out of memory")
-        made(index, vectors, device, **options)
-
-    for name, broken, said in (
-        ("search", off_by_a_bit, "cpu:0: the search's rows and scores differ from the definition's on this device"),
-        ("__init__", no_memory, "cpu:0: out of memory"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(TorchIndex, name, broken)
-            engine = RetrievalEngine(encoder.towers, corpus, on_device)
-        engine.warm_up()
-        assert engine.notes["search"] == {"backend": "native", "not_on_device": said}
-        assert same(engine.retrieve([wanted(contexts[0])]).retrieved[0], expected)
+    with monkeypatch.context() as patch:
+        patch.setattr("model.retrieval.engine.TorchIndex", broken)
+        engine = RetrievalEngine(encoder.towers, corpus, on_device)
+    engine.warm_up()
+    assert engine.notes["search"] == {"backend": "native", "not_on_device": said}
+    assert same(engine.retrieve([wanted(contexts[0])]).retrieved[0], expected)
 
 
 def as_new(corpus: Corpus, rows: Any, ids: Any) -> NewPosts:
@@ -414,18 +406,7 @@ def test_a_change_needs_neither_compiler_nor_kernel_on_the_disk(
     shutil.rmtree(tmp_path / "kernels")
     monkeypatch.setenv("PATH", "")
     made.change(Change(NONE, as_new(corpus, [40], [900_001]), Mark()))
-    assert {type(segment.index) for segment in made._segments} == {NativeIndex}
     assert 900_001 in made.retrieve([wanted(contexts[0], len(corpus))]).retrieved[0].post_ids
-
-
-def test_an_engine_that_is_closed_has_closed_its_tower(
-    encoder: Encoder, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, closed = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=1)), list[bool]()
-    close = engine.tower.close
-    monkeypatch.setattr(engine.tower, "close", lambda: closed.append(True) or close())
-    engine.close()
-    assert closed == [True]
 
 
 def test_bits_without_posts_that_nobody_has_are_the_same_bits(corpus: Corpus) -> None:
@@ -434,45 +415,29 @@ def test_bits_without_posts_that_nobody_has_are_the_same_bits(corpus: Corpus) ->
     assert without(bits, corpus, corpus.post_ids[3:4])[0] == bits[0] & ~np.uint64(1 << 3)
 
 
-def test_what_an_operator_asks_for_reaches_the_tower_and_the_search(
-    encoder: Encoder, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    asked: list[Any] = []
-
-    def refuse(*given: Any, **options: Any) -> Any:
-        asked.append(options)
-        raise KernelUnavailable("not here")
-
-    for name in ("NativeTower", "NativeIndex"):
-        monkeypatch.setattr(f"model.retrieval.engine.{name}", refuse)
-    RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=3, vectors="avx2", kernel_directory=tmp_path))
-    both = {"threads": 3, "kernel_directory": tmp_path}
-    assert asked == [both | {"vectors": "avx2", "only_if_fast": True}, both | {"kind": "avx2", "library": None}]
-
-
-def test_a_search_that_differs_from_the_definition_is_seen_before_anybody_asks(
-    engine: RetrievalEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine, "_make_index", lambda some, threads: TorchIndex(some[::-1].copy()))
-    with pytest.raises(EngineError, match="differ from the definition's"):
-        engine.warm_up()
-
-
+@pytest.mark.parametrize("engine", ["native"], indirect=True)
 def test_a_change_that_no_index_can_be_made_for_changes_nothing(
-    engine: RetrievalEngine, corpus: Corpus, contexts: list[Context], monkeypatch: pytest.MonkeyPatch
+    engine: RetrievalEngine, corpus: Corpus, contexts: list[Context]
 ) -> None:
-    def fail(*arguments: Any) -> Any:
-        raise EngineError("there is not enough memory")
-
     engine.change(Change(NONE, as_new(corpus, [40, 41], [900_001, 900_002]), Mark()))
     before, state = engine.retrieve([wanted(contexts[0], 500)]).retrieved[0], (engine.posts, engine.changes)
-    change = Change(np.array([900_001], np.uint64), as_new(corpus, [42], [900_003]), Mark())
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "_make_index", fail)
-        with pytest.raises(EngineError):
-            engine.change(change)
+    posts = as_new(corpus, [42], [900_003])
+    gone = np.array([900_001], np.uint64)
+    with pytest.raises(ValueError, match="float32"):
+        engine.change(Change(gone, replace(posts, vectors=posts.vectors.astype(np.complex64)), Mark()))
     assert same(engine.retrieve([wanted(contexts[0], 500)]).retrieved[0], before)
     assert (engine.posts, engine.changes) == state
-    assert engine.change(change) == 1
+    assert engine.change(Change(gone, posts, Mark())) == 1
     after = engine.retrieve([wanted(contexts[0], 500)]).retrieved[0]
     assert {900_001, 900_002, 900_003} & {*after.post_ids.tolist()} == {900_002, 900_003}
+
+
+def test_what_is_closed_serves_nobody(encoder: Encoder, corpus: Corpus, contexts: list[Context]) -> None:
+    engine = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=1))
+    index = NativeIndex(corpus.vectors, threads=1)
+    for closed in (engine, engine, index, index):
+        closed.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.tower.encode(contexts[:1])
+    with pytest.raises(EngineError, match="closed"):
+        index.search([])

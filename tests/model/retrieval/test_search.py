@@ -7,6 +7,7 @@ import faulthandler
 import mmap
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,6 @@ from model.retrieval.search import Found, Index, TorchIndex, Wish, bits_of, mask
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
 from tests.goldens import GOLDEN
-from tests.zygote import zygote
 
 ROWS = np.ones((6, 4), np.float32)
 
@@ -350,7 +350,9 @@ print("done")
 
 def test_a_search_that_runs_out_of_memory_says_so_and_the_next_one_is_right() -> None:
     """In a process of its own: it may abort."""
-    ended = zygote.run([sys.executable, "-c", EVERYTHING_FAILS_ONCE], timeout=100)
+    environment = os.environ | {"PYTHONPATH": str(GOLDEN.parents[1])}
+    command = [sys.executable, "-c", EVERYTHING_FAILS_ONCE]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
     assert ended.stdout == "done\n", ended.stderr
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from model.batch import hash_rows
-from model.config import ConfigError, ModelConfig, RetrievalConfig
 from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
@@ -143,19 +142,6 @@ def test_the_order_of_the_history_matters(name: str, encoders: dict[str, Encoder
                      actions=context.actions[::-1].copy(), surfaces=context.surfaces[::-1].copy())  # fmt: skip
     before, after = tower.encode_users([context, turned])
     assert float((before - after).abs().max()) > 1000 * RETRIEVAL[torch.float32].elements
-
-
-@pytest.mark.parametrize("changes", [{"has_dwell": True}, {"has_post_age": True}, {"continuous_actions": 2},
-                                     {"context_attention": "bidirectional"}])  # fmt: skip
-def test_what_two_towers_cannot_have_is_refused(changes: dict[str, Any]) -> None:
-    plain = {"has_dwell": False, "has_post_age": False, "continuous_actions": 0}
-    values = random_config(**plain).to_dict()
-    config = RetrievalConfig.from_dict(values)
-    assert RetrievalConfig.from_dict(config.to_dict()) == config
-    with pytest.raises(ConfigError, match="a retrieval model has neither"):
-        RetrievalConfig.from_dict(values | changes)
-    with pytest.raises(ConfigError, match="unknown keys: linear_projection"):
-        ModelConfig.from_dict(config.to_dict())
 
 
 @pytest.mark.parametrize("name", ["phoenix-mini", "phoenix-right-anchored"])

@@ -254,7 +254,7 @@ def test_the_dwell_is_learned_by_the_output_of_that_name(
     log: Path, trained: tuple[Path, Examples, np.ndarray[Any, Any]], tmp_path: Path
 ) -> None:
     one = load_checkpoint(trained[0])
-    head = one.ranker.heads.continuous
+    head = one.ranker.heads.continuous.weight
     two = Ranker(replace(one.manifest.config, continuous_actions=2))
     two.load_state_dict(one.ranker.state_dict() | {"heads.continuous": torch.cat((-head, head), 1)})
     outputs = [ContinuousOutput("continuous_0", 1.0, ""), DWELL_TIME]
@@ -264,7 +264,7 @@ def test_the_dwell_is_learned_by_the_output_of_that_name(
     assert result.exit_code == 0, result.output
     after = load_checkpoint(tmp_path / "out")
     assert after.manifest.continuous == tuple(outputs)
-    moved = (after.ranker.heads.continuous - two.heads.continuous).abs().amax(0)
+    moved = (after.ranker.heads.continuous.weight - two.heads.continuous.weight).abs().amax(0)
     assert moved[0] == 0 < moved[1]
 
 
