@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,23 +43,3 @@ def test_the_page_names_what_is_logged_and_nothing_else() -> None:
 def test_a_field_that_is_left_out_is_seen() -> None:
     assert set(logged('log.error("lost", reason=reason, **more)')) == {("lost", "error", ("reason", "…"))}
     assert set(logged('log.info("a" if changed else "b", x=1)')) == {("a", "info", ("x",)), ("b", "info", ("x",))}
-
-
-SEVERAL = {
-    "cannot_listen": ["fronts/supervisor.py", "server/process.py", "server/process.py"],
-    "drain_timeout": ["fronts/supervisor.py", "server/process.py"],
-    "draining": ["fronts/supervisor.py", "server/process.py"],
-    "fatal": ["fronts/host.py", "fronts/supervisor.py", "server/process.py", "service/watchdog.py", "start.py"],
-    "fault": ["fronts/answers.py", "fronts/uplink.py", "http/observe.py", "server/cycle.py", "server/reader.py"],
-    "listening": ["server/process.py", "server/process.py"],
-    "stopped": ["fronts/host.py", "fronts/supervisor.py", "server/process.py"],
-}
-"""Events that are logged in more than one place, of which the page would miss none: the files below app, once for each place."""
-
-
-def test_what_several_places_log_each_of_them_logs() -> None:
-    found = defaultdict(list)
-    for file in sorted(path for path in (ROOT / "app").rglob("*.py") if "client" not in path.parts):
-        for event, _, _ in logged(file.read_text()):
-            found[event].append(str(file.relative_to(ROOT / "app")))
-    assert {event: places for event, places in found.items() if len(places) > 1} == SEVERAL

@@ -7,27 +7,22 @@ import os
 import pty
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import typer
 
-from app.command import OF_WEIGHTS, PROGRAM, cli, with_demo
+from app.cli import OF_WEIGHTS, PROGRAM, cli, with_demo
 from loadtest.servers.launch import ranking_server
-from model.retrieval.inputs import Mark
 from tests.e2e.process import DEMO, ROOT
 from tests.zygote import zygote
-from weights.checkpoint import load_manifest
 from weights.commands import checkpoints
-from weights.corpus.compaction import Compaction, load_changed
 
-COMMAND = (sys.executable, "-c", "from app.command import main; main()")
+COMMAND = (sys.executable, "-c", "from app.cli import main; main()")
 
 
 def told(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -58,7 +53,7 @@ def test_the_help_lists_what_the_commands_say_of_themselves_without_importing_th
         for name in typer.main.get_command(cli).list_commands(None)  # type: ignore[attr-defined]
         if not re.search(rf"^│ {name} ", listed.stdout, re.M)
     ] == []
-    code = "import sys; from app.command import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    code = "import sys; from app.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
     helped = subprocess.run(
         [sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
@@ -99,17 +94,6 @@ def test_info_tells_of_this_installation_and_of_a_checkpoint() -> None:
     assert json.loads(told("info", str(ROOT / "weights/demo-posts"), "--json").stdout)["posts"] > 1000
 
 
-def test_info_tells_of_a_corpus_that_was_compacted(tmp_path: Path) -> None:
-    place = tmp_path / "posts"
-    shutil.copytree(ROOT / "weights/demo-posts", place)
-    stored, log, _ = load_changed(place, load_manifest(ROOT / "weights/demo-towers"))
-    compaction = Compaction(place, stored.manifest, log)
-    written = compaction.write([(stored.corpus, np.arange(7))], Mark(3, "0" * 32))
-    compaction.commit(written.manifest, []).close()
-    log.close()
-    assert json.loads(told("info", str(place), "--json").stdout)["posts"] == 7
-
-
 def test_a_shell_completes_commands_and_options() -> None:
     variables = {"_PHOENIX_RANKER_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
     assert told(**variables, COMP_WORDS=f"{PROGRAM} co").stdout.split() == ["compare", "corpus"]
@@ -126,24 +110,20 @@ def read_until(terminal: int, wanted: str, seconds: float) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-@pytest.mark.parametrize("fronts", [0, 2])
-def test_at_a_terminal_a_few_lines_say_where_it_is_and_what_to_try(tmp_path: Path, fronts: int) -> None:
+def test_at_a_terminal_a_few_lines_say_where_it_is_and_what_to_try(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
-    command = [*COMMAND, "serve", "--port", "0", "--drain.delay-seconds", "0", "--fronts", str(fronts)]
+    command = [*COMMAND, "serve", "--port", "0", "--drain.delay-seconds", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
-    environment["RANKER_FRONTS"] = str(fronts)  # in our root, what forks this process has it fork its own
     with os.fdopen(theirs, "wb") as terminal:
         options = {"stdout": terminal, "stderr": terminal, "start_new_session": True}
-        server = zygote.start(command, cwd=ROOT if fronts else tmp_path, env=environment, **options)
+        server = zygote.start(command, cwd=tmp_path, env=environment, **options)
     try:
         said = read_until(ours, "Ctrl-C", 60)
-        said += read_until(ours, "as much again", 2) if fronts else ""  # of several fronts one speaks
         url = re.search(r"Phoenix ranking server: demo on (http://127\.0\.0\.1:\d+)", said)
         assert url, said
         assert re.search(rf"^  page  {url[1]}/explore\r$", said, re.M)
         assert re.search(rf"^  try   curl -s {url[1]}/rank .* -d @'{DEMO}/example\.json'\r$", said, re.M)
         assert said.count("Phoenix ranking server") == 1
-        assert "effective" not in said
         assert "max_candidates" not in said  # the settings' line is for logs
     finally:
         server.send_signal(signal.SIGTERM)
