@@ -11,7 +11,8 @@ from typing import Any
 import structlog
 
 from app.corpus.changes import CorpusLoader, LoadedCorpus
-from app.corpus.feed import MILESTONE, FeedReader, open_feed
+from app.corpus.feed import MILESTONE, FeedReader
+from app.corpus.stream import open_feed
 from app.engine.admission import Admission
 from app.engine.contexts import Contexts
 from app.engine.forecast import Clock
@@ -66,9 +67,7 @@ class Searches:
         self._is_loading = False
         self._changing = asyncio.Lock()  # held by a swap, too: no change may fall between a load and its installation
         self._changes: set[asyncio.Task[Any]] = set()  # under way
-        self._held: LoadedCorpus | None = (
-            None  # the last that served: it has the directory, though its engine may be lost
-        )
+        self._held: LoadedCorpus | None = None  # what served last: it has the directory, even if its engine is lost
         self._behind: LoadedCorpus | None = None  # its engine lacks a change that is on the disk
         self._tasks: set[asyncio.Task[Any]] = set()
 
