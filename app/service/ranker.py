@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from app.corpus.changes import CorpusLoader, corpus_loader
@@ -40,6 +41,9 @@ from model.inputs import Candidates, Context
 RETRY_AFTER_START_SECONDS, RETRY_AFTER_DOWN_SECONDS = 2.0, 5.0  # guesses: nobody knows how long it takes
 CROWDED_SECONDS = 0.1  # for this long after a refusal, check for room before reading a request
 TICK_SECONDS, TICKING_SECONDS = 0.02, 1.0  # between two looks while requests come, and how long after the last one
+
+
+log = structlog.get_logger("app.service.ranker")
 
 
 class LocalRanker:
@@ -145,7 +149,8 @@ class LocalRanker:
             await self.corpus.load()
         except Exception as error:
             self._load_error = error
-            self._fatal(f"The checkpoint could not be loaded: {error}")
+            log.error("not_loaded", reason=str(error))  # it may name a path, which a probe must not
+            self._fatal("The checkpoint or the corpus could not be loaded; the log says why.")
             return
         self.versions.install(worker)
         self._has_started = not self._is_draining
