@@ -19,7 +19,6 @@ import typer
 from app.cli import OF_WEIGHTS, PROGRAM, cli, with_demo
 from loadtest.machine import ROOT
 from loadtest.server import DEMO, serving
-from tests.e2e.process import DEMO, ROOT
 from weights.commands import checkpoints
 
 COMMAND = (sys.executable, "-c", "from app.cli import main; main()")
