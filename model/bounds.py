@@ -95,7 +95,7 @@ def _short(number: float) -> str:
     return text if len(text) <= 24 else f"{text[:20]}…"
 
 
-def arguments_of(cls: type, values: Any, where: str) -> dict[str, Any]:
+def fields_from_json(cls: type, values: Any, where: str) -> dict[str, Any]:
     """JSON values as arguments of a dataclass. Raises ConfigError for an unknown, missing or wrongly typed one."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where} must be an object")
