@@ -41,8 +41,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory, world: World) -> Path:
             continuous=continuous_outputs(ranker.config.continuous_actions, dwell_index=0),
         )  # fmt: skip
         with torch.no_grad():
-            ranker.heads.actions.mul_(
-                torch.rand(ranker.heads.actions.shape, generator=torch.Generator().manual_seed(5)) < 0.5
+            ranker.heads.actions.weight.mul_(
+                torch.rand(ranker.heads.actions.weight.shape, generator=torch.Generator().manual_seed(5)) < 0.5
             )
     write_log(out / "log.parquet", world.log)
     return out
