@@ -21,7 +21,6 @@ COMMANDS = {  # name: its function, and the panel of the help that lists it
     "retrieve": ("loadtest.bench.retrieve:measure", BENCH),
     "replicas": ("loadtest.soak.replicas:measure", BENCH),
     "offline": ("loadtest.bench.offline:measure", BENCH),
-    "train": ("loadtest.bench.offline:train", BENCH),
     "profile": ("loadtest.profile:measure", BENCH),
     "gpu": ("loadtest.__main__:gpu", BENCH),
     "bits": ("loadtest.bits:measure", SOAK),

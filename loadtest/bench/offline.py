@@ -1,4 +1,4 @@
-"""Offline work: scoring a log against the engine alone, its memory on a log ten times as large, the trainer against a bare loop."""
+"""Offline work: scoring a log against the engine alone, and its memory on a log ten times as large."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -17,21 +16,16 @@ import torch
 
 from loadtest.machine import DEMO, ROOT
 from loadtest.matrix import Row, publish
-from loadtest.timing import Figure, alternate, ratio
+from loadtest.timing import Figure, ratio
 from model.create import EngineOptions
 from weights.checkpoint import load_checkpoint
 from weights.scoring.job import PARTITION_ROWS, partition_of, score_log
 from weights.scoring.scorer import Scorer, batches
-from weights.training.examples import Examples, training_batch
 from weights.training.log import write_log
-from weights.training.run import reproducible, split
-from weights.training.settings import TrainSettings, demo_config
-from weights.training.trainer import Trainer
 from weights.world.settings import WorldSettings
 from weights.world.simulate import simulate
 
 PARTITIONS = 4
-STEPS, BATCH, IMPRESSIONS = 10, 32, 24  # of the trainer: steps per reading, requests per step, posts per request
 JOB = """
 import re, sys, time
 from pathlib import Path
@@ -123,38 +117,3 @@ def measure(rounds: int = 7, threads: int = 0, rows: int = 1_000_000) -> None:
     if rows:
         done.append(memory_row(rows))
     publish(done, {"torch": torch.__version__, "threads": threads})
-
-
-def trainer_row(users: int, rounds: int) -> Row:
-    """The trainer's impressions per second ÷ those of a loop that has the batches ready and only runs forward and backward."""
-    log = simulate(WorldSettings(users=users, new_users=0)).log
-    settings = TrainSettings(epochs=100)
-    examples = Examples(log, demo_config(len(log.action_names)))
-    trainer = Trainer(examples, *split(len(examples), 64), settings)
-    trainer.advance()
-    shares = {name: getattr(settings, name) for name in ("fresh_user_share", "fresh_post_share", "max_candidates")}
-    batches = [
-        training_batch(examples, trainer.train[step * BATCH :][:BATCH], np.random.default_rng(step), **shares)
-        for step in range(STEPS)
-    ]
-
-    def bare() -> None:
-        for batch, labels in batches:
-            trainer.optimizer.zero_grad()
-            trainer.plain(batch, labels).backward()
-
-    def trained() -> None:
-        for _ in range(STEPS):
-            trainer.advance()
-
-    with reproducible(settings.threads):
-        seconds = alternate({"trainer": trained, "bare": bare}, rounds)
-    sides = [Figure.of(values).scaled(1 / STEPS) for values in seconds.values()]
-    rates = " ÷ ".join(f"{BATCH * IMPRESSIONS / side.median:.0f}" for side in sides)
-    name = f"trainer ÷ bare loop, impressions a second ({rates})"
-    return Row.of(name, ratio(seconds["bare"], seconds["trainer"]), "", 0.75, at_least=True, sides=sides)
-
-
-def train(rounds: int = 7) -> None:
-    """The trainer against a bare training loop."""
-    publish([trainer_row(200, rounds)], {"torch": torch.__version__})
