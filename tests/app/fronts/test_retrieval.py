@@ -21,7 +21,7 @@ from app.settings import Settings
 from loadtest.soak.fake_engine import FakeEngine
 from model.inputs import Context
 from model.retrieval.inputs import Filters, PostChange, PostRows, Query
-from tests.app import retrieving
+from tests.support import corpora
 from tests.app.fakes import Gate, ended, until
 from tests.app.fronts.linked import Linked, linked
 from tests.app.serving import ask, chunk
@@ -45,7 +45,7 @@ def query(user: int, k: int = 20, **filters: Any) -> Query:
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> RetrievalLoader:
-    return retrieving.loader(tmp_path_factory.mktemp("retrieval"))
+    return corpora.loader(tmp_path_factory.mktemp("retrieval"))
 
 
 async def knows(front: RemoteService) -> None:
@@ -72,7 +72,7 @@ def told(answer: Found) -> list[Any]:
 
 
 ASKED = [
-    query(1), query(2, k=299), query(3, topics=("sport",)), query(4, topics=()), query(5, created_after=retrieving.NOW - 7200),
+    query(1), query(2, k=299), query(3, topics=("sport",)), query(4, topics=()), query(5, created_after=corpora.NOW - 7200),
     query(6, exclude=np.arange(1, 200, dtype=np.uint64)),
 ]  # fmt: skip
 
@@ -140,7 +140,7 @@ async def test_a_change_is_seen_by_the_next_search_of_every_front(load: Retrieva
             await knows(front)
         best = (await found(other, query(1, k=3))).posts.post_ids
         new = np.array([10**6], np.uint64)
-        rows = PostRows(new, new, np.array([retrieving.NOW]), ["art"])
+        rows = PostRows(new, new, np.array([corpora.NOW]), ["art"])
         changed = await one.retrieval.change(PostChange(best[:1].copy(), rows))
         assert (changed.posts, changed.changes, changed.deleted, changed.mark.sequence) == (299, 1, 1, 1)
         assert (await one.corpus()).mark == changed.mark
@@ -181,7 +181,7 @@ async def test_a_search_that_was_sent_before_a_swap_ends_on_what_it_began_with(
         front, retrieval = here.fronts[0], here.service.retrieval
         await knows(front)
         old, expected = front.retrieval.served, told(await found(front, query(1)))
-        await retrieval.swap(retrieving.loader(tmp_path, seed=5, version="v2"))
+        await retrieval.swap(corpora.loader(tmp_path, seed=5, version="v2"))
         assert front.retrieval.served is old, "the front has not heard of it"
         assert told(await found(front, query(1))) == expected
         await until(lambda: front.retrieval.served.corpus.version == "v2")
@@ -205,7 +205,7 @@ async def test_the_old_corpus_is_freed_when_a_front_that_knew_it_is_gone(load: R
         assert version.unfinished == 1, "kept for the front"
         front = next(iter(here.host._fronts.values()))
         front.link._transport.pause_reading()  # type: ignore[union-attr]  # it never says that it has left
-        await service.swap(retrieving.loader(tmp_path, seed=6, version="v3"))
+        await service.swap(corpora.loader(tmp_path, seed=6, version="v3"))
         here.host._look()
         assert version in service.versions.held
         here.cut()
@@ -219,7 +219,7 @@ async def test_what_retrieves_is_replaced_by_way_of_a_front(load: RetrievalLoade
 
         async def swapped(checkpoint: Path | None, corpus: Path | None) -> Any:
             asked.append((checkpoint, corpus))
-            return await here.service.retrieval.swap(retrieving.loader(tmp_path, seed=5, version="v2"))
+            return await here.service.retrieval.swap(corpora.loader(tmp_path, seed=5, version="v2"))
 
         here.host.reloads.resolve = Path  # type: ignore[method-assign, assignment]
         here.host.reloads.reload_retrieval = swapped  # type: ignore[method-assign, assignment]

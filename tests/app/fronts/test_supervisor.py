@@ -37,7 +37,7 @@ from loadtest.machine import ROOT
 from loadtest.servers.launch import HOST, Server, free_port, process, ranking_server
 from loadtest.soak.fronts import process_of
 from loadtest.soak.servers import FRONTED
-from tests.app import retrieving
+from tests.support import corpora
 from tests.app.fakes import until
 from tests.app.server.test_process import RUN, event, status
 from tests.e2e.process import DEMO
@@ -219,7 +219,7 @@ def test_an_engine_process_that_is_started_again_serves_what_was_loaded_last(tmp
     """By name, on the admin port: a reload that was answered is not undone. Nothing is left behind at the end."""
     temporary = Path(tempfile.mkdtemp())
     for version in ("v1", "v2"):
-        retrieving.written(tmp_path, version=version, actions=STANDARD_ACTIONS)
+        corpora.written(tmp_path, version=version, actions=STANDARD_ACTIONS)
     admin = free_port()
     settings: dict[str, Any] = {
         "checkpoint": DEMO, "fronts": 1, "threads": 1, "admin__port": admin, "admin__root": tmp_path,
