@@ -1,4 +1,4 @@
-"""`phoenix-ranker`: one command to serve, to make checkpoints and to load a server. What a part needs is imported when it runs."""
+"""`phoenix-ranker`: one command to serve a checkpoint and to make one. What a part needs is imported when it runs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
-
-if TYPE_CHECKING:
-    from loadtest.measure.runs import Run
 
 PROGRAM, DISTRIBUTION = "phoenix-ranker", "phoenix-ranking-server"
 ROOT = Path(__file__).parents[1]
@@ -26,10 +23,13 @@ DEMO = {
 OF_WEIGHTS = {
     "fetch": "Copy a checkpoint or a corpus from a path or a URL, checked.",
     "import": "Convert a published checkpoint.",
+    "verify": "Check every byte of a checkpoint.",
+    "inspect": "Describe a checkpoint.",
+    "relabel": "Change the names, version or score weights of a checkpoint.",
+    "log": "Say what a log of impressions holds, and what training would decide from it.",
     "train": "Train a checkpoint from a log of impressions.",
     "eval": "Evaluate a checkpoint on a test period.",
     "score": "Score every impression of a log as /rank would have.",
-    "explain": "Draw why a checkpoint ranks a request as it does.",
     "compare": "Compare two checkpoints on the requests of a log.",
     "corpus": "Make, check and describe the posts that retrieval searches.",
 }
@@ -53,7 +53,7 @@ cli = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Ranks a feed with the Grok transformer: serve a checkpoint, make one, load a server.",
+    help="Ranks a feed with the Grok transformer: serve a checkpoint, make one.",
     epilog="More about checkpoints: python -P -m weights --help",
 )
 
@@ -93,68 +93,6 @@ def with_demo(arguments: Sequence[str], environ: Any) -> list[str]:
         return given
     chosen = DEMO if not named else {"checkpoint": DEMO["checkpoint"]}
     return [*given, *(word for name, path in chosen.items() for word in (f"--{name}", str(path)))]
-
-
-@cli.command()
-def bench(
-    url: Annotated[str, typer.Argument(help="The server's address.")] = "http://127.0.0.1:8000",
-    rate: Annotated[float, typer.Option(min=0.1, max=1e5, help="Requests a second, whatever the server does.")] = 100.0,
-    seconds: Annotated[float, typer.Option(min=1, help="Length of the measured part.")] = 10.0,
-    warmup: Annotated[float, typer.Option(min=0, help="Seconds of traffic before it, not measured.")] = 2.0,
-    candidates: Annotated[int, typer.Option(min=0, help="Of each request; 0: as a feed would have them.")] = 0,
-    slo_ms: Annotated[float, typer.Option(help="Objective: milliseconds from the due time.")] = 50.0,
-) -> None:
-    """Load a running server at a fixed rate and print what it answered, and how fast."""
-    from loadtest.generate.traffic import TrafficSettings, fresh_seed
-    from loadtest.measure.figures import Slo
-    from loadtest.measure.runs import LoadRun, RunSettings
-    from loadtest.servers.target import Target, TargetError
-    from weights.commands.console import progress_bar
-
-    traffic = TrafficSettings(seed=fresh_seed())
-    traffic = traffic.with_fixed_candidates(candidates) if candidates else traffic
-    settings = RunSettings(rate, seconds, warmup, slo=Slo(slo_ms), traffic=traffic)
-    try:
-        with progress_bar() as bar:
-            told = iter(range(1, 1 << 30))
-            run = LoadRun(Target.parse(url), settings, lambda line: bar(line, next(told), round(warmup + seconds))).run(
-                seed=traffic.seed
-            )
-    except (TargetError, ValueError) as error:
-        print(f"{PROGRAM} bench: {error}", file=sys.stderr, flush=True)
-        raise typer.Exit(1) from error
-    _show(run)
-
-
-def _show(run: Run) -> None:
-    from rich.table import Table
-
-    from weights.commands.console import say, show
-
-    figures, generator = run.summary, run.meta["generator"]
-    if not sys.stdout.isatty():
-        import json
-
-        say(json.dumps({"summary": figures, "generator": generator}, sort_keys=True))
-        return
-    latency = figures["latency_ms"]
-    rows = {
-        "offered, requests/s": f"{figures['offered_rps']:.1f}",
-        "answered with 200, requests/s": f"{figures['answered_rps']:.1f}",
-        "within the objective": f"{figures['good_share']:.2%}",
-        "latency, ms": ", ".join(
-            f"{name} {latency[name]:.2f}" for name in ("p50", "p95", "p99", "max") if name in latency
-        ),
-        "other replies": ", ".join(f"{code}: {n}" for code, n in figures["statuses"].items() if code != "200")
-        or "none",
-        "without a reply": str(sum(figures["failures"].values())),
-    }
-    table = Table(show_header=False, title=f"{figures['requests']} requests in {figures['seconds']:.0f} s")
-    for name, value in rows.items():
-        table.add_row(name, value)
-    show(table)
-    if generator["is_bottleneck"]:
-        say("The load generator itself was late: these figures say more about it than about the server.")
 
 
 @cli.command()

@@ -89,7 +89,6 @@ def _application(
         title="Phoenix ranking server",
         version=version(operations.DISTRIBUTION),
         description=DESCRIPTION,
-        root_path=settings.root_path,
         openapi_url=None,  # with /docs in `pages`: FastAPI's page loads scripts from elsewhere
         redirect_slashes=False,  # a redirect would repeat the Host header, which anyone may forge
         exception_handlers={HTTPException: on_http_exception, RequestValidationError: on_invalid},
@@ -105,6 +104,7 @@ def _application(
         RequestMiddleware,
         metrics=ranker.metrics,
         bodies=state.bodies,
+        root_path=settings.root_path,
         success_sample=settings.logs.success_sample,
         tracer=tracer,
     )
@@ -125,6 +125,11 @@ def describe(app: FastAPI, settings: Settings) -> dict[str, Any]:
             title=app.title, version=app.version, description=app.description, routes=app.routes, servers=servers
         )
         document.setdefault("components", {}).setdefault("schemas", {}).update(schema.components())
+        for operation in (each for path in document["paths"].values() for each in path.values()):
+            if "HTTPValidationError" in str(operation["responses"].get("422")):
+                del operation["responses"]["422"]  # FastAPI's, of parameters: ours are texts, and our 422 is a problem
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{}, {"key": []}]
         app.openapi_schema = document

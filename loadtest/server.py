@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -106,11 +107,14 @@ def serving(
     port = settings.pop("port", None) or free_port()
     values: dict[str, Any] = {"drain__delay_seconds": 0, "logs__format": "json"} | settings
     values |= {"checkpoint": checkpoint, "port": port}
+    copy = tempfile.TemporaryDirectory()  # a corpus belongs to one process at a time
     if retrieval:
-        values = {"retrieval__checkpoint": TOWERS, "retrieval__corpus": POSTS} | values
+        shutil.copytree(POSTS, Path(copy.name) / "posts")
+        values = {"retrieval__checkpoint": TOWERS, "retrieval__corpus": Path(copy.name) / "posts"} | values
     chosen = {f"RANKER_{name.upper()}": str(value) for name, value in values.items()}
     environment = {"PYTHONPATH": str(ROOT)} | chosen | (env or {})
-    with running(command, environment, port=port, ready="/readyz" if wait_ready else "", cwd=cwd) as server:
+    ready = "/readyz" if wait_ready else ""
+    with copy, running(command, environment, port=port, ready=ready, cwd=cwd) as server:
         yield server
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Depends
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -30,15 +30,14 @@ MAX_BODY_BYTES = 4 * 2**20
 FULL_SECONDS, RETRY_SECONDS = 30.0, 5.0  # somebody has to look at a full disk
 
 router = APIRouter(tags=["admin"])
-Name = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
 class ReloadRequest(msgspec.Struct, forbid_unknown_fields=True):
     """What to serve from now on, by names below the root; what is not named is read again."""
 
-    checkpoint: Name | UnsetType = UNSET
-    retrieval: Name | UnsetType = UNSET
-    corpus: Name | UnsetType = UNSET
+    checkpoint: str | UnsetType = UNSET
+    retrieval: str | UnsetType = UNSET
+    corpus: str | UnsetType = UNSET
 
 
 RELOAD = msgspec.json.Decoder(ReloadRequest)
@@ -82,15 +81,16 @@ async def reload(request: Request, body: Body) -> Response:
     wanted = schema.decode(RELOAD, body or b"{}")
     names = [None if name is UNSET else name for name in (wanted.checkpoint, wanted.retrieval, wanted.corpus)]
     checkpoint, retrieval, corpus = names
-    if checkpoint and (retrieval or corpus):
+    is_of_corpus = retrieval is not None or corpus is not None
+    if checkpoint is not None and is_of_corpus:
         raise InvalidRequest("", WANTED)
     with _problems():
         try:
-            if retrieval or corpus:
+            if is_of_corpus:
                 return replies(await _reload_corpus(ranker, retrieval, corpus))
             return replies(await _reload_checkpoint(ranker, checkpoint))
         except CheckpointNotFound:
-            if any(names):
+            if names != [None, None, None]:
                 raise NotFound(NOT_BELOW_ROOT) from None
             raise ReloadRefused("The checkpoint that serves lies no longer below the configured root.") from None
 

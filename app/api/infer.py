@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from app import replies, schema, tensors
 from app.api.caller import CallerInfo, TensorCaller, cancelled_with
-from app.api.operations import DISTRIBUTION, NOT_NOW, check_ready
+from app.api.operations import DISTRIBUTION, NOT_NOW, Described, check_ready
 from app.api.rank import JSON, admitted, measured, note, timings_of
 from app.columns import Vocabulary
 from app.errors import InvalidRequest, ModelNotFound
@@ -31,49 +31,64 @@ NO_MODEL = NOT_NOW | schema.problems_of(ModelNotFound)
 router = APIRouter(prefix="/v2", tags=["open inference protocol"])
 
 
-class ServerMetadata(BaseModel):
+class ServerMetadata(Described):
     """What the server is."""
 
     name: str
+    """Name of the distribution."""
     version: str
+    """Version of the distribution."""
     extensions: list[str]
+    """Extensions of the protocol that are spoken."""
 
 
-class TensorMetadata(BaseModel):
+class TensorMetadata(Described):
     """One tensor; a size of -1 is the request's."""
 
     name: str
+    """Name of the tensor."""
     datatype: str
+    """The protocol's name of the type of its elements."""
     shape: list[int]
+    """Its sizes."""
 
 
-class ModelMetadata(BaseModel):
-    """What the model takes and gives. `parameters` name the columns of actions and of continuous outputs."""
+class ModelMetadata(Described):
+    """What the model takes and gives."""
 
     name: str
+    """Name of the checkpoint."""
     versions: list[str]
+    """The version that serves."""
     platform: str
+    """What computes."""
     inputs: list[TensorMetadata]
+    """Tensors that a request may hold."""
     outputs: list[TensorMetadata]
+    """Tensors that a reply may hold."""
     parameters: dict[str, str]
+    """Names of the columns of actions and of continuous outputs."""
 
 
-class Live(BaseModel):
+class Live(Described):
     """The process is alive."""
 
     live: bool
+    """True: a process that is not alive says nothing."""
 
 
-class Ready(BaseModel):
+class Ready(Described):
     """Requests may be sent here."""
 
     ready: bool
+    """True: else the reply is a problem."""
 
 
 class ModelReady(Ready):
     """Requests for this model may be sent here."""
 
     name: str
+    """Name of the checkpoint."""
 
 
 def _json(content: dict[str, Any]) -> Response:

@@ -58,6 +58,7 @@ class RequestMiddleware:
         *,
         metrics: Metrics,
         bodies: Bodies,
+        root_path: str = "",
         success_sample: float = 1.0,
         tracer: RequestTracer | None = None,
         draw: Callable[[], float] = random.random,
@@ -65,6 +66,7 @@ class RequestMiddleware:
         self.app = app
         self.metrics = metrics
         self.bodies = bodies
+        self.root_path = root_path
         self.success_sample = success_sample
         self.tracer = tracer
         self._draw = draw
@@ -79,6 +81,8 @@ class RequestMiddleware:
         exchange = _begin(scope)
         is_head = scope["method"] == "HEAD"
         scope = {**scope, "exchange": exchange, "method": "GET" if is_head else scope["method"]}
+        if self.root_path:
+            scope["root_path"] = self.root_path  # whether or not a proxy has taken it off the path
 
         async def reply(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -38,7 +38,9 @@ RANKED = schema.reply_of(RankReply, "The ranking.") | PROBLEMS
 router = APIRouter(tags=["ranking"])
 
 
-@router.post("/rank", openapi_extra=schema.body_of(RankRequest), response_class=Response, responses=RANKED)
+@router.post(
+    "/rank", operation_id="rank", openapi_extra=schema.body_of(RankRequest), response_class=Response, responses=RANKED
+)
 async def rank(request: Request, caller: Caller) -> Response:
     """Rank one user's candidates. Each is scored as if it were alone: its numbers depend on the user, the history and itself."""
     return await _rank(request, caller)
@@ -46,6 +48,7 @@ async def rank(request: Request, caller: Caller) -> Response:
 
 @router.post(
     "/rank/batch",
+    operation_id="rank_batch",
     openapi_extra=schema.body_of(BatchRequest),
     response_class=Response,
     responses=schema.reply_of(BatchReply, "One entry a request, in order.") | PROBLEMS,
@@ -68,7 +71,13 @@ async def rank_batch(request: Request, caller: Caller) -> Response:
     return Response(body if is_bare else b'{"results":%b}' % body, media_type=JSON, headers=fields)
 
 
-@router.post("/rank/{name}", openapi_extra=schema.body_of(RankRequest), response_class=Response, responses=RANKED)
+@router.post(
+    "/rank/{name}",
+    operation_id="rank_with",
+    openapi_extra=schema.body_of(RankRequest),
+    response_class=Response,
+    responses=RANKED,
+)
 async def rank_with(request: Request, caller: Caller, name: str) -> Response:
     """Rank with the checkpoint of this name, or name@version; 404 where another one serves."""
     return await _rank(request, caller, name)
@@ -76,6 +85,7 @@ async def rank_with(request: Request, caller: Caller, name: str) -> Response:
 
 @router.post(
     "/context",
+    operation_id="context",
     openapi_extra=schema.body_of(ContextRequest),
     response_class=Response,
     responses=schema.reply_of(ContextReply, "The handle of the context.") | PROBLEMS,
@@ -93,6 +103,7 @@ async def context(request: Request, caller: Caller) -> Response:
             viewer = columns.context_of(asked, vocabulary, model.manifest.config)
             request_id = None if asked.request_id is UNSET else asked.request_id
             note(state, exchange, viewer, request_id)
+        del asked  # as in `_rank`
         ranked = await cancelled_with(request, state.ranker.rank(job, viewer, NO_CANDIDATES))
     timings = timings_of(exchange, exchange.stages["parse"], ranked)
     with measured(exchange, "serialize"):
@@ -106,6 +117,7 @@ async def _rank(request: Request, caller: CallerInfo, name: str = "") -> Respons
     asked = _read(state, exchange, model, caller.body)
     with admitted(state, caller, model, **asked.sizes()) as job:
         work = _work(state, exchange, model, asked)
+        del asked  # its objects take several times the memory of the columns that wait
         ranked = await cancelled_with(request, state.ranker.rank(job, work.context, work.candidates))
     body = _reply(exchange, work, ranked, exchange.stages["parse"])
     return Response(body, media_type=JSON, headers=replies.headers_of(model, ranked, exchange))

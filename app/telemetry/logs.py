@@ -35,7 +35,7 @@ Event = MutableMapping[str, Any]
 class Lines(QueueHandler):
     """The standard handler, which never blocks: beyond `MOST_WAITING` lines, new ones are dropped. `on_drop` is called for each."""
 
-    queue: queue.SimpleQueue[logging.LogRecord]
+    queue: queue.Queue[logging.LogRecord]
     on_drop: Callable[[], None] = staticmethod(lambda: None)
 
     def enqueue(self, record: logging.LogRecord) -> None:
@@ -46,17 +46,19 @@ class Lines(QueueHandler):
             self.on_drop()
 
 
-class Writer(logging.Handler):
-    """Writes lines to a descriptor, several at once. Lines that it does not take are lost."""
+class Writer:
+    """What the listener hands lines to: it writes several at once to a descriptor. Lines that the descriptor does not take are lost.
+
+    No `logging.Handler`: those are flushed at exit, which would wait for a reader that has stalled.
+    """
 
     def __init__(self, descriptor: int = 2) -> None:
-        super().__init__()
         self.descriptor = descriptor
         self.gathered = b""
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def handle(self, record: logging.LogRecord) -> None:
         """Take a line; `flush` writes it."""
-        line = f"{self.format(record)}\n".encode(errors="backslashreplace")
+        line = f"{record.getMessage()}\n".encode(errors="backslashreplace")
         if len(self.gathered) + len(line) > BLOCK_BYTES:
             self.flush()
         self.gathered += line
@@ -83,15 +85,18 @@ class Listener(QueueListener):
         try:
             return super().dequeue(False)
         except queue.Empty:
+            if writer.gathered:
+                time.sleep(GATHER_SECONDS)
+        try:
+            return super().dequeue(False)
+        except queue.Empty:
             writer.flush()
-            found = super().dequeue(block)
-            time.sleep(GATHER_SECONDS)
-            return found
+            return super().dequeue(block)
 
 
-lines = Lines(queue.SimpleQueue())
+lines = Lines(queue.Queue())
 writer = Writer()
-listener = Listener(lines.queue, writer)
+listener = Listener(lines.queue, writer)  # type: ignore[arg-type]  # it only calls `handle`
 
 
 class Output:
@@ -156,7 +161,7 @@ def _listen() -> None:
 def drain() -> None:
     """Wait until all lines are written, for at most `DRAIN_SECONDS`."""
     end = time.monotonic() + DRAIN_SECONDS
-    while (lines.queue.qsize() or writer.gathered) and time.monotonic() < end:
+    while (lines.queue.unfinished_tasks or writer.gathered) and time.monotonic() < end:
         time.sleep(0.001)
 
 

@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import pytest
-
 from app.limits import Group
 from app.loop_lag import LoopLag
 

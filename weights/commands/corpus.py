@@ -139,13 +139,16 @@ def verify(
 @app.command()
 def snapshot(
     directory: Directory,
-    out: Annotated[Path, typer.Option(help="The copy, which must not exist.")],
+    out: Annotated[Path, typer.Option(help="Where to write it; nothing may be there.")],
 ) -> None:
-    """Copy a corpus with its changes, for a new replica to start from. A service may change the corpus meanwhile."""
+    """Write a corpus with its changes as a new one, for a new replica to start from. A service may change the corpus meanwhile."""
     with refusals():
-        manifest, change = write_snapshot(directory, out)
-    position = f"; it goes on behind {change.mark.position} in its feed" if change.mark.position else ""
-    say(f"{out} holds {manifest.name} {manifest.version} after {change.mark.sequence} changes{position}")
+        manifest = write_snapshot(directory, out)
+    mark = manifest.first_mark
+    position = f"; it goes on behind {mark.position} in its feed" if mark.position else ""
+    say(
+        f"{out} holds {manifest.name} {manifest.version}, {manifest.posts} posts, after {mark.sequence} changes{position}"
+    )
 
 
 @app.command()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+import msgspec
 import numpy as np
 
 from model.retrieval.inputs import NO_IDS, Change, Mark, NewPosts, PostChange, PostRows
@@ -30,7 +31,7 @@ from weights.format.manifest import MANIFEST_NAME, Manifest
 from weights.format.writer import sync
 
 FORM = 1  # of the tables
-BUSY_SECONDS = 10.0  # how long to wait while another process copies the file
+BUSY_SECONDS = 10.0  # how long to wait while another process reads the file
 TABLES = """
 CREATE TABLE posts (
     post_id INTEGER PRIMARY KEY, -- the 64 bits of the id, as a signed integer
@@ -201,7 +202,7 @@ def load_changed(
 ) -> tuple[StoredCorpus, Changes, Change]:
     """Load a corpus, lock its directory (see `Changes`) and read its changes as one. Raises CheckpointError."""
     stored = load_corpus(path, encoder)
-    refuse_old_log(path, stored.manifest)
+    _refuse_old_log(path, stored.manifest)
     changes = Changes(stored, may_change=may_change, before=before)
     try:
         return stored, changes, changes.read()
@@ -212,22 +213,11 @@ def load_changed(
 
 def read_changes(directory: Path, manifest: CorpusManifest) -> Change:
     """All changes as one, as `Changes.read`, without a lock: also beside the process that makes them. Raises CheckpointError."""
-    refuse_old_log(directory, manifest)
+    _refuse_old_log(directory, manifest)
     return _read(directory, manifest)
 
 
-def copy_changes(directory: Path, manifest: CorpusManifest, out: Path) -> None:
-    """Copy the changes of a corpus to another directory. Another process may be making some meanwhile. Raises CheckpointError."""
-    source, target = (changes_file(each, manifest) for each in (directory, out))
-    if source.exists():
-        try:
-            with closing(_connected(source, "rw")) as database, closing(_connected(target, "rwc")) as copy:
-                database.backup(copy)
-        except sqlite3.Error as error:
-            raise _not_written(error) from error
-
-
-def refuse_old_log(directory: Path, manifest: CorpusManifest) -> None:
+def _refuse_old_log(directory: Path, manifest: CorpusManifest) -> None:
     """Raises CheckpointError if the changes are still in a log that an earlier version wrote."""
     if old_changes_file(directory, manifest).exists():
         raise CheckpointError(
@@ -329,6 +319,7 @@ def _create(path: Path, manifest: CorpusManifest) -> None:
             state = State(manifest.digest, *manifest.first_mark, 0)
             database.executescript(f"{TABLES} PRAGMA user_version = {FORM}")
             database.execute(SAVE_STATE, (*state, _digest(state)))
+        Path(f"{path}-journal").unlink(missing_ok=True)  # of a file that somebody removed
         new.rename(path)
         sync(path.parent)
     finally:
@@ -345,10 +336,9 @@ def _connected(path: Path, mode: str) -> sqlite3.Connection:
 
 
 def _digest(values: Sequence[Any]) -> int:
-    """BLAKE2b of a row's values, as a signed 64-bit integer."""
-    said = repr([value for value in values if not isinstance(value, bytes)]).encode()
-    vectors = b"".join(value for value in values if isinstance(value, bytes))
-    return int.from_bytes(hashlib.blake2b(said + vectors, digest_size=8).digest(), "little", signed=True)
+    """BLAKE2b of a row's values and their types, as a signed 64-bit integer."""
+    digest = hashlib.blake2b(msgspec.msgpack.encode(values), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _found(path: Path) -> os.stat_result | None:

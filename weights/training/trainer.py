@@ -223,12 +223,11 @@ def forward_shared(
     Exact where the context is causal: no event changes an earlier one. The candidate stands as far behind its own newest event as
     it does when served alone; only a right-anchored model has the user's token a few places nearer.
     """
-    hidden, valid = ranker.embed(batch)
-    slots = batch.history_post_rows.shape[1]
-    mask = ranker.mask(1 + slots, valid)
-    mask[:, 1 + slots :, 1 : 1 + slots] &= torch.arange(slots, device=hidden.device) < seen[:, :, None]
+    hidden, mask, start = ranker.build_inputs(batch)
+    slots = start - 1
+    mask[:, start:, 1:start] &= torch.arange(slots, device=hidden.device) < seen[:, :, None]
     positions = batch.positions.clone()
     if ranker.config.right_anchored:
-        positions[:, 1 + slots :] -= seen.amax(1, keepdim=True) - seen
-    logits, continuous = ranker.heads(ranker.trunk(hidden.to(dtype), positions, mask)[:, 1 + slots :])
+        positions[:, start:] -= seen.amax(1, keepdim=True) - seen
+    logits, continuous = ranker.heads(ranker.trunk(hidden.to(dtype), positions, mask)[:, start:])
     return logits, continuous

@@ -18,7 +18,7 @@ import structlog
 from app.corpus.changes import CorpusLoader, LoadedCorpus, corpus_loader
 from app.corpus.posts import read_change
 from app.errors import CorpusNotLoaded, DeadlineExceeded, EngineDown, Overloaded
-from app.interface import Found, ReloadInProgress
+from app.interface import ReloadInProgress
 from app.settings import Queue, Settings
 from model.engine import EngineError
 from model.retrieval.inputs import Answers, Query
@@ -27,7 +27,9 @@ from tests.app.corpus.serving import begun, change, create, found, ids_of, posts
 from tests.support.fakes import FakeClock, Gate
 from tests.support.rankers import until
 from weights.checkpoint import load_manifest
-from weights.corpus.changes import load_changed
+from weights.corpus.changes import load_changed, read_changes
+from weights.corpus.snapshot import write_snapshot
+from weights.corpus.store import load_corpus_manifest
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 from weights.text_ids import IdKind
 
@@ -227,7 +229,7 @@ async def test_a_swap_changes_towers_and_corpus_between_two_searches(tmp_path: P
         await asyncio.sleep(0)
         assert not engines[0].closed.is_set()
         gate.opened.set()
-        ended: list[Found] = await asyncio.gather(first, waits, after, late)
+        ended = await asyncio.gather(first, waits, after, late)
         scores = [each.posts.scores.tobytes() for each in ended]
         assert scores[0] == scores[1] == scores[3] != scores[2], "which was still held"
         await asyncio.to_thread(engines[0].closed.wait, 5)
@@ -300,6 +302,40 @@ async def test_however_it_was_changed_a_restart_finds_the_same_posts_in_the_same
         assert await posts_of(again) == before
 
 
+@pytest.mark.parametrize("ids", ["uint64", "text"])
+async def test_a_snapshot_serves_what_the_corpus_serves(tmp_path: Path, ids: IdKind) -> None:
+    """Posts, order and bits; and the same changes lead from both to the same mark."""
+    texts = (
+        b'{"upsert": [{"post_id": "%d", "author_id": "b", "topic": "new"}, {"post_id": "post:3", "author_id": "c"}], '
+        b'"delete": ["post:1"]}'
+    )
+    numbers = (
+        b'{"upsert": [{"post_id": %d, "author_id": 2, "topic": "new"}, {"post_id": 3, "author_id": 7}], "delete": [1]}'
+    )
+    body = texts if ids == "text" else numbers
+    (tmp_path / "copy").mkdir()
+    retrieving.written(tmp_path, ids=ids)
+    async with running(settings_of(tmp_path)) as searches:
+        for number in (900, 901):
+            await searches.change(read_change(body % number, ids))
+        snapshot = await asyncio.to_thread(write_snapshot, tmp_path / "corpus-v1", tmp_path / "copy" / "corpus-v1")
+        assert snapshot.version == "v1+2"
+        shutil.copytree(tmp_path / "towers-v1", tmp_path / "copy" / "towers-v1")
+        async with running(settings_of(tmp_path / "copy")) as copy:
+            for further in (b"", body % 902):
+                if further:
+                    marks = [(await each.change(read_change(further, ids))).mark for each in (searches, copy)]
+                    assert marks[0] == marks[1]
+                ours, theirs = [(await found(each, query())).posts for each in (searches, copy)]
+                assert ours.post_ids.tolist() == theirs.post_ids.tolist()
+                assert ours.scores.tobytes() == theirs.scores.tobytes()
+                assert (ours.topics, ours.created_at.tolist(), ours.texts) == (
+                    theirs.topics,
+                    theirs.created_at.tolist(),
+                    theirs.texts,
+                )
+
+
 async def test_text_ids_are_changed_and_found(tmp_path: Path) -> None:
     corpora.written(tmp_path, ids="text")
     bodies = b'{"upsert": [{"post_id": "new", "author_id": "author:5"}], "delete": ["post:1"]}', b'{"delete": ["new"]}'
@@ -310,6 +346,19 @@ async def test_text_ids_are_changed_and_found(tmp_path: Path) -> None:
             texts = {post for post, _ in (await found(searches, query())).posts.texts}
             assert texts & {"new", "post:1"} == there
             assert len(texts) == 298 + len(there)
+
+
+async def test_changes_of_a_feed_are_made_once_together_and_only_behind_their_position(tmp_path: Path) -> None:
+    """Another corpus may have taken the place of the one that they were read for."""
+    async with running(settings_of(tmp_path, feed="redis://127.0.0.1:1/posts")) as searches:
+        state = await searches.follow([change([1], [900]), change([2], [901])], "", "5-0")
+        assert (state.posts, state.mark.sequence, state.mark.position) == (299, 2, "5-0")
+        for after in ("", "4-0"):
+            assert (await searches.follow([change([3], [])], after, "6-0")).mark == state.mark
+        assert (await searches.follow([], "5-0", "6-0")).mark == state.mark._replace(position="6-0"), (
+            "none that can be read"
+        )
+        assert {1, 2, 3, 900, 901} & await ids_of(searches) == {3, 900, 901}
 
 
 async def test_searches_go_on_while_new_posts_are_indexed(tmp_path: Path) -> None:
@@ -504,6 +553,21 @@ async def test_after_the_end_nobody_waits(tmp_path: Path) -> None:
             await searching
         assert refused.value.retry_after_seconds is not None
         gate.opened.set()
+
+
+async def test_a_change_that_outlasts_the_end_is_whole(tmp_path: Path) -> None:
+    settings, gate = settings_of(tmp_path), Gate()
+    load, _ = watched(settings, prepare=gate)
+    async with running(settings, load) as searches:
+        changing = asyncio.ensure_future(searches.change(change([1], [900])))
+        await reached(gate)
+        assert not await searches.stop(0.05)
+        assert not changing.done()
+        gate.opened.set()
+        with pytest.raises(EngineDown, match="is on the disk and not served yet"):
+            await changing
+    read = read_changes(tmp_path / "corpus-v1", load_corpus_manifest(tmp_path / "corpus-v1"))
+    assert (read.delete.tolist(), read.posts.post_ids.tolist()) == ([1], [900])
 
 
 async def test_the_directory_is_free_after_the_end(tmp_path: Path) -> None:

@@ -250,6 +250,26 @@ async def test_a_caller_that_goes_away_between_two_chunks_is_computed_no_further
         assert now.engine.chunks == [[4], [4]]
 
 
+async def test_a_caller_that_goes_away_after_its_batch_was_split_is_not_computed() -> None:
+    gate = Gate()
+
+    def together_or_held(items: Sequence[Item]) -> None:
+        if len(items) > 1:
+            raise MemoryError("planted")
+        gate(items)
+
+    engine = FakeEngine(before=together_or_held)
+    async with running(engine) as ranker:
+        first, second, third = [asyncio.create_task(rank(ranker, user)) for user in (1, 2, 3)]
+        await asyncio.to_thread(gate.entered.wait, 10)  # the first is tried by itself, and the others wait for that
+        second.cancel()
+        await asyncio.wait([second])
+        gate.opened.set()
+        assert is_right((await first).scores, 1)
+        assert is_right((await third).scores, 3)
+        assert engine.forwards == [[1], [3]]
+
+
 async def test_leaving_the_block_without_ranking_frees_the_place() -> None:
     """As a request does whose features are refused."""
     async with running() as ranker:
@@ -405,7 +425,6 @@ async def test_a_loop_that_cannot_keep_up_refuses_before_reading_and_recovers() 
 
         callers = [asyncio.create_task(caller(user)) for user in range(1, 200)]
         await until(lambda: figure(ranker, 'ranker_rejected_total{reason="loop_overrun"}') > 0)
-        assert figure(ranker, 'ranker_rejected_total{reason="queue_full"}') == 0
         stop.set()
         await asyncio.gather(*callers)
         assert min(waits) > 0

@@ -143,7 +143,6 @@ async def test_the_old_engine_is_freed_when_its_last_request_is_answered(root: P
         assert figure(ranker, 'ranker_context_cache_lookups_total{result="miss"}') == 5  # no count runs backwards
 
 
-@pytest.mark.usefixtures("no_collector")
 async def test_a_native_engine_that_was_replaced_goes_without_the_garbage_collector() -> None:
     settings = Settings(checkpoint=DEMO, device="cpu", backend="native")
     engines: list[weakref.ref[Any]] = []
@@ -166,7 +165,6 @@ async def test_a_native_engine_that_was_replaced_goes_without_the_garbage_collec
         await until(lambda: engines[0]() is None)
 
 
-@pytest.mark.usefixtures("no_collector")
 async def test_a_failed_load_leaves_nothing_of_its_engine(root: Path) -> None:
     made: list[weakref.ref[FakeEngine]] = []
 

@@ -22,7 +22,7 @@ from model.presets import with_preset
 from model.retrieval.corpus import KEPT_TOPICS, Corpus, without
 from model.retrieval.engine import RetrievalEngine, RetrievalOptions, TorchTower
 from model.retrieval.inputs import Change, Filters, Mark, NewPosts, Query, Retrieved
-from model.retrieval.search import Index, TorchIndex, bits_of
+from model.retrieval.search import TorchIndex, bits_of
 from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens

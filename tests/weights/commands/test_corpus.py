@@ -64,38 +64,50 @@ def change(corpus: Path, *delete: int) -> Mark:
     return kept.mark
 
 
-def test_what_was_changed_is_shown_verified_and_copied(towers: Path, tmp_path: Path) -> None:
-    corpus, copy = tmp_path / "corpus", tmp_path / "copies" / "corpus"
+def test_what_was_changed_is_shown_and_verified(towers: Path, tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
     assert run("corpus", "import", SOURCE / "corpus.npz", "--encoder", towers, "--out", corpus)[0] == 0
     posts = load_corpus(corpus).corpus.post_ids
-    mark = change(corpus, *posts[:3].tolist(), 123_456)
+    change(corpus, *posts[:3].tolist(), 123_456)
     code, said = run("corpus", "verify", corpus, "--encoder", towers)
     assert (code, "since then 0 were added or replaced and 3 deleted" in said) == (0, True), said
     assert "1764000000000-3" in run("corpus", "inspect", corpus)[1]
-    code, said = run("corpus", "snapshot", corpus, "--out", copy)
-    assert (code, "after 1 changes; it goes on behind 1764000000000-3 in its feed" in said) == (0, True), said
-    assert read_changes(copy, load_corpus_manifest(copy)).mark == mark
-    code, said = run("corpus", "snapshot", corpus, "--out", copy)
-    assert (code, "there is something already" in said) == (1, True), said
-    change(corpus, int(posts[5]))
-    assert read_changes(copy, load_corpus_manifest(copy)).mark == mark
-    assert run("corpus", "verify", copy, "--encoder", towers)[0] == 0
-    (file,) = copy.glob("changes-*.sqlite")
+    (file,) = corpus.glob("changes-*.sqlite")
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     for command in ("verify", "inspect"):
-        code, said = run("corpus", command, copy)
+        code, said = run("corpus", command, corpus)
         assert (code, "is damaged" in said) == (1, True), said
 
 
-def test_a_snapshot_of_a_corpus_that_is_served_and_changed_is_whole(towers: Path, tmp_path: Path) -> None:
+def test_a_snapshot_has_the_posts_and_goes_on_behind_the_changes(towers: Path, tmp_path: Path) -> None:
+    corpus, copy = tmp_path / "corpus", tmp_path / "copies" / "corpus"
+    assert run("corpus", "import", SOURCE / "corpus.npz", "--encoder", towers, "--out", corpus)[0] == 0
+    before = load_corpus(corpus).corpus
+    gone = before.post_ids[[3, 5]]
+    mark = change(corpus, *gone.tolist())
+    code, said = run("corpus", "snapshot", corpus, "--out", copy)
+    there = "posts, after 1 changes; it goes on behind 1764000000000-3 in its feed"
+    assert (code, there in said) == (0, True), said
+    after = load_corpus(copy).corpus
+    kept = ~before.hidden & ~np.isin(before.post_ids, gone)
+    for name in ("post_ids", "author_ids", "vectors"):
+        assert getattr(after, name).tobytes() == getattr(before, name)[kept].tobytes()
+    assert read_changes(copy, load_corpus_manifest(copy)).mark == mark
+    assert load_corpus_manifest(copy).version.endswith("+1")
+    assert run("corpus", "verify", copy, "--encoder", towers)[0] == 0
+    code, said = run("corpus", "snapshot", corpus, "--out", copy)
+    assert (code, "holds a checkpoint already" in said) == (1, True), said
+
+
+def test_a_snapshot_may_be_written_while_the_corpus_changes(towers: Path, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus"
     assert run("corpus", "import", SOURCE / "corpus.npz", "--encoder", towers, "--out", corpus)[0] == 0
-    _, kept, _ = load_changed(corpus, load_encoder(towers).manifest)
-    stop = threading.Event()
+    stored, kept, _ = load_changed(corpus, load_encoder(towers).manifest)
+    posts, stop = stored.corpus.post_ids[~stored.corpus.hidden], threading.Event()
 
     def changing() -> None:
-        while not stop.is_set():
-            asked = Change(np.array([kept.mark.sequence], np.uint64), no_posts(48), kept.mark)
+        while not stop.is_set() and kept.mark.sequence < len(posts) - 1:
+            asked = Change(posts[[kept.mark.sequence]], no_posts(48), kept.mark)
             kept.record([replace(asked, mark=mark_after(kept.mark, asked))])
 
     thread = threading.Thread(target=changing)
@@ -107,9 +119,11 @@ def test_a_snapshot_of_a_corpus_that_is_served_and_changed_is_whole(towers: Path
     finally:
         stop.set()
         thread.join()
-    marks = [read_changes(copy, load_corpus_manifest(copy)).mark for copy in sorted(tmp_path.glob("copy-*"))]
-    assert sorted(marks) == marks
-    assert 0 <= marks[0].sequence < marks[-1].sequence <= kept.mark.sequence
+    made = [load_corpus_manifest(copy) for copy in sorted(tmp_path.glob("copy-*"))]
+    assert all(manifest.posts + manifest.first_mark.sequence == len(posts) for manifest in made)
+    sequences = [manifest.first_mark.sequence for manifest in made]
+    assert sorted(sequences) == sequences
+    assert sequences[0] < sequences[-1] <= kept.mark.sequence
     kept.close()
 
 

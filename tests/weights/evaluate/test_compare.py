@@ -20,13 +20,8 @@ from tests.weights.call import run
 from tests.weights.training.small_run import small_config
 from weights.actions import continuous_outputs
 from weights.checkpoint import load_checkpoint, save_checkpoint
-<<<<<<< HEAD
-from weights.evaluate.compare import Comparison, compare, explorer_link, request_body
-from weights.training import initial
-=======
 from weights.evaluate.compare import Comparison, compare, explorer_link
 from weights.training.example import request_body
->>>>>>> train
 from weights.training.examples import Examples
 from weights.training.log import write_log
 from weights.world.simulate import World
@@ -46,8 +41,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory, world: World) -> Path:
             continuous=continuous_outputs(ranker.config.continuous_actions, dwell_index=0),
         )  # fmt: skip
         with torch.no_grad():
-            ranker.heads.actions.mul_(
-                torch.rand(ranker.heads.actions.shape, generator=torch.Generator().manual_seed(5)) < 0.5
+            ranker.heads.actions.weight.mul_(
+                torch.rand(ranker.heads.actions.weight.shape, generator=torch.Generator().manual_seed(5)) < 0.5
             )
     write_log(out / "log.parquet", world.log)
     return out
