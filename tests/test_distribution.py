@@ -41,7 +41,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_and_the_sdist_hold_what_serves_and_no_tests(built: Path) -> None:
     (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     assert re.fullmatch(rf"phoenix_ranking_server-.*-py3-none-manylinux_2_\d+_{platform.machine()}\.whl", wheel.name)
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if not DIST_INFO.match(name)}
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if not DIST_INFO.match(name) and name[-1] != "/"}
     with tarfile.open(sdist) as archive:
         sources = {name.partition("/")[2] for name in archive.getnames()}
     kernels = {name for name in names if name.endswith(".so")}

@@ -113,7 +113,9 @@ def test_tensors_name_a_context_too(client: httpx.Client) -> None:
     assert infer({"context": UNKNOWN}).status_code == 412
 
 
-@pytest.mark.parametrize(("path", "more"), [("/rank", REST), ("/retrieve", {}), ("/recommend", {}), ("/explain", EXPLAIN)])
+@pytest.mark.parametrize(
+    ("path", "more"), [("/rank", REST), ("/retrieve", {}), ("/recommend", {}), ("/explain", EXPLAIN)]
+)
 def test_a_handle_belongs_to_the_api_key_that_made_it(client: httpx.Client, path: str, more: Any) -> None:
     body = {**more, "context": handle_of(client)}
     other = client.post(path, json=body, headers={"X-API-Key": "other"})

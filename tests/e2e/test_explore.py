@@ -166,8 +166,7 @@ REFUSED: dict[str, str | Json] = {
     "no request": "{",
     "give each weight by its action": EXAMPLE | {"weights": "x-2026-09"},
     "give user_id and history in its place": EXAMPLE | {"context": "2f5ddb690f8f80243917d06266bae65e"},
-    "has bits beyond the 19 actions": EXAMPLE
-    | {"history": [{"post_id": "1", "author_id": "1", "actions": 2**19}]},
+    "has bits beyond the 19 actions": EXAMPLE | {"history": [{"post_id": "1", "author_id": "1", "actions": 2**19}]},
 }
 
 
@@ -217,7 +216,9 @@ def test_an_edit_is_told_in_a_sentence(tab: Explorer) -> None:
     tab.open().forget()
     told = tab.page.locator("#caption").inner_text()
     gained = tab.page.locator(".list li").first.locator(".delta").inner_text()
-    assert told.startswith(f"{gained}: removed the report of Kaja Moreau, and Kaja Moreau rises 6 places, from 7th to 1st")
+    assert told.startswith(
+        f"{gained}: removed the report of Kaja Moreau, and Kaja Moreau rises 6 places, from 7th to 1st"
+    )
     tab.open().settle(
         lambda: tab.page.locator('[data-weight="favorite"]').fill("1.0001") or tab.page.keyboard.press("Tab")
     )

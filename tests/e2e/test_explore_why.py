@@ -115,9 +115,7 @@ def test_why_above_the_next_is_the_difference_of_two_rows(why: Explorer) -> None
 def test_a_large_part_that_is_not_covered_is_said_where_it_is(tab: Explorer, explained: dict[str, Json]) -> None:
     tab.open()
     changes = {post: each["change"] for post, each in explained.items()}
-    shares = {
-        post: abs(each["not_covered"]["score"] / each["everything"]["score"]) for post, each in changes.items()
-    }
+    shares = {post: abs(each["not_covered"]["score"] / each["everything"]["score"]) for post, each in changes.items()}
     assert min(shares.values()) < 0.3 < max(shares.values()), "the example has both"
     for post, share in shares.items():
         tab.why(post)

@@ -12,21 +12,24 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
-from tests.zygote import zygote
 
 from app.cli import OF_WEIGHTS, PROGRAM, cli, with_demo
-from loadtest.server import serving
-from tests.e2e.process import DEMO, ROOT
+from loadtest.machine import ROOT
+from loadtest.server import DEMO, serving
 from weights.commands import checkpoints
 
+pytestmark = pytest.mark.slow
 COMMAND = (sys.executable, "-c", "from app.cli import main; main()")
 
 
 def told(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return zygote.run([*COMMAND, *words], **{"COLUMNS": "120", **variables})
+    """What a call of the command says, in a terminal of 120 columns."""
+    given = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"} | variables
+    return subprocess.run([*COMMAND, *words], cwd=ROOT, env=given, capture_output=True, text=True, timeout=100)
 
 
 def test_without_a_checkpoint_the_demo_and_its_posts_are_served() -> None:
@@ -133,3 +136,17 @@ def test_elsewhere_a_log_line_says_the_same() -> None:
         [page] = [line for line in server.log_lines if line["event"] == "page"]
         assert page["url"] == f"{server.url}/explore"
         assert page["try"].startswith(f"curl -s {server.url}/rank ")
+
+
+@pytest.mark.parametrize("names", [("model",), ("model", "weights")], ids=" and ".join)
+def test_somebody_elses_package_of_the_same_name_is_named_and_not_run(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        (tmp_path / f"{name}.py").write_text("print('it ran')\n")
+    options: dict[str, Any] = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+    options |= {"capture_output": True, "text": True, "timeout": 60}
+    ended = subprocess.run([sys.executable, "-m", "app"], **options)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert f"the package {names[0]} is not ours but {tmp_path}/{names[0]}.py" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    told = subprocess.run([sys.executable, "-P", "-m", "app", "--help"], **options)
+    assert (told.returncode, "it ran" in told.stdout) == (0, False)

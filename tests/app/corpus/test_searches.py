@@ -314,7 +314,7 @@ async def test_a_snapshot_serves_what_the_corpus_serves(tmp_path: Path, ids: IdK
     )
     body = texts if ids == "text" else numbers
     (tmp_path / "copy").mkdir()
-    retrieving.written(tmp_path, ids=ids)
+    corpora.written(tmp_path, ids=ids)
     async with running(settings_of(tmp_path)) as searches:
         for number in (900, 901):
             await searches.change(read_change(body % number, ids))
