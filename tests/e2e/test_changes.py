@@ -35,8 +35,8 @@ def ids(posts: list[dict[str, Any]]) -> set[str]:
 def test_what_was_acknowledged_is_seen_at_once_and_survives_a_kill(tmp_path: Path) -> None:
     towers, corpus = corpora.written(tmp_path, actions=STANDARD_ACTIONS)
     port, digest = free_port(), hashlib.sha256(TOKEN.encode()).hexdigest()
-    settings = {"threads": 1, "retrieval__checkpoint": towers, "retrieval__corpus": corpus, "admin__port": port,
-                "admin__token_sha256": digest, "logs__success_sample": 0}  # fmt: skip
+    settings: dict[str, Any] = {"threads": 1, "retrieval__checkpoint": towers, "retrieval__corpus": corpus, "admin__port": port,
+                                "admin__token_sha256": digest, "logs__success_sample": 0}  # fmt: skip
     gone: set[str] = set()  # acknowledged as deleted, never to come back
     stop, came_back = threading.Event(), list[str]()
     with serving(**settings) as server:

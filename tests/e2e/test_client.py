@@ -49,7 +49,8 @@ def ranker(server: Server) -> Any:
 
 def same(ranking: Ranking, reply: dict[str, Any]) -> bool:
     """Whether a ranking is this reply, bit for bit."""
-    return [asdict(row) for row in ranking.candidates] == reply["candidates"] and ranking.context == reply["context"]
+    rows = [asdict(row) for row in ranking.candidates]
+    return (rows, ranking.context) == (reply["candidates"], reply["context"])
 
 
 def test_rank_is_what_the_service_says(ranker: RankerClient, client: httpx.Client) -> None:
@@ -128,7 +129,7 @@ def test_one_async_client_says_the_same_in_several_event_loops(server: Server, c
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the client's sdist and wheel."""
     out = tmp_path_factory.mktemp("client")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", out, CLIENT]
+    command: list[str | Path] = [sys.executable, "-m", "build", "--no-isolation", "--outdir", out, CLIENT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
@@ -149,7 +150,17 @@ def test_the_example_of_its_readme_runs_where_nothing_of_the_server_is(
     """In an environment with the wheel and what it asks for alone."""
     venv.create(tmp_path, symlinks=True)
     python, (wheel,) = tmp_path / "bin/python", built.glob("*.whl")
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check", wheel]
+    pip: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        wheel,
+    ]
     done = subprocess.run(pip, capture_output=True, text=True, timeout=110)
     if done.returncode:
         pytest.skip(f"pip reaches no package index from here: {done.stderr[-200:]}")

@@ -11,10 +11,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import SecretStr
 
 from app.settings import Auth, Queue
 from tests.app.api.live import listening
@@ -87,7 +89,7 @@ def test_every_control_changes_the_ranking_as_the_api_says(tab: Explorer, client
     first = tab.open().shown()
     assert first == ranked(client, EXAMPLE)
     for control, (act, request) in CONTROLS.items():
-        tab.settle(lambda act=act: act(tab.page))
+        tab.settle(partial(act, tab.page))
         assert tab.shown() == ranked(client, request) != first, control
         tab.settle(lambda: tab.page.locator("#restart").click())
         assert tab.shown() == first, control
@@ -202,7 +204,7 @@ def test_undo_and_redo_by_buttons_and_keys(tab: Explorer, client: httpx.Client) 
     assert len({str(each) for each in (first, second, third)}) == 3
     keys = {"Control+z": second, "Control+Z": first, "Control+Shift+z": second, "Control+y": third}
     for key, expected in keys.items():
-        tab.settle(lambda key=key: tab.page.keyboard.press(key.replace("Z", "z")))
+        tab.settle(partial(tab.page.keyboard.press, key.replace("Z", "z")))
         assert tab.shown() == expected, key
     tab.settle(lambda: tab.page.locator("#undo").click())
     assert tab.shown() == second
@@ -329,7 +331,7 @@ def test_a_checkpoint_without_an_example_begins_with_its_own_weights(browser: An
 
 
 def test_behind_a_key_the_page_asks_for_it_and_keeps_it_out_of_its_address(browser: Any) -> None:
-    auth = Auth(keys={"me": hashlib.sha256(b"open sesame").hexdigest()})
+    auth = Auth(keys={"me": SecretStr(hashlib.sha256(b"open sesame").hexdigest())})
     with listening(auth=auth) as live, Explorer(browser, f"http://127.0.0.1:{live.port}") as tab:
         tab.page.goto(f"{tab.url}/explore")
         tab.page.locator("#key").fill("open sesame")

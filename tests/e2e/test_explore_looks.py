@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ def test_axe_finds_what_is_planted(tab: Explorer) -> None:
 def test_nothing_overlaps_is_cut_or_is_too_wide(browser: Any, server: Server) -> None:
     with Explorer(browser, server.url) as tab:
         tab.open()
-        for step in (lambda: None, lambda: tab.click("Compare"), tab.why):
+        steps: tuple[Callable[[], Any], ...] = (lambda: None, lambda: tab.click("Compare"), tab.why)
+        for step in steps:
             step()
             for width in (390, 820, 1440):
                 tab.page.set_viewport_size({"width": width, "height": 900})

@@ -32,10 +32,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module", params=[(name, mode) for name in goldens.NAMES for mode in OUTPUTS], ids="-".join)
-def golden(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterator[tuple[str, str, httpx.Client]]:
+def golden(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterator[tuple[str, str, Any]]:
     """Name, mode, and a client of the service: a process for one golden, the application in this process for the others."""
     name, mode = request.param
-    options = {"dtype": "float32", "candidate_positions": mode, "threads": 1}
+    options: dict[str, Any] = {"dtype": "float32", "candidate_positions": mode, "threads": 1}
     if name == "phoenix-mini":
         with serving(checkpoints[name], **options) as server:
             yield name, mode, httpx.Client(base_url=server.url, timeout=60)
@@ -73,7 +73,7 @@ def sigmoid(logits: Any) -> Any:
     return 1 / (1 + np.exp(-logits.astype(np.float64)))
 
 
-def test_rank_equals_the_published_pipeline(golden: tuple[str, str, httpx.Client]) -> None:
+def test_rank_equals_the_published_pipeline(golden: tuple[str, str, Any]) -> None:
     name, mode, client = golden
     expected = goldens.expected(name)
     for index, body in enumerate(goldens.requests(name)):

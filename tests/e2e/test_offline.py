@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import numpy as np
 import pytest
@@ -20,6 +22,14 @@ from weights.training.log import log_of
 from weights.world.simulate import simulate
 
 
+def exact(examples: Examples, index: int) -> dict[str, Any]:
+    """The body of a request of the log, with dwell times as the log has them, where examples for people round them."""
+    body, rows = request_body(examples, index), range(examples.oldest[index], examples.last[index])
+    for event, row in zip(body["history"], rows, strict=True):
+        event["dwell_time"] = float(examples.events.dwell_seconds[row])
+    return body | {"reply": "columns"}
+
+
 @pytest.mark.slow
 def test_offline_and_online_give_the_same_bits(client: httpx.Client) -> None:
     table = as_table(simulate(WORLD))
@@ -30,7 +40,7 @@ def test_offline_and_online_give_the_same_bits(client: httpx.Client) -> None:
     compared = 0
     for index in range(0, len(examples), 41):
         rows = examples.rows(index)
-        reply = client.post("/rank", json=request_body(examples, index) | {"reply": "columns"}).json()["candidates"]
+        reply = client.post("/rank", json=exact(examples, index)).json()["candidates"]
         probabilities, score = np.array(reply["probabilities"], np.float32), np.array(reply["score"])
         order = np.lexsort((score, np.array(reply["post_id"], np.uint64)))
         rows = rows[np.lexsort((offline["score"][rows], offline["post_id"][rows]))]  # one post may be shown twice

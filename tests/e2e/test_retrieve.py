@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -50,7 +51,7 @@ def test_pages_without_what_was_seen_go_through_the_whole_corpus(client: httpx.C
     seen: list[str] = []
     posts = client.get("/info").json()["retrieval"]["corpus"]["posts"]
     while len(seen) < posts:
-        page = said(client.post("/retrieve", json=users(1)[0] | {"k": 2000, "exclude": seen}))
+        page = said(client.post("/retrieve", json={"user_id": 1, "k": 1000, "exclude": seen}))
         assert page["posts"], "before the end no page is empty"
         seen += [post["post_id"] for post in page["posts"]]
     assert len(seen) == len(set(seen)) == posts
@@ -63,9 +64,9 @@ def test_replies_and_info_name_both_models(client: httpx.Client) -> None:
     assert reply.json()["models"] == {"ranker": info["model"], "retrieval": info["retrieval"]["model"]}
 
 
-def test_a_corpus_of_other_towers_ends_the_start(tmp_path: Any) -> None:
+def test_a_corpus_of_other_towers_ends_the_start(tmp_path: Path) -> None:
     _, corpus = corpora.written(tmp_path)
-    settings = {"threads": 1, "retrieval__checkpoint": TOWERS, "retrieval__corpus": corpus}
+    settings: dict[str, Any] = {"threads": 1, "retrieval__checkpoint": TOWERS, "retrieval__corpus": corpus}
     with serving(wait_ready=False, **settings) as server:
         assert server.wait(120) == 1
         assert "were made by towers v1" in server.log_text

@@ -60,7 +60,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     links = root / "towers", root / "posts"
     for link, place in zip(links, both["a"], strict=True):
         point(link, place)
-    settings = {"retrieval__checkpoint": links[0], "retrieval__corpus": links[1]}
+    settings: dict[str, Any] = {"retrieval__checkpoint": links[0], "retrieval__corpus": links[1]}
     with serving(threads=1, reload__watch_seconds=0.05, **settings) as server:
         yield Watched(root, server, both)
 

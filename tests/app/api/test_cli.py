@@ -115,8 +115,9 @@ def test_at_a_terminal_a_few_lines_say_where_it_is_and_what_to_try(tmp_path: Pat
     command = [*COMMAND, "serve", "--port", "0", "--drain.delay-seconds", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
     with os.fdopen(theirs, "wb") as terminal:
-        options = {"stdout": terminal, "stderr": terminal, "start_new_session": True}
-        server = subprocess.Popen(command, cwd=tmp_path, env=environment, **options)
+        server = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=terminal, stderr=terminal, start_new_session=True
+        )
     try:
         said = read_until(ours, "Ctrl-C", 60)
         url = re.search(r"Phoenix ranking server: demo on (http://127\.0\.0\.1:\d+)", said)
