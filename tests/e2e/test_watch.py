@@ -47,7 +47,8 @@ class Watched:
 
     def answers_as(self, version: str) -> bool:
         """Whether replies name this version, and are those of the first time that it served."""
-        found = [self.server.post("/retrieve", {"user_id": user, "k": 50}).json() for user in range(5)]
+        replies = [self.server.post("/retrieve", {"user_id": user, "k": 50}) for user in range(1, 6)]
+        found = [reply.raise_for_status().json() for reply in replies]
         assert {(each["model"]["version"], each["corpus"]["version"]) for each in found} == {(version, version)}
         posts = [each["posts"] for each in found]
         return bool(self.answers.setdefault(version, posts) == posts)
@@ -102,7 +103,9 @@ def test_after_a_new_checkpoint_requests_speak_its_words(tmp_path: Path) -> None
     shutil.copytree(DEMO, place)
     demo = load_checkpoint(DEMO)
     names = [f"action_{number}" for number in range(len(demo.manifest.action_names))]
-    save_checkpoint(fresh, demo.ranker, name="other", version="v2", action_names=names)
+    save_checkpoint(
+        fresh, demo.ranker, name="other", version="v2", action_names=names, continuous=demo.manifest.continuous
+    )
 
     def body(action: str) -> dict[str, Any]:
         return {**example(), "weights": {action: 1.0}, "history": []}
