@@ -23,7 +23,7 @@ from app.service.ranker import LocalRanker
 from app.settings import Auth, Logs, Settings, Tracing
 from app.telemetry import logs
 from app.telemetry.tracing import create_tracer
-from tests.app import retrieving
+from tests.support import corpora
 from tests.app.api.live import BODY, listening
 from tests.app.api.test_caller import play
 from tests.support import rankers
@@ -64,7 +64,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str], dict[str, Any]
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, LocalRanker]]:
     auth = Auth(keys={"feed": hashlib.sha256(KEY.encode()).hexdigest()})  # type: ignore[dict-item]
-    with served(auth=auth, retrieval=retrieving.setting(tmp_path_factory.mktemp("retrieval"))) as both:
+    with served(auth=auth, retrieval=corpora.setting(tmp_path_factory.mktemp("retrieval"))) as both:
         both[0].headers["x-api-key"] = KEY
         yield both
 
