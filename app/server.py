@@ -155,13 +155,13 @@ class Server(Port):
             log.info("draining", delay_seconds=self.settings.drain.delay_seconds)
 
     async def _stop_after_delay(self) -> None:
-        self.server_state.is_draining = True
+        self._end_connections()
         await asyncio.sleep(self.settings.drain.delay_seconds)
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting, answer every open request, stop the ranker."""
-        self.server_state.is_draining = True
+        self._end_connections()
         for server in self.servers:
             server.close()
         try:
@@ -179,6 +179,13 @@ class Server(Port):
             log.error("drain_timeout", connections=len(self.server_state.connections))
         await super().shutdown(sockets)
         log.info("stopped", exit_code=self.exit_code)
+
+    def _end_connections(self) -> None:
+        """From now on each reply ends its connection."""
+        self.server_state.is_draining = True
+        for connection in list(self.server_state.connections):
+            if connection.cycle is not None and not connection.cycle.response_complete:
+                connection.shutdown()
 
     async def _connections_end(self) -> None:
         while self.server_state.connections or self.server_state.tasks:

@@ -31,8 +31,6 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from app.corpus.address import FeedAddress
 
-from app.corpus.address import FeedAddress
-
 PREFIX = "RANKER_"
 MIB = 2**20
 ADMIN_HOST = "127.0.0.1"

@@ -11,7 +11,8 @@ from typing import Any
 import structlog
 
 from app.corpus.changes import CorpusLoader, LoadedCorpus
-from app.corpus.feed import MILESTONE, FeedReader, open_feed
+from app.corpus.feed import MILESTONE, FeedReader
+from app.corpus.stream import open_feed
 from app.engine.admission import Admission
 from app.engine.contexts import Contexts
 from app.engine.forecast import Clock
@@ -65,12 +66,10 @@ class Searches:
         self._contexts = contexts
         self._is_loading = False
         self._changing = asyncio.Lock()  # held by a swap, too: no change may fall between a load and its installation
-        self._changes: set[asyncio.Task[CorpusState]] = set()  # under way
-        self._held: LoadedCorpus | None = (
-            None  # the last that served: it has the directory, though its engine may be lost
-        )
+        self._changes: set[asyncio.Task[Any]] = set()  # under way
+        self._held: LoadedCorpus | None = None  # what served last: it has the directory, even if its engine is lost
         self._behind: LoadedCorpus | None = None  # its engine lacks a change that is on the disk
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def served(self) -> ServedCorpus:
@@ -155,7 +154,8 @@ class Searches:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 await self.places.idle.wait()
-                await asyncio.gather(*self._changes, *self._tasks, return_exceptions=True)
+                while under_way := self._changes | self._tasks:
+                    await asyncio.wait(under_way)
         finished = self.places.idle.is_set() and not self._changes
         self.fail_all(lambda: EngineDown("The process stops.", retry_after_seconds=RETRY_AFTER_SECONDS))
         if (
@@ -200,7 +200,7 @@ class Searches:
         task.add_done_callback(self._ended)
         return await asyncio.shield(task)
 
-    def _ended(self, task: asyncio.Task[CorpusState]) -> None:
+    def _ended(self, task: asyncio.Task[Any]) -> None:
         self._changes.discard(task)
         if not task.cancelled():
             task.exception()  # else asyncio logs it where the caller has gone

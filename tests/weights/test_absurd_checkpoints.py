@@ -148,7 +148,7 @@ def test_a_context_that_does_not_fit_is_refused_before_it_takes_memory(monkeypat
 
 def test_a_model_without_finite_scores_is_refused_at_the_warm_up() -> None:
     ranker = random_ranker(mini_config(0, (5, 6, 7)), 0)
-    ranker.heads.actions.fill_(3e38)
+    ranker.heads.actions.weight.fill_(3e38)
     engine = create_engine(ranker, EngineOptions(device="cpu", threads=1))
     with pytest.raises(EngineError, match="not finite numbers"):
         engine.warm_up()

@@ -319,6 +319,7 @@ def _create(path: Path, manifest: CorpusManifest) -> None:
             state = State(manifest.digest, *manifest.first_mark, 0)
             database.executescript(f"{TABLES} PRAGMA user_version = {FORM}")
             database.execute(SAVE_STATE, (*state, _digest(state)))
+        Path(f"{path}-journal").unlink(missing_ok=True)  # of a file that somebody removed
         new.rename(path)
         sync(path.parent)
     finally:

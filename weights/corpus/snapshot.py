@@ -16,7 +16,7 @@ from model.retrieval.corpus import ROWS_PER_STEP, Corpus, packed
 from model.retrieval.inputs import Change
 from weights.corpus.changes import read_changes
 from weights.corpus.manifest import TEXTS, VECTORS, CorpusManifest, corpus_tensors
-from weights.corpus.store import load_corpus
+from weights.corpus.store import load_corpus, load_corpus_manifest
 from weights.errors import CheckpointError
 from weights.format.manifest import MANIFEST_NAME
 from weights.format.writer import check_target, refused_writing, write_file, write_files, written_beside
@@ -30,6 +30,8 @@ def write_snapshot(directory: Path, out: Path) -> CorpusManifest:
     """
     stored = load_corpus(directory)
     change = read_changes(directory, stored.manifest)
+    if load_corpus_manifest(directory).digest != stored.manifest.digest:
+        raise CheckpointError(f"Corpus {directory} was replaced while it was read; try again.")
     corpus = stored.corpus
     gone = np.concatenate((change.delete, change.posts.post_ids))
     rows = np.flatnonzero(~corpus.hidden & ~np.isin(corpus.post_ids, gone))

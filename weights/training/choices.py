@@ -116,7 +116,9 @@ def plan(
     known = log if until is None else log.before(until)
     new = new_shares(known)
     weights, scored = propose_score_weights(known)
-    choices = (split, _hidden(known, new), _tables(known, new), _ages(known), _dwell(known), _passes(known), scored)
+    choices = (
+        split, _hidden(new), _tables(known, new), _ages(known), _dwell(known), _passes(known), *_constant(known), scored,
+    )  # fmt: skip
     values = {name: value for choice in choices for name, value in choice.values.items()} | dict(given or {})
     config = demo_config(len(log.action_names))
     values |= {f"{kind}_hashes": hashes(values[f"{kind}_rows"], salt) for kind, salt in SALTS.items()}
@@ -182,7 +184,7 @@ def new_shares(log: Log) -> dict[str, float]:
     return {kind: float(1 - np.isin(ids[cut:], ids[:cut]).mean()) for kind, ids in columns.items()}
 
 
-def _hidden(log: Log, new: Mapping[str, float]) -> Choice:
+def _hidden(new: Mapping[str, float]) -> Choice:
     bounds = {"user": (0.1, 0.5), "post": (0.02, 0.85), "author": (0.0, 0.5)}
     shares = {kind: round(float(np.clip(new[kind], *bounds[kind])), 2) for kind in bounds}
     seen = ", ".join(f"{1 - new[kind]:.0%} of {kind}s" for kind in ("post", "author", "user"))
@@ -244,6 +246,17 @@ def _passes(log: Log) -> Choice:
         f"{epochs:g} passes at most, fewer if validation stops improving",
         {"epochs": epochs, "shared_events": 16, "batch_contexts": 8},
     )
+
+
+def _constant(log: Log) -> list[Choice]:
+    """A warning of actions that are always or never taken, if there are any."""
+    shares = log.actions.mean(0)
+    found = {
+        "always taken": [name for name, share in zip(log.action_names, shares, strict=True) if share == 1],
+        "never taken": [name for name, share in zip(log.action_names, shares, strict=True) if share == 0],
+    }
+    told = ", ".join(f"{what}: {' and '.join(names)}" for what, names in found.items() if names)
+    return [Choice(f"{told} ({log.span})", "their probabilities say nothing")] if told else []
 
 
 def propose_score_weights(log: Log) -> tuple[dict[str, float], Choice]:

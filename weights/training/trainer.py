@@ -224,7 +224,8 @@ def forward_shared(
     it does when served alone; only a right-anchored model has the user's token a few places nearer.
     """
     hidden, mask, start = ranker.build_inputs(batch)
-    mask[:, start:, 1:start] &= torch.arange(start - 1, device=hidden.device) < seen[:, :, None]
+    slots = start - 1
+    mask[:, start:, 1:start] &= torch.arange(slots, device=hidden.device) < seen[:, :, None]
     positions = batch.positions.clone()
     if ranker.config.right_anchored:
         positions[:, start:] -= seen.amax(1, keepdim=True) - seen

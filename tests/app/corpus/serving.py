@@ -35,7 +35,8 @@ def settings_of(
     if not paths[1].exists():
         retrieving.written(root, version=version)
     retrieval = {"checkpoint": paths[0], "corpus": paths[1], "feed": feed, "feed_lag_seconds": lag}
-    return Settings(**{"retrieval": retrieval, "admin": ADMIN, "threads": 1} | groups)
+    options: dict[str, Any] = {"retrieval": retrieval, "admin": ADMIN, "threads": 1} | groups
+    return Settings(**options)
 
 
 def create(

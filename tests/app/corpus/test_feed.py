@@ -16,8 +16,9 @@ import pytest
 import structlog
 
 from app.corpus import feed as feeds
-from app.corpus.feed import Entry, FeedError, FeedReader, RedisStream, open_feed
+from app.corpus.feed import FeedReader
 from app.corpus.searches import Searches
+from app.corpus.stream import Entry, FeedError, RedisStream, open_feed
 from app.errors import ChangedByFeed, CorpusBehind
 from app.interface import CorpusState
 from app.settings import SettingsProblem

@@ -18,7 +18,7 @@ import structlog
 from app.corpus.changes import CorpusLoader, LoadedCorpus, corpus_loader
 from app.corpus.posts import read_change
 from app.errors import CorpusNotLoaded, DeadlineExceeded, EngineDown, Overloaded
-from app.interface import Found, ReloadInProgress
+from app.interface import ReloadInProgress
 from app.settings import Queue, Settings
 from model.engine import EngineError
 from model.retrieval.inputs import Answers, Query
@@ -27,8 +27,9 @@ from tests.app.corpus.serving import begun, change, create, found, ids_of, posts
 from tests.support.fakes import FakeClock, Gate
 from tests.support.rankers import until
 from weights.checkpoint import load_manifest
-from weights.corpus.changes import load_changed
+from weights.corpus.changes import load_changed, read_changes
 from weights.corpus.snapshot import write_snapshot
+from weights.corpus.store import load_corpus_manifest
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 from weights.text_ids import IdKind
 
@@ -228,7 +229,7 @@ async def test_a_swap_changes_towers_and_corpus_between_two_searches(tmp_path: P
         await asyncio.sleep(0)
         assert not engines[0].closed.is_set()
         gate.opened.set()
-        ended: list[Found] = await asyncio.gather(first, waits, after, late)
+        ended = await asyncio.gather(first, waits, after, late)
         scores = [each.posts.scores.tobytes() for each in ended]
         assert scores[0] == scores[1] == scores[3] != scores[2], "which was still held"
         await asyncio.to_thread(engines[0].closed.wait, 5)
@@ -552,6 +553,21 @@ async def test_after_the_end_nobody_waits(tmp_path: Path) -> None:
             await searching
         assert refused.value.retry_after_seconds is not None
         gate.opened.set()
+
+
+async def test_a_change_that_outlasts_the_end_is_whole(tmp_path: Path) -> None:
+    settings, gate = settings_of(tmp_path), Gate()
+    load, _ = watched(settings, prepare=gate)
+    async with running(settings, load) as searches:
+        changing = asyncio.ensure_future(searches.change(change([1], [900])))
+        await reached(gate)
+        assert not await searches.stop(0.05)
+        assert not changing.done()
+        gate.opened.set()
+        with pytest.raises(EngineDown, match="is on the disk and not served yet"):
+            await changing
+    read = read_changes(tmp_path / "corpus-v1", load_corpus_manifest(tmp_path / "corpus-v1"))
+    assert (read.delete.tolist(), read.posts.post_ids.tolist()) == ([1], [900])
 
 
 async def test_the_directory_is_free_after_the_end(tmp_path: Path) -> None:

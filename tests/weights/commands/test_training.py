@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,10 @@ pytest.importorskip("pyarrow")
 
 import pyarrow.parquet as pq
 import torch
-from starlette.testclient import TestClient
-
 from app.assembly import build_app
+from starlette.testclient import TestClient
+from tests.zygote import zygote
+
 from app.settings import Settings
 from model.config import TRUNK_OPTIONS
 from model.create import EngineOptions, create_engine
@@ -29,17 +28,19 @@ from model.presets import PRESETS, with_preset
 from model.ranker import Ranker
 from tests.weights.call import call
 from tests.weights.training.small_run import TRAINING, small_config
-from tests.zygote import zygote
 from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import load_checkpoint, save_checkpoint
+from weights.commands.training import given_values, time_of
+from weights.errors import CheckpointError
 from weights.evaluate.predict import predict
 from weights.format.manifest import ContinuousOutput
 from weights.training.examples import Examples
 from weights.training.run import train
+from weights.training.settings import settings_table
 from weights.world.simulate import World
 
 WORLD_SETTINGS = ["users=40", "new_users=4", "authors=24", "days=10", "test_days=2", "slots=12"]
-RUN_SETTINGS = ["epochs=0.2", "batch_requests=16", "evaluate_every=5", "validation_requests=10"]
+RUN_SETTINGS = ["epochs=0.2", "batch_contexts=16", "evaluate_every=5", "validation_requests=10"]
 TOLERANCE = 2e-5  # fp32, other order of sums
 
 
@@ -50,7 +51,7 @@ def settings(values: list[str]) -> list[str]:
 @pytest.fixture(scope="module")
 def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Examples, np.ndarray[Any, Any]]:
     """A checkpoint, the examples and the trainer's own probabilities of the last five requests."""
-    ranker = train(world.log, small_config(), replace(TRAINING, init="unit", learning_rate=0.03, epochs=1))
+    ranker = train(world.log, small_config(), replace(TRAINING, learning_rate=0.03, epochs=1), dwell_output=0)
     examples = Examples(world.log, small_config())
     requests = np.arange(len(examples) - 5, len(examples))
     path = tmp_path_factory.mktemp("trained") / "checkpoint"
@@ -70,7 +71,7 @@ def test_the_engine_of_the_saved_checkpoint_gives_the_trainers_scores(
     engine.warm_up()
     scores = []
     for index in range(len(examples) - 5, len(examples)):
-        item = Item(examples.context(index), examples.candidates(index, examples.rows(index)))
+        item = Item(examples.context(index), examples.candidates(examples.rows(index)))
         scores.append(engine.forward([item])[0].scores.probabilities)
     engine.close()
     assert np.abs(np.concatenate(scores) - expected).max() < TOLERANCE
@@ -115,36 +116,90 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "log.parquet"
 
 
-@pytest.fixture(autouse=True)
-def reports_have_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the calibration, which takes longer to draw than all the rest."""
-    monkeypatch.setattr("weights.evaluate.report.plot_reliability", lambda _: b"")
-
-
-@pytest.fixture(scope="module")
-def report(log: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], str]:
-    """The report of a checkpoint, written once."""
-    out = tmp_path_factory.mktemp("report") / "report"
-
-    @functools.cache
-    def written(checkpoint: Path) -> str:
-        options = ("--world", log.parent, "--out", out, "--ablation-requests", 10)
-        evaluated = call("eval", "--checkpoint", checkpoint, *options)
-        assert evaluated.exit_code == 0, evaluated.output
-        return (out / "report.md").read_text()
-
-    return written
-
-
-def test_world_train_and_eval_from_the_command_line(log: Path, tmp_path: Path) -> None:
-    test_ts = json.loads((log.parent / "world.json").read_text())["test_ts"]
-    options = ("--until", test_ts, "--config", log.parent / "config.json", *settings(RUN_SETTINGS))
+def test_world_log_train_eval_and_example_from_the_command_line(log: Path, tmp_path: Path) -> None:
+    looked = call("log", log)
+    assert looked.exit_code == 0, looked.output
+    names = json.dumps({"users": {}, "authors": {}, "posts": {}})
+    (tmp_path / "names.json").write_text(names)
+    options = ("--config", log.parent / "config.json", *settings(RUN_SETTINGS))
     trained = call("train", "--log", log, "--out", tmp_path / "a", *options)
     assert trained.exit_code == 0, trained.output
-    options = ("--world", log.parent, "--out", tmp_path / "report", "--ablation-requests", 10)
-    result = call("eval", "--checkpoint", tmp_path / "a", *options)
+    assert looked.stdout.splitlines()[0] == trained.stdout.splitlines()[0]
+    manifest = json.loads(call("inspect", tmp_path / "a", "--json").stdout)
+    assert manifest["training"]["choices"], "the manifest says how it was trained"
+    assert manifest["architecture"]["width"] == small_config().width
+    assert manifest["score_weights"] == default_score_weights(manifest["action_names"])
+    result = call(
+        "eval", "--checkpoint", tmp_path / "a", "--log", log, "--out", tmp_path / "r", "--ablation-requests", 5
+    )
     assert result.exit_code == 0, result.output
-    assert 0 < json.loads(result.output.splitlines()[-1])["way_to_optimum"]["popularity"] < 1
+    assert result.stdout.splitlines()[0].startswith("The model LOSES to "), "it has hardly been trained"
+    assert f"--since {manifest['training']['until_ts']} " in (tmp_path / "r/report.md").read_text()
+    made = call("example", tmp_path / "a", "--log", log, "--names", tmp_path / "names.json")
+    assert made.exit_code == 0, made.output
+    assert call("verify", tmp_path / "a").exit_code == 0
+
+
+def test_a_world_is_evaluated_against_its_optimum(
+    log: Path, trained: tuple[Path, Examples, np.ndarray[Any, Any]], tmp_path: Path
+) -> None:
+    options = ("--world", log.parent, "--out", tmp_path / "report", "--ablation-requests", 5)
+    result = call("eval", "--checkpoint", trained[0], *options)
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "report/figures.json").read_text())
+    assert 0 < figures["way_to_optimum"]["true affinity"] < 1
+
+
+def test_settings_are_listed_and_all_of_them_can_be_given(log: Path) -> None:
+    listed = call("train", "--settings")
+    assert listed.exit_code == 0
+    for name, default, meaning in settings_table():
+        assert name in listed.stdout
+        assert meaning.split(",")[0].split(":")[0][:20] in listed.stdout
+        assert given_values([f"{name}={default}"]) == {name: default}
+    looked = call("log", log, *settings(["epochs=1.5", "history_length=31", "has_post_age=false", "post_rows=4096"]))
+    assert looked.stdout.splitlines()[-1] == "given: epochs=1.5, history_length=31, has_post_age=False, post_rows=4096"
+
+
+def test_some_fields_of_the_architecture_are_enough(log: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architecture": {"width": 32, "post_hashes": {"vocab_size": 99}}}')
+    options = ("--config", tmp_path / "config.json", "--out", tmp_path / "out")
+    trained = call("train", "--log", log, *options, *settings(["epochs=0.02", "validation_requests=4"]))
+    assert trained.exit_code == 0, trained.output
+    config = load_checkpoint(tmp_path / "out").manifest.config
+    assert (config.width, config.post_hashes.vocab_size, config.layers, config.post_hashes.count) == (32, 99, 2, 2)
+
+
+def test_score_weights_are_proposed_given_or_asked_for(log: Path, tmp_path: Path) -> None:
+    table = pq.read_table(log)
+    kept = [name for name in table.column_names if not name.startswith("action.")]
+    flags = {"action.zapped": table["action.click"], "action.zoomed": table["action.favorite"]}
+    for name, flag in flags.items():
+        table = table.append_column(name, flag)
+    pq.write_table(table.select([*kept, *flags]), tmp_path / "log.parquet")
+    few = settings(["epochs=0.02", "validation_requests=4", "width=16"])
+    options = ("--log", tmp_path / "log.parquet", "--out", tmp_path / "out", *few)
+    asked = call("train", *options)
+    assert asked.exit_code == 1
+    assert asked.stderr.strip() == (
+        "The score would be 0 for every post: say what it is for, such as --score-weights zapped=1."
+    )
+    assert "score: undecided" in call("log", tmp_path / "log.parquet").stdout
+    assert call("train", *options, "--score-weights", "zapped=0").exit_code == 1
+    given = call("train", *options, "--score-weights", "zoomed=2,zapped=-0.5")
+    assert given.exit_code == 0, given.output
+    assert load_checkpoint(tmp_path / "out").manifest.score_weights == {"zoomed": 2.0, "zapped": -0.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("1998-03-05", 889_056_000), ("1782345600", 1_782_345_600), ("soon", None), ("12345", None)]
+)
+def test_a_time_is_a_day_or_unix_seconds(text: str, seconds: int | None) -> None:
+    if seconds is None:
+        with pytest.raises(CheckpointError, match="neither a day such as 1998-03-05 nor Unix seconds"):
+            time_of(text)
+    else:
+        assert time_of(text) == seconds
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -195,50 +250,22 @@ def test_training_goes_on_from_a_checkpoint(
     assert "--start brings its architecture along" in refused.stderr
 
 
-def test_the_dwell_is_the_output_of_that_name_as_in_a_published_checkpoint(
-    log: Path, trained: tuple[Path, Examples, np.ndarray[Any, Any]], report: Callable[[Path], str], tmp_path: Path
+def test_the_dwell_is_learned_by_the_output_of_that_name(
+    log: Path, trained: tuple[Path, Examples, np.ndarray[Any, Any]], tmp_path: Path
 ) -> None:
     one = load_checkpoint(trained[0])
-    head = one.ranker.heads.continuous
+    head = one.ranker.heads.continuous.weight
     two = Ranker(replace(one.manifest.config, continuous_actions=2))
     two.load_state_dict(one.ranker.state_dict() | {"heads.continuous": torch.cat((-head, head), 1)})
     outputs = [ContinuousOutput("continuous_0", 1.0, ""), DWELL_TIME]
     save_checkpoint(tmp_path / "two", two, name="t", action_names=one.manifest.action_names, continuous=outputs)
-    pages = [report(checkpoint) for checkpoint in (trained[0], tmp_path / "two")]
-    sentences = [page[page.index("Root mean squared error of the dwell") :].splitlines()[0] for page in pages]
-    assert sentences[0] == sentences[1]
     arguments = ("train", "--log", log, "--out", tmp_path / "out", "--start", tmp_path / "two")
     result = call(*arguments, *settings([*RUN_SETTINGS[1:], "epochs=0.05", "weight_decay=0"]))
     assert result.exit_code == 0, result.output
     after = load_checkpoint(tmp_path / "out")
     assert after.manifest.continuous == tuple(outputs)
-    moved = (after.ranker.heads.continuous - two.heads.continuous).abs().amax(0)
+    moved = (after.ranker.heads.continuous.weight - two.heads.continuous.weight).abs().amax(0)
     assert moved[0] == 0 < moved[1]
-
-
-def test_the_optimum_is_that_of_the_checkpoints_actions(
-    trained: tuple[Path, Examples, np.ndarray[Any, Any]], report: Callable[[Path], str], tmp_path: Path
-) -> None:
-    """Which are fewer here, in another order."""
-    one = load_checkpoint(trained[0])
-    places, before = [*range(len(one.manifest.action_names))][::-2], one.ranker.state_dict()
-    other = Ranker(replace(one.manifest.config, actions=len(places)))
-    moved = {
-        "heads.actions": before["heads.actions"][:, places],
-        "tokens.action_projection": before["tokens.action_projection"][places],
-    }
-    other.load_state_dict(before | moved)
-    mine = [one.manifest.action_names[place] for place in places]
-    save_checkpoint(
-        tmp_path / "other", other, name="t", action_names=mine, continuous=[DWELL_TIME], score_weights={mine[0]: 1}
-    )
-    rows = (
-        [line.split(" | ") for line in report(checkpoint).splitlines()]
-        for checkpoint in (trained[0], tmp_path / "other")
-    )
-    every, found = ({row[0]: row[5] for row in page if len(row) == 10} for page in rows)
-    assert {name: auc for name, auc in every.items() if name in found} == found
-    assert len(found) == 1 + len(mine) > 2
 
 
 @pytest.mark.parametrize("odd", ["name", "action", "place"])
@@ -262,12 +289,11 @@ def test_what_no_checkpoint_may_say_is_refused_before_the_training(odd: str, log
     [
         (["train", "--log", "absent.parquet", "--out", "x"], "cannot be read as Parquet"),
         (["train", "--log", "a", "--out", "x", "--resume"], "needs --state"),
-        (["train", "--log", "a", "--out", "x", "--set", "init=stuck"], "init must be upstream or unit"),
-        (["train", "--log", "a", "--out", "x", "--set", "device=tpu"], "device must be cpu or cuda"),
-        (["train", "--log", "a", "--out", "x", "--set", "dtype=float16"], "dtype must be float32 or bfloat16"),
+        (["train", "--log", "a", "--out", "x", "--start", "b", "--preset", "gemma"], "--start brings its architecture"),
+        (["log", "absent.parquet"], "cannot be read as Parquet"),
         (["world", "--out", "x", "--set", "sheep=3"], "no setting 'sheep'"),
         (["world", "--out", "x", "--set", "users=many"], "must be of type int"),
-        (["eval", "--checkpoint", "x", "--out", "y"], "either --world, or --log with --since"),
+        (["eval", "--checkpoint", "x", "--out", "y"], "either --log or --world"),
     ],
 )
 def test_what_cannot_work_is_one_sentence_and_exit_code_1(
@@ -283,3 +309,20 @@ def test_what_cannot_work_is_one_sentence_and_exit_code_1(
 def test_serving_and_verifying_need_none_of_the_training_libraries() -> None:
     code = "import sys, weights.commands.checkpoints; print(sorted({'pyarrow', 'sklearn', 'matplotlib'} & set(sys.modules)))"
     assert zygote.run([sys.executable, "-c", code]).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("assignment", "reason"),
+    [
+        ("device=tpu", "device must be cpu or cuda"),
+        ("dtype=float16", "dtype must be float32 or bfloat16"),
+        ("history_length=0", "history_length must be positive"),
+        ("sheep=3", "no setting 'sheep'"),
+        ("has_post_age=perhaps", "must be of type bool"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_one_sentence(assignment: str, reason: str, log: Path, tmp_path: Path) -> None:
+    result = call("train", "--log", log, "--out", tmp_path / "x", "--set", assignment)
+    assert result.exit_code == 1
+    assert reason in result.stderr
+    assert len(result.stderr.splitlines()) == 1

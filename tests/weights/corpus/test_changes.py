@@ -345,7 +345,8 @@ def test_a_corpus_that_was_replaced_takes_no_change(corpus: Path, tmp_path: Path
     check(tmp_path / "old", made[:1])
     other, read = opened(corpus, before=changes)
     assert read.mark == made[0].mark
-    other.close(), changes.close()
+    other.close()
+    changes.close()
 
 
 def test_what_belongs_to_another_corpus_is_refused(corpus: Path, tmp_path: Path) -> None:

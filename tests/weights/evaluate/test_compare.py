@@ -20,13 +20,8 @@ from tests.weights.call import run
 from tests.weights.training.small_run import small_config
 from weights.actions import continuous_outputs
 from weights.checkpoint import load_checkpoint, save_checkpoint
-<<<<<<< HEAD
-from weights.evaluate.compare import Comparison, compare, explorer_link, request_body
-from weights.training import initial
-=======
 from weights.evaluate.compare import Comparison, compare, explorer_link
 from weights.training.example import request_body
->>>>>>> train
 from weights.training.examples import Examples
 from weights.training.log import write_log
 from weights.world.simulate import World

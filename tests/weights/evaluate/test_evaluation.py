@@ -16,21 +16,12 @@ pytest.importorskip("matplotlib")
 from model.ranker import Ranker
 from model.synthetic import random_ranker
 from tests.weights.training.small_run import WORLD, small_config
-<<<<<<< HEAD
-from tests.weights.training.unchanged import assert_unchanged
-from weights.evaluate import metrics
-from weights.evaluate.evaluation import AFFINITY, MODEL, OPTIMUM, POPULARITY, Evaluation, evaluate
-from weights.evaluate.predict import ABLATIONS, affinity, popularity, predict
-from weights.evaluate.report import figures, write_report
-from weights.training import initial
-=======
 from weights.evaluate.baselines import BASELINES
 from weights.evaluate.evaluation import METRICS, MODEL, OPTIMUM, Comparison, Evaluation, evaluate, headline_actions
 from weights.evaluate.metrics import Figure, log_loss
 from weights.evaluate.predict import ABLATIONS, predict, rows_of
 from weights.evaluate.report import figures, headline_table, write_evaluation
 from weights.tables import LogError
->>>>>>> train
 from weights.training.demo import facts_of
 from weights.training.examples import Examples
 from weights.world.simulate import World

@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("pyarrow")
 
 from model.batch import Batch
-from model.layers import rms_norm, rope_tables, rotate
+from model.layers import rope_tables, rotate
+from model.names import checkpoint_parameters
 from model.presets import PRESETS, with_preset
 from model.ranker import Ranker
 from tests.weights.training.small_run import small_config, small_trainer
@@ -36,7 +37,7 @@ def test_upstreams_initial_values_score_everything_alike_and_hold_the_trunk_on_a
     ranker = Ranker(small_config())
     initial.upstream(ranker, torch.Generator().manual_seed(1))
     optimizer = torch.optim.Adam(ranker.parameters(), lr=0.01)
-    trunk = {f"{name}" for name, _ in ranker.trunk.named_parameters()}
+    trunk = {name for name, _ in checkpoint_parameters(ranker.trunk)}
     for step in range(5):
         batch, labels = sixteen(examples)
         logits, continuous = ranker(batch)
@@ -46,7 +47,7 @@ def test_upstreams_initial_values_score_everything_alike_and_hold_the_trunk_on_a
         backward((logits, continuous), labels)
         optimizer.step()
         assert set(initial.stuck(ranker.trunk)) == trunk, "without help no step moves the trunk"
-    assert ranker.heads.norm.any()
+    assert ranker.heads.norm.scale.any()
     assert not set(initial.stuck(run.ranker.trunk)) & {name for name in trunk if "post_norm" not in name}
 
 
@@ -57,7 +58,7 @@ def test_every_trunk_learns_in_all_its_parts(examples: Examples, name: str) -> N
     batch, labels = sixteen(examples)
     initial.upstream(ranker, generator)
     with torch.no_grad():
-        ranker.heads.norm.fill_(0.3)
+        ranker.heads.norm.scale.fill_(0.3)
     before = ranker(batch)[0]
     initial.leave_saddle(ranker, generator)
     assert before.any()
@@ -77,21 +78,25 @@ def test_a_candidate_starts_by_looking_at_events_of_its_own_author() -> None:
     generator = torch.Generator().manual_seed(5)
     initial.upstream(ranker, generator)
     initial.leave_saddle(ranker, generator)
-    rows = torch.arange(1, 41).reshape(20, 2)
-    none = torch.zeros(20, dtype=torch.int64)
-    candidates = ranker.tokens.candidate(ranker.tables, none[:, None].expand(-1, 2), rows, none, none)
-    seconds, actions = torch.zeros(20), torch.eye(20, 19)
-    events = ranker.tokens.history(ranker.tables, none[:, None].expand(-1, 2), rows, actions, none, seconds)
-    layer = ranker.trunk.layers[0]
+    rows, none = torch.arange(1, 41).reshape(1, 20, 2), torch.zeros(1, 20, dtype=torch.int64)
+    nothing = none[..., None].expand(-1, -1, 2)
+    actions, seconds = torch.eye(20, 19)[None], torch.zeros(1, 20)
+    history, batch_candidates = (nothing, rows, actions, none, seconds), (nothing, rows, none, none)
+    batch = Batch(
+        torch.ones(1, 2, dtype=torch.int64), *history, *batch_candidates, torch.zeros(1, 41, dtype=torch.int64)
+    )
+    candidates = ranker.tokens.block_candidate_reduce(ranker.tables, batch)[0]
+    events = ranker.tokens.block_history_reduce(ranker.tables, batch)[0]
+    layer = ranker.trunk.decoder_layers()[0]
 
     def heads(tokens: torch.Tensor, weight: torch.Tensor, position: int) -> torch.Tensor:
-        first = (rms_norm(tokens, layer.attention_norm, config.norm_epsilon) @ weight)[:, : config.head_width]
+        first = (layer.attention_norm(tokens) @ weight)[:, : config.head_width]
         tables = rope_tables(torch.full((20,), position), config.head_width, config.rope_base)
         return rotate(first[:, None], *tables)[:, 0]
 
     for event in (1, config.history_length):  # the oldest event as well as the newest
-        queries = heads(candidates, layer.query, config.history_length + 1)
-        logits = queries @ heads(events, layer.key, event).T * config.attention_multiplier
+        queries = heads(candidates, layer.attention.query.weight, config.history_length + 1)
+        logits = queries @ heads(events, layer.attention.key.weight, event).T * config.attention_multiplier
         own = logits.diagonal().mean()
         other = (logits.sum() - logits.diagonal().sum()) / (20 * 19)
         assert own > other + 2
