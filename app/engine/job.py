@@ -82,14 +82,14 @@ class RankJob(Job):
     handle: str = ""
 
     def part(self, start: int, stop: int) -> Item:
-        """See `Job.part`."""
+        """Return these candidates with the context and its state, as the engine takes them."""
         assert self.context is not None
         assert self.items is not None
         whole = stop - start == self.candidates
         return Item(self.context, self.items if whole else self.items.chunk(start, stop), self.state, self.key or "")
 
     def take(self, outcome: Outcome) -> ServiceError | None:
-        """See `Job.take`. Scores that are not finite numbers end the job."""
+        """Keep the scores of a chunk. Scores that are not finite numbers end the job."""
         if not (outcome.scores.finite or outcome.scores.is_finite()):
             return NonFiniteScores()
         self.scores.append(outcome.scores)
@@ -114,11 +114,11 @@ class SearchJob(Job):
     found: tuple[Answers, int] | None = None  # the answers of its batch, and its place in them
 
     def part(self, start: int, stop: int) -> Query:
-        """See `Job.part`. A search has one part."""
+        """Return the query: a search has one part."""
         return self.query
 
     def take(self, outcome: tuple[Answers, int]) -> ServiceError | None:
-        """See `Job.take`."""
+        """Keep the answers of the batch and the place of this search in them."""
         self.found = outcome
         return None
 

@@ -121,11 +121,11 @@ class EngineThread:
             raise EngineError(f"cannot start a thread to load a model: {error}") from error
 
     def forward(self, parts: Sequence[Item], cost: int, on_result: OnResult) -> None:
-        """See `Runner.forward`."""
+        """Compute one batch in this thread."""
         self._work.put((functools.partial(_forward, self._engine, parts), on_result))
 
     def call(self, call: Callable[[], Any], on_result: OnResult) -> None:
-        """See `Runner.call`."""
+        """Make this call in this thread."""
         self._work.put((call, on_result))
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ class NativeForwards:
         loop.add_reader(descriptor, self._ready)
 
     def forward(self, parts: Sequence[Item], cost: int, on_result: OnResult) -> None:
-        """See `Runner.forward`."""
+        """Compute one batch: in native threads, or at once if that is predicted to be shorter than handing it over."""
         predicted = self._time.seconds(cost)
         self._begun, self._cost, self._parts, self._on_result = self._clock(), cost, parts, on_result
         if predicted is None or predicted > HAND_OVER_SECONDS:
@@ -232,7 +232,10 @@ class NativeForwards:
             self._loop.call_soon(on_result, *self._result(lambda: self._engine.forward(parts)))
 
     def close(self) -> None:
-        """See `Runner.close`. A second call does nothing: another file may have the descriptor's number by then."""
+        """Stop watching the descriptor, and free the engine.
+
+        A second call does nothing: another file may have the descriptor's number by then.
+        """
         if self._descriptor is not None:
             self._loop.remove_reader(self._descriptor)
             self._descriptor = self._on_result = None  # the callback refers back to this runner's owner
@@ -277,7 +280,10 @@ class SearchForwards:
         self._encode_time, self._search_time = ForwardTime(), ForwardTime()
 
     def forward(self, parts: Sequence[Query], cost: int, on_result: OnResult) -> None:
-        """See `Runner.forward`. Each result is the answers of the batch and a place in them."""
+        """Compute one batch: at once if it is predicted to be short, else in the engine's thread.
+
+        Each result is the answers of the batch and a place in them.
+        """
         try:
             users = self._engine.look_up(parts)
             is_short = self._is_short(parts, users)

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from app.corpus.changes import CorpusLoader, corpus_loader
@@ -40,6 +41,9 @@ from model.inputs import Candidates, Context
 RETRY_AFTER_START_SECONDS, RETRY_AFTER_DOWN_SECONDS = 2.0, 5.0  # guesses: nobody knows how long it takes
 CROWDED_SECONDS = 0.1  # for this long after a refusal, check for room before reading a request
 TICK_SECONDS, TICKING_SECONDS = 0.02, 1.0  # between two looks while requests come, and how long after the last one
+
+
+log = structlog.get_logger("app.service.ranker")
 
 
 class LocalRanker:
@@ -145,7 +149,8 @@ class LocalRanker:
             await self.corpus.load()
         except Exception as error:
             self._load_error = error
-            self._fatal(f"The checkpoint could not be loaded: {error}")
+            log.error("not_loaded", reason=str(error))  # it may name a path, which a probe must not
+            self._fatal("The checkpoint or the corpus could not be loaded; the log says why.")
             return
         self.versions.install(worker)
         self._has_started = not self._is_draining
@@ -171,7 +176,7 @@ class LocalRanker:
     # admission
 
     def model(self, name: str = "") -> ServedModel:
-        """See `interface.Ranker.model`."""
+        """Return the version that serves new requests. Raises NotReady, or ModelNotFound where `name` (or name@version) is another's."""
         if self.versions.current is None:
             raise NotReady(self._reason, retry_after_seconds=RETRY_AFTER_START_SECONDS)
         served: ServedModel = self.versions.current.model.served
@@ -181,7 +186,7 @@ class LocalRanker:
         return served
 
     def check_open(self, key: str | None = None) -> None:
-        """See `interface.Ranker.check_open`."""
+        """Raise what every request of this API key would get now: NotReady, Draining, EngineDown or Overloaded. Reads no request."""
         self._asked_at = now = self.clock()
         if not self._is_ticking:
             self._tick()
@@ -198,7 +203,10 @@ class LocalRanker:
     def admit(
         self, model: ServedModel, *, candidates: int, history: int, deadline: float | None, key: str | None
     ) -> AbstractContextManager[RankJob]:
-        """See `interface.Ranker.admit`. `model` is what `self.model()` was for the request."""
+        """Return a block that holds a place for one request on `model`, which `self.model()` has returned for it.
+
+        Entering raises Overloaded or DeadlineExceeded; the call itself NotReady, Draining or EngineDown.
+        """
         self._check_able()
         worker, now, limits = self._worker(model), self.clock(), self.settings.deadline
         job = RankJob(
@@ -243,7 +251,11 @@ class LocalRanker:
     # ranking
 
     async def rank(self, job: Job, context: Context | str, candidates: Candidates) -> Ranked:
-        """See `interface.Ranker.rank`."""
+        """Score the candidates, in their order, for a context or one that is known by this handle. Frees the place of the job.
+
+        Raises ContextUnknown, DeadlineExceeded, EngineDown or NonFiniteScores; ValueError for a job that was ranked before or for more
+        candidates than were admitted.
+        """
         assert isinstance(job, RankJob)
         worker = self.places.worker(job)
         if isinstance(context, str):
@@ -255,13 +267,16 @@ class LocalRanker:
         return ranked
 
     async def context(self, model: ServedModel, handle: str, key: str | None) -> Context:
-        """See `interface.Ranker.context`."""
+        """Return the context that this handle names for this API key. Raises ContextUnknown, or NotReady if `model` is gone."""
         return self.contexts.of(self._worker(model), handle, key)
 
     async def attention(
         self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
     ) -> NDArray[np.float32]:
-        """See `interface.Ranker.attention`."""
+        """Return what the candidates attend to, float32 `[L, N, C, 1 + h + 1]`: the user, each event, themselves.
+
+        Raises NotReady if `model` is gone, DeadlineExceeded or EngineDown.
+        """
         loaded = self._worker(model).model
         return await self._attention.compute(loaded, context, candidates, deadline - self.clock())
 
@@ -281,7 +296,7 @@ class LocalRanker:
         return "The engine is warming up." if self.versions.is_warming else self._loading
 
     def health(self) -> Health:
-        """See `interface.Ranker.health`."""
+        """Return what the probes report; looks at the engines and at the files that are served from."""
         stall = self.watchdog.stall()
         reason = self._reason or stall or self.corpus.problem
         failed = self._failure is not None or (bool(stall) and not self._is_draining)

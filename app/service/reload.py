@@ -57,7 +57,10 @@ class Reloader:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def reload(self, name: str | None = None) -> ServedModel:
-        """See `interface.Reloads.reload`. A present checkpoint that is a link is followed anew."""
+        """Serve the checkpoint of this name below the root, or read the present one again, following a changed link.
+
+        Raises CheckpointNotFound, CheckpointError, EngineError, ReloadInProgress or Draining; the old one then serves on.
+        """
         path = self.checkpoint if name is None else self._resolve(name)
         async with self._recorded(self._model_identity, checkpoint=str(path)) as said:
             model = await self._serve(path if path == self._given else self._target(path))
@@ -67,7 +70,10 @@ class Reloader:
         return model
 
     async def reload_corpus(self, checkpoint: str | None = None, corpus: str | None = None) -> ServedCorpus:
-        """See `interface.Reloads.reload_corpus`."""
+        """Serve this retrieval checkpoint and this corpus, or the present ones read again: both are replaced together.
+
+        Raises what `reload` raises, and CorpusNotLoaded where one is neither named nor present.
+        """
         towers = self.retrieval[0] if checkpoint is None else self._resolve(checkpoint)
         posts = self.retrieval[1] if corpus is None else self._resolve(corpus)
         if towers is None or posts is None:

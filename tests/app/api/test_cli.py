@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 import typer
+from tests.zygote import zygote
 
 from app.cli import OF_WEIGHTS, PROGRAM, cli, with_demo
-from loadtest.servers.launch import ranking_server
+from loadtest.server import serving
 from tests.e2e.process import DEMO, ROOT
-from tests.zygote import zygote
 from weights.commands import checkpoints
 
 COMMAND = (sys.executable, "-c", "from app.cli import main; main()")
@@ -71,8 +71,6 @@ def test_the_help_lists_what_the_commands_say_of_themselves_without_importing_th
         (["serve", "nowhere"], 1, f'{{"reason":"{ROOT}/nowhere is no checkpoint: it has no manifest.json; phoenix-ranker '
          "serve without a checkpoint serves the demo"),
         (["serve", 256 * "x"], 1, "xx cannot be read: File name too long"),
-        (["bench", "http://127.0.0.1:1"], 1, "does not answer (ConnectionRefusedError); start a server with phoenix-ranker serve"),
-        (["explain", str(DEMO), "--out", "/proc/x"], 2, "nothing can be written at /proc/x"),
         (["score", "--checkpoint", "c", "--log", "l", "--out", str(DEMO / "manifest.json")], 2, "Not a directory"),
         (["info", "nowhere"], 1, "nowhere"),
     ],
@@ -97,7 +95,6 @@ def test_info_tells_of_this_installation_and_of_a_checkpoint() -> None:
 def test_a_shell_completes_commands_and_options() -> None:
     variables = {"_PHOENIX_RANKER_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
     assert told(**variables, COMP_WORDS=f"{PROGRAM} co").stdout.split() == ["compare", "corpus"]
-    assert "--rate" in told(**{**variables, "COMP_CWORD": "2"}, COMP_WORDS=f"{PROGRAM} bench --ra").stdout
     assert "import" in told(**{**variables, "COMP_CWORD": "2"}, COMP_WORDS=f"{PROGRAM} corpus im").stdout
 
 
@@ -116,7 +113,7 @@ def test_at_a_terminal_a_few_lines_say_where_it_is_and_what_to_try(tmp_path: Pat
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
     with os.fdopen(theirs, "wb") as terminal:
         options = {"stdout": terminal, "stderr": terminal, "start_new_session": True}
-        server = zygote.start(command, cwd=tmp_path, env=environment, **options)
+        server = subprocess.Popen(command, cwd=tmp_path, env=environment, **options)
     try:
         said = read_until(ours, "Ctrl-C", 60)
         url = re.search(r"Phoenix ranking server: demo on (http://127\.0\.0\.1:\d+)", said)
@@ -132,7 +129,7 @@ def test_at_a_terminal_a_few_lines_say_where_it_is_and_what_to_try(tmp_path: Pat
 
 
 def test_elsewhere_a_log_line_says_the_same() -> None:
-    with ranking_server(*COMMAND, "serve", logs__format="json") as server:
-        [page] = [line for line in server.lines if line["event"] == "page"]
+    with serving(command=(*COMMAND, "serve")) as server:
+        [page] = [line for line in server.log_lines if line["event"] == "page"]
         assert page["url"] == f"{server.url}/explore"
         assert page["try"].startswith(f"curl -s {server.url}/rank ")

@@ -23,7 +23,7 @@ from app import server
 from app.interface import Health
 from app.main import create_app
 from app.settings import Settings
-from loadtest.servers.launch import Server, ranking_server, wait_until
+from loadtest.server import Server, answers, serving, wait_until
 from tests.app.api.live import BODY, head, listening, read_reply, until
 from tests.support import rankers
 from tests.support.fakes import FakeEngine, Gate
@@ -33,17 +33,21 @@ HAS_IPV6 = Path("/proc/net/if_inet6").exists() and "0" * 31 + "1" in Path("/proc
 NOT_STARTED = Health(False, False, True, False, "The checkpoint was refused.")
 
 
-def started(*command: str, **settings: object) -> AbstractContextManager[Server]:
+def started(*command: str, **settings: Any) -> AbstractContextManager[Server]:
     """`python -m app` as soon as its process runs, with its log in JSON."""
-    return ranking_server(
-        *command, ready_path=None, environment={"OMP_NUM_THREADS": "1"}, logs__format="json", **settings
-    )
+    settings = {"drain__delay_seconds": 5} | settings
+    return serving(command=command or (sys.executable, "-m", "app"), wait_ready=False, **settings)
+
+
+def ready(running: Server, path: str = "/readyz") -> None:
+    """Wait until this path is 200."""
+    wait_until(lambda: answers(running, path), 90, running)
 
 
 def event(running: Server, name: str) -> dict[str, Any]:
     """The first log line of a kind, as soon as it is there."""
-    assert wait_until(lambda: f'"event":"{name}"' in running.raw, 60), running.raw
-    return next(line for line in running.lines if line["event"] == name)
+    wait_until(lambda: any(line["event"] == name for line in running.log_lines), 60, running)
+    return next(line for line in running.log_lines if line["event"] == name)
 
 
 def status(running: Server, path: str) -> int:
@@ -55,11 +59,11 @@ def test_a_start_a_reload_by_signal_a_drain_and_exit_0() -> None:
     with started(drain__delay_seconds=3, admin__port=0, admin__token_sha256=TOKEN, probes__port=0) as running:
         event(running, "settings")
         running.process.send_signal(signal.SIGHUP)  # there is nothing to be read again yet
-        running.wait_ready("/livez")
-        running.wait_ready()
+        ready(running, "/livez")
+        ready(running)
         running.process.send_signal(signal.SIGHUP)
         assert event(running, "unchanged")["checkpoint"] == "weights/demo"
-        ports = [line["port"] for line in running.lines if line["event"] == "listening"]
+        ports = [line["port"] for line in running.log_lines if line["event"] == "listening"]
         assert running.port in ports
         admin, probes = sorted(set(ports) - {running.port}, key=lambda port: status_of(port, "/livez"), reverse=True)
         assert [status_of(probes, path) for path in ("/readyz", "/info", "/metrics", "/rank")] == [200, 200, 200, 404]
@@ -83,7 +87,7 @@ def status_of(port: int, path: str) -> int:
 
 def test_a_second_signal_ends_at_once() -> None:
     with started(drain__delay_seconds=30) as running:
-        running.wait_ready("/livez")
+        ready(running, "/livez")
         running.process.send_signal(signal.SIGTERM)
         event(running, "draining")
         running.process.send_signal(signal.SIGTERM)
@@ -113,7 +117,7 @@ CLOSING = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "ap
 
 def test_without_standard_descriptors_the_process_serves_and_ends_with_0() -> None:
     with started(*CLOSING) as running:
-        running.wait_ready()
+        ready(running)
         running.process.terminate()
         assert running.process.wait(90) == 0
 
