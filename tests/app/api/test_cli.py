@@ -15,18 +15,18 @@ from pathlib import Path
 
 import pytest
 import typer
-from tests.zygote import zygote
 
 from app.cli import OF_WEIGHTS, PROGRAM, cli, with_demo
-from loadtest.server import serving
-from tests.e2e.process import DEMO, ROOT
+from loadtest.machine import ROOT
+from loadtest.server import DEMO, serving
 from weights.commands import checkpoints
 
 COMMAND = (sys.executable, "-c", "from app.cli import main; main()")
 
 
 def told(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return zygote.run([*COMMAND, *words], **{"COLUMNS": "120", **variables})
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", **variables}
+    return subprocess.run([*COMMAND, *words], env=environment, capture_output=True, text=True, timeout=100)
 
 
 def test_without_a_checkpoint_the_demo_and_its_posts_are_served() -> None:
