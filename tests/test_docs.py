@@ -1,4 +1,4 @@
-"""The pages: what they link to and name exists, and the commands of the README run. `tests/e2e/test_api_page.py` runs those of docs/api.md."""
+"""What the pages name exists, and the commands of the README run. `tests/e2e/test_api_page.py` runs those of docs/api.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from app import cli
 from app.main import create_admin_app, create_app
-from app.settings import Settings, names
+from app.settings import names
 from app.telemetry.metrics import Metrics, Snapshot, figures
 from loadtest.__main__ import COMMANDS
 from loadtest.machine import ROOT
@@ -45,9 +45,7 @@ def links(text: str, page: Path) -> Iterator[str]:
         if re.match(r"[a-z]+:", target):
             continue
         found = (page.parent / path).resolve() if path else page
-        if not found.exists():
-            yield target
-        elif anchor and anchor not in anchors(found.read_text() if path else text):
+        if not found.exists() or (anchor and anchor not in anchors(found.read_text() if path else text)):
             yield target
 
 
@@ -118,7 +116,11 @@ def commands(text: str, page: Path) -> Iterator[str]:
         found = group.commands.get(command)
         if found is None:
             yield f"{program} {command}"
-        elif command == "corpus" and inner and inner not in typer.main.get_command(weights_app).commands["corpus"].commands:  # type: ignore[attr-defined]
+        elif (
+            command == "corpus"
+            and inner
+            and inner not in typer.main.get_command(weights_app).commands["corpus"].commands
+        ):  # type: ignore[attr-defined]
             yield f"{program} {command} {inner}"
 
 

@@ -23,10 +23,9 @@ from app.service.ranker import LocalRanker
 from app.settings import Auth, Logs, Settings, Tracing
 from app.telemetry import logs
 from app.telemetry.tracing import create_tracer
-from tests.support import corpora
 from tests.app.api.live import BODY, listening
 from tests.app.api.test_caller import play
-from tests.support import rankers
+from tests.support import corpora, rankers
 from tests.support.asgi import served
 from tests.support.bodies import good
 from tests.support.fakes import FakeEngine, Gate
