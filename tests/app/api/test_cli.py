@@ -18,15 +18,17 @@ import typer
 
 from app.cli import OF_WEIGHTS, PROGRAM, cli, with_demo
 from loadtest.servers.launch import ranking_server
-from tests.e2e.process import DEMO, ROOT
-from tests.zygote import zygote
 from weights.commands import checkpoints
 
+ROOT = Path(__file__).parents[3]
+DEMO = ROOT / "weights" / "demo"
 COMMAND = (sys.executable, "-c", "from app.cli import main; main()")
 
 
 def told(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return zygote.run([*COMMAND, *words], **{"COLUMNS": "120", **variables})
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RANKER_")}
+    environment |= {"COLUMNS": "120", "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run([*COMMAND, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90)
 
 
 def test_without_a_checkpoint_the_demo_and_its_posts_are_served() -> None:
@@ -116,7 +118,7 @@ def test_at_a_terminal_a_few_lines_say_where_it_is_and_what_to_try(tmp_path: Pat
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
     with os.fdopen(theirs, "wb") as terminal:
         options = {"stdout": terminal, "stderr": terminal, "start_new_session": True}
-        server = zygote.start(command, cwd=tmp_path, env=environment, **options)
+        server = subprocess.Popen(command, cwd=tmp_path, env=environment, **options)
     try:
         said = read_until(ours, "Ctrl-C", 60)
         url = re.search(r"Phoenix ranking server: demo on (http://127\.0\.0\.1:\d+)", said)
