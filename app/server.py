@@ -188,8 +188,17 @@ class Server(Port):
             await asyncio.sleep(0.02)
 
 
-def run(settings: Settings, ranker: Ranker | None = None, sockets: Sequence[socket.socket] | None = None) -> int:
-    """Serve until the end; the exit code of the process. A worker of several is given its ranker, and its sockets, which it shares."""
+def run(
+    settings: Settings,
+    ranker: Ranker | None = None,
+    sockets: Sequence[socket.socket] | None = None,
+    *,
+    tells: bool = True,
+) -> int:
+    """Serve until the end; the exit code of the process.
+
+    A worker of several is given its ranker and its sockets, which it shares with the others; one of them `tells` people what to try.
+    """
     is_alone = ranker is None
     if ranker is None:
         from app.service.ranker import create_ranker
@@ -213,6 +222,7 @@ def run(settings: Settings, ranker: Ranker | None = None, sockets: Sequence[sock
             log.error("cannot_listen", host=host, port=port, reason=error.strerror)
             return EXIT_START
     server = Server(create_app(settings, ranker), sockets or bound["port"], ranker, settings)
+    server.tells = tells
     sides = []
     if "probes" in bound:
         sides.append(Port(create_probe_app(settings, ranker), bound["probes"]))
