@@ -108,7 +108,7 @@ def info(
     if directory is not None:
         from weights.commands import checkpoints, corpus
 
-        is_corpus = any(directory.glob("posts*.safetensors"))  # a compaction renames the file
+        is_corpus = any(directory.glob("posts*.safetensors"))
         (corpus.inspect if is_corpus else checkpoints.inspect)(directory, as_json=as_json)
         return
     from model.native.build import HERE, find_prebuilt

@@ -47,7 +47,7 @@ def create_app(settings: Settings | None = None, ranker: Ranker | None = None) -
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         ranker.start()
-        if settings.reload.watch_seconds:
+        if settings.reload.watch_seconds and settings.workers <= 1:  # else the engine process watches
             ranker.reloads.watch(settings.reload.watch_seconds)
         yield
         ranker.reloads.stop()

@@ -200,8 +200,10 @@ def run(
     *,
     tells: bool = True,
 ) -> int:
-    """Serve until the end; the exit code of the process. A worker of several is given its ranker, and its sockets, which it shares.
-    `tells`: whether it tells people what to try."""
+    """Serve until the end; the exit code of the process.
+
+    A worker of several is given its ranker and its sockets, which it shares with the others; one of them `tells` people what to try.
+    """
     is_alone = ranker is None
     if ranker is None:
         from app.service.ranker import create_ranker

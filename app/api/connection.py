@@ -22,6 +22,7 @@ HEAD_SECONDS, BODY_SECONDS = (
     30.0,
 )  # from the connect or the first byte to the end of the headers; then to that of the body
 PROBE_SECONDS = (0.1, 0.2)  # after a client has closed its sending half
+FINAL = tuple(b"HTTP/1.1 %d" % kind for kind in (2, 3, 4, 5))  # how the heads of replies begin that are no interim ones
 HOP_BY_HOP = (b"connection", b"upgrade", b"http2-settings")
 
 
@@ -36,6 +37,33 @@ class State(ServerState):
     is_draining = False
 
 
+class Cork:
+    """A transport that joins the head of a reply with its body: uvloop makes a system call, and wakes the client, for each write."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        self.is_closing = transport.is_closing
+        self.head = b""
+
+    def write(self, data: bytes) -> None:
+        """Keep a head until more is written; interim replies, which begin HTTP/1.1 1, pass."""
+        if not self.head and data[:10] in FINAL:
+            self.head = data
+        else:
+            self.transport.write(self.head + data)
+            self.head = b""
+
+    def close(self) -> None:
+        """Write what was kept, and close."""
+        self.flush()
+        self.transport.close()
+
+    def flush(self) -> None:
+        """Write what was kept: a reply without a body."""
+        if self.head:
+            self.write(b"")
+
+
 class Connection(HttpToolsProtocol):
     """`due_at`: when the headers, or the body, must have come, in seconds of the loop's clock."""
 
@@ -46,6 +74,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.cork = Cork(transport)
         self.due_at = self.loop.time() + HEAD_SECONDS
 
     def data_received(self, data: bytes) -> None:
@@ -86,6 +115,7 @@ class Connection(HttpToolsProtocol):
         if not self.parser.should_upgrade():  # Kludex/uvicorn#2722
             self.unread, self.due_at = 0, self.loop.time() + BODY_SECONDS
             super().on_headers_complete()
+            self.cycle.transport = self.cork  # type: ignore[assignment]
             if self.server_state.is_draining:
                 self.cycle.keep_alive = False
             self.headers = []  # for trailers, which uvicorn would add to the request's headers: RFC 9110, 6.5.1
@@ -98,6 +128,10 @@ class Connection(HttpToolsProtocol):
         if not self.parser.should_upgrade():  # Kludex/uvicorn#2722
             self.unread, self.due_at = 0, math.inf
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self.cork.flush()
+        super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
         waits = self.cycle is not None and not self.cycle.response_complete

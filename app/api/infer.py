@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app import replies, schema, tensors
-from app.api.caller import CallerInfo, TensorCaller, cancelled_with
+from app.api.caller import CallerInfo, CallerRoute, TensorCaller, cancelled_with
 from app.api.operations import DISTRIBUTION, NOT_NOW, Described, check_ready
 from app.api.rank import JSON, admitted, measured, note, timings_of
 from app.columns import Vocabulary
@@ -28,7 +28,7 @@ MODEL = "/models/{name}"
 VERSION = MODEL + "/versions/{version}"
 NO_MODEL = NOT_NOW | schema.problems_of(ModelNotFound)
 
-router = APIRouter(prefix="/v2", tags=["open inference protocol"])
+router = APIRouter(prefix="/v2", tags=["open inference protocol"], route_class=CallerRoute)
 
 
 class ServerMetadata(Described):

@@ -8,7 +8,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 from app.api.caller import MOST_MEMBERS, Bodies
 from app.errors import Overloaded
 from app.main import create_app
-from app.settings import Auth, Limits, Queue
+from app.settings import Auth, Deadline, Limits, Queue, Settings
 from app.telemetry.exchange import Exchange
 from tests.app.api.live import BODY, head, listening, read_reply, until
 from tests.support import rankers
@@ -230,7 +230,7 @@ def test_what_is_held_is_counted_to_the_byte() -> None:
 
 async def play(
     app: Any,
-    messages: list[dict[str, Any]],
+    messages: Iterable[dict[str, Any]],
     path: str = "/rank",
     headers: Sequence[tuple[bytes, bytes]] = (),
     method: str = "POST",
@@ -272,3 +272,60 @@ def test_a_server_that_only_says_that_the_client_has_gone_drops_its_request_too(
             gate.opened.set()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("seconds", "headers"), [(10.0, {"x-request-timeout-ms": "60000"}), (60.0, {})])
+@pytest.mark.parametrize("path", ["/rank", "/rank/batch", "/explain"])
+def test_no_request_gets_longer_than_the_settings_allow(path: str, seconds: float, headers: dict[str, str]) -> None:
+    gate = Gate()
+    with served(FakeEngine(before=gate), deadline=Deadline(default_seconds=seconds, max_seconds=0.1)) as (client, _):
+        body = {"/rank": good(), "/rank/batch": {"requests": [good()]}, "/explain": good(explain=[90])}[path]
+        reply = client.post(path, json=body, headers=headers)
+        codes = [result["error"] for result in reply.json().get("results", [{"error": reply.json()}])]
+        assert [code["code"] for code in codes] == ["deadline_exceeded"]
+        gate.opened.set()
+
+
+def test_a_body_in_many_pieces_is_one_body_and_a_long_one_is_refused_while_it_is_read() -> None:
+    async def scenario() -> None:
+        async with rankers.running() as ranker:
+            app = create_app(Settings(limits=Limits(max_body_bytes=10_000)), ranker)
+            pieces = [{"type": "http.request", "body": bytes([letter]), "more_body": True} for letter in BODY]
+            start, _ = await play(app, [*pieces, {"type": "http.request", "body": b"", "more_body": False}])
+            assert start["status"] == 200
+            pulled = 0
+
+            def endless() -> Iterator[dict[str, Any]]:
+                nonlocal pulled
+                while True:
+                    pulled += 1
+                    yield {"type": "http.request", "body": b" " * 1000, "more_body": True}
+
+            start, _ = await play(app, endless())
+            assert (start["status"], pulled) == (413, 11)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/rank", "/rank/batch"])
+def test_a_request_that_gets_no_memory_is_told_so_and_leaves_its_place(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise MemoryError
+
+    with served() as (client, ranker):
+        monkeypatch.setattr(ranker, "rank", fail)
+        reply = client.post(path, json=good() if path == "/rank" else {"requests": [good()]})
+        problem = reply.json() if path == "/rank" else reply.json()["results"][0]["error"]
+        assert (problem["status"], problem["code"]) == (503, "engine_down")
+        assert path != "/rank" or reply.headers["retry-after"] == "1"
+        assert rankers.figure(ranker, "ranker_queue_requests") == 0
+
+
+def test_refused_before_its_body_is_read_a_request_reads_none() -> None:
+    """A ranker that is not open says so at once, however long the body would take."""
+    ranker = rankers.create()
+    app = create_app(ranker.settings, ranker)
+    start, body = asyncio.run(play(app, []))
+    assert (start["status"], json.loads(body["body"])["code"]) == (503, "not_ready")
