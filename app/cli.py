@@ -30,6 +30,8 @@ OF_WEIGHTS = {
     "train": "Train a checkpoint from a log of impressions.",
     "eval": "Evaluate a checkpoint on a test period.",
     "score": "Score every impression of a log as /rank would have.",
+    "example": "Make the example and the names that the page of a running server shows.",
+    "world": "Draw a synthetic log of impressions whose best ranking is known.",
     "compare": "Compare two checkpoints on the requests of a log.",
     "corpus": "Make, check and describe the posts that retrieval searches.",
 }

@@ -18,8 +18,7 @@ from app.interface import ReloadInProgress
 from app.main import create_admin_app
 from app.service.ranker import LocalRanker
 from app.settings import Admin, Retrieval
-from tests.support import corpora
-from tests.support import rankers
+from tests.support import corpora, rankers
 from tests.support.fakes import FakeEngine, fake_model, loader_by_path
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 

@@ -143,6 +143,7 @@ def test_tensors_may_have_no_type_unless_a_web_page_sends_them(client: TestClien
         (gzip.compress(b" " * 10_000_000), "gzip", 413),
         (gzip.compress(b" " * 3000) + gzip.compress(b" " * 3000), "gzip", 413),
     ],
+    ids=range(16),
 )
 def test_gzip_of_any_number_of_members_is_inflated_to_the_limit(
     client: TestClient, body: bytes, coding: str, status: int
@@ -228,7 +229,11 @@ def test_what_is_held_is_counted_to_the_byte() -> None:
 
 
 async def play(
-    app: Any, messages: list[dict[str, Any]], path: str = "/rank", headers: Sequence[tuple[bytes, bytes]] = ()
+    app: Any,
+    messages: list[dict[str, Any]],
+    path: str = "/rank",
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    method: str = "POST",
 ) -> list[dict[str, Any]]:
     """Play these ASGI messages to a path, as a server that cancels nothing; after them, silence. Returns what was sent."""
     sent: list[dict[str, Any]] = []
@@ -244,7 +249,7 @@ async def play(
         sent.append(message)
 
     scope = {
-        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+        "type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
         "headers": [(b"content-type", b"application/json"), (b"host", b"localhost"), *headers], "http_version": "1.1",
         "scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": "",
     }  # fmt: skip

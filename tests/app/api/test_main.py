@@ -24,9 +24,8 @@ from starlette.testclient import TestClient
 from app.main import create_app, create_probe_app
 from app.settings import Explore, Probes, Retrieval, Settings
 from loadtest.server import free_port
-from tests.support import corpora
 from tests.app.api.live import until
-from tests.support import rankers
+from tests.support import corpora, rankers
 from tests.support.asgi import ADDRESS, served
 from tests.support.bodies import good
 

@@ -17,8 +17,7 @@ from app.api.operations import SCRAPE_SHARE, Scrapes
 from app.interface import Health
 from app.main import create_app
 from app.settings import Group, Settings
-from tests.support import corpora
-from tests.support import rankers
+from tests.support import corpora, rankers
 from tests.support.asgi import ADDRESS, served
 from tests.support.fakes import FakeEngine
 

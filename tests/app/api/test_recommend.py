@@ -16,10 +16,10 @@ from app.errors import EngineDown
 from app.main import create_app
 from app.service.ranker import LocalRanker
 from app.settings import Auth, Limits, Queue, Retrieval, Settings
-from tests.support import corpora
 from tests.app.api.live import until
-from tests.support.corpora import NOW, asked, posts_of
+from tests.support import corpora
 from tests.support.asgi import ADDRESS, served
+from tests.support.corpora import NOW, asked, posts_of
 from tests.support.fakes import FakeEngine, fake_loader
 from tests.support.rankers import figure
 from weights.text_ids import IdKind

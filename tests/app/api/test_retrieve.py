@@ -17,10 +17,10 @@ from app.settings import Deadline, Limits, Queue
 from model.inputs import CLOCK_SKEW_SECONDS, Context
 from model.retrieval.engine import RetrievalEngine, Users
 from model.retrieval.inputs import Answers, PostChange, PostRows, Query
-from tests.support import corpora
 from tests.app.api.live import head, listening, read_reply, until
-from tests.support.corpora import EVENT, asked, posts_of
+from tests.support import corpora
 from tests.support.asgi import served
+from tests.support.corpora import EVENT, asked, posts_of
 from tests.support.fakes import FakeEngine, Gate, fake_loader
 from tests.support.rankers import figure
 

@@ -22,8 +22,8 @@ from app.interface import ReloadInProgress
 from app.settings import Queue, Settings
 from model.engine import EngineError
 from model.retrieval.inputs import Answers, Query
-from tests.support import corpora
 from tests.app.corpus.serving import begun, change, create, found, ids_of, posts_of, query, running, settings_of
+from tests.support import corpora
 from tests.support.fakes import FakeClock, Gate
 from tests.support.rankers import until
 from weights.checkpoint import load_manifest

@@ -469,7 +469,7 @@ async def test_a_checkpoint_that_cannot_be_loaded_is_fatal_and_says_why() -> Non
     ranker.start()
     with pytest.raises(ValueError, match="digest differs"):
         await ranker.wait_ready()
-    assert "digest differs" in ranker.health().reason
+    assert "the log says why" in ranker.health().reason  # what is wrong may name a path
     assert not ranker.health().started  # so that the process ends with 1, and not as if an engine had been lost
     await ranker.stop(1.0)
     assert len(told) == 1
