@@ -1,4 +1,4 @@
-"""The pages: what they link to and name exists, and the commands of the README run. `tests/e2e/test_api_page.py` runs those of docs/api.md."""
+"""The pages: what they name is there, and README's commands run. Those of docs/api.md are run by `tests/e2e/test_api_page.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from app import cli
 from app.main import create_admin_app, create_app
-from app.settings import Settings, names
+from app.settings import names
 from app.telemetry.metrics import Metrics, Snapshot, figures
 from loadtest.__main__ import COMMANDS
 from loadtest.machine import ROOT
@@ -45,9 +45,7 @@ def links(text: str, page: Path) -> Iterator[str]:
         if re.match(r"[a-z]+:", target):
             continue
         found = (page.parent / path).resolve() if path else page
-        if not found.exists():
-            yield target
-        elif anchor and anchor not in anchors(found.read_text() if path else text):
+        if not found.exists() or (anchor and anchor not in anchors(found.read_text() if path else text)):
             yield target
 
 
@@ -105,21 +103,24 @@ class Figures:
 
 def commands(text: str, page: Path) -> Iterator[str]:
     """Commands of `phoenix-ranker`, `python -m weights` and `python -m loadtest` that there are not."""
-    groups = {"phoenix-ranker": cli.cli, "python -m weights": weights_app}
-    for program, command, inner in re.findall(
-        r"(phoenix-ranker|python -m weights|python -m loadtest) ([a-z][a-z-]*)(?: ([a-z]+)\b)?", text
-    ):
-        if program == "python -m loadtest":
-            if command not in COMMANDS:
-                yield f"{program} {command}"
-            continue
-        group = typer.main.get_command(groups[program])
-        assert isinstance(group, TyperGroup)
-        found = group.commands.get(command)
-        if found is None:
+    pattern = r"(phoenix-ranker|python -m weights|python -m loadtest) ([a-z][a-z-]*)(?: ([a-z]+)\b)?"
+    for program, command, inner in re.findall(pattern, text):
+        if command not in known_commands()[program]:
             yield f"{program} {command}"
-        elif command == "corpus" and inner and inner not in typer.main.get_command(weights_app).commands["corpus"].commands:  # type: ignore[attr-defined]
+        elif command == "corpus" and inner and inner not in known_commands()["corpus"]:
             yield f"{program} {command} {inner}"
+
+
+@cache
+def known_commands() -> dict[str, set[str]]:
+    """The commands of each program, and those of `corpus`."""
+    group, weights = typer.main.get_command(cli.cli), typer.main.get_command(weights_app)
+    assert isinstance(group, TyperGroup)
+    assert isinstance(weights, TyperGroup)
+    corpus = weights.commands["corpus"]
+    assert isinstance(corpus, TyperGroup)
+    found = {"phoenix-ranker": group, "python -m weights": weights, "corpus": corpus}
+    return {name: {*each.commands} for name, each in found.items()} | {"python -m loadtest": {*COMMANDS}}
 
 
 def paths(text: str, page: Path) -> Iterator[str]:
@@ -143,7 +144,7 @@ def routes() -> set[tuple[str, str]]:
     ranker = rankers.create(admin={"port": 1, "token_sha256": TOKEN_SHA256})
     apps = create_app(ranker.settings, ranker), create_admin_app(ranker.settings, ranker)
     every = [route for each in apps for route in each.routes if isinstance(route, APIRoute)]
-    return {(method, route.path) for route in every for method in route.methods}
+    return {(method, route.path) for route in every for method in route.methods or ()}
 
 
 def without_code(text: str) -> str:
