@@ -90,6 +90,7 @@ def _application(
         version=version(operations.DISTRIBUTION),
         description=DESCRIPTION,
         openapi_url=None,  # with /docs in `pages`: FastAPI's page loads scripts from elsewhere
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # ours is asked for by TRACING__ENABLED
         redirect_slashes=False,  # a redirect would repeat the Host header, which anyone may forge
         exception_handlers={HTTPException: on_http_exception, RequestValidationError: on_invalid},
         **options,

@@ -32,6 +32,7 @@ class TooManyHeaders(Exception):
 class State(ServerState):
     """What the connections of a port share. `is_draining`: each reply ends its connection."""
 
+    connections: set[Connection]  # type: ignore[assignment]  # of the kind that the port was given
     is_draining = False
 
 
@@ -52,9 +53,8 @@ class Connection(HttpToolsProtocol):
         self.unread += len(data)
         try:
             self.parser.feed_data(data)
-            if (
-                self.unread > MOST_HEADER_BYTES
-            ):  # Kludex/uvicorn#157: httptools keeps a header or trailer that does not end
+            # Kludex/uvicorn#157: httptools keeps a header, or a trailer, that does not end
+            if self.unread > MOST_HEADER_BYTES:
                 raise TooManyHeaders
         except (httptools.HttpParserError, TooManyHeaders):
             self.send_400_response("Invalid HTTP request received.")
@@ -132,7 +132,7 @@ class Connection(HttpToolsProtocol):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-def sweep(connections: Iterable[Any], now: float) -> None:
+def sweep(connections: Iterable[Connection], now: float) -> None:
     """Kludex/uvicorn#157: end the connections whose headers or body take too long; `now` in seconds of the loop's clock."""
     for connection in list(connections):
         if now > connection.due_at and not connection.flow.read_paused:

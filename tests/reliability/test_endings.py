@@ -68,7 +68,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     manifest = found.manifest
     for parameter in found.ranker.parameters():
         parameter.data.mul_(0.9)
-    save_checkpoint(folder / "two", found.ranker, name="two", version="two", action_names=manifest.action_names)
+    labels = {
+        "action_names": manifest.action_names,
+        "continuous": manifest.continuous,
+        "score_weights": manifest.score_weights,
+    }
+    save_checkpoint(folder / "two", found.ranker, name="two", version="two", **labels)
     return folder
 
 

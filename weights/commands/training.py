@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -415,7 +416,8 @@ def training_report(update: Update) -> Callable[[Status], None]:
     """The function that training calls after every step: it says how far it is and what validation gave."""
 
     def report(status: Status) -> None:
-        words = f"training, validation {status.validation:.5f}, best {status.best:.5f}" if status.step else "training"
+        told = isfinite(status.validation)
+        words = f"training, validation loss {status.validation:.4f}, best {status.best:.4f}" if told else "training"
         update(words, status.step, status.steps)
 
     return report

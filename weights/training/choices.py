@@ -24,8 +24,13 @@ AGE_BUCKETS = 80
 AGES_COVERED = 0.85  # of the impressions have an age within the buckets; older posts share the last one
 AGE_UNITS = {"1 hour": 60, "6 hours": 360, "1 day": 1440, "1 week": 10_080, "1 month": 43_200, "1 year": 525_600}
 ROWS_AN_ID = 4  # of a table: few ids then share both of their rows
-TABLE_ROWS = (1024, 65_536)
-PASSED_IMPRESSIONS, PASSES = 3_000_000, (2.4, 8.0)
+TABLE_ROWS = (2048, 65_536)
+PASSED_IMPRESSIONS, PASSES = 2_400_000, (2.4, 8.0)
+LIKENESS = {
+    "right_anchored": True, "shared_events": 16, "batch_contexts": 8, "hidden_event_share": 0.2, "attention_rate": 0.3,
+    "weight_decay": 0.05, "table_decay": 0.2, "averaging": 0.998, "evaluate_every": 500,
+}  # fmt: skip
+"""How to learn where most posts were seen before: what they have in common comes from their own rows, newest events count most."""
 SALTS = {"user": 10, "post": 20, "author": 30}
 KNOWN_ACTIONS = 8  # of X's actions: a log with so many is scored as X scores
 
@@ -117,7 +122,7 @@ def plan(
     new = new_shares(known)
     weights, scored = propose_score_weights(known)
     choices = (
-        split, _hidden(new), _tables(known, new), _ages(known), _dwell(known), _passes(known), *_constant(known), scored,
+        split, _hidden(new), _tables(known, new), _ages(known), _dwell(known), _learning(known, new), *_constant(known), scored,
     )  # fmt: skip
     values = {name: value for choice in choices for name, value in choice.values.items()} | dict(given or {})
     config = demo_config(len(log.action_names))
@@ -239,13 +244,15 @@ def _dwell(log: Log) -> Choice:
     )
 
 
-def _passes(log: Log) -> Choice:
-    epochs = round(float(np.clip(PASSED_IMPRESSIONS / len(log), *PASSES)), 1)
-    return Choice(
-        f"{len(log):,} impressions to train on",
-        f"{epochs:g} passes at most, fewer if validation stops improving",
-        {"epochs": epochs, "shared_events": 16, "batch_contexts": 8},
-    )
+def _learning(log: Log, new: Mapping[str, float]) -> Choice:
+    """How long and how to learn: where posts are known, their likeness must be learned, and the model must not learn them by heart."""
+    passes = np.clip(PASSED_IMPRESSIONS / len(log), *PASSES)
+    seen = f"{len(log):,} impressions to train on, {1 - new['post']:.0%} of posts known"
+    told = f"{passes:.2g} passes at most, fewer if validation stops improving"
+    values = {"epochs": round(float(passes), 1)}
+    if new["post"] >= MOSTLY_HIDDEN:
+        return Choice(seen, told, values)
+    return Choice(seen, f"{told}; learn how posts are alike, not by heart", values | LIKENESS)
 
 
 def _constant(log: Log) -> list[Choice]:

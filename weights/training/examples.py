@@ -40,12 +40,14 @@ class Labels:
 class HiddenShares:
     """The shares, 0 … 1, of users, posts and authors that training shows under an id never seen, as new ones are when served.
 
-    Half of the hidden users have no id at all. Without hidden ids a model learns nothing about what to do with new ones.
+    Half of the hidden users have no id at all. Without hidden ids a model learns nothing about what to do with new ones. `events`: the
+    share of a history that is left out, each event leaving its place empty, so that no single event decides.
     """
 
     users: float = 0.0
     posts: float = 0.0
     authors: float = 0.0
+    events: float = 0.0
 
 
 class Examples:
@@ -188,6 +190,8 @@ def _with_hidden_ids(request: Request, rng: np.random.Generator, hidden: HiddenS
     known, unseen = rng.random() >= hidden.users, int(rng.integers(1, 2**63)) if rng.random() < 0.5 else 0
 
     posts = [hide(part.post_ids, rng, hidden.posts) for part in request]
+    if hidden.events:
+        posts[0] = np.where(rng.random(len(context)) < hidden.events, np.uint64(0), posts[0])
     authors = [hide(part.author_ids, rng, hidden.authors) if hidden.authors else part.author_ids for part in request]
     return (
         replace(context, user_id=context.user_id if known else unseen, post_ids=posts[0], author_ids=authors[0]),

@@ -29,6 +29,7 @@ class TrainSettings:
     hidden_user_share: Annotated[float, "users shown as unknown: half under an id never seen, half without one"] = 0.1
     hidden_post_share: Annotated[float, "posts shown under an id never seen, as new ones are when served"] = 0.85
     hidden_author_share: Annotated[float, "authors shown under an id never seen"] = 0.0
+    hidden_event_share: Annotated[float, "events left out of the histories, so that no single one decides"] = 0.0
     learning_rate: Annotated[float, "of AdamW at its highest; it falls as half a cosine"] = 3e-3
     warmup_steps: Annotated[int, "steps in which the rate rises from 0"] = 100
     norm_rate: Annotated[
@@ -39,6 +40,7 @@ class TrainSettings:
     ] = 0.1
     weight_decay: Annotated[float, "of the matrices"] = 0.01
     table_decay: Annotated[float, "of the embedding tables"] = 0.0
+    averaging: Annotated[float, "share of the old average that the kept weights hold at each step; 0: no average"] = 0.0
     gradient_norm: Annotated[float, "gradients are scaled down to this norm"] = 1.0
     dwell_weight: Annotated[float, "of the dwell's loss, where 1 puts it on a par with one action"] = 1.0
     evaluate_every: Annotated[int, "steps between two looks at the validation requests"] = 250

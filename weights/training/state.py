@@ -24,6 +24,7 @@ def save_state(trainer: Trainer, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     state: dict[str, Any] = {name: getattr(trainer, name) for name in COUNTERS}
     state["ranker"], state["optimizer"] = trainer.ranker.state_dict(), trainer.optimizer.state_dict()
+    state["averaged"] = trainer.averaged.state_dict() if trainer.averaged else None
     state["generator"] = trainer.generator.get_state()
     write_whole(directory / STATE_NAME, lambda new: torch.save(state, new))
 
@@ -39,6 +40,8 @@ def load_state(trainer: Trainer, directory: Path) -> None:
     try:
         trainer.ranker.load_state_dict(state["ranker"])
         trainer.optimizer.load_state_dict(state["optimizer"])
+        if trainer.averaged:
+            trainer.averaged.load_state_dict(state["averaged"])
         trainer.generator.set_state(state["generator"].cpu())
         counters = {name: state[name] for name in COUNTERS}
     except (KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from model.batch import Batch
 from model.names import checkpoint_parameters
@@ -77,7 +78,12 @@ class Trainer:
             settings.shared_events if examples.config.context_attention == "causal" else 0,
         )
         self.epoch, self.batches = -1, list[NDArray[np.int64]]()
-        self.hidden = HiddenShares(settings.hidden_user_share, settings.hidden_post_share, settings.hidden_author_share)
+        self.hidden = HiddenShares(
+            settings.hidden_user_share,
+            settings.hidden_post_share,
+            settings.hidden_author_share,
+            settings.hidden_event_share,
+        )
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.ranker = Ranker(examples.config)
         initial.upstream(self.ranker, self.generator)
@@ -87,6 +93,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self._groups(), lr=settings.learning_rate, betas=(0.9, 0.98), eps=1e-8, fused=True
         )
+        decay = get_ema_multi_avg_fn(settings.averaging)
+        self.averaged = AveragedModel(self.ranker, multi_avg_fn=decay) if settings.averaging else None
         self.batches_per_epoch = -(-len(self.groups) // settings.batch_contexts)
         self.steps = max(1, round(settings.epochs * self.batches_per_epoch))
         shown = examples.stops - examples.starts
@@ -134,12 +142,14 @@ class Trainer:
         groups = [self.groups[index] for index in self.batches[place]]
         batch, seen, labels = self.examples.training_batch(groups, rng, self.hidden, settings.max_candidates)
         self.optimizer.zero_grad()
-        loss = self._loss(batch, labels, seen) / self.shown_per_step
+        loss = self._loss(self.ranker, batch, labels, seen) / self.shown_per_step
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.ranker.parameters(), settings.gradient_norm)
         self.optimizer.step()
         if self.step == 0 and "layers.0.query" in initial.stuck(self.ranker.trunk):
             self._leave_saddle()
+        if self.averaged:
+            self.averaged.update_parameters(self.ranker)
         self.loss = loss.item()
         self.step += 1
 
@@ -151,27 +161,29 @@ class Trainer:
 
     @torch.inference_mode()
     def evaluate(self) -> None:
-        """Measure the loss on the unchanged validation requests; keep the weights if they are the best so far."""
+        """Measure the loss on the unchanged validation requests; keep the weights, or their average, if they are the best so far."""
+        ranker = self.averaged.module if self.averaged else self.ranker
+        assert isinstance(ranker, Ranker)
         total, shown, size = 0.0, 0, VALIDATION_BATCH
         for start in range(0, len(self.validation), size):
             batch, labels = self.examples.batch(self.validation[start : start + size])
-            total += self._loss(batch, labels).item()
+            total += self._loss(ranker, batch, labels).item()
             shown += int(labels.shown.sum())
         self.validation_loss = total / shown
         if self.validation_loss < self.best_loss:
             self.best_loss, self.looks_without_improvement = self.validation_loss, 0
-            self.best = {name: value.clone() for name, value in self.ranker.state_dict().items()}
+            self.best = {name: value.clone() for name, value in ranker.state_dict().items()}
         else:
             self.looks_without_improvement += 1
 
-    def _loss(self, batch: Batch, labels: Labels, seen: Tensor | None = None) -> Tensor:
+    def _loss(self, ranker: Ranker, batch: Batch, labels: Labels, seen: Tensor | None = None) -> Tensor:
         """The loss that training minimises, summed over the candidates; a scalar. `seen`: as `forward_shared` takes it."""
         device, dtype = self.settings.device, getattr(torch, self.settings.dtype)
         batch, labels = batch.to(device), labels.to(device)
         if seen is None:
-            logits, continuous = self.ranker(batch, dtype)
+            logits, continuous = ranker(batch, dtype)
         else:
-            logits, continuous = forward_shared(self.ranker, batch, seen.to(device), dtype)
+            logits, continuous = forward_shared(ranker, batch, seen.to(device), dtype)
         loss = action_loss(logits, labels)
         if self.dwell_output is not None and self.settings.dwell_weight:
             weight = self.settings.dwell_weight / logits.shape[-1] / self.dwelt_share

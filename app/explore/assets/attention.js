@@ -21,7 +21,7 @@ export function drawAttention(post, explained, view) {
 /** @param {{heads: number[][][], user: number[][], itself: number[][]}} looked @param {Explained} explained @param {View} view */
 function pictures({ heads, user, itself }, { places, history }, view) {
   const most = Math.max(...heads.flat(2), ...user.flat(), ...itself.flat(), 1e-9);
-  const name = (/** @type {number} */ at) => (at < 0 ? "the user" : at < places.length ? `event ${places[at] + 1}, ${view.names.author(history[places[at]].author_id)}` : "the post itself");
+  const name = (/** @type {number} */ at) => (at < 0 ? "the user" : at < places.length ? `event ${places[at] + 1}, ${view.names.post(history[places[at]])}` : "the post itself");
   const one = (/** @type {number} */ layer, /** @type {number} */ head) => {
     const shares = [user[layer][head], ...heads[layer][head], itself[layer][head]];
     const width = WIDE / shares.length;

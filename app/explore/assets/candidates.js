@@ -27,7 +27,7 @@ export function drawCandidates(/** @type {App} */ app) {
 /** @param {App} app @param {Post} post @param {number} place @param {number | undefined} score @param {number | undefined} was */
 function drawPost(app, post, place, score, was) {
   const { request, names } = app;
-  const who = names.author(post.author_id);
+  const who = names.post(post);
   const key = `post ${post.post_id}`;
   const edit = (/** @type {string} */ label, /** @type {(post: Post) => void} */ change) =>
     app.change(key, label, (/** @type {Side} */ changed) => change(changed.candidates[place]));

@@ -17,7 +17,7 @@ export function caption(did, before, posts, names) {
   if (!fresh && both.every(({ score }) => score === 0)) return `${did}: nothing changed; every score has the same bits.`;
   const mover = both.reduce((most, each) => (bigger(each, most) ? each : most));
   const { post, was, score, places } = mover;
-  const who = names.author(post.author_id);
+  const who = names.post(post);
   if (!moved.length) {
     return `${did}: no post moved. The largest change of a score: ${who} ${Math.abs(score) < 0.001 ? "less than 0.001" : signed(score, 3)}.${set}`;
   }

@@ -155,11 +155,11 @@ function notice(/** @type {string} */ text) {
   byId("notice").hidden = false;
 }
 
-/** The request that the API's description shows: it fits whatever checkpoint serves. */
+/** The request that the API's description shows, with actions that this checkpoint knows. */
 async function firstExample() {
   const { value } = await call("openapi.json");
   const [example] = Object.values(value.paths["/rank"].post.requestBody.content["application/json"].examples);
-  return withoutExample(/** @type {any} */ (example).value);
+  return withoutExample(/** @type {any} */ (example).value, app.info.actions);
 }
 
 async function start() {

@@ -13,7 +13,7 @@ export function drawHeat(app) {
   const { names } = app;
   const change = (/** @type {Shown} */ post) => explained.of.get(post.post_id).change;
   const events = explained.places.map((place, at) => ({
-    title: `${place + 1} · ${names.author(explained.history[place].author_id)}`,
+    title: `${place + 1} · ${names.post(explained.history[place])}`,
     about: taken(explained.history[place].actions),
     values: posts.map((post) => change(post).events.score[at]),
     more: { "data-event": place },
@@ -25,7 +25,7 @@ export function drawHeat(app) {
     ({ title, about: "", values: posts.map((post) => change(post)[name].score), more: { class: "group" } });
   const rest = [one("user", "the user"), one("everything", "all at once"), one("not_covered", "not covered")];
   const largest = Math.max(...events.flatMap(({ values }) => values.map(Math.abs)), 1e-9);
-  const heads = posts.map((post) => h("th", { scope: "col", "data-post": post.post_id }, `${post.place} ${names.author(post.author_id)}`));
+  const heads = posts.map((post) => h("th", { scope: "col", "data-post": post.post_id }, `${post.place} ${names.post(post)}`));
   const table = h(
     "table",
     { class: "heat" },

@@ -5,6 +5,7 @@ export class Names {
   constructor(given, topics = []) {
     this.authors = given?.authors ?? {};
     this.users = given?.users ?? {};
+    /** @type {Record<string, {name: string}>} */ this.titles = given?.posts ?? {};
     /** @type {string[]} */ this.surfaces = given?.surfaces ?? [];
     /** @type {string[]} */ this.topics = given?.topics ?? topics;
     /** @type {Map<string, {author_id: string, topic?: string, created_at: number}>} */ this.posts = new Map();
@@ -24,13 +25,18 @@ export class Names {
     return this.authors[id]?.name ?? (id === "0" ? "unknown author" : `author ${short(id)}`);
   }
 
+  /** What a post is called: its own title where the checkpoint names it, else its author. @param {{post_id: string, author_id: string}} post */
+  post(post) {
+    return this.titles[post.post_id]?.name ?? this.author(post.author_id);
+  }
+
   /** @param {{post_id: string, author_id: string}} post @returns {string | undefined} */ topic(post) {
     return this.posts.get(post.post_id)?.topic ?? this.authors[post.author_id]?.topic;
   }
 
   user(/** @type {string} */ id) {
     const known = this.users[id];
-    return known ? `${known.name}, ${known.likes.join(" and ")}` : id === "0" ? "nobody signed in" : `user ${short(id)}`;
+    return known ? [known.name, known.likes.join(" and ")].filter(Boolean).join(", ") : id === "0" ? "nobody signed in" : `user ${short(id)}`;
   }
 
   /** The hue of a topic, in degrees. @param {string | undefined} topic */

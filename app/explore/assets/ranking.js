@@ -127,7 +127,7 @@ class Row {
   fill(/** @type {Shown} */ post, /** @type {View} */ view) {
     this.post = post;
     const { names } = view;
-    const author = names.author(post.author_id);
+    const author = names.post(post);
     const topic = names.topic(post);
     Object.assign(this.element.dataset, { post: post.post_id, rank: post.rank, score: post.score });
     this.rank.textContent = String(post.place);

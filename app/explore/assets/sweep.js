@@ -42,10 +42,10 @@ export function drawSweep(app) {
   const high = y(shown.length - 1) + FOOT;
   const lines = shown.map((post, place) => {
     const path = stretches.map(({ from, to, ranks }, step) => `${step ? "L" : "M"}${x(from)} ${y(ranks[place])}L${x(to)} ${y(ranks[place])}`).join("");
-    return h("path", { d: path, "data-post": post.post_id }, h("title", {}, app.names.author(post.author_id)));
+    return h("path", { d: path, "data-post": post.post_id }, h("title", {}, app.names.post(post)));
   });
   const last = stretches[stretches.length - 1].ranks;
-  const labels = shown.map((post, place) => h("text", { x: WIDE - RIGHT + 6, y: y(last[place]) + 4, "data-post": post.post_id }, app.names.author(post.author_id)));
+  const labels = shown.map((post, place) => h("text", { x: WIDE - RIGHT + 6, y: y(last[place]) + 4, "data-post": post.post_id }, app.names.post(post)));
   const ranks = shown.map((_, rank) => h("text", { x: 4, y: y(rank) + 4, class: "tick" }, String(rank + 1)));
   const dots = marks.map((mark) => h("line", { class: "mark", x1: x(mark), x2: x(mark), y1: high - FOOT + 10, y2: high - FOOT + 18 }));
   const ticks = [-far, 0, far].map((value) => h("text", { x: x(value), y: high - 2, class: "tick middle" }, number(value, 1)));

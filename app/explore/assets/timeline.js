@@ -78,7 +78,7 @@ function eventForm(/** @type {App} */ app) {
 function drawEvent(/** @type {App} */ app, /** @type {Event_} */ event, /** @type {number} */ place, /** @type {boolean} */ isDropped, /** @type {Hint | null} */ hint) {
   const { names } = app;
   const topic = names.topic(event);
-  const author = names.author(event.author_id);
+  const author = names.post(event);
   const key = `${event.post_id} ${place}`;
   const edit = (/** @type {string} */ label, /** @type {(event: Event_) => void} */ change) =>
     app.change(`event ${key}`, label, (/** @type {Side} */ request) => change(request.history[place]));

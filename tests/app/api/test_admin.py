@@ -18,8 +18,7 @@ from app.interface import ReloadInProgress
 from app.main import create_admin_app
 from app.service.ranker import LocalRanker
 from app.settings import Admin, Retrieval
-from tests.app import retrieving
-from tests.support import rankers
+from tests.support import corpora, rankers
 from tests.support.fakes import FakeEngine, fake_model, loader_by_path
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 
@@ -52,7 +51,7 @@ def running(root: Path) -> Iterator[Running]:
 
 @pytest.fixture
 def retrieval(tmp_path: Path) -> Iterator[Running]:
-    yield from administered(retrieval=retrieving.setting(tmp_path), admin=Admin(**ADMIN, root=tmp_path))
+    yield from administered(retrieval=corpora.setting(tmp_path), admin=Admin(**ADMIN, root=tmp_path))
 
 
 def administered(**options: Any) -> Iterator[Running]:
@@ -193,7 +192,7 @@ def test_posts_are_changed(retrieval: Running) -> None:
     assert status == 200, reply
     before = reply["corpus"]["posts"]
     assert (reply["upserted"], reply["deleted"], reply["corpus"]["sequence"]) == (0, 2, 1)
-    post = {"post_id": 1, "author_id": 5, "created_at": retrieving.NOW, "topic": "news"}
+    post = {"post_id": 1, "author_id": 5, "created_at": corpora.NOW, "topic": "news"}
     status, reply = change(client, upsert=[post])
     assert (status, reply["upserted"], reply["deleted"]) == (200, 1, 0)
     assert (reply["corpus"]["posts"], reply["corpus"]["sequence"]) == (before + 1, 2)

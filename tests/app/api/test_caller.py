@@ -228,7 +228,11 @@ def test_what_is_held_is_counted_to_the_byte() -> None:
 
 
 async def play(
-    app: Any, messages: list[dict[str, Any]], path: str = "/rank", headers: Sequence[tuple[bytes, bytes]] = ()
+    app: Any,
+    messages: list[dict[str, Any]],
+    path: str = "/rank",
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    method: str = "POST",
 ) -> list[dict[str, Any]]:
     """Play these ASGI messages to a path, as a server that cancels nothing; after them, silence. Returns what was sent."""
     sent: list[dict[str, Any]] = []
@@ -244,7 +248,7 @@ async def play(
         sent.append(message)
 
     scope = {
-        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+        "type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
         "headers": [(b"content-type", b"application/json"), (b"host", b"localhost"), *headers], "http_version": "1.1",
         "scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": "",
     }  # fmt: skip

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -21,12 +22,14 @@ from loadtest.machine import ROOT
 from loadtest.server import DEMO, serving
 from weights.commands import checkpoints
 
+pytestmark = pytest.mark.slow
 COMMAND = (sys.executable, "-c", "from app.cli import main; main()")
 
 
 def told(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", **variables}
-    return subprocess.run([*COMMAND, *words], env=environment, capture_output=True, text=True, timeout=100)
+    """What a call of the command says, in a terminal of 120 columns."""
+    given = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"} | variables
+    return subprocess.run([*COMMAND, *words], cwd=ROOT, env=given, capture_output=True, text=True, timeout=100)
 
 
 def test_without_a_checkpoint_the_demo_and_its_posts_are_served() -> None:
@@ -112,8 +115,9 @@ def test_at_a_terminal_a_few_lines_say_where_it_is_and_what_to_try(tmp_path: Pat
     command = [*COMMAND, "serve", "--port", "0", "--drain.delay-seconds", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
     with os.fdopen(theirs, "wb") as terminal:
-        options = {"stdout": terminal, "stderr": terminal, "start_new_session": True}
-        server = subprocess.Popen(command, cwd=tmp_path, env=environment, **options)
+        server = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=terminal, stderr=terminal, start_new_session=True
+        )
     try:
         said = read_until(ours, "Ctrl-C", 60)
         url = re.search(r"Phoenix ranking server: demo on (http://127\.0\.0\.1:\d+)", said)
@@ -133,3 +137,17 @@ def test_elsewhere_a_log_line_says_the_same() -> None:
         [page] = [line for line in server.log_lines if line["event"] == "page"]
         assert page["url"] == f"{server.url}/explore"
         assert page["try"].startswith(f"curl -s {server.url}/rank ")
+
+
+@pytest.mark.parametrize("names", [("model",), ("model", "weights")], ids=" and ".join)
+def test_somebody_elses_package_of_the_same_name_is_named_and_not_run(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        (tmp_path / f"{name}.py").write_text("print('it ran')\n")
+    options: dict[str, Any] = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+    options |= {"capture_output": True, "text": True, "timeout": 60}
+    ended = subprocess.run([sys.executable, "-m", "app"], **options)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert f"the package {names[0]} is not ours but {tmp_path}/{names[0]}.py" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    told = subprocess.run([sys.executable, "-P", "-m", "app", "--help"], **options)
+    assert (told.returncode, "it ran" in told.stdout) == (0, False)

@@ -235,6 +235,15 @@ def test_slow_senders_are_cut_off(monkeypatch: pytest.MonkeyPatch, sent: bytes) 
         assert is_cut(client)
 
 
+def test_an_empty_line_behind_a_reply_does_not_keep_a_connection_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_SECONDS", connection.HEAD_SECONDS / 20)
+    with listening() as live, live.connect() as client:
+        client.sendall(head() + BODY)
+        assert read_reply(client)[0] == 200
+        client.sendall(b"\r\n")
+        assert is_cut(client)
+
+
 def test_a_caller_that_writes_all_before_it_reads_gets_its_413(live: Live) -> None:
     size = 20 * 2**20
     for headers in ({}, {"connection": "close"}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import logging
@@ -18,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.settings import Logs
-from app.telemetry import logs
 from app.telemetry.logs import MOST_SUCCESSES, MOST_WAITING, configure
 
 LOG = """
@@ -155,11 +155,17 @@ def test_a_file_has_no_colours_and_a_terminal_has_unless_it_is_told_otherwise() 
 
 
 def test_processes_that_share_a_pipe_do_not_mix_their_lines() -> None:
-    code = LOG.format("") + "[log.info('planted', padding='x' * 700) for _ in range(300)]"
+    code = LOG.format("") + "input('')\nfor _ in range(2000): log.info('planted', padding='x' * 700)"
     reader, writer = os.pipe()
-    processes = [subprocess.Popen([sys.executable, "-c", code], stderr=writer) for _ in range(2)]
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)  # a longer write would be taken in pieces
+    command = [sys.executable, "-c", code]
+    processes = [subprocess.Popen(command, stderr=writer, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in "ab"]
     os.close(writer)
+    time.sleep(1)
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
     with os.fdopen(reader, "rb") as file:
-        assert [json.loads(line)["event"] for line in file] == ["planted"] * 600
+        assert [json.loads(line)["event"] for line in file] == ["planted"] * 4000
     assert [process.wait(30) for process in processes] == [0, 0]
-    assert logs.BLOCK_BYTES <= 4096, "a pipe takes no more at once"

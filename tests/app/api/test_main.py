@@ -24,9 +24,8 @@ from starlette.testclient import TestClient
 from app.main import create_app, create_probe_app
 from app.settings import Explore, Probes, Retrieval, Settings
 from loadtest.server import free_port
-from tests.app import retrieving
 from tests.app.api.live import until
-from tests.support import rankers
+from tests.support import corpora, rankers
 from tests.support.asgi import ADDRESS, served
 from tests.support.bodies import good
 
@@ -39,7 +38,7 @@ INFERENCE = ("/v2", "/v2/health/live", "/v2/health/ready", *MODEL, *(f"{path}/re
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
-    with served(retrieval=retrieving.setting(tmp_path_factory.mktemp("retrieval"))) as (client, _):
+    with served(retrieval=corpora.setting(tmp_path_factory.mktemp("retrieval"))) as (client, _):
         yield client
 
 

@@ -23,10 +23,9 @@ from app.service.ranker import LocalRanker
 from app.settings import Auth, Logs, Settings, Tracing
 from app.telemetry import logs
 from app.telemetry.tracing import create_tracer
-from tests.app import retrieving
 from tests.app.api.live import BODY, listening
 from tests.app.api.test_caller import play
-from tests.support import rankers
+from tests.support import corpora, rankers
 from tests.support.asgi import served
 from tests.support.bodies import good
 from tests.support.fakes import FakeEngine, Gate
@@ -64,7 +63,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str], dict[str, Any]
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, LocalRanker]]:
     auth = Auth(keys={"feed": hashlib.sha256(KEY.encode()).hexdigest()})  # type: ignore[dict-item]
-    with served(auth=auth, retrieval=retrieving.setting(tmp_path_factory.mktemp("retrieval"))) as both:
+    with served(auth=auth, retrieval=corpora.setting(tmp_path_factory.mktemp("retrieval"))) as both:
         both[0].headers["x-api-key"] = KEY
         yield both
 
@@ -268,6 +267,20 @@ def test_a_path_is_what_a_proxy_takes_it_for(method: str, path: str, status: int
         problem = json.loads(body)
         assert problem["status"] == status
         assert problem.get("error") == (problem["detail"] if path.startswith("/v2") else None)
+
+
+def test_a_reply_to_head_has_no_body_whatever_the_server_would_do_with_it() -> None:
+    async def scenario() -> None:
+        async with rankers.running() as ranker:
+            app = create_app(Settings(), ranker)
+            empty = {"type": "http.request", "body": b"", "more_body": False}
+            for path in ("/livez", "/nowhere"):
+                got, body = await play(app, [empty], path, method="GET")
+                head, nothing = await play(app, [empty], path, method="HEAD")
+                assert (head["status"], nothing.get("body", b"")) == (got["status"], b"")
+                assert dict(head["headers"])[b"content-length"] == b"%d" % len(body["body"])
+
+    asyncio.run(scenario())
 
 
 def test_paths_make_no_series(running: Running) -> None:

@@ -17,8 +17,7 @@ from app.api.operations import SCRAPE_SHARE, Scrapes
 from app.interface import Health
 from app.main import create_app
 from app.settings import Group, Settings
-from tests.app import retrieving
-from tests.support import rankers
+from tests.support import corpora, rankers
 from tests.support.asgi import ADDRESS, served
 from tests.support.fakes import FakeEngine
 
@@ -50,7 +49,7 @@ def test_info_has_the_fields_that_the_document_names(client: TestClient) -> None
 
 
 def test_info_tells_of_the_corpus_but_neither_paths_nor_secrets(tmp_path: Path) -> None:
-    retrieval = retrieving.setting(tmp_path)
+    retrieval = corpora.setting(tmp_path)
     with served(retrieval=retrieval) as (client, _):
         reply = client.get("/info")
     info = reply.json()

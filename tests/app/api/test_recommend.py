@@ -16,10 +16,10 @@ from app.errors import EngineDown
 from app.main import create_app
 from app.service.ranker import LocalRanker
 from app.settings import Auth, Limits, Queue, Retrieval, Settings
-from tests.app import retrieving
 from tests.app.api.live import until
-from tests.app.retrieving import NOW, asked, posts_of
+from tests.support import corpora
 from tests.support.asgi import ADDRESS, served
+from tests.support.corpora import NOW, asked, posts_of
 from tests.support.fakes import FakeEngine, fake_loader
 from tests.support.rankers import figure
 from weights.text_ids import IdKind
@@ -30,7 +30,7 @@ DEMO = json.loads((WEIGHTS / "demo" / "example.json").read_text())
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, LocalRanker]]:
-    retrieval = retrieving.setting(tmp_path_factory.mktemp("retrieval"))
+    retrieval = corpora.setting(tmp_path_factory.mktemp("retrieval"))
     with served(retrieval=retrieval, limits=Limits(max_retrieved=400, max_history=20)) as both:
         yield both
 
@@ -158,7 +158,7 @@ def test_a_ranking_that_fails_after_its_search_is_answered(tmp_path: Path) -> No
     def fails(items: Any) -> None:
         raise EngineDown("planted")
 
-    with served(FakeEngine(before=fails), retrieval=retrieving.setting(tmp_path)) as (client, ranker):
+    with served(FakeEngine(before=fails), retrieval=corpora.setting(tmp_path)) as (client, ranker):
         reply = client.post("/recommend", json=asked(k=5))
         assert (reply.status_code, reply.json()["code"]) == (503, "engine_down")
         assert (ranker.admission.requests, len(posts_of(client))) == (0, 200)
@@ -167,7 +167,7 @@ def test_a_ranking_that_fails_after_its_search_is_answered(tmp_path: Path) -> No
 def test_a_request_that_the_ranker_refuses_costs_no_search(tmp_path: Path) -> None:
     keys = {"caller": SecretStr(hashlib.sha256(b"secret").hexdigest())}
     queue = Queue(key_candidates_per_second=10.0)
-    with served(retrieval=retrieving.setting(tmp_path), auth=Auth(keys=keys), queue=queue) as (client, ranker):
+    with served(retrieval=corpora.setting(tmp_path), auth=Auth(keys=keys), queue=queue) as (client, ranker):
         client.headers["X-API-Key"] = "secret"
         assert client.post("/recommend", json=asked(k=100)).status_code == 200
         searches = figure(ranker, "ranker_search_requests_count")
@@ -179,7 +179,7 @@ def test_a_request_that_the_ranker_refuses_costs_no_search(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("ranker_ids", "post_ids"), [("text", "uint64"), ("uint64", "text")])
 def test_posts_are_not_ranked_by_a_model_of_other_ids(tmp_path: Path, ranker_ids: IdKind, post_ids: IdKind) -> None:
-    event, retrieval = {"post_id": "1", "author_id": "1"}, retrieving.setting(tmp_path, ids=post_ids)
+    event, retrieval = {"post_id": "1", "author_id": "1"}, corpora.setting(tmp_path, ids=post_ids)
     with served(load=fake_loader(FakeEngine(), ids=ranker_ids), retrieval=retrieval) as (client, ranker):
         for user_id in ("5", "u:5", 5):
             reply = client.post("/recommend", json={"user_id": user_id, "history": [event]})
@@ -190,7 +190,7 @@ def test_posts_are_not_ranked_by_a_model_of_other_ids(tmp_path: Path, ranker_ids
 
 def test_texts_are_echoed_with_the_scores_of_rank(tmp_path: Path) -> None:
     user = {"user_id": "u:1", "history": [{"post_id": "post:3", "author_id": "author:5", "actions": ["reply"]}]}
-    retrieval = retrieving.setting(tmp_path, ids="text")
+    retrieval = corpora.setting(tmp_path, ids="text")
     with served(load=fake_loader(FakeEngine(), ids="text"), retrieval=retrieval) as (client, _):
         found = client.post("/retrieve", json=user | {"k": 20}).json()["posts"]
         ranked = client.post("/recommend", json=user | {"k": 20}).json()["candidates"]
@@ -202,7 +202,7 @@ def test_texts_are_echoed_with_the_scores_of_rank(tmp_path: Path) -> None:
 
 def test_both_models_must_know_the_words(tmp_path: Path) -> None:
     """The ranker knows favorite, reply and report; these towers know share in place of report."""
-    retrieval = retrieving.setting(tmp_path, actions=("favorite", "reply", "share"))
+    retrieval = corpora.setting(tmp_path, actions=("favorite", "reply", "share"))
     with served(retrieval=retrieval) as (client, _):
         for actions, status in ((["favorite", "1"], 200), (["report"], 422), (["share"], 422), ({"share": 1}, 422)):
             history = [{"post_id": 1, "author_id": 1, "actions": actions}]

@@ -17,20 +17,20 @@ from app.settings import Deadline, Limits, Queue
 from model.inputs import CLOCK_SKEW_SECONDS, Context
 from model.retrieval.engine import RetrievalEngine, Users
 from model.retrieval.inputs import Answers, PostChange, PostRows, Query
-from tests.app import retrieving
 from tests.app.api.live import head, listening, read_reply, until
-from tests.app.retrieving import EVENT, asked, posts_of
+from tests.support import corpora
 from tests.support.asgi import served
+from tests.support.corpora import EVENT, asked, posts_of
 from tests.support.fakes import FakeEngine, Gate, fake_loader
 from tests.support.rankers import figure
 
-NOW = retrieving.NOW
+NOW = corpora.NOW
 BOTH = pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, LocalRanker]]:
-    retrieval = retrieving.setting(tmp_path_factory.mktemp("retrieval"))
+    retrieval = corpora.setting(tmp_path_factory.mktemp("retrieval"))
     with served(retrieval=retrieval, limits=Limits(max_retrieved=400, max_history=20)) as both:
         yield both
 
@@ -62,7 +62,7 @@ def test_a_reply_holds_what_the_contract_says(client: TestClient) -> None:
 
 def test_a_caller_may_insist_on_a_change(tmp_path: Path) -> None:
     """A header names the change; both endpoints refuse until the corpus has had it, and say which it has had."""
-    with served(retrieval=retrieving.setting(tmp_path), admin={"port": 0, "token_sha256": "9f" * 32}) as (
+    with served(retrieval=corpora.setting(tmp_path), admin={"port": 0, "token_sha256": "9f" * 32}) as (
         client,
         ranker,
     ):
@@ -87,16 +87,16 @@ def test_a_caller_may_insist_on_a_change(tmp_path: Path) -> None:
 
 
 def test_each_post_has_the_topic_of_the_corpus(client: TestClient) -> None:
-    columns = retrieving.columns()
+    columns = corpora.columns()
     names = dict(zip(columns["post_ids"].view(np.uint64).tolist(), columns["topics"].tolist(), strict=True))
     posts = posts_of(client, k=100)
     wanted = [names[int(post["post_id"])] for post in posts]
-    assert [post["topics"] for post in posts] == [[retrieving.TOPICS[topic]] if topic >= 0 else [] for topic in wanted]
+    assert [post["topics"] for post in posts] == [[corpora.TOPICS[topic]] if topic >= 0 else [] for topic in wanted]
     assert -1 in wanted
 
 
 def test_scores_are_the_definitions(client: TestClient) -> None:
-    towers = retrieving.towers()
+    towers = corpora.towers()
     context = Context(
         77,
         np.array([17, 18], np.uint64),
@@ -246,7 +246,7 @@ def test_what_takes_long_to_read_is_refused_unread(client: TestClient, path: str
 
 @pytest.mark.parametrize(("limit", "k"), [(150, 150), (201, 200)])
 def test_a_request_without_k_asks_for_no_more_than_is_allowed(tmp_path: Path, limit: int, k: int) -> None:
-    with served(retrieval=retrieving.setting(tmp_path), limits=Limits(max_retrieved=limit)) as (client, _):
+    with served(retrieval=corpora.setting(tmp_path), limits=Limits(max_retrieved=limit)) as (client, _):
         assert len(posts_of(client)) == k
 
 
@@ -257,7 +257,7 @@ def test_no_search_gets_longer_than_the_settings_allow(
 ) -> None:
     held, search = threading.Event(), RetrievalEngine.retrieve
     deadline = Deadline(default_seconds=seconds, max_seconds=0.2)
-    with served(retrieval=retrieving.setting(tmp_path), deadline=deadline) as (client, _):
+    with served(retrieval=corpora.setting(tmp_path), deadline=deadline) as (client, _):
         monkeypatch.setattr("app.engine.runners.SHORT_SEARCH_SECONDS", 0.0)
         monkeypatch.setattr(RetrievalEngine, "retrieve", lambda *given: (held.wait(3), search(*given))[1])
         reply = client.post(path, json=asked(), headers=headers)
@@ -279,7 +279,7 @@ def test_a_search_whose_client_leaves_is_not_made(path: str, tmp_path: Path, mon
         return head(path=path, length=len(body)) + body
 
     monkeypatch.setattr("app.engine.runners.SHORT_SEARCH_SECONDS", 0.0)
-    with listening(retrieval=retrieving.setting(tmp_path)) as live, live.connect() as first:
+    with listening(retrieval=corpora.setting(tmp_path)) as live, live.connect() as first:
         monkeypatch.setattr(RetrievalEngine, "retrieve", held)
         first.sendall(request(1))
         assert gate.entered.wait(10)
@@ -324,7 +324,7 @@ def test_a_search_that_hangs_costs_readiness_and_then_the_process(
     """As a forward that hangs does: who waits gets 504 at the deadline, new ones 503, and the process ends."""
     gate = Gate()
     queue, fatal = Queue(stall_seconds=0.2, stall_exit_seconds=1.0), list[str]()
-    with served(retrieval=retrieving.setting(tmp_path), queue=queue) as (client, ranker):
+    with served(retrieval=corpora.setting(tmp_path), queue=queue) as (client, ranker):
         ranker.on_fatal = fatal.append
         assert posts_of(client)
         monkeypatch.setattr(RetrievalEngine, "retrieve", lambda *given: gate(()))
@@ -344,7 +344,7 @@ def test_a_search_that_hangs_costs_readiness_and_then_the_process(
 
 def test_texts_are_echoed(tmp_path: Path) -> None:
     user = {"user_id": "u:1", "history": [{"post_id": "post:3", "author_id": "author:5", "actions": ["reply"]}]}
-    retrieval = retrieving.setting(tmp_path, ids="text")
+    retrieval = corpora.setting(tmp_path, ids="text")
     with served(retrieval=retrieval, load=fake_loader(FakeEngine(), ids="text")) as (client, _):
         found = client.post("/retrieve", json=user | {"k": 20}).json()["posts"]
         assert len(found) == 20

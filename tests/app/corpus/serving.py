@@ -19,7 +19,7 @@ from app.settings import Settings
 from app.telemetry.metrics import Metrics
 from model.inputs import Context
 from model.retrieval.inputs import Filters, PostChange, PostRows, Query
-from tests.app import retrieving
+from tests.support import corpora
 from tests.support.fakes import fake_loader
 
 NO_IDS = np.empty(0, np.uint64)
@@ -33,7 +33,7 @@ def settings_of(
     """Settings for the towers and the corpus below `root`, which are written there unless they are there already."""
     paths = root / f"towers-{version}", root / f"corpus-{version}"
     if not paths[1].exists():
-        retrieving.written(root, version=version)
+        corpora.written(root, version=version)
     retrieval = {"checkpoint": paths[0], "corpus": paths[1], "feed": feed, "feed_lag_seconds": lag}
     options: dict[str, Any] = {"retrieval": retrieval, "admin": ADMIN, "threads": 1} | groups
     return Settings(**options)

@@ -22,8 +22,8 @@ from app.interface import ReloadInProgress
 from app.settings import Queue, Settings
 from model.engine import EngineError
 from model.retrieval.inputs import Answers, Query
-from tests.app import retrieving
 from tests.app.corpus.serving import begun, change, create, found, ids_of, posts_of, query, running, settings_of
+from tests.support import corpora
 from tests.support.fakes import FakeClock, Gate
 from tests.support.rankers import until
 from weights.checkpoint import load_manifest
@@ -217,7 +217,7 @@ async def test_writing_into_files_that_are_mapped_costs_all_answers(
 
 async def test_a_swap_changes_towers_and_corpus_between_two_searches(tmp_path: Path) -> None:
     settings, gate = settings_of(tmp_path), Gate()
-    retrieving.written(tmp_path, seed=5, version="v2")
+    corpora.written(tmp_path, seed=5, version="v2")
     load, engines = watched(settings, retrieve=gate)
     async with running(settings, load) as searches:
         old = searches.served
@@ -253,7 +253,7 @@ async def test_a_swap_that_fails_changes_nothing_and_two_do_not_run_at_once(tmp_
 
 
 async def test_a_corpus_may_come_later(tmp_path: Path) -> None:
-    retrieving.written(tmp_path)
+    corpora.written(tmp_path)
     async with running(Settings(threads=1)) as searches:
         assert await searches.state() is None
         with pytest.raises(CorpusNotLoaded, match="serves no corpus") as none:
@@ -314,7 +314,7 @@ async def test_a_snapshot_serves_what_the_corpus_serves(tmp_path: Path, ids: IdK
     )
     body = texts if ids == "text" else numbers
     (tmp_path / "copy").mkdir()
-    retrieving.written(tmp_path, ids=ids)
+    corpora.written(tmp_path, ids=ids)
     async with running(settings_of(tmp_path)) as searches:
         for number in (900, 901):
             await searches.change(read_change(body % number, ids))
@@ -337,7 +337,7 @@ async def test_a_snapshot_serves_what_the_corpus_serves(tmp_path: Path, ids: IdK
 
 
 async def test_text_ids_are_changed_and_found(tmp_path: Path) -> None:
-    retrieving.written(tmp_path, ids="text")
+    corpora.written(tmp_path, ids="text")
     bodies = b'{"upsert": [{"post_id": "new", "author_id": "author:5"}], "delete": ["post:1"]}', b'{"delete": ["new"]}'
     for body, there in zip(bodies, ({"new"}, set[str]()), strict=True):
         async with running(settings_of(tmp_path)) as searches:
@@ -438,7 +438,7 @@ async def test_a_process_that_can_be_sent_no_change_shares_a_directory(tmp_path:
             with pytest.raises(NotStored, match="give each process a directory of its own"):
                 async with running(settings):
                     pass
-        retrieving.written(tmp_path, seed=5, version="v2")
+        corpora.written(tmp_path, seed=5, version="v2")
         await one.swap(tmp_path / "towers-v2", tmp_path / "corpus-v2")
         _, changes, read = load_changed(tmp_path / "corpus-v1", load_manifest(tmp_path / "towers-v1"))
         assert read.mark.sequence == 1, "what was replaced is free"
@@ -463,7 +463,7 @@ async def test_a_corpus_that_was_replaced_on_the_disk_takes_no_change_until_it_i
     async with running(settings_of(tmp_path)) as searches:
         await searches.change(change([1], []))
         (tmp_path / "new").mkdir()
-        _, other = retrieving.written(tmp_path / "new")
+        _, other = corpora.written(tmp_path / "new")
         shutil.rmtree(tmp_path / "corpus-v1")
         other.rename(tmp_path / "corpus-v1")
         with pytest.raises(NotStored, match="was replaced on the disk; read it again"):
@@ -474,7 +474,7 @@ async def test_a_corpus_that_was_replaced_on_the_disk_takes_no_change_until_it_i
 
 async def test_a_change_beside_a_swap_is_made_in_what_the_swap_serves(tmp_path: Path) -> None:
     settings, gate = settings_of(tmp_path), Gate()
-    retrieving.written(tmp_path, seed=5, version="v2")
+    corpora.written(tmp_path, seed=5, version="v2")
     gate.opened.set()
     load = corpus_loader(settings)
 
@@ -500,7 +500,7 @@ async def test_a_change_beside_a_swap_is_made_in_what_the_swap_serves(tmp_path: 
 @pytest.mark.parametrize("kinds", [("uint64", "text"), ("text", "uint64")])
 async def test_a_change_of_the_other_kind_of_ids_is_refused(tmp_path: Path, kinds: tuple[IdKind, IdKind]) -> None:
     """It was read before a swap to a corpus with other ids."""
-    retrieving.written(tmp_path, ids=kinds[0])
+    corpora.written(tmp_path, ids=kinds[0])
     bodies = {
         "uint64": b'{"upsert": [{"post_id": 900, "author_id": 5}], "delete": [1]}',
         "text": b'{"upsert": [{"post_id": "post:900", "author_id": "author:5"}], "delete": ["post:1"]}',

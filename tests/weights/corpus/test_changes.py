@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from model.retrieval.inputs import Change
-from tests.app import retrieving
+from tests.support import corpora
 from tests.weights.corpus import changing
 from weights.checkpoint import load_manifest
 from weights.corpus.changes import Changes, load_changed, no_posts, read_changes
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.fixture
 def paths(tmp_path: Path) -> tuple[Path, Path]:
     """A retrieval checkpoint, and a corpus of its vectors with the posts 1 to 300, but for some."""
-    return retrieving.written(tmp_path)
+    return corpora.written(tmp_path)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def written(corpus: Path, count: int) -> list[Change]:
 
 def check(corpus: Path, made: list[Change]) -> None:
     """What is read back is what these changes leave, in order."""
-    built = set(retrieving.columns()["post_ids"].view(np.uint64).tolist())
+    built = set(corpora.columns()["post_ids"].view(np.uint64).tolist())
     read = read_changes(corpus, load_corpus_manifest(corpus))
     new, gone = changing.after(made, built)
     assert list(changing.content(read.posts).items()) == list(new.items())
@@ -85,7 +85,7 @@ def test_what_changes_leave_is_read_back_in_order(corpus: Path, together: int) -
 
 
 def test_texts_positions_and_times_are_kept(tmp_path: Path) -> None:
-    _, corpus = retrieving.written(tmp_path, ids="text")
+    _, corpus = corpora.written(tmp_path, ids="text")
     changes, _ = opened(corpus)
     one = changing.first(2, changes.mark)[1]
     texts = [(f"post {post}", "é" * 64) for post in one.posts.post_ids]
@@ -160,7 +160,7 @@ def fill(filler: Path) -> None:
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_a_full_disk_takes_no_change_and_loses_none(small_disk: Path, count: int) -> None:
-    _, corpus = retrieving.written(small_disk)
+    _, corpus = corpora.written(small_disk)
     changes, _ = opened(corpus)
     made, filler, said = changing.first(40, changes.mark), small_disk / "filler", ""
     for one in made[:count]:
@@ -183,7 +183,7 @@ def test_a_full_disk_takes_no_change_and_loses_none(small_disk: Path, count: int
 
 
 def test_a_disk_that_is_read_only_is_served_and_takes_no_change(small_disk: Path) -> None:
-    _, corpus = retrieving.written(small_disk)
+    _, corpus = corpora.written(small_disk)
     made = written(corpus, 3)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True, capture_output=True)
     both = [opened(corpus) for _ in range(2)]
@@ -352,7 +352,7 @@ def test_a_corpus_that_was_replaced_takes_no_change(corpus: Path, tmp_path: Path
 def test_what_belongs_to_another_corpus_is_refused(corpus: Path, tmp_path: Path) -> None:
     written(corpus, 1)
     (tmp_path / "b").mkdir()
-    _, other = retrieving.written(tmp_path / "b", seed=1)
+    _, other = corpora.written(tmp_path / "b", seed=1)
     file_of(corpus).rename(file_of(other))
     with pytest.raises(CheckpointError, match="is damaged"):
         opened(other)

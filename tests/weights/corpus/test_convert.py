@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from model.retrieval.inputs import Change
-from tests.app import retrieving
+from tests.support import corpora
 from tests.weights.corpus import changing
 from tests.weights.corpus.old_log import log_file, log_of
 from weights.checkpoint import load_manifest
@@ -23,7 +23,7 @@ from weights.errors import CheckpointError, NotStored
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    return retrieving.written(tmp_path)[1]
+    return corpora.written(tmp_path)[1]
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def manifest(corpus: Path) -> CorpusManifest:
 def check(corpus: Path, made: list[Change]) -> None:
     """What is read is what these changes leave."""
     read = read_changes(corpus, load_corpus_manifest(corpus))
-    new, gone = changing.after(made, set(retrieving.columns()["post_ids"].view(np.uint64).tolist()))
+    new, gone = changing.after(made, set(corpora.columns()["post_ids"].view(np.uint64).tolist()))
     assert list(changing.content(read.posts).items()) == list(new.items())
     assert set(read.delete.tolist()) == gone
     assert read.mark == (made[-1].mark if made else load_corpus_manifest(corpus).first_mark)
@@ -63,7 +63,7 @@ def test_a_directory_with_the_old_log_is_refused_until_it_is_converted(corpus: P
 
 def test_text_ids_are_converted(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
-    _, corpus = retrieving.written(tmp_path / "texts", ids="text")
+    _, corpus = corpora.written(tmp_path / "texts", ids="text")
     manifest = load_corpus_manifest(corpus)
     one = changing.first(2, manifest.first_mark)[1]
     texts = [(f"post {post}", "é") for post in one.posts.post_ids]
@@ -100,7 +100,7 @@ def test_damage_is_refused_and_nothing_is_converted(corpus: Path, manifest: Corp
 
 def load_other(corpus: Path) -> CorpusManifest:
     (corpus.parent / "other").mkdir()
-    return load_corpus_manifest(retrieving.written(corpus.parent / "other", seed=1)[1])
+    return load_corpus_manifest(corpora.written(corpus.parent / "other", seed=1)[1])
 
 
 def test_a_conversion_that_was_interrupted_is_made_again(corpus: Path, manifest: CorpusManifest) -> None:

@@ -14,6 +14,7 @@ from tests.weights.training.small_run import WORLD
 from weights.tables import LogError
 from weights.training.choices import Plan, new_shares, plan, propose_score_weights
 from weights.training.log import Log
+from weights.training.settings import TrainSettings
 from weights.world.simulate import World
 
 DAY = 86_400
@@ -66,7 +67,7 @@ def test_ids_are_hidden_as_often_as_new_ones_come(log: Log) -> None:
     made = plan(new)
     assert made.settings.hidden_post_share == 0.85
     assert "last tenth: 0% of posts" in decided(made, "last tenth")
-    assert made.config.post_hashes.vocab_size == 1024, "a table of ids that are mostly hidden says little"
+    assert made.config.post_hashes.vocab_size == 2048, "a table of ids that are mostly hidden says little"
     few = replace(log, post_id=log.post_id % np.uint64(40) + np.uint64(1))
     assert plan(few).settings.hidden_post_share == 0.02
     strangers = replace(log, user_id=log.request_id)
@@ -76,7 +77,7 @@ def test_ids_are_hidden_as_often_as_new_ones_come(log: Log) -> None:
 
 def test_tables_have_room_for_the_ids_that_are_told_apart(log: Log) -> None:
     many = replace(log, author_id=np.arange(len(log), dtype=np.uint64) % np.uint64(2000) + np.uint64(1))
-    assert plan(log).config.author_hashes.vocab_size == 1024
+    assert plan(log).config.author_hashes.vocab_size == 2048
     assert plan(many).config.author_hashes.vocab_size == 8192
 
 
@@ -102,7 +103,18 @@ def test_a_log_without_dwell_makes_a_model_without_it(log: Log) -> None:
 def test_fewer_impressions_are_passed_over_more_often(log: Log) -> None:
     assert plan(log).settings.epochs == 8
     many = plan(log.take(np.sort(np.arange(1_500_000) % len(log))))
-    assert many.settings.epochs == pytest.approx(3_000_000 / 1_200_000, abs=0.1)
+    assert many.settings.epochs == 2.4
+    some = plan(log.take(np.sort(np.arange(500_000) % len(log))))
+    assert some.settings.epochs == pytest.approx(6, abs=0.1)
+
+
+def test_where_posts_are_known_their_likeness_is_learned(log: Log) -> None:
+    few = plan(replace(log, post_id=log.post_id % np.uint64(40) + np.uint64(1)))
+    assert few.config.right_anchored
+    assert (few.settings.shared_events, few.settings.hidden_event_share) == (16, 0.2)
+    new = plan(replace(log, post_id=np.arange(1, len(log) + 1, dtype=np.uint64)))
+    assert not new.config.right_anchored
+    assert replace(new.settings, epochs=2.4, hidden_post_share=0.85) == TrainSettings(), "as the demo"
 
 
 def test_what_is_given_replaces_what_was_chosen_and_is_printed(log: Log) -> None:

@@ -52,6 +52,12 @@ def test_hidden_ids_replace_the_stated_share_and_nothing_else(examples: Examples
     assert torch.equal(plain.candidate_post_rows, authors.candidate_post_rows)
     assert torch.equal(plain.history_actions, posts.history_actions)
     assert torch.equal(plain.user_rows, posts.user_rows)
+    events, _, _ = examples.training_batch(groups, np.random.default_rng(1), HiddenShares(events=0.5), 64)
+    there = plain.history_post_rows[..., 0] != 0
+    assert 0.4 < (events.history_post_rows[..., 0] == 0)[there].float().mean() < 0.6
+    assert torch.equal(plain.history_author_rows, events.history_author_rows), (
+        "an event that is left out keeps its place"
+    )
 
 
 def test_groups_are_successive_requests_of_one_user_within_the_limits(examples: Examples) -> None:

@@ -27,9 +27,9 @@ def test_training_leaves_torch_as_it_was(world: World) -> None:
     assert (torch.get_num_threads(), torch.get_deterministic_debug_mode()) == (threads, mode)
 
 
-@pytest.mark.parametrize("dwell", ["known", "seldom known"])
+@pytest.mark.parametrize("dwell", ["known", "seldom known", "known, and weights averaged"])
 def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(dwell: str, world: World, tmp_path: Path) -> None:
-    log = world.log
+    log, settings = world.log, replace(SHORT, averaging=0.5 if "averaged" in dwell else 0.0)
     if dwell == "seldom known":  # its head has no gradient in some steps, and has done fewer than the others
         seconds = np.where(log.request_id % 20 == 0, log.dwell_seconds, 0).astype(np.float32)
         log = replace(log, dwell_seconds=seconds)
@@ -38,16 +38,16 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(dwell: str, wor
         if status.step == 6:
             raise KeyboardInterrupt
 
-    whole = train(log, small_config(), SHORT, dwell_output=0).state_dict()
+    whole = train(log, small_config(), settings, dwell_output=0).state_dict()
     with pytest.raises(KeyboardInterrupt):
-        train(log, small_config(), SHORT, dwell_output=0, state=tmp_path, report=stop)
+        train(log, small_config(), settings, dwell_output=0, state=tmp_path, report=stop)
     seen: list[int] = []
     rest = train(
-        log, small_config(), SHORT, dwell_output=0, state=tmp_path, resume=True, report=lambda s: seen.append(s.step)
+        log, small_config(), settings, dwell_output=0, state=tmp_path, resume=True, report=lambda s: seen.append(s.step)
     ).state_dict()
     assert seen[0] == 5, "the state was kept after step 4"
     assert all(torch.equal(whole[name], rest[name]) for name in whole)
-    other = train(log, small_config(), replace(SHORT, seed=2), dwell_output=0).state_dict()
+    other = train(log, small_config(), replace(settings, seed=2), dwell_output=0).state_dict()
     assert not all(torch.equal(whole[name], other[name]) for name in whole)
 
 

@@ -64,3 +64,17 @@ def test_an_epoch_has_every_request_once_in_batches_of_like_size() -> None:
     assert np.mean([np.ptp(sizes[batch]) for batch in batches]) < 10
     again = epoch_batches(sizes, 8, np.random.default_rng(3))
     assert [batch.tolist() for batch in batches] != [batch.tolist() for batch in again]
+
+
+def test_averaged_weights_follow_the_learned_ones_slowly(examples: Examples) -> None:
+    with reproducible(1):
+        plain, averaged = (small_trainer(examples, averaging=share) for share in (0.0, 0.9))
+        for run in (plain, averaged):
+            for _ in range(6):
+                run.advance()
+            run.evaluate()
+    learned = averaged.ranker.state_dict()
+    assert all(torch.equal(value, plain.best[name]) for name, value in learned.items()), "averaging changes no step"
+    start = small_trainer(examples).ranker.state_dict()["heads.actions"]
+    way = [(value["heads.actions"] - start).norm() for value in (learned, averaged.best)]
+    assert 0 < way[1] < way[0]
