@@ -51,7 +51,7 @@ def links(text: str, page: Path) -> Iterator[str]:
 
 def anchors(text: str) -> set[str]:
     """The names that GitHub gives to the headings of a page."""
-    headings = re.findall(r"^#+ (.+)$", without_code(text), re.M)
+    headings = re.findall(r"^#+ (.+)$", without_blocks(text), re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -149,7 +149,12 @@ def routes() -> set[tuple[str, str]]:
 
 def without_code(text: str) -> str:
     """The page without its blocks and spans of code."""
-    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    return re.sub(r"`[^`\n]*`", "", without_blocks(text))
+
+
+def without_blocks(text: str) -> str:
+    """The page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
 
 
 CHECKS: dict[Check, str] = {
