@@ -143,6 +143,7 @@ def test_tensors_may_have_no_type_unless_a_web_page_sends_them(client: TestClien
         (gzip.compress(b" " * 10_000_000), "gzip", 413),
         (gzip.compress(b" " * 3000) + gzip.compress(b" " * 3000), "gzip", 413),
     ],
+    ids=range(16),
 )
 def test_gzip_of_any_number_of_members_is_inflated_to_the_limit(
     client: TestClient, body: bytes, coding: str, status: int
