@@ -1,6 +1,6 @@
 """Every setting, declared once with its documentation, and the only reader of `RANKER_` names.
 
-After "Default:" stands why the default is what it is. `make files` writes the table in docs/operations.md from these declarations.
+After "Default:" stands why the default is what it is. docs/operations.md has a table of them.
 The model's architecture comes with the checkpoint and is no setting.
 """
 
@@ -165,7 +165,7 @@ class Retrieval(Group):
     corpus: Path | None = None
     """Directory of the corpus: posts as vectors of that checkpoint. Default: none; set both or neither."""
     feed: SecretStr | None = None
-    """[Where changes of posts come from](scaling.md#changes-of-posts): `redis://HOST:PORT/STREAM`. Default: none; changes come by the
+    """[Where changes of posts come from](deploy.md#changes-of-posts): `redis://HOST:PORT/STREAM`. Default: none; changes come by the
     admin interface, to this process alone."""
     feed_lag_seconds: float = Field(default=300.0, gt=0)
     """How far behind its feed this process may be and be ready. Default: an outage of the feed of five minutes takes no replica away."""

@@ -1,4 +1,4 @@
-"""What the pages name exists, and the commands of the README run. `tests/e2e/test_api_page.py` runs those of docs/api.md."""
+"""The pages: what they name is there, and README's commands run. Those of docs/api.md are run by `tests/e2e/test_api_page.py`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def links(text: str, page: Path) -> Iterator[str]:
 
 def anchors(text: str) -> set[str]:
     """The names that GitHub gives to the headings of a page."""
-    headings = re.findall(r"^#+ (.+)$", without_code(text), re.M)
+    headings = re.findall(r"^#+ (.+)$", without_blocks(text), re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -103,25 +103,24 @@ class Figures:
 
 def commands(text: str, page: Path) -> Iterator[str]:
     """Commands of `phoenix-ranker`, `python -m weights` and `python -m loadtest` that there are not."""
-    groups = {"phoenix-ranker": cli.cli, "python -m weights": weights_app}
-    for program, command, inner in re.findall(
-        r"(phoenix-ranker|python -m weights|python -m loadtest) ([a-z][a-z-]*)(?: ([a-z]+)\b)?", text
-    ):
-        if program == "python -m loadtest":
-            if command not in COMMANDS:
-                yield f"{program} {command}"
-            continue
-        group = typer.main.get_command(groups[program])
-        assert isinstance(group, TyperGroup)
-        found = group.commands.get(command)
-        if found is None:
+    pattern = r"(phoenix-ranker|python -m weights|python -m loadtest) ([a-z][a-z-]*)(?: ([a-z]+)\b)?"
+    for program, command, inner in re.findall(pattern, text):
+        if command not in known_commands()[program]:
             yield f"{program} {command}"
-        elif (
-            command == "corpus"
-            and inner
-            and inner not in typer.main.get_command(weights_app).commands["corpus"].commands
-        ):  # type: ignore[attr-defined]
+        elif command == "corpus" and inner and inner not in known_commands()["corpus"]:
             yield f"{program} {command} {inner}"
+
+
+@cache
+def known_commands() -> dict[str, set[str]]:
+    """The commands of each program, and those of `corpus`."""
+    group, weights = typer.main.get_command(cli.cli), typer.main.get_command(weights_app)
+    assert isinstance(group, TyperGroup)
+    assert isinstance(weights, TyperGroup)
+    corpus = weights.commands["corpus"]
+    assert isinstance(corpus, TyperGroup)
+    found = {"phoenix-ranker": group, "python -m weights": weights, "corpus": corpus}
+    return {name: {*each.commands} for name, each in found.items()} | {"python -m loadtest": {*COMMANDS}}
 
 
 def paths(text: str, page: Path) -> Iterator[str]:
@@ -145,12 +144,17 @@ def routes() -> set[tuple[str, str]]:
     ranker = rankers.create(admin={"port": 1, "token_sha256": TOKEN_SHA256})
     apps = create_app(ranker.settings, ranker), create_admin_app(ranker.settings, ranker)
     every = [route for each in apps for route in each.routes if isinstance(route, APIRoute)]
-    return {(method, route.path) for route in every for method in route.methods}
+    return {(method, route.path) for route in every for method in route.methods or ()}
 
 
 def without_code(text: str) -> str:
     """The page without its blocks and spans of code."""
-    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    return re.sub(r"`[^`\n]*`", "", without_blocks(text))
+
+
+def without_blocks(text: str) -> str:
+    """The page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
 
 
 CHECKS: dict[Check, str] = {
