@@ -61,7 +61,7 @@ class PeerRanker:
     @torch.inference_mode()
     def forward(self, mask: BlockMask | Tensor) -> Tensor:
         """Logits `[1, C, A]`."""
-        hidden, _ = self._ranker.embed(self._batch)
+        hidden, _, _ = self._ranker.build_inputs(self._batch)
         hidden = hidden.to(self._dtype)
         config = self._ranker.config
         cos, sin = rope_tables(self._batch.positions, config.head_width, config.rope_base)
