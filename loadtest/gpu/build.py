@@ -78,7 +78,7 @@ class Compiled:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(self.binary.asm["cubin"])
             file.flush()
-            command = [TOOL, "--dump-resource-usage", file.name]
+            command = [str(TOOL), "--dump-resource-usage", file.name]
             said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
         found = re.search(r"REG:(\d+) STACK:(\d+)", said)
         if found is None:
