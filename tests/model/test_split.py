@@ -285,7 +285,12 @@ class Journal(PlainRecorder):
 
     def record(self, work: Any, step: Step) -> Any:
         replay = super().record(work, step)
-        return lambda step: (self.said.append((work.__name__, step.rows)), replay(step))
+
+        def noted(step: Step) -> None:
+            self.said.append((work.__name__, step.rows))
+            replay(step)
+
+        return noted
 
     def mark(self) -> Any:
         number = next(self.numbers)
