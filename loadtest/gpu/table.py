@@ -123,7 +123,9 @@ class Geometry:
         yield line(f"{label}: MFU, of the matrix rate measured here", 100 * mfu, "%", beside=MFU_BESIDE)
 
     def _on_device(self, items: list[Item]) -> Figure:
-        """Milliseconds of one forward's kernels; each of three readings is a mean."""
+        """Milliseconds of one forward's kernels; each of three readings is a mean. On a CPU, the wall time."""
+        if not self.card.is_cuda:
+            return self.card.wall_time(lambda: self.engine.forward(items))
         seen = [self.card.operations(lambda: self.engine.forward(items)).values() for _ in range(3)]
         return Figure.of([sum(microseconds for microseconds, _ in each) / 1e3 for each in seen])
 
