@@ -61,14 +61,22 @@ def create_engine(ranker: Ranker, options: EngineOptions) -> Engine:
 
 def _ladder(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engine:
     """The first way of computing that passes its checks on this card, or else the CPU's engine."""
-    from model.split.ladder import LadderEngine, Rung
+    from model.split.ladder import LadderEngine, Rung, sentence
     from model.split.probe import Trial, try_in_child
 
     dtype, positions = _dtype(options.dtype, device), options.candidate_positions
 
     def rung(name: str, kernels: Literal["triton", "torch"]) -> Rung:
         trial = Trial(ranker.config, str(device), _name(dtype), positions, kernels)
-        return Rung(name, lambda: _on_card(ranker, options, device, kernels), lambda: try_in_child(trial), device)
+
+        def probe() -> str:
+            try:
+                _require_room(ranker, device)
+            except Exception as error:  # what a broken card raises when it is asked for its memory is not known
+                return sentence(error)
+            return try_in_child(trial)
+
+        return Rung(name, lambda: _on_card(ranker, options, device, kernels), probe, device)
 
     rungs = [rung("recorded", "triton"), rung("torch", "torch"), Rung("cpu", lambda: _for_cpu(ranker, options))]
     info = EngineInfo(str(device), _name(dtype), "torch", positions, {})
@@ -80,7 +88,6 @@ def _on_card(
 ) -> Engine:
     from model.split.engine import SplitEngine
 
-    _require_room(ranker, device)
     dtype, budget = _dtype(options.dtype, device), cache_budget(options.cache_bytes, device)
     return SplitEngine(ranker, device, dtype, options.candidate_positions, budget, kernels=kernels)
 

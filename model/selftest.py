@@ -54,6 +54,8 @@ class Definition:
         self._ranker = ranker
         self._device = device or ranker.tokens.user_projection.device
         self._items = [Item(*random_request(ranker.config, *size, seed)) for seed, size in enumerate(sizes, 11)]
+        for item in self._items:
+            item.context.is_kept = False  # no caller will ask for it
 
     def check(self, engine: Engine) -> float:
         """The largest difference of a logit. Raises EngineError if it exceeds the tolerance of the engine's dtype plus twice the

@@ -68,7 +68,8 @@ class SplitEngine:
         if kernels == "auto":
             kernels = "triton" if self._stream is not None else "torch"
         with losses_of(self._device), self._on_device():
-            weights = split_weights(ranker, self._device, dtype, torch.float32 if kernels == "torch" else dtype)
+            is_triton = kernels == "triton" or (self._stream is not None and kernels != "torch")
+            weights = split_weights(ranker, self._device, dtype, dtype if is_triton else torch.float32)
             make = _MAKERS[kernels] if isinstance(kernels, str) else kernels
             self._kernels = make(config, weights, dtype)
             tables = device_tables(ranker, self._device)

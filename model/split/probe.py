@@ -1,7 +1,7 @@
 """Tries a way of computing in a child process with a time limit, so that a kernel that hangs or kills its process ends no server.
 
-`python -m model.split.probe` is the child: it reads a `Trial` from its input, writes a newline when all is compiled, then a JSON object
-with the reason why this way must not be taken, empty if it may.
+`python -m model.split.probe` is the child: it reads a `Trial` from its input, writes the line `compiled` when that is done, and last a JSON
+object with the reason why this way must not be taken, empty if it may.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ EXIT_SECONDS = 5.0  # of a process that has closed its output
 COMMAND = (sys.executable, "-P", "-m", "model.split.probe")  # -P: not what the working directory calls `model`
 LAYERS, TABLE_ROWS = 2, 4096  # of the model that is tried: the kernels are those of more layers and larger tables
 PR_SET_PDEATHSIG = 1
+COMPILED = b"compiled\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,19 +120,21 @@ def _reason(
     with suppress(BrokenPipeError):
         child.stdin.write(asked.encode())
         child.stdin.close()
-    received, deadline = b"", time.monotonic() + compile_seconds
+    received, has_compiled, deadline = b"", False, time.monotonic() + compile_seconds
     while True:
         if not select.select([child.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            stage = f"{check_seconds:g} s after it had compiled" if received else f"{compile_seconds:g} s, compiling"
+            stage = (
+                f"{check_seconds:g} s after it had compiled" if has_compiled else f"{compile_seconds:g} s, compiling"
+            )
             return f"the trial was not done after {stage}"
         chunk = os.read(child.stdout.fileno(), 65536)
         if not chunk:
             break
-        if not received:
-            deadline = time.monotonic() + check_seconds
         received += chunk
-    with suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(received)["reason"])
+        if not has_compiled and COMPILED in received.splitlines(keepends=True):
+            has_compiled, deadline = True, time.monotonic() + check_seconds
+    with suppress(ValueError, KeyError, TypeError, IndexError):
+        return str(json.loads(received.splitlines()[-1])["reason"])  # libraries may have printed before
     try:
         code = child.wait(EXIT_SECONDS)
     except subprocess.TimeoutExpired:
@@ -179,7 +182,7 @@ def main() -> None:
     os.dup2(2, 1)  # libraries may print
     reason = ""
     try:
-        examine(Trial.from_json(sys.stdin.read()), lambda: print(file=answer, flush=True))
+        examine(Trial.from_json(sys.stdin.read()), lambda: print(COMPILED.decode(), end="", file=answer, flush=True))
     except Exception as error:
         reason = sentence(error)
     print(json.dumps({"reason": reason}), file=answer, flush=True)
