@@ -77,7 +77,7 @@ lock: $(VENV)/.installed ## resolve docker/requirements.lock anew
 	.ci/lock $(VENV)
 
 wheel: $(VENV)/.installed ## build the sdist and a wheel with compiled kernels for this processor family, in dist/
-	@.ci/debian g++ patchelf
+	@.ci/debian g++
 	$(BIN)/python .ci/wheel dist
 
 image: ## build the CPU image with buildah and run it once: read-only, as its user, without a network; needs root
