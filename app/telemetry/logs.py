@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import queue
+import threading
 import time
 from collections.abc import Callable, MutableMapping
 from datetime import UTC, datetime
@@ -35,7 +36,7 @@ Event = MutableMapping[str, Any]
 class Lines(QueueHandler):
     """The standard handler, which never blocks: beyond `MOST_WAITING` lines, new ones are dropped. `on_drop` is called for each."""
 
-    queue: queue.Queue[logging.LogRecord]
+    queue: queue.SimpleQueue[logging.LogRecord | threading.Event]
     on_drop: Callable[[], None] = staticmethod(lambda: None)
 
     def enqueue(self, record: logging.LogRecord) -> None:
@@ -56,8 +57,12 @@ class Writer:
         self.descriptor = descriptor
         self.gathered = b""
 
-    def handle(self, record: logging.LogRecord) -> None:
-        """Take a line; `flush` writes it."""
+    def handle(self, record: logging.LogRecord | threading.Event) -> None:
+        """Take a line; `flush` writes it. An event is set when all lines before it are written."""
+        if isinstance(record, threading.Event):
+            self.flush()
+            record.set()
+            return
         line = f"{record.getMessage()}\n".encode(errors="backslashreplace")
         if len(self.gathered) + len(line) > BLOCK_BYTES:
             self.flush()
@@ -94,7 +99,7 @@ class Listener(QueueListener):
             return super().dequeue(block)
 
 
-lines = Lines(queue.Queue())
+lines = Lines(queue.SimpleQueue())
 writer = Writer()
 listener = Listener(lines.queue, writer)  # type: ignore[arg-type]  # it only calls `handle`
 
@@ -160,9 +165,9 @@ def _listen() -> None:
 
 def drain() -> None:
     """Wait until all lines are written, for at most `DRAIN_SECONDS`."""
-    end = time.monotonic() + DRAIN_SECONDS
-    while (lines.queue.unfinished_tasks or writer.gathered) and time.monotonic() < end:
-        time.sleep(0.001)
+    written = threading.Event()
+    lines.queue.put(written)
+    written.wait(DRAIN_SECONDS)
 
 
 def is_terminal(stream: TextIO | None = None) -> bool:
