@@ -47,23 +47,23 @@ def table_of(source: Path, name: str) -> Iterator[dict[str, str]]:
         yield dict(zip(columns, line.split("\t"), strict=True))
 
 
-def negatives(users: Ints, items: Ints, films: int, rng: np.random.Generator) -> Ints:
-    """For each rating, in time order, films that its user never rated, drawn by popularity^0.75: int64 `[n, NEGATIVES]`."""
+def negatives(users: Ints, items: Ints, films: int, each: int, rng: np.random.Generator) -> Ints:
+    """For each rating, in time order, films that its user never rated, drawn by popularity^0.75: int64 `[n, each]`."""
     popularity = np.bincount(items[: int(len(items) * EARLY_SHARE)], minlength=films) ** POPULARITY_POWER
     chance = popularity / popularity.sum()
     rated = np.zeros((users.max() + 1, films), bool)
     rated[users, items] = True
-    drawn = np.empty((len(items), NEGATIVES), np.int64)
+    drawn = np.empty((len(items), each), np.int64)
     for user in np.unique(users):
         mine = np.flatnonzero(users == user)
         left = np.where(rated[user], 0.0, chance)
         for row in mine:
-            drawn[row] = rng.choice(films, NEGATIVES, replace=False, p=left / left.sum())
+            drawn[row] = rng.choice(films, each, replace=False, p=left / left.sum())
     return drawn
 
 
-def log_of(source: Path, seed: int = 1) -> Log:
-    """The log: a row for each rated film and for each of its negatives, those of a request in random order."""
+def log_of(source: Path, each: int = NEGATIVES, seed: int = 1) -> Log:
+    """The log: a row for each rated film and for each of its `each` negatives, those of a request in random order."""
     rng = np.random.default_rng(seed)
     ratings = [
         (int(float(r["timestamp"])), int(r["user_id"]), int(r["item_id"]), float(r["rating"]))
@@ -79,14 +79,14 @@ def log_of(source: Path, seed: int = 1) -> Log:
     for film, row in films.items():
         genre[film] = genres.index(first_genre(row)) + 1
         created[film] = released(row["release_year"])
-    shown = np.concatenate((item[:, None], negatives(user, item, count, rng)), 1)
+    shown = np.concatenate((item[:, None], negatives(user, item, count, each, rng)), 1)
     request = np.unique(np.stack((time, user), 1), axis=0, return_inverse=True)[1].ravel() + 1
-    is_rated = np.arange(1 + NEGATIVES) == 0
+    is_rated = np.arange(1 + each) == 0
     outcomes = np.stack((rating >= 4, rating > 0, rating <= 2), 1)
-    order = np.lexsort((rng.random(shown.size), np.repeat(request, 1 + NEGATIVES)))
+    order = np.lexsort((rng.random(shown.size), np.repeat(request, 1 + each)))
 
     def column(values: Ints) -> Ints:
-        return np.repeat(values, 1 + NEGATIVES)[order]
+        return np.repeat(values, 1 + each)[order]
 
     post = shown.ravel()[order]
     return Log(
@@ -159,13 +159,16 @@ def main() -> None:
     make = commands.add_parser("log", help="write log.parquet and names.json")
     make.add_argument("source", type=Path, help="RecBole's wheel, or the folder ml-100k unpacked from it")
     make.add_argument("out", type=Path)
+    make.add_argument(
+        "--negatives", type=int, default=NEGATIVES, help="films not rated that each rated one brings along"
+    )
     table = commands.add_parser("table", help="print the table of checkpoints and baselines")
     table.add_argument("log", type=Path)
     table.add_argument("checkpoints", type=Path, nargs="+")
     given = parser.parse_args()
     if given.command == "log":
         given.out.mkdir(parents=True, exist_ok=True)
-        write_log(given.out / "log.parquet", log := log_of(given.source))
+        write_log(given.out / "log.parquet", log := log_of(given.source, given.negatives))
         (given.out / "names.json").write_text(json.dumps(names_of(given.source), indent=1) + "\n")
         print(f"{given.out / 'log.parquet'} holds {len(log):,} impressions; {given.out / 'names.json'} the titles")
     else:
