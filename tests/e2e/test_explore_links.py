@@ -26,8 +26,8 @@ def packed(state: Any) -> str:
 
 def state(**fields: Any) -> Json:
     events = [{**each, "actions": dict.fromkeys(each["actions"], 1)} for each in EXAMPLE["history"]]
-    return {"v": 1, "source": "rank", "sides": [{**EXAMPLE, "history": events}], "side": 0, "versions": [], "together": False,
-            "open": None, "onePer": False, "story": "", "start": EXAMPLE["impression_ts"]} | fields  # fmt: skip
+    return {"v": 1, "source": "rank", "sides": [{**EXAMPLE, "history": events}], "side": 0, "open": None, "onePer": False, "story": "",
+            "start": EXAMPLE["impression_ts"]} | fields  # fmt: skip
 
 
 def with_side(**fields: Any) -> str:
@@ -103,6 +103,21 @@ def test_a_broken_link_says_so_and_opens_the_start(tab: Explorer, client: httpx.
 
 
 def test_a_link_without_a_version_still_opens(tab: Explorer, client: httpx.Client) -> None:
-    old = {key: value for key, value in state().items() if key not in ("v", "together", "story")}
+    old = {key: value for key, value in state().items() if key not in ("v", "story")}
     assert tab.open(packed(old)).shown() == ranked(client, EXAMPLE)
     assert tab.page.locator("#notice").is_hidden()
+
+
+@pytest.mark.parametrize("sides", [1, 2])
+def test_a_link_that_compared_two_checkpoints_still_opens(tab: Explorer, client: httpx.Client, sides: int) -> None:
+    """The page once compared checkpoints too. Each request of such a link is ranked by the checkpoint that serves."""
+    old = state(sides=state()["sides"] * sides, versions=["1", "2"], together=sides == 2)
+    tab.open(packed(old))
+    assert [tab.shown(side) for side in range(sides)] == [ranked(client, EXAMPLE)] * sides
+    assert tab.page.locator(".list").count() == sides
+    assert tab.page.locator("#notice").is_hidden()
+    tab.forget()
+    tab.page.wait_for_timeout(500)  # the link follows 120 ms after
+    link = tab.copied("#link").partition("#")[2]
+    raw = zlib.decompress(base64.urlsafe_b64decode(link + "=" * (-len(link) % 4)), wbits=-15)
+    assert not {"versions", "together"} & set(json.loads(raw)), "a new link leaves out what the page ignores"
