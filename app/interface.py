@@ -75,7 +75,7 @@ class Found(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class CorpusState:
-    """The corpus as it is now. `posts`: how many a search can return. `changes`: records since the corpus was written. `deleted`: how many
+    """The corpus as it is now. `posts`: how many a search can return. `changes`: changes since the corpus was built. `deleted`: how many
     posts the last change deleted by name. `mark`: which changes the corpus has ever had."""
 
     corpus: CorpusManifest

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 MEMORY_SECONDS = 0.5  # of what a request costs
 LEAST_REQUESTS = 50.0  # within the memory; with fewer, what else the loop does would count as theirs
-REFUSAL_SHARE = 0.3  # of what a request costs that is answered, as measured
+REFUSAL_SHARE = 0.3  # of what a request costs that is answered: an estimate
 
 
 class LoopWork(NamedTuple):
