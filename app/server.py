@@ -162,6 +162,7 @@ class Server(Port):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting, answer every open request, stop the ranker."""
         self._end_connections()
+        await asyncio.sleep(0.01)  # accepts who has connected meanwhile: closing a listener resets them
         for server in self.servers:
             server.close()
         try:
