@@ -1,7 +1,9 @@
-"""`python -m app`: starts the service, unless the packages that it needs are somebody else's."""
+"""`python -m app`: starts the service, unless the packages that it needs are somebody else's. What is not needed is not imported."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.util
 import os
 import signal
@@ -9,14 +11,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.exits import EXIT_USAGE
+from app.exits import EXIT_FAILED, EXIT_USAGE
+
+NO_CHECKPOINT = (
+    "it has no manifest.json; phoenix-ranker serve without a checkpoint serves the demo, phoenix-ranker import makes a checkpoint of a "
+    "published one"
+)
+NO_THREAD = "can't start new thread"  # Python's words; it has no type of its own
 
 
 def main(arguments: Sequence[str] = (), program: str = "python -m app") -> int:
     """Exit code of the process. A model.py or weights.py in the working directory is named and not run.
 
-    Until the server handles SIGTERM and SIGINT itself, either ends the process with 0. By default process 1, as in a container, ignores
-    the first, and the second is a traceback.
+    Until the server handles signals itself, SIGTERM and SIGINT end the process with 0 and SIGHUP does nothing. By default process 1, as
+    in a container, ignores the first, and the second is a traceback.
     """
     # a closed one of 0, 1 and 2 is opened: libuv aborts if it gets it for its own
     while (held := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -24,16 +32,65 @@ def main(arguments: Sequence[str] = (), program: str = "python -m app") -> int:
     os.close(held)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for name in ("model", "weights"):
         found = importlib.util.find_spec(name)
         origin = found.origin if found else None
         if origin is None or Path(origin).parents[1] != Path(__file__).parents[1]:
             advice = "start with python -P -m app, which leaves the working directory out, or with phoenix-ranker serve"
-            os.write(2, f"{program}: the package {name} is not ours but {origin or 'missing'}: {advice}\n".encode())
+            say(f"{program}: the package {name} is not ours but {origin or 'missing'}: {advice}")
             return EXIT_USAGE
-    from app.start import start
-
     return start(arguments, program)
+
+
+def start(arguments: Sequence[str], program: str) -> int:
+    """Exit code of the process: 0 after a drain, 1 without a checkpoint or a thread, 2 for settings that cannot be used."""
+    import structlog
+
+    from app.settings import SettingsProblem, load_settings
+    from app.telemetry import logs
+
+    try:
+        settings = load_settings(arguments, program=program)
+        logs.configure(settings.logs)
+        log = structlog.get_logger("app")
+        if problem := problem_of(settings.checkpoint):  # said before anything listens
+            log.error("fatal", reason=f"{settings.checkpoint.absolute()} {problem}")
+            return EXIT_FAILED
+        if not logs.are_for_people(settings.logs):
+            log.info("settings", **settings.effective())
+        if settings.workers > 1:
+            from app.processes import parent
+
+            role = parent.inherited()
+            return parent.run(settings, arguments) if role is None else parent.play(role, settings)
+        gc.disable()  # until the first load has ended
+        from app import server
+
+        gc.freeze()  # modules stay: walking them takes a quarter of a second
+        return server.run(settings)
+    except SettingsProblem as error:
+        say(f"{program}: {error}")
+        return EXIT_USAGE
+    except RuntimeError as error:
+        if NO_THREAD not in str(error):
+            raise
+        say(f"{program}: {error}: the limit of processes (ulimit -u, or pids.max of the control group) is too low")
+        os._exit(EXIT_FAILED)  # threads that have begun to load would not end
+
+
+def problem_of(checkpoint: Path) -> str:
+    """Why a directory cannot be served; empty if it looks like a checkpoint."""
+    try:
+        return "" if (checkpoint / "manifest.json").is_file() else f"is no checkpoint: {NO_CHECKPOINT}"
+    except OSError as error:  # such as a folder that may not be entered
+        return f"cannot be read: {error.strerror}"
+
+
+def say(sentence: str) -> None:
+    """Write to standard error; the exit code holds without a reader."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{sentence}\n".encode(errors="backslashreplace"))
 
 
 if __name__ == "__main__":

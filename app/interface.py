@@ -1,19 +1,19 @@
-"""The seam between a request and its ranking: everything the HTTP side knows about the service. Imports neither torch nor HTTP."""
+"""The seam between a request and its ranking: all that the HTTP side knows of the service. Imports neither torch nor HTTP.
+
+`app.service.ranker.LocalRanker` computes in this process, `app.processes.remote.RemoteRanker` asks the engine process.
+"""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from app.errors import ServiceError
 from app.telemetry.metrics import Metrics
 from model.engine import CacheResult, EngineInfo
 from model.inputs import Candidates, Context, Scores
@@ -24,26 +24,19 @@ from weights.format.manifest import Manifest
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ServedModel:
-    """One model version that this process serves, by identity: loading the same checkpoint again makes another one."""
+    """One model version that this process serves, compared by identity: loading the same checkpoint again makes another one."""
 
     manifest: Manifest
     engine: EngineInfo
 
 
-@dataclass(frozen=True, slots=True)
-class Second:
-    """The second checkpoint of the process. `model`: None while it is loaded and once it has failed; `reason` says which, or why it
-    shadows nothing. `answers`: requests of its users are for it now."""
-
-    model: ServedModel | None
-    reason: str
-    answers: bool
-
-
 class Ranked(msgspec.Struct, frozen=True, eq=False):
-    """One request's result. `queue_seconds` until its first forward, `forward_seconds` summed over its chunks. `handle`: of its context,
-    for later requests of the same API key; empty where the cache does not keep it. `history_used`: events that the model has seen, and
-    `history_dropped` older ones that it has not."""
+    """The result of one ranking.
+
+    `queue_seconds`: until its first forward; `forward_seconds`: summed over its chunks. `handle`: names its context for later requests of
+    the same API key; empty where the cache does not keep it. `history_used`: events that the model has seen; `history_dropped`: older
+    ones that did not fit its window.
+    """
 
     scores: Scores
     cache: CacheResult
@@ -55,9 +48,11 @@ class Ranked(msgspec.Struct, frozen=True, eq=False):
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class ServedRetrieval:
-    """One retrieval checkpoint with one corpus, as they are served, by identity. `hidden`: rows that no search returns, `duplicates`
-    of them for a post id that came before. `notes` say what runs, as plain JSON values."""
+class ServedCorpus:
+    """One retrieval checkpoint with one corpus, as they are served, compared by identity.
+
+    `hidden`: rows that no search returns; `duplicates`: those of them whose post id came before. `notes`: what runs, as plain JSON values.
+    """
 
     manifest: Manifest
     corpus: CorpusManifest
@@ -67,8 +62,8 @@ class ServedRetrieval:
 
 
 class Found(msgspec.Struct, frozen=True, eq=False):
-    """One request's posts, and the seconds that it waited and that its batch took to encode users and to search. The history as in
-    `Ranked`."""
+    """The result of one search: its posts, how long it waited, and how long its batch took to encode users and to search. The history
+    counts are those of `Ranked`."""
 
     posts: Retrieved
     queue_seconds: float
@@ -79,9 +74,9 @@ class Found(msgspec.Struct, frozen=True, eq=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
-    """`posts`: how many a search can return now. `changes` since the corpus was written, in records of its log. `deleted`: how many of the
-    ids were there. `mark`: which changes it has had, ever."""
+class CorpusState:
+    """The corpus as it is now. `posts`: how many a search can return. `changes`: changes since the corpus was built. `deleted`: how many
+    posts the last change deleted by name. `mark`: which changes the corpus has ever had."""
 
     corpus: CorpusManifest
     posts: int
@@ -90,51 +85,10 @@ class Changed:
     mark: Mark
 
 
-class Ticket(Protocol):
-    """A reserved place in the queue of one model version. Give one of `Service.admit` to `Service.rank`, or release it."""
-
-    def release(self) -> None:
-        """Free the place and drop what is not computed: `done` is not called any more. A second call does nothing."""
-
-
-FoundDone = Callable[[Found | ServiceError], None]
-"""Called once at the end of a search: its posts, or DeadlineExceeded or EngineDown."""
-
-
-class Retrieval(Protocol):
-    """Retrieves posts. All methods belong to the event loop; deadlines are in seconds of the service's clock."""
-
-    @property
-    def served(self) -> ServedRetrieval:
-        """What serves new requests. Raises CorpusNotLoaded."""
-
-    def retrieve(
-        self, served: ServedRetrieval, query: Query, deadline: float, key: str | None, done: FoundDone
-    ) -> Ticket:
-        """Find the best posts in `served`, for a request of this API key. `done` is called once, later, unless the ticket
-        is released before.
-
-        Raises Overloaded, DeadlineExceeded, CorpusBehind, CorpusNotLoaded where `served` is gone, or ContextUnknown, also where what is
-        kept of the context is less than the user tower reads.
-        """
-
-    async def change(self, change: PostChange) -> Changed:
-        """Change the corpus that serves, in one step that every search sees whole. It is on the disk when this returns, and seen by
-        searches that begin from then on. Raises CorpusNotLoaded, ChangedByFeed, or CheckpointError where it cannot be written: then
-        nothing changed.
-        """
-
-    async def compact(self) -> Changed:
-        """Write the corpus that serves anew with its changes, in its place on the disk, and serve that, beside running searches.
-
-        Raises CorpusNotLoaded, ReloadInProgress, or CheckpointError or EngineError where it fails: then the old one serves on.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What the probes say. `reason` is a sentence, empty when ready; `started`: a model has been loaded and warmed up; `feed`: why the
-    feed of posts cannot be read, which is no reason against readiness before the posts are too old."""
+    """What the probes say. `reason` is a sentence, empty when ready. `started`: a model has been loaded and warmed up. `feed`: why the feed
+    of posts cannot be read; that alone does not make the process unready before its posts are too old."""
 
     ready: bool
     started: bool
@@ -142,105 +96,6 @@ class Health:
     draining: bool
     reason: str
     feed: str = ""
-
-
-Done = Callable[[Ranked | ServiceError], None]
-"""Called once at the end of a request: its scores, or DeadlineExceeded, NonFiniteScores, EngineDown or an engine process's refusal."""
-
-
-class Service(Protocol):
-    """Ranks requests. All methods belong to the event loop; deadlines are in seconds of `clock`."""
-
-    metrics: Metrics
-    clock: Callable[[], float]
-    on_fatal: Callable[[str], None]
-
-    @property
-    def retrieval(self) -> Retrieval:
-        """The retrieval side of the service; it may have no corpus."""
-
-    @property
-    def model(self) -> ServedModel:
-        """The version that serves new requests. Raises NotReady while nothing is loaded."""
-
-    @property
-    def second(self) -> Second | None:
-        """The second checkpoint; None where none is configured."""
-
-    def check_open(self, key: str | None = None) -> None:
-        """Raise what any request of this API key would get now: NotReady, Draining, EngineDown or Overloaded."""
-
-    def admit(
-        self,
-        model: ServedModel,
-        *,
-        candidates: int,
-        history: int,
-        deadline: float | None,
-        key: str | None = None,
-        again: bool = False,
-        waits: bool = False,
-    ) -> Ticket:
-        """Reserve room for one request on `model`. `again`: the request was refused before. `waits`: a full queue is not yet a refusal.
-
-        Raises NotReady, Draining, EngineDown, Overloaded or DeadlineExceeded."""
-
-    def shrink(self, ticket: Ticket, candidates: int) -> None:
-        """Reduce the ticket's count of candidates. Call it before `rank`."""
-
-    def rank(self, ticket: Ticket, context: Context | str, candidates: Candidates, done: Done) -> None:
-        """Score the candidates, in their order: for a context, or one that is known by its handle. Without candidates the context alone is
-        computed. `done` is called once, later, unless the ticket is released before. Raises ContextUnknown."""
-
-    async def context(self, model: ServedModel, handle: str, key: str | None) -> Context:
-        """The context of this handle. Raises NotReady if `model` is gone, ContextUnknown, or EngineDown."""
-
-    async def attention(
-        self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
-    ) -> NDArray[np.float32]:
-        """What the candidates attend to, `[L, N, C, 1 + h + 1]`, computed beside the engine: on the user, each event and themselves.
-
-        Raises NotReady where `model` is gone, DeadlineExceeded, or EngineDown.
-        """
-
-    def health(self) -> Health:
-        """Whether requests may be sent here, and why not."""
-
-    async def corpus(self) -> Changed | None:
-        """What `retrieval` serves as it is now; None where it serves nothing."""
-
-    async def exposition(self) -> bytes:
-        """Every metric, of all processes of the service. Raises EngineDown where they cannot be had."""
-
-    def start(self) -> None:
-        """Begin to load in the background; a second call does nothing."""
-
-    def begin_drain(self) -> None:
-        """Readiness is lost; requests are still served."""
-
-    async def stop(self, timeout_seconds: float) -> bool:
-        """Finish the admitted requests, then free the engines. Returns False when time ran out."""
-
-    def has_running_threads(self) -> bool:
-        """Whether native code still runs for which an orderly exit would wait."""
-
-
-async def ranked(service: Service, ticket: Ticket, context: Context | str, candidates: Candidates) -> Ranked:
-    """`Service.rank` as a coroutine. Raises the error that the request ended with; cancelling drops the work."""
-    ended: asyncio.Future[Ranked | ServiceError] = asyncio.get_running_loop().create_future()
-
-    def done(result: Ranked | ServiceError) -> None:
-        if not ended.done():  # a cancelled task has yet to release its ticket
-            ended.set_result(result)
-
-    try:
-        service.rank(ticket, context, candidates, done)
-        result = await ended
-    finally:
-        ticket.release()
-    if isinstance(result, ServiceError):
-        raise result
-    return result
 
 
 class CheckpointNotFound(LookupError):
@@ -251,37 +106,160 @@ class ReloadInProgress(RuntimeError):
     """Another reload is under way."""
 
 
+class Job(Protocol):
+    """One admitted request and its place in the queue, from `Ranker.admit`. Give it to `Ranker.rank` once."""
+
+    @property
+    def candidates(self) -> int:
+        """How many candidates it was admitted for."""
+        ...
+
+    @property
+    def model(self) -> ServedModel:
+        """The version that will score it, whatever is loaded meanwhile."""
+        ...
+
+
+class Corpus(Protocol):
+    """Finds posts for a user. Used by the event loop only; deadlines are in seconds of the ranker's clock."""
+
+    @property
+    def served(self) -> ServedCorpus:
+        """What serves new searches. Raises CorpusNotLoaded."""
+        ...
+
+    async def search(self, served: ServedCorpus, query: Query, deadline: float, key: str | None) -> Found:
+        """Return the best posts of `served` for a request of this API key. Cancelling it drops the work.
+
+        Raises Overloaded, DeadlineExceeded, EngineDown, CorpusBehind, CorpusNotLoaded where `served` is gone, and ContextUnknown, also
+        where less of the context is kept than the user tower reads.
+        """
+        ...
+
+    async def change(self, change: PostChange) -> CorpusState:
+        """Change the corpus that serves, in one step that every search sees whole. The change is on the disk when this returns.
+
+        Raises CorpusNotLoaded, ChangedByFeed, Overloaded, EngineDown, or CheckpointError where it cannot be written: then nothing changed.
+        """
+        ...
+
+    async def state(self) -> CorpusState | None:
+        """Return the present state of the corpus, None where none is served."""
+        ...
+
+
 class Reloads(Protocol):
-    """Changes the checkpoint of a running service."""
+    """Changes the checkpoint of a running service, one at a time. A failure leaves what serves in place."""
 
-    def resolve(self, name: str) -> Path:
-        """The directory that a relative name means. Raises CheckpointNotFound."""
+    async def reload(self, name: str | None = None) -> ServedModel:
+        """Serve the checkpoint of this name below the root; None reads the present one again.
 
-    async def reload(self, path: Path | None = None, *, second: bool = False) -> ServedModel:
-        """Serve this checkpoint, or read the present one again; with `second`, do so for the second checkpoint.
+        Raises CheckpointNotFound, CheckpointError, EngineError, ReloadInProgress, Draining.
+        """
+        ...
 
-        Raises CheckpointError, EngineError, ReloadInProgress, Draining."""
+    async def reload_corpus(self, checkpoint: str | None = None, corpus: str | None = None) -> ServedCorpus:
+        """Serve this retrieval checkpoint and this corpus together; None means the present one, read again.
 
-    async def reload_retrieval(self, checkpoint: Path | None = None, corpus: Path | None = None) -> ServedRetrieval:
-        """Serve that retrieval checkpoint and that corpus, or the present ones read again: both as one. Raises as `reload`."""
+        Raises what `reload` raises, and CorpusNotLoaded where one is neither named nor served.
+        """
+        ...
 
     def reload_soon(self) -> None:
-        """Read the present checkpoint again in the background, then the towers and the corpus, if any."""
+        """Read the present checkpoint again in the background, then the retrieval checkpoint and corpus, if any. Logged and counted."""
+        ...
 
     def watch(self, seconds: float) -> None:
         """From now on, look this often for a new manifest, and load it."""
+        ...
 
     def stop(self) -> None:
-        """End the watch and any load under way."""
+        """End the watch and any reload under way."""
+        ...
 
 
-async def served_identity(service: Service, what: str) -> object:
-    """What serves now as `second`, as `retrieval`, or as the first checkpoint: equal before and after a reload that changed nothing."""
-    with suppress(ServiceError):
-        if what == "retrieval":  # with its changes: a copy of the same corpus may lack some of them
-            served, state = service.retrieval.served, await service.corpus()
-            return served.manifest.digest, served.corpus.digest, served.hidden, state and state.mark
-        held = service.second if what == "second" else None
-        model = service.model if what != "second" else None if held is None else held.model
-        return None if model is None else model.manifest.digest
-    return None
+class Ranker(Protocol):
+    """Ranks requests. Used by the event loop only; deadlines are in seconds of `clock`.
+
+    `on_fatal(reason)` is called once, when only a new process can help and every waiting request has its error.
+    """
+
+    metrics: Metrics
+    clock: Callable[[], float]
+    on_fatal: Callable[[str], None]
+
+    @property
+    def corpus(self) -> Corpus:
+        """The search side; it may serve no corpus."""
+        ...
+
+    @property
+    def reloads(self) -> Reloads:
+        """Changes what serves."""
+        ...
+
+    def start(self) -> None:
+        """Begin to load in the background. A second call does nothing."""
+        ...
+
+    def begin_drain(self) -> None:
+        """Report that the process is not ready, but keep serving requests."""
+        ...
+
+    async def stop(self, timeout_seconds: float) -> bool:
+        """Finish the admitted requests, then free the engines. Return False if time ran out; the rest are answered 503."""
+        ...
+
+    def has_running_threads(self) -> bool:
+        """Whether native code still runs for which an orderly exit would wait."""
+        ...
+
+    def health(self) -> Health:
+        """Whether requests may be sent here, and why not."""
+        ...
+
+    def model(self, name: str = "") -> ServedModel:
+        """Return the version that serves new requests. `name` is "" for whatever serves, "name" or "name@version".
+
+        Raises NotReady while nothing is loaded, ModelNotFound where another model serves.
+        """
+        ...
+
+    def check_open(self, key: str | None) -> None:
+        """Raise what every request of this API key would get now, before it is read: NotReady, Draining, EngineDown or Overloaded."""
+        ...
+
+    def admit(
+        self, model: ServedModel, *, candidates: int, history: int, deadline: float | None, key: str | None
+    ) -> AbstractContextManager[Job]:
+        """Reserve a place in the queue of `model` for one request of this many candidates and history events.
+
+        Leaving the block frees the place and drops what is not computed. `deadline`: None for the default.
+        Raises NotReady, Draining, EngineDown, Overloaded or DeadlineExceeded.
+        """
+        ...
+
+    async def rank(self, job: Job, context: Context | str, candidates: Candidates) -> Ranked:
+        """Score the candidates, in their order. Without candidates the context alone is computed. `context`: a str is a handle.
+
+        Its place is free when this ends; cancelling it drops the work.
+        Raises ContextUnknown, DeadlineExceeded, EngineDown or NonFiniteScores.
+        """
+        ...
+
+    async def context(self, model: ServedModel, handle: str, key: str | None) -> Context:
+        """Return the context that this handle names for this API key. Raises ContextUnknown, NotReady if `model` is gone, or EngineDown."""
+        ...
+
+    async def attention(
+        self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
+    ) -> NDArray[np.float32]:
+        """Return what the candidates attend to, `[L, N, C, 1 + h + 1]`: the user, each event, themselves. Computed beside the engine.
+
+        Raises NotReady if `model` is gone, DeadlineExceeded or EngineDown.
+        """
+        ...
+
+    async def exposition(self) -> bytes:
+        """Return every metric, of all processes of the service. Raises EngineDown where they cannot be had."""
+        ...

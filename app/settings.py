@@ -1,33 +1,160 @@
-"""Every setting, with those of `app.limits`, declared once with its documentation. `app.environment` reads them.
+"""Every setting, declared once with its documentation, and the only reader of `RANKER_` names.
 
-After "Default:" stands why the default is what it is. `make files` writes the table in docs/operations.md from these declarations.
+After "Default:" stands why the default is what it is. docs/operations.md has a table of them.
 The model's architecture comes with the checkpoint and is no setting.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
+import ipaddress
 import itertools
+import os
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, SecretStr, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    computed_field,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from app.feeds.source import parts_of
-from app.limits import Batching, Budgets, Cache, Deadline, Group, Limits, Queue
-
-__all__ = ["Batching", "Budgets", "Cache", "Deadline", "Group", "Limits", "Queue", "Settings", "SettingsProblem"]
+from app.corpus.address import FeedAddress
 
 PREFIX = "RANKER_"
+MIB = 2**20
 ADMIN_HOST = "127.0.0.1"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-ANY_ADDRESS = {"0.0.0.0", "::", ""}  # noqa: S104  # compared with, not bound
+ANY_ADDRESS = {"0.0.0.0", "::"}  # noqa: S104  # compared with, not bound
+NO_KEY = "it names no key, and everybody could ask: remove it to serve without keys"
 
 
 class SettingsProblem(ValueError):
     """A setting that cannot be used; the message names it and says what is wrong."""
+
+
+class Group(BaseModel):
+    """A group of settings: `RANKER_GROUP__NAME` in the environment, `--group.name` on the command line."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class Limits(Group):
+    """How large one request may be. A larger one gets 413."""
+
+    max_body_bytes: int = Field(default=MIB, ge=1024)
+    """Longest body in bytes. All bodies of requests that are being answered may together be 64 times as long.
+    Default: 4 096 candidates and 1 000 history items fit as objects."""
+    max_candidates: int = Field(default=4096, ge=1)
+    """Most candidates in one request. A call of /rank/batch may hold four times as many, all such calls together sixteen times as many.
+    Default: several times the longest list of the published service."""
+    max_history: int = Field(default=2048, ge=1)
+    """Most history items in one request. The model reads the newest ones that fit its window. Default: longer than any window so far."""
+    max_retrieved: int = Field(default=2000, ge=1)
+    """Most posts that one request may retrieve; it may exclude five times as many. Default: twice what the published service ranks."""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @cached_property
+    def max_batch_requests(self) -> int:
+        """Most requests in one call of /rank/batch."""
+        return 64
+
+    @computed_field  # type: ignore[prop-decorator]
+    @cached_property
+    def max_batch_candidates(self) -> int:
+        """Most candidates in one call of /rank/batch."""
+        return 4 * self.max_candidates
+
+    @computed_field  # type: ignore[prop-decorator]
+    @cached_property
+    def max_excluded(self) -> int:
+        """Most post ids that one request may exclude."""
+        return 5 * self.max_retrieved
+
+    @cached_property
+    def batch_candidates(self) -> int:
+        """Most candidates in all calls of /rank/batch that are being answered."""
+        return 4 * self.max_batch_candidates
+
+    @cached_property
+    def buffered_bytes(self) -> int:
+        """Most bytes of the bodies of all requests that are being answered."""
+        return 64 * self.max_body_bytes
+
+
+class Queue(Group):
+    """How much admitted work may wait for the engine. Beyond it, 429."""
+
+    max_candidates: int = Field(default=32_768, ge=1)
+    """Most candidates waiting, and eight times as many context tokens (user and history). Default: bounds memory."""
+    max_requests: int = Field(default=4096, ge=1)
+    """Most requests waiting, and four times the most searches. Default: bounds memory where requests are tiny."""
+    max_wait_seconds: float = Field(default=0.5, ge=0)
+    """Longest predicted wait for the first forward; 0 sets no bound. A request that can join the next forward is never refused for it.
+    Default: a ranking that comes later is of no use to a feed; see [Capacity](#capacity)."""
+    max_share_per_key: float = Field(default=0.5, gt=0, le=1)
+    """Share of the queue that one API key may fill. Default: half for one caller alone, and less for each the fuller the queue is."""
+    key_candidates_per_second: float = Field(default=0.0, ge=0)
+    """Rate limit of one API key, with bursts of two seconds' worth; a context alone counts as one candidate. 0 sets none.
+    Default: shares are enough among trusted callers."""
+    stall_seconds: float = Field(default=4.0, gt=0)
+    """With work queued and no forward finished for this long, the process is not ready. Default: longer than any normal forward."""
+    stall_exit_seconds: float = Field(default=30.0, gt=0)
+    """After this long, waiting callers get 503 and the process exits, to be started again. Default: a hung device rarely recovers."""
+
+    @cached_property
+    def max_context_tokens(self) -> int:
+        """Most context tokens (user and history) waiting."""
+        return 8 * self.max_candidates
+
+
+class Batching(Group):
+    """How waiting requests share a forward."""
+
+    max_requests: int = Field(default=64, ge=1)
+    """Requests in one forward; 1 turns sharing off. Default: handling each request costs time too."""
+    max_candidates: int = Field(default=2048, ge=1)
+    """Candidates in one forward; eight times as many context tokens fit. Default: one forward stays far below the deadline."""
+    chunk_candidates: int = Field(default=512, ge=1)
+    """Longer candidate lists are cut into chunks of this many. Default: a small request waits for one chunk of a long list only."""
+    window_seconds: float = Field(default=0.0, ge=0, le=1)
+    """How long a busy engine lets the next forward grow; an idle one never waits. Default: none. Try 0.001 on CUDA under load."""
+
+    @cached_property
+    def max_context_tokens(self) -> int:
+        """Context tokens in one forward."""
+        return 8 * self.max_candidates
+
+
+class Cache(Group):
+    """The context cache: keys and values of users seen before."""
+
+    bytes: int | None = Field(default=None, ge=0)
+    """Its size on the engine's device; 0 turns it off. Default: 256 MiB on a CPU, an eighth of a GPU's memory."""
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """The most that it takes where it is on the CPU."""
+        return 256 * MIB if self.bytes is None else self.bytes
+
+
+class Deadline(Group):
+    """How long a request may take, from its first byte to its scores. Its headers may ask for another deadline."""
+
+    default_seconds: float = Field(default=10.0, gt=0)
+    """For a request that names no deadline, and the longest for an explanation. Default: longer than any feed waits."""
+    max_seconds: float = Field(default=60.0, gt=0)
+    """No request gets longer, whatever its headers say. Default: a header must not hold a place in the queue for ever."""
 
 
 class Retrieval(Group):
@@ -38,8 +165,8 @@ class Retrieval(Group):
     corpus: Path | None = None
     """Directory of the corpus: posts as vectors of that checkpoint. Default: none; set both or neither."""
     feed: SecretStr | None = None
-    """[Where changes of posts come from](scaling.md#changes-of-posts): `redis://HOST:PORT/STREAM` or `kafka://HOST:PORT/TOPIC`. Default:
-    none; changes come by the admin interface, to this process alone."""
+    """[Where changes of posts come from](deploy.md#changes-of-posts): `redis://HOST:PORT/STREAM`. Default: none; changes come by the
+    admin interface, to this process alone."""
     feed_lag_seconds: float = Field(default=300.0, gt=0)
     """How far behind its feed this process may be and be ready. Default: an outage of the feed of five minutes takes no replica away."""
 
@@ -47,13 +174,11 @@ class Retrieval(Group):
     def _whole(self) -> Retrieval:
         if (self.checkpoint is None) != (self.corpus is None):
             raise ValueError("retrieval.checkpoint and retrieval.corpus belong together: set both or neither")
+        if self.feed is not None and self.corpus is None:
+            raise ValueError("retrieval.feed needs retrieval.checkpoint and retrieval.corpus: it changes that corpus")
         if self.feed is not None:
-            if self.corpus is None:
-                raise ValueError(
-                    "retrieval.feed needs retrieval.checkpoint and retrieval.corpus: it changes that corpus"
-                )
             try:
-                parts_of(self.feed.get_secret_value())
+                FeedAddress.of(self.feed.get_secret_value())
             except ValueError as error:
                 raise ValueError(f"retrieval.feed {error}") from None
         return self
@@ -66,26 +191,6 @@ class Drain(Group):
     """How long requests are still taken after readiness has become 503. Default: a balancer that probes every two seconds notices."""
     timeout_seconds: float = Field(default=30.0, gt=0)
     """How long admitted requests may then take. Default: the longest likely deadline. A supervisor must wait for longer than both."""
-
-
-class Connections(Group):
-    """How long the server waits for a client."""
-
-    header_seconds: float = Field(default=5.0, gt=0)
-    """From the connect or the first byte to the end of the headers. A body that gets less than 4 KiB in four fifths of this is cut off.
-    Default: enough for a slow mobile network; a client that stalls is gone within 10 s."""
-    body_seconds: float = Field(default=30.0, gt=0)
-    """From the first byte to the end of the body; after slow headers, at least a second. Default: the longest body at 280 kbit/s."""
-    keep_alive_seconds: float = Field(default=75.0, gt=0)
-    """How long an idle connection is kept after a reply. Default: longer than the 60 s of common balancers, so that they close first."""
-
-    @property
-    def stall_seconds(self) -> float:
-        """A body that gets less than 4 KiB in this time makes no progress."""
-        return 0.8 * self.header_seconds
-
-
-NO_KEY = "it names no key, and everybody could ask: remove it to serve without keys"
 
 
 class Auth(Group):
@@ -133,6 +238,12 @@ class Probes(Group):
     port: int | None = Field(default=None, ge=0, le=65535)
     """With a port, probes, /info and /metrics answer there, and /metrics no longer on the main port. Default: none; one port is simpler."""
 
+    @field_validator("host")
+    @classmethod
+    def _listable(cls, host: str) -> str:
+        listen_hosts(host)
+        return host
+
 
 class Explore(Group):
     """Pages and replies that show people why a ranking is as it is."""
@@ -140,31 +251,6 @@ class Explore(Group):
     enabled: bool | None = None
     """Whether /explore and /explain answer. Default: only where `HOST` is loopback: an [explanation](explore.md) costs as much as a hundred
     requests."""
-
-
-class Shadow(Group):
-    """A second checkpoint beside the first, for figures from live requests or as the B of an A/B split."""
-
-    checkpoint: Path | None = None
-    """Directory of the second checkpoint. Default: none; it takes as much memory again, see [below](#a-second-checkpoint)."""
-    share: float = Field(default=0.1, ge=0, le=1)
-    """Share of answered requests that it scores too, for figures; none while `SPLIT__USERS` is above 0. Default: figures within minutes."""
-
-
-class Split(Group):
-    """An A/B split by user between both checkpoints."""
-
-    users: float = Field(default=0.0, ge=0, le=1)
-    """Share of users whom the second checkpoint answers. A user whom it answered stays with it when the share grows. Default: no split."""
-    experiment: str = Field(default="", pattern=r"^[\x20-\x7e]{0,64}$")
-    """Name that users are hashed with: another name draws other users. Default: none. Name each experiment."""
-
-
-class Grpc(Group):
-    """The Open Inference Protocol over gRPC; needs the `grpc` extra."""
-
-    port: int | None = Field(default=None, ge=0, le=65535)
-    """Port of gRPC, on `HOST`. Default: none; most callers speak HTTP."""
 
 
 class Reload(Group):
@@ -205,7 +291,6 @@ class Settings(BaseSettings):
         extra="forbid",
         frozen=True,
         use_attribute_docstrings=True,
-        cli_prog_name="python -m app",
         cli_kebab_case=True,
         cli_hide_none_type=True,
         cli_avoid_json=True,
@@ -213,12 +298,15 @@ class Settings(BaseSettings):
     )
 
     host: str = "127.0.0.1"
-    """Address to listen on. Default: the service is reachable from outside only by decision."""
+    """Address to listen on, several of them separated by commas, or `*` for every IPv4 and IPv6 address. Default: the service is reachable
+    from outside only by decision."""
     hosts: str = Field(default="", pattern=r"^[^\s/@]*$")
     """Names in `Host` that the service answers to, separated by commas; `*`: any. Default: loopback's names where `HOST` is loopback, so
     that no web page can reach it by a rebound name; any name elsewhere, since Kubernetes' probes ask by a pod's address."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port of the service; 0 takes a free one and logs it. Default: one service a machine."""
+    root_path: str = Field(default="", pattern=r"^(/[^\s?#]*[^/\s?#])?$")
+    """Path below which a proxy serves this, without a slash at its end. Default: none; pages and documents use relative addresses."""
     checkpoint: Path = Path("weights/demo")
     """Checkpoint directory to serve. Default: the one in the repository, so that a first start works."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -232,55 +320,46 @@ class Settings(BaseSettings):
     """`sequential` gives the published pipeline's numbers, which depend on a candidate's slot. Default: scores do not depend on it."""
     threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads of the engine; 0: as many as it may use. Default: it knows its control group's limit. Set it where cores are shared."""
-    fronts: int = Field(default=0, ge=0, le=64)
-    """Front processes before one engine process; 0: one process. Default: enough until HTTP fills a core: [more](#several-processes)."""
+    workers: int = Field(default=0, ge=0, le=64)
+    """HTTP workers before one engine process; 0 or 1: one process does both. Default: enough until HTTP fills a core:
+    [more](#several-processes)."""
     engine_loss: Literal["restart", "exit"] = "restart"
-    """With fronts, what happens when the engine process ends: it is started again, or all exit with code 70. Default: fronts answer 503
-    until it is back."""
+    """With several workers, what happens when the engine process ends: it is started again, or all exit with code 70. Default: workers
+    answer 503 until it is back."""
 
     limits: Limits = Limits()
-    budgets: Budgets = Budgets()
     queue: Queue = Queue()
     batching: Batching = Batching()
     cache: Cache = Cache()
     retrieval: Retrieval = Retrieval()
     deadline: Deadline = Deadline()
     drain: Drain = Drain()
-    connections: Connections = Connections()
     auth: Auth = Auth()
     admin: Admin = Admin()
     probes: Probes = Probes()
     explore: Explore = Explore()
-    shadow: Shadow = Shadow()
-    split: Split = Split()
-    grpc: Grpc = Grpc()
     reload: Reload = Reload()
     logs: Logs = Logs()
     tracing: Tracing = Tracing()
+
+    @field_validator("host")
+    @classmethod
+    def _listable(cls, host: str) -> str:
+        listen_hosts(host)
+        return host
 
     @model_validator(mode="after")
     def _ports_of_their_own(self) -> Settings:
         places = {
             "port": (self.host, self.port),
             "probes.port": (self.probes.host, self.probes.port),
-            "grpc.port": (self.host, self.grpc.port),
             "admin.port": (ADMIN_HOST, self.admin.port),
         }
         for (name, (host, port)), (other, (other_host, other_port)) in itertools.combinations(places.items(), 2):
-            if port and port == other_port and (host == other_host or {host, other_host} & ANY_ADDRESS):
+            one, two = set(listen_hosts(host)), set(listen_hosts(other_host))
+            if port and port == other_port and (one & two or (one | two) & ANY_ADDRESS):
                 raise ValueError(f"{name} and {other} are both {port}: each needs a port of its own")
         return self
-
-    @model_validator(mode="after")
-    def _split_between_two(self) -> Settings:
-        if self.split.users and self.shadow.checkpoint is None:
-            raise ValueError("split.users needs shadow.checkpoint: the second checkpoint")
-        return self
-
-    def addresses(self) -> list[tuple[str, int]]:
-        """Where to listen: the service, then probes and admin where they have ports of their own."""
-        sides = [(self.probes.host, self.probes.port), (ADMIN_HOST, self.admin.port)]
-        return [(self.host, self.port), *((host, port) for host, port in sides if port is not None)]
 
     @property
     def explores(self) -> bool:
@@ -289,23 +368,119 @@ class Settings(BaseSettings):
             return self.explore.enabled
         return is_loopback(self.host)
 
-    def names_of(self, host: str, *, is_main: bool = True) -> list[str]:
-        """The names that a port on this address answers to, none for any. HOSTS are the main port's, and more for others on loopback."""
+    def allowed_hosts(self, host: str, *, is_main: bool = True) -> list[str]:
+        """The names in `Host` that a port on this address answers to; `*` for any. HOSTS are the main port's, and more for others on
+        loopback."""
         names = [name for name in self.hosts.split(",") if name and (is_main or is_loopback(host))]
-        if "*" in names:
-            return []
-        if names and is_main:
+        if "*" in names or (names and is_main):
             return names
-        return [*names, *LOOPBACK, host] if is_loopback(host) else []
+        own = [f"[{each}]" if ":" in each else each for each in listen_hosts(host)]
+        return [*dict.fromkeys([*names, *LOOPBACK, *own])] if is_loopback(host) else ["*"]
 
     def effective(self) -> dict[str, Any]:
         """Every value in force as plain JSON, secrets as asterisks: for the start-up log."""
         return self.model_dump(mode="json")
 
 
+def load_settings(
+    argv: Sequence[str] = (), environ: Mapping[str, str] | None = None, program: str = "python -m app"
+) -> Settings:
+    """Settings from flags, then the environment, then defaults. `environ` is only looked at for unknown names.
+
+    Raises SettingsProblem for a `RANKER_` name or a flag that is unknown, and for a value that does not fit.
+    """
+    known = {_flag(name): name for name in names()}
+    groups = {flag.partition(".")[0] for flag in known}
+    flags = [_dashed(flag) for flag in argv]
+    for flag in flags:
+        given = flag.partition("=")[0]
+        if given.startswith("--") and given not in {*known, *groups, "--help"}:
+            raise SettingsProblem(
+                f"{given} is not a setting; the nearest one is {_nearest(given, known)}, and --help lists them all"
+            )
+    environ = os.environ if environ is None else environ
+    _refuse_unknown(environ, list(known.values()))
+    if environ.get(f"{PREFIX}AUTH__KEYS") == "":  # other settings without a value are those that nobody has set
+        raise SettingsProblem(f"{PREFIX}AUTH__KEYS: {NO_KEY}")
+    try:
+        return Settings(_cli_parse_args=flags, _cli_prog_name=program)  # type: ignore[call-arg]  # of BaseSettings
+    except ValidationError as error:
+        raise SettingsProblem("; ".join(_sentences(error))) from None
+    except SettingsError as error:
+        raise SettingsProblem(f"{str(error).removeprefix('error parsing CLI: ')}; --help lists every setting") from None
+
+
+def names(model: type[BaseModel] = Settings, prefix: str = PREFIX) -> Iterator[str]:
+    """Every name of the environment that means something, such as `RANKER_QUEUE__MAX_CANDIDATES`."""
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Group):
+            yield from names(kind, f"{prefix}{name.upper()}__")
+        else:
+            yield f"{prefix}{name.upper()}"
+
+
+def listen_hosts(host: str) -> list[str]:
+    """The addresses that a `host` names: `*` is every IPv4 and every IPv6 address, commas separate, brackets of IPv6 are taken off.
+
+    Raises ValueError with a sentence for one that is no address and cannot be a name.
+    """
+    found: list[str] = []
+    for part in (each.strip() for each in host.split(",")):
+        bare = part[1:-1] if part.startswith("[") and part.endswith("]") else part
+        if part == "*":
+            found += ["0.0.0.0", "::"]  # noqa: S104  # what the operator asked for
+        elif ":" in bare or bare != part:
+            try:
+                found.append(str(ipaddress.IPv6Address(bare)))
+            except ValueError:
+                raise ValueError(f"{part} is not an IPv6 address; a port is set by itself") from None
+        elif re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?", bare):
+            found.append(bare)
+        else:
+            raise ValueError("must be an address, a host name, several of them separated by commas, or *")
+    return list(dict.fromkeys(found))
+
+
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches that address."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    """Whether only this machine reaches those addresses."""
+    return all(each in ("localhost", "::1") or each.startswith("127.") for each in listen_hosts(host))
+
+
+def _flag(name: str) -> str:
+    """`RANKER_QUEUE__MAX_CANDIDATES` as `--queue.max-candidates`."""
+    return "--" + name.removeprefix(PREFIX).lower().replace("__", ".").replace("_", "-")
+
+
+def _dashed(flag: str) -> str:
+    """`--queue.max_candidates` reads as `--queue.max-candidates`; values are left alone."""
+    if not flag.startswith("--"):
+        return flag
+    name, equals, value = flag.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _nearest(name: str, known: Mapping[str, object] | Sequence[str]) -> str:
+    return difflib.get_close_matches(name, list(known), n=1, cutoff=0)[0]
+
+
+def _refuse_unknown(environ: Mapping[str, str], known: Sequence[str]) -> None:
+    for name in sorted(environ):
+        asked = name.upper()
+        if not asked.startswith(PREFIX) or asked in known:
+            continue
+        group = [other for other in known if other.startswith(f"{asked}__")]
+        hint = f"{name} is not a setting; the nearest one is {group[0] if group else _nearest(asked, known)}"
+        if re.search(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)", name):
+            hint += " (Kubernetes injects such names for a Service called ranker: set enableServiceLinks to false)"
+        raise SettingsProblem(hint)
+
+
+def _sentences(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors(include_input=False, include_url=False):
+        path = "__".join(str(part) for part in problem["loc"])
+        name = f"{PREFIX}{path.upper()}: " if path else ""
+        yield name + problem["msg"].removeprefix("Value error, ")
 
 
 def _require_sha256(digest: SecretStr, what: str) -> None:

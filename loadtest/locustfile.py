@@ -17,7 +17,7 @@ from locust import FastHttpUser, LoadTestShape, between, events, task
 from loadtest.generate.bad_requests import bad_requests
 from loadtest.generate.distributions import SizeBand, Sizes
 from loadtest.generate.traffic import RETRIEVING, RankRequest, Traffic, TrafficSettings, fresh_seed
-from loadtest.servers.target import fit_traffic
+from loadtest.target import fit_traffic
 
 HEADERS = {"Content-Type": "application/json"}
 BURST_PAGES = 6

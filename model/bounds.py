@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from model.config import HashSpec, ModelConfig
+from typing import Any
 
 # Upper bounds for a checkpoint: above every ranker known to us, yet small enough that little memory or time is spent before the
 # shapes of its tensors are compared. Lengths matter most, since no tensor of the checkpoint has that length to compare with.
@@ -31,8 +28,8 @@ class ConfigError(ValueError):
     """An architecture that cannot be built; the message names the field."""
 
 
-def check_hashes(spec: HashSpec) -> None:
-    """Raises ConfigError for hash functions that cannot index a table."""
+def check_hashes(spec: Any) -> None:
+    """Raises ConfigError for a `HashSpec` that cannot index a table."""
     scales, biases = len(spec.scales), len(spec.biases)
     _require(
         0 < scales == biases, f"hash scales and biases must have the same non-zero length, got {scales} and {biases}"
@@ -42,8 +39,8 @@ def check_hashes(spec: HashSpec) -> None:
     _require(2 <= spec.vocab_size < 2**31, f"vocab_size must lie in 2 … 2^31 - 1, got {_short(spec.vocab_size)}")
 
 
-def check_architecture(config: ModelConfig) -> None:
-    """Raises ConfigError, which names the field."""
+def check_architecture(config: Any) -> None:
+    """Raises ConfigError for a `ModelConfig` that cannot be built; the message names the field."""
     for name, largest in LARGEST.items():
         value = getattr(config, name)
         _require(0 < value <= largest, f"{name} must be positive and at most {largest}, got {_short(value)}")
@@ -95,7 +92,7 @@ def _short(number: float) -> str:
     return text if len(text) <= 24 else f"{text[:20]}…"
 
 
-def arguments_of(cls: type, values: Any, where: str) -> dict[str, Any]:
+def fields_from_json(cls: type, values: Any, where: str) -> dict[str, Any]:
     """JSON values as arguments of a dataclass. Raises ConfigError for an unknown, missing or wrongly typed one."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where} must be an object")

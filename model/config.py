@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 from model.bounds import MAX_FACTOR as MAX_FACTOR
 from model.bounds import ConfigError as ConfigError
-from model.bounds import arguments_of, check_architecture, check_hashes
+from model.bounds import check_architecture, check_hashes, fields_from_json
 
 ContextAttention = Literal["causal", "bidirectional"]
 CandidatePositions = Literal["shared", "sequential"]
@@ -119,9 +119,9 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build from JSON values. Raises ConfigError for an unknown, missing or wrongly typed key."""
-        arguments = arguments_of(cls, values, "architecture")
+        arguments = fields_from_json(cls, values, "architecture")
         for name in ("user_hashes", "post_hashes", "author_hashes"):
-            arguments[name] = HashSpec(**arguments_of(HashSpec, arguments[name], f"architecture.{name}"))
+            arguments[name] = HashSpec(**fields_from_json(HashSpec, arguments[name], f"architecture.{name}"))
         return cls(**arguments)
 
 

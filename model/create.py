@@ -28,9 +28,9 @@ class EngineOptions:
     """What an operator may choose.
 
     `backend`: `native` is the C++ kernel (CPU only), `torch` the split engine (CUDA, and CPUs without a compiler), `dense`
-    the reference; `auto` takes the fastest that runs here. `cache_bytes` bounds the context cache, 0 turns it off, None is
-    256 MiB on a CPU and an eighth of the device's memory on CUDA, so that a reload has room for a second one.
-    `threads` 0: `usable_threads`; `vectors` are those of `native`. Compiled code is kept in `kernel_directory`, by
+    the reference; `auto` takes the fastest that passes its checks here, on CUDA down to the CPU's engine. `cache_bytes` bounds
+    the context cache, 0 turns it off, None is 256 MiB on a CPU and an eighth of the device's memory on CUDA, so that a reload has
+    room for a second one. `threads` 0: `usable_threads`; `vectors` are those of `native`. Compiled code is kept in `kernel_directory`, by
     default the user's cache.
     """
 
@@ -47,35 +47,68 @@ class EngineOptions:
 def create_engine(ranker: Ranker, options: EngineOptions) -> Engine:
     """Build an engine; call its `warm_up` before the first forward. Raises EngineError if it cannot run here."""
     device = find_device(options.device)
-    if problem := shortage(engine_bytes(ranker), device):
-        raise EngineError(f"the engine of this checkpoint does not fit: {problem}")
     torch.set_num_threads(options.threads or usable_threads())
-    if options.backend == "native" or (options.backend == "auto" and device.type == "cpu"):
-        try:
-            return _native(ranker, options, device)
-        except KernelUnavailable as error:
-            if options.backend == "native":
-                raise
-            engine = _split(ranker, options, device)
-            engine.info.notes["fallback"] = str(error)
-            return engine
-    if options.backend == "dense":
-        dtype = _dtype(options.dtype, device)
-        cache_bytes = cache_budget(options.cache_bytes, device)
-        return DenseEngine(ranker.to(device), dtype, options.candidate_positions, cache_bytes)
-    return _split(ranker, options, device) if options.backend == "torch" else _ladder(ranker, options, device)
+    if options.backend == "auto":
+        return _ladder(ranker, options, device) if device.type == "cuda" else _for_cpu(ranker, options)
+    _require_room(ranker, device)
+    if options.backend == "native":
+        return _native(ranker, options, device)
+    if options.backend == "torch":
+        return _split(ranker, options, device)
+    budget = cache_budget(options.cache_bytes, torch.device("cpu"))  # it keeps columns in host memory, no states
+    return DenseEngine(ranker.to(device), _dtype(options.dtype, device), options.candidate_positions, budget)
 
 
 def _ladder(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engine:
-    """The fastest way of computing that passes its checks on this card."""
-    from model.split.ladder import LadderEngine, Tried, cuda_rungs
+    """The first way of computing that passes its checks on this card, or else the CPU's engine."""
+    from model.split.ladder import LadderEngine, Rung, sentence
+    from model.split.probe import Trial, try_in_child
 
     dtype, positions = _dtype(options.dtype, device), options.candidate_positions
-    info = EngineInfo(str(device), str(dtype).removeprefix("torch."), "torch", positions, {})
-    build = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    tried = Tried(options.kernel_directory or Path.home() / ".cache" / "phoenix-ranking-server", build)
-    rungs = cuda_rungs(ranker, device, dtype, positions, cache_budget(options.cache_bytes, device))
-    return LadderEngine(ranker, rungs, info, tried)
+
+    def rung(name: str, kernels: Literal["triton", "torch"]) -> Rung:
+        trial = Trial(ranker.config, str(device), _name(dtype), positions, kernels)
+
+        def probe() -> str:
+            try:
+                _require_room(ranker, device)
+            except Exception as error:  # what a broken card raises when it is asked for its memory is not known
+                return sentence(error)
+            return try_in_child(trial)
+
+        return Rung(name, lambda: _on_card(ranker, options, device, kernels), probe, device)
+
+    rungs = [rung("recorded", "triton"), rung("torch", "torch"), Rung("cpu", lambda: _for_cpu(ranker, options))]
+    info = EngineInfo(str(device), _name(dtype), "torch", positions, {})
+    return LadderEngine(ranker, rungs, info)
+
+
+def _on_card(
+    ranker: Ranker, options: EngineOptions, device: torch.device, kernels: Literal["triton", "torch"]
+) -> Engine:
+    from model.split.engine import SplitEngine
+
+    dtype, budget = _dtype(options.dtype, device), cache_budget(options.cache_bytes, device)
+    return SplitEngine(ranker, device, dtype, options.candidate_positions, budget, kernels=kernels)
+
+
+def _for_cpu(ranker: Ranker, options: EngineOptions) -> Engine:
+    """The native engine or, where its kernel cannot be built, plain torch."""
+    cpu = torch.device("cpu")
+    _require_room(ranker, cpu)
+    try:
+        return _native(ranker, options, cpu)
+    except KernelUnavailable as error:
+        engine = _split(ranker, options, cpu)
+        engine.info.notes["fallback"] = str(error)
+        return engine
+
+
+def _require_room(ranker: Ranker, device: torch.device) -> None:
+    """Raises EngineError if the device lacks memory for the engine: on a card for the embedding tables too."""
+    tables = sum(table.nbytes for table in ranker.tables.parameters()) if device.type == "cuda" else 0
+    if problem := shortage(engine_bytes(ranker) + tables, device):
+        raise EngineError(f"the engine of this checkpoint does not fit: {problem}")
 
 
 def _native(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engine:
@@ -98,7 +131,7 @@ def _split(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engi
 
     dtype = _dtype(options.dtype, device)
     cache_bytes = cache_budget(options.cache_bytes, device)
-    return SplitEngine(ranker, device, dtype, options.candidate_positions, cache_bytes=cache_bytes)
+    return SplitEngine(ranker, device, dtype, options.candidate_positions, cache_bytes)
 
 
 def cache_budget(wanted: int | None, device: torch.device) -> int:
@@ -121,3 +154,7 @@ def _dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype: torch.dtype = getattr(torch, wanted)
     return dtype
+
+
+def _name(dtype: torch.dtype) -> Literal["bfloat16", "float32"]:
+    return "bfloat16" if dtype == torch.bfloat16 else "float32"

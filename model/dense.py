@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
-from model.batch import collate
+from model.batch import Batch, collate
 from model.cache import ContextCache
 from model.config import CandidatePositions
-from model.engine import CacheStats, EngineInfo, Item, Outcome
+from model.device import free_memory, losses_of
+from model.engine import CacheStats, EngineError, EngineInfo, Item, Outcome
 from model.inputs import Candidates, Context, Scores
 from model.layers import attention_weights
 from model.ranker import Ranker
@@ -42,7 +45,15 @@ class DenseEngine:
 
     @torch.inference_mode()
     def forward(self, items: Sequence[Item]) -> list[Outcome]:
-        """One forward per item, each with the full mask."""
+        """One forward per item, each with the full mask. If the device runs out of memory, an EngineError says so."""
+        try:
+            with losses_of(self.device):
+                return self._forward(items)
+        except torch.OutOfMemoryError as error:
+            free_memory(self.device)
+            raise EngineError("the device is out of memory") from error
+
+    def _forward(self, items: Sequence[Item]) -> list[Outcome]:
         outcomes = []
         for item in items:
             batch = collate([(item.context, item.candidates)], self.config, self.info.candidate_positions)
@@ -62,6 +73,25 @@ class DenseEngine:
     def close(self) -> None:
         """Drop the kept contexts. The ranker belongs to the caller."""
         self._named.clear()
+
+
+@torch.inference_mode()
+def forward_on(ranker: Ranker, batch: Batch, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`Ranker.forward` with trunk and heads on another device, where one layer at a time needs room. Tokens are made where the ranker's
+    tables are. Returns logits fp32 `[B, C, A]` and continuous values fp32 `[B, C, Z]`."""
+    hidden, mask, start = ranker.build_inputs(batch.to(ranker.tokens.user_projection.device))
+    hidden, mask, positions = hidden.to(device, dtype), mask.to(device), batch.positions.to(device)
+    hidden, rope = ranker.trunk.with_positions(hidden, positions)
+    for layer in ranker.trunk.decoder_layers():
+        hidden = _there(layer, device)(hidden, rope, mask)
+    logits, continuous = _there(ranker.heads, device)(hidden[:, start:])
+    return logits, continuous
+
+
+def _there(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module itself if it is on the device, else a copy of it there."""
+    is_there = next(module.parameters()).device == device
+    return module if is_there else copy.deepcopy(module).to(device)
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""The trunks of the source documents, each as fields of `ModelConfig`. docs/trunks.md names the model behind each."""
+"""The trunks of the source documents, each as fields of `ModelConfig`. docs/models.md names the model behind each."""
 
 from __future__ import annotations
 

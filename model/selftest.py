@@ -7,15 +7,17 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from model.config import ModelConfig
-from model.dense import DenseEngine
+from model.batch import collate
+from model.config import CandidatePositions, ModelConfig
+from model.dense import forward_on
 from model.engine import Engine, EngineError, Item
-from model.inputs import Candidates, Context, Scores
+from model.inputs import Candidates, Context, Float32s, Scores
 from model.ranker import Ranker
 from model.synthetic import random_request
 from model.tolerances import PARITY
 
 CANDIDATE_COUNTS = (1, 7, 63, 100)
+WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
 
 def check_isolation(engine: Engine, candidate_counts: Sequence[int] = CANDIDATE_COUNTS) -> dict[str, int]:
@@ -42,39 +44,46 @@ def check_isolation(engine: Engine, candidate_counts: Sequence[int] = CANDIDATE_
 
 
 class Definition:
-    """The plain definition's scores for a few random requests, in fp32 on the ranker's device. Computed on first use."""
+    """The plain definition's logits for two random requests: as long as the model takes, with 100 candidates, and without a history.
 
-    def __init__(self, ranker: Ranker) -> None:
-        config = ranker.config
-        sizes = ((min(config.history_length, 70), 9), (0, 1))  # more keys than fit into one tile
+    Computed on `device` with products one step wider than the engine's dtype, so that a wrong kernel is compared with other kernels.
+    """
+
+    def __init__(self, ranker: Ranker, device: torch.device | None = None) -> None:
+        sizes = ((ranker.config.history_length, 100), (0, 1))
         self._ranker = ranker
-        self._items = [Item(*random_request(config, *size, seed)) for seed, size in enumerate(sizes, 11)]
-        self._expected: list[Scores] | None = None
+        self._device = device or ranker.tokens.user_projection.device
+        self._items = [Item(*random_request(ranker.config, *size, seed)) for seed, size in enumerate(sizes, 11)]
+        for item in self._items:
+            item.context.is_kept = False  # no caller will ask for it
 
     def check(self, engine: Engine) -> float:
         """The largest difference of a logit. Raises EngineError if it exceeds the tolerance of the engine's dtype plus twice the
-        definition's own error in that dtype: weights that give large logits lose more.
+        definition's own error in that dtype on this device: weights that give large logits lose more.
         """
-        if self._expected is None:
-            self._expected = self._scores(torch.float32, engine)
         dtype: torch.dtype = getattr(torch, engine.info.dtype)
-        found = [outcome.scores for outcome in engine.forward(self._items)]
-        worst, allowed = largest_difference(found, self._expected), PARITY[dtype].logits
-        if not worst <= allowed and dtype != torch.float32:
-            allowed += 2 * largest_difference(self._scores(dtype, engine), self._expected)
+        positions = engine.info.candidate_positions
+        expected = self._logits(WIDER[dtype], positions)
+        found = [outcome.scores.logits for outcome in engine.forward(self._items)]
+        worst, allowed = _largest(found, expected), PARITY[dtype].logits
+        if not worst <= allowed:
+            allowed += 2 * _largest(self._logits(dtype, positions), expected)
         if not worst <= allowed:
             raise EngineError(f"logits differ from the definition's by {worst:.3g}, more than {allowed:.3g}")
         return worst
 
-    def _scores(self, dtype: torch.dtype, engine: Engine) -> list[Scores]:
-        definition = DenseEngine(self._ranker, dtype, engine.info.candidate_positions)
-        return [outcome.scores for outcome in definition.forward(self._items)]
+    def _logits(self, dtype: torch.dtype, positions: CandidatePositions) -> list[Float32s]:
+        batches = [collate([(item.context, item.candidates)], self._ranker.config, positions) for item in self._items]
+        return [forward_on(self._ranker, batch, dtype, self._device)[0][0].cpu().numpy() for batch in batches]
 
 
 def largest_difference(found: Sequence[Scores], expected: Sequence[Scores]) -> float:
     """The largest absolute difference of any logit; NaN if one is NaN."""
-    pairs = zip(found, expected, strict=True)
-    return float(np.max([np.abs(ours.logits - theirs.logits).max() for ours, theirs in pairs]))
+    return _largest([scores.logits for scores in found], [scores.logits for scores in expected])
+
+
+def _largest(found: Sequence[Float32s], expected: Sequence[Float32s]) -> float:
+    return float(np.max([np.abs(ours - theirs).max() for ours, theirs in zip(found, expected, strict=True)]))
 
 
 def same_bits(first: Scores, second: Scores) -> bool:

@@ -1,123 +1,214 @@
-"""What the pages name exists: links and their anchors, paths, modules, commands, make targets, settings and metrics."""
+"""The pages: what they name is there, and README's commands run. Those of docs/api.md are run by `tests/e2e/test_api_page.py`."""
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import re
+import subprocess
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import typer
+from fastapi.routing import APIRoute
+from typer.core import TyperGroup
 
-from app.environment import GONE, names
-from app.errors import ServiceError
-from loadtest.__main__ import cli
-from weights.commands.checkpoints import app
+from app import cli
+from app.main import create_admin_app, create_app
+from app.settings import names
+from app.telemetry.metrics import Metrics, Snapshot, figures
+from loadtest.__main__ import COMMANDS
+from loadtest.machine import ROOT
+from loadtest.server import serving
+from model.engine import CacheStats
+from model.retrieval.inputs import Mark
+from tests.support import rankers
+from weights.commands.checkpoints import app as weights_app
 
-ROOT = Path(__file__).parents[1]
-PAGES = [*ROOT.glob("[RCS]*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "app/client/README.md"]
-PAGES.remove(ROOT / "CHANGELOG.md")  # it may name what is gone
-MADE = re.compile(r"weights/(phoenix|mine|towers|sports)|loadtest/results/")  # by the commands of a page
-TARGETS = set(" ".join(re.findall(r"^([a-z -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)).split())
-COMMANDS = {"weights": typer.main.get_command(app).commands, "loadtest": typer.main.get_command(cli).commands}  # type: ignore[attr-defined]
-TELEMETRY = "".join(path.read_text() for path in (ROOT / "app/telemetry").glob("*.py"))
-METRICS = {name.removesuffix("_total") for name in re.findall(r'"(?:ranker_)?([a-z_]+)"', TELEMETRY)}
+ENDED = ROOT / "CHANGELOG.md"  # names what is no longer there
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")),
+    ROOT / "app/client/README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+FILE = re.compile(r"\.?[\w.-]+(?:/[\w.-]+)*(?:/|/[\w.-]+\.(?:py|yaml|yml|cfg|lock|md|h|cpp))")
+TOKEN_SHA256 = "0" * 64
 
-
-def code(text: str) -> str:
-    """The fenced blocks and the code spans of a page, one a line."""
-    return "\n".join(max(found) for found in re.findall(r"```[a-z]*\n(.*?)```|`([^`\n]+)`", text, re.DOTALL))
-
-
-def anchors(page: Path) -> set[str]:
-    """What a link to a heading of the page may name."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
-
-
-def broken_links(text: str, page: Path) -> Iterator[str]:
-    for place, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", text):
-        target = page.parent / place if place else page
-        if not target.exists() or (anchor and anchor not in anchors(target)):
-            yield f"{place}#{anchor}"
+Check = Callable[[str, Path], Iterator[str]]
 
 
-def missing_paths(text: str, page: Path) -> Iterator[str]:
-    for path in re.findall(r"(?<![\w./~-])(?:app|model|weights|loadtest|tests|docs|docker|\.ci)/[\w./-]*", code(text)):
-        if not any((ROOT / f"{path.rstrip('.')}{suffix}").exists() for suffix in ("", ".py")) and not MADE.match(path):
-            yield path
-    for name in re.findall(r"(?<![\w/])test_\w+\.py", code(text)):
-        if not any((ROOT / "tests").rglob(name)):
-            yield name
+def links(text: str, page: Path) -> Iterator[str]:
+    """Links to files that are not there, or to headings that their page does not have."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text)):
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        found = (page.parent / path).resolve() if path else page
+        if not found.exists() or (anchor and anchor not in anchors(found.read_text() if path else text)):
+            yield target
 
 
-def missing_modules(text: str, page: Path) -> Iterator[str]:
-    """`package.module.name`: a module of ours, and a name that stands in it."""
-    for dotted in re.findall(r"(?<![\w./-])(?:app|model|weights|loadtest)(?!\.json)(?:\.[a-zA-Z_]\w*)+", code(text)):
-        place, parts = ROOT, dotted.split(".")
-        while parts and (place / parts[0]).is_dir():
-            place /= parts.pop(0)
-        module = place / f"{parts[0]}.py" if parts else place / "__init__.py"
-        if not module.is_file() or (len(parts) > 1 and not re.search(rf"\b{parts[1]}\b", module.read_text())):
-            yield dotted
+def anchors(text: str) -> set[str]:
+    """The names that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", without_blocks(text), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def missing_commands(text: str, page: Path) -> Iterator[str]:
-    for module, command in re.findall(r"python3? -m ([\w.]+)(?: ([a-z][\w-]*))?", code(text)):
-        known = COMMANDS.get(module)
-        if importlib.util.find_spec(module) is None or (known and command and command not in known):
-            yield f"python -m {module} {command}"
-    for target in re.findall(r"^make ([a-z-]+)", code(text), re.MULTILINE):
-        if target not in TARGETS and target.partition("-")[2] not in COMMANDS["loadtest"]:  # bench-NAME, load-NAME
+def targets(text: str, page: Path) -> Iterator[str]:
+    """Targets of make that the Makefile does not have."""
+    known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for target in re.findall(r"(?:`|^ *)make ([a-z][a-z-]*)", text, re.M):
+        if target not in known:
             yield f"make {target}"
 
 
-def missing_settings(text: str, page: Path) -> Iterator[str]:
-    """`RANKER_GROUP__NAME`, with or without the prefix; `GROUP__…` stands for a group. A decision may name a setting that is gone."""
-    gone = [f"RANKER_{name}" for name in GONE] if page.parent.name == "decisions" else []
-    for name in re.findall(r"\bRANKER_[A-Z0-9_]+|\b[A-Z]+__[A-Z0-9_]*", code(text)):
-        if not any(known.startswith(f"RANKER_{name.removeprefix('RANKER_')}") for known in [*names(), *gone]):
+def settings(text: str, page: Path) -> Iterator[str]:
+    """Settings that there are not, with or without the prefix. `GROUP__…` stands for a group."""
+    known = set(names())
+    for name in re.findall(r"RANKER_[A-Z0-9_]*[A-Z0-9]", text):
+        if name not in known and not any(each.startswith(f"{name}__") for each in known):
+            yield name
+    for name in re.findall(r"\b[A-Z]+__(?:[A-Z0-9_]+)?", text):
+        if not any(each == f"RANKER_{name}" or (name.endswith("__") and f"_{name}" in each) for each in known):
             yield name
 
 
-def missing_metrics(text: str, page: Path) -> Iterator[str]:
-    for name in re.findall(r"\branker_([a-z_]+?)(?:_total|_bucket|_sum|_count)?\b(?![/.])", code(text)):
-        if name not in METRICS:
-            yield f"ranker_{name}"
+def metrics(text: str, page: Path) -> Iterator[str]:
+    """Series that a scrape does not have."""
+    for name in re.findall(r"\branker_[a-z_]+[a-z]\b", text):
+        if name not in series():
+            yield name
 
 
-CHECKS: dict[str, Callable[[str, Path], Iterator[str]]] = {
-    "[gone](docs/gone.md)": broken_links,
-    "[gone](docs/api.md#gone)": broken_links,
-    "`app/http/gone.py`": missing_paths,
-    "`test_gone.py`": missing_paths,
-    "`weights.format.gone.read`": missing_modules,
-    "`weights.format.reader.gone`": missing_modules,
-    "`python -m weights gone`": missing_commands,
-    "```\nmake gone\n```": missing_commands,
-    "`QUEUE__GONE`": missing_settings,
-    "`ranker_gone_total`": missing_metrics,
+@cache
+def series() -> set[str]:
+    """The names of all series, those of histograms without their endings too."""
+    registry = Metrics()
+    everything = Snapshot(
+        ready=True, queue_requests=0, queue_candidates=0, cache=CacheStats(), model={}, last_forward_timestamp_seconds=0.0,
+        device_memory_bytes=0, engine_steps_down=0, searches_waiting=0, corpus=Figures(), milestone=None, feed_lag_seconds=0.0,
+    )  # fmt: skip
+    registry.watch(lambda: everything)
+    families = [*registry.registry.collect(), *figures(everything)]
+    return {name for family in families for name in (family.name, f"{family.name}_total") if name.startswith("ranker_")}
+
+
+class Figures:
+    """A corpus without posts."""
+
+    posts = changes = 0
+    mark = Mark(digest="0")
+
+
+def commands(text: str, page: Path) -> Iterator[str]:
+    """Commands of `phoenix-ranker`, `python -m weights` and `python -m loadtest` that there are not."""
+    pattern = r"(phoenix-ranker|python -m weights|python -m loadtest) ([a-z][a-z-]*)(?: ([a-z]+)\b)?"
+    for program, command, inner in re.findall(pattern, text):
+        if command not in known_commands()[program]:
+            yield f"{program} {command}"
+        elif command == "corpus" and inner and inner not in known_commands()["corpus"]:
+            yield f"{program} {command} {inner}"
+
+
+@cache
+def known_commands() -> dict[str, set[str]]:
+    """The commands of each program, and those of `corpus`."""
+    group, weights = typer.main.get_command(cli.cli), typer.main.get_command(weights_app)
+    assert isinstance(group, TyperGroup)
+    assert isinstance(weights, TyperGroup)
+    corpus = weights.commands["corpus"]
+    assert isinstance(corpus, TyperGroup)
+    found = {"phoenix-ranker": group, "python -m weights": weights, "corpus": corpus}
+    return {name: {*each.commands} for name, each in found.items()} | {"python -m loadtest": {*COMMANDS}}
+
+
+def paths(text: str, page: Path) -> Iterator[str]:
+    """Files and folders of the repository that are not there; those of `app` may be named from there."""
+    for span in re.findall(r"`([^`\n]+)`", text):
+        places = (ROOT, ROOT / "app", ROOT / "app/api", page.parent)
+        if FILE.fullmatch(span) and not any((place / span).exists() for place in places):
+            yield span
+
+
+def endpoints(text: str, page: Path) -> Iterator[str]:
+    """Endpoints that are no route."""
+    for method, path in re.findall(r"`(GET|POST) (/[\w/{}.@-]*)", text):
+        if (method, path) not in routes():
+            yield f"{method} {path}"
+
+
+@cache
+def routes() -> set[tuple[str, str]]:
+    """Method and path of every route, also of the admin port."""
+    ranker = rankers.create(admin={"port": 1, "token_sha256": TOKEN_SHA256})
+    apps = create_app(ranker.settings, ranker), create_admin_app(ranker.settings, ranker)
+    every = [route for each in apps for route in each.routes if isinstance(route, APIRoute)]
+    return {(method, route.path) for route in every for method in route.methods or ()}
+
+
+def without_code(text: str) -> str:
+    """The page without its blocks and spans of code."""
+    return re.sub(r"`[^`\n]*`", "", without_blocks(text))
+
+
+def without_blocks(text: str) -> str:
+    """The page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+
+
+CHECKS: dict[Check, str] = {
+    links: "[a](nowhere.md) [b](README.md#no-such-heading)",
+    targets: "`make nothing`\n\n```\nmake nothing\n```",
+    settings: "`RANKER_NOTHING` `QUEUE__NOTHING` `NOTHING__…`",
+    metrics: "`ranker_nothing_total`",
+    commands: "`phoenix-ranker nothing` `phoenix-ranker corpus nothing` `python -m weights nothing` `python -m loadtest nothing`",
+    paths: "`app/nothing.py` `docker/nothing/`",
+    endpoints: "`GET /nothing`",
 }
+"""Each check with a text that breaks it in every way that it knows."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_names_exists(page: Path) -> None:
-    assert [name for check in dict.fromkeys(CHECKS.values()) for name in check(page.read_text(), page)] == []
+def named(value: object) -> str:
+    return value.relative_to(ROOT).as_posix() if isinstance(value, Path) else getattr(value, "__name__", str(value))
 
 
-@pytest.mark.parametrize(("planted", "check"), CHECKS.items())
-def test_what_is_gone_is_found(planted: str, check: Callable[[str, Path], Iterator[str]]) -> None:
-    assert len(list(check(f"Before it, {planted} and after.", ROOT / "README.md"))) == 1
+@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("check", CHECKS, ids=named)
+def test_what_a_page_names_is_there(check: Check, page: Path) -> None:
+    if page != ENDED or check in (links, targets):
+        assert [*check(page.read_text(), page)] == []
 
 
-def test_the_page_for_callers_names_every_code_of_an_error() -> None:
-    page = (ROOT / "docs/api.md").read_text()
-    table = page[page.index("| status | `code` |") :].partition("\n\n")[0]
-    named = set(re.findall(r"`(\w+)`", table)) - {"code"}
-    assert named == {kind.code for kind in every(ServiceError)}
+@pytest.mark.parametrize(("check", "broken"), CHECKS.items(), ids=named)
+def test_what_is_not_there_is_noticed(check: Check, broken: str) -> None:
+    wrong = len(re.findall("nothing|nowhere|no-such", broken, re.I))
+    assert len([*check(broken, ROOT / "docs")]) == wrong if check is not links else 2
 
 
-def every(kind: type[ServiceError]) -> Iterator[type[ServiceError]]:
-    for below in kind.__subclasses__():
-        yield from (below, *every(below))
+def test_the_operators_page_has_a_section_for_each_alert() -> None:
+    alerts = re.findall(r"- alert: (\w+)", (ROOT / "docker/prometheus/rules.yml").read_text())
+    assert alerts
+    assert {alert.lower() for alert in alerts} <= anchors((ROOT / "docs/operations.md").read_text())
+
+
+def test_the_operators_page_lists_every_series() -> None:
+    page = (ROOT / "docs/operations.md").read_text()
+    families = {name.removesuffix("_total") for name in series()}
+    assert {name for name in families if name not in page} == set()
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_rank_as_it_says() -> None:
+    text = (ROOT / "README.md").read_text()
+    serve, curl = re.findall(r"```sh\n(.*)\n(.*)\n```", text)[0]
+    said = re.search(r'"post_id":"(\d+)","score":(-?[\d.]+),"rank":(\d+)', text)
+    assert serve == "make serve &"
+    assert said is not None
+    with serving() as server:
+        command = curl.replace(":8000", f":{server.port}")
+        done = subprocess.run(["bash", "-euc", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    first = json.loads(done.stdout)["candidates"][0]
+    assert (first["post_id"], str(first["rank"])) == (said[1], said[3])
+    assert first["score"] == pytest.approx(float(said[2]), abs=0.02), "bf16 and float32 differ by up to 0.01"

@@ -23,14 +23,11 @@ limit, fill the next forward `FILLED_TIMES` over.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from app.engine.batching import Full, Job, chunk_count, forwards_of
-from app.engine.forecast import ForwardTime, Offered, Running
-from app.loop_lag import Clock
+from app.engine.batching import Full, Work, chunk_count, forwards_of
+from app.engine.forecast import Clock, ForwardTime, Offered, Running
 from app.settings import Batching, Queue
 
 Reason = Literal["queue_full", "key_rate", "loop_overrun", "deadline"]
@@ -69,21 +66,18 @@ class _Held:
 
 
 class Admission:
-    """Counts unfinished jobs. Used by the event loop only. `running` returns what is being computed now."""
+    """Counts unfinished jobs. Used by the event loop only. `running`, in its methods, is what the engine computes now."""
 
-    def __init__(
-        self, queue: Queue, batching: Batching, clock: Clock, running: Callable[[], Running] = Running
-    ) -> None:
+    def __init__(self, queue: Queue, batching: Batching, clock: Clock) -> None:
         self.queue = queue
-        self.batching = batching
         self.clock = clock
+        self._batching = batching
         self.forward_time = ForwardTime()
         self.offered = Offered()
         self.requests = 0
         self.candidates = 0
         self.context_tokens = 0
         self._full, self._most_context_tokens = Full.of(batching), queue.max_context_tokens
-        self._running = running
         self._held: dict[str | None, _Held] = {}  # of keys with unfinished work
         self._rate_used_until: dict[str, float] = {}  # clock seconds when a key's candidates so far fit its rate
 
@@ -92,23 +86,24 @@ class Admission:
         """Unfinished candidates plus context tokens."""
         return self.candidates + self.context_tokens
 
-    def full(self, key: str | None = None) -> Refusal | None:
+    def full(self, running: Running, key: str | None = None) -> Refusal | None:
         """Return why even this key's smallest request would be refused, or None. Records one arrival if refused."""
-        refusal = self.closed(key)
+        refusal = self.closed(running, key)
         if refusal is not None:
             self.offered.observe(self.clock())
         return refusal
 
-    def closed(self, key: str | None = None) -> Refusal | None:
+    def closed(self, running: Running, key: str | None = None) -> Refusal | None:
         """As `full`, but records nothing. With keys, None stands for a key without unfinished work, which finds the most room."""
-        smallest = Job(candidates=1, context_tokens=1, deadline=float("inf"), key=key)
-        return self._no_room(smallest) or self._over_wait(self.wait(smallest)) if self.requests else None
+        if not self.requests:
+            return None
+        smallest = Work(candidates=1, context_tokens=1, deadline=float("inf"), key=key)
+        return self._no_room(smallest) or self._over_wait(self.wait(smallest, running))
 
-    def refusal(self, job: Job, *, again: bool = False) -> Refusal | None:
-        """Return why the job may not join now, or None. `again`: it was refused before, so its work is not recorded as offered again."""
+    def refusal(self, job: Work, running: Running) -> Refusal | None:
+        """Return why the job may not join now, or None. Records it as offered work."""
         now = self.clock()
-        if not again:
-            self.offered.observe(now, forwards_of(1, job.candidates, job.context_tokens, self._full))
+        self.offered.observe(now, forwards_of(1, job.candidates, job.context_tokens, self._full))
         if job.deadline <= now:
             return Refusal("deadline", "the deadline had passed on arrival", 0.0)
         if limited := self._over_key_rate(job):
@@ -117,10 +112,10 @@ class Admission:
             return None
         if limited := self._no_room(job):
             return limited
-        wait = self.wait(job)
+        wait = self.wait(job, running)
         return self._over_wait(wait) or self._over_deadline(job, wait.seconds)
 
-    def add(self, job: Job) -> None:
+    def add(self, job: Work) -> None:
         """Count a job that joins."""
         self._count(job, +1)
         rate = self.queue.key_candidates_per_second
@@ -128,44 +123,40 @@ class Admission:
             now = self.clock()
             self._rate_used_until[job.key] = max(self._rate_used_until.get(job.key, now), now) + _rated(job) / rate
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: Work) -> None:
         """Stop counting a job that was answered, was cancelled or expired."""
         self._count(job, -1)
 
-    def shrink(self, job: Job, candidates: int) -> None:
-        """Lower the number of candidates of an admitted job."""
+    def resize(self, job: Work, candidates: int, context_tokens: int) -> None:
+        """Set how much an admitted job is: fewer candidates than it was admitted for, or the context that it named by a handle.
+
+        Raises ValueError for more candidates.
+        """
+        if candidates > job.candidates:
+            raise ValueError("more candidates than the job was admitted for")
         self._count(job, -1)
-        job.candidates, job.chunks = candidates, chunk_count(candidates, self.batching)
+        job.candidates, job.context_tokens = candidates, context_tokens
+        job.chunks = chunk_count(candidates, self._batching)
         self._count(job, +1)
 
-    def has_context(self, job: Job, context_tokens: int) -> None:
-        """Set the length of an admitted job's context, which it named by a handle."""
-        self._count(job, -1)
-        job.context_tokens = context_tokens
-        self._count(job, +1)
-
-    def wait(self, job: Job) -> Wait:
+    def wait(self, job: Work, running: Running) -> Wait:
         """Predict the wait of this job."""
-        now = self._running()
-        left = max(0.0, (self.forward_time.seconds(now.cost) or 0.0) - now.seconds) if now.requests else 0.0
+        left = 0.0
+        if running.requests:
+            left = max(0.0, (self.forward_time.seconds(running.cost) or 0.0) - running.seconds)
         forwards = forwards_of(
-            self.requests - now.requests,
-            self.candidates - now.candidates,
-            self.context_tokens - now.context_tokens,
+            self.requests - running.requests,
+            self.candidates - running.candidates,
+            self.context_tokens - running.context_tokens,
             self._full,
         )
         if forwards < 1:  # the job shares a forward with all work before it
             return Wait(left, 0)
-        full_seconds = self.forward_time.seconds((self.cost - now.cost) / forwards) or 0.0
+        full_seconds = self.forward_time.seconds((self.cost - running.cost) / forwards) or 0.0
         ahead = int(forwards * self._share_ahead(job) + 1e-9)
         return Wait(left + ahead * full_seconds, ahead)
 
-    def behind_seconds(self) -> float:
-        """Seconds a small request that comes now would wait; 0 if it would join the next forward."""
-        wait = self.wait(Job(candidates=1, context_tokens=1, deadline=math.inf))
-        return wait.seconds if wait.forwards else 0.0
-
-    def _share_ahead(self, job: Job) -> float:
+    def _share_ahead(self, job: Work) -> float:
         """Fraction of the queue served before the job: its key's work, and of each other key at most that plus the job's own work."""
         own = self._held[job.key].cost if job.key in self._held else 0
         if own == self.cost:
@@ -173,7 +164,7 @@ class Admission:
         others = (held.cost for key, held in self._held.items() if key != job.key)
         return (own + sum(min(cost, own + job.cost) for cost in others)) / self.cost
 
-    def _no_room(self, job: Job) -> Refusal | None:
+    def _no_room(self, job: Work) -> Refusal | None:
         """The rules of size and key share."""
         queue = self.queue
         excess = max(
@@ -192,7 +183,7 @@ class Admission:
             return Refusal("queue_full", "the predicted wait is over the limit", wait.seconds - limit)
         return None
 
-    def _over_share(self, job: Job) -> int:
+    def _over_share(self, job: Work) -> int:
         """By how much the key would exceed its share."""
         queue = self.queue
         if job.key is None or queue.max_share_per_key >= 1:
@@ -209,14 +200,14 @@ class Admission:
         forwards = self.offered.forwards_per_second(self.clock()) * self.queue.max_wait_seconds
         return forwards >= FILLED_TIMES
 
-    def _over_deadline(self, job: Job, wait: float) -> Refusal | None:
+    def _over_deadline(self, job: Work, wait: float) -> Refusal | None:
         own = self.forward_time.seconds(job.cost / job.chunks)
         if own is None:
             return None
         late = self.clock() + (wait + own) * job.chunks - job.deadline
         return Refusal("deadline", "the predicted wait is longer than the deadline", wait) if late > 0 else None
 
-    def _over_key_rate(self, job: Job) -> Refusal | None:
+    def _over_key_rate(self, job: Work) -> Refusal | None:
         rate = self.queue.key_candidates_per_second
         if not rate or job.key is None:
             return None
@@ -231,7 +222,7 @@ class Admission:
         seconds = self.forward_time.seconds(full)
         return NO_RATE_RETRY_SECONDS if seconds is None else seconds * cost / max(full, 1)
 
-    def _count(self, job: Job, sign: Literal[1, -1]) -> None:
+    def _count(self, job: Work, sign: Literal[1, -1]) -> None:
         held = self._held.get(job.key)
         if held is None:
             held = self._held[job.key] = _Held()
@@ -245,6 +236,6 @@ class Admission:
             del self._held[job.key]
 
 
-def _rated(job: Job) -> int:
+def _rated(job: Work) -> int:
     """The candidates that a job counts for in its key's rate: a context by itself, which has none, for one."""
     return max(1, job.candidates)

@@ -13,8 +13,8 @@ from app.settings import Batching
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Job:
-    """One request in the queue, as policy sees it: its work, its API key and its deadline.
+class Work:
+    """What policy sees of a job: how much it is, its API key and its deadline.
 
     `context_tokens` are user and history. `chunks` is how many chunks it is served in, `served` counts the candidates of finished ones.
     Times are clock seconds; `key` is the caller's API key, by name.
@@ -34,7 +34,7 @@ class Job:
         return self.candidates + self.context_tokens
 
 
-JobT = TypeVar("JobT", bound=Job)
+JobT = TypeVar("JobT", bound=Work)
 
 
 class Chunk(msgspec.Struct, Generic[JobT], frozen=True, eq=False):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
+
+Clock = Callable[[], float]  # seconds that never run backwards
 
 
 class ForwardTime:

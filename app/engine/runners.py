@@ -13,9 +13,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from app.engine.forecast import ForwardTime
-from app.engine.loading import Steps
-from app.loop_lag import Clock
+from app.engine.forecast import Clock, ForwardTime
 from app.telemetry.metrics import Metrics
 from model.engine import Engine, EngineError, Item, Outcome, OverlappingEngine
 from model.memory import shortage
@@ -58,6 +56,42 @@ class Runner(Protocol):
         ...
 
 
+class Steps:
+    """Progress and cancellation of a load. Used in the engine's thread, except `stop` and `is_warming`."""
+
+    def __init__(self) -> None:
+        self.is_warming = False
+        self._stopped = threading.Event()
+
+    def warming(self) -> None:
+        """Note that the checkpoint was read and the warm-up begins. Raises as `go_on`."""
+        self.go_on()
+        self.is_warming = True
+
+    def go_on(self, *_: object) -> None:
+        """Call this often. Raises EngineError once the load was cancelled."""
+        if self._stopped.is_set():
+            raise EngineError("the load was cancelled")
+
+    def stop(self) -> None:
+        """Give this load up: the next `go_on` raises."""
+        self._stopped.set()
+
+
+class Loaded(Protocol):
+    """What a load returns: an engine, what it serves, and the files that it serves from."""
+
+    @property
+    def engine(self) -> Any: ...
+
+    @property
+    def served(self) -> Any: ...
+
+    def changed_file(self) -> str:
+        """A sentence if a file that is served from was written to since it was read, else empty. For any thread."""
+        ...
+
+
 class EngineThread:
     """Loads an engine, computes what its `Runner` hands over, and frees it. `ready` and `closed` are for the event loop only."""
 
@@ -65,21 +99,17 @@ class EngineThread:
 
     def __init__(
         self,
-        load: Callable[[Steps], Any],
-        warming: Callable[[], None],
+        load: Callable[[Steps], Loaded],
         loop: asyncio.AbstractEventLoop,
         clock: Clock,
         name: str = ENGINE_THREAD,
     ) -> None:
-        """`load` returns an object with an `engine`. `warming` is called in the loop when the checkpoint was read and the warm-up begins.
-
-        Raises EngineError if no thread can be started.
-        """
+        """Raises EngineError if no thread can be started."""
+        self.steps = Steps()
         self.ready: asyncio.Future[Any] = loop.create_future()
         self.closed: asyncio.Future[None] = loop.create_future()
         self._load = load
         self._loop = loop
-        self._steps = Steps(functools.partial(_post, loop, warming))  # no reference to `self`: that would be a cycle
         self._clock = clock
         self._engine: Any = None
         self._work: SimpleQueue[tuple[Callable[[], Any], OnResult] | None] = SimpleQueue()
@@ -91,11 +121,11 @@ class EngineThread:
             raise EngineError(f"cannot start a thread to load a model: {error}") from error
 
     def forward(self, parts: Sequence[Item], cost: int, on_result: OnResult) -> None:
-        """As `Runner.forward`."""
+        """Compute one batch in this thread."""
         self._work.put((functools.partial(_forward, self._engine, parts), on_result))
 
     def call(self, call: Callable[[], Any], on_result: OnResult) -> None:
-        """As `Runner.call`."""
+        """Make this call in this thread."""
         self._work.put((call, on_result))
 
     def close(self) -> None:
@@ -104,13 +134,13 @@ class EngineThread:
 
     def abandon(self) -> None:
         """Give the load up: it ends at its next step, and whatever it has made is freed."""
-        self._steps.stop()
+        self.steps.stop()
         self.ready.add_done_callback(lambda ready: ready.exception())  # else asyncio logs it as never retrieved
         self.close()
 
     def _main(self) -> None:
         try:
-            model = self._load(self._steps)
+            model = self._load(self.steps)
         except BaseException as error:  # raised to whoever waits for `ready`
             _clear_frames(error)
             _post(self._loop, self.ready.set_exception, error)
@@ -190,7 +220,7 @@ class NativeForwards:
         loop.add_reader(descriptor, self._ready)
 
     def forward(self, parts: Sequence[Item], cost: int, on_result: OnResult) -> None:
-        """As `Runner.forward`."""
+        """Compute one batch: in native threads, or at once if that is predicted to be shorter than handing it over."""
         predicted = self._time.seconds(cost)
         self._begun, self._cost, self._parts, self._on_result = self._clock(), cost, parts, on_result
         if predicted is None or predicted > HAND_OVER_SECONDS:
@@ -202,7 +232,10 @@ class NativeForwards:
             self._loop.call_soon(on_result, *self._result(lambda: self._engine.forward(parts)))
 
     def close(self) -> None:
-        """As `Runner.close`. A second call does nothing: another file may have the descriptor's number by then."""
+        """Stop watching the descriptor, and free the engine.
+
+        A second call does nothing: another file may have the descriptor's number by then.
+        """
         if self._descriptor is not None:
             self._loop.remove_reader(self._descriptor)
             self._descriptor = self._on_result = None  # the callback refers back to this runner's owner
@@ -247,7 +280,10 @@ class SearchForwards:
         self._encode_time, self._search_time = ForwardTime(), ForwardTime()
 
     def forward(self, parts: Sequence[Query], cost: int, on_result: OnResult) -> None:
-        """As `Runner.forward`; each result is the answers of the batch and a place in them."""
+        """Compute one batch: at once if it is predicted to be short, else in the engine's thread.
+
+        Each result is the answers of the batch and a place in them.
+        """
         try:
             users = self._engine.look_up(parts)
             is_short = self._is_short(parts, users)

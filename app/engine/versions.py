@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any, Generic
 
-from app.engine.forecast import Running
-from app.engine.loading import Steps
-from app.engine.runners import ENGINE_THREAD, EngineThread, Runner, rank_runner
-from app.engine.worker import Events, J, Worker
+from app.engine.forecast import Clock, Running
+from app.engine.runners import ENGINE_THREAD, EngineThread, Loaded, Runner, Steps, rank_runner
+from app.engine.worker import J, Worker
+from app.errors import ServiceError
 from app.interface import ReloadInProgress
-from app.loop_lag import Clock
 from app.settings import Batching
-from app.telemetry.exposition import add_stats
+from app.telemetry.metrics import BatchReport
 from model.engine import CacheStats, EngineError
 
 MakeRunner = Callable[[EngineThread, asyncio.AbstractEventLoop, Clock], Runner]
@@ -25,48 +25,50 @@ class Versions(Generic[J]):
     def __init__(
         self,
         batching: Batching,
-        events: Events,
+        batch_done: Callable[[BatchReport], None],
         clock: Clock,
         load_seconds: float,
         make_runner: MakeRunner = rank_runner,
         thread_name: str = ENGINE_THREAD,
     ) -> None:
-        """A load that takes longer than `load_seconds` is given up."""
-        self.batching = batching
-        self.load_seconds = load_seconds
-        self.events = events
-        self.clock = clock
+        """`batch_done` hears of each forward. A load that takes longer than `load_seconds` is given up."""
         self.current: Worker[J] | None = None
+        self._batching = batching
+        self._batch_done = batch_done
+        self._clock = clock
+        self._load_seconds = load_seconds
         self._make_runner = make_runner
         self._thread_name = thread_name
         self._held: dict[Any, Worker[J]] = {}  # by the model they serve
         self._loading: EngineThread | None = None  # also one that was given up, while others wait for its end
         self._waited_for_until = float("inf")
+        self._lost: asyncio.Queue[str] = asyncio.Queue()
         self._gone = CacheStats()
 
-    async def load(self, load: Callable[[Steps], Any]) -> Worker[J]:
+    async def load(self, load: Callable[[Steps], Loaded]) -> Worker[J]:
         """Load and warm a model in a thread of its own. Raises what `load` raises, ReloadInProgress, or EngineError when it takes too long.
 
         The thread of a load that was given up, or cancelled, ends at its next step. It may hang in native code, so another load is
         refused for at most `load_seconds` after that.
         """
-        if self._loading is not None and not self._loading.closed.done() and self.clock() < self._waited_for_until:
+        if self._loading is not None and not self._loading.closed.done() and self._clock() < self._waited_for_until:
             raise ReloadInProgress("another checkpoint is being loaded")
         loop = asyncio.get_running_loop()
-        thread = EngineThread(load, self.events.warming, loop, self.clock, self._thread_name)
+        thread = EngineThread(load, loop, self._clock, self._thread_name)
         self._loading, self._waited_for_until = thread, float("inf")
         try:
-            async with asyncio.timeout(self.load_seconds):
+            async with asyncio.timeout(self._load_seconds):
                 await asyncio.wait([thread.ready])
         except (asyncio.CancelledError, TimeoutError) as end:
             thread.abandon()
-            self._waited_for_until = self.clock() + self.load_seconds
+            self._waited_for_until = self._clock() + self._load_seconds
             if isinstance(end, TimeoutError):
-                raise EngineError(f"the checkpoint was not loaded within {self.load_seconds:g} s") from None
+                raise EngineError(f"the checkpoint was not loaded within {self._load_seconds:g} s") from None
             raise
         self._loading = None
         model = thread.ready.result()
-        return Worker(model, self._make_runner(thread, loop, self.clock), self.batching, self.events, self.clock)
+        runner = self._make_runner(thread, loop, self._clock)
+        return Worker(model, runner, self._batching, self._clock, self._batch_done, self._lost.put_nowait)
 
     def install(self, worker: Worker[J]) -> None:
         """Serve new requests with this worker. The previous one is freed when its last request is answered."""
@@ -77,49 +79,55 @@ class Versions(Generic[J]):
 
     def find(self, served: Any) -> Worker[J] | None:
         """Return the worker that serves exactly this model, or None if it is gone."""
+        current = self.current
+        if current is not None and current.model.served is served:
+            return current  # nearly always
         return self._held.get(served)
+
+    async def lost(self) -> str:
+        """Wait until an engine is lost for good, and return why. Its jobs have their errors then."""
+        return await self._lost.get()
 
     @property
     def held(self) -> list[Worker[J]]:
         """All workers not yet freed, the oldest first."""
         return list(self._held.values())
 
-    def _free(self, worker: Worker[J]) -> None:
-        if self._held.pop(worker.model.served, None) is not None:
-            self._gone = add_stats(self._gone, worker.model.engine.cache_stats())
-            worker.close()
-
-    def cache_stats(self) -> CacheStats:
-        """Cache counts of all engines since the start; bytes and entries only of those still held."""
-        stats = self._gone
-        for worker in self._held.values():
-            stats = add_stats(stats, worker.model.engine.cache_stats(), keep_gauges=True)
-        return stats
+    @property
+    def is_warming(self) -> bool:
+        """Whether a checkpoint has been read and its engine warms up."""
+        return self._loading is not None and self._loading.steps.is_warming
 
     @property
     def waiting(self) -> int:
         """Number of jobs that wait to be computed."""
         return sum(worker.waiting for worker in self._held.values())
 
-    def silent_seconds(self) -> float:
-        """The longest time that work has waited while no forward finished."""
-        return max((worker.silent_seconds() for worker in self._held.values()), default=0.0)
-
     def running(self) -> Running:
         """Return what the current engine is computing."""
         return Running() if self.current is None else self.current.running()
 
-    def abandon(self) -> list[J]:
-        """Take every job out of the queues; none of them will be computed."""
-        return [job for worker in self._held.values() for job in worker.abandon()]
+    def silent_seconds(self) -> float:
+        """The longest time that work has waited while no forward finished."""
+        return max((worker.silent_seconds() for worker in self._held.values()), default=0.0)
 
-    def drop(self) -> list[J]:
-        """Stop serving without waiting for an engine that may hang; return the jobs of all engines."""
-        jobs, workers = self.abandon(), self.held
+    def cache_stats(self) -> CacheStats:
+        """Cache counts of all engines since the start; bytes and entries only of those still held."""
+        stats = self._gone
+        for worker in self._held.values():
+            stats = _sum(stats, worker.model.engine.cache_stats())
+        return stats
+
+    def fail_all(self, error: Callable[[], ServiceError]) -> None:
+        """Empty all queues, and fail every job that waits or is being computed, each with an error of its own."""
+        for worker in self._held.values():
+            worker.fail_all(error)
+
+    def drop(self) -> None:
+        """Stop serving without waiting for an engine that may hang. Fail its jobs before."""
         self.current = None
-        for worker in workers:
+        for worker in self.held:
             self._free(worker)
-        return jobs
 
     async def close(self, timeout_seconds: float) -> None:
         """Free each engine after its present forward; one that hangs is left behind."""
@@ -128,3 +136,15 @@ class Versions(Generic[J]):
             worker.close()
         if workers:
             await asyncio.wait([worker.closed for worker in workers], timeout=timeout_seconds)
+
+    def _free(self, worker: Worker[J]) -> None:
+        if self._held.pop(worker.model.served, None) is not None:
+            counted = replace(
+                worker.model.engine.cache_stats(), bytes=0, entries=0
+            )  # its counters stay: none runs backwards
+            self._gone = _sum(self._gone, counted)
+            worker.close()
+
+
+def _sum(left: CacheStats, right: CacheStats) -> CacheStats:
+    return CacheStats(**{name: value + getattr(right, name) for name, value in asdict(left).items()})

@@ -29,8 +29,6 @@ interface Side {
 interface State {
   source: "rank" | "recommend";
   sides: Side[];
-  versions: string[];
-  together: boolean;
   side: number;
   open: string | null;
   onePer: boolean;
@@ -43,7 +41,6 @@ interface Reply {
   actions: string[];
   weights: Weights;
   sent: any;
-  version: string;
   history_dropped: number;
   timings_ms: Weights;
   model: { name: string; version: string };
@@ -103,7 +100,7 @@ interface Story {
   hint: (app: App, request: Side) => Hint | null;
 }
 
-type Change = (key: string, label: string, mutate: (request: Side) => unknown, how?: { redraw?: boolean; own?: boolean }) => void;
+type Change = (key: string, label: string, mutate: (request: Side) => unknown, how?: { redraw?: boolean }) => void;
 
 /** The app of app.js, as the other modules use it. */
 interface App {
@@ -125,7 +122,6 @@ interface App {
   readonly request: Side;
   readonly actions: string[];
   readonly negative: string[];
-  readonly versions: string[];
   readonly canRetrieve: boolean;
   change: Change;
   [method: string]: any;

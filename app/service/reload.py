@@ -6,58 +6,101 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from app.engine.loading import Loader, RetrievalLoader
+from app.corpus.searches import Searches
+from app.engine.job import RankJob
+from app.engine.versions import Versions
 from app.errors import CorpusNotLoaded
-from app.interface import CheckpointNotFound, ReloadInProgress, ServedModel, ServedRetrieval, served_identity
-from app.service.service import RankingService
+from app.interface import CheckpointNotFound, ReloadInProgress, ServedCorpus, ServedModel
+from app.settings import Settings
+from app.telemetry.metrics import Metrics
 from weights.checkpoint import load_manifest
 from weights.corpus.store import load_corpus_manifest
-from weights.errors import CheckpointError
 from weights.format.manifest import MANIFEST_NAME
 
 MAX_NAME_LENGTH = 512
-NO_SECOND = "No second checkpoint is configured (RANKER_SHADOW__CHECKPOINT)."
 
 log = structlog.get_logger("app.service.reload")
 
+Identity = tuple[int, int, int] | None
+"""Inode, time and size of a manifest, which change when it is replaced; None while there is none."""
+
 
 class Reloader:
-    """Loads checkpoints below one root into the service, one at a time; a failure leaves the old one serving."""
+    """The `interface.Reloads` of one process: loads checkpoints below one root, one at a time; a failure leaves the old one serving."""
 
     def __init__(
         self,
-        service: RankingService,
-        root: Path,
-        current: Path,
-        loader: Callable[[Path], Loader],
-        retrieval: tuple[Path | None, Path | None] = (None, None),
-        retrieval_loader: Callable[[Path, Path], RetrievalLoader] | None = None,
-        second: Path | None = None,
-        second_loader: Callable[[Path], Loader] | None = None,
+        settings: Settings,
+        metrics: Metrics,
+        versions: Versions[RankJob],
+        corpus: Searches,
+        serve: Callable[[Path], Awaitable[ServedModel]],
     ) -> None:
-        """`current` is the checkpoint that was loaded first, `retrieval` the retrieval checkpoint and the corpus, `second` the second
-        checkpoint, if there are any. The loaders return functions that another thread runs."""
-        self.service = service
-        self.root = root
-        self.current = current
-        self.second = second
-        self.retrieval = retrieval
-        self.names: Path | None = None
-        """Where an engine process that takes the place of this one finds the paths that were loaded last."""
-        self._given = current, second  # paths from the settings, which may lie anywhere
-        self._loader = loader
-        self._retrieval_loader = retrieval_loader
-        self._second_loader = second_loader
+        """`serve` loads a checkpoint and has it serve new requests."""
+        self.root = _root(settings)
+        self.checkpoint = settings.checkpoint
+        self.retrieval = settings.retrieval.checkpoint, settings.retrieval.corpus
+        self.paths_file: Path | None = None
+        """Where an engine process that takes the place of this one finds what was loaded last. Default: nowhere."""
+        self._metrics = metrics
+        self._versions = versions
+        self._corpus = corpus
+        self._serve = serve
+        self._given = settings.checkpoint  # it may lie anywhere
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def resolve(self, name: str) -> Path:
+    async def reload(self, name: str | None = None) -> ServedModel:
+        """Serve the checkpoint of this name below the root, or read the present one again, following a changed link.
+
+        Raises CheckpointNotFound, CheckpointError, EngineError, ReloadInProgress or Draining; the old one then serves on.
+        """
+        path = self.checkpoint if name is None else self._resolve(name)
+        async with self._recorded(self._model_identity, checkpoint=str(path)) as said:
+            model = await self._serve(path if path == self._given else self._target(path))
+            said |= {"version": model.manifest.version, "digest": model.manifest.digest}
+        self.checkpoint = path
+        self._keep_paths()
+        return model
+
+    async def reload_corpus(self, checkpoint: str | None = None, corpus: str | None = None) -> ServedCorpus:
+        """Serve this retrieval checkpoint and this corpus, or the present ones read again: both are replaced together.
+
+        Raises what `reload` raises, and CorpusNotLoaded where one is neither named nor present.
+        """
+        towers = self.retrieval[0] if checkpoint is None else self._resolve(checkpoint)
+        posts = self.retrieval[1] if corpus is None else self._resolve(corpus)
+        if towers is None or posts is None:
+            raise CorpusNotLoaded("Name both a retrieval checkpoint and a corpus: none is served yet.")
+        async with self._recorded(self._corpus_identity, retrieval=str(towers), corpus=str(posts)) as said:
+            served = await self._corpus.swap(towers, posts)
+            said |= {"version": served.manifest.version, "corpus_version": served.corpus.version}
+        self.retrieval = towers, posts
+        self._keep_paths()
+        return served
+
+    def reload_soon(self) -> None:
+        """Read the present checkpoint again in the background, then towers and corpus. Outcomes are logged and counted. For SIGHUP."""
+        self._keep(self._reload_everything())
+
+    def watch(self, seconds: float) -> None:
+        """Check every `seconds` whether the manifest of the present checkpoint, towers or corpus has changed, and then load it."""
+        self._keep(self._watch(seconds))
+
+    def stop(self) -> None:
+        """End the watch and any reload under way."""
+        for task in self._tasks:
+            task.cancel()
+
+    # names
+
+    def _resolve(self, name: str) -> Path:
         """Return the path for a relative name, without following links. Raises CheckpointNotFound, also if it leads out of the root."""
         if not name or len(name) > MAX_NAME_LENGTH or "\0" in name or name.startswith(("/", "~")) or "\\" in name:
             raise CheckpointNotFound
@@ -78,159 +121,118 @@ class Reloader:
             raise CheckpointNotFound
         return target
 
-    async def reload(self, path: Path | None = None, *, second: bool = False) -> ServedModel:
-        """Serve the checkpoint at `path`, which `resolve` has found, or read the present one again, following a changed link.
-        `second` does the same for the second checkpoint.
-
-        Raises CheckpointError, EngineError, CheckpointNotFound, ReloadInProgress, Draining; the old model then keeps serving.
-        """
-        path = path or (self.second if second else self.current)
-        async with self._recorded(**{"second" if second else "checkpoint": str(path)}) as said:
-            if path is None or (second and self._second_loader is None):
-                raise CheckpointError(NO_SECOND)
-            target = path if path in self._given else self._target(path)
-            if second and self._second_loader is not None:
-                model = await self.service.second_checkpoint.swap(self._second_loader(target))
-            else:
-                model = await self.service.swap(self._loader(target))
-            said |= {"version": model.manifest.version, "digest": model.manifest.digest}
-        if second:
-            self.second = path
-        else:
-            self.current = path
-        self._keep_names()
-        return model
-
-    async def reload_retrieval(self, checkpoint: Path | None = None, corpus: Path | None = None) -> ServedRetrieval:
-        """Serve this retrieval checkpoint and this corpus, or read the present ones again; both are replaced together.
-
-        Raises CorpusNotLoaded if one is neither named nor present, and what `reload` raises.
-        """
-        checkpoint, corpus = checkpoint or self.retrieval[0], corpus or self.retrieval[1]
-        if checkpoint is None or corpus is None or self._retrieval_loader is None:
-            raise CorpusNotLoaded("Name both a retrieval checkpoint and a corpus: none is served yet.")
-        async with self._recorded(retrieval=str(checkpoint), corpus=str(corpus)) as said:
-            served = await self.service.retrieval.swap(self._retrieval_loader(checkpoint, corpus))
-            said |= {"version": served.manifest.version, "corpus_version": served.corpus.version}
-        self.retrieval = checkpoint, corpus
-        self._keep_names()
-        return served
-
-    def _keep_names(self) -> None:
-        if self.names is None:
+    def _keep_paths(self) -> None:
+        if self.paths_file is None:
             return
-        paths, partial = (self.current, self.second, *self.retrieval), self.names.with_suffix(".partial")
+        paths, partial = (self.checkpoint, *self.retrieval), self.paths_file.with_suffix(".partial")
         try:
             partial.write_text(json.dumps([path and str(path) for path in paths]))
-            partial.rename(self.names)
+            partial.rename(self.paths_file)
         except OSError as error:
             log.error("reload_not_kept", reason=error.strerror)
 
+    # what a reload did
+
     @asynccontextmanager
-    async def _recorded(self, **what: Any) -> AsyncIterator[dict[str, Any]]:
-        """Count and log one reload and whether it changed anything. Entries added to the yielded dict are logged too."""
-        kind = next(iter(what))
-        began, before, said = time.monotonic(), await served_identity(self.service, kind), what
+    async def _recorded(self, identity: Callable[[], Awaitable[object]], **what: Any) -> AsyncIterator[dict[str, Any]]:
+        """Count and log one reload and whether it changed what serves. Entries added to the yielded dict are logged too."""
+        began, before, said = time.monotonic(), await identity(), what
         try:
-            if not self.service.lifecycle.started:
+            if self._versions.current is None:
                 raise ReloadInProgress("the first load has not ended")  # and would fail if another load had begun
             yield said
         except Exception as error:
-            self.service.metrics.reloads.labels("failure").inc()
+            self._metrics.reloads.labels("failure").inc()
             log.error("reload_failed", **what, reason=str(error) or type(error).__name__)
             raise
-        is_changed = before != await served_identity(self.service, kind)
-        self.service.metrics.reloads.labels("success" if is_changed else "unchanged").inc()
+        is_changed = before != await identity()
+        self._metrics.reloads.labels("success" if is_changed else "unchanged").inc()
         log.info("reloaded" if is_changed else "unchanged", **said, seconds=round(time.monotonic() - began, 3))
 
-    def reload_soon(self) -> None:
-        """Read the present checkpoints again in the background, then towers and corpus. Outcomes are logged and counted. For SIGHUP."""
-        self._keep(self._everything())
+    async def _model_identity(self) -> object:
+        current = self._versions.current
+        return None if current is None else current.model.served.manifest.digest
 
-    def watch(self, seconds: float) -> None:
-        """Check every `seconds` whether the manifest of a present checkpoint or corpus has changed, and then load it."""
-        self._keep(self._watch(seconds))
+    async def _corpus_identity(self) -> object:
+        """With its changes: a copy of the same corpus may lack some of them."""
+        state = await self._corpus.state()
+        if state is None:
+            return None
+        served = self._corpus.served
+        return served.manifest.digest, served.corpus.digest, served.hidden, state.mark
 
-    def stop(self) -> None:
-        """End the watch and any reload under way."""
-        for task in self._tasks:
-            task.cancel()
+    # by itself
 
     async def _watch(self, seconds: float) -> None:
-        seen, seen_posts = await asyncio.to_thread(self._both), await asyncio.to_thread(self._posts)
+        seen = await asyncio.to_thread(_identity, self.checkpoint)
+        seen_posts = await asyncio.to_thread(self._retrieval_manifests)
         while True:
             await asyncio.sleep(seconds)
-            if not self.service.lifecycle.started:
+            if self._versions.current is None:
                 continue  # not known yet what the first load has read
-            posts = await asyncio.to_thread(self._posts)
-            # a compaction replaces the manifest, too
-            if (
-                posts != seen_posts
-                and None not in posts
-                and (await asyncio.to_thread(self._retrieves_already) or await self._try(self.reload_retrieval()))
-            ):
+            posts = await asyncio.to_thread(self._retrieval_manifests)
+            if posts != seen_posts and None not in posts and await self._follow_corpus():
                 seen_posts = posts
-            for place, found in enumerate(await asyncio.to_thread(self._both)):
-                if found not in (None, seen[place]) and await self._follow(second=bool(place)):
-                    seen[place] = found  # a refused one is not tried again until it changes
+            found = await asyncio.to_thread(_identity, self.checkpoint)
+            if found not in (None, seen) and await self._follow():
+                seen = found  # a refused one is not tried again until it changes
 
-    async def _follow(self, *, second: bool) -> bool:
-        """Load the checkpoint that is there now, unless it is loaded. Return False if that has to be tried again."""
-        path, held = (self.second, self.service.second) if second else (self.current, None)
-        model = self.service.model if not second else None if held is None else held.model
-        if path is None or (model is not None and await asyncio.to_thread(_digest, path) == model.manifest.digest):
-            return True
-        return await self._try(self.reload(second=second))
+    async def _follow(self) -> bool:
+        """Load the checkpoint that is there now, unless it serves. Return False if that has to be tried again."""
+        current = self._versions.current
+        digest = await asyncio.to_thread(_digest, self.checkpoint)
+        return (current is not None and digest == current.model.served.manifest.digest) or await _try(self.reload())
 
-    async def _everything(self) -> None:
-        await self._try(self.reload())
-        if self.second is not None:
-            await self._try(self.reload(second=True))
-        if None not in self.retrieval:
-            await self._try(self.reload_retrieval())
+    async def _follow_corpus(self) -> bool:
+        """The same for the towers and the corpus."""
+        return await asyncio.to_thread(self._serves_these_posts) or await _try(self.reload_corpus())
 
-    async def _try(self, reload: Awaitable[object]) -> bool:
-        """Run a reload. Return False if another reload kept it out, else True, even if it failed."""
+    def _serves_these_posts(self) -> bool:
+        """Whether the towers and the corpus that serve are those on the disk."""
+        towers, posts = self.retrieval
         try:
-            await reload
-        except ReloadInProgress:
+            served = self._corpus.served
+            return (
+                towers is not None
+                and posts is not None
+                and load_corpus_manifest(posts).digest == served.corpus.digest
+                and _digest(towers) == served.manifest.digest
+            )
+        except Exception:  # nothing serves, or it cannot be read, which a reload will explain
             return False
-        except Exception:
-            return True  # it has been logged and counted
-        return True
 
-    def _both(self) -> list[tuple[int, int, int] | None]:
-        """Identities of the manifests of the first and second checkpoint; they change when a manifest is replaced."""
-        return [None if path is None else _identity(path) for path in (self.current, self.second)]
-
-    def _posts(self) -> list[tuple[int, int, int] | None]:
-        """The same for the manifests of the retrieval checkpoint and the corpus."""
+    def _retrieval_manifests(self) -> list[Identity]:
         return [_identity(path) for path in self.retrieval if path is not None]
 
-    def _retrieves_already(self) -> bool:
-        """Whether the towers and the corpus that serve are those on the disk, the corpus with the log that this process writes."""
-        checkpoint, corpus = self.retrieval
-        worker = self.service.retrieval.versions.current
-        if worker is None or checkpoint is None or corpus is None:
-            return False
-        served: ServedRetrieval = worker.model.served
-        try:
-            return (
-                load_corpus_manifest(corpus).digest == served.corpus.digest
-                and worker.model.log.is_in(corpus)
-                and _digest(checkpoint) == served.manifest.digest
-            )
-        except (CheckpointError, OSError):
-            return False
+    async def _reload_everything(self) -> None:
+        await _try(self.reload())
+        if None not in self.retrieval:
+            await _try(self.reload_corpus())
 
-    def _keep(self, work: object) -> None:
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
-def _identity(checkpoint: Path) -> tuple[int, int, int] | None:
-    """Inode, time and size of the manifest, which change when it is replaced; None while there is none."""
+async def _try(reload: Awaitable[object]) -> bool:
+    """Run a reload. Return False if another reload kept it out, else True, even if it failed."""
+    try:
+        await reload
+    except ReloadInProgress:
+        return False
+    except Exception:
+        return True  # it has been logged and counted
+    return True
+
+
+def _root(settings: Settings) -> Path:
+    """Where reloads find what they name. Default: the first checkpoint's parent, or itself if it lies at the top."""
+    place = settings.checkpoint.absolute()
+    return settings.admin.root or (place if place.parent == place.parent.parent else place.parent)
+
+
+def _identity(checkpoint: Path) -> Identity:
     try:
         found = os.stat(checkpoint / MANIFEST_NAME)
     except OSError:

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import threading
 import time
-
-import structlog
+from collections.abc import Callable
 
 from app.engine.job import RankJob, SearchJob
 from app.engine.versions import Versions
-from app.exits import EXIT_ENGINE_LOST
-from app.load import Load
-from app.service.second import SecondCheckpoint
 from app.settings import Queue
-from app.telemetry import logs
 
 WATCHDOG_SECONDS = 0.5
 COLLECT_OBJECTS = 10_000
@@ -26,26 +20,17 @@ COLLECT_TIMES = 10  # collections of a generation before the next older one is c
 class Watchdog:
     """Used by the event loop only, except the thread that watches the loop."""
 
-    def __init__(
-        self,
-        queue: Queue,
-        versions: Versions[RankJob],
-        searches: Versions[SearchJob],
-        second: SecondCheckpoint,
-        load: Load,
-    ) -> None:
+    def __init__(self, queue: Queue, versions: Versions[RankJob], searches: Versions[SearchJob]) -> None:
         self._queue = queue
         self._versions = versions
         self._searches = searches
-        self._second = second
-        self._load = load
         self._looks: int | None = None  # checks made by `hang`; None before and after it
 
     async def hang(self) -> str:
         """Wait until something has hung too long to recover; return a sentence about it.
 
-        Two checks in a row must find it, as in `SecondCheckpoint.look`: after a pause of the process the first may run before the event
-        loop has handled the forwards that finished.
+        Two checks in a row must find it: after a pause of the process the first may run before the event loop has handled the forwards
+        that finished.
         """
         self._looks = 0
         before = silence = ""
@@ -54,36 +39,30 @@ class Watchdog:
                 await asyncio.sleep(WATCHDOG_SECONDS)
                 self._looks += 1
                 collect_garbage()
-                self._second.look()
-                self._load.look()
                 before, silence = silence, self._silence(self._queue.stall_exit_seconds)
         finally:
             self._looks = None
         return silence
-
-    def watch_loop(self) -> None:
-        """From now on, end this process if the event loop hangs, as in a short forward or search that it computes itself:
-        nothing in the loop could report that."""
-        threading.Thread(target=self._watch_loop, name="loop-watch", daemon=True).start()
-
-    def _watch_loop(self) -> None:
-        """Count rounds rather than time: a process that was stopped for a while is not stuck."""
-        seen, still = self._looks, 0
-        while still * WATCHDOG_SECONDS <= self._queue.stall_exit_seconds:
-            time.sleep(WATCHDOG_SECONDS)
-            still = 0 if self._looks is None or self._looks != seen else still + 1
-            seen = self._looks
-        structlog.get_logger("app").error(
-            "fatal", reason=f"The event loop has hung for {still * WATCHDOG_SECONDS:.1f} s."
-        )
-        logs.process_sink().drain()
-        os._exit(EXIT_ENGINE_LOST)
 
     def stall(self) -> str:
         """A sentence if work waits and nothing finishes, or if a file that is served from was written to; else empty."""
         serving = [worker.model for worker in (self._versions.current, self._searches.current) if worker is not None]
         changed = (model.changed_file() for model in serving)
         return self._silence(self._queue.stall_seconds) or next(filter(None, changed), "")
+
+    def watch_loop(self, hung: Callable[[str], None]) -> None:
+        """From now on, call `hung` with a sentence if the event loop hangs, as in a short forward or search that it computes itself:
+        nothing in the loop could report that. It is called in a thread of its own, and should end the process."""
+        threading.Thread(target=self._watch_loop, args=(hung,), name="loop-watch", daemon=True).start()
+
+    def _watch_loop(self, hung: Callable[[str], None]) -> None:
+        """Count rounds rather than time: a process that was stopped for a while is not stuck."""
+        seen, still = self._looks, 0
+        while still * WATCHDOG_SECONDS <= self._queue.stall_exit_seconds:
+            time.sleep(WATCHDOG_SECONDS)
+            still = 0 if self._looks is None or self._looks != seen else still + 1
+            seen = self._looks
+        hung(f"The event loop has hung for {still * WATCHDOG_SECONDS:.1f} s.")
 
     def _silence(self, seconds: float) -> str:
         """A sentence if no forward or no search has finished for longer than this, else empty."""

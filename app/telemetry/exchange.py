@@ -10,15 +10,16 @@ import msgspec
 class Exchange(msgspec.Struct):
     """Nothing here comes from a history; ids have been checked.
 
-    `stages` are seconds; `status` 499 means that the client disconnected; `code` is a problem's. A request that was not named
-    by its caller's header takes the name in its body, if there is one. `scored`: of its replies, the action names and the
-    probabilities, float32 `[C, A]`.
+    `started` in seconds of `time.perf_counter`, `stages` in seconds. `status` 499 means that the client disconnected; `code` is a
+    problem's. A request that was not named by its caller's header takes the name in its body, if there is one. `scored`: of its
+    replies, the action names and the probabilities, float32 `[C, A]`. `body_bytes` counts towards what all bodies may take together;
+    `is_reading`: the body is on its way, `is_read`: it is whole.
     """
 
     request_id: str
     started: float
     method: str
-    route: str
+    route: str = ""
     status: int = 0
     code: str = ""
     key: str | None = None
@@ -30,3 +31,6 @@ class Exchange(msgspec.Struct):
     stages: dict[str, float] = msgspec.field(default_factory=dict)
     scored: list[tuple[tuple[str, ...], Any]] = msgspec.field(default_factory=list)
     is_named_by_caller: bool = False
+    body_bytes: int = 0
+    is_reading: bool = False
+    is_read: bool = False

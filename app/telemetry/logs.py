@@ -1,85 +1,191 @@
-"""What is written to standard error, one line an event: where it goes and in which form. Never what a caller sent."""
+"""What is written to standard error, one line an event, by a thread of its own. Never what a caller sent."""
 
 from __future__ import annotations
 
 import atexit
-import functools
 import json
 import logging
 import os
-import sys
-from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+import queue
+import threading
+import time
+from collections.abc import Callable, MutableMapping
+from datetime import UTC, datetime
+from functools import cache
+from logging.handlers import QueueHandler, QueueListener
 from typing import Any, TextIO
 
 import orjson
 import structlog
 
 from app.settings import Logs
-from app.telemetry.sink import Sink
 
 MAX_TEXT = 512  # characters of one value; nothing of ours is longer
-LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+MOST_WAITING = 4096  # lines, a few seconds at full load
+MOST_SUCCESSES = 3072  # of them: lines about what went well are dropped first
+GATHER_SECONDS = (
+    0.02  # lines of this time are written at once: each turn of the thread takes the interpreter from the event loop
+)
+BLOCK_BYTES = 4096  # POSIX' PIPE_BUF on Linux: a pipe takes such a write whole or not at all, whoever else writes to it
+RETRY_SECONDS = 0.2
+DRAIN_SECONDS = 2.0  # at the end, for a reader that is slow or stalled
 
 Event = MutableMapping[str, Any]
 
-_stamp = structlog.processors.TimeStamper(fmt="iso", utc=True, key="time")
+
+class Lines(QueueHandler):
+    """The standard handler, which never blocks: beyond `MOST_WAITING` lines, new ones are dropped. `on_drop` is called for each."""
+
+    queue: queue.SimpleQueue[logging.LogRecord | threading.Event]
+    on_drop: Callable[[], None] = staticmethod(lambda: None)
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Keep the line for the thread that writes, if there is room."""
+        if self.queue.qsize() < (MOST_SUCCESSES if record.levelno <= logging.INFO else MOST_WAITING):
+            self.queue.put_nowait(record)
+        else:
+            self.on_drop()
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Where lines go, and how: structlog's factory of loggers, found again by `observe.RequestLog`, which goes round structlog."""
+class Writer:
+    """What the listener hands lines to: it writes several at once to a descriptor. Lines that the descriptor does not take are lost.
 
-    stream: TextIO | Sink
-    render: Callable[[Any, str, Event], str]
-    level: int
-    process: Mapping[str, Any] = field(default_factory=dict)  # fields about the process, added to every line
-
-    def __call__(self, *names: str) -> structlog.WriteLogger:
-        """A logger that writes there."""
-        return structlog.WriteLogger(self.stream)  # type: ignore[arg-type]  # it needs `write` and `flush`
-
-
-@functools.cache
-def process_sink() -> Sink:
-    """The process's one sink to standard error, drained at exit; without a standard error its lines go to /dev/null."""
-    sink = Sink(2 if sys.stderr is not None else os.open(os.devnull, os.O_WRONLY))
-    atexit.register(sink.drain)
-    return sink
-
-
-def configure(settings: Logs, stream: TextIO | None = None, front: int | None = None) -> None:
-    """Set up structlog and the standard library's loggers for this process: JSON lines, or colours on a terminal.
-
-    They go to the process's sink, or straight to a stream. `front`: the number that is in every line.
+    No `logging.Handler`: those are flushed at exit, which would wait for a reader that has stalled.
     """
-    for_people = are_for_people(settings, stream)
-    process: Event = {} if front is None else {"front": front}
-    shared: list[Any] = [lambda logger, name, event: {**event, **process}] if process else []
-    shared += [structlog.stdlib.add_log_level, _stamp, structlog.processors.format_exc_info, shorten]
-    renderer: Any = structlog.dev.ConsoleRenderer() if for_people else _render
-    output = Output(stream or process_sink(), renderer, LEVELS[settings.level], process)
+
+    def __init__(self, descriptor: int = 2) -> None:
+        self.descriptor = descriptor
+        self.gathered = b""
+
+    def handle(self, record: logging.LogRecord | threading.Event) -> None:
+        """Take a line; `flush` writes it. An event is set when all lines before it are written."""
+        if isinstance(record, threading.Event):
+            self.flush()
+            record.set()
+            return
+        line = f"{record.getMessage()}\n".encode(errors="backslashreplace")
+        if len(self.gathered) + len(line) > BLOCK_BYTES:
+            self.flush()
+        self.gathered += line
+
+    def flush(self) -> None:
+        """Write what was taken."""
+        data = self.gathered
+        while data:
+            try:
+                data = data[os.write(self.descriptor, data) :]
+            except BlockingIOError:  # another process that shares the descriptor made it non-blocking
+                time.sleep(GATHER_SECONDS)
+            except OSError:  # no reader or no space: either may come back
+                time.sleep(RETRY_SECONDS)
+                break
+        self.gathered = b""
+
+
+class Listener(QueueListener):
+    """The standard listener, which lets the writer gather."""
+
+    def dequeue(self, block: bool) -> logging.LogRecord:
+        """The next line. Before it waits, what was gathered is written."""
+        try:
+            return super().dequeue(False)
+        except queue.Empty:
+            if writer.gathered:
+                time.sleep(GATHER_SECONDS)
+        try:
+            return super().dequeue(False)
+        except queue.Empty:
+            writer.flush()
+            return super().dequeue(block)
+
+
+lines = Lines(queue.SimpleQueue())
+writer = Writer()
+listener = Listener(lines.queue, writer)  # type: ignore[arg-type]  # it only calls `handle`
+
+
+class Output:
+    """What structlog calls with a rendered line, which becomes a record of the standard library. The method's name is its level."""
+
+    def __init__(self, emit: Callable[[logging.LogRecord], None]) -> None:
+        self._emit = emit
+
+    def __getattr__(self, name: str) -> Callable[[str], None]:
+        level = logging.getLevelNamesMapping().get(name.upper(), logging.ERROR)
+
+        def write(line: str) -> None:
+            self._emit(logging.LogRecord("app", level, "", 0, line, None, None))
+
+        setattr(self, name, write)  # found at once from now on
+        return write
+
+
+def configure(settings: Logs, stream: TextIO | None = None, worker: int | None = None) -> None:
+    """Set up structlog and the standard library's loggers for this process: JSON lines, or lines for people.
+
+    They go to standard error from a thread of their own, or straight to a stream. `worker`: the number that is in every line.
+    """
+    level = logging.getLevelNamesMapping()[settings.level.upper()]
+    shared: list[Any] = [] if worker is None else [lambda logger, name, event: {**event, "worker": worker}]
+    shared += [
+        structlog.stdlib.add_log_level,
+        stamp,
+        structlog.processors.format_exc_info,
+        shorten,
+    ]
+    renderer: Any = render
+    if are_for_people(settings, stream):
+        renderer = structlog.dev.ConsoleRenderer(
+            colors=takes_colours(stream), exception_formatter=structlog.dev.plain_traceback
+        )
+    handler = lines if stream is None else logging.StreamHandler(stream)
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(renderer, foreign_pre_chain=shared))
+    output = Output(lines.enqueue if stream is None else logging.StreamHandler(stream).emit)
     structlog.configure(
         processors=[*shared, renderer],
-        wrapper_class=structlog.make_filtering_bound_logger(output.level),
-        logger_factory=output,
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=lambda *names: output,
         cache_logger_on_first_use=False,
     )
-    handler = logging.StreamHandler(output.stream)
-    handler.setFormatter(structlog.stdlib.ProcessorFormatter(renderer, foreign_pre_chain=shared))
-    logging.raiseExceptions = False  # else a line that cannot be formatted is reported on standard error, past the sink
+    logging.raiseExceptions = (
+        False  # else a line that cannot be formatted is reported on standard error, past the queue
+    )
     root = logging.getLogger()
     root.handlers = [handler]
-    root.setLevel(max(output.level, logging.WARNING))  # libraries speak only when something is wrong
+    root.setLevel(max(level, logging.WARNING))  # libraries speak only when something is wrong
+    if stream is None:
+        _listen()
+
+
+@cache
+def _listen() -> None:
+    listener.start()
+    atexit.register(drain)
+
+
+def drain() -> None:
+    """Wait until all lines are written, for at most `DRAIN_SECONDS`."""
+    written = threading.Event()
+    lines.queue.put(written)
+    written.wait(DRAIN_SECONDS)
+
+
+def is_terminal(stream: TextIO | None = None) -> bool:
+    """Whether lines go to a terminal."""
+    return os.isatty(2) if stream is None else stream.isatty()
 
 
 def are_for_people(settings: Logs, stream: TextIO | None = None) -> bool:
-    """Whether lines are for a terminal, else JSON."""
-    is_terminal = os.isatty(2) if stream is None else stream.isatty()
-    return settings.format == "console" or (settings.format == "auto" and is_terminal)
+    """Whether lines are for people, else JSON."""
+    return settings.format == "console" or (settings.format == "auto" and is_terminal(stream))
 
 
-def _render(logger: Any, name: str, event: Event) -> str:
+def takes_colours(stream: TextIO | None = None) -> bool:
+    """Whether lines for people are coloured: on a terminal that knows colours, unless NO_COLOR is set (https://no-color.org)."""
+    return is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def render(logger: Any, name: str, event: Event) -> str:
     """ASCII only, so that no terminal or log viewer finds a control character. It never raises."""
     try:
         if (line := orjson.dumps(event)).isascii():
@@ -92,6 +198,12 @@ def _render(logger: Any, name: str, event: Event) -> str:
         known = {name: str(event.get(name)) for name in ("level", "time")}
         text = json.dumps({"event": "unprintable", "error": type(error).__name__, **known})
     return text.replace("\x7f", "\\u007f")
+
+
+def stamp(logger: Any, name: str, event: Event) -> Event:
+    """Add the time: a processor of structlog."""
+    event["time"] = datetime.now(UTC).isoformat(timespec="microseconds")[:-6] + "Z"
+    return event
 
 
 def shorten(logger: Any, name: str, event: Event) -> Event:

@@ -1,15 +1,18 @@
-"""Every Prometheus series of the service, in a registry that is handed in: what code counts on its way."""
+"""Every Prometheus series of the service, in a registry that is handed in: what code counts on its way, and what a scrape reads."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client import CollectorRegistry, Counter, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.metrics_core import Metric
 from prometheus_client.platform_collector import PlatformCollector
@@ -17,23 +20,23 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from app.budgets import Budget
-from app.telemetry.exposition import Distribution, Scraped, Shape, Source, budgets_of, by, family, figures, write
-from app.telemetry.sink import Sink
+from model.engine import CacheStats
+from model.retrieval.inputs import Mark
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LATENCY_SECONDS = (.0005, .001, .002, .003, .005, .0075, .01, .015, .02, .03, .05, .075, .1, .15, .25, .5, 1, 2.5)  # fmt: skip
 SIZES = tuple(2.0**power for power in range(13))
 ROWS = tuple(4.0**power for power in range(13))
 RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
+PROBABILITIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+MOST_PENDING = 512  # replies of one checkpoint whose probabilities wait to be counted
 STAGES = ("parse", "queue", "collate", "forward", "serialize", "encode", "search", "attention")
 REJECTIONS = ("queue_full", "key_rate", "loop_overrun", "deadline", "draining", "not_ready", "too_large")
 CANCEL_STAGES = ("body", "queue", "forward")
-VECTOR_SOURCES = ("cache", "tower")
 RELOAD_RESULTS = ("success", "failure", "unchanged")
-PROBABILITIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
-MOST_PENDING = 1024  # observations that wait to be counted
-MOST_PENDING_REPLIES = 512
-MOST_KEPT = 64  # candidates of a reply whose probabilities are summed later, with those of others
+CHECK_TEXT = (
+    "The sequence × 10⁹ plus nine digits of the digest: what differs between replicas of one sequence has diverged."
+)
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a `_created` beside every series, which no dashboard reads
 
@@ -49,120 +52,96 @@ class BatchReport(msgspec.Struct, frozen=True):
     failed: bool
 
 
-class Series:
-    """One histogram. `bounds`: ascending upper bounds, inclusive."""
+class CorpusFigures(Protocol):
+    """What a scrape reports of a corpus: `interface.CorpusState` has it."""
 
-    __slots__ = ("_bounds", "_counts", "_pending", "_sum")
-
-    def __init__(self, bounds: NDArray[np.float64]) -> None:
-        self._bounds = bounds
-        self._counts = np.zeros(len(bounds) + 1, np.int64)
-        self._sum = 0.0
-        self._pending: list[float] = []
-
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        pending = self._pending
-        pending.append(value)
-        if len(pending) >= MOST_PENDING:
-            self._count()
-
-    def observe_all(self, values: NDArray[np.float64]) -> None:
-        """Count many values."""
-        self._counts += np.bincount(self._bounds.searchsorted(values), minlength=len(self._counts))
-        self._sum += float(values.sum())
-
-    def read(self) -> tuple[list[int], float]:
-        """The number of values in each bucket, the last one above all bounds, and the sum of the values."""
-        self._count()
-        return self._counts.tolist(), self._sum
-
-    def _count(self) -> None:
-        pending, self._pending = self._pending, []
-        self.observe_all(np.array(pending))
+    @property
+    def posts(self) -> int: ...
+    @property
+    def changes(self) -> int: ...
+    @property
+    def mark(self) -> Mark: ...
 
 
-class Histograms(Collector):
-    """Histograms of one name, by label values. Observations are counted and written many at a time: each costs a tenth of the client
-    library's. Used in the event loop only, as scrapes are."""
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What the ranker keeps anyway and a scrape reads. `model` holds the labels of `model_info`; None while nothing serves."""
 
-    def __init__(self, name: str, text: str, labels: Sequence[str], bounds: Iterable[float]) -> None:
-        self._bounds = np.array(list(bounds))
-        edges = [floatToGoString(bound) for bound in (*self._bounds.tolist(), float("inf"))]  # type: ignore[no-untyped-call]
-        self._shape = Shape(name, text, tuple(labels), tuple(edges))
-        self._series: dict[tuple[str, ...], Series] = {}
-        if not labels:
-            self.observe: Callable[[float], None] = self.labels().observe  # counts one value
-
-    def labels(self, *values: str) -> Series:
-        """The histogram with these label values."""
-        found = self._series.get(values)
-        if found is None:
-            found = self._series[values] = Series(self._bounds)
-        return found
-
-    def describe(self) -> Iterable[Metric]:
-        """Only the name, so that no other metric can take it."""
-        return [Distribution(self._shape, {})]
-
-    def collect(self) -> Iterator[Metric]:
-        """The counts of all series."""
-        yield Distribution(self._shape, {values: series.read() for values, series in self._series.items()})
+    ready: bool
+    queue_requests: int
+    queue_candidates: int
+    cache: CacheStats
+    model: dict[str, str] | None
+    last_forward_timestamp_seconds: float
+    device_memory_bytes: int | None
+    engine_steps_down: int | None
+    searches_waiting: int
+    corpus: CorpusFigures | None
+    milestone: Mark | None
+    feed_lag_seconds: float | None
 
 
 class ReplyProbabilities(Collector):
-    """`ranker_reply_probability{action}`: the mean over a reply's candidates, so that a drift of model or inputs shows."""
+    """`ranker_reply_probability{action}`: the mean over a reply's candidates, so that a drift of model or inputs shows.
+
+    Many replies are counted by numpy at once: twenty observations of the client library would take a tenth of a small request.
+    """
 
     def __init__(self) -> None:
-        text = "Mean probability of an action over a reply's candidates."
-        self._histograms = Histograms("ranker_reply_probability", text, ["action"], PROBABILITIES)
-        self._action_names: tuple[str, ...] = ()
-        self._pending: list[NDArray[np.float32]] = []  # of a reply each; of a long one their sum
-        self._candidates: list[int] = []
+        self._bounds = np.array(PROBABILITIES, np.float32)
+        self._pending: dict[tuple[str, ...], list[NDArray[np.float32]]] = {}  # action names → means [A] of replies
+        self._counted: dict[
+            str, tuple[NDArray[np.int64], float]
+        ] = {}  # action → replies in each bucket, sum of their means
 
     def record(self, action_names: tuple[str, ...], probabilities: NDArray[np.float32]) -> None:
         """Count a reply's probabilities, float32 `[C, A]`; a reply without candidates counts nothing."""
-        if action_names != self._action_names or len(self._pending) >= MOST_PENDING_REPLIES:
-            self._count()
-            self._action_names = action_names
-        count = len(probabilities)
-        if not count:
-            return
-        self._pending.append(probabilities if count <= MOST_KEPT else np.add.reduce(probabilities, 0, keepdims=True))
-        self._candidates.append(count)
+        if len(probabilities):
+            pending = self._pending.setdefault(action_names, [])
+            pending.append(np.add.reduce(probabilities, 0) / len(probabilities))
+            if len(pending) == MOST_PENDING:
+                self._count()
 
     def describe(self) -> Iterable[Metric]:
-        """See `Histograms.describe`."""
-        return self._histograms.describe()
+        """Only the name, so that no other metric can take it."""
+        return [self._family()]
 
     def collect(self) -> Iterator[Metric]:
         """One series an action name, whichever checkpoints had it."""
         self._count()
-        return self._histograms.collect()
+        family = self._family()
+        edges = [floatToGoString(bound) for bound in (*PROBABILITIES, float("inf"))]  # type: ignore[no-untyped-call]
+        for name, (row, total) in self._counted.items():
+            family.add_metric([name], list(zip(edges, row.cumsum().tolist(), strict=True)), total)
+        yield family
 
     def _count(self) -> None:
-        if not self._pending:
-            return
-        starts = np.cumsum([0, *(len(rows) for rows in self._pending[:-1])])
-        sums = np.add.reduceat(np.concatenate(self._pending), starts, 0)
-        means = sums / np.array(self._candidates, np.float32)[:, None]
-        for action, values in zip(self._action_names, means.T.astype(np.float64), strict=True):
-            self._histograms.labels(action).observe_all(values)
-        self._pending, self._candidates = [], []
+        for action_names, pending in self._pending.items():
+            for name, means in zip(action_names, np.array(pending).T, strict=True):
+                row = np.bincount(self._bounds.searchsorted(means), minlength=len(self._bounds) + 1)
+                before, total = self._counted.get(name, (0, 0.0))
+                self._counted[name] = before + row, total + float(means.sum(dtype=np.float64))
+        self._pending.clear()
+
+    @staticmethod
+    def _family() -> HistogramMetricFamily:
+        text = "Mean probability of an action over a reply's candidates."
+        return HistogramMetricFamily("ranker_reply_probability", text, labels=["action"])
 
 
-def count(registry: CollectorRegistry, name: str, text: str, *labels: str) -> Counter:
-    """A registered counter."""
-    return Counter(name, text, labels, namespace="ranker", registry=registry)
+class Scraped(Collector):
+    """Families that are made when they are read."""
 
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
 
-def distribute(
-    registry: CollectorRegistry, name: str, text: str, *labels: str, buckets: Iterable[float] = LATENCY_SECONDS
-) -> Histograms:
-    """A registered histogram."""
-    made = Histograms(f"ranker_{name}", text, labels, buckets)
-    registry.register(made)
-    return made
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: registering must not scrape."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """The families with their present values."""
+        return self._read()
 
 
 class Metrics:
@@ -203,37 +182,24 @@ class Metrics:
         self.context_handles = counter("context_handles", "Contexts that requests named by a handle.", "result")
         self.reloads = counter("reloads", "Attempts to change the checkpoint.", "result")
         self.feed_entries = counter("feed_entries", "Changes that came by the feed.", "result")
-        self.compactions = counter("compactions", "Attempts to write the corpus anew with its changes.", "result")
         self.forward_failures = counter(
             "forward_failures", "Forwards that raised; a batch of several requests is then split."
         )
-        self.refusals_held = counter("refusals_held", "Refusals of callers who sent again at once, written later.")
-        self.connections_closed = counter("connections_closed", "Connections the server closed.", "reason")
-        self._budgets: dict[str, Budget] = {}
-        registry.register(Scraped(lambda: budgets_of(self._budgets)))
+        self.log_lines_dropped = counter(
+            "log_lines_dropped", "Lines that standard error did not take in time.", "reason"
+        )
         self.stage = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
         for metric, values in (
             (self.rejected, REJECTIONS), (self.cancelled, CANCEL_STAGES), (self.reloads, RELOAD_RESULTS),
-            (self.user_vectors, VECTOR_SOURCES), (self.compactions, RELOAD_RESULTS), (self.feed_entries, ("made", "unreadable")),
-            (self.context_handles, ("found", "unknown")),
+            (self.user_vectors, ("cache", "tower")), (self.feed_entries, ("made", "unreadable")),
+            (self.context_handles, ("found", "unknown")), (self.log_lines_dropped, ("reader_slow",)),
         ):  # fmt: skip
             for value in values:
                 metric.labels(value)  # a series that is there from the start can be alerted on
 
-    def watch(self, source: Source) -> None:
-        """Read this source at each scrape from now on."""
-        self.registry.register(Scraped(lambda: figures(source.snapshot())))
-
-    def watch_budget(self, name: str, budget: Budget) -> Budget:
-        """Read this budget at each scrape from now on, and return it."""
-        self._budgets[name] = budget
-        return budget
-
-    def watch_log(self, sink: Sink) -> None:
-        """Read at each scrape what this sink has dropped."""
-        text = "Lines that standard error did not take in time."
-        read = Scraped(lambda: [family("counter", "log_lines_dropped", text, by("reason", sink.dropped))])
-        self.registry.register(read)
+    def watch(self, snapshot: Callable[[], Snapshot]) -> None:
+        """Read these figures at each scrape from now on."""
+        self.registry.register(Scraped(lambda: figures(snapshot())))
 
     def record_batch(self, report: BatchReport) -> None:
         """A forward of the ranker finished."""
@@ -259,4 +225,71 @@ class Metrics:
 
     def render(self) -> bytes:
         """The exposition, of type CONTENT_TYPE."""
-        return write(self.registry.collect())
+        return generate_latest(self.registry)
+
+
+def count(registry: CollectorRegistry, name: str, text: str, *labels: str) -> Counter:
+    """A registered counter."""
+    return Counter(name, text, labels, namespace="ranker", registry=registry)
+
+
+def distribute(
+    registry: CollectorRegistry, name: str, text: str, *labels: str, buckets: Sequence[float] = LATENCY_SECONDS
+) -> Histogram:
+    """A registered histogram."""
+    return Histogram(name, text, labels, namespace="ranker", registry=registry, buckets=buckets)
+
+
+def figures(now: Snapshot) -> Iterator[Metric]:
+    """The families of a snapshot. What is None has no series."""
+    corpus = now.corpus
+    gauges: dict[str, tuple[str, float | None]] = {
+        "ready": ("1 while requests may be sent here.", now.ready),
+        "queue_requests": ("Requests admitted and not answered.", now.queue_requests),
+        "queue_candidates": ("Candidates of those requests.", now.queue_candidates),
+        "context_cache_bytes": ("Bytes held by the context cache.", now.cache.bytes),
+        "last_forward_timestamp_seconds": (
+            "Unix time when a forward last finished.",
+            now.last_forward_timestamp_seconds,
+        ),
+        "device_memory_bytes": ("Device memory held by tensors.", now.device_memory_bytes),
+        "engine_steps_down": (
+            "Faster ways of computing that failed their checks on this device.",
+            now.engine_steps_down,
+        ),
+        "search_queue_requests": ("Searches that are not begun.", now.searches_waiting),
+        "corpus_posts": ("Posts that a search can return.", None if corpus is None else corpus.posts),
+        "corpus_changes": ("Changes to the corpus since it was written.", None if corpus is None else corpus.changes),
+        "corpus_sequence": ("Changes that the corpus has ever had.", None if corpus is None else corpus.mark.sequence),
+        "feed_lag_seconds": ("How old the newest state of the feed is that the corpus has.", now.feed_lag_seconds),
+    }
+    for name, (text, value) in gauges.items():
+        if value is not None:
+            yield GaugeMetricFamily(f"ranker_{name}", text, value=value)
+    marks = {"now": None if corpus is None else corpus.mark, "milestone": now.milestone}
+    checks = {at: check_of(mark) for at, mark in marks.items() if mark is not None}
+    yield labelled(GaugeMetricFamily("ranker_corpus_check", CHECK_TEXT, labels=["at"]), checks)
+    lookups = CounterMetricFamily(
+        "ranker_context_cache_lookups", "Lookups in the context cache, by result.", labels=["result"]
+    )
+    yield labelled(lookups, {"hit": now.cache.hits, "prefix": now.cache.prefixes, "miss": now.cache.misses})
+    evictions = "Contexts dropped from the cache for want of room."
+    yield CounterMetricFamily("ranker_context_cache_evictions", evictions, value=now.cache.evictions)
+    if now.model is not None:
+        info = GaugeMetricFamily("ranker_model_info", "The model that serves; always 1.", labels=list(now.model))
+        info.add_metric(list(now.model.values()), 1)
+        yield info
+
+
+def labelled(
+    family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]
+) -> GaugeMetricFamily | CounterMetricFamily:
+    """The family with a value for each value of its one label."""
+    for label, value in values.items():
+        family.add_metric([label], value)
+    return family
+
+
+def check_of(mark: Mark) -> float:
+    """The sequence modulo nine million, then nine digits from the digest: an integer that fits a float64."""
+    return (mark.sequence % 9_000_000) * 10**9 + int(mark.digest[:12], 16) % 10**9

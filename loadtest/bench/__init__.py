@@ -1,1 +1,43 @@
-"""`make bench`: the targets table, each figure a ratio of two sides that were timed in turns."""
+"""`make bench`: engines beside their plain definition and the limit of the machine, and HTTP beside another checkout, in turns."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from loadtest.rows import Row, publish
+
+
+def measure(
+    only: Annotated[Literal["all", "engines", "http"], typer.Option(help="What to measure.")] = "all",
+    before: Annotated[
+        Path | None, typer.Option(help="Another checkout, with its own .venv or ours, for HTTP in turns.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Readings of each side.")] = 9,
+    seconds: Annotated[float, typer.Option(help="Length of one reading of throughput.")] = 3.0,
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto",
+    workers: Annotated[
+        int, typer.Option(help="Also: this many uvicorn workers before one engine, beside one process.")
+    ] = 0,
+) -> None:
+    """Each figure is a ratio or a median with its spread. Exit code 0 even if a target is missed."""
+    rows: list[Row] = []
+
+    def add(found: Row) -> None:
+        rows.append(found)
+        print(f"{found.what}: {found.figure:.3g} {found.unit}", file=sys.stderr, flush=True)
+
+    if only != "http":
+        from loadtest.bench.engines import engine_rows
+
+        for row in engine_rows(dtype, rounds):
+            add(row)
+    if only != "engines":
+        from loadtest.bench.http import http_rows
+
+        for row in http_rows(before, rounds, seconds, workers):
+            add(row)
+    publish(rows, rounds=rounds, before=None if before is None else str(before.name))

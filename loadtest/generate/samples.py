@@ -74,12 +74,6 @@ class Samples(np.recarray[Any, Any]):
         """Write a compressed npz."""
         np.savez_compressed(path, samples=self.view(np.ndarray))
 
-    @classmethod
-    def load(cls, path: Path) -> Samples:
-        """Read what `save` wrote; nothing is unpickled."""
-        with np.load(path, allow_pickle=False) as stored:
-            return cast(Samples, stored["samples"].view(cls))
-
 
 def server_timing(header: str) -> dict[str, float]:
     """`parse;dur=0.1, queue;dur=0.4` → milliseconds by name. Other entries are left out."""

@@ -22,7 +22,6 @@ import torch
 
 from loadtest.geometries import GEOMETRIES
 from loadtest.gpu.card import Card
-from loadtest.gpu.compare import compare
 from loadtest.gpu.faults import FAULTS
 from loadtest.gpu.phases import BISECT, Phase, all_phases
 from loadtest.gpu.table import Record
@@ -76,10 +75,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Run the bench, or `compare A B` two logs. Return 0 if every phase ran without a problem, 2 without a card, else 1."""
-    given = sys.argv[1:] if given is None else given
-    if given[:1] == ["compare"]:
-        return compare([read(Path(name)) for name in given[1:]])
+    """Run the bench. Return 0 if every phase ran without a problem, 2 without a card, else 1."""
     options = arguments(given)
     if options.run:
         return run_phase(options)

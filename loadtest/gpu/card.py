@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from loadtest.timing import Figure
-from model.split.graphs import device_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,21 @@ class Card:
         seen = [_wall_ms(work, 1) for _ in range(readings + warm_up)]
         return Figure.of(seen[warm_up:])
 
-    def seconds_on_device(self, run: Callable[[int], object], layers: int) -> float:
-        """Device seconds of one call, without the host's part. See `device_seconds`."""
-        return device_seconds(run, layers, self.device)
+    def operations(self, work: Callable[[], object], calls: int = 20) -> dict[str, tuple[float, float]]:
+        """Microseconds on the device and calls of each kernel in one `work`, by the kernel's name, from torch's profiler, so that the
+        host's time to start them is not included; on a CPU, of each of torch's operations."""
+        kind = ProfilerActivity.CUDA if self.is_cuda else ProfilerActivity.CPU
+        calls = 2 if self.tiny else calls
+        work()
+        with profile(activities=[kind]) as seen:
+            for _ in range(calls):
+                work()
+            self.synchronize()
+        found = {}
+        for event in seen.key_averages():
+            microseconds = event.self_device_time_total if self.is_cuda else event.self_cpu_time_total
+            found[event.key] = (microseconds / calls, event.count / calls)
+        return found
 
     def recorded(self, work: Callable[[], object]) -> Callable[[], object]:
         """Run the work twice to compile it, then return a graph that replays it; on a CPU, the work itself."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 
 from loadtest import bits
 from loadtest.geometries import GEOMETRIES
 from loadtest.gpu.card import Card
-from loadtest.gpu.faults import plant
+from loadtest.gpu.faults import planted
 from loadtest.gpu.watch import WatchedKernels
 from model.config import ModelConfig
 from model.dense import DenseEngine
@@ -18,9 +18,11 @@ from model.engine import Engine, Item
 from model.presets import PRESETS, with_preset
 from model.ranker import Ranker
 from model.selftest import largest_difference
-from model.split.engine import SplitEngine
+from model.split.engine import MakeKernels, SplitEngine
 from model.split.graphs import PlainRecorder
+from model.split.kernels.contract import Kernels
 from model.split.kernels.portable import PortableKernels
+from model.split.weights import SplitWeights
 from model.synthetic import random_candidates, random_context, random_ranker
 from model.tolerances import PARITY
 
@@ -49,6 +51,21 @@ def small_config(**overrides: Any) -> ModelConfig:
     return bits.small_config(**(values | overrides))
 
 
+def make_kernels(card: Card) -> MakeKernels:
+    """Triton's kernels on a card, torch's on a CPU, with the card's fault."""
+
+    def triton(config: ModelConfig, weights: SplitWeights, dtype: torch.dtype) -> Kernels:
+        from model.split.kernels.launch import TritonKernels
+
+        return TritonKernels(config, weights, dtype)
+
+    return planted(triton if card.is_cuda else _torch, card.fault)
+
+
+def _torch(config: ModelConfig, weights: SplitWeights, dtype: torch.dtype) -> Kernels:
+    return PortableKernels(config, weights.rope)
+
+
 def make_engine(
     ranker: Ranker,
     card: Card,
@@ -56,14 +73,14 @@ def make_engine(
     *,
     cache_bytes: int = 0,
     capacity: int | None = None,
-    warm: bool = True,
 ) -> SplitEngine:
-    """An engine with padded sizes on any device, warmed up if `warm`. Off CUDA, its steps are short."""
+    """A warm engine, recorded on a card if no fault is planted. Off CUDA it runs in padded sizes and its steps are short."""
+    kernels: Literal["auto"] | MakeKernels = make_kernels(card) if card.fault else "auto"
     recorder, capacity = (None, capacity) if card.is_cuda else (PlainRecorder(), 256)
-    engine = SplitEngine(ranker, card.device, dtype, cache_bytes=cache_bytes, capacity=capacity, recorder=recorder)
-    plant(engine, card.fault)
-    if warm:
-        engine.warm_up()
+    engine = SplitEngine(
+        ranker, card.device, dtype, cache_bytes=cache_bytes, kernels=kernels, capacity=capacity, recorder=recorder
+    )
+    engine.warm_up()
     return engine
 
 
@@ -101,13 +118,17 @@ def parity(card: Card, config: ModelConfig, dtype: torch.dtype) -> float:
 
 def watch(card: Card, config: ModelConfig, dtype: torch.dtype) -> WatchedKernels:
     """Run a forward and compare every operation with its plain form. Differences are in `found` of the result."""
+    made: list[WatchedKernels] = []
+
+    def kernels(config: ModelConfig, weights: SplitWeights, dtype: torch.dtype) -> Kernels:
+        tested, plain = make_kernels(card)(config, weights, dtype), PortableKernels(config, weights.rope)
+        made.append(WatchedKernels(tested, plain, config.layers))
+        return cast("Kernels", made[0])
+
     ranker = random_ranker(config, device=card.device)
     capacity = max(512, -(-(1 + config.history_length) // 64) * 64)
-    engine = make_engine(ranker, card, dtype, capacity=capacity, warm=False)
-    plain = PortableKernels(config, engine._trunk.weights.rope)
-    watched = WatchedKernels(engine._kernels, plain, config.layers)
-    engine.run_through(watched, parity_items(config)[:5])
-    return watched
+    SplitEngine(ranker, card.device, dtype, kernels=kernels, capacity=capacity).forward(parity_items(config)[:5])
+    return made[0]
 
 
 def equal_bits(engine: Engine, compositions: int, seed: int = 0) -> dict[str, int]:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from typing import Any, cast
 
-from model.split.engine import SplitEngine
+from model.split.engine import MakeKernels
 from model.split.kernels.contract import Kernels
 
 FAULTS = ("kernel", "product", "access", "hang")
 WRONG_ROW = 70  # in the second tile
-HANGING_PHASE = "products"
+HANGING_PHASE = "bits"
 
 
 class PlantedKernels:
     """`kernels` with one fault. `kernel`: a gate that is wrong in one tile. `product`: a product that differs from call to call.
     `access`: a gate that loses the device, which shows only at the next product unless launches block.
     """
-
-    multiply_gate, multiply_rotate = Kernels.multiply_gate, Kernels.multiply_rotate
 
     def __init__(self, kernels: Kernels, fault: str) -> None:
         self._kernels, self._fault = kernels, fault
@@ -50,10 +48,11 @@ class PlantedKernels:
         raise RuntimeError("CUDA error: an illegal memory access was encountered (planted)")
 
 
-def plant(engine: SplitEngine, fault: str) -> None:
-    """Plant a fault into an engine, if it is a fault of kernels."""
-    if fault in ("kernel", "product", "access"):
-        engine._kernels = engine._trunk.kernels = PlantedKernels(engine._kernels, fault)
+def planted(make: MakeKernels, fault: str) -> MakeKernels:
+    """Kernels with a fault, if it is a fault of kernels."""
+    if fault not in ("kernel", "product", "access"):
+        return make
+    return lambda *given: cast("Kernels", PlantedKernels(make(*given), fault))
 
 
 def hang(fault: str, phase: str) -> None:

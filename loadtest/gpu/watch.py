@@ -52,8 +52,6 @@ class WatchedKernels:
     reference's numbers, so that one fault is not found again in all later operations.
     """
 
-    multiply_gate, multiply_rotate = Kernels.multiply_gate, Kernels.multiply_rotate  # these are watched by their parts
-
     def __init__(self, tested: Kernels, reference: Kernels, layers: int) -> None:
         self.found: list[Difference] = []
         self.calls = 0

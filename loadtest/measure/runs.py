@@ -19,9 +19,8 @@ from loadtest.generate.samples import Samples
 from loadtest.generate.traffic import RankRequest, Traffic, TrafficSettings
 from loadtest.machine import machine
 from loadtest.measure.figures import Slo, summarise
-from loadtest.servers.target import Target, fit_traffic
+from loadtest.target import Target, fit_traffic
 
-FORMAT = 2
 MAX_PAYLOAD_BYTES = 2 * 2**30
 
 Say = Callable[[str], None]
@@ -76,14 +75,6 @@ class Run:
         self.samples.save(directory / "samples.npz")
         (directory / "run.json").write_text(json.dumps(self.meta, indent=1, sort_keys=True) + "\n")
 
-    @classmethod
-    def load(cls, directory: Path) -> Run:
-        """Read what `save` wrote. Raises FileNotFoundError if there is no run, ValueError for another format."""
-        meta = json.loads((directory / "run.json").read_text())
-        if meta.get("format") != FORMAT:
-            raise ValueError(f"{directory}/run.json has format {meta.get('format')!r}, this version reads {FORMAT}")
-        return cls(Samples.load(directory / "samples.npz"), meta)
-
 
 class LoadRun:
     """Several runs against one server with one stream of traffic, so that users return. Raises TargetError if it does not answer."""
@@ -107,7 +98,6 @@ class LoadRun:
                 await self._phase(client, settings, settings.warmup_seconds, seed + 1_000_003, "warm-up")
             samples, load = await self._phase(client, settings, settings.seconds, seed, "measure")
         meta = {
-            "format": FORMAT,
             "kind": "open",
             "settings": settings.to_dict() | {"seed": seed},
             "target": self.target.origin,

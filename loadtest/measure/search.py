@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from loadtest.machine import machine
 from loadtest.measure.runs import LoadRun, Run, RunSettings
-from loadtest.servers.target import Target
+from loadtest.target import Target
 
 TrialVerdict = Literal["holds", "breaks", "generator"]
 

@@ -61,7 +61,7 @@ class Level:
     machine: str
     march: str
     words: frozenset[str]
-    sources: tuple[str, ...] = ("kernel", "search", "codec")
+    sources: tuple[str, ...] = ("kernel", "search")
 
 
 LEVELS = (

@@ -135,6 +135,13 @@ class Segment:
         """The rows that any search may return."""
         return np.flatnonzero(mask_of(self.shown, len(self.corpus)))
 
+    def posts_without(self, post_ids: Ids) -> NewPosts:
+        """The posts that any search may return, without these, in order."""
+        rows, corpus = self.shown_rows(), self.corpus
+        rows = rows[~np.isin(corpus.post_ids[rows], post_ids)]
+        columns = corpus.post_ids[rows], corpus.author_ids[rows], self.times_of(rows), self.topics_of(rows)
+        return NewPosts(*columns, corpus.vectors[rows], corpus.texts_of(rows))
+
     def hide(self, post_ids: Ids) -> int:
         """Return none of these posts from the next search on. Returns how many of them could be returned until now."""
         words, bits = _places_of(self.corpus.rows_of(post_ids))

@@ -6,7 +6,6 @@ import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -26,7 +25,7 @@ from model.retrieval.search import Found, Index, TorchIndex, Wish
 from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
 
-SEGMENT_ROWS = 4096  # new posts share a segment, reindexed with each change until it has this many rows
+SEGMENT_ROWS = 4096  # new posts share a segment, indexed again with each change until it has this many rows
 CHECKED_POSTS = 64  # of the corpus, at warm-up
 
 
@@ -87,8 +86,8 @@ class Users(NamedTuple):
     seconds: float
 
 
-Added = tuple[Segment | None, bool]
-"""The segment of a change's new posts, and whether it replaces the last segment, whose posts it then holds too."""
+Added = tuple[Segment | None, int]
+"""The segment of a change's new posts, and how many of the last segments it replaces, whose posts it then holds too."""
 
 
 class RetrievalEngine:
@@ -111,10 +110,9 @@ class RetrievalEngine:
         self.posts = len(corpus) - int(corpus.hidden.sum())
         """Rows that a search without filters can return."""
         self.changes = 0
-        """Calls of `change` so far."""
+        """Changes since the corpus was built, counted by their marks."""
         self.mark = Mark()
         """The corpus's mark with these changes: its owner sets it, and `change` advances it."""
-        self._gone = 0  # posts that were deleted or replaced
         self._users: ContextCache[NDArray[np.float32]] = ContextCache(options.cache_bytes, prefixes=False)
 
     @property
@@ -181,15 +179,12 @@ class RetrievalEngine:
         """Delete posts and add new ones, which replace those with the same ids, from the next search on. Returns how many posts
         `change.delete` removed. `added`: what `prepare` returned for this change, if no other one came between. Raises EngineError if an
         index cannot be made; then nothing has changed."""
-        segment, is_merged = added or self.prepare(change)
-        hidden = [
-            sum(segment.hide(ids) for segment in self._segments) for ids in (change.delete, change.posts.post_ids)
-        ]
+        segment, replaced = added or self.prepare(change)
+        hidden = [sum(each.hide(ids) for each in self._segments) for ids in (change.delete, change.posts.post_ids)]
         self.posts -= sum(hidden)
-        self._gone += sum(hidden)
-        self.changes += 1
+        self.changes += change.mark.sequence - self.mark.sequence
         self.mark = change.mark
-        if is_merged:
+        for _ in range(replaced):
             last = self._segments.pop()
             self.posts -= len(last.shown_rows())
             last.close()
@@ -199,41 +194,27 @@ class RetrievalEngine:
         return hidden[0]
 
     def prepare(self, change: Change) -> Added:
-        """Index the new posts, in any thread, while searches run. Nothing changes. Raises EngineError."""
+        """Index the new posts, in any thread, while searches run. Nothing changes. Raises EngineError.
+
+        They join the last segment until that is full. A full one is merged with those behind it as soon as they have as many posts as are
+        left in it, so that there are few segments, deleted posts take little memory, and a post is seldom indexed again.
+        """
         if not len(change.posts):
-            return None, False
-        posts, last = change.posts, self._segments[-1]
-        is_merged = len(self._segments) > 1 and len(last.corpus) < SEGMENT_ROWS
-        if is_merged:
-            rows, corpus = last.shown_rows(), last.corpus
-            rows = rows[~np.isin(corpus.post_ids[rows], np.concatenate((change.delete, posts.post_ids)))]
-            posts = NewPosts(
-                np.concatenate((corpus.post_ids[rows], posts.post_ids)),
-                np.concatenate((corpus.author_ids[rows], posts.author_ids)),
-                np.concatenate((last.times_of(rows), posts.created_at)),
-                last.topics_of(rows) + posts.topics,
-                np.concatenate((corpus.vectors[rows], posts.vectors)),
-                corpus.texts_of(rows) + posts.texts,
-            )
-        return segment_of(self.corpus, posts, self._make_index(posts.vectors, 1)), is_merged
-
-    def replay(self, changes: Sequence[Change]) -> None:
-        """`change` for each of these, with one index for as many as fill a segment. Raises EngineError."""
-        ends = accumulate(1 + len(change.posts) for change in changes)
-        for _, part in groupby(zip(changes, ends, strict=True), lambda one: one[1] // SEGMENT_ROWS):
-            these = [change for change, _ in part]
-            self.change(Change.merged(these))
-            self.changes += len(these) - 1
-
-    def parts(self) -> list[tuple[Corpus, NDArray[np.int64]]]:
-        """What a search without filters can return: corpora and their rows, in the order of equal scores."""
-        return [(segment.corpus, segment.shown_rows()) for segment in self._segments]
+            return None, 0
+        gone = np.concatenate((change.delete, change.posts.post_ids))
+        parts, count = [change.posts], len(change.posts)
+        for segment in reversed(self._segments[1:]):
+            if len(segment.corpus) >= SEGMENT_ROWS and len(segment.shown_rows()) > count:
+                break
+            parts.append(segment.posts_without(gone))
+            count += len(parts[-1])
+        posts = NewPosts.joined(parts[::-1])
+        return segment_of(self.corpus, posts, self._make_index(posts.vectors, 1)), len(parts) - 1
 
     @property
-    def changed_rows(self) -> int:
-        """Rows that are gone plus rows in segments beside the corpus: what a compaction would tidy up."""
-        beside = sum(len(segment.corpus) for segment in self._segments[1:])
-        return beside + self._gone
+    def segment_rows(self) -> list[int]:
+        """The rows that are indexed, deleted ones too: those of the corpus, then of each segment of new posts."""
+        return [len(segment.corpus) for segment in self._segments]
 
     def cache_stats(self) -> CacheStats:
         """Of the user vectors; safe to call from any thread."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from itertools import chain, count, zip_longest
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import NamedTuple
 
 import numpy as np
 
@@ -94,6 +94,18 @@ class NewPosts:
     def __len__(self) -> int:
         return len(self.post_ids)
 
+    @classmethod
+    def joined(cls, parts: Sequence[NewPosts]) -> NewPosts:
+        """The posts of all parts, one after the other; at least one part."""
+        if len(parts) == 1:
+            return parts[0]
+        ids, authors, times, vectors = (
+            np.concatenate([getattr(part, name) for part in parts])
+            for name in ("post_ids", "author_ids", "created_at", "vectors")
+        )
+        topics = [topic for part in parts for topic in part.topics]
+        return cls(ids, authors, times, topics, vectors, [texts for part in parts for texts in part.texts])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
@@ -104,13 +116,6 @@ class Change:
     posts: NewPosts
     mark: Mark
     delete_texts: list[str] = field(default_factory=list)
-
-    @classmethod
-    def merged(cls, changes: Sequence[Change]) -> Change:
-        """One change that gives the same posts in the same order, and the mark, of these one after the other: one at least."""
-        gone, rows = _left_by([(one.delete, one.delete_texts, one.posts.post_ids) for one in changes])
-        posts, texts = _picked([one.posts for one in changes], rows), [text for text in gone.values() if text]
-        return cls(np.array(list(gone), np.uint64), posts, changes[-1].mark, texts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,9 +141,25 @@ class PostChange:
     @classmethod
     def merged(cls, changes: Sequence[PostChange]) -> PostChange:
         """One change that gives the same posts in the same order as these one after the other; an empty one for no changes."""
-        upserts = [PostRows(NO_IDS, NO_IDS, NO_IDS.view(np.int64), []), *(one.upsert for one in changes)]
-        gone, rows = _left_by([(one.delete, one.delete_texts, one.upsert.post_ids) for one in changes])
-        return cls(np.array(list(gone), np.uint64), _picked(upserts, rows), [text for text in gone.values() if text])
+        gone: dict[int, str | None] = {}
+        kept: dict[int, tuple[PostRows, int]] = {}  # each post's last row, in the order of the last upserts
+        for change in changes:
+            for post, text in zip_longest(change.delete.tolist(), change.delete_texts):
+                kept.pop(post, None)
+                gone[post] = text
+            for row, post in enumerate(change.upsert.post_ids.tolist()):
+                kept.pop(post, None)
+                gone.pop(post, None)
+                kept[post] = change.upsert, row
+        new = list(kept.values())
+        upsert = PostRows(
+            np.array([rows.post_ids[row] for rows, row in new], np.uint64),
+            np.array([rows.author_ids[row] for rows, row in new], np.uint64),
+            np.array([rows.created_at[row] for rows, row in new], np.int64),
+            [rows.topics[row] for rows, row in new],
+            [rows.texts[row] for rows, row in new if rows.texts],
+        )
+        return cls(np.array(list(gone), np.uint64), upsert, [text for text in gone.values() if text])
 
     def check(self, config: ModelConfig | None = None) -> None:
         """Raises ValueError if nothing changes or columns differ in length, for a post that comes twice or has id 0, and for a time
@@ -152,39 +173,6 @@ class PostChange:
         ids = {*posts, *self.delete.tolist()}
         if not ids or len(ids) < len(posts) + len(self.delete) or 0 in posts or min(times, default=0) < 0:
             raise ValueError("a change must name at least one post, each id once and not 0, with times from 1970 on")
-
-
-Posts = TypeVar("Posts", NewPosts, PostRows)
-
-
-def _left_by(changes: Sequence[tuple[Ids, list[str], Ids]]) -> tuple[dict[int, str | None], list[int]]:
-    """What is left of deleted ids, their texts, and new ids: the posts that stay deleted, each with its text, and the numbers of the new
-    ones that stay, all new posts counted one after the other."""
-    gone: dict[int, str | None] = {}
-    rows: dict[int, int] = {}
-    row = count()
-    for delete, texts, new in changes:
-        for post, text in zip_longest(delete.tolist(), texts):
-            rows.pop(post, None)
-            gone[post] = text
-        for post in new.tolist():
-            rows.pop(post, None)  # it goes to the end
-            gone.pop(post, None)
-            rows[post] = next(row)
-    return gone, list(rows.values())
-
-
-def _picked(each: Sequence[Posts], rows: list[int]) -> Posts:
-    """These rows of all posts one after the other."""
-    picked: dict[str, Any] = {}
-    for column in fields(each[0]):
-        values: list[Any] = [getattr(posts, column.name) for posts in each]
-        if isinstance(values[0], np.ndarray):
-            picked[column.name] = np.concatenate(values)[rows]
-        else:
-            joined = [*chain.from_iterable(values)]
-            picked[column.name] = [joined[row] for row in rows if joined]
-    return type(each[0])(**picked)
 
 
 @dataclass(slots=True, eq=False)

@@ -1,9 +1,9 @@
-"""`SplitEngine`: context once, candidates alone, context cache. Written for CUDA; on a CPU it is the portable engine."""
+"""`SplitEngine`: context once, candidates alone, context cache. Written for CUDA; it also runs on a CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import numpy as np
@@ -12,21 +12,22 @@ from numpy.typing import NDArray
 
 from model.cache import ContextCache, ContextKey
 from model.config import CandidatePositions, ModelConfig
+from model.device import free_memory, losses_of
 from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
 from model.inputs import Candidates, Context, Scores
 from model.ranker import Ranker
 from model.selftest import check_isolation
-from model.split.buckets import PROBE_CANDIDATES, RowCounts, StepRunner
-from model.split.graphs import CudaRecorder, Recorder
-from model.split.kernels.contract import Kernels, softmax_shift
+from model.split.graphs import CudaRecorder, PlainRecorder, Recorder
+from model.split.kernels.contract import Kernels, Tables, softmax_shift
 from model.split.kernels.portable import PortableKernels
+from model.split.sizes import PROBE_CANDIDATES, RowCounts, StepRunner
 from model.split.step import TILE_ROWS, CandidateWork, ContextState, ContextWork, StepPlan, plan_steps
-from model.split.tables import Placement, table_source
 from model.split.trunk import SplitTrunk
 from model.split.weights import SplitWeights, split_weights
 from model.synthetic import random_candidates, random_context
 
-KernelChoice = Literal["auto", "portable", "fused"]
+KernelSet = Literal["auto", "torch", "triton"]
+MakeKernels = Callable[[ModelConfig, SplitWeights, torch.dtype], Kernels]
 Work = tuple[ContextWork | None, int, Candidates, ContextState]
 Found = tuple[ContextState, CacheResult, str]
 """The state that an item's candidates see, the cache result, and the handle if the context was cached."""
@@ -36,10 +37,8 @@ class SplitEngine:
     """The engine contract over flat rows: every request's context and candidates share the matrix products of a step.
 
     A candidate's bits depend on nothing but its own request's features. `capacity` bounds the rows of a step; more work
-    takes several. `kernels` `auto` means Triton on CUDA and plain torch on a CPU. `placement` says where the embedding
-    tables live, None decides by size; a `recorder` makes a CPU engine run in padded sizes, as CUDA does. `plain`: only the
-    reference kernels, on CUDA launched one by one, each after the previous one has ended.
-    Raises EngineError if the device or the checkpoint is not supported.
+    takes several. `kernels` `auto` means Triton on CUDA and plain torch on a CPU; a function makes others, for tests. Triton's are
+    recorded on CUDA, torch's never; `recorder` decides otherwise. Raises EngineError if the device or the checkpoint is not supported.
     """
 
     def __init__(
@@ -50,11 +49,9 @@ class SplitEngine:
         candidate_positions: CandidatePositions = "shared",
         cache_bytes: int = 0,
         *,
-        kernels: KernelChoice = "auto",
+        kernels: KernelSet | MakeKernels = "auto",
         capacity: int | None = None,
-        placement: Placement | None = None,
         recorder: Recorder | None = None,
-        plain: bool = False,
     ) -> None:
         config = ranker.config
         softmax_shift(config.attention_cap)  # refuses a cap that the kernels cannot hold
@@ -65,29 +62,29 @@ class SplitEngine:
         # a stream of its own, so that the warm-up of the next version does not queue before requests of this one
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._dtype = dtype
-        fused = kernels == "fused" or (kernels == "auto" and self._device.type == "cuda")
         capacity = capacity or default_capacity(config)
         if capacity % TILE_ROWS or capacity < 1 + config.history_length:
             raise EngineError(f"capacity must be a multiple of {TILE_ROWS} and hold a whole context, got {capacity}")
-        with self._on_device():
-            weights = split_weights(ranker, self._device, dtype, dtype if fused else torch.float32)
-            self._kernels: Kernels = (
-                _fused_kernels(config, weights, dtype, plain=plain) if fused else PortableKernels(config, weights.rope)
-            )
-            source = table_source(ranker, self._device, capacity, placement)
-            self._trunk = SplitTrunk(config, weights, source.tables, self._kernels, capacity, dtype)
-            shared = (config, candidate_positions, self._trunk, source, capacity)
-            if self._stream is not None and recorder is None:
-                # the portable kernels loop on the host, which no graph can record
-                recorder = CudaRecorder(self._stream, replay=fused and not plain)
-            self._runner = StepRunner(*shared, recorder)
+        if kernels == "auto":
+            kernels = "triton" if self._stream is not None else "torch"
+        with losses_of(self._device), self._on_device():
+            is_triton = kernels == "triton" or (self._stream is not None and kernels != "torch")
+            weights = split_weights(ranker, self._device, dtype, dtype if is_triton else torch.float32)
+            make = _MAKERS[kernels] if isinstance(kernels, str) else kernels
+            self._kernels = make(config, weights, dtype)
+            tables = device_tables(ranker, self._device)
+            self._trunk = SplitTrunk(config, weights, tables, self._kernels, capacity, dtype)
+            if recorder is None and self._stream is not None:
+                # torch's kernels loop on the host, which no graph can record
+                recorder = CudaRecorder(self._stream, records=kernels == "triton")
+            recorder = recorder or PlainRecorder(records=False)
+            self._runner = StepRunner(config, candidate_positions, self._trunk, capacity, recorder)
         self._capacity = capacity
         self._prepared = 0
         extendable = config.context_attention == "causal" and not config.right_anchored
         self._cache: ContextCache[ContextState] = ContextCache(cache_bytes, prefixes=extendable)
         notes: dict[str, Any] = {
-            "kernels": "triton" if fused else "torch, fixed tiles",
-            "embedding_tables": source.placement,
+            "kernels": kernels if isinstance(kernels, str) else "custom",
             "step_rows": capacity,
             "cache_bytes": cache_bytes,
         }
@@ -95,11 +92,18 @@ class SplitEngine:
         self.info = EngineInfo(str(self._device), name, "torch", candidate_positions, notes)
 
     @torch.inference_mode()
+    def compile(self) -> None:
+        """Compile every kernel that `forward` will launch. Nothing is computed. `warm_up` does it too."""
+        with losses_of(self._device), self._on_device():
+            self._runner.compile(self._probe)
+
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile, capture, and check that bits do not depend on the batch. Raises EngineError when a check fails."""
-        with self._on_device():
-            self._runner.warm_up(self.info.notes, self._probe, self._trial)
-        self.info.notes["self_test"] = check_isolation(self)
+        with losses_of(self._device):
+            with self._on_device():
+                self._runner.warm_up(self.info.notes, self._probe)
+            self.info.notes["self_test"] = check_isolation(self)
         self._cache.clear()
         self._runner.counts = RowCounts()
         self._prepared = self._compilations()
@@ -110,28 +114,26 @@ class SplitEngine:
 
         If the device runs out of memory, the context cache is emptied and the batch is tried once more.
         """
-        try:
-            return self._forward(items)
-        except torch.OutOfMemoryError:
-            pass  # outside of the handler, whose traceback holds the tensors of the attempt
-        self._cache.clear()
-        if self._stream is not None:
-            self._stream.synchronize()  # host buffers may still be read by what was queued
-            torch.cuda.empty_cache()
-        try:
-            return self._forward(items)
-        except torch.OutOfMemoryError as error:
-            raise EngineError("the device is out of memory") from error
+        with losses_of(self._device):
+            try:
+                return self._forward(items)
+            except torch.OutOfMemoryError:
+                pass  # outside of the handler, whose traceback holds the tensors of the attempt
+            self._cache.clear()
+            if self._stream is not None:
+                self._stream.synchronize()  # host buffers may still be read by what was queued
+            free_memory(self._device)
+            try:
+                return self._forward(items)
+            except torch.OutOfMemoryError as error:
+                raise EngineError("the device is out of memory") from error
 
     def _forward(self, items: Sequence[Item]) -> list[Outcome]:
         made: dict[ContextKey, ContextState] = {}
-        try:
-            with self._on_device():
-                works, results = self._works(items, made)
-                plans = plan_steps(works, self._capacity)
-                outputs = self._runner.run(plans)
-        except torch.AcceleratorError as error:
-            raise EngineError(f"the device failed: {error}", sticky=True) from error
+        with self._on_device():
+            works, results = self._works(items, made)
+            plans = plan_steps(works, self._capacity)
+            outputs = self._runner.run(plans)
         dropped = {id(state) for item, (state, *_) in zip(items, results, strict=True) if not item.context.is_kept}
         kept = {}
         for key, state in made.items():
@@ -144,29 +146,6 @@ class SplitEngine:
                 handle = self._cache.handle(kept[id(state)], item)
             outcomes.append(Outcome(scores, state, result, handle))
         return outcomes
-
-    @torch.inference_mode()
-    def rehearse(self, items: Sequence[Item]) -> Callable[[], None]:
-        """Prepare the device's work of this forward; every call of the result queues it again. For measurements. Contexts are
-        computed unless an item brings its state. Raises EngineError if the tables are on the host.
-        """
-        with self._on_device():
-            again = self._runner.rehearse(plan_steps(self._works(items, {})[0], self._capacity))
-        if self._stream is not None:
-            self._stream.synchronize()  # what follows is queued on the caller's stream
-        return torch.inference_mode()(again)
-
-    @torch.inference_mode()
-    def run_through(self, kernels: Kernels, items: Sequence[Item]) -> None:
-        """Compute the items once, without recording, with other kernels on the same weights. For checks."""
-        own, self._kernels = self._kernels, kernels  # so that states get the room that these kernels need
-        self._trunk.kernels = kernels
-        try:
-            with self._on_device():
-                for plan in plan_steps(self._works(items, {})[0], self._capacity):
-                    self._runner.run_plain(plan)
-        finally:
-            self._kernels = self._trunk.kernels = own
 
     def late_compilations(self) -> int:
         """Kernels compiled and graphs recorded since `warm_up`; if there are any, readiness was declared too early."""
@@ -190,9 +169,7 @@ class SplitEngine:
         self._cache.clear()
         for name in ("_runner", "_trunk", "_kernels"):
             self.__dict__.pop(name, None)
-        if self._device.type == "cuda":
-            with suppress(RuntimeError):  # a device that is lost has nothing to give back
-                torch.cuda.empty_cache()  # the next version is loading into the same memory
+        free_memory(self._device)  # the next version is loading into the same memory
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Enter the engine's stream: it is a property of the calling thread, and the engine's thread did not build the engine."""
@@ -202,7 +179,7 @@ class SplitEngine:
         return self._runner.recorded + self._kernels.compiled()
 
     def _probe(self, rows: int) -> StepPlan:
-        """A step of exactly `rows` rows, see `buckets.Probe`: one request's candidates, another's, the first ones again."""
+        """A step of exactly `rows` rows, see `sizes.Probe`: one request's candidates, another's, the first ones again."""
         config = self.config
         first, second = (random_context(config, min(config.history_length, n), seed=n) for n in (20, 5))
         candidates = random_candidates(config, PROBE_CANDIDATES, seed=1)
@@ -214,18 +191,6 @@ class SplitEngine:
         others = random_candidates(config, rows - plan.rows - 2 * PROBE_CANDIDATES, seed=2)
         for number, (chunk, owner) in enumerate(((candidates, 0), (others, 1), (candidates, 0))):
             plan.add_candidates(CandidateWork(number, 0, chunk, states[owner]))
-        return plan
-
-    def _trial(self, rows: int) -> StepPlan:
-        """A step of slightly fewer rows: a new context, and candidates of another one of full length with random keys and values."""
-        config = self.config
-        plan, generator = StepPlan(), torch.Generator(self._device).manual_seed(rows)
-        new = random_context(config, min(config.history_length, 20))
-        long = self._allocate(random_context(config, config.history_length), None)
-        long.keys_values.normal_(generator=generator)
-        work = ContextWork(new, self._allocate(new, None))
-        plan.add_context(work, work.state.length)
-        plan.add_candidates(CandidateWork(0, 0, random_candidates(config, rows - plan.rows - 5), long))
         return plan
 
     def _works(self, items: Sequence[Item], made: dict[ContextKey, ContextState]) -> tuple[list[Work], list[Found]]:
@@ -300,9 +265,25 @@ def default_capacity(config: ModelConfig) -> int:
     return max(rows, -(-(1 + config.history_length) // TILE_ROWS) * TILE_ROWS)
 
 
-def _fused_kernels(config: ModelConfig, weights: SplitWeights, dtype: torch.dtype, *, plain: bool) -> Kernels:
+def device_tables(ranker: Ranker, device: torch.device) -> Tables:
+    """The embedding tables on the device. Raises EngineError unless all are float32 or all bfloat16."""
+    three = [parameter.detach() for parameter in (ranker.tables.user, ranker.tables.post, ranker.tables.author)]
+    if len({table.dtype for table in three}) > 1 or three[0].dtype not in (torch.float32, torch.bfloat16):
+        found = ", ".join(str(table.dtype).removeprefix("torch.") for table in three)
+        raise EngineError(f"embedding tables must all be float32 or all bfloat16, got {found}")
+    return Tables(*(table.to(device) for table in three))
+
+
+def _torch_kernels(config: ModelConfig, weights: SplitWeights, dtype: torch.dtype) -> Kernels:
+    return PortableKernels(config, weights.rope)
+
+
+def _triton_kernels(config: ModelConfig, weights: SplitWeights, dtype: torch.dtype) -> Kernels:
     try:
-        from model.split.kernels.fused import FusedKernels
+        from model.split.kernels.launch import TritonKernels
     except ImportError as error:
         raise EngineError(f"the CUDA engine needs triton: {error}") from error
-    return FusedKernels(config, weights, dtype, plain=plain)
+    return TritonKernels(config, weights, dtype)
+
+
+_MAKERS: dict[str, MakeKernels] = {"torch": _torch_kernels, "triton": _triton_kernels}

@@ -1,4 +1,4 @@
-"""One step of the split engine as flat rows: what is in it, and the arrays that describe it. Numpy and layout only, no arithmetic.
+"""One step of the split engine as flat rows: what is in it, and the arrays that describe it. Layout only, no arithmetic.
 
 A step's rows are its candidates, then history items, then users, tightly packed over all requests. Attention
 works on tiles: at most `TILE_ROWS` neighbouring rows of one kind and one request. Padding tokens have no row at all.
@@ -12,16 +12,53 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from model.config import ModelConfig
 from model.inputs import Candidates, Context
 
 TILE_ROWS = 64
-CANDIDATE, HISTORY, USER = 0, 1, 2  # kinds of rows, in their order
-# places in `StepArrays.counts`
-ROWS, CANDIDATES, TILES, CANDIDATE_TILES, FIRST_USER, SLOTS = range(6)
-COUNTS = RECORD = 8  # int32 of the counts, of a slot and of a row
+CANDIDATE, HISTORY, USER = range(3)  # kinds of rows, in their order
+
+# What host and kernels read of a step, by name. Kernels take the places of fields from here, see `kernels.fields`.
+COUNTS = np.dtype(
+    [
+        ("rows", "<i4"),
+        ("candidates", "<i4"),
+        ("first_user", "<i4"),  # row of the first user
+        ("tiles", "<i4"),
+        ("candidate_tiles", "<i4"),  # they come first
+        ("unused", "<i4", 3),
+    ]
+)
+TILE = np.dtype(
+    [
+        ("first_row", "<i4"),
+        ("rows", "<i4"),
+        ("request", "<i4"),
+        ("place", "<i4"),  # of the first row in its context, -1 for candidates
+    ]
+)
+STATE = np.dtype(
+    [
+        ("start", "<i8"),  # of the request's keys and values, in elements from an anchor tensor
+        ("length", "<i4"),  # tokens
+        ("capacity", "<i4"),  # tokens
+    ]
+)
+ROW = np.dtype(
+    [
+        ("post", "<u8"),  # a user's id for a user
+        ("author", "<u8"),
+        ("position", "<i4"),
+        ("surface", "<i4"),
+        ("age", "<i4"),  # a candidate's bucket
+        ("request", "<i4"),  # a context row's
+        ("place", "<i4"),  # in its context, -1 for candidates
+        ("unused", "<i4"),
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,8 +132,7 @@ class StepPlan:
 
 def tile_slots(rows: int) -> int:
     """How many tiles, hence requests, a step of up to `rows` rows has room for: at least 64 from 384 rows on, for many requests of
-    few candidates; below that little more than one request needs, since attention starts a program per head for each slot, used
-    or not."""
+    few candidates. Attention starts a program per head for each slot, used or not."""
     return max(rows // 32 + 16, 64 if rows >= 384 else 0)
 
 
@@ -136,98 +172,94 @@ def plan_steps(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepArrays:
-    """The arrays that describe one step, for up to `R` rows and `X` slots, in one buffer: tensors, or from `host_arrays` numpy views.
+class HostArrays:
+    """What describes a step, in numpy, by the names of `COUNTS`, `TILE`, `STATE` and `ROW`.
 
-        slot X−1 … slot 1, slot 0 | counts | row 0, row 1 …      and, apart     dwell 1, dwell 0 | actions 0, actions 1 …
-
-    Slots and dwell seconds grow downwards, so that what a step uses is contiguous and copied at once. Slot t, int32 `[8]`:
-    tile t (first row, rows, request, index in the context of the first row, −1 for candidates, whose tiles come first); then of
-    request t: where its state starts (int64, in elements from an anchor tensor), the state's length and capacity. A row, int32
-    `[8]`: ids of post and author (int64; a user has one), position, surface, owner (its request, or a candidate's age bucket),
-    index in the context (−1 for candidates). History items, float32: dwell seconds and actions `[A]`.
+    counts `[1]`; tiles and states `[X]`, X = `tile_slots`; rows `[R]`; history float32 `[R, A + 1]`: the actions and the dwell
+    seconds of history items.
     """
 
-    counts: Any
-    rows: Any
-    actions: Any
-    dwell: Any
-    tiles: Any = None
-    offsets: Any = None
-    states: Any = None
-    ids: Any = None
+    counts: NDArray[Any]
+    tiles: NDArray[Any]
+    states: NDArray[Any]
+    rows: NDArray[Any]
+    history: NDArray[np.float32]
 
-    @property
-    def positions(self) -> Any:
-        """int32 `[R]`."""
-        return self.rows[:, 4]
-
-    @property
-    def surfaces(self) -> Any:
-        """int32 `[R]`."""
-        return self.rows[:, 5]
-
-    @property
-    def owners(self) -> Any:
-        """int32 `[R, 2]`: request or age bucket, index in the context."""
-        return self.rows[:, 6:]
+    def count(self, name: str) -> int:
+        """One of the counts."""
+        return int(self.counts[name][0])
 
     def kinds(self) -> Iterator[tuple[int, int, int]]:
-        """Kind, first row and row after the last of the three kinds of rows; on the host only."""
-        ends = [0, *self.counts[[CANDIDATES, FIRST_USER, ROWS]].tolist()]
+        """Kind, first row and row after the last of the three kinds of rows."""
+        ends = [0, self.count("candidates"), self.count("first_user"), self.count("rows")]
         return zip((CANDIDATE, HISTORY, USER), ends[:-1], ends[1:], strict=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceArrays:
+    """The same as `HostArrays` on the device: counts int32 `[8]`, tiles and states int32 `[X, 4]`, rows int32 `[R, 10]`, history."""
+
+    counts: Tensor
+    tiles: Tensor
+    states: Tensor
+    rows: Tensor
+    history: Tensor
+
+    def row(self, name: str) -> Tensor:
+        """One int32 field of all rows, `[R]`."""
+        return self.rows[:, word(ROW, name)]
+
+
+def word(record: np.dtype[Any], name: str) -> int:
+    """Where a field of a record begins, in int32."""
+    fields = record.fields
+    assert fields is not None
+    return int(fields[name][1]) // 4
+
+
+def words(record: np.dtype[Any]) -> int:
+    """How many int32 a record has."""
+    return record.itemsize // 4
 
 
 def step_bytes(config: ModelConfig, capacity: int) -> int:
     """Bytes of everything that describes a step of up to `capacity` rows."""
-    return _history_start(capacity) + 4 * capacity * (config.actions + 1)
+    return sum(_sizes(config, capacity))
 
 
-def step_arrays(buffer: Tensor, config: ModelConfig, capacity: int) -> StepArrays:
-    """Views into a uint8 buffer of `step_bytes`; `dwell` has the last item first."""
-    counts = 4 * RECORD * tile_slots(capacity)
-    integers, history = buffer[counts:].view(torch.int32), buffer[_history_start(capacity) :].view(torch.float32)
-    return StepArrays(
-        integers[:COUNTS],
-        integers[COUNTS:][: capacity * RECORD].view(capacity, RECORD),
-        history[capacity:].view(capacity, config.actions),
-        history[:capacity],
+def _sizes(config: ModelConfig, capacity: int) -> list[int]:
+    slots = tile_slots(capacity)
+    records = [COUNTS.itemsize, slots * TILE.itemsize, slots * STATE.itemsize, capacity * ROW.itemsize]
+    return [*records, 4 * capacity * (config.actions + 1)]
+
+
+def device_arrays(buffer: Tensor, config: ModelConfig, capacity: int) -> DeviceArrays:
+    """Views into a uint8 buffer of `step_bytes`."""
+    *records, history = buffer.split(_sizes(config, capacity))
+    counts, tiles, states, rows = (part.view(torch.int32) for part in records)
+    return DeviceArrays(
+        counts,
+        tiles.view(-1, words(TILE)),
+        states.view(-1, words(STATE)),
+        rows.view(-1, words(ROW)),
+        history.view(torch.float32).view(capacity, config.actions + 1),
     )
 
 
-def host_arrays(buffer: Tensor, config: ModelConfig, capacity: int) -> StepArrays:
-    """`step_arrays` as numpy arrays, slots, ids and dwell seconds in their order; for a buffer on the CPU."""
-    arrays = step_arrays(buffer, config, capacity)
-    slots = buffer[: 4 * RECORD * tile_slots(capacity)].numpy().reshape(tile_slots(capacity), 4 * RECORD)[::-1]
-    narrow, wide = slots.view(np.int32), slots.view(np.int64)
-    rows = arrays.rows.numpy()
-    return StepArrays(
-        arrays.counts.numpy(),
-        rows,
-        arrays.actions.numpy(),
-        arrays.dwell.numpy()[::-1],
-        tiles=narrow[:, :4],
-        offsets=wide[:, 2],
-        states=narrow[:, 6:],
-        ids=rows.view(np.uint64)[:, :2],
+def host_arrays(buffer: Tensor, config: ModelConfig, capacity: int) -> HostArrays:
+    """The same of a buffer on the CPU, in numpy."""
+    *records, history = (part.numpy() for part in buffer.split(_sizes(config, capacity)))
+    counts, tiles, states, rows = (
+        part.view(record) for part, record in zip(records, (COUNTS, TILE, STATE, ROW), strict=True)
     )
+    return HostArrays(counts, tiles, states, rows, history.view(np.float32).reshape(capacity, config.actions + 1))
 
 
-def used_bytes(host: StepArrays, config: ModelConfig, capacity: int) -> list[slice]:
-    """The parts of the buffer that a written step uses: slots, counts and rows; where there are any, history rows."""
-    rows, candidates, _, _, first_user, slots = host.counts[:6].tolist()
-    counts, history = 4 * RECORD * tile_slots(capacity), _history_start(capacity)
-    used = [slice(counts - 4 * RECORD * slots, counts + 4 * COUNTS + 4 * RECORD * rows)]
-    if items := first_user - candidates:
-        actions = history + 4 * capacity
-        used.append(slice(actions - 4 * items, actions + 4 * config.actions * items))
+def used_bytes(host: HostArrays, config: ModelConfig, capacity: int) -> list[slice]:
+    """The parts of the buffer that a written step uses: all up to its last row and, where there are any, its history items."""
+    sizes = _sizes(config, capacity)
+    first_row, history = sum(sizes[:3]), sum(sizes[:4])
+    used = [slice(0, first_row + ROW.itemsize * host.count("rows"))]
+    if items := host.count("first_user") - host.count("candidates"):
+        used.append(slice(history, history + 4 * (config.actions + 1) * items))
     return used
-
-
-def _history_start(capacity: int) -> int:
-    return 4 * RECORD * (tile_slots(capacity) + capacity) + 4 * COUNTS
-
-
-def embeddings_per_token(config: ModelConfig) -> int:
-    """The most hash embeddings that any kind of token has."""
-    return max(config.post_hashes.count + config.author_hashes.count, config.user_hashes.count)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
-
 import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.split.kernels.contract import Kernels, Part, Projected, Step, Tables, shape_name, split_part
+from model.split.kernels.contract import Kernels, Step, Tables
 from model.split.step import TILE_ROWS
-from model.split.weights import LayerWeights, Norm, SplitWeights
+from model.split.weights import LayerWeights, NormWeights, SplitWeights
 
 
 class SplitTrunk:
@@ -28,7 +25,6 @@ class SplitTrunk:
         capacity: int,
         dtype: torch.dtype,
     ) -> None:
-        self.config = config
         self.weights = weights
         self.tables = tables
         self.kernels = kernels
@@ -49,7 +45,6 @@ class SplitTrunk:
         self.hidden = rows(weights.layers[0].ffn_output.shape[0])
         self.final = rows(config.width, torch.float32)
         self.logits = rows(weights.heads.shape[1], torch.float32)
-        self._fusable = self._fusable_names()
 
     def linear_weights(self) -> list[Tensor]:
         """One weight of each shape that the trunk and the heads multiply with."""
@@ -58,124 +53,41 @@ class SplitTrunk:
         weights += [w for layer in ends for w in (layer.gate_value, layer.ffn_output)] + [self.weights.heads]
         return list({tuple(weight.shape): weight for weight in weights if weight is not None}.values())
 
-    def _fusable_names(self) -> list[Projected | Literal["gate_value"]]:
-        """Weights whose product is followed directly by the gate or RoPE, with no bias or norm in between."""
-        first, last = self.weights.layers[0], self.weights.layers[-1]
-        names: list[Projected | Literal["gate_value"]] = ["gate_value"] if self.config.gated else []
-        names += ["qkv", "query", "key_value"]
-        return [name for name in names if name not in (first.biases.keys() | last.biases.keys())]
-
-    def choose(self, step: Callable[[int], Step], sizes: Sequence[int]) -> dict[str, Any]:
-        """See `Kernels.choose`; `step` makes a step of at most the given number of rows."""
-        return self.kernels.choose(self.linear_weights(), lambda rows: self.parts(step(rows).at(rows)), sizes)
-
-    def parts(self, step: Step) -> list[Part]:
-        """Each kind of operation of a forward separately, on the trunk's own activations; plain products before fused ones."""
-        between = {
-            "qkv": (self.normed, self.qkv), "query": (self.normed, self.query), "key_value": (self.normed, self.key_value),
-            "output": (self.mixed, self.projected), "gate_value": (self.normed, self.gate_value),
-            "ffn_output": (self.hidden, self.projected),
-        }  # fmt: skip
-        products: dict[str, Part] = {}
-        fused: list[Part] = []
-        for name, (x, out) in between.items():
-            weights = [weight for layer in self.weights.layers if (weight := getattr(layer, name)) is not None]
-            if not weights:
-                continue
-
-            def product(i: int, weights: list[Tensor] = weights, x: Tensor = x, out: Tensor = out) -> None:
-                self.kernels.multiply(step, x, weights[i], out)
-
-            shape, rows = shape_name(weights[0]), step.rows
-            part = Part(shape, rows, len(weights), product, [x[:rows]], [out[: step.used]], weights)
-            products.setdefault(shape, part)
-            fused += [self._fused(step, each, x, out, weights) for each in self._fusable if each == name]
-        return [*products.values(), *fused, *self._others(step)]
-
-    def _fused(
-        self, step: Step, name: Projected | Literal["gate_value"], x: Tensor, out: Tensor, weights: list[Tensor]
-    ) -> Part:
-        """A product fused with the gate or with RoPE."""
-        kernels, hidden, inputs = self.kernels, self.hidden, [x[: step.rows]]
-        if name == "gate_value":
-
-            def gate(i: int) -> None:
-                kernels.multiply_gate(step, x, weights[i], out, hidden)
-
-            return Part(name, step.rows, len(weights), gate, inputs, [hidden[: step.used]], weights)
-        step = step.at(step.rows, tail=name == "query")
-        first = 0 if name == "qkv" else len(self.weights.layers) - 1
-
-        def rotate(i: int) -> None:
-            kernels.multiply_rotate(step, x, weights[i], out, name, first + i)
-
-        states = [] if name == "query" else [state.keys_values for state in step.states]
-        return Part(name, step.rows, len(weights), rotate, inputs, [out[: step.used], *states], weights)
-
-    def _others(self, step: Step) -> list[Part]:
-        """Tokens, attention and norms."""
-        kernels, layers, count, rows = self.kernels, self.weights.layers, len(self.weights.layers), step.rows
-        is_tail, queries = count == 1, self.query.shape[1]
-        query, key_value = self.qkv[:, :queries], self.qkv[:, queries:]
-        if is_tail:
-            query, key_value = self.query, self.key_value
-        attending = step.at(rows, tail=is_tail)
-
-        def embed(i: int) -> None:
-            kernels.embed(step, self.tables, self.weights.tokens, self.residual)
-
-        def attend(i: int) -> None:
-            kernels.attend(attending, query, key_value, i, self.mixed)
-
-        def norm(i: int) -> None:
-            layer = layers[i]
-            kernels.norm(step, self.projected, layer.attention_post_norm, self.residual, layer.ffn_norm, self.normed)
-
-        read = [query[:rows], key_value[:rows], *(state.keys_values for state in step.states)]
-        normed = [self.projected[:rows], self.residual[:rows]]
-        return [
-            Part("embed", rows, 1, embed, [], [self.residual[: step.used]], [self.weights.tokens.projection]),
-            Part("attend", rows, max(1, count - 1), attend, read, [self.mixed[: attending.used]]),
-            Part("norm", rows, count, norm, normed, [self.normed[: step.used]]),
-        ]
-
     def body(self, step: Step) -> None:
         """All rows, up to the last layer's keys and values."""
-        kernels, layers, rows = self.kernels, self.weights.layers, step.rows
+        kernels, (*layers, last), rows = self.kernels, self.weights.layers, step.rows
         kernels.embed(step, self.tables, self.weights.tokens, self.residual)
         if self.weights.sinusoids is not None:
-            self.residual[:rows] += self.weights.sinusoids[step.arrays.positions[:rows].long()]
-        kernels.norm(step, None, None, self.residual, layers[0].attention_norm, self.normed)
+            self.residual[:rows] += self.weights.sinusoids[step.arrays.row("position")[:rows].long()]
+        norms = [layer.attention_norm for layer in self.weights.layers]
+        kernels.norm(step, None, None, self.residual, norms[0], self.normed)
         queries = self.query.shape[1]
-        for i, layer in enumerate(layers[:-1]):
-            self._project(step, "qkv", self.qkv, i)
-            kernels.attend(step, self.qkv[:, :queries], self.qkv[:, queries:], i, self.mixed)
-            self._after_attention(step, layer, layers[i + 1].attention_norm, self.normed)
-        self._project(step, "key_value", self.key_value, len(layers) - 1)
+        query, key_value = self.qkv[:, :queries], self.qkv[:, queries:]
+        for i, layer in enumerate(layers):
+            self._multiply(step, self.normed, layer, "qkv", self.qkv)
+            kernels.rotate(step, query, key_value, i)
+            kernels.attend(step, query, key_value, i, self.mixed)
+            self._after_attention(step, layer, norms[i + 1], self.normed)
+        self._multiply(step, self.normed, last, "key_value", self.key_value)
+        kernels.rotate(step, None, self.key_value, len(layers))
 
     def tail(self, step: Step) -> None:
         """Candidates only: the last layer from its queries on, and the heads; leaves raw outputs in `logits` `[rows, A + Z …]`."""
-        step, index = step.at(step.rows, tail=True), len(self.weights.layers) - 1
-        self._project(step, "query", self.query, index)
-        self.kernels.attend(step, self.query, self.key_value, index, self.mixed)
-        self._after_attention(step, self.weights.layers[-1], self.weights.final_norm, self.final)
-        self.kernels.multiply(step, self.final, self.weights.heads, self.logits)
+        step, kernels = step.at(step.rows, tail=True), self.kernels
+        layer, index = self.weights.layers[-1], len(self.weights.layers) - 1
+        self._multiply(step, self.normed, layer, "query", self.query)
+        kernels.rotate(step, self.query, None, index)
+        kernels.attend(step, self.query, self.key_value, index, self.mixed)
+        self._after_attention(step, layer, self.weights.final_norm, self.final)
+        kernels.multiply(step, self.final, self.weights.heads, self.logits)
 
-    def whole(self, step: Step) -> None:
-        """Both halves, with the same number of rows each."""
-        self.body(step)
-        self.tail(step)
-
-    def _after_attention(self, step: Step, layer: LayerWeights, next_norm: Norm, out: Tensor) -> None:
+    def _after_attention(self, step: Step, layer: LayerWeights, next_norm: NormWeights, out: Tensor) -> None:
         """Output projection, FFN and both residual additions; `out` is the residual stream, normed for what follows."""
         kernels = self.kernels
         self._multiply(step, self.mixed, layer, "output", self.projected)
         kernels.norm(step, self.projected, layer.attention_post_norm, self.residual, layer.ffn_norm, self.normed)
-        if "gate_value" in self._fusable:
-            kernels.multiply_gate(step, self.normed, layer.gate_value, self.gate_value, self.hidden)
-        else:
-            self._multiply(step, self.normed, layer, "gate_value", self.gate_value)
-            kernels.gate(step, self.gate_value, self.hidden)
+        self._multiply(step, self.normed, layer, "gate_value", self.gate_value)
+        kernels.gate(step, self.gate_value, self.hidden)
         self._multiply(step, self.hidden, layer, "ffn_output", self.projected)
         kernels.norm(step, self.projected, layer.ffn_post_norm, self.residual, next_norm, out)
 
@@ -184,12 +96,3 @@ class SplitTrunk:
         self.kernels.multiply(step, x, getattr(layer, name), out)
         if name in layer.biases:
             out[: step.rows] += layer.biases[name]
-
-    def _project(self, step: Step, part: Projected, out: Tensor, index: int) -> None:
-        """Queries, keys and values as attention uses them, rotated."""
-        kernels, layer = self.kernels, self.weights.layers[index]
-        if part in self._fusable:
-            kernels.multiply_rotate(step, self.normed, getattr(layer, part), out, part, index)
-            return
-        self._multiply(step, self.normed, layer, part, out)
-        kernels.rotate(step, *split_part(self.config, part, out), index)

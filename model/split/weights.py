@@ -20,7 +20,7 @@ HEAD_COLUMNS = 32  # a product with an odd number of columns depends on the row'
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class NormWeights:
     """The scale of an RMSNorm, fp32 `[D]`; with a bias it is a LayerNorm's."""
 
     scale: Tensor
@@ -37,16 +37,16 @@ class LayerWeights:
     name.
     """
 
-    attention_norm: Norm
+    attention_norm: NormWeights
     qkv: Tensor | None
     query: Tensor | None
     key_value: Tensor | None
     output: Tensor
-    attention_post_norm: Norm | None
-    ffn_norm: Norm
+    attention_post_norm: NormWeights | None
+    ffn_norm: NormWeights
     gate_value: Tensor
     ffn_output: Tensor
-    ffn_post_norm: Norm | None
+    ffn_post_norm: NormWeights | None
     biases: dict[str, Tensor]
 
 
@@ -77,7 +77,7 @@ class SplitWeights:
 
     layers: tuple[LayerWeights, ...]
     tokens: TokenWeights
-    final_norm: Norm
+    final_norm: NormWeights
     heads: Tensor
     rope: Tensor
     sinusoids: Tensor | None
@@ -117,8 +117,8 @@ def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype = torch.floa
     return tensor.detach().to(device=device, dtype=dtype, copy=True).contiguous()
 
 
-def _norm(norm: RMSNorm | LayerNorm, device: torch.device) -> Norm:
-    return Norm(_moved(norm.scale, device), _moved(norm.bias, device) if isinstance(norm, LayerNorm) else None)
+def _norm(norm: RMSNorm | LayerNorm, device: torch.device) -> NormWeights:
+    return NormWeights(_moved(norm.scale, device), _moved(norm.bias, device) if isinstance(norm, LayerNorm) else None)
 
 
 def _layer(

@@ -1,4 +1,4 @@
-"""What tests of the pages share: the demo's service with its corpus, and a tab of chromium, imported where a test asks for it."""
+"""What these tests share: one service with the demo and its posts, and a tab of chromium on it."""
 
 from __future__ import annotations
 
@@ -8,38 +8,36 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.process import DEMO, ROOT, Server, serving
+from loadtest.server import Server, serving
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    weights = ROOT / "weights"
-    with serving(
-        DEMO, threads=1, retrieval__checkpoint=weights / "demo-towers", retrieval__corpus=weights / "demo-posts"
-    ) as server:
+    """The demo with its towers and posts. No test changes what it serves."""
+    with serving(retrieval=True, threads=1) as server:
         yield server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def client(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as client:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    from tests.e2e.explorer import api, started
+    from tests.e2e.explorer import chromium
 
-    with api.sync_playwright() as playwright, started(playwright) as browser:
+    with chromium() as browser:
         yield browser
 
 
 @pytest.fixture(scope="module")
 def tab(browser: Any, server: Server) -> Iterator[Any]:
+    """A tab that complains of nothing and asks nobody but the service."""
     from tests.e2e.explorer import Explorer
 
-    explorer = Explorer(browser, server.url, viewport={"width": 1440, "height": 900}, reduced_motion="reduce")
-    yield explorer
-    explorer.context.close()
-    assert explorer.complaints == []
-    assert {url for url in explorer.asked if not url.startswith((server.url, "about:", "data:"))} == set()
+    with Explorer(browser, server.url, viewport={"width": 1440, "height": 900}) as explorer:
+        yield explorer
+        assert explorer.complaints == []
+        assert {url for url in explorer.asked if not url.startswith((server.url, "about:", "data:"))} == set()

@@ -1,55 +1,56 @@
-"""One tab of the explorer in Debian's chromium, on the real service with the demo. Not a test itself."""
+"""One tab of the explorer in Debian's chromium (`.ci/debian chromium-headless-shell`). Not a test itself."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.process import DEMO
+from loadtest.server import DEMO
 
-api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
-# The first takes half of the processor time.
 CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
 NEEDED = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: .ci/debian chromium-headless-shell")
-ONE_PROCESS = ("--process-per-site", "--disable-site-isolation-trials")  # for all pages, in place of one for each load
 
 Json = dict[str, Any]
 EXAMPLE: Json = json.loads((DEMO / "example.json").read_text())
 NAMES: Json = json.loads((DEMO / "names.json").read_text())
+WEIGHTS: dict[str, float] = json.loads((DEMO / "manifest.json").read_text())["score_weights"]
 WATCH = """addEventListener('securitypolicyviolation',
   event => console.error('CSP', event.violatedDirective, event.blockedURI))"""
-TOO_WIDE = """() => [...document.querySelectorAll('main *')]
-  .filter(each => each.getBoundingClientRect().right > innerWidth + 1
-    && !each.closest('.chips, .tools, .links, #heat, .detail')).map(each => each.outerHTML)"""
-
-AXE = {  # only violations are described, in a quarter of the time; letters beside a drawn bar and arrows are judged too
+# Text beside a drawn bar is judged too. Of many elements that look alike axe is shown two.
+AXE = {
     "resultTypes": ["violations"],
     "checks": {"color-contrast": {"options": {"ignorePseudo": True, "ignoreUnicode": False}}},
 }
-# Rules whose answer width or colours change; and elements of which two show what all have.
-LOOKS = ["color-contrast", "link-in-text-block", "scrollable-region-focusable", "target-size"]
-ALIKE = ("#events li:nth-child(n+3)", "#candidates li:nth-child(n+3)")
+ALIKE = ["#events li:nth-child(n+3)", "#candidates li:nth-child(n+3)"]
 
 
-def started(playwright: Any) -> Any:
-    """A chromium, to be closed by the caller."""
-    return playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", *ONE_PROCESS])
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """The browser, with one process for all pages."""
+    words = ["--no-sandbox", "--process-per-site", "--disable-site-isolation-trials"]
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=words)
+        yield browser
+        browser.close()
 
 
 class Explorer:
-    """One tab, everything that it complained of, and every address that it asked."""
+    """One tab, everything that it complained of (`complaints`), and every address that it asked (`asked`)."""
 
     def __init__(self, browser: Any, url: str, **options: Any) -> None:
-        self.context = browser.new_context(permissions=["clipboard-read", "clipboard-write"], **options)
+        granted = ["clipboard-read", "clipboard-write"]
+        self.context = browser.new_context(**{"permissions": granted, "reduced_motion": "reduce"} | options)
         self.page = self.context.new_page()
-        self.page.set_default_timeout(15000)
+        self.page.set_default_timeout(30000)
         self.url = url
         self.loads = itertools.count()
         self.complaints: list[str] = []
@@ -61,35 +62,49 @@ class Explorer:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
 
-    def open(self, path: str = "/explore") -> Explorer:
-        """Load it anew: where only what follows `#` differs, a browser loads nothing, so each load has a query of its own."""
-        address, mark, fragment = path.partition("#")
-        self.page.goto(f"{self.url}{address.partition('?')[0]}?{next(self.loads)}{mark}{fragment}")
-        if path.startswith("/explore"):
-            self.page.wait_for_selector("body[data-ranked]")
+    def __enter__(self) -> Explorer:
         return self
 
-    def faults(self, rules: list[str] | None = None, without: Sequence[str] = ALIKE) -> list[Json]:
-        """What axe finds wrong with the page as it is now, by all rules or some, without what is there many times."""
-        if not self.page.evaluate("'axe' in window"):
-            self.page.evaluate(axe.Axe().axe_script)
-        asked = [{"exclude": list(without)}, AXE | ({"runOnly": rules} if rules else {})]
-        found: list[Json] = self.page.evaluate("asked => axe.run(...asked)", asked)["violations"]
-        return found
+    def __exit__(self, *_: object) -> None:
+        self.context.close()
 
-    def of_the_request(self) -> Explorer:
-        """The example of the checkpoint, with its own candidates: where the page begins."""
-        return self.open()
-
-    def of_the_corpus(self) -> Explorer:
-        """The same user, with the posts of the corpus."""
-        return self.open("/explore#story=corpus")
+    def open(self, fragment: str = "") -> Explorer:
+        """Load the page anew, and wait for its ranking. Each load has a query of its own: a browser loads nothing where only what
+        follows `#` differs."""
+        self.page.goto(f"{self.url}/explore?{next(self.loads)}#{fragment}")
+        self.page.wait_for_selector("body[data-ranked]")
+        return self
 
     def settle(self, act: Callable[[], Any]) -> None:
         """Do it, and wait for the ranking that follows."""
         before = self.page.evaluate("document.body.dataset.ranked")
         act()
         self.page.wait_for_function("before => document.body.dataset.ranked !== before", arg=before)
+
+    def click(self, name: str, **options: Any) -> None:
+        """Press the button with this name, and wait for the ranking that follows."""
+        self.settle(lambda: self.page.get_by_role("button", name=name, **options).first.click())
+
+    def forget(self, event: int = 0) -> None:
+        """Remove an event, counted from the newest, and wait for the ranking that follows."""
+        self.settle(lambda: self.page.locator("#events .remove").nth(event).click())
+
+    def why(self, post: str | None = None) -> None:
+        """Open the reasons of a post, else of the first one."""
+        row = self.page.locator(f'.list li[data-post="{post}"]' if post else ".list li").first
+        row.get_by_role("button", name="Why").click()
+        row.locator(".reasons").wait_for()
+
+    def paste(self, request: Json | str) -> None:
+        """Put a request in the place of what stands there."""
+        self.page.get_by_role("button", name="Request…").click()
+        self.page.locator("#text").fill(request if isinstance(request, str) else json.dumps(request))
+        self.page.locator("#use").click()
+
+    def copied(self, button: str) -> str:
+        """What a button puts on the clipboard."""
+        self.page.locator(button).click()
+        return str(self.page.evaluate("navigator.clipboard.readText()"))
 
     def shown(self, side: int = 0) -> list[tuple[str, int, float]]:
         """Post, rank and score of each row, from the top."""
@@ -105,9 +120,22 @@ class Explorer:
         self.page.get_by_role("button", name="Cancel").click()
         return body
 
+    def refusals(self, status: int) -> None:
+        """Take it that the browser complained of replies with this status, and of nothing else."""
+        assert self.complaints
+        assert all(str(status) in each for each in self.complaints)
+        self.complaints.clear()
+
+    def faults(self) -> list[Json]:
+        """What axe finds wrong with the page as it is now."""
+        if not self.page.evaluate("'axe' in window"):
+            self.page.evaluate(axe.Axe().axe_script)
+        found: list[Json] = self.page.evaluate("asked => axe.run(...asked)", [{"exclude": ALIKE}, AXE])["violations"]
+        return found
+
 
 def ranked(client: httpx.Client, request: Json) -> list[tuple[str, int, float]]:
     """What /rank says, as the page shows it."""
     reply = client.post("/rank", json=request).raise_for_status().json()
-    found = [(each["post_id"], each["rank"], each["score"]) for each in reply["candidates"]]
+    found = [(str(each["post_id"]), each["rank"], each["score"]) for each in reply["candidates"]]
     return sorted(found, key=lambda each: each[1])

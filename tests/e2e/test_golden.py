@@ -1,10 +1,8 @@
-"""The published implementation's numbers through import, `python -m app` and POST /rank, in every shape a request may have."""
+"""The published implementation's numbers, through import, the service and POST /rank, in every form that a request may have."""
 
 from __future__ import annotations
 
-import copy
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,67 +11,61 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from app.assembly import build_app
+from app.main import create_app
 from app.settings import Settings
-from loadtest.fuzz.bodies import in_arrays
+from loadtest.server import serving, wait_until
 from tests import goldens
-from tests.e2e.process import serving
+from tests.support.asgi import ADDRESS
+from tests.support.bodies import in_columns
 
-PROBABILITIES = 1e-5  # 2e-6 was measured; a logit tolerance of 2e-4 alone would allow 5e-5
+pytestmark = pytest.mark.slow
+
+PROBABILITIES = 1e-5  # 2e-6 was measured; a tolerance of 2e-4 for logits would allow 5e-5
 DWELL_SCALE_SECONDS = 30.0
 OUTPUTS = {"sequential": "logits_fp32", "shared": "logits_alone_fp32"}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    out = tmp_path_factory.mktemp("e2e")
+    out = tmp_path_factory.mktemp("golden")
     return {name: goldens.imported(name, out / name) for name in goldens.NAMES}
 
 
 @pytest.fixture(scope="module", params=[(name, mode) for name in goldens.NAMES for mode in OUTPUTS], ids="-".join)
-def golden(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterator[tuple[str, str, httpx.Client]]:
-    """A client of a server of one golden: a real process for one of them, the same application in this process for the others."""
+def golden(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterator[tuple[str, str, Any]]:
+    """Name, mode, and a client of the service: a process for one golden, the application in this process for the others."""
     name, mode = request.param
+    options: dict[str, Any] = {"dtype": "float32", "candidate_positions": mode, "threads": 1}
     if name == "phoenix-mini":
-        with (
-            serving(checkpoints[name], dtype="float32", candidate_positions=mode, threads=1) as server,
-            httpx.Client(base_url=server.url, timeout=30) as client,
-        ):
-            yield name, mode, client
+        with serving(checkpoints[name], **options) as server:
+            yield name, mode, httpx.Client(base_url=server.url, timeout=60)
     else:
-        settings = Settings(checkpoint=checkpoints[name], dtype="float32", candidate_positions=mode)
-        with TestClient(build_app(settings)) as client:
-            wait_ready(client)
+        app = create_app(Settings(checkpoint=checkpoints[name], **options))
+        with TestClient(app, base_url=ADDRESS) as client:
+            wait_until(lambda: client.get("/readyz").status_code == 200, 120)
             yield name, mode, client
-
-
-def wait_ready(client: httpx.Client) -> None:
-    for _ in range(600):
-        if client.get("/readyz").status_code == 200:
-            return
-        time.sleep(0.05)
-    raise AssertionError(client.get("/readyz").text)
 
 
 def as_text(body: dict[str, Any]) -> dict[str, Any]:
-    """All ids as decimal strings."""
-    body = copy.deepcopy(body) | {"user_id": str(body["user_id"])}
-    for item in (*body["history"], *body["candidates"]):
-        item |= {"post_id": str(item["post_id"]), "author_id": str(item["author_id"])}
-    return body
+    """The same with all ids as decimal strings."""
+
+    def texts(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [item | {"post_id": str(item["post_id"]), "author_id": str(item["author_id"])} for item in items]
+
+    parts = {name: texts(body[name]) for name in ("history", "candidates")}
+    return body | parts | {"user_id": str(body["user_id"])}
 
 
 def columnar(body: dict[str, Any]) -> dict[str, Any]:
     empty: dict[str, list[Any]] = {"post_id": [], "author_id": []}
-    history = in_arrays(body["history"]) if body["history"] else empty
-    return body | {"history": history, "candidates": in_arrays(body["candidates"])}
+    return body | {name: in_columns(body[name]) or empty for name in ("history", "candidates")}
 
 
-FORMS = {
+FORMS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "objects": lambda body: body,
-    "arrays": columnar,
+    "columns": columnar,
     "text ids": as_text,
-    "text ids in arrays": lambda body: columnar(as_text(body)),
+    "text ids in columns": lambda body: columnar(as_text(body)),
 }
 
 
@@ -81,22 +73,21 @@ def sigmoid(logits: Any) -> Any:
     return 1 / (1 + np.exp(-logits.astype(np.float64)))
 
 
-def test_rank_equals_the_published_pipeline(golden: tuple[str, str, httpx.Client]) -> None:
+def test_rank_equals_the_published_pipeline(golden: tuple[str, str, Any]) -> None:
     name, mode, client = golden
     expected = goldens.expected(name)
     for index, body in enumerate(goldens.requests(name)):
-        replies = {form: client.post("/rank", json=shape(body)) for form, shape in FORMS.items()}
-        assert [reply.status_code for reply in replies.values()] == [200] * len(FORMS)
-        rows = replies["objects"].json()["candidates"]
+        replies = [client.post("/rank", json=form(body)) for form in FORMS.values()]
+        assert [reply.status_code for reply in replies] == [200] * len(FORMS)
+        rows = replies[0].json()["candidates"]
         probabilities = np.array([row["probabilities"] for row in rows])
-        wanted = sigmoid(expected[f"{index}/{OUTPUTS[mode]}"])
-        assert np.abs(probabilities - wanted).max() <= PROBABILITIES
+        assert np.abs(probabilities - sigmoid(expected[f"{index}/{OUTPUTS[mode]}"])).max() <= PROBABILITIES
         assert [row["post_id"] for row in rows] == [candidate["post_id"] for candidate in body["candidates"]]
         if mode == "sequential" and f"{index}/continuous_fp32" in expected:
             dwell = np.array([row["continuous"]["dwell_time"] for row in rows]) / DWELL_SCALE_SECONDS
             assert np.abs(dwell - expected[f"{index}/continuous_fp32"][:, 1]).max() <= 1e-4
-        for reply in replies.values():
-            assert numbers(reply.json()["candidates"]) == numbers(rows)  # the same bits
+        for reply in replies:
+            assert numbers(reply.json()["candidates"]) == numbers(rows), "the same bits"
 
 
 def numbers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -104,6 +95,7 @@ def numbers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_the_two_modes_are_told_apart() -> None:
+    """A service that ignored the mode would fail above."""
     expected = goldens.expected("phoenix-mini")
     apart = np.abs(sigmoid(expected["2/logits_fp32"]) - sigmoid(expected["2/logits_alone_fp32"])).max()
-    assert apart > 100 * PROBABILITIES  # a server that ignored the mode would fail above
+    assert apart > 100 * PROBABILITIES

@@ -1,6 +1,8 @@
-"""The scores of a log, offline, are the replies of a real server to the same requests with the same events, bit for bit."""
+"""The scores of a log, offline, are the replies of the service to the same requests with the same events, bit for bit."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import httpx
 import numpy as np
@@ -8,34 +10,42 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
+from loadtest.server import DEMO
 from model.create import EngineOptions
-from tests.e2e.process import DEMO, serving
 from tests.weights.scoring.test_scorer import as_table
 from tests.weights.training.small_run import WORLD
 from weights.checkpoint import load_checkpoint
 from weights.scoring.scorer import Scorer
-from weights.evaluate.compare import request_body
+from weights.training.example import request_body
 from weights.training.examples import Examples
 from weights.training.log import log_of
 from weights.world.simulate import simulate
 
 
-def test_offline_and_online_give_the_same_bits() -> None:
+def exact(examples: Examples, index: int) -> dict[str, Any]:
+    """The body of a request of the log, with dwell times as the log has them, where examples for people round them."""
+    body, rows = request_body(examples, index), range(examples.oldest[index], examples.last[index])
+    for event, row in zip(body["history"], rows, strict=True):
+        event["dwell_time"] = float(examples.events.dwell_seconds[row])
+    return body | {"reply": "columns"}
+
+
+@pytest.mark.slow
+def test_offline_and_online_give_the_same_bits(client: httpx.Client) -> None:
     table = as_table(simulate(WORLD))
     scorer = Scorer(load_checkpoint(DEMO), EngineOptions(threads=1))
     examples, scored = Examples(log_of(table, "log"), scorer.manifest.config), scorer.score_table(table)
     scorer.close()
     offline = {name: scored[name].to_numpy() for name in scored.schema.names}
     compared = 0
-    with serving(DEMO, threads=1) as server, httpx.Client(base_url=server.url) as client:
-        for index in range(0, len(examples), 41):
-            rows = examples.rows(index)
-            reply = client.post("/rank", json=request_body(examples, index) | {"reply": "columns"}).json()["candidates"]
-            probabilities, score = np.array(reply["probabilities"], np.float32), np.array(reply["score"])
-            order = np.lexsort((score, np.array(reply["post_id"], np.uint64)))  # the reply has the best first
-            rows = rows[np.lexsort((offline["score"][rows], offline["post_id"][rows]))]  # one may be shown twice
-            assert score[order].tobytes() == offline["score"][rows].tobytes()
-            for column, name in enumerate(scorer.manifest.action_names):
-                assert probabilities[order, column].tobytes() == offline[f"p.{name}"][rows].tobytes()
-            compared += len(rows)
+    for index in range(0, len(examples), 41):
+        rows = examples.rows(index)
+        reply = client.post("/rank", json=exact(examples, index)).json()["candidates"]
+        probabilities, score = np.array(reply["probabilities"], np.float32), np.array(reply["score"])
+        order = np.lexsort((score, np.array(reply["post_id"], np.uint64)))
+        rows = rows[np.lexsort((offline["score"][rows], offline["post_id"][rows]))]  # one post may be shown twice
+        assert score[order].tobytes() == offline["score"][rows].tobytes()
+        for column, name in enumerate(scorer.manifest.action_names):
+            assert probabilities[order, column].tobytes() == offline[f"p.{name}"][rows].tobytes()
+        compared += len(rows)
     assert compared > 200

@@ -1,56 +1,22 @@
-"""Watched towers and corpus: a real process follows links that are renamed over the old ones, and refuses what is broken."""
+"""A service that watches its directories: it follows links that are renamed over the old ones, and refuses what is broken."""
 
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import httpx
-import numpy as np
 import pytest
 
-from loadtest.servers.launch import Server
-from loadtest.soak.corpora import USERS, Oracle, search_request
-from tests.e2e.process import DEMO, serving
+from loadtest.server import DEMO, Server, example, serving, wait_until
+from tests.support import corpora
+from weights.actions import STANDARD_ACTIONS
+from weights.checkpoint import load_checkpoint, save_checkpoint
 
-LOOK_SECONDS = 0.05
-CHANGE_SECONDS = 60.0
-JSON = {"content-type": "application/json"}
-
-
-class Watched:
-    """A server that watches the links `towers` and `posts` of a directory, and the corpora that they may lead to."""
-
-    def __init__(self, root: Path, server: Server, oracles: dict[str, Oracle]) -> None:
-        self.root = root
-        self.server = server
-        self.oracles = oracles
-        self.client = httpx.Client(base_url=server.url, timeout=30)
-
-    def served(self) -> str:
-        """The version of towers and corpus in /info."""
-        retrieval = self.client.get("/info").json()["retrieval"]
-        assert retrieval["model"]["version"] == retrieval["corpus"]["version"]
-        version: str = retrieval["corpus"]["version"]
-        return version
-
-    def refusals(self) -> list[str]:
-        """Why reloads were refused."""
-        return [line["reason"] for line in self.server.lines if line["event"] == "reload_failed"]
-
-    def answers_as(self, name: str) -> bool:
-        """Whether every user gets this corpus's posts, order and bits, and is told its version."""
-        expected = [self.oracles[name].expected(user, 0) for user in range(USERS)]
-        return [self._answer(user, name) for user in range(USERS)] == expected
-
-    def _answer(self, user: int, name: str) -> tuple[list[int], bytes]:
-        body = search_request(user, "/retrieve").partition(b"\r\n\r\n")[2]
-        found = self.client.post("/retrieve", content=body, headers=JSON).raise_for_status().json()
-        assert (found["model"]["version"], found["corpus"]["version"]) == (name, name)
-        scores = np.array([post["score"] for post in found["posts"]], np.float32)
-        return [int(post["post_id"]) for post in found["posts"]], scores.tobytes()
+pytestmark = pytest.mark.slow
+SECONDS = 120.0
 
 
 def point(link: Path, place: Path) -> None:
@@ -60,56 +26,94 @@ def point(link: Path, place: Path) -> None:
     fresh.rename(link)
 
 
-def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + CHANGE_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(LOOK_SECONDS)
+@dataclass
+class Watched:
+    """A service that watches the links `towers` and `posts` of `root`; the directories that they may lead to, by version."""
+
+    root: Path
+    server: Server
+    directories: dict[str, tuple[Path, Path]]
+    answers: dict[str, Any] = field(default_factory=dict)
+
+    def version(self) -> str:
+        retrieval = self.server.get("/info").json()["retrieval"]
+        assert retrieval["model"]["version"] == retrieval["corpus"]["version"]
+        version: str = retrieval["corpus"]["version"]
+        return version
+
+    def refusals(self) -> list[str]:
+        """Why reloads were refused."""
+        return [line["reason"] for line in self.server.log_lines if line["event"] == "reload_failed"]
+
+    def answers_as(self, version: str) -> bool:
+        """Whether replies name this version, and are those of the first time that it served."""
+        replies = [self.server.post("/retrieve", {"user_id": user, "k": 50}) for user in range(1, 6)]
+        found = [reply.raise_for_status().json() for reply in replies]
+        assert {(each["model"]["version"], each["corpus"]["version"]) for each in found} == {(version, version)}
+        posts = [each["posts"] for each in found]
+        return bool(self.answers.setdefault(version, posts) == posts)
 
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     root = tmp_path_factory.mktemp("watched")
-    oracles = {name: Oracle(name, root, number) for number, name in enumerate("ab")}
-    point(root / "towers", oracles["a"].towers)
-    point(root / "posts", oracles["a"].corpus)
-    links = {
-        "retrieval__checkpoint": str(root / "towers"),
-        "retrieval__corpus": str(root / "posts"),
-    }  # not where they lead
-    with serving(DEMO, threads=1, reload__watch_seconds=LOOK_SECONDS, **links) as server:
-        watched = Watched(root, server, oracles)
-        yield watched
-        watched.client.close()
+    both = {name: corpora.written(root, seed, name, actions=STANDARD_ACTIONS) for seed, name in enumerate(("a", "b"))}
+    links = root / "towers", root / "posts"
+    for link, place in zip(links, both["a"], strict=True):
+        point(link, place)
+    settings: dict[str, Any] = {"retrieval__checkpoint": links[0], "retrieval__corpus": links[1]}
+    with serving(threads=1, reload__watch_seconds=0.05, **settings) as server:
+        yield Watched(root, server, both)
 
 
-def test_a_corpus_beside_is_served_once_both_links_lead_there(watched: Watched) -> None:
-    """With the corpus alone it is refused: other towers made it."""
-    other = watched.oracles["b"]
+def test_towers_and_posts_are_served_once_both_links_lead_there(watched: Watched) -> None:
+    towers, posts = watched.directories["b"]
     assert watched.answers_as("a")
-    point(watched.root / "posts", other.corpus)
-    until(watched.refusals)
+    point(watched.root / "posts", posts)
+    wait_until(watched.refusals, SECONDS, watched.server)
     assert "were made by towers b" in watched.refusals()[-1]
-    assert watched.served() == "a"
+    assert watched.version() == "a"
     assert watched.answers_as("a")
-    point(watched.root / "towers", other.towers)
-    until(lambda: watched.served() == "b")
+    point(watched.root / "towers", towers)
+    wait_until(lambda: watched.version() == "b", SECONDS, watched.server)
     assert watched.answers_as("b")
-    assert len(watched.refusals()) == 1
+    assert watched.answers["a"] != watched.answers["b"]
+    assert len(watched.refusals()) == 1, "what was refused is not tried again"
 
 
-def test_a_damaged_corpus_is_refused_with_its_file_and_the_next_one_is_served(watched: Watched) -> None:
-    first = watched.oracles["a"]
-    assert watched.served() == "b"
-    damaged = shutil.copytree(first.corpus, watched.root / "damaged")
+def test_damaged_posts_are_refused_with_their_file_and_the_next_ones_are_served(watched: Watched) -> None:
+    towers, posts = watched.directories["a"]
+    assert watched.version() == "b"
+    damaged = shutil.copytree(posts, watched.root / "damaged")
     vectors = bytearray((damaged / "vectors.safetensors").read_bytes())
     vectors[-1] ^= 1
     (damaged / "vectors.safetensors").write_bytes(vectors)
     point(watched.root / "posts", damaged)
-    point(watched.root / "towers", first.towers)
-    until(lambda: "vectors.safetensors" in watched.refusals()[-1])
-    assert watched.served() == "b"
+    point(watched.root / "towers", towers)
+    wait_until(lambda: "vectors.safetensors" in watched.refusals()[-1], SECONDS, watched.server)
     assert watched.answers_as("b")
-    point(watched.root / "posts", first.corpus)
-    until(lambda: watched.served() == "a")
+    point(watched.root / "posts", posts)
+    wait_until(lambda: watched.version() == "a", SECONDS, watched.server)
     assert watched.answers_as("a")
+
+
+def test_after_a_new_checkpoint_requests_speak_its_words(tmp_path: Path) -> None:
+    """The directory itself is replaced, by a checkpoint that names its actions otherwise."""
+    place, fresh = tmp_path / "served", tmp_path / "fresh"
+    shutil.copytree(DEMO, place)
+    demo = load_checkpoint(DEMO)
+    names = [f"action_{number}" for number in range(len(demo.manifest.action_names))]
+    save_checkpoint(
+        fresh, demo.ranker, name="other", version="v2", action_names=names, continuous=demo.manifest.continuous
+    )
+
+    def body(action: str) -> dict[str, Any]:
+        return {**example(), "weights": {action: 1.0}, "history": []}
+
+    with serving(place, threads=1, reload__watch_seconds=0.05) as server:
+        assert [server.post("/rank", body(word)).status_code for word in ("favorite", "action_0")] == [200, 422]
+        place.rename(tmp_path / "old")
+        fresh.rename(place)
+        wait_until(lambda: server.get("/info").json()["model"]["name"] == "other", SECONDS, server)
+        assert [server.post("/rank", body(word)).status_code for word in ("favorite", "action_0")] == [422, 200]
+        assert server.post("/rank", body("action_0")).json()["actions"] == names

@@ -182,7 +182,6 @@ def test_bf16_tables_are_read_as_they_are(build: Build) -> None:
     ("build", "compositions", "drawn"),
     [
         (native, 150, {"pool": 24}), (narrow, 60, {"pool": 24}), (split, 20, {"users": 3, "growth": (0, 2, 31, 63), "pool": 4}),
-        pytest.param(native, 1000, {}, marks=pytest.mark.long), pytest.param(narrow, 300, {}, marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_no_bit_depends_on_the_batch(build: Build, dtype: torch.dtype, compositions: int, drawn: Any) -> None:

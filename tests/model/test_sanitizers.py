@@ -19,7 +19,7 @@ from model.native.engine import NativeEngine
 from model.native.kernel import Kernel
 from model.presets import with_preset
 from model.synthetic import random_ranker
-from tests.sanitized import AS_IT_IS, ROOT, Plant, run_sanitized
+from tests.model.sanitized import AS_IT_IS, ROOT, Plant, run_sanitized
 
 SOURCE = ROOT / "model/native/kernel.cpp"
 COMPOSITIONS = 5

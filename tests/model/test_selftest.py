@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from model.dense import DenseEngine
+from model.batch import collate
+from model.dense import DenseEngine, forward_on
 from model.engine import EngineError, Item, Outcome
 from model.native.engine import NativeEngine
 from model.selftest import Definition, check_isolation
 from model.tolerances import PARITY
-from tests.model.builders import random_config, random_ranker
+from tests.model.builders import random_config, random_ranker, random_request
 
 
 class Asked(DenseEngine):
@@ -31,12 +32,11 @@ class Asked(DenseEngine):
         return outcomes
 
 
-def test_an_engine_is_compared_with_the_definition_on_a_long_request_and_on_one_without_history() -> None:
-    for length, history in ((37, 37), (90, 70)):
-        ranker = random_ranker(random_config(history_length=length))
-        definition, engine = Definition(ranker), Asked(ranker, torch.float32)
-        assert definition.check(engine) == 0
-        assert engine.sizes == [(history, 9), (0, 1)]
+def test_an_engine_is_compared_with_the_definition_on_the_longest_request_and_on_one_without_history() -> None:
+    ranker = random_ranker(random_config(history_length=90))
+    definition, engine = Definition(ranker), Asked(ranker, torch.float32)
+    assert definition.check(engine) < 1e-5
+    assert engine.sizes == [(90, 100), (0, 1)]
     allowed = PARITY[torch.float32].logits
     engine.off = 0.5 * allowed
     assert 0.4 * allowed < definition.check(engine) < 0.6 * allowed
@@ -46,18 +46,34 @@ def test_an_engine_is_compared_with_the_definition_on_a_long_request_and_on_one_
             definition.check(engine)
 
 
-def test_in_a_narrower_dtype_an_engine_may_differ_by_twice_what_the_definition_loses_there() -> None:
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 50), (torch.float32, 1000)])
+def test_an_engine_may_also_differ_by_twice_what_the_definition_loses_in_its_dtype(
+    dtype: torch.dtype, factor: float
+) -> None:
     ranker = random_ranker(random_config())
     with torch.no_grad():
-        ranker.heads.actions.weight.mul_(50)  # large logits lose more than the tolerance
-    definition, engine = Definition(ranker), Asked(ranker, torch.bfloat16)
-    worst, narrow = definition.check(engine), PARITY[torch.bfloat16].logits
-    assert worst > narrow
+        ranker.heads.actions.weight.mul_(factor)  # large logits lose more than the tolerance
+    definition, engine = Definition(ranker), Asked(ranker, dtype)
+    worst, fixed = definition.check(engine), PARITY[dtype].logits
+    assert worst > fixed
     engine.off = worst
     definition.check(engine)
-    engine.off = 4 * worst + narrow
+    engine.off = 4 * worst + fixed
     with pytest.raises(EngineError, match="logits differ"):
         definition.check(engine)
+
+
+def test_the_definition_is_computed_where_it_is_asked_for() -> None:
+    """A layer at a time, so that neither the tables nor all layers need room there."""
+    ranker = random_ranker(random_config(layers=3))
+    context, candidates = random_request(ranker.config, 20, 5)
+    batch = collate([(context, candidates)], ranker.config)
+    logits, continuous = forward_on(ranker, batch, torch.float32, torch.device("meta"))
+    assert logits.is_meta
+    assert continuous.shape == (1, 5, 3)
+    assert not any(parameter.is_meta for parameter in ranker.parameters())
+    here = forward_on(ranker, batch, torch.float32, torch.device("cpu"))
+    assert torch.equal(here[0], ranker(batch)[0])
 
 
 class Swayed(NativeEngine):

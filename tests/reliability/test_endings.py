@@ -1,83 +1,153 @@
-"""The short form of the rows that ask what is lost, in a process of their own: swaps, endings, vanishing clients, broken requests.
-
-No limit in milliseconds is asserted here, where others share the machine; `make soak` asserts them.
-"""
+"""Ends of a process and changes of its model under load: nothing that was accepted is lost or answered with another's scores."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
 import signal
-from collections.abc import Callable, Sequence
+import time
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+from safetensors.numpy import load_file
 
-from loadtest.matrix import Row
-from loadtest.soak import endings, hostile, lines, protocol, reloads
-from tests.reliability.live import all_ok
+from loadtest.server import DEMO, Server, example, free_port, serving, wait_until
+from tests.support.clients import callers
+from weights.checkpoint import load_checkpoint, save_checkpoint
 
-pytestmark = pytest.mark.timeout(180)
-SOON = {"queue__stall_seconds": 1.0}
-
-
-@pytest.fixture(autouse=True)
-def stuck_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is stuck is ended sooner than by default."""
-    monkeypatch.setattr(endings, "STALL_EXIT_SECONDS", 2.0)
+pytestmark = pytest.mark.slow
+TOKEN = "a token of this test"
 
 
-HOLDS: dict[str, Callable[[], Row | Sequence[Row]]] = {
-    "F1, C2 swaps under load drop nothing and cross nothing, with and without fronts": lambda: reloads.swaps(
-        0.6, payload_count=10, fronts=(0, 2)
-    ),
-    "C2 scores are not crossed": lambda: reloads.crossing(0.7),
-    "F3 sigterm loses nothing and exits 0": lambda: endings.terminations(2),
-    "F5 a stuck engine is seen, answered and ended": lambda: endings.stuck(1, **SOON),
-    "F5 a stuck search is seen, answered and ended": lambda: endings.stuck_search(1, **SOON),
-    "F5 a search that hangs the loop ends the process": lambda: endings.stuck_loop(1),
-    "F6 the innocent get their scores, and a lost device ends the process": lambda: endings.raising(100),
-    "F7 clients may vanish": lambda: endings.vanishing(150),
-    "B5 no broken request brings a second reply": lambda: protocol.protocol(0.2),
-    "B8 whatever is sent is one line of JSON": lambda: lines.lines(0.5),
-}
+def body(user: int) -> bytes:
+    return json.dumps(example(16) | {"user_id": user % 50}).encode()
 
 
-@pytest.mark.parametrize("row", HOLDS)
-def test_a_row_holds(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endings, "LATE_EXIT_SECONDS", 30.0)  # a busy machine may end a process late
-    found = HOLDS[row]()
-    all_ok([found] if isinstance(found, Row) else found)
+def test_sigterm_under_load_loses_nothing_and_ends_with_0(duration: float) -> None:
+    for _ in range(max(1, int(duration / 3))):
+        with serving(drain__delay_seconds=1) as server:
+            with callers(server, body, 8) as replies:
+                time.sleep(0.5)
+                server.signal(signal.SIGTERM)
+                time.sleep(0.3)
+                assert server.get("/readyz").status_code == 503  # told at once
+                assert server.wait() == 0
+                answered = len(replies.all)
+            assert {status for status, *_ in replies.all} <= {200, 503}
+            assert answered > 20
 
 
-RED: dict[str, Callable[[], Row]] = {
-    "C2 where scores are crossed": lambda: reloads.crossing(0.7, "--cross"),
-    "F4 where the process stops answering": lambda: endings.kills(1, signal.SIGSTOP),
-    "F5 where nobody watches the stuck search": lambda: endings.stuck_search(
-        1, **SOON, queue__stall_exit_seconds=3600, drain__timeout_seconds=1
-    ),
-    "F5 where nobody watches the loop": lambda: endings.stuck_loop(1, "--no-loop-watch"),
-    "B5 with the stock protocol": lambda: protocol.protocol(0.2, "--stock-protocol"),
-    "B8 where lines are written for people": lambda: lines.lines(0.2, "console"),
-}
+def test_a_second_signal_ends_at_once() -> None:
+    with serving(drain__delay_seconds=30) as server:
+        server.signal(signal.SIGTERM)
+        time.sleep(0.5)
+        began = time.monotonic()
+        server.signal(signal.SIGTERM)
+        server.wait(10)
+        assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize("control", RED)
-def test_a_row_is_red(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "CLOSE_SECONDS", 0.5)
-    monkeypatch.setattr(endings, "LATE_EXIT_SECONDS", 1.0)
-    row = RED[control]()
-    assert row.failed
-    assert row.figure > 0 or not control.startswith("B5"), "second replies"
+def test_after_kill_9_it_serves_again_on_the_same_port() -> None:
+    port = free_port()
+    with serving(port=port) as first:
+        first.process.kill()
+        first.process.wait(10)
+    with serving(port=port) as second:
+        assert second.post("/rank", example()).status_code == 200
 
 
-def test_f3_is_red_when_the_end_comes_at_once() -> None:
-    assert not endings.terminations(1, signals=2).ok
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints whose scores differ, below one folder."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    shutil.copytree(DEMO, folder / "one", ignore=shutil.ignore_patterns("report"))
+    found = load_checkpoint(DEMO)
+    manifest = found.manifest
+    for parameter in found.ranker.parameters():
+        parameter.data.mul_(0.9)
+    labels = {
+        "action_names": manifest.action_names,
+        "continuous": manifest.continuous,
+        "score_weights": manifest.score_weights,
+    }
+    save_checkpoint(folder / "two", found.ranker, name="two", version="two", **labels)
+    return folder
 
 
-def test_f4_kill_hangs_nobody() -> None:
-    assert not endings.kills(1).failed
+def admin(**settings: Any) -> dict[str, Any]:
+    return {"admin__port": free_port(), "admin__token_sha256": hashlib.sha256(TOKEN.encode()).hexdigest()} | settings
 
 
-@pytest.mark.parametrize("kind", hostile.KINDS)
-def test_b11_sigterm_under_hostile_clients_exits_0_in_time(kind: str) -> None:
-    row = hostile.terminations([kind], connections__header_seconds=3)  # none is cut off before the signal
-    assert not row.failed, row
-    assert row.figure < 2 * hostile.END_SECONDS  # the last second is the long form's
+def reload(port: int, checkpoint: str) -> httpx.Response:
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    return httpx.post(
+        f"http://127.0.0.1:{port}/admin/reload", json={"checkpoint": checkpoint}, headers=headers, timeout=60
+    )
+
+
+def scores_of(server: Server, user: int) -> list[float]:
+    return [each["score"] for each in server.post("/rank", body(user)).json()["candidates"]]
+
+
+def test_a_reload_under_load_loses_no_request_and_mixes_no_versions(root: Path, duration: float) -> None:
+    settings = admin(admin__root=root)
+    with serving(root / "one", **settings) as server:
+        known: dict[str, list[list[float]]] = {}
+        for name in ("two", "one"):
+            assert reload(settings["admin__port"], name).status_code == 200
+            version = server.get("/info").json()["model"]["version"]
+            known[version] = [scores_of(server, user) for user in range(50)]
+        assert len(known) == 2
+
+        def next_body(turn: int) -> bytes:
+            return body(turn)
+
+        with callers(server, next_body, 8) as replies:
+            until = time.monotonic() + duration
+            while time.monotonic() < until:
+                for name in ("two", "one"):
+                    assert reload(settings["admin__port"], name).status_code == 200
+        assert replies.broken == 0
+        assert {status for status, *_ in replies.all} == {200}
+        right = {version: {tuple(scores) for scores in lists} for version, lists in known.items()}
+        for _, _, content in replies.all:
+            reply = json.loads(content)
+            assert tuple(each["score"] for each in reply["candidates"]) in right[reply["model"]["version"]]
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_old_one_serves_on(root: Path) -> None:
+    broken = root / "broken"
+    shutil.rmtree(broken, ignore_errors=True)
+    shutil.copytree(root / "two", broken)
+    file = next(path for path in broken.glob("*.safetensors") if load_file(path))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    settings = admin(admin__root=root)
+    with serving(root / "one", **settings) as server:
+        reply = reload(settings["admin__port"], "broken")
+        assert (reply.status_code, reply.json()["code"]) == (422, "checkpoint_refused")
+        assert file.name in reply.json()["detail"]
+        assert server.post("/rank", example()).status_code == 200
+        assert server.metric('ranker_reloads_total{result="failure"}') == 1
+
+
+def test_callers_that_vanish_leave_nothing_behind() -> None:
+    with serving() as server:
+        for _ in range(200):
+            with server.connect() as sock:
+                sent = body(1)
+                head = (
+                    b"POST /rank HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+                    % len(sent)
+                )
+                sock.sendall(head + sent)
+        wait_until(
+            lambda: server.metric("ranker_queue_requests") == 0 and server.metric("ranker_queue_candidates") == 0
+        )
+        assert server.post("/rank", example()).status_code == 200
+        threads = server.status_field("Threads")
+        assert threads < 40

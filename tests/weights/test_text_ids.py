@@ -25,7 +25,7 @@ def test_an_id_is_xxh64_of_its_bytes() -> None:
 
 
 def test_the_page_tells_vectors() -> None:
-    rows = re.findall(r"^\| `(.+)` \| (\d{18,20}) \|$", (ROOT / "docs/weights.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(.+)` \| (\d{18,20}) \|$", (ROOT / "docs/models.md").read_text(), re.MULTILINE)
     assert {text: int(number) for text, number in rows}.items() <= VECTORS.items()
     assert len(rows) == 3
 

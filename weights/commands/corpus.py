@@ -1,4 +1,4 @@
-"""The commands `corpus import | build | verify | inspect`."""
+"""The commands `corpus import | build | verify | snapshot | convert | inspect`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ from weights.commands.console import (
     say,
     show_manifest,
 )
+from weights.corpus.changes import read_changes
+from weights.corpus.convert import convert as convert_log
 from weights.corpus.importer import Posts, PostsFile, check_corpus, check_texts, make_corpus
-from weights.corpus.store import CorpusLabels, load_corpus, load_corpus_manifest, publish
+from weights.corpus.snapshot import write_snapshot
+from weights.corpus.store import CorpusLabels, load_corpus, load_corpus_manifest
 from weights.errors import CheckpointError
 from weights.text_ids import IdKind
 
@@ -116,38 +119,56 @@ def verify(
         Path | None, typer.Option(help="A retrieval checkpoint: encode every post anew and compare.")
     ] = None,
 ) -> None:
-    """Read every byte and check the manifest, digests and vector lengths. Prints one sentence and exits with 1 if refused."""
+    """Read every byte and check the manifest, digests, vector lengths and changes. Prints one sentence and exits with 1 if refused."""
     started = time.perf_counter()
     with refusals(), progress_bar() as bar:
         towers = load_encoder(encoder) if encoder else None
         stored = load_corpus(directory, towers.manifest if towers else None)
         check_texts(stored)
+        change = read_changes(directory, stored.manifest)
         if towers:
             check_corpus(stored, towers, partial(bar, "Encoding"))
     corpus, manifest = stored.corpus, stored.manifest
     say(
         f"{directory} is valid: {manifest.name} {manifest.version}, digest {manifest.digest}, {len(corpus)} posts, of which "
-        f"{int(corpus.hidden.sum())} are hidden ({corpus.duplicates} duplicates); {time.perf_counter() - started:.2f} s"
+        f"{int(corpus.hidden.sum())} are hidden ({corpus.duplicates} duplicates); since then {len(change.posts)} were added or replaced "
+        f"and {len(change.delete)} deleted; {time.perf_counter() - started:.2f} s"
     )
 
 
 @app.command()
 def snapshot(
     directory: Directory,
-    out: Annotated[Path, typer.Option(help="Where snapshots are kept, each named NAME@SEQUENCE.")],
+    out: Annotated[Path, typer.Option(help="Where to write it; nothing may be there.")],
 ) -> None:
-    """Copy the corpus as its last compaction wrote it, for new replicas to start from. A service may change the corpus meanwhile."""
+    """Write a corpus with its changes as a new one, for a new replica to start from. A service may change the corpus meanwhile."""
     with refusals():
-        path, manifest = publish(directory, out)
+        manifest = write_snapshot(directory, out)
     mark = manifest.first_mark
     position = f"; it goes on behind {mark.position} in its feed" if mark.position else ""
-    say(f"{path} holds {manifest.name} {manifest.version} after {mark.sequence} changes{position}")
+    say(
+        f"{out} holds {manifest.name} {manifest.version}, {manifest.posts} posts, after {mark.sequence} changes{position}"
+    )
+
+
+@app.command()
+def convert(directory: Directory) -> None:
+    """Convert the log of changes that earlier versions kept beside a corpus. Stop its service first."""
+    with refusals():
+        count = convert_log(directory)
+    say(f"{directory}: {count} changes converted" if count else f"{directory} has no log of an earlier version")
 
 
 @app.command()
 def inspect(directory: Directory, as_json: AsJson = False) -> None:
-    """Show the manifest of a corpus. `verify` also reads the vectors."""
+    """Show the manifest of a corpus, and how it was changed since. `verify` also reads the vectors."""
     with refusals():
         manifest = load_corpus_manifest(directory)
+        change = read_changes(directory, manifest)
     rows = {key: str(getattr(manifest, key)) for key in ("digest", "ids", "encoder_name", "encoder", "posts", "width")}
-    show_manifest(manifest, rows | {"topics": ", ".join(manifest.topics)}, as_json=as_json)
+    rows |= {
+        "topics": ", ".join(manifest.topics),
+        "changes": str(change.mark.sequence),
+        "feed position": change.mark.position,
+    }
+    show_manifest(manifest, rows, as_json=as_json)

@@ -1,315 +1,381 @@
-"""The log of changes to a corpus since it was written. It stays readable after a crash at any byte.
+"""The changes of a corpus since it was built: an SQLite file beside it, with one row for each post that was changed.
 
-The log begins with MAGIC. A record is a header (the payload's length as uint32, little-endian; 8 bytes of BLAKE2b of the payload; 8 bytes
-of BLAKE2b of the record's offset in the file and those twelve bytes), the payload (`weights.corpus.records`), and END.
-The first record names the corpus. A change is acknowledged once its record is on disk.
-
-Only the process that has locked the log of the current corpus may write to its directory or remove anything there.
+A search sees the corpus as it was built, with these changes. A change is on the disk before it is acknowledged. Every row has a digest,
+and the row of the table `state` has one of them all, so that a damaged file is refused. A process that may change a corpus locks its
+manifest: no other process may serve or change the same directory meanwhile.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import hashlib
 import json
 import os
-import stat
-import time
-from collections.abc import Callable, Sequence
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from io import FileIO
 from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
-from model.retrieval.inputs import Change
+import msgspec
+import numpy as np
+
+from model.retrieval.inputs import NO_IDS, Change, Mark, NewPosts, PostChange, PostRows
 from weights.corpus.manifest import CorpusManifest
-from weights.corpus.records import HEADER_BYTES, decoded, encoded, record, record_at
-from weights.corpus.store import load_corpus_manifest
-from weights.errors import CheckpointError, LogLost, NotStored, kind_of, reason_of
-from weights.format.manifest import MANIFEST_NAME
+from weights.corpus.store import StoredCorpus, changes_file, load_corpus, old_changes_file
+from weights.errors import CheckpointError, LogLost, NotStored, StorageFull, kind_of
+from weights.format.manifest import MANIFEST_NAME, Manifest
 from weights.format.writer import sync
 
-MAGIC = b"\2\0\0\0changes\n"
-AGAIN_SECONDS = 5.0  # after which a log that takes no more changes is to be read again, with its corpus
+FORM = 1  # of the tables
+BUSY_SECONDS = 10.0  # how long to wait while another process reads the file
+TABLES = """
+CREATE TABLE posts (
+    post_id INTEGER PRIMARY KEY, -- the 64 bits of the id, as a signed integer
+    sequence INTEGER,            -- of the change that wrote this row
+    place INTEGER,               -- in that change
+    author_id INTEGER,           -- from here to `vector`: NULL for a post of the corpus that was deleted
+    created_at INTEGER,
+    topic TEXT,                  -- NULL for none
+    post_text TEXT,              -- NULL unless ids are texts
+    author_text TEXT,
+    vector BLOB,                 -- float32
+    digest INTEGER
+);
+CREATE TABLE state (             -- one row
+    corpus TEXT,                 -- the digest of the corpus's manifest
+    sequence INTEGER,            -- this and the next two: the mark of the corpus with these changes
+    digest TEXT,
+    position TEXT,
+    rows INTEGER,                -- the digests of all rows of `posts`, combined by exclusive or
+    own INTEGER                  -- the digest of the columns before it
+);
+"""
+PUT_ROW = "INSERT OR REPLACE INTO posts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+SAVE_STATE = "INSERT INTO state VALUES (?, ?, ?, ?, ?, ?)"
+DURABLE = "PRAGMA journal_mode = DELETE; PRAGMA synchronous = EXTRA"
+"""`DELETE` works on network file systems, too. `EXTRA` is `FULL` and syncs the directory when the journal goes: without it a power cut
+could bring the journal back, and undo the last change."""
 
-Identity = tuple[int, ...]
+NOT_READ = "The corpus has changes on the disk that this process has not read; read the corpus again."
+_REASONS = {
+    sqlite3.SQLITE_FULL: "the disk is full",
+    sqlite3.SQLITE_READONLY: "the file or its directory is read-only",
+    sqlite3.SQLITE_CANTOPEN: "the file cannot be opened, or its directory takes no other file",
+    sqlite3.SQLITE_BUSY: "another program is using the file",
+    sqlite3.SQLITE_IOERR: "the disk reports an error",
+}
+_NO_PLACE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
 
 
-class Undone(NotStored):
-    """A record that was read is gone: the disk refused it, and its writer has cut it off again."""
+class State(NamedTuple):
+    """The row of the table `state`, less its own digest."""
 
-
-class ChangeLog:
-    """The log of one corpus. Call `read` first, then `append`, from one process at a time. Raises CheckpointError, and NotStored if a
-    change cannot be written now. Used by one thread at a time."""
-
-    def __init__(self, directory: Path, manifest: CorpusManifest) -> None:
-        self.path = directory / f"changes-{manifest.digest[:16]}.log"
-        self.passed_over = 0
-        """Bytes after the last complete record at the last `read`: a record that a crash cut short."""
-        self.mark = manifest.first_mark
-        """The mark of the corpus with all changes read and appended so far."""
-        self._manifest = manifest
-        self._end = 0  # offset after the last complete record
-        self._last = 0, b""  # offset and header of the last record that was read
-        self._descriptor: int | None = None  # while this process holds the log
-        self._broken: CheckpointError | None = None  # why nothing can be appended any more, since when:
-        self._broken_at = 0.0
-        self._file: Identity | None = None  # device and inode of the file that was read or written
-        self._seen: Identity = ()  # its size and modification time then
-        self._directory = _place(os.stat(directory))
-        self._in_force: Identity | None = None  # of the manifest file last checked to be this corpus's
-
-    def is_in(self, directory: Path) -> bool:
-        """Whether it lies in what is now this directory."""
-        return _place(os.stat(directory)) == self._directory
-
-    # reading
-
-    def read(self) -> list[Change]:
-        """Every acknowledged change not read before, in order. An incomplete record left by a crash is skipped."""
-        try:
-            with open(self._opened(os.O_RDONLY), "rb") as file:
-                status = os.fstat(file.fileno())
-                file.seek(self._last[0])
-                is_there = file.read(len(self._last[1])) == self._last[1]
-                file.seek(self._end)
-                raw = file.read()
-        except FileNotFoundError:
-            if self._file is not None:
-                raise self._lost() from None
-            return []
-        except OSError as error:
-            raise self._not_stored(f"cannot be read: {reason_of(error)}") from error
-        if not is_there and status.st_size >= self._last[0]:
-            raise self._refusal("lacks a record that was read before it was on the disk; read the corpus again", Undone)
-        if status.st_size < self._end:
-            raise self._lost()
-        is_first, payloads = not self._end, self._records(raw)
-        self._seen = _state(status)
-        if is_first and payloads and payloads.pop(0) != self._name():
-            raise self._refusal("belongs to another corpus")
-        return [self._decoded(payload) for payload in payloads]
-
-    def follow(self) -> list[Change] | None:
-        """The changes of other processes since; None if the caller must read the corpus again: one has rewritten it, or this log has taken
-        no changes for a few seconds. Empty if another directory has replaced the corpus's.
-        """
-        try:
-            if not self.is_in(self.path.parent):
-                return []
-            if not self._is_in_force() or (
-                self._broken is not None and time.monotonic() > self._broken_at + AGAIN_SECONDS
-            ):
-                return None
-            if _place(found := os.lstat(self.path)) != self._file or _state(found) != self._seen:
-                return self.read()
-        except FileNotFoundError:
-            if self._file is not None and self._is_in_force():
-                raise self._lost() from None
-        except CheckpointError as error:
-            if self._is_in_force() and (self.is_held or not isinstance(error, Undone)):
-                raise
-            return None
-        except OSError as error:
-            raise self._refusal(f"cannot be read: {error.strerror}") from error
-        return [] if self._is_in_force() else None
-
-    def _records(self, raw: bytes) -> list[bytes]:
-        """The payloads of the complete records at the start of `raw`, the file from `_end` on; moves `_end` behind them."""
-        payloads, start, at, length = list[bytes](), self._end, 0, len(raw)
-        if not start and raw.startswith(MAGIC):
-            at = len(MAGIC)
-        elif not start and MAGIC.startswith(raw.rstrip(b"\0")):
-            raw = b""  # a crash while the file was being started
-        elif not start:
-            raise self._refusal("is damaged at byte 0, or in a form that this build does not read")
-        while at < len(raw):
-            payload, stop = record_at(raw, at, start)
-            if not stop:
-                raise self._refusal(
-                    f"is damaged at byte {start + at}: what follows is not what was written. Restore the file; or, to go on "
-                    "without the changes from there on, cut it off at that byte (truncate -s)"
-                )
-            if payload is None:
-                break
-            payloads.append(payload)
-            self._last, at = (start + at, raw[at : at + HEADER_BYTES]), stop
-        if start or payloads:
-            self._end += at
-        self.passed_over = start + length - self._end
-        return payloads
-
-    # writing
-
-    def append(self, change: Change) -> None:
-        """Write a change and return once it is on disk. If this raises, the change was not made, unless the error says that it may be."""
-        self.hold_as_read()
-        self._check_whole()
-        self._write([b"", encoded(change)] if self._end else [MAGIC, self._name(), encoded(change)], self._check_whole)
-        self.mark = change.mark
-
-    def hold(self) -> list[Change]:
-        """Lock the log, so that only this process may change the corpus until `close`. Return what others have changed since `read`.
-        Raises NotStored if another process holds it."""
-        if self._broken is not None:
-            raise type(self._broken)(str(self._broken))
-        if self._descriptor is not None:
-            return []
-        try:
-            if not self._is_in_force():
-                raise self._replaced()
-            self._descriptor = self._opened(os.O_RDWR | (os.O_CREAT if self._file is None else 0))
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not self._is_in_force():
-                raise self._replaced()
-            sync(self.path.parent)
-            return self.read()  # last: what was read is not read again
-        except BaseException as error:
-            self.close()
-            if isinstance(error, BlockingIOError):
-                raise self._not_stored("is being written by another process") from None
-            if isinstance(error, FileNotFoundError):
-                raise self._lost() from None
-            if isinstance(error, OSError):
-                raise self._refusal(f"cannot be written: {error.strerror}", kind_of(error)) from error
-            raise
-
-    def hold_as_read(self) -> None:
-        """`hold` for a caller that has read every change. Raises NotStored if others have made changes since."""
-        if self.hold():
-            self.close()
-            self.end("was written by another process")
-            self.hold()  # raises it
+    corpus: str
+    sequence: int
+    digest: str
+    position: str
+    rows: int
 
     @property
-    def is_held(self) -> bool:
-        """Whether this process may write to the corpus's directory."""
-        return self._descriptor is not None
+    def mark(self) -> Mark:
+        """The mark of the corpus with these changes."""
+        return Mark(self.sequence, self.digest, self.position)
 
-    def begin(self, changes: Sequence[Change]) -> None:
-        """Create and hold the log of a corpus that is not current yet. It is on disk when this returns. Raises OSError."""
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._file = _place(os.fstat(self._descriptor))
-        self._write([MAGIC, self._name(), *map(encoded, changes)])
-        self.mark = changes[-1].mark if changes else self.mark
 
-    def check(self) -> None:
-        """Raises LogLost (a NotStored) if the log is not held, its path no longer leads to it, or a part of it was cut off."""
-        try:
-            found = os.lstat(self.path)
-            is_there = self._descriptor is not None and _place(found) == self._file and found.st_size >= self._end
-        except OSError:
-            is_there = False
-        if not is_there:
-            raise self._lost()
+class Changes:
+    """The changes of one corpus directory, from `load_changed`. Used by one thread at a time.
 
-    def end(self, reason: str = "could not be written before") -> None:
-        """Refuse changes from now on: another log may have replaced this one."""
-        self._broken, self._broken_at = self._not_stored(f"{reason}; read the corpus again"), time.monotonic()
+    Raises CheckpointError for a file that cannot be read, NotStored while another process uses the directory.
+    """
 
-    def close(self) -> None:
-        """Let another process append."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+    def __init__(self, stored: StoredCorpus, *, may_change: bool = True, before: Changes | None = None) -> None:
+        """`may_change`: this process alone uses the directory until `close`; without, it shares it with others that do not change it.
+        `before`: of the same process, which holds the directory already and is closed later."""
+        self.mark = stored.manifest.first_mark
+        """The mark of the corpus with every change that was read or recorded."""
+        self._stored = stored
+        self._path = changes_file(stored.path, stored.manifest)
+        self._file: os.stat_result | None = None  # that was read or written
+        self._database: sqlite3.Connection | None = None
+        self._lock: FileIO  # lets go when it is closed, or collected
+        self._may_change: bool
+        if before is not None and before.is_in(stored.path):
+            self._lock, self._may_change = FileIO(os.dup(before._lock.fileno())), before._may_change
+        else:
+            self._lock, self._may_change = _locked(stored.path, may_change)
 
-    def _check_whole(self) -> None:
-        """Raises NotStored if the next reader of this corpus would not find what is appended here, or if that cannot be seen now."""
-        self.check()
-        if not self._is_in_force():
-            raise self._replaced()
-
-    def _is_in_force(self) -> bool:
-        """Whether the manifest in the directory is still this corpus's. Raises NotStored if it is not there or cannot be read."""
-        try:
-            found = os.stat(self.path.parent / MANIFEST_NAME)
-        except OSError as error:
-            raise self._not_stored(f"is left without its corpus: {MANIFEST_NAME}: {error.strerror}") from error
-        seen = _place(found) + _state(found)
-        if seen != self._in_force:
-            try:
-                if load_corpus_manifest(self.path.parent).digest != self._manifest.digest:
-                    return False
-            except CheckpointError as error:
-                raise NotStored(str(error)) from error
-            self._in_force = seen
-        return True
-
-    def _opened(self, flags: int) -> int:
-        """Open the log. Raises OSError, and NotStored if it is not a regular file, or not the one seen before."""
-        descriptor = os.open(self.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or self._file not in (None, _place(status)):
-            os.close(descriptor)
-            raise self._lost() if stat.S_ISREG(status.st_mode) else self._not_stored("is no regular file")
-        self._file = _place(status)
-        return descriptor
-
-    def _write(self, parts: Sequence[bytes], check: Callable[[], None] = lambda: None) -> None:
-        """Write `parts[0]` (MAGIC or nothing) and records of the others at the end; cut them off if `check` or the disk refuses them."""
-        assert self._descriptor is not None
-        end, data, written = self._end, bytearray(parts[0]), 0
-        for payload in parts[1:]:
-            data += record(payload, end + len(data))
-        try:
-            _cut(self._descriptor, end)
-            while written < len(data):
-                written += os.pwrite(self._descriptor, memoryview(data)[written:], end + written)
-            os.fsync(self._descriptor)
-            self._end, self._seen, self.passed_over = end + len(data), _state(os.fstat(self._descriptor)), 0
-            check()
-        except (OSError, CheckpointError) as error:
-            self._end, is_said = end, isinstance(error, CheckpointError)
-            reason = str(error if is_said else self._refusal(f"cannot be written: {reason_of(error)}"))
-            try:
-                _cut(self._descriptor, end)
-                os.fsync(self._descriptor)
-            except OSError:  # the disk's content is unknown
-                self.end()
-                reason += " It could not be cut off again: whoever reads the corpus next may find the change."
-            raise kind_of(error)(reason) from error
-
-    # payloads
-
-    def _name(self) -> bytes:
-        """The first payload, which names the corpus."""
-        return json.dumps({"corpus": self._manifest.digest}).encode()
-
-    def _decoded(self, payload: bytes) -> Change:
-        try:
-            change = decoded(payload, self._manifest.width, self._manifest.ids)
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise self._refusal("holds a record that is not a change") from error
+    def read(self) -> Change:
+        """All changes as one, which makes of the corpus as it was built what it is now."""
+        self._file = _found(self._path)
+        change = _read(self._stored.path, self._stored.manifest)
+        if not self.is_in(self._stored.path):
+            raise NotStored(f"Corpus {self._stored.path} was replaced while it was read; read it again.")
         self.mark = change.mark
         return change
 
-    # errors
+    def is_in(self, directory: Path) -> bool:
+        """Whether the corpus of these changes is what lies in this directory now."""
+        found = _found(directory / MANIFEST_NAME)
+        return found is not None and not self._lock.closed and os.path.samestat(found, os.fstat(self._lock.fileno()))
 
-    def _lost(self) -> CheckpointError:
-        return self._refusal(
-            "was deleted, cut or replaced under this process, which still has its changes: restore it, or read the corpus again to go "
-            "on without them",
-            LogLost,
+    def record(self, changes: Sequence[Change]) -> None:
+        """Write changes in order, and return once they are on the disk. If this raises, none of them was made."""
+        if not self._may_change:
+            raise StorageFull(
+                "This process may not change the corpus: the directory is read-only, or shared with other processes."
+            )
+        self._check_place()
+        try:
+            database = self._opened()
+            database.execute("BEGIN IMMEDIATE")
+            state = _state_of(database, self._stored.manifest)
+            if state.mark != self.mark:
+                raise NotStored(NOT_READ)
+            for change in changes:
+                state = self._put(database, state, change)
+            database.execute("DELETE FROM state")
+            database.execute(SAVE_STATE, (*state, _digest(state)))
+            database.execute("COMMIT")
+            self._check_place()
+        except BaseException as error:
+            self._disconnect()  # which rolls back
+            if isinstance(error, (sqlite3.Error, OSError, ValueError, TypeError)):
+                raise _not_written(error) from error
+            raise
+        self.mark = state.mark
+
+    def close(self) -> None:
+        """Let another process use the directory."""
+        self._disconnect()
+        self._lock.close()
+
+    def _put(self, database: sqlite3.Connection, state: State, change: Change) -> State:
+        """Write one change. A deleted post keeps a row only if the corpus as it was built has the post."""
+        corpus, rows = self._stored.corpus, state.rows
+        built = set(corpus.post_ids[corpus.rows_of(change.delete)].view(np.int64).tolist())
+        gone = ((post, (None,) * 6) for post in change.delete.view(np.int64).tolist())
+        for place, (post, columns) in enumerate((*gone, *_columns_of(change.posts))):
+            found = database.execute("SELECT digest FROM posts WHERE post_id = ?", (post,)).fetchone()
+            rows ^= found[0] if found else 0
+            if columns[-1] is None and post not in built:
+                database.execute("DELETE FROM posts WHERE post_id = ?", (post,))
+                continue
+            row = (post, change.mark.sequence, place, *columns)
+            digest = _digest(row)
+            rows ^= digest
+            database.execute(PUT_ROW, (*row, digest))
+        return State(state.corpus, *change.mark, rows)
+
+    def _opened(self) -> sqlite3.Connection:
+        if self._database is None:
+            if self._file is None:
+                if self._path.exists():
+                    raise NotStored(NOT_READ)
+                _create(self._path, self._stored.manifest)
+                self._file = _found(self._path)
+            self._database = _connected(self._path, "rw")
+        return self._database
+
+    def _disconnect(self) -> None:
+        database, self._database = self._database, None
+        if database is not None:
+            with suppress(sqlite3.Error):
+                database.close()
+
+    def _check_place(self) -> None:
+        """Raises NotStored unless whoever reads the corpus next will find what is written here."""
+        if not self.is_in(self._stored.path):
+            raise NotStored("The corpus was replaced on the disk; read it again.")
+        if self._file is not None and not ((found := _found(self._path)) and os.path.samestat(found, self._file)):
+            raise LogLost(
+                "The file of the corpus's changes was removed or replaced under this process, which still has them: put it back, or read "
+                "the corpus again to go on without them."
+            )
+
+
+def load_changed(
+    path: Path, encoder: Manifest, *, may_change: bool = True, before: Changes | None = None
+) -> tuple[StoredCorpus, Changes, Change]:
+    """Load a corpus, lock its directory (see `Changes`) and read its changes as one. Raises CheckpointError."""
+    stored = load_corpus(path, encoder)
+    _refuse_old_log(path, stored.manifest)
+    changes = Changes(stored, may_change=may_change, before=before)
+    try:
+        return stored, changes, changes.read()
+    except BaseException:
+        changes.close()
+        raise
+
+
+def read_changes(directory: Path, manifest: CorpusManifest) -> Change:
+    """All changes as one, as `Changes.read`, without a lock: also beside the process that makes them. Raises CheckpointError."""
+    _refuse_old_log(directory, manifest)
+    return _read(directory, manifest)
+
+
+def _refuse_old_log(directory: Path, manifest: CorpusManifest) -> None:
+    """Raises CheckpointError if the changes are still in a log that an earlier version wrote."""
+    if old_changes_file(directory, manifest).exists():
+        raise CheckpointError(
+            f"Corpus {directory} has its changes in the log of an earlier version: run `phoenix-ranker corpus convert {directory}` once."
         )
 
-    def _replaced(self) -> CheckpointError:
-        return self._not_stored("belongs to a corpus that has been replaced; read the corpus again")
 
-    def _not_stored(self, reason: str) -> CheckpointError:
-        return self._refusal(reason, NotStored)
-
-    def _refusal(self, reason: str, kind: type[CheckpointError] = CheckpointError) -> CheckpointError:
-        return kind(f"The log of changes {self.path} {reason}.")
-
-
-def _cut(descriptor: int, end: int) -> None:
-    if os.fstat(descriptor).st_size > end:
-        os.ftruncate(descriptor, end)
-
-
-def _place(found: os.stat_result) -> Identity:
-    """Device and inode: unchanged as long as it is the same file, whatever is written to it."""
-    return found.st_dev, found.st_ino
+def mark_after(mark: Mark, change: Change | PostChange) -> Mark:
+    """The mark after one more change. Its digest does not cover the vectors, which follow from the ids and the towers."""
+    posts: NewPosts | PostRows = change.upsert if isinstance(change, PostChange) else change.posts
+    post_ids, author_ids = zip(*posts.texts, strict=True) if posts.texts else (posts.post_ids, posts.author_ids)
+    ids = {"delete": change.delete_texts or change.delete, "post_ids": post_ids, "author_ids": author_ids}
+    said: dict[str, Any] = {
+        name: column.tolist() if isinstance(column, np.ndarray) else list(column) for name, column in ids.items()
+    }
+    said |= {"created_at": posts.created_at.tolist(), "topics": list(posts.topics)}
+    digest = hashlib.blake2b(mark.digest.encode() + json.dumps(said).encode(), digest_size=16).hexdigest()
+    return Mark(mark.sequence + 1, digest, mark.position)
 
 
-def _state(found: os.stat_result) -> Identity:
-    """Size and modification time: they change when somebody writes to the file."""
-    return found.st_size, found.st_mtime_ns
+def no_posts(width: int) -> NewPosts:
+    """Empty posts, for a change that only deletes."""
+    return NewPosts(NO_IDS, NO_IDS, np.empty(0, np.int64), [], np.empty((0, width), np.float32))
+
+
+def _read(directory: Path, manifest: CorpusManifest) -> Change:
+    path = changes_file(directory, manifest)
+    if not path.exists():
+        return Change(NO_IDS, no_posts(manifest.width), manifest.first_mark)
+    try:
+        with closing(_connected(path, "rw" if os.access(path, os.W_OK) else "ro")) as database:
+            database.execute("BEGIN")  # all of it as of one moment
+            if database.execute("PRAGMA quick_check(1)").fetchall() != [("ok",)]:
+                raise ValueError("SQLite finds an error in its file")
+            state = _state_of(database, manifest)
+            return _change_of(database, state, manifest)
+    except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code in _REASONS:
+            raise NotStored(f"Corpus {directory}: {path.name} cannot be read: {_REASONS[code]}.") from error
+        raise CheckpointError(
+            f"Corpus {directory}: {path.name}, which has its changes, is damaged or in a form that this version does not read. Restore "
+            "the file from a copy; or remove it, to go on without these changes."
+        ) from error
+
+
+def _change_of(database: sqlite3.Connection, state: State, manifest: CorpusManifest) -> Change:
+    """Every row of the table as one change. Raises ValueError for rows that are not what was written."""
+    gone, new, vectors, combined = list[int](), list[list[Any]](), bytearray(), 0
+    for *row, digest in database.execute("SELECT * FROM posts ORDER BY sequence, place"):
+        if _digest(row) != digest:
+            raise ValueError("a row is not what was written")
+        combined ^= digest
+        if row[-1] is None:
+            gone.append(row[0])
+        else:
+            vectors += row.pop()
+            new.append(row)
+    if combined != state.rows:
+        raise ValueError("some rows are missing, or too many")
+    posts = NewPosts(
+        np.array([row[0] for row in new], np.int64).view(np.uint64),
+        np.array([row[3] for row in new], np.int64).view(np.uint64),
+        np.array([row[4] for row in new], np.int64),
+        [row[5] for row in new],
+        np.frombuffer(vectors, np.float32).reshape(len(new), manifest.width),
+        [(row[6], row[7]) for row in new] if manifest.ids == "text" else [],
+    )
+    return Change(np.array(gone, np.int64).view(np.uint64), posts, state.mark)
+
+
+def _columns_of(posts: NewPosts) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """The id of each post, and its columns from `author_id` to `vector`."""
+    texts: Sequence[tuple[str | None, str | None]] = posts.texts or [(None, None)] * len(posts)
+    ids, authors = (column.view(np.int64).tolist() for column in (posts.post_ids, posts.author_ids))
+    columns = zip(
+        ids, authors, posts.created_at.tolist(), posts.topics, texts, posts.vectors.astype(np.float32), strict=True
+    )
+    for post, author, created, topic, (post_text, author_text), vector in columns:
+        yield post, (author, created, topic, post_text, author_text, vector.tobytes())
+
+
+def _state_of(database: sqlite3.Connection, manifest: CorpusManifest) -> State:
+    """Raises ValueError for a state that is not what was written, or of another corpus."""
+    (form,) = database.execute("PRAGMA user_version").fetchone()
+    ((*columns, own),) = database.execute("SELECT * FROM state").fetchall()
+    state = State(*columns)
+    if form != FORM or own != _digest(state) or state.corpus != manifest.digest:
+        raise ValueError("the state is not what was written")
+    return state
+
+
+def _create(path: Path, manifest: CorpusManifest) -> None:
+    """Make the file with empty tables in one step: one that a crash left empty would look like one that lost its changes."""
+    new = path.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    try:
+        with closing(_connected(new, "rwc")) as database:
+            state = State(manifest.digest, *manifest.first_mark, 0)
+            database.executescript(f"{TABLES} PRAGMA user_version = {FORM}")
+            database.execute(SAVE_STATE, (*state, _digest(state)))
+        Path(f"{path}-journal").unlink(missing_ok=True)  # of a file that somebody removed
+        new.rename(path)
+        sync(path.parent)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _connected(path: Path, mode: str) -> sqlite3.Connection:
+    database = sqlite3.connect(
+        f"file:{quote(str(path))}?mode={mode}", BUSY_SECONDS, isolation_level=None, check_same_thread=False, uri=True
+    )
+    if mode != "ro":
+        database.executescript(DURABLE)
+    return database
+
+
+def _digest(values: Sequence[Any]) -> int:
+    """BLAKE2b of a row's values and their types, as a signed 64-bit integer."""
+    digest = hashlib.blake2b(msgspec.msgpack.encode(values), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _found(path: Path) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except OSError:
+        return None
+
+
+def _locked(directory: Path, may_change: bool) -> tuple[FileIO, bool]:
+    """The manifest of a directory, locked, and whether this process may change what lies there."""
+    path = directory / MANIFEST_NAME
+    try:
+        try:
+            lock = FileIO(path, "r+" if may_change else "r")
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+            lock, may_change = FileIO(path), False
+        fcntl.flock(lock, fcntl.LOCK_NB | (fcntl.LOCK_EX if may_change else fcntl.LOCK_SH))
+    except BlockingIOError as error:
+        lock.close()
+        raise NotStored(
+            f"Corpus {directory} is in use by another process, and only one that alone uses a directory may change it: give each process "
+            "a directory of its own."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"Corpus {directory} cannot be locked: {error.strerror}.") from error
+    return lock, may_change
+
+
+def _not_written(error: Exception) -> CheckpointError:
+    """A refusal that repeats nothing of what SQLite says."""
+    if isinstance(error, OSError):
+        kind, reason = kind_of(error), error.strerror or "the disk reports an error"
+    else:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        kind = StorageFull if code in _NO_PLACE else NotStored
+        reason = _REASONS.get(code, "the file of its changes is damaged")
+    return kind(f"The corpus's changes cannot be written: {reason}.")

@@ -22,6 +22,7 @@ from weights.errors import CheckpointError
 from weights.format.tensorfile import Progress
 from weights.published.npz import FLOAT32, NpzFile
 from weights.text_ids import IdKind, is_text_id, text_ids
+from weights.values import Problem, problem_of_stored_ids, problem_of_times
 
 REPRESENTATIONS = "candidate_representations"
 ENCODED_ROWS = 256
@@ -67,6 +68,20 @@ class Posts:
     def _column(self, name: str) -> Iterator[Tensor]:
         """`column` for all but the topics."""
         raise NotImplementedError
+
+    def check_values(self, *, ids: bool) -> None:
+        """Raises CheckpointError, which names the row, for what is not a time and, with `ids`, for the post id 0."""
+        if ids:
+            self._check_each("post_ids", lambda column: problem_of_stored_ids(column.view(np.uint64)))
+        if "created_at" in self.columns:
+            self._check_each("created_at", problem_of_times)
+
+    def _check_each(self, name: str, problem_of: Callable[[NDArray[np.int64]], Problem | None]) -> None:
+        rows = 0
+        for chunk in self.column(name):
+            if (found := problem_of(chunk.numpy())) is not None:
+                raise CheckpointError(f"{self.path}, row {rows + found[0] + 1}: {name} {found[1]}.")
+            rows += len(chunk)
 
     def topic_names(self) -> tuple[str, ...]:
         """Topic names in order of first occurrence; complete once the column has been read."""
@@ -178,6 +193,7 @@ def make_corpus(
             f"{source.path} has ids that are {source.ids}, those of {encoder.manifest.name} are {wanted}: texts are read "
             "from Parquet or JSON lines."
         )
+    source.check_values(ids=encode)  # a published file may have padding, which it is imported with
     if not encode:
         check_rows(source, encoder)
     width, table = encoder.manifest.config.width, encoder.towers.tables.post.dtype

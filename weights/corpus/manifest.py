@@ -21,7 +21,7 @@ OPTIONAL_COLUMNS = ("created_at", "topics")
 
 
 def file_of(tensor: str, mark: str = "") -> str:
-    """The file that holds a tensor: one for vectors, one for all columns. `mark` tells a compaction's files from older ones."""
+    """The file that holds a tensor: one for vectors, one for all columns. `mark`: of one that an earlier version compacted in place."""
     return f"{'vectors' if tensor == VECTORS else 'posts'}{mark and '-'}{mark}.safetensors"
 
 
@@ -32,15 +32,15 @@ def mark_of(file: str) -> str:
 
 
 def corpus_tensors(
-    columns: Iterable[str], posts: int, width: int, dtype: Dtype, mark: str = "", text_width: int = 0
+    columns: Iterable[str], posts: int, width: int, dtype: Dtype, text_width: int = 0
 ) -> dict[str, TensorEntry]:
     """The tensors of a corpus: these columns, and vectors of `dtype`. `text_width`: bytes of the longest text plus one."""
     shapes = {TEXTS: (posts, 2, text_width)}
     tensors = {
-        name: TensorEntry(file_of(name, mark), "uint8" if name == TEXTS else COLUMNS[name], shapes.get(name, (posts,)))
+        name: TensorEntry(file_of(name), "uint8" if name == TEXTS else COLUMNS[name], shapes.get(name, (posts,)))
         for name in columns
     }
-    return tensors | {VECTORS: TensorEntry(file_of(VECTORS, mark), dtype, (posts, width))}
+    return tensors | {VECTORS: TensorEntry(file_of(VECTORS), dtype, (posts, width))}
 
 
 class CorpusManifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -106,7 +106,7 @@ class CorpusManifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def first_mark(self) -> Mark:
-        """The mark of the corpus before the changes in its log."""
+        """The mark of the corpus before the changes since it was built."""
         sequence, digest, position = self.mark
         return Mark(sequence, digest or self.digest[:32], position)
 

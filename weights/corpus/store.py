@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -91,6 +90,16 @@ def load_corpus_manifest(path: str | Path) -> CorpusManifest:
         return read_manifest(directory, CorpusManifest.from_json)
 
 
+def changes_file(directory: Path, manifest: CorpusManifest) -> Path:
+    """Where the changes of this corpus are, if there are any: see `weights.corpus.changes`."""
+    return directory / f"changes-{manifest.digest[:16]}.sqlite"
+
+
+def old_changes_file(directory: Path, manifest: CorpusManifest) -> Path:
+    """Where earlier versions logged the changes of this corpus: see `weights.corpus.convert`."""
+    return directory / f"changes-{manifest.digest[:16]}.log"
+
+
 def check_encoder(manifest: CorpusManifest, encoder: Manifest) -> None:
     """Raises CheckpointError if the vectors were not made by this encoder."""
     if manifest.encoder != encoder.digest:
@@ -134,7 +143,12 @@ def write_corpus(
     with refused_writing(f"Corpus {path}"):
         check_target(path, replace=replace)
         if path.is_dir() and (path / MANIFEST_NAME).exists():
-            load_corpus_manifest(path)  # a checkpoint is never replaced by a corpus
+            old = load_corpus_manifest(path)  # a checkpoint is never replaced by a corpus
+            if not labels.position and (changes_file(path, old).exists() or old_changes_file(path, old).exists()):
+                raise CheckpointError(
+                    "its posts were changed since it was built, and the changes would be lost; choose another place or, if they come from "
+                    "a feed, say which of them the new corpus has (--feed-position)"
+                )
         tensors = corpus_tensors(columns, posts, width, dtype, text_width=text_width)
         described = partial(
             CorpusManifest,
@@ -154,34 +168,7 @@ def write_corpus(
             files = write_files(partly, tensors, chunks, progress)
             manifest = described(topics=tuple(topics()), files=files).versioned()
             write_file(partly / MANIFEST_NAME, manifest.to_json())
+        for left in path.glob("changes-*"):  # of the corpus that was replaced
+            if not left.name.startswith(changes_file(path, manifest).stem):
+                left.unlink(missing_ok=True)
         return manifest
-
-
-def publish(directory: Path, out: Path) -> tuple[Path, CorpusManifest]:
-    """Copy the corpus to `out/NAME@SEQUENCE` in one step and check it, for new replicas to start from: its last compaction, without
-    later changes, which the feed has. An existing copy stays. A service may write to it meanwhile.
-
-    Raises CheckpointError.
-    """
-    while True:
-        manifest = load_corpus_manifest(directory)
-        target = out / f"{manifest.name}@{manifest.first_mark.sequence}"
-        if target.exists():
-            there = load_corpus_manifest(target)
-            if there.first_mark[:2] != manifest.first_mark[:2]:
-                raise CheckpointError(f"Snapshot {target} is not written: one of another corpus is there.")
-            return target, there
-        with refused_writing(f"Snapshot {target}"):
-            out.mkdir(parents=True, exist_ok=True)
-            try:
-                with written_beside(target) as partial:
-                    for name in manifest.files:
-                        shutil.copyfile(directory / name, partial / name)
-                    write_file(partial / MANIFEST_NAME, manifest.to_json())
-                    load_corpus(partial)
-                return target, manifest
-            except FileExistsError:
-                continue  # another process has written it
-            except FileNotFoundError:
-                if load_corpus_manifest(directory).digest == manifest.digest:
-                    raise  # otherwise it was compacted meanwhile: try again

@@ -80,7 +80,7 @@ def baselines(
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+    from threadpoolctl import threadpool_limits
 
     frozen, rng = int(examples.starts[split]), np.random.default_rng(seed)
     early = max(1, int(frozen * VECTOR_SHARE))

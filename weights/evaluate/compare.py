@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from base64 import urlsafe_b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -164,8 +164,7 @@ Each score has its own checkpoint's weights.
 
 ## The requests that changed most
 
-By Kendall's τ of both orders. Each opens in the page of a running server, by both checkpoints side by side where it holds
-them, else ranked by the one that it serves.
+By Kendall's τ of both orders. Each opens in the page of a running server, ranked by the checkpoint that it serves.
 
 {{ table(["request", "τ", "best post"], changed) }}
 """
@@ -181,11 +180,10 @@ def write_comparison(
     return values
 
 
-def explorer_link(explorer: str, body: dict[str, Any], versions: Sequence[str] = ()) -> str:
-    """A URL that opens this request in a running server's page, with both versions if the server has them. It holds the page's state,
-    raw deflate in base64 (docs/explore.md)."""
+def explorer_link(explorer: str, body: dict[str, Any]) -> str:
+    """A URL that opens this request in a running server's page. It holds the page's state, raw deflate in base64 (docs/explore.md)."""
     state = {
-        "source": "rank", "sides": [body], "versions": list(versions), "side": 0, "open": None, "onePer": False,
+        "source": "rank", "sides": [body], "side": 0, "open": None, "onePer": False,
         "start": body["impression_ts"],
     }  # fmt: skip
     squeezer = zlib.compressobj(wbits=-15)
@@ -211,10 +209,9 @@ def _page(pair: tuple[Manifest, Manifest], comparison: Comparison, explorer: str
         ]
         for name, each in comparison.actions.items()
     ]
-    versions = [each.version for each in pair]
     changed = [
         [
-            f"[request {each.request_id}]({explorer_link(explorer, each.body, versions)})",
+            f"[request {each.request_id}]({explorer_link(explorer, each.body)})",
             f"{each.kendall:.3f}",
             f"{each.best[0]} → {each.best[1]}",
         ]

@@ -1,4 +1,4 @@
-"""A typed client of the Phoenix ranking server, sync and async. It imports nothing of the server.
+"""A typed client of the Phoenix ranking server, blocking and for asyncio. It imports nothing of the server.
 
     with RankerClient("http://ranker:8000") as ranker:
         ranking = ranker.rank(7, [Candidate(90, 5), Candidate(91, 6)], [Event(17, 5, ["favorite"])], timeout_seconds=0.2)
@@ -8,8 +8,7 @@ One deadline bounds a call with all its attempts, and each attempt tells the ser
 connections are retried after the delay that the server asks for.
 """
 
-from phoenix_ranker_client.calls import routing_key
-from phoenix_ranker_client.clients import AsyncContext, AsyncRankerClient, Context, RankerClient
+from phoenix_ranker_client.client import AsyncRankerClient, RankerClient, routing_key
 from phoenix_ranker_client.messages import (
     Candidate,
     ContextUnknown,
@@ -21,23 +20,19 @@ from phoenix_ranker_client.messages import (
     RankerError,
     Ranking,
     RankingRequest,
-    RequestRefused,
-    ServerFault,
-    Unavailable,
-)
-from phoenix_ranker_client.retrieval import (
     Recommendation,
     Recommended,
+    RequestRefused,
     Retrieval,
     RetrievalRequest,
     RetrievedPost,
+    ServerFault,
+    Unavailable,
 )
 
 __all__ = [
-    "AsyncContext",
     "AsyncRankerClient",
     "Candidate",
-    "Context",
     "ContextUnknown",
     "DeadlineExceeded",
     "Event",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
@@ -32,52 +31,76 @@ class Candidate:
     created_at: int = 0
 
 
+class Request:
+    """A body for one user: `user_id` with `history`, oldest → newest, or `context`, a handle that the service gave for both. A field
+    that is None takes the service's default. A request with a handle and a history is sent again whole where the handle is unknown."""
+
+    __slots__ = ()
+    user_id: Id
+    history: Sequence[Event] | None
+    context: str | None
+
+    def to_json(self, *, whole: bool = False) -> dict[str, Any]:
+        """The JSON body with posts as columns. `whole`: with user and history even where there is a handle."""
+        named = ("user_id", "history", "context")
+        body: dict[str, Any] = (
+            {"context": self.context}
+            if self.context and not whole
+            else {"user_id": self.user_id, "history": _columns(Event, self.history or ())}
+        )
+        for field in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
+            value = getattr(self, field.name)
+            if field.name == "candidates":
+                body["candidates"] = _columns(Candidate, value)
+            elif field.name not in named and value is not None:
+                body[field.name] = _plain(value)
+        return body
+
+
 @dataclass(frozen=True, slots=True)
-class RankingRequest:
-    """One user's request. `history` runs oldest → newest; a field that is None takes the service's default. `context`: a handle from the
-    service for this user and history, sent in their place. `weights`: by action, or the name of a published set. `score`: "sum", or
-    "offset" for scores above 0."""
+class ContextRequest(Request):
+    """A user and a history to be computed ahead."""
+
+    user_id: Id
+    history: Sequence[Event] | None = None
+    context: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankingRequest(Request):
+    """What to rank. `weights`: by action, or the name of a published set. `score`: "sum", or "offset" for scores above 0. `explain`: post
+    ids, for `explain` alone."""
 
     user_id: Id
     candidates: Sequence[Candidate]
-    history: Sequence[Event] = ()
+    history: Sequence[Event] | None = None
     impression_ts: int | None = None
     weights: Mapping[str, float] | str | None = None
     top_k: int | None = None
     actions_wanted: Sequence[str] | None = None
     context: str | None = None
     score: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """The JSON body, with posts as columns."""
-        body = user_of(self) | {"candidates": columns_of(Candidate, self.candidates)}
-        return body | given(self, "impression_ts", "weights", "top_k", "actions_wanted", "score")
+    explain: Sequence[Id] | None = None
 
 
-def user_of(request: Any) -> dict[str, Any]:
-    """The fields that say whom a request is for: the context handle if it has one, else user and history. An empty handle beside a
-    history is none: the service has not kept that context."""
-    if request.context or (request.context == "" and not request.history):
-        return {"context": request.context}
-    return {"user_id": request.user_id, "history": columns_of(Event, request.history)}
+@dataclass(frozen=True, slots=True)
+class RetrievalRequest(Request):
+    """Which posts to look for. `weights`, `top_k`, `actions_wanted` and `score` are for `recommend` alone."""
 
-
-def given(request: Any, *names: str) -> dict[str, Any]:
-    """The named optional fields that are set, as plain JSON."""
-    return {name: _plain(value) for name in names if (value := getattr(request, name)) is not None}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, str | int | float):
-        return value
-    if isinstance(value, Mapping):
-        return dict(value)
-    return list(value) if isinstance(value, Sequence) else value
-
-
-def columns_of(kind: type, posts: Sequence[Any]) -> dict[str, list[Any]]:
-    """Candidates or a history as columns: one list per field."""
-    return {field.name: [_plain(getattr(post, field.name)) for post in posts] for field in fields(kind)}
+    user_id: Id
+    history: Sequence[Event] | None = None
+    k: int | None = None
+    exclude: Sequence[Id] | None = None
+    exclude_history: bool | None = None
+    topics: Sequence[str] | None = None
+    min_score: float | None = None
+    max_age_seconds: int | None = None
+    impression_ts: int | None = None
+    weights: Mapping[str, float] | str | None = None
+    top_k: int | None = None
+    actions_wanted: Sequence[str] | None = None
+    context: str | None = None
+    score: str | None = None
 
 
 class Reply:
@@ -90,10 +113,10 @@ class Reply:
     def from_json(cls: type[R], body: Mapping[str, Any]) -> R:
         """Build it from a reply's body. Ignores unknown fields, which a later server may add."""
         name, kind = cls.ROWS
-        values = operator.itemgetter(*(field.name for field in fields(kind)))
+        known = [field.name for field in fields(kind)]
         flat = {f"model_{part}": value for part, value in body.get("model", {}).items()} | dict(body)
-        flat[name] = [kind(*values(row)) for row in body[name]]
-        return cls(**{field.name: flat[field.name] for field in fields(cls) if field.name in flat})  # type: ignore[arg-type]  # a dataclass
+        flat[name] = [kind(*(row[field] for field in known)) for row in body[name]]
+        return cls(**{field.name: flat[field.name] for field in fields(cls) if field.name in flat})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +132,8 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True)
 class Ranking(Reply):
-    """The reply to one request, in the request's order, or best first if `top_k` was given. `context`: the handle of user and history,
-    empty if the service does not keep them."""
+    """The reply to one request, in its order or, with `top_k`, best first. `context`: the handle of user and history for later requests,
+    empty where the service does not keep it. `warnings`: sentences for people."""
 
     ROWS = "candidates", Ranked
     model_name: str
@@ -121,12 +144,13 @@ class Ranking(Reply):
     history_dropped: int
     timings_ms: dict[str, float]
     context: str = ""
+    warnings: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """Why one candidate has its rank. `change`: for each thing, the scores with it less those without it; `attention`: where the model
-    looks, by layer. The service's page shows both."""
+    """An explained candidate. `change`: for each thing, the scores with it less those without it; `attention`: where the model looks, by
+    layer."""
 
     post_id: Id
     score: float
@@ -138,8 +162,8 @@ class Explained:
 
 @dataclass(frozen=True, slots=True)
 class Explanation(Reply):
-    """The reply to one `explain` call, in the order asked. `events`: `place` and `post_id` of the history items that were left out one
-    at a time; `context` as in `Ranking`."""
+    """The reply to one `explain` call, in the order asked. `events`: `place` and `post_id` of the history items that were left out one at
+    a time."""
 
     ROWS = "candidates", Explained
     model_name: str
@@ -149,6 +173,58 @@ class Explanation(Reply):
     candidates: list[Explained]
     history_used: int
     history_dropped: int
+    timings_ms: dict[str, float]
+    context: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievedPost:
+    """A post of the corpus; `created_at` in Unix seconds, 0 if unknown."""
+
+    post_id: str
+    author_id: str
+    score: float
+    rank: int
+    created_at: int
+    topics: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Retrieval(Reply):
+    """The best posts, best first. `visible`: posts left by all filters but `min_score`; `corpus`: `name`, `version`, `posts`, `changes`."""
+
+    ROWS = "posts", RetrievedPost
+    model_name: str
+    model_version: str
+    corpus: dict[str, Any]
+    posts: list[RetrievedPost]
+    visible: int
+    timings_ms: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Recommended:
+    """A ranked post, with how it was retrieved."""
+
+    post_id: str
+    score: float
+    rank: int
+    probabilities: list[float]
+    continuous: dict[str, float]
+    retrieval_score: float
+    retrieval_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation(Reply):
+    """The best posts ranked, best first. `models`: `name` and `version` of `retrieval` and `ranker`."""
+
+    ROWS = "candidates", Recommended
+    models: dict[str, dict[str, str]]
+    corpus: dict[str, Any]
+    actions: list[str]
+    candidates: list[Recommended]
+    visible: int
     timings_ms: dict[str, float]
     context: str = ""
 
@@ -166,10 +242,7 @@ class RankerError(Exception):
         errors: Sequence[tuple[str, str]] = (),
     ) -> None:
         super().__init__(f"{code} ({status}): {detail} [request {request_id}]")
-        self.status = status
-        self.code = code
-        self.detail = detail
-        self.request_id = request_id
+        self.status, self.code, self.detail, self.request_id = status, code, detail, request_id
         self.retry_after_seconds = retry_after_seconds
         self.errors = tuple(errors)
 
@@ -179,11 +252,11 @@ class RequestRefused(RankerError):
 
 
 class ContextUnknown(RequestRefused):
-    """The service does not know the handle, or no longer does. A call that also has user and history is then sent again with them."""
+    """The service does not know the handle, or no longer does, and the call had no history to send in its place."""
 
 
 class Unavailable(RankerError):
-    """No room, not ready, draining, engine down, no connection, or the request arrived too slowly. Raised after the last retry."""
+    """No room, not ready, draining, engine down, or no connection. Raised after the last retry."""
 
 
 class DeadlineExceeded(RankerError):
@@ -194,32 +267,33 @@ class ServerFault(RankerError):
     """The service failed: a 500, or a reply that this service does not send."""
 
 
-def error_from(status: int, body: Any, request_id: str, retry_after_seconds: float | None) -> RankerError:
+def error_from(status: int, body: Any, request_id: str, retry_after_seconds: float | None = None) -> RankerError:
     """The error that a problem reply means. `body` is its JSON, or anything else: a proxy may have answered.
 
     A proxy sends 502 when a process died and 504 when one hangs, so another process may answer. The service's own 504 has a `code` and
     means that the deadline passed.
     """
     body = body if isinstance(body, dict) else {}
-    kinds = {
-        408: Unavailable,
-        412: ContextUnknown if body.get("code") == "context_unknown" else RequestRefused,
-        429: Unavailable,
-        502: Unavailable,
-        503: Unavailable,
-        504: DeadlineExceeded if "code" in body else Unavailable,
-    }
+    kinds: dict[int, type[RankerError]] = {429: Unavailable, 502: Unavailable, 503: Unavailable}
+    kinds[412] = ContextUnknown if body.get("code") == "context_unknown" else RequestRefused
+    kinds[504] = DeadlineExceeded if "code" in body else Unavailable
     kind = kinds.get(status, RequestRefused if 400 <= status < 500 else ServerFault)
     listed = body.get("errors")
-    fields = [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
-    errors = [(str(item.get("field")), str(item.get("message"))) for item in fields]
-    code, detail = str(body.get("code", "unknown")), str(body.get("detail", "The reply is not from this service."))
-    return kind(status, code, detail, request_id, retry_after_seconds, errors)
+    errors = (
+        [(str(item.get("field")), str(item.get("message"))) for item in listed or () if isinstance(item, dict)]
+        if isinstance(listed, list)
+        else []
+    )
+    detail = str(body.get("detail", "The reply is not from this service."))
+    return kind(status, str(body.get("code", "unknown")), detail, request_id, retry_after_seconds, errors)
 
 
-def batch_results(reply: Mapping[str, Any]) -> list[Ranking | RankerError]:
-    """A ranking or an error for each request of a batch, in order."""
-    return [
-        error_from(item["error"]["status"], item["error"], "", None) if "error" in item else Ranking.from_json(item)
-        for item in reply["results"]
-    ]
+def _columns(kind: type, posts: Sequence[Any]) -> dict[str, list[Any]]:
+    """One list for each field."""
+    return {field.name: [_plain(getattr(post, field.name)) for post in posts] for field in fields(kind)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

@@ -14,12 +14,11 @@ export class Refused extends Error {
   }
 }
 
-/** The JSON reply of a path; with a body it is a POST. `version`: of the checkpoint that shall answer. `milliseconds` is how long it took here. */
-export async function call(path, body, version) {
+/** The JSON reply of a path; with a body it is a POST. `milliseconds` is how long it took here. */
+export async function call(path, body) {
   const started = performance.now();
   const headers = { accept: "application/json" };
   if (key) headers.authorization = `Bearer ${key}`;
-  if (version) headers["x-model-version"] = version;
   if (body) headers["content-type"] = "application/json";
   let reply;
   try {

@@ -31,15 +31,8 @@ export const app = /** @type {any} */ ({
   get request() {
     return this.state.sides[this.state.side];
   },
-  /** The checkpoint of a side: its version, actions and default weights. @param {number} side */
-  checkpoint(side = this.state?.side ?? 0) {
-    const { model, second } = this.info;
-    const version = this.state?.versions[side] ?? model.version;
-    const { actions, weights } = version === model.version ? this.info : second;
-    return { version, actions, weights };
-  },
   get actions() {
-    return this.checkpoint().actions;
+    return this.info.actions;
   },
   get canRetrieve() {
     return this.info.retrieval !== null;
@@ -48,18 +41,14 @@ export const app = /** @type {any} */ ({
   get negative() {
     return AGAINST.filter((name) => this.actions.includes(name));
   },
-  /** Of the checkpoints that the process holds. */
-  get versions() {
-    return [this.info.model.version, this.info.second?.model?.version].filter((version) => version !== undefined);
-  },
   weights(side = this.state.side) {
-    return this.state.sides[side].weights ?? this.checkpoint(side).weights;
+    return this.state.sides[side].weights ?? this.info.weights;
   },
   weightOf(name) {
     return this.weights()[name] ?? 0;
   },
   body(side) {
-    return body(this.state, side, this.state.versions.length ? this.checkpoint(side).actions : null);
+    return body(this.state, side);
   },
   /** Of the reply that a side has; none before its first, as when a comparison has just begun. */
   posts(side = this.state.side) {
@@ -88,20 +77,13 @@ export const app = /** @type {any} */ ({
     return name === "corpus" ? { ...this.start, candidates: this.start.candidates } : (STORIES[name]?.make(this, this.start) ?? null);
   },
 
-  /** Change the side that is edited, then rank. Changes of one `key` in quick succession are one gesture. What is not a side's `own`
-   * changes both where two checkpoints have one request. */
-  change(key, label, mutate, { redraw = true, own = false } = {}) {
+  /** Change the side that is edited, then rank. Changes of one `key` in quick succession are one gesture. */
+  change(key, label, mutate, { redraw = true } = {}) {
     const now = performance.now();
     if (key !== this.gesture.key || now - this.gesture.at > ONE_GESTURE_MS) this.remember(label);
     this.gesture = { key, at: now };
     this.did = label;
     mutate(this.request);
-    if (this.state.together && !own) {
-      const { weights, ...same } = structuredClone(this.request);
-      const other = 1 - this.state.side;
-      const theirs = this.state.sides[other].weights;
-      this.state.sides[other] = { ...same, ...(theirs && { weights: theirs }) };
-    }
     if (redraw) draw(this);
     else this.drawTools();
     this.rank();
@@ -146,7 +128,7 @@ export const app = /** @type {any} */ ({
     const request = this.withK(structuredClone(this.story(name) ?? this.start));
     const source = name === "corpus" ? "recommend" : "rank";
     const onePer = name === "corpus";
-    this.state = { source, sides: [request], versions: [], together: false, side: 0, open: null, onePer, story: name, start: request.impression_ts };
+    this.state = { source, sides: [request], side: 0, open: null, onePer, story: name, start: request.impression_ts };
     this.reset();
   },
   /** Forget what belongs to the lists before, and draw anew. */
@@ -227,19 +209,12 @@ export const app = /** @type {any} */ ({
     this.gesture.key = "";
   },
 
+  /** Begin to compare two requests, the second a copy that is edited; or keep the edited one alone. */
   compare() {
-    const two = this.state.sides.length === 2 && !this.state.together;
-    this.standing(two ? [this.request] : [this.request, structuredClone(this.request)], [], false);
-  },
-  /** One request by both checkpoints that the process holds, each with its own weights; or by the one that serves. */
-  compareCheckpoints() {
-    if (this.state.together) return this.standing([this.state.sides[0]], [], false);
-    const { weights, ...request } = structuredClone(this.request);
-    this.standing([this.request, request], this.versions, true);
-  },
-  standing(sides, versions, together) {
-    this.past.keep(this.state, sides.length === 2 ? "Compared" : "Stopped comparing");
-    Object.assign(this.state, { sides, versions, together, side: together ? 0 : sides.length - 1 });
+    const two = this.state.sides.length === 2;
+    const sides = two ? [this.request] : [this.request, structuredClone(this.request)];
+    this.past.keep(this.state, two ? "Stopped comparing" : "Compared");
+    Object.assign(this.state, { sides, side: sides.length - 1 });
     Object.assign(this, { held: null, before: [], did: "" });
     draw(this);
     this.rank();
@@ -279,7 +254,7 @@ export const app = /** @type {any} */ ({
     if (!request || typeof request !== "object" || Array.isArray(request)) throw new Error("it must be one object");
     const own = this.withK(normal(request, this.actions));
     this.past.keep(this.state, "A request of your own");
-    this.state.sides = this.state.sides.map((side, at) => (at === this.state.side || this.state.together ? structuredClone(own) : side));
+    this.state.sides = this.state.sides.map((side, at) => (at === this.state.side ? own : side));
     Object.assign(this.state, { source: own.candidates.length ? "rank" : "recommend", start: own.impression_ts, story: "" });
     this.reset();
   },

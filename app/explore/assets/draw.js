@@ -5,9 +5,8 @@ import { drawCandidates } from "./candidates.js";
 import { agreement, caption, kept } from "./changes.js";
 import { drawHeat } from "./heat.js";
 import { drawLevers } from "./levers.js";
-import { many, number, words } from "./names.js";
+import { number, words } from "./names.js";
 import { balance, RankedList } from "./ranking.js";
-import { unknownTo } from "./state.js";
 import { drawSweep } from "./sweep.js";
 import { drawTimeline } from "./timeline.js";
 import { drawSource, drawStory, drawTools } from "./tools.js";
@@ -33,7 +32,7 @@ export function drawLists(app) {
   for (const { reply, side, posts } of views) {
     const before = two && side ? kept(views[0].posts) : app.before[side];
     const place = posts.findIndex(({ key }) => key === state.open);
-    lists[side].show(two ? title(app, side) : "", two ? leftOut(app, side) : "", posts, {
+    lists[side].show(two ? title(app, side) : "", posts, {
       ...{ names: app.names, disliked: app.negative[0], actions: reply.actions, weights: reply.weights, reach, before },
       ...{ impression: reply.sent.impression_ts, open: state.open, explained: app.explained[side], next: posts[place + 1] },
       ...{ attention: app.attention, askAttention: (/** @type {boolean} */ on) => app.askAttention(on) },
@@ -62,14 +61,6 @@ function title(/** @type {App} */ app, /** @type {number} */ side) {
   const reply = app.replies[side];
   const model = reply.model ?? reply.models.ranker;
   return `${"AB"[side]} · ${model.name} ${model.version}${app.held && !side ? ", held" : ""}`;
-}
-
-/** What a checkpoint does not know of the history, and was not told. @param {App} app @param {number} side */
-function leftOut(app, side) {
-  if (!app.state.versions.length) return "";
-  const { names, events } = unknownTo(app.state.sides[side], app.checkpoint(side).actions);
-  const some = names.length > 4 ? `${names.slice(0, 4).map(words).join(", ")} and ${names.length - 4} more` : names.map(words).join(", ");
-  return names.length ? `Left out for this checkpoint, which does not know them: ${some}, in ${many(events, "event")}.` : "Knows every action of the history.";
 }
 
 /** What the last edit did, or how far the lists agree. @param {App} app @param {{posts: Shown[], side: number}[]} views */

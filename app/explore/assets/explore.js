@@ -18,15 +18,13 @@ const PENDING_MS = 150; // after which it is shown that the service is asked
  * @param {number} side @returns {Promise<{value: Reply, milliseconds: number}>} */
 async function ask(side) {
   const sent = app.body(side);
-  const asked = await call(app.state.source, sent, app.state.versions[side]);
+  const asked = await call(app.state.source, sent);
   const { model, models } = asked.value;
-  const { version } = model ?? models.ranker;
-  if (!app.versions.includes(version)) {
+  if ((model ?? models.ranker).version !== app.info.model.version) {
     app.info = (await call("info")).value;
     draw(app);
   }
-  const served = version === app.info.model.version ? app.info : app.info.second;
-  Object.assign(asked.value, { sent, version, weights: sent.weights ?? served.weights });
+  Object.assign(asked.value, { sent, weights: sent.weights ?? app.info.weights });
   const isMet = (/** @type {any} */ post) => app.names.posts.has(String(post.post_id));
   if (app.state.source === "recommend" && !asked.value.candidates.every(isMet)) {
     const { weights, ...posts } = sent;
@@ -43,8 +41,9 @@ const rank = latest(async () => {
     if (asked.length !== app.state.sides.length) return; // comparing began or ended meanwhile, and asks again
     app.replies = asked.map(({ value }) => value);
     const { value, milliseconds } = asked[app.state.side];
-    const { timings_ms: stages, model, models, version } = value;
-    byId("model").textContent = `${(model ?? models.ranker).name} ${version}`;
+    const { timings_ms: stages, model, models } = value;
+    const { name, version } = model ?? models.ranker;
+    byId("model").textContent = `${name} ${version}`;
     const served = Object.values(stages).reduce((sum, stage) => sum + stage, 0);
     byId("pace").textContent = `${number(served, 1)} ms in the service, ${number(milliseconds, 0)} ms in all`;
     byId("problem").hidden = true;
@@ -136,11 +135,6 @@ async function restore() {
     notice(`This link cannot be opened: ${/** @type {Error} */ (error).message}. This is the start.`);
     return app.tellStory(app.first(), "Opened the start");
   }
-  const away = state.versions.filter((version) => !app.versions.includes(version));
-  if (away.length) {
-    notice(`This link compares checkpoints of which ${away.join(" and ")} is not held here; the request is ranked by the one that serves.`);
-    Object.assign(state, { versions: [], together: false, side: 0, sides: state.together ? state.sides.slice(0, 1) : state.sides });
-  }
   if (!app.canRetrieve && state.source === "recommend") {
     notice("This link asks for posts of a corpus, and none is served here; its own posts are ranked.");
     state.source = "rank";
@@ -155,11 +149,11 @@ function notice(/** @type {string} */ text) {
   byId("notice").hidden = false;
 }
 
-/** The request that the API's description shows: it fits whatever checkpoint serves. */
+/** The request that the API's description shows, with actions that this checkpoint knows. */
 async function firstExample() {
   const { value } = await call("openapi.json");
   const [example] = Object.values(value.paths["/rank"].post.requestBody.content["application/json"].examples);
-  return withoutExample(/** @type {any} */ (example).value);
+  return withoutExample(/** @type {any} */ (example).value, app.info.actions);
 }
 
 async function start() {
@@ -177,7 +171,7 @@ async function start() {
 }
 
 byId("reset").addEventListener("click", () => {
-  app.change("reset", "Reset the weights", (request) => delete request.weights, { own: true });
+  app.change("reset", "Reset the weights", (request) => delete request.weights);
   app.gesture.key = "";
 });
 addEventListener("hashchange", () => {

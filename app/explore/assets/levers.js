@@ -55,7 +55,7 @@ function weightSlider(/** @type {App} */ app, /** @type {string} */ name) {
     slider.setAttribute("aria-valuetext", number(value));
     lever.className = `lever ${kind(value)}`;
     const write = (/** @type {Side} */ changed) => (changed.weights = { ...app.weights(), [name]: value });
-    app.change(`weight ${name}`, `Weight of ${words(name)} ${number(value)}`, write, { redraw: false, own: true });
+    app.change(`weight ${name}`, `Weight of ${words(name)} ${number(value)}`, write, { redraw: false });
   };
   const moved = () => {
     typed.value = String(toWeight(Number(slider.value)));

@@ -12,7 +12,7 @@ export async function pack(/** @type {State} */ state) {
   return letters.replaceAll("+", "-").replaceAll("/", "_").replace(/=+$/, "");
 }
 
-/** The state of a link. Raises an Error with a sentence for the reader. @param {string} text @param {string[]} actions @returns {Promise<State>} */
+/** The state of a link; fields that are not of it are ignored. Raises an Error with a sentence for the reader. @param {string} text @param {string[]} actions @returns {Promise<State>} */
 export async function unpack(text, actions) {
   let found;
   try {
@@ -22,17 +22,12 @@ export async function unpack(text, actions) {
   } catch {
     throw new Error("it is cut off or was changed on its way");
   }
-  const state = { versions: [], together: false, story: "", onePer: false, open: null, ...(isObject(found) && found) };
+  const state = { story: "", onePer: false, open: null, ...(isObject(found) && found) };
   if ((state.v ?? VERSION) !== VERSION) throw new Error("it was made by another version of this page");
   check(state, SHAPE, "it");
   state.sides = state.sides.map((/** @type {any} */ request) => kept(request, actions));
-  if (state.versions.length === 2 && state.sides.length === 1) {
-    state.together = true;
-    state.sides.push(structuredClone(state.sides[0]));
-  }
   if (!state.sides[state.side]) throw new Error("it edits a list that it does not hold");
-  delete state.v;
-  return state;
+  return /** @type {any} */ (Object.fromEntries(Object.keys(SHAPE).map((field) => [field, state[field]])));
 }
 
 const isObject = (/** @type {any} */ value) => typeof value === "object" && value !== null && !Array.isArray(value);
@@ -48,8 +43,6 @@ const SHAPE = {
   source: (/** @type {any} */ value) => ["rank", "recommend"].includes(value),
   sides: (/** @type {any} */ value) => listOf(isObject, 2)(value) && value.length > 0,
   side: (/** @type {any} */ value) => [0, 1].includes(value),
-  versions: (/** @type {any} */ value) => listOf((each) => typeof each === "string", 2)(value) && value.length !== 1,
-  together: isTruth,
   onePer: isTruth,
   story: (/** @type {any} */ value) => typeof value === "string",
   open: optional((value) => typeof value === "string"),

@@ -15,19 +15,17 @@ export class RankedList {
     /** @type {Map<string, Row>} */ this.rows = new Map();
     this.turn = 0;
     this.title = h("h3");
-    this.note = h("p", { class: "soft note" });
     const heads = ["", "", "", "post", "probabilities, √", "", "score"];
     this.axis = h("span", { class: "against-for" }, h("span", { class: "against" }, "against"), h("span", { class: "forit" }, "for"));
     this.heads = h("div", { class: "row heads", "aria-hidden": "true" }, heads.map((text, at) => h("span", {}, at === 5 ? this.axis : text)));
     this.lines = h("svg", { class: "lines", "aria-hidden": "true" });
     this.list = h("ol", { class: "posts" });
-    this.element = h("div", { class: "list" }, this.title, this.note, this.heads, h("div", { class: "under" }, this.lines, this.list));
+    this.element = h("div", { class: "list" }, this.title, this.heads, h("div", { class: "under" }, this.lines, this.list));
   }
 
-  /** Show a reply's posts. @param {string} title @param {string} note @param {Shown[]} posts @param {View} view */
-  show(title, note, posts, view) {
+  /** Show a reply's posts. @param {string} title @param {Shown[]} posts @param {View} view */
+  show(title, posts, view) {
     Object.assign(this.title, { textContent: title, hidden: !title });
-    Object.assign(this.note, { textContent: note, hidden: !note });
     const turn = ++this.turn;
     delete this.element.dataset.drawn;
     animated(

@@ -19,12 +19,12 @@ function question(app, side) {
 /** The reasons of one side. @param {App} app @param {number} side @param {(seconds: number) => void} again @returns {Promise<Explained>} */
 export async function explainSide(app, side, again) {
   const { posts, request } = question(app, side);
-  const { version, sent } = app.replies[side];
+  const { sent } = app.replies[side];
   const empty = { of: new Map(), places: [], history: sent.history, groups: [], looked: null };
   try {
-    const { value } = await call("explain", { ...request, explain: posts.map(({ post_id }) => post_id) }, version);
+    const { value } = await call("explain", { ...request, explain: posts.map(({ post_id }) => post_id) });
     const of = new Map(posts.map(({ post_id }, at) => [post_id, value.candidates[at]]));
-    return { ...empty, of, places: value.events.place, groups: await askGroups(app, request, version, of) };
+    return { ...empty, of, places: value.events.place, groups: await askGroups(app, request, of) };
   } catch (/** @type {any} */ refused) {
     if (refused.status === 429) again(refused.retryAfter ?? 1);
     return { ...empty, message: refused.message };
@@ -36,7 +36,7 @@ export async function lookAt(app, side) {
   const { open, request } = question(app, side);
   const explained = app.explained[side];
   if (!open || explained.message || explained.looked?.post === open.post_id) return false;
-  const { value } = await call("explain", { ...request, explain: [open.post_id] }, app.replies[side].version).catch((refused) => {
+  const { value } = await call("explain", { ...request, explain: [open.post_id] }).catch((refused) => {
     explained.message = refused.message;
     return { value: null };
   });
@@ -45,8 +45,8 @@ export async function lookAt(app, side) {
 }
 
 /** What leaving out several events at once changes: all of an author, of a topic, the whole history. @param {App} app @param {any} request
- * @param {string} version @param {Map<string, any>} of */
-async function askGroups(app, request, version, of) {
+ * @param {Map<string, any>} of */
+async function askGroups(app, request, of) {
   /** @type {Map<string, number[]>} */ const groups = new Map();
   const add = (/** @type {string | undefined} */ name, /** @type {number} */ place) => name && groups.set(name, [...(groups.get(name) ?? []), place]);
   request.history.forEach((/** @type {Event_} */ event, /** @type {number} */ place) => {
@@ -60,7 +60,7 @@ async function askGroups(app, request, version, of) {
   const some = /** @type {[string, number[]][]} */ (wanted.slice(-app.info.limits.max_batch_requests));
   if (!some.length) return [];
   const requests = some.map(([, places]) => ({ ...request, history: request.history.filter((/** @type {any} */ _, /** @type {number} */ at) => !places.includes(at)) }));
-  const { value } = await call("rank/batch", { requests }, version);
+  const { value } = await call("rank/batch", { requests });
   return some.map(([name, places], at) => {
     const left = new Map((value.results[at].candidates ?? []).map((/** @type {any} */ post) => [String(post.post_id), post.score]));
     const changes = new Map([...of].map(([id, found]) => [id, found.score - (left.get(id) ?? NaN)]));

@@ -44,17 +44,14 @@ export function parse(text) {
   return JSON.parse(text, /** @type {any} */ (reviver));
 }
 
-/** What is sent for a side. `known`: the actions of its checkpoint where two are compared; what it does not know is left out for it.
- * @param {State} state @param {number} side @param {string[] | null} known @returns {any} */
-export function body(state, side, known = null) {
+/** What is sent for a side. @param {State} state @param {number} side @returns {any} */
+export function body(state, side) {
   const { candidates, ...request } = state.sides[Math.min(side, state.sides.length - 1)];
-  const understood = (/** @type {Record<string, number>} */ all) =>
-    known ? Object.fromEntries(Object.entries(all).filter(([name]) => known.includes(name))) : all;
   const history = request.history.map((event) => {
-    const actions = understood(event.actions);
+    const { actions } = event;
     return { ...event, actions: Object.values(actions).every((value) => value === 1) ? Object.keys(actions) : actions };
   });
-  const sent = { ...request, history, ...(request.weights && { weights: understood(request.weights) }) };
+  const sent = { ...request, history };
   if (state.source === "recommend") return sent;
   return without({ ...sent, candidates }, FOR_RETRIEVAL);
 }
@@ -62,29 +59,20 @@ export function body(state, side, known = null) {
 /** @param {Record<string, any>} request @param {string[]} names */
 export const without = (request, names) => Object.fromEntries(Object.entries(request).filter(([name]) => !names.includes(name)));
 
-/** The actions of a side's history that its checkpoint does not know, and how many events have one.
- * @param {Side} request @param {string[]} known */
-export function unknownTo(request, known) {
-  const strange = request.history.map(({ actions }) => Object.keys(actions).filter((name) => !known.includes(name)));
-  return { names: [...new Set(strange.flat())], events: strange.filter((names) => names.length).length };
+/** The call as a command. @param {string} url @param {any} sent */
+export function asCurl(url, sent) {
+  return `curl -s '${url}' -H 'content-type: application/json' -d '${JSON.stringify(sent).replaceAll("'", "'\\''")}'`;
 }
 
-/** The call as a command. @param {string} url @param {any} sent @param {string | undefined} version */
-export function asCurl(url, sent, version) {
-  const named = version ? ` -H 'x-model-version: ${version}'` : "";
-  return `curl -s '${url}' -H 'content-type: application/json'${named} -d '${JSON.stringify(sent).replaceAll("'", "'\\''")}'`;
-}
-
-/** The call as a program. @param {string} url @param {any} sent @param {string | undefined} version */
-export function asPython(url, sent, version) {
-  const headers = { "content-type": "application/json", ...(version && { "x-model-version": version }) };
+/** The call as a program. @param {string} url @param {any} sent */
+export function asPython(url, sent) {
   const text = JSON.stringify(sent).replaceAll("\\", "\\\\").replaceAll("'", "\\'");
   return [
     "import json",
     "import urllib.request",
     "",
     `request = json.loads('${text}')`,
-    `call = urllib.request.Request('${url}', json.dumps(request).encode(), ${JSON.stringify(headers)})`,
+    `call = urllib.request.Request('${url}', json.dumps(request).encode(), {"content-type": "application/json"})`,
     "reply = json.load(urllib.request.urlopen(call))",
     'for post in sorted(reply["candidates"], key=lambda post: post["rank"]):',
     '    print(post["rank"], post["post_id"], post["score"])',

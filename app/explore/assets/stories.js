@@ -56,12 +56,16 @@ const lastTopic = (app) => app.start.candidates.length ? app.names.topic(app.sta
 
 /** A request for a checkpoint that carries no example: made-up ids, as many posts as one sees at a glance, and its own weights.
  * @param {any} shown the example of the API's description */
-export function withoutExample(shown) {
+export function withoutExample(shown, actions) {
   const { weights, ...request } = shown;
+  const history = request.history.map((/** @type {any} */ event) => {
+    const known = event.actions.filter((/** @type {string} */ name) => actions.includes(name));
+    return { ...event, actions: known.length ? known : actions.slice(0, 1) };
+  });
   const more = Array.from({ length: 6 }, (_, place) => ({
     post_id: String(91 + place),
     author_id: String(11 + place),
     created_at: request.impression_ts - 3600 * (2 + 5 * place),
   }));
-  return { ...request, candidates: [...request.candidates, ...more] };
+  return { ...request, history, candidates: [...request.candidates, ...more] };
 }

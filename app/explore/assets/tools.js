@@ -12,7 +12,7 @@ export function drawTools(/** @type {App} */ app) {
   const url = new URL(state.source, location.href).href;
   const copy = (/** @type {string} */ key, /** @type {string} */ text, /** @type {() => string} */ make) =>
     button(key, text, async ({ target }) => (await copied(make())) && flash(target, text), { id: key });
-  const call = (/** @type {(url: string, sent: any, version?: string) => string} */ as) => as(url, app.body(state.side), state.versions[state.side]);
+  const call = (/** @type {(url: string, sent: any) => string} */ as) => as(url, app.body(state.side));
   const undone = (/** @type {{label: string}[]} */ steps, /** @type {string} */ keys) => ({ disabled: !steps.length, title: `${steps[steps.length - 1]?.label ?? "nothing"} (${keys})` });
   rebuild(byId("tools"), [
     press("undo", "Undo", () => app.undo(), undone(app.past.back, "Ctrl+Z")),
@@ -20,9 +20,7 @@ export function drawTools(/** @type {App} */ app) {
     press("restart", "Start over", () => app.restart()),
     two && choice("Edit", [["0", "A"], ["1", "B"]], String(state.side), (side) => app.edit(Number(side))),
     two && check("hold", "Hold A", !!app.held, (on) => app.hold(on)),
-    press("compare", "Compare", () => app.compare(), { "aria-pressed": String(two && !state.together) }),
-    app.versions.length === 2 &&
-      press("checkpoints", "Checkpoints", () => app.compareCheckpoints(), { "aria-pressed": String(state.together), title: `Side by side: ${app.versions.join(" and ")}` }),
+    press("compare", "Compare", () => app.compare(), { "aria-pressed": String(two) }),
     press("paste", "Request…", () => openRequest(app)),
     copy("curl", "curl", () => call(asCurl)),
     copy("python", "Python", () => call(asPython)),

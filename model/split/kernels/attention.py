@@ -1,20 +1,63 @@
-"""Triton: attention of query tiles over the contexts of many requests. Launched by `model.split.kernels.fused`.
+"""Triton: attention of query tiles over the contexts of many requests.
 
-The cap bounds every logit, so a running maximum is kept only where FORM is `none` (Milakov and Gimelshein 2018). Keys are summed in
-chunks, each separately, TILE_KEYS at a time: the order of additions depends on nothing but the row's own context.
+The cap bounds every logit, so a running maximum is kept only where FORM is `none` (Milakov and Gimelshein 2018). Keys are summed
+TILE_KEYS at a time from the context's first: the order of additions depends on nothing but the row's own context.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from model.split.kernels.order import wait_for_previous
-from model.split.kernels.rows import state_of
-from model.split.step import RECORD
+from model.layers import MASKED, soft_cap
+from model.split.kernels.contract import softmax_shift
+from model.split.kernels.fields import TILE_FIRST_ROW, TILE_PLACE, TILE_REQUEST, TILE_ROW_COUNT, TILE_WORDS, state_of
 
-_RECORD = tl.constexpr(RECORD)
+LOG2_E = math.log2(math.e)
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, limits: Tensor, own: tuple[Tensor, Tensor] | None, multiplier: float,
+    cap: float | None,
+) -> Tensor:  # fmt: skip
+    """The definition: attention of rows over one context. Row m sees the context's first `limits[m]` keys and, with `own`, itself.
+
+    query `[M, N, K]`; keys, values `[S, G, K]`; limits int `[M]`; own key and value `[M, G, K]`. Every logit is
+    `soft_cap(multiplier · q·k)`. Returns fp32 `[M, N, K]`.
+
+                  context        own
+        row 0   1 1 1 0 0 0   |  1           limits[0] = 3
+        row 1   1 1 1 1 1 1   |    1         limits[1] = 6
+    """
+    group = query.shape[1] // keys.shape[1]
+    query, keys, values = query.float(), keys.float(), values.float()
+    logits = soft_cap(multiplier * torch.einsum("mnk,snk->mns", query, keys.repeat_interleave(group, 1)), cap)
+    seen = torch.arange(keys.shape[0], device=query.device) < limits[:, None]
+    logits = torch.where(seen[:, None], logits, MASKED)
+    values = values.repeat_interleave(group, 1)
+    if own is None:
+        return torch.einsum("mns,snk->mnk", torch.softmax(logits, -1), values)
+    own_key, own_value = (x.float().repeat_interleave(group, 1) for x in own)
+    diagonal = soft_cap(multiplier * (query * own_key).sum(-1, keepdim=True), cap)
+    weights = torch.softmax(torch.cat((logits, diagonal), -1), -1)
+    return torch.einsum("mns,snk->mnk", weights[..., :-1], values) + weights[..., -1:] * own_value
+
+
+def softmax_constants(multiplier: float, cap: float | None, dtype: torch.dtype) -> dict[str, Any]:
+    """FORM, SCALE, RISE and FALL of `bounded_weight`; without a cap only SCALE matters."""
+    shift = softmax_shift(cap)
+    if cap is None:
+        return {"FORM": "none", "SCALE": LOG2_E * multiplier, "RISE": 0.0, "FALL": 0.0}
+    if dtype == torch.bfloat16:
+        return {"FORM": "fast_tanh", "SCALE": multiplier / cap, "RISE": -shift * LOG2_E, "FALL": cap * LOG2_E}
+    scale = 2 * LOG2_E * multiplier / cap
+    return {"FORM": "tanh", "SCALE": scale, "RISE": (cap - shift) * LOG2_E, "FALL": 2 * cap * LOG2_E}
 
 
 @triton.jit
@@ -99,60 +142,12 @@ def own_sums(
 ):  # fmt: skip
     """Sums, see `attend_keys`, over each row's own key alone, at `own` `[rows, width]`; its value is TOKEN elements further on."""
     own_key = tl.load(own, mask=there, other=0.0).to(tl.float32)
-    own_value = tl.load(own + TOKEN, mask=there).to(tl.float32)
+    own_value = tl.load(own + TOKEN, mask=there, other=0.0).to(tl.float32)
     products = tl.sum(q.to(tl.float32) * own_key, 1)
     weight = tl.full([q.shape[0]], 1.0, tl.float32)
     if FORM != "none":
         weight = bounded_weight(products, FORM, SCALE, RISE, FALL, EMULATED)
     return weight, weight[:, None] * own_value, products * SCALE
-
-
-@triton.jit
-def merged(sums, part, FORM: tl.constexpr):
-    """Merges two sums of `attend_keys`, over earlier and later keys; explicit fma fixes how the device rounds."""
-    total, mixed, maximum = sums
-    if FORM == "none":
-        higher = tl.maximum(maximum, part[2])
-        before, after = tl.exp2(maximum - higher), tl.exp2(part[2] - higher)
-        total = tl.fma(total, before, part[0] * after)
-        mixed = tl.fma(mixed, tl.broadcast_to(before[:, None], mixed.shape), part[1] * after[:, None])
-        return total, mixed, higher
-    return total + part[0], mixed + part[1], maximum
-
-
-@triton.jit
-def no_sums(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Sums of no keys, see `attend_keys`."""
-    return tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32), tl.full([ROWS], -1e30, tl.float32)
-
-
-@triton.jit
-def attend_chunks(
-    sums, q, keys, values, columns, seen, length, place, begin, end, CHUNK_KEYS: tl.constexpr, CHUNKED: tl.constexpr,
-    TOKEN: tl.constexpr, HEAD_WIDTH: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr, RISE: tl.constexpr,
-    FALL: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr, TILE_KEYS: tl.constexpr,
-):  # fmt: skip
-    """Adds keys `begin … end − 1` to `sums`, see `attend_keys`. If CHUNKED, each chunk of CHUNK_KEYS is summed separately first."""
-    empty = no_sums(q.shape[0], q.shape[1])
-    for chunk in range(begin, end, CHUNK_KEYS):
-        stop = tl.minimum(chunk + CHUNK_KEYS, end)
-        # a context row's mask depends on where its tile begins, so all its tiles of keys take the masked path
-        whole = tl.where(place < 0, stop // TILE_KEYS * TILE_KEYS, chunk)
-        part = empty
-        if not CHUNKED:
-            part = sums
-        part = attend_keys(
-            part, q, keys, values, columns, seen, length, chunk, whole,
-            False, TOKEN, HEAD_WIDTH, FORM, SCALE, RISE, FALL, PRECISION, EMULATED, TILE_KEYS,
-        )  # fmt: skip
-        part = attend_keys(
-            part, q, keys, values, columns, seen, length, whole, stop,
-            True, TOKEN, HEAD_WIDTH, FORM, SCALE, RISE, FALL, PRECISION, EMULATED, TILE_KEYS,
-        )  # fmt: skip
-        if CHUNKED:
-            part = merged(sums, part, FORM)
-        sums = part
-    return sums
 
 
 @triton.jit
@@ -163,107 +158,55 @@ def keys_seen(place, number, length, CAUSAL: tl.constexpr):
     return length + 0 * number
 
 
-@triton.jit
-def tile_and_state(counts, counted, tile):
-    """For a tile: its first row, its number of rows, the first row's place in its context (−1 for candidates), and the start, length and
-    capacity of the context's state. The number of rows is 0 for a tile past `counts[counted]`, whose slot may hold anything."""
-    there = tile < tl.load(counts + counted)
-    slot = counts - _RECORD * (tile + 1)
-    request = tl.load(slot + 2, mask=there, other=0)
-    start, length, capacity = state_of(counts, request)
-    rows = tl.load(slot + 1, mask=there, other=0)
-    return tl.load(slot), rows, tl.load(slot + 3), start, length, capacity
-
-
-@triton.jit(do_not_specialize=["layer", "counted"])
+@triton.jit(do_not_specialize=["counted", "layer"])
 def attend_tiles(
-    query, query_stride, own, own_stride, anchor, out, partial, totals, counts, counted, layer, rows_of_partial,
-    CAUSAL: tl.constexpr, QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_WIDTH: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr, RISE: tl.constexpr, FALL: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
-    CHUNK_KEYS: tl.constexpr, CHUNKED: tl.constexpr, SPREAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    query, query_stride, own, own_stride, anchor, out, counts, counted, tiles, states, layer, CAUSAL: tl.constexpr,
+    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_WIDTH: tl.constexpr, HEAD_BLOCK: tl.constexpr, FORM: tl.constexpr,
+    SCALE: tl.constexpr, RISE: tl.constexpr, FALL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """`out = Σ p·v / Σ p`, `p = exp(soft_cap(multiplier · q·k) − shift)`: softmax with soft-capped logits (Grok-1; spec section 1).
+    """`out = Σ p·v / Σ p`, `p = exp(soft_cap(multiplier · q·k) − shift)`: softmax with soft-capped logits (Grok-1).
     A row's own key comes first, then the keys of its context from the first on.
 
     One program per query head and tile of rows. A tile belongs to one request, whose keys and values start at `anchor` plus the
-    request's offset, `[L, 2, capacity, G, K]`. Context rows see keys up to their own place (CAUSAL) or all; candidates (place −1)
+    state's start, `[L, 2, capacity, G, K]`. Context rows see keys up to their own place (CAUSAL) or all; candidates (place −1)
     see all keys, whole tiles of them without a mask, and their own key and value, which stand in `own` `[rows, 2, G, K]`.
-    SPREAD: a program takes one chunk, and `add_chunks` adds up what it leaves in fp32 `partial` `[chunks, rows, N, K]` and
-    `totals` `[chunks, rows, N, 2]`. WIDEN is for the interpreter, which cannot multiply bf16.
+    WIDEN is for the interpreter, which cannot multiply bf16.
     """
     head = tl.program_id(0)
-    first_row, row_count, place, start, length, capacity = tile_and_state(counts, counted, tl.program_id(1))
-    wait_for_previous(DEPENDENT)
-    begin, last = 0, keys_seen(place, row_count, length, CAUSAL)
-    end = last
-    if SPREAD:
-        begin = tl.program_id(2) * CHUNK_KEYS
-        end = tl.minimum(begin + CHUNK_KEYS, last)
-    if (row_count == 0) | ((begin > 0) & (begin >= last)):
+    if tl.program_id(1) >= tl.load(counts + counted):
         return
+    tile = tiles + tl.program_id(1) * TILE_WORDS
+    row_count, place = tl.load(tile + TILE_ROW_COUNT), tl.load(tile + TILE_PLACE)
+    start, length, capacity = state_of(states, tl.load(tile + TILE_REQUEST))
     kv_head = head // (QUERY_HEADS // KV_HEADS)
     in_tile = tl.arange(0, TILE_ROWS)
     columns = tl.arange(0, HEAD_BLOCK)
-    rows = (first_row + in_tile).to(tl.int64)
+    rows = (tl.load(tile + TILE_FIRST_ROW) + in_tile).to(tl.int64)
     there = (in_tile < row_count)[:, None] & (columns < HEAD_WIDTH)[None, :]
     q = tl.load(query + rows[:, None] * query_stride + head * HEAD_WIDTH + columns[None, :], mask=there, other=0.0)
     if WIDEN:
         q = q.to(tl.float32)
-    seen = keys_seen(place, 1 + in_tile, length, CAUSAL)
     token: tl.constexpr = KV_HEADS * HEAD_WIDTH
     keys = anchor + start + (layer.to(tl.int64) * 2 * capacity) * token + kv_head * HEAD_WIDTH
     values = keys + capacity.to(tl.int64) * token
-    sums = no_sums(TILE_ROWS, HEAD_BLOCK)
-    if (place < 0) & (begin == 0):
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    sums = total, tl.zeros([TILE_ROWS, HEAD_BLOCK], tl.float32), total - 1e30
+    if place < 0:
         mine = own + rows[:, None] * own_stride + kv_head * HEAD_WIDTH + columns[None, :]
         sums = own_sums(q, mine, there, token, FORM, SCALE, RISE, FALL, WIDEN)
-    sums = attend_chunks(
-        sums, q, keys, values, columns, seen, length, place, begin, end, CHUNK_KEYS, CHUNKED,
-        token, HEAD_WIDTH, FORM, SCALE, RISE, FALL, PRECISION, WIDEN, TILE_KEYS,
+    last = keys_seen(place, row_count, length, CAUSAL)
+    # a context row's mask depends on where its tile begins, so all its tiles of keys take the masked path
+    whole = tl.where(place < 0, last // TILE_KEYS * TILE_KEYS, 0)
+    seen = keys_seen(place, 1 + in_tile, length, CAUSAL)
+    sums = attend_keys(
+        sums, q, keys, values, columns, seen, length, 0, whole,
+        False, token, HEAD_WIDTH, FORM, SCALE, RISE, FALL, PRECISION, WIDEN, TILE_KEYS,
     )  # fmt: skip
-    if SPREAD:
-        row = (tl.program_id(2) * rows_of_partial + rows) * QUERY_HEADS + head
-        tl.store(partial + row[:, None] * HEAD_WIDTH + columns[None, :], sums[1], mask=there)
-        tl.store(totals + 2 * row, sums[0], mask=in_tile < row_count)
-        tl.store(totals + 2 * row + 1, sums[2], mask=in_tile < row_count)
-    else:
-        result = sums[1] / sums[0][:, None]
-        target = out + rows[:, None] * (QUERY_HEADS * HEAD_WIDTH) + head * HEAD_WIDTH + columns[None, :]
-        tl.store(target, result.to(out.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def chunk_of(partial, totals, row, columns, there, row_there, HEAD_WIDTH: tl.constexpr):
-    """The sums that a program of `attend_tiles` stored for one chunk."""
-    total = tl.load(totals + 2 * row, mask=row_there)
-    mixed = tl.load(partial + row[:, None] * HEAD_WIDTH + columns[None, :], mask=there)
-    return total, mixed, tl.load(totals + 2 * row + 1, mask=row_there)
-
-
-@triton.jit(do_not_specialize=["counted"])
-def add_chunks(
-    out, partial, totals, counts, counted, rows_of_partial, CAUSAL: tl.constexpr, QUERY_HEADS: tl.constexpr,
-    HEAD_WIDTH: tl.constexpr, HEAD_BLOCK: tl.constexpr, FORM: tl.constexpr, TILE_ROWS: tl.constexpr,
-    CHUNK_KEYS: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Completes `attend_tiles` where it is SPREAD: adds the chunks from the context's first on, as one program would."""
-    head = tl.program_id(0)
-    first_row, row_count, place, _, last, _ = tile_and_state(counts, counted, tl.program_id(1))
-    wait_for_previous(DEPENDENT)
-    if row_count == 0:
-        return
-    last = keys_seen(place, row_count, last, CAUSAL)
-    in_tile = tl.arange(0, TILE_ROWS)
-    columns = tl.arange(0, HEAD_BLOCK)
-    rows = (first_row + in_tile).to(tl.int64)
-    row_there = in_tile < row_count
-    there = row_there[:, None] & (columns < HEAD_WIDTH)[None, :]
-    row = rows * QUERY_HEADS + head
-    sums = chunk_of(partial, totals, row, columns, there, row_there, HEAD_WIDTH)
-    for _ in range(CHUNK_KEYS, last, CHUNK_KEYS):
-        row += rows_of_partial * QUERY_HEADS
-        sums = merged(sums, chunk_of(partial, totals, row, columns, there, row_there, HEAD_WIDTH), FORM)
+    sums = attend_keys(
+        sums, q, keys, values, columns, seen, length, whole, last,
+        True, token, HEAD_WIDTH, FORM, SCALE, RISE, FALL, PRECISION, WIDEN, TILE_KEYS,
+    )  # fmt: skip
     result = sums[1] / sums[0][:, None]
     target = out + rows[:, None] * (QUERY_HEADS * HEAD_WIDTH) + head * HEAD_WIDTH + columns[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=there)

@@ -1,20 +1,17 @@
-"""The interface of a set of kernels for the split trunk. Two implementations: `portable` (torch, any device) and `fused` (Triton)."""
+"""The interface of a set of kernels for the split trunk. Two implementations: `portable` (torch, any device) and `launch` (Triton)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from model.config import ModelConfig
 from model.engine import EngineError
-from model.split.step import CANDIDATES, ROWS, ContextState, StepArrays
-from model.split.weights import Norm, TokenWeights
+from model.split.step import ContextState, DeviceArrays, HostArrays
+from model.split.weights import NormWeights, TokenWeights
 
-Projected = Literal["qkv", "query", "key_value"]  # which of queries, keys and values a product makes
-FUSABLE = ("gate_value", "qkv", "query", "key_value")  # weights whose product can be fused with the gate or RoPE
 SAFE_EXPONENT = 80.0  # exp of ± this is a normal fp32 number and leaves room for a sum over a context
 
 
@@ -32,29 +29,25 @@ def softmax_shift(cap: float | None) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """Embedding tables `[rows, D]`, fp32 or bf16, all of one dtype and on the engine's device. Row 0 reads as zero.
-
-    `numbers` int32 `[R, E]`: which rows of the tables each of a step's rows embeds; None if the kernels hash the ids.
-    """
+    """Embedding tables `[rows, D]`, fp32 or bf16, all of one dtype and on the engine's device. Row 0 reads as zero."""
 
     user: Tensor
     post: Tensor
     author: Tensor
-    numbers: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """One step on the device. `arrays` are tensors there; `host` the same as numpy; `states` in the order of their numbers.
 
-    `anchor` is the tensor, of the engine's dtype, from which `arrays.offsets` count. `host` and `states` are for
+    `anchor` is the tensor, of the engine's dtype, from which the starts of states count. `host` and `states` are for
     implementations that loop on the host; inside a CUDA graph only `arrays` may be read. `rows` is how many to run, at least as
     many as the step has; `tail` restricts what is run to candidates, which come first.
     """
 
     anchor: Tensor
-    arrays: StepArrays
-    host: StepArrays
+    arrays: DeviceArrays
+    host: HostArrays
     states: Sequence[ContextState]
     rows: int = 0
     tail: bool = False
@@ -64,31 +57,19 @@ class Step:
         return replace(self, rows=rows, tail=tail)
 
     @property
-    def counted(self) -> int:
-        """The index in the counts of the number of rows in use."""
-        return CANDIDATES if self.tail else ROWS
+    def counted(self) -> Literal["rows", "candidates"]:
+        """The name of the count of rows in use."""
+        return "candidates" if self.tail else "rows"
+
+    @property
+    def counted_tiles(self) -> Literal["tiles", "candidate_tiles"]:
+        """The name of the count of tiles in use."""
+        return "candidate_tiles" if self.tail else "tiles"
 
     @property
     def used(self) -> int:
         """The number of rows in use; the others hold garbage."""
-        return int(self.host.counts[self.counted])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """One operation of a forward, to be run by itself on a step's `rows`: `run` takes the number of one of `layers`.
-
-    `name` is one of `FUSABLE` for a product fused with what follows, `embed`, `attend`, `norm`, or the shape of a product's weight.
-    inputs: the activations and states it reads; outputs: the rows in use of what it writes; weights: one per layer.
-    """
-
-    name: str
-    rows: int
-    layers: int
-    run: Callable[[int], None]
-    inputs: Sequence[Tensor]
-    outputs: Sequence[Tensor]
-    weights: Sequence[Tensor] = field(default=())
+        return self.host.count(self.counted)
 
 
 class Kernels(Protocol):
@@ -98,13 +79,18 @@ class Kernels(Protocol):
     """
 
     key_tile: int
-    config: ModelConfig
 
     def embed(self, step: Step, tables: Tables, tokens: TokenWeights, residual: Tensor) -> None:
         """residual fp32 `[rows, D]` = the tokens."""
 
     def norm(
-        self, step: Step, mixed: Tensor | None, post: Norm | None, residual: Tensor, norm: Norm, out: Tensor
+        self,
+        step: Step,
+        mixed: Tensor | None,
+        post: NormWeights | None,
+        residual: Tensor,
+        norm: NormWeights,
+        out: Tensor,
     ) -> None:
         """`residual += post(mixed)`, or `mixed` itself without a `post`, unless `mixed` is None; then `out = norm(residual)`."""
 
@@ -122,44 +108,15 @@ class Kernels(Protocol):
     def gate(self, step: Step, gate_value: Tensor, out: Tensor) -> None:
         """gate_value `[rows, 2·F]`; out `[rows, F]` = `activation(gate) ⊙ value`. Without a gate `[rows, F]`, and no product."""
 
-    def multiply_gate(self, step: Step, x: Tensor, weight: Tensor, gate_value: Tensor, out: Tensor) -> None:
-        """`multiply` and `gate`, or what gives the same bits; gate_value may be left as it was."""
-        self.multiply(step, x, weight, gate_value)
-        self.gate(step, gate_value, out)
-
-    def multiply_rotate(self, step: Step, x: Tensor, weight: Tensor, out: Tensor, part: Projected, layer: int) -> None:
-        """`multiply` to out, which then holds `part`, and `rotate`, or what gives the same bits."""
-        self.multiply(step, x, weight, out)
-        self.rotate(step, *split_part(self.config, part, out), layer)
-
     def compile(self, forward: Callable[[], object]) -> None:
-        """Compile what `forward` launches, with kernels of every kind, if this set compiles beforehand. Nothing is computed."""
-        return
+        """Compile what `forward` launches, if this set compiles anything. Nothing is computed."""
 
-    def choose(
-        self, weights: Sequence[Tensor], parts: Callable[[int], Sequence[Part]], sizes: Sequence[int]
-    ) -> dict[str, Any]:
-        """Find the fastest ways that give the bits of the reference, for products with weights of these shapes, or for the `parts`
-        of a forward with each of `sizes` rows, and use them from now on. Returns what was found. Raises EngineError when the
-        reference itself fails.
-        """
-
-    def keep_choices(self) -> None:
-        """Keep the choices for the next start: they have been checked in whole forwards."""
-        return
-
-    def use_reference(self) -> None:
-        """Use the reference everywhere."""
+    def check_products(self, weights: Sequence[Tensor], sizes: Sequence[int]) -> dict[str, Any]:
+        """Find faster products that give the same bits, for weights of these shapes and steps of these sizes, and use them from now
+        on. Returns what was found. Raises EngineError when the products themselves fail."""
 
     def compiled(self) -> int:
         """How many kernels have been compiled or loaded so far."""
-        return 0
-
-
-def split_part(config: ModelConfig, part: Projected, out: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The queries, and the keys with values, among the columns of `part`, as views; None for what it lacks."""
-    queries = 0 if part == "key_value" else config.query_heads * config.head_width
-    return (out[:, :queries] if queries else None), (None if part == "query" else out[:, queries:])
 
 
 def shape_name(weight: Tensor) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -18,36 +17,37 @@ from model.batch import hash_rows
 from model.config import ModelConfig
 from model.engine import EngineError
 from model.layers import MASKED, activate
-from model.split.kernels.contract import Kernels, Part, Step, Tables, shape_name, softmax_shift
-from model.split.step import CANDIDATE, CANDIDATES, HISTORY, TILE_ROWS, TILES, USER, ContextState
-from model.split.step import CANDIDATE_TILES as TAIL_TILES
-from model.split.weights import Norm, TokenWeights
+from model.split.kernels.contract import Kernels, Step, Tables, shape_name, softmax_shift
+from model.split.step import CANDIDATE, HISTORY, TILE_ROWS, USER, ContextState
+from model.split.weights import NormWeights, TokenWeights
 
 KEY_TILE = 128  # states are allocated in multiples of it, so that every product has the same shape
+CARD_BLOCKS = 8  # of KEY_TILE, the most that are one block on a card
 WIDE_ROW_SIZES = (1024, 256)  # rows of larger products, used where they give the bits of TILE_ROWS
 HEAD_COLUMNS = 16  # narrower heads are padded: products of fewer columns depend on the row's place in some libraries
 PIECE = 16384  # elements that torch computes without splitting them over threads; only gelu has so low a limit
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`function` over the elements of a contiguous tensor whose size is a multiple of 64, in pieces of `PIECE`."""
+    """`function` over the elements of a contiguous tensor whose size is a multiple of 64, on a CPU in pieces of `PIECE`."""
     flat = x.reshape(-1)
-    if flat.numel() <= PIECE:
+    if flat.numel() <= PIECE or x.is_cuda:
         return function(flat).view(x.shape)
     return torch.cat([function(piece) for piece in flat.split(PIECE)]).view(x.shape)
 
 
 class PortableKernels(Kernels):
     """Implements `Kernels`. Matrix products run on TILE_ROWS rows per call, or on more where a check found the same bits:
-    `row_sizes` holds the checked counts by weight shape, descending.
+    `row_sizes` holds the checked counts by weight shape, descending. `key_tile`: keys of one block of attention; on a card a whole
+    context takes few blocks, because there each operation costs its launch.
     """
-
-    key_tile = KEY_TILE
 
     def __init__(self, config: ModelConfig, rope: Tensor) -> None:
         self.config = config
         self.rope = rope
         self.row_sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        blocks = -(-(1 + config.history_length) // KEY_TILE) if rope.is_cuda else 1
+        self.key_tile = KEY_TILE * min(blocks, CARD_BLOCKS)
 
     def embed(self, step: Step, tables: Tables, tokens: TokenWeights, residual: Tensor) -> None:
         """See `Kernels.embed`."""
@@ -60,42 +60,46 @@ class PortableKernels(Kernels):
                     inputs = torch.cat((inputs, self._small_inputs(step, tokens, tile)), 1)
                 out = functional.pad(inputs, (0, tokens.inputs[kind] - inputs.shape[1])) @ projections[kind].float()
                 if kind != USER:
-                    out += tokens.surfaces[kind][_padded(step.arrays.surfaces[tile]).long()]
+                    out += tokens.surfaces[kind][_padded(step.arrays.row("surface")[tile]).long()]
                 if kind == CANDIDATE and self.config.has_post_age:
-                    out += tokens.ages[_padded(step.arrays.owners[tile, 0]).long()]
+                    out += tokens.ages[_padded(step.arrays.row("age")[tile]).long()]
                 residual[tile] = out[: tile.stop - first]
 
     def _embedded(self, step: Step, tables: Tables, tile: slice, kind: int) -> Tensor:
         """The hash embeddings of a tile's rows, fp32 `[TILE_ROWS, n·D]`; row 0 reads as zero."""
-        config = self.config
-        entities = [(tables.post, config.post_hashes), (tables.author, config.author_hashes)]
+        config, rows = self.config, step.host.rows[tile]
+        entities = [
+            (tables.post, config.post_hashes, rows["post"]),
+            (tables.author, config.author_hashes, rows["author"]),
+        ]
         if kind == USER:
-            entities = [(tables.user, config.user_hashes)]
-        if tables.numbers is not None:
-            numbers = tables.numbers[tile].long()
-        else:
-            hashed = [hash_rows(step.host.ids[tile, place], spec) for place, (_, spec) in enumerate(entities)]
-            numbers = torch.from_numpy(np.concatenate(hashed, 1)).to(tables.post.device)
-        found, numbers = [], _padded(numbers)
-        for table, spec in entities:
-            rows, numbers = numbers[:, : spec.count, None], numbers[:, spec.count :]
-            found.append(torch.where(rows == 0, 0.0, functional.embedding(rows[..., 0], table).float()).flatten(1))
+            entities = [(tables.user, config.user_hashes, rows["post"])]
+        found = []
+        for table, spec, ids in entities:
+            numbers = _padded(torch.from_numpy(hash_rows(ids, spec))).to(table.device)
+            embedded = functional.embedding(numbers, table).float()
+            found.append(torch.where(numbers[..., None] == 0, 0.0, embedded).flatten(1))
         return torch.cat(found, 1)
 
     def _small_inputs(self, step: Step, tokens: TokenWeights, tile: slice) -> Tensor:
         """Inputs of a history item from actions and dwell seconds, see `TokenWeights`: fp32 `[TILE_ROWS, A or A + 64]`."""
-        first = int(step.host.counts[CANDIDATES])
-        actions = _padded(step.arrays.actions[tile.start - first : tile.stop - first])
+        first = step.host.count("candidates")
+        history = _padded(step.arrays.history[tile.start - first : tile.stop - first])
+        actions = history[:, :-1]
         signs = torch.where((actions != 0).any(-1, keepdim=True), 2 * actions - 1, 0.0)
         if not self.config.has_dwell:
             return signs
-        last = len(step.arrays.dwell) + first
-        dwell = step.arrays.dwell[last - tile.stop : last - tile.start, None].flip(0)  # dwell grows downwards
-        fraction = _padded(dwell).clamp(0, 30) / 30
+        fraction = history[:, -1:].clamp(0, 30) / 30
         return torch.cat((signs, elementwise(lambda x: activate(x, "gelu_tanh"), fraction * tokens.dwell_input)), 1)
 
     def norm(
-        self, step: Step, mixed: Tensor | None, post: Norm | None, residual: Tensor, norm: Norm, out: Tensor
+        self,
+        step: Step,
+        mixed: Tensor | None,
+        post: NormWeights | None,
+        residual: Tensor,
+        norm: NormWeights,
+        out: Tensor,
     ) -> None:
         """See `Kernels.norm`."""
         wide = residual[: step.rows]
@@ -103,7 +107,7 @@ class PortableKernels(Kernels):
             wide += self._normed(mixed[: step.rows].float(), post) if post else mixed[: step.rows]
         out[: step.rows] = self._normed(wide, norm)
 
-    def _normed(self, x: Tensor, norm: Norm) -> Tensor:
+    def _normed(self, x: Tensor, norm: NormWeights) -> Tensor:
         # the sums run over whole rows only: a mean over one long row would be split between threads
         if norm.bias is not None:
             x = x - x.sum(-1, keepdim=True) / x.shape[1]
@@ -122,7 +126,7 @@ class PortableKernels(Kernels):
     def rotate(self, step: Step, query: Tensor | None, key_value: Tensor | None, layer: int) -> None:
         """See `Kernels.rotate`."""
         config, rows = self.config, step.rows
-        cos, sin = self.rope[:, step.arrays.positions[:rows].long()].unsqueeze(2)
+        cos, sin = self.rope[:, step.arrays.row("position")[:rows].long()].unsqueeze(2)
         if query is not None:
             _rotate(query[:rows].view(rows, config.query_heads, config.head_width), cos, sin)
         if key_value is None:
@@ -163,9 +167,9 @@ class PortableKernels(Kernels):
         last = min(int(limits[count - 1]), state.length)
         limits = limits.to(q.device)[None, :, None].expand(kv_heads, TILE_ROWS, group).reshape(kv_heads, -1, 1)
         softmax = _Softmax(config, q)
-        keys = torch.arange(KEY_TILE, device=q.device)
-        for start in range(0, last, KEY_TILE):
-            key, value = wide[:, :, start : start + KEY_TILE]
+        keys = torch.arange(self.key_tile, device=q.device)
+        for start in range(0, last, self.key_tile):
+            key, value = wide[:, :, start : start + self.key_tile]
             weights = softmax.weights(torch.bmm(q, key[..., :width].transpose(1, 2)), keys + start < limits)
             softmax.mixed += torch.bmm(weights, value)[..., :width]
         if index < 0:
@@ -182,10 +186,15 @@ class PortableKernels(Kernels):
         activated = elementwise(lambda x: activate(x, self.config.activation), gates.float().contiguous())
         out[: step.rows] = activated * values[0] if values else activated
 
-    def choose(
-        self, weights: Sequence[Tensor], parts: Callable[[int], Sequence[Part]], sizes: Sequence[int]
-    ) -> dict[str, Any]:
-        """See `Kernels.choose`; nothing is fused, and `sizes` do not matter: every number of rows is cut into checked ones."""
+    def compile(self, forward: Callable[[], object]) -> None:
+        """See `Kernels.compile`; there is nothing to compile."""
+
+    def compiled(self) -> int:
+        """See `Kernels.compiled`."""
+        return 0
+
+    def check_products(self, weights: Sequence[Tensor], sizes: Sequence[int]) -> dict[str, Any]:
+        """See `Kernels.check_products`; `sizes` do not matter: every number of rows is cut into checked ones."""
         for weight in weights:
 
             def product(x: Tensor, weight: Tensor = weight) -> Tensor:
@@ -201,14 +210,10 @@ class PortableKernels(Kernels):
             self.row_sizes[tuple(weight.shape)] = (*wide, TILE_ROWS)
         return {shape_name(weight): list(self.row_sizes[tuple(weight.shape)]) for weight in weights}
 
-    def use_reference(self) -> None:
-        """See `Kernels.use_reference`."""
-        self.row_sizes.clear()
-
     @staticmethod
     def _tiles(step: Step) -> list[tuple[int, int, int, int]]:
-        count = step.host.counts[TAIL_TILES if step.tail else TILES]
-        tiles: list[tuple[int, int, int, int]] = step.host.tiles[:count].tolist()
+        """Of each tile its first row, rows, request and place."""
+        tiles: list[tuple[int, int, int, int]] = step.host.tiles[: step.host.count(step.counted_tiles)].tolist()
         return tiles
 
 

@@ -1,27 +1,45 @@
-"""Triton: operations on one row at a time: norms with their residual addition, the activation with its gate, RoPE. Launched by `fused`."""
+"""Triton: operations on one row at a time: norms with their residual addition, the activation with its gate, RoPE."""
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from model.split.kernels.order import wait_for_previous
-from model.split.step import COUNTS, RECORD
+from model.config import Activation
+from model.layers import activate, layer_norm, rms_norm
+from model.split.kernels.fields import PLACE, POSITION, REQUEST, ROW_WORDS, state_of
+from model.split.weights import NormWeights
 
-_HEAD, _RECORD = tl.constexpr(COUNTS), tl.constexpr(RECORD)
+
+def norm(x: Tensor, weights: NormWeights, epsilon: float) -> Tensor:
+    """The definition of a norm: x `[M, D]` through an RMSNorm or, with a bias, a LayerNorm, in fp32."""
+    if weights.bias is None:
+        return rms_norm(x.float(), weights.scale, epsilon)
+    return layer_norm(x.float(), weights.scale, weights.bias, epsilon)
+
+
+def add_norm(
+    mixed: Tensor | None, post: NormWeights | None, residual: Tensor, weights: NormWeights, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """The definition: `residual += post(mixed)`, or `mixed` itself without a `post`; then `norm(residual)`, all `[M, D]` in fp32."""
+    if mixed is not None:
+        residual = residual + (norm(mixed, post, epsilon) if post else mixed.float())
+    return residual, norm(residual, weights, epsilon)
 
 
 @triton.jit
 def normed(x, scale, bias, there, epsilon, WIDTH: tl.constexpr, CENTRED: tl.constexpr):
     """`scale · x / sqrt(mean(x²) + ε)` (Zhang and Sennrich 2019); CENTRED: of `x − mean(x)`, plus a bias (Ba et al. 2016).
-    Scale and bias hold one number per column."""
+    Scale and bias point to one number per column."""
+    columns = tl.arange(0, x.shape[0])
     if CENTRED:
         x = tl.where(there, x - tl.sum(x, 0) / WIDTH, 0.0)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon)
-    x *= scale
+    x *= tl.load(scale + columns, mask=there, other=0.0)
     if CENTRED:
-        x += bias
+        x += tl.load(bias + columns, mask=there, other=0.0)
     return x
 
 
@@ -29,7 +47,6 @@ def normed(x, scale, bias, there, epsilon, WIDTH: tl.constexpr, CENTRED: tl.cons
 def norm_rows(
     mixed, post_scale, post_bias, residual, scale, bias, out, counts, counted, epsilon, HAS_MIXED: tl.constexpr,
     HAS_POST: tl.constexpr, CENTRED: tl.constexpr, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`r ← r + post(m)`, then `out = norm(r)`; see `normed`. Without HAS_POST `r ← r + m`, without HAS_MIXED r stays as it is.
     residual fp32 `[rows, D]` in place.
@@ -37,20 +54,10 @@ def norm_rows(
     One program per row: a row's sums are always taken in the same order.
     """
     row = tl.program_id(0).to(tl.int64)
-    row_count = tl.load(counts + counted)
+    if row >= tl.load(counts + counted):
+        return
     columns = tl.arange(0, WIDTH_BLOCK)
     there = columns < WIDTH
-    # what other kernels do not write is read before waiting for them
-    scale = tl.load(scale + columns, mask=there)
-    if CENTRED:
-        bias = tl.load(bias + columns, mask=there)
-    if HAS_POST:
-        post_scale = tl.load(post_scale + columns, mask=there, other=0.0)
-        if CENTRED:
-            post_bias = tl.load(post_bias + columns, mask=there, other=0.0)
-    wait_for_previous(DEPENDENT)
-    if row >= row_count:
-        return
     wide = tl.load(residual + row * WIDTH + columns, mask=there, other=0.0)
     if HAS_MIXED:
         m = tl.load(mixed + row * WIDTH + columns, mask=there, other=0.0).to(tl.float32)
@@ -60,6 +67,15 @@ def norm_rows(
         tl.store(residual + row * WIDTH + columns, wide, mask=there)
     result = normed(wide, scale, bias, there, epsilon, WIDTH, CENTRED)
     tl.store(out + row * WIDTH + columns, result.to(out.dtype.element_ty), mask=there)
+
+
+def gate(gate_value: Tensor, activation: Activation, *, gated: bool = True) -> Tensor:
+    """The definition: `activation(gate) ⊙ value` of `[M, 2·F]` with gate and value side by side: fp32 `[M, F]`. Without a gate: of
+    `[M, F]`."""
+    if not gated:
+        return activate(gate_value.float(), activation)
+    gates, values = gate_value.float().chunk(2, -1)
+    return activate(gates, activation) * values
 
 
 @triton.jit
@@ -77,30 +93,19 @@ def activated(g, ACTIVATION: tl.constexpr):
 @triton.jit(do_not_specialize=["counted"])
 def gate_rows(
     gate_value, out, counts, counted, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`out = activation(g) · v`; gate_value `[rows, 2·F]` holds g and v side by side. Not GATED: `activation(g)` of `[rows, F]`."""
     row = tl.program_id(0).to(tl.int64)
-    row_count = tl.load(counts + counted)
-    wait_for_previous(DEPENDENT)
-    if row >= row_count:
+    if row >= tl.load(counts + counted):
         return
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = columns < WIDTH
     source = gate_value + row * (2 * WIDTH if GATED else WIDTH) + columns
-    g = tl.load(source, mask=there).to(tl.float32)
-    result = activated(g, ACTIVATION)
+    result = activated(tl.load(source, mask=there).to(tl.float32), ACTIVATION)
     if GATED:
         result *= tl.load(source + WIDTH, mask=there).to(tl.float32)
     tl.store(out + row * WIDTH + columns, result.to(out.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def state_of(counts, request):
-    """Where the state of a request starts, counted from a tensor of the same type, its length and its capacity: `StepArrays`."""
-    slot = counts - _RECORD * (request + 1)
-    start = tl.load((slot + 4).to(tl.pointer_type(tl.int64)))
-    return tl.multiple_of(start, 16), tl.load(slot + 6), tl.load(slot + 7)
 
 
 @triton.jit
@@ -111,46 +116,39 @@ def store_halves(target, first, second, there, HALF: tl.constexpr):
 
 
 @triton.jit
-def turned(first, second, cos, sin):
-    """`x1·cos − x2·sin`, `x2·cos + x1·sin`; explicit fma fixes the rounding, so that all kernels give the same bits."""
-    return tl.fma(first, cos, -(second * sin)), tl.fma(second, cos, first * sin)
-
-
-@triton.jit
 def rotate_heads(source, cos, sin, there, HALF: tl.constexpr):
-    """Turn the pairs `(x1, x2) = (source, source + HALF)` in place: `x1·cos − x2·sin`, `x2·cos + x1·sin`; returns both."""
+    """Turn the pairs `(x1, x2) = (source, source + HALF)` in place: `x1·cos − x2·sin`, `x2·cos + x1·sin`; returns both. Explicit fma
+    fixes the rounding."""
     dtype: tl.constexpr = source.dtype.element_ty
     first = tl.load(source, mask=there).to(tl.float32)
     second = tl.load(source + HALF, mask=there).to(tl.float32)
-    turned_first, turned_second = turned(first, second, cos, sin)
-    turned_first, turned_second = turned_first.to(dtype), turned_second.to(dtype)
+    turned_first = tl.fma(first, cos, -(second * sin)).to(dtype)
+    turned_second = tl.fma(second, cos, first * sin).to(dtype)
     store_halves(source, turned_first, turned_second, there, HALF)
     return turned_first, turned_second
 
 
-@triton.jit(do_not_specialize=["layer", "counted"])
+@triton.jit(do_not_specialize=["counted", "layer"])
 def rotate_rows(
-    query, query_stride, key_value, key_value_stride, anchor, rope, rope_positions, counts, counted, layer,
+    query, query_stride, key_value, key_value_stride, anchor, rope, rope_positions, counts, counted, rows, states, layer,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_WIDTH: tl.constexpr, QUERY_BLOCK: tl.constexpr,
-    KV_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    KV_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """RoPE (Su et al. 2021), half-split pairs: `x1 ← x1·cos − x2·sin`, `x2 ← x2·cos + x1·sin`, in place, in fp32.
+    """RoPE (Su et al. 2021), half-split pairs, in place, in fp32: see `model.layers.rotate`. Then the keys and values of context rows
+    are stored in their request's state.
 
-    One program per row. `rope` fp32 `[2, rope_positions, K/2]`. QUERY_HEADS or KV_HEADS may be 0. The keys and values of
-    context rows are also written to their request's state.
+    One program per row. `rope` fp32 `[2, rope_positions, K/2]`. QUERY_HEADS or KV_HEADS may be 0.
     """
     row = tl.program_id(0).to(tl.int64)
-    is_there = row < tl.load(counts + counted)
+    if row >= tl.load(counts + counted):
+        return
     half: tl.constexpr = HEAD_WIDTH // 2
     columns = tl.arange(0, HALF_BLOCK)
     narrow = columns < half
-    record = counts + _HEAD + row * _RECORD
-    position = tl.load(record + 4, mask=is_there, other=0)
+    record = rows + row * ROW_WORDS
+    position = tl.load(record + POSITION)
     cos = tl.load(rope + position * half + columns, mask=narrow)[None, :]
     sin = tl.load(rope + (rope_positions + position) * half + columns, mask=narrow)[None, :]
-    wait_for_previous(DEPENDENT)
-    if not is_there:
-        return
     if QUERY_HEADS > 0:
         heads = tl.arange(0, QUERY_BLOCK)
         there = (heads < QUERY_HEADS)[:, None] & narrow[None, :]
@@ -162,9 +160,9 @@ def rotate_rows(
         inner = heads[:, None] * HEAD_WIDTH + columns[None, :]
         source = key_value + row * key_value_stride + inner
         turned_first, turned_second = rotate_heads(source, cos, sin, there, half)
-        place = tl.load(record + 7)
+        place = tl.load(record + PLACE)
         if place >= 0:
-            start, _, capacity = state_of(counts, tl.load(record + 6))
+            start, _, capacity = state_of(states, tl.load(record + REQUEST))
             target = anchor + start + (layer.to(tl.int64) * 2 * capacity + place) * token + inner
             store_halves(target, turned_first, turned_second, there, half)
             value_first, value_second = tl.load(source + token, mask=there), tl.load(source + token + half, mask=there)

@@ -7,19 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from app.engine.batching import Batcher, Chunk, Job, chunk_count
+from app.engine.batching import Batcher, Chunk, Work, chunk_count
 from app.settings import Batching
-from tests.app.bounds import bounded
 
-BATCHING = bounded(Batching(max_requests=4, max_candidates=100, chunk_candidates=30), max_context_tokens=50)
+BATCHING = Batching(max_requests=4, max_candidates=100, chunk_candidates=30)
 FAR = 1e9
 
 
-def job(candidates: int, *, tokens: int = 1, key: str | None = None, deadline: float = FAR) -> Job:
-    return Job(candidates=candidates, context_tokens=tokens, deadline=deadline, key=key)
+def job(candidates: int, *, tokens: int = 1, key: str | None = None, deadline: float = FAR) -> Work:
+    return Work(candidates=candidates, context_tokens=tokens, deadline=deadline, key=key)
 
 
-def serve(batcher: Batcher[Job], now: float = 0.0) -> list[Chunk[Job]]:
+def serve(batcher: Batcher[Work], now: float = 0.0) -> list[Chunk[Work]]:
     """One forward: take, and put back what has chunks left."""
     chunks, _ = batcher.take(now)
     for chunk in chunks:
@@ -34,13 +33,13 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.batcher: Batcher[Job] = Batcher(BATCHING)
+        self.batcher: Batcher[Work] = Batcher(BATCHING)
         self.now = 0.0
-        self.waiting: list[Job] = []
+        self.waiting: list[Work] = []
 
     @rule(
         candidates=st.integers(1, 250),
-        tokens=st.integers(0, 80),
+        tokens=st.integers(0, 1000),
         key=st.sampled_from([None, "a", "b"]),
         seconds=st.floats(0.1, 5),
     )
@@ -96,7 +95,7 @@ TestMachine.settings = settings(max_examples=60, stateful_step_count=40, deadlin
 
 
 def test_a_batch_may_grow_for_the_window_until_it_is_full() -> None:
-    batcher: Batcher[Job] = Batcher(
+    batcher: Batcher[Work] = Batcher(
         Batching(max_requests=4, max_candidates=100, chunk_candidates=50, window_seconds=0.01)
     )
     assert batcher.window_end() < 0  # nothing to wait for
@@ -108,7 +107,7 @@ def test_a_batch_may_grow_for_the_window_until_it_is_full() -> None:
 
 
 def test_without_batching_each_forward_holds_one_chunk_of_one_request() -> None:
-    batcher: Batcher[Job] = Batcher(Batching(max_requests=1))
+    batcher: Batcher[Work] = Batcher(Batching(max_requests=1))
     for _ in range(3):
         batcher.add(job(10), 0.0)
     assert [len(serve(batcher)) for _ in range(3)] == [1, 1, 1]
@@ -120,7 +119,7 @@ def test_no_chunk_is_larger_than_a_forward() -> None:
 
 
 def test_a_later_chunk_takes_no_more_room_than_its_candidates() -> None:
-    batcher = Batcher[Job](BATCHING)
+    batcher = Batcher[Work](BATCHING)
     batcher.add(job(60, key="a"), 0.0)
     assert [(chunk.start, chunk.stop) for chunk in serve(batcher)] == [(0, 30)]
     batcher.add(job(30, key="b"), 0.0)
@@ -128,7 +127,7 @@ def test_a_later_chunk_takes_no_more_room_than_its_candidates() -> None:
 
 
 def test_small_requests_pass_between_the_chunks_of_a_long_one() -> None:
-    batcher: Batcher[Job] = Batcher(Batching(max_candidates=100, chunk_candidates=100))
+    batcher: Batcher[Work] = Batcher(Batching(max_candidates=100, chunk_candidates=100))
     long, small = job(2000), [job(10) for _ in range(5)]
     for each in (long, *small):
         batcher.add(each, 0.0)
@@ -141,7 +140,7 @@ def test_small_requests_pass_between_the_chunks_of_a_long_one() -> None:
 
 
 def test_a_long_request_is_not_starved_by_a_stream_of_small_ones() -> None:
-    batcher: Batcher[Job] = Batcher(Batching(max_candidates=100, chunk_candidates=100))
+    batcher: Batcher[Work] = Batcher(Batching(max_candidates=100, chunk_candidates=100))
     long = job(500)
     batcher.add(long, 0.0)
     forwards = 0
@@ -154,7 +153,7 @@ def test_a_long_request_is_not_starved_by_a_stream_of_small_ones() -> None:
 
 
 def test_chunks_are_even_and_only_the_first_pays_for_the_context() -> None:
-    batcher: Batcher[Job] = Batcher(Batching(max_candidates=1000, chunk_candidates=512))
+    batcher: Batcher[Work] = Batcher(Batching(max_candidates=1000, chunk_candidates=512))
     batcher.add(job(513, tokens=128), 0.0)
     first, second = serve(batcher)[0], serve(batcher)[0]
     assert (first.start, first.stop, first.context_tokens) == (0, 257, 128)
@@ -162,7 +161,7 @@ def test_chunks_are_even_and_only_the_first_pays_for_the_context() -> None:
 
 
 def test_keys_share_by_cost_and_not_by_number_of_requests() -> None:
-    batcher: Batcher[Job] = Batcher(Batching(max_requests=1, max_candidates=100, chunk_candidates=100))
+    batcher: Batcher[Work] = Batcher(Batching(max_requests=1, max_candidates=100, chunk_candidates=100))
     for _ in range(100):
         batcher.add(job(100, key="heavy"), 0.0)
     for _ in range(100):
@@ -175,7 +174,7 @@ def test_keys_share_by_cost_and_not_by_number_of_requests() -> None:
 
 
 def test_a_key_that_was_silent_earns_no_credit() -> None:
-    batcher: Batcher[Job] = Batcher(Batching(max_requests=1, max_candidates=100, chunk_candidates=100))
+    batcher: Batcher[Work] = Batcher(Batching(max_requests=1, max_candidates=100, chunk_candidates=100))
     for _ in range(50):
         batcher.add(job(100, key="busy"), 0.0)
     for _ in range(30):
@@ -188,7 +187,7 @@ def test_a_key_that_was_silent_earns_no_credit() -> None:
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8))
 def test_oldest_is_the_first_arrival_also_of_a_job_that_came_back(times: list[float]) -> None:
-    batcher: Batcher[Job] = Batcher(BATCHING)
+    batcher: Batcher[Work] = Batcher(BATCHING)
     for at in sorted(times):
         batcher.add(job(200), at)
     serve(batcher)

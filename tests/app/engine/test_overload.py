@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pytest
 
 from app.engine.admission import Admission
-from app.engine.batching import Batcher, Chunk, Job
+from app.engine.batching import Batcher, Chunk, Work
 from app.engine.forecast import Running
 from app.settings import Batching, Queue
-from tests.app.fakes import FakeClock
+from tests.support.fakes import FakeClock
 
 FORWARD_SECONDS, BATCH, CANDIDATES, TOKENS = 0.1, 4, 16, 4
 CAPACITY_RPS = BATCH / FORWARD_SECONDS
@@ -30,14 +30,14 @@ class Outcome:
 def offer(multiple: float, seconds: float = 50.0, seed: int = 1, wait_forwards: float = 0.7) -> Outcome:
     """Poisson arrivals at a multiple of the capacity, where the longest wait is this part of a forward."""
     clock, draw = FakeClock(0.0), random.Random(seed)
-    chunks: list[Chunk[Job]] = []
+    chunks: list[Chunk[Work]] = []
     began = 0.0
 
     def running() -> Running:
         return Running(len(chunks), len(chunks) * CANDIDATES, len(chunks) * TOKENS, clock() - began)
 
     queue = Queue(max_wait_seconds=wait_forwards * FORWARD_SECONDS)
-    admission, batcher = Admission(queue, BATCHING, clock, running), Batcher[Job](BATCHING)
+    admission, batcher = Admission(queue, BATCHING, clock), Batcher[Work](BATCHING)
     admission.forward_time.observe(CANDIDATES + TOKENS, FORWARD_SECONDS)  # the row asks one by one before
     took: list[float] = []
     asked, arrival = 0, 0.0
@@ -52,8 +52,8 @@ def offer(multiple: float, seconds: float = 50.0, seed: int = 1, wait_forwards: 
             chunks = []
         else:
             asked += 1
-            job = Job(candidates=CANDIDATES, context_tokens=TOKENS, deadline=float("inf"))
-            if admission.full() is None and admission.refusal(job) is None:
+            job = Work(candidates=CANDIDATES, context_tokens=TOKENS, deadline=float("inf"))
+            if admission.full(running()) is None and admission.refusal(job, running()) is None:
                 admission.add(job)
                 batcher.add(job, clock())
             arrival += draw.expovariate(multiple * CAPACITY_RPS)

@@ -1,31 +1,35 @@
-"""The queue of searches: turns of keys, shares of the room, what is computed at once, what an answer costs."""
+"""Searches on their engine: turns of keys, shares of the room, what is computed at once, what runs between two batches."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import replace
-from types import SimpleNamespace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from app.engine.runners import RETRIEVAL_THREAD
+from app.engine.admission import Admission
+from app.engine.forecast import Clock
+from app.engine.job import SearchJob
+from app.engine.places import Places
+from app.engine.runners import RETRIEVAL_THREAD, EngineThread, SearchForwards
+from app.engine.versions import Versions
 from app.errors import DeadlineExceeded, EngineDown, Overloaded
 from app.interface import Found
-from app.service.retrieval import RetrievalService
-from app.settings import Queue, Settings
+from app.settings import Batching, Queue
 from app.telemetry.metrics import Metrics
 from model.cache import ContextKey
 from model.engine import CacheStats, EngineError
 from model.inputs import Context
 from model.retrieval.engine import Users
 from model.retrieval.inputs import Answers, Filters, Mark, Query, Retrieved
-from tests.app.bounds import fix
-from tests.app.fakes import FakeClock, Gate, ended, until
+from tests.support.fakes import FakeClock, Gate
+from tests.support.rankers import until
+
+pytestmark = pytest.mark.anyio
 
 NO_IDS = np.empty(0, np.uint64)
 NOTHING = Retrieved(NO_IDS, NO_IDS, np.empty(0, np.float32), np.empty(0, np.int64), [], 0, 0, False, 0, 0, Mark())
@@ -71,50 +75,66 @@ class FakeRetrieval:
         raise AssertionError("what holds a corpus is never written out")
 
 
+@dataclass
+class LoadedFake:
+    """What a load returns."""
+
+    engine: FakeRetrieval
+    served: object
+
+    def changed_file(self) -> str:
+        return ""
+
+
 class Bench:
-    """A service of searches around fake engines. `ask` begins a search, after `begin`."""
+    """A queue of searches before a fake engine. `ask` begins a search, after `begin`."""
 
     def __init__(self, engine: FakeRetrieval, queue: Queue | None = None, batch_requests: int = 32) -> None:
+        metrics, batching = Metrics(), Batching(max_candidates=batch_requests)
         self.engine = engine
-        with pytest.MonkeyPatch.context() as patch:
-            fix(patch, SCAN_REQUESTS=batch_requests)
-            self.service = RetrievalService(None, Settings(queue=queue or Queue()), Metrics(), engine.clock)
+        self.places: Places[SearchJob] = Places(
+            Admission(queue or Queue(), batching, engine.clock), metrics, metrics.record_waits
+        )
 
-    async def begin(self, engine: FakeRetrieval | None = None) -> Any:
-        """Serve this engine; what it is known by."""
-        served = object()
-        log = SimpleNamespace(close=lambda: None)
-        loaded = SimpleNamespace(engine=engine or self.engine, served=served, log=log, changed_file=str)
-        self.service._install(await self.service.versions.load(lambda steps: loaded))
-        return served
+        def runner(thread: EngineThread, loop: asyncio.AbstractEventLoop, clock: Clock) -> SearchForwards:
+            return SearchForwards(thread, thread.ready.result().engine, loop, clock, metrics)
 
-    def ask(self, user: int, key: str | None = None, served: Any = None, seconds: float = 100.0) -> asyncio.Task[Found]:
-        history = np.empty(0, np.int64)
-        context = Context(user, NO_IDS, NO_IDS, np.zeros((0, 3), np.float32), history, np.zeros(0, np.float32))
+        self.versions: Versions[SearchJob] = Versions(
+            batching, self.places.batch_done, engine.clock, 60.0, runner, RETRIEVAL_THREAD
+        )
+
+    async def begin(self) -> None:
+        self.versions.install(await self.versions.load(lambda steps: LoadedFake(self.engine, object())))
+
+    def ask(self, user: int, key: str | None = None, seconds: float = 100.0) -> asyncio.Task[Found]:
+        return asyncio.get_running_loop().create_task(self._search(user, key, self.engine.clock.now + seconds))
+
+    async def _search(self, user: int, key: str | None, deadline: float) -> Found:
+        context = Context(
+            user, NO_IDS, NO_IDS, np.zeros((0, 3), np.float32), NO_IDS.view(np.int64), np.zeros(0, np.float32)
+        )
+        future: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
         query = Query(context, 5, Filters(NO_IDS))
-        served = served or self.service.served
-        find = ended(self.service.retrieve, served, query, self.engine.clock.now + seconds, key)
-        return asyncio.get_running_loop().create_task(find)
+        job = SearchJob(candidates=1, context_tokens=0, deadline=deadline, key=key, future=future, query=query)
+        worker = self.versions.current
+        assert worker is not None
+        with self.places.take(job, worker):
+            found: Found = await self.places.compute(job)
+            return found
 
 
-def scenario(test: Callable[[Any], Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run it on a loop of its own, with what pytest hands in."""
-
-    @functools.wraps(test)
-    def run(**given: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(**given), 30))
-
-    return run
+async def entered(gate: Gate) -> None:
+    """Return when the engine is in its batch."""
+    assert await asyncio.to_thread(gate.entered.wait, 10)
 
 
-@scenario
 async def test_keys_take_turns() -> None:
     """One that has sent sixty at once takes one place of two in each batch, and the other is never behind all of them."""
     gate = Gate()
     bench = Bench(FakeRetrieval(FakeClock(), before=gate), batch_requests=4)
     await bench.begin()
     tasks = [bench.ask(0)]
-    await gate.reached()
+    await entered(gate)
     tasks += [bench.ask(user, "greedy") for user in range(100, 160)]
     await asyncio.sleep(0)
     tasks += [bench.ask(user, "modest") for user in range(1, 6)]
@@ -122,16 +142,15 @@ async def test_keys_take_turns() -> None:
     gate.opened.set()
     await asyncio.gather(*tasks)
     assert bench.engine.batches[1:5] == [[100, 1, 101, 2], [102, 3, 103, 4], [104, 5, 105, 106], [107, 108, 109, 110]]
-    assert bench.service.versions.waiting == 0
+    assert bench.versions.waiting == 0
 
 
-@scenario
 async def test_more_keys_than_places_take_turns_too() -> None:
     gate = Gate()
     bench = Bench(FakeRetrieval(FakeClock(), before=gate), batch_requests=2)
     await bench.begin()
     tasks = [bench.ask(0)]
-    await gate.reached()
+    await entered(gate)
     tasks += [bench.ask(10 * key + turn, f"key {key}") for key in (1, 2, 3) for turn in (0, 1)]
     await asyncio.sleep(0)
     gate.opened.set()
@@ -139,13 +158,12 @@ async def test_more_keys_than_places_take_turns_too() -> None:
     assert [sorted(user // 10 for user in batch) for batch in bench.engine.batches[1:]] == [[1, 2], [1, 3], [2, 3]]
 
 
-@scenario
 async def test_a_key_holds_its_share_of_the_room() -> None:
     gate = Gate()
-    bench = Bench(FakeRetrieval(FakeClock(), before=gate), Queue(max_requests=120), batch_requests=1)
+    bench = Bench(FakeRetrieval(FakeClock(), before=gate), Queue(max_candidates=31), batch_requests=1)
     await bench.begin()
     tasks = [bench.ask(0)]
-    await gate.reached()
+    await entered(gate)
     tasks += [bench.ask(user, "greedy") for user in range(31)]
     await asyncio.sleep(0)
     refused = [task for task in tasks if task.done()]
@@ -159,7 +177,6 @@ async def test_a_key_holds_its_share_of_the_room() -> None:
     await asyncio.gather(*tasks, *others, return_exceptions=True)
 
 
-@scenario
 async def test_a_newcomer_waits_for_the_present_search_and_one_of_each_other_key() -> None:
     gate = Gate()
     gate.opened.set()
@@ -169,7 +186,7 @@ async def test_a_newcomer_waits_for_the_present_search_and_one_of_each_other_key
     gate.opened.clear()
     gate.entered.clear()
     tasks = [bench.ask(1)]
-    await gate.reached()
+    await entered(gate)
     tasks += [bench.ask(user, key, seconds=1000.0) for key in ("a", "b") for user in range(3)]
     await asyncio.sleep(0)
     with pytest.raises(DeadlineExceeded, match="the predicted wait is longer than the deadline"):
@@ -181,7 +198,6 @@ async def test_a_newcomer_waits_for_the_present_search_and_one_of_each_other_key
 
 
 @pytest.mark.parametrize(("seconds", "thread"), [(0.9e-3, "MainThread"), (1.1e-3, RETRIEVAL_THREAD)])
-@scenario
 async def test_a_short_search_is_computed_at_once(seconds: float, thread: str) -> None:
     bench = Bench(FakeRetrieval(FakeClock(), seconds))
     await bench.begin()
@@ -190,7 +206,6 @@ async def test_a_short_search_is_computed_at_once(seconds: float, thread: str) -
     assert bench.engine.threads == [RETRIEVAL_THREAD, thread, thread, thread], "the first is not foreseen"
 
 
-@scenario
 async def test_a_long_encoding_is_no_reason_to_hand_over_the_search_of_a_known_user() -> None:
     bench = Bench(FakeRetrieval(FakeClock(), 0.5e-3, unknown={1, 3}, encode_seconds=2e-3))
     await bench.begin()
@@ -199,7 +214,6 @@ async def test_a_long_encoding_is_no_reason_to_hand_over_the_search_of_a_known_u
     assert bench.engine.threads == [RETRIEVAL_THREAD, "MainThread", RETRIEVAL_THREAD, "MainThread"]
 
 
-@scenario
 async def test_a_user_who_cannot_be_looked_up_fails_alone() -> None:
     bench = Bench(FakeRetrieval(FakeClock()))
     await bench.begin()
@@ -211,12 +225,11 @@ async def test_a_user_who_cannot_be_looked_up_fails_alone() -> None:
         return look_up(queries)
 
     vars(bench.engine)["look_up"] = fail
-    ended = await asyncio.gather(*(bench.ask(user) for user in (2, 3, 4)), return_exceptions=True)
-    assert [isinstance(one, EngineDown) for one in ended] == [False, True, False]
+    results = await asyncio.gather(*(bench.ask(user) for user in (2, 3, 4)), return_exceptions=True)
+    assert [isinstance(one, EngineDown) for one in results] == [False, True, False]
 
 
 @pytest.mark.parametrize(("seconds", "thread"), [(1e-4, "MainThread"), (1.0, RETRIEVAL_THREAD)])
-@scenario
 async def test_a_search_that_raises_fails_alone_wherever_it_is_computed(seconds: float, thread: str) -> None:
     def fail(queries: Sequence[Query]) -> None:
         if any(query.context.user_id == 3 for query in queries):
@@ -225,13 +238,12 @@ async def test_a_search_that_raises_fails_alone_wherever_it_is_computed(seconds:
     bench = Bench(FakeRetrieval(FakeClock(), seconds, fail))
     await bench.begin()
     await bench.ask(0)
-    ended = await asyncio.gather(*(bench.ask(user) for user in (1, 2, 3, 4)), return_exceptions=True)
-    assert [isinstance(one, EngineDown) for one in ended] == [False, False, True, False]
+    results = await asyncio.gather(*(bench.ask(user) for user in (1, 2, 3, 4)), return_exceptions=True)
+    assert [isinstance(one, EngineDown) for one in results] == [False, False, True, False]
     assert bench.engine.batches[1:] == [[1, 2, 3, 4], [1], [2], [3], [4]]
     assert set(bench.engine.threads[1:]) == {thread}
 
 
-@scenario
 async def test_what_waits_after_a_split_batch_is_answered_at_the_end() -> None:
     gate = Gate()
 
@@ -243,22 +255,22 @@ async def test_what_waits_after_a_split_batch_is_answered_at_the_end() -> None:
     bench = Bench(FakeRetrieval(FakeClock(), before=fail_together))
     await bench.begin()
     tasks = [bench.ask(user) for user in (1, 2, 3)]
-    await gate.reached()  # the first is tried by itself, and the others wait for that
-    bench.service.abandon(lambda: EngineDown("gone"))
+    await entered(gate)  # the first is tried by itself, and the others wait for that
+    bench.versions.fail_all(lambda: EngineDown("gone"))
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [str(result) for result in results] == ["gone"] * 3
     gate.opened.set()
 
 
-@scenario
 async def test_nothing_runs_beside_a_call_between_searches() -> None:
     gate = Gate()
     bench = Bench(FakeRetrieval(FakeClock(), 1e-4))
     await bench.begin()
     await bench.ask(0)
-    worker = bench.service.versions.current
-    call = asyncio.ensure_future(worker.between(lambda: gate([])))
-    await gate.reached()
+    worker = bench.versions.current
+    assert worker is not None
+    call = asyncio.ensure_future(worker.between(lambda: gate(())))
+    await entered(gate)
     waits = bench.ask(1)
     await asyncio.sleep(0.01)
     assert (bench.engine.batches, waits.done()) == ([[0]], False)
@@ -272,20 +284,19 @@ async def test_nothing_runs_beside_a_call_between_searches() -> None:
         await worker.between(lambda: 1)
 
 
-@scenario
 async def test_silence_lasts_as_long_as_the_present_batch() -> None:
     gate = Gate()
     bench = Bench(FakeRetrieval(FakeClock(), before=gate))
     await bench.begin()
-    versions = bench.service.versions
+    versions = bench.versions
     assert versions.silent_seconds() == 0
     tasks = [bench.ask(1)]
-    await gate.reached()
+    await entered(gate)
     bench.engine.clock.advance(7.0)
     assert versions.silent_seconds() == 7
     tasks.append(bench.ask(2))
     await asyncio.sleep(0)
-    bench.service.abandon(lambda: EngineDown("gone"))
+    bench.versions.fail_all(lambda: EngineDown("gone"))
     for task in tasks:
         with pytest.raises(EngineDown):
             await task

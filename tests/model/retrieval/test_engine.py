@@ -22,7 +22,7 @@ from model.presets import with_preset
 from model.retrieval.corpus import KEPT_TOPICS, Corpus, without
 from model.retrieval.engine import RetrievalEngine, RetrievalOptions, TorchTower
 from model.retrieval.inputs import Change, Filters, Mark, NewPosts, Query, Retrieved
-from model.retrieval.search import Index, TorchIndex, bits_of
+from model.retrieval.search import TorchIndex, bits_of
 from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
@@ -330,8 +330,8 @@ def test_changes_are_what_an_oracle_says(
     """After each change a search equals one of a corpus that holds the same posts and was never changed, in ids and bits."""
     monkeypatch.setattr("model.retrieval.engine.SEGMENT_ROWS", segment_rows)
     chance = np.random.default_rng(1)
-    changed, replayed = (RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=1)) for _ in range(2))
-    changes: list[Change] = []
+    changed, at_once = (RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=1)) for _ in range(2))
+    deleted, new = set[int](), dict[int, int]()  # as a change that says all of it at once: a row for each new post
     live = {int(corpus.post_ids[row]): row for row in np.flatnonzero(~corpus.hidden)[::-1].tolist()}
     for step in range(60):
         rows = chance.choice(np.flatnonzero(~corpus.hidden), chance.integers(1, 6), replace=False)
@@ -339,15 +339,20 @@ def test_changes_are_what_an_oracle_says(
         if step % 3 == 2:
             gone = [*known, 10**15]
             nothing = as_new(corpus, np.empty(0, np.int64), [])
-            changes.append(Change(np.array(gone, np.uint64), nothing, Mark(step)))
-            assert changed.change(changes[-1]) == len(known)
+            assert changed.change(Change(np.array(gone, np.uint64), nothing, Mark(step + 1))) == len(known)
             for post in known:
                 del live[post]
+                new.pop(post, None)
+            deleted.update(gone)
         else:
             ids = [known[place] if chance.random() < 0.4 else 10**12 + step * 10 + place for place in range(len(rows))]
-            changes.append(Change(NONE, as_new(corpus, rows, ids), Mark(step)))
-            changed.change(changes[-1], changed.prepare(changes[-1]) if step % 2 else None)
+            change = Change(NONE, as_new(corpus, rows, ids), Mark(step + 1))
+            changed.change(change, changed.prepare(change) if step % 2 else None)
             live |= dict(zip(ids, rows.tolist(), strict=True))
+            for post, row in zip(ids, rows.tolist(), strict=True):
+                new.pop(post, None)  # it goes to the end
+                new[post] = row
+            deleted.difference_update(ids)
         assert (changed.posts, changed.changes) == (len(live), step + 1)
         posts = np.array(list(live), np.uint64)
         plain = replace(corpus, post_ids=posts, author_ids=corpus.author_ids[list(live.values())],
@@ -362,24 +367,30 @@ def test_changes_are_what_an_oracle_says(
                 p for p, s in zip(theirs.post_ids.tolist(), theirs.scores, strict=True) if s > last
             }
         oracle.close()
-    assert len(changed._segments) > (10 if segment_rows == 1 else 1)
-    made: list[Index] = []
-    make = replayed._make_index
-    monkeypatch.setattr(replayed, "_make_index", lambda *arguments: (made.append(make(*arguments)), made[-1])[1])
-    replayed.replay(changes)
-    assert len(made) <= 1 + sum(1 + len(one.posts) for one in changes) // segment_rows
-    assert (replayed.posts, replayed.changes, replayed.mark) == (changed.posts, changed.changes, changes[-1].mark)
+    at_once.change(Change(np.array(list(deleted), np.uint64), as_new(corpus, list(new.values()), list(new)), Mark(60)))
+    assert (at_once.posts, at_once.changes, at_once.mark) == (changed.posts, changed.changes, changed.mark)
     asked = [wanted(context, len(corpus) + 500) for context in contexts]
-    assert all(map(same, replayed.retrieve(asked).retrieved, changed.retrieve(asked).retrieved))
+    assert all(map(same, at_once.retrieve(asked).retrieved, changed.retrieve(asked).retrieved))
 
 
-def test_changes_that_are_replayed_fill_segments_and_no_more(
-    encoder: Encoder, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+def test_deleted_and_replaced_posts_take_no_memory_for_long(
+    encoder: Encoder, corpus: Corpus, contexts: list[Context], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Posts come and go for a long time: at most twice the posts that are there are kept, however many there were."""
     monkeypatch.setattr("model.retrieval.engine.SEGMENT_ROWS", 8)
-    engine = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=1))
-    engine.replay([Change(NONE, as_new(corpus, [row], [10**12 + row]), Mark(row)) for row in range(40)])
-    assert max(len(segment.corpus) for segment in engine._segments[1:]) < 2 * 8
+    engine, rows_made = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=1)), 0
+    rows = np.flatnonzero(~corpus.hidden)
+    for step in range(400):
+        gone = np.array([10**12 + step - 100], np.uint64)
+        change = Change(gone, as_new(corpus, [rows[step % len(rows)]], [10**12 + step]), Mark(step + 1))
+        added = engine.prepare(change)
+        rows_made += len(added[0].corpus) if added[0] else 0
+        engine.change(change, added)
+        new = min(step + 1, 100)
+        assert engine.posts == len(rows) + new
+        assert sum(engine.segment_rows[1:]) <= 2 * new + 16
+    assert rows_made < 400 * 20, "a post is seldom indexed again"
+    assert len(engine.segment_rows) < 8
 
 
 def test_a_new_post_has_its_time_and_topic(encoder: Encoder, corpus: Corpus, contexts: list[Context]) -> None:

@@ -18,7 +18,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.bench.retrieve import Rows, isotropic, unit
 from model.native import build
 from model.native.search import NativeIndex
 from model.retrieval.corpus import worst_norm
@@ -26,6 +25,7 @@ from model.retrieval.search import Found, Index, TorchIndex, Wish, bits_of, mask
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
 from tests.goldens import GOLDEN
+from tests.model.retrieval.vectors import Rows, isotropic, unit
 
 ROWS = np.ones((6, 4), np.float32)
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from model.retrieval.inputs import Change, Mark
 from tests import retrieval_goldens as goldens
 from tests.goldens import GOLDEN
 from tests.weights.call import run
+from weights.checkpoint import load_encoder
+from weights.corpus.changes import load_changed, mark_after, no_posts, read_changes
+from weights.corpus.store import load_corpus, load_corpus_manifest
 
 SOURCE = GOLDEN / "retrieval-mean-pool"
 
@@ -39,10 +46,107 @@ def test_import_verify_and_inspect(towers: Path, tmp_path: Path) -> None:
 
 def test_build_needs_no_vectors_and_import_does(towers: Path, tmp_path: Path) -> None:
     arrays = goldens.arrays(SOURCE / "corpus.npz")
-    ids = {name: arrays[name] for name in ("post_ids", "author_ids")}
+    ids = {name: arrays[name][arrays["post_ids"] != 0] for name in ("post_ids", "author_ids")}
     np.savez(tmp_path / "posts.npz", **ids, views=ids["post_ids"])
     code, said = run("corpus", "import", tmp_path / "posts.npz", "--encoder", towers, "--out", tmp_path / "x")
     assert (code, "`corpus build` encodes the ids" in said) == (1, True)
     assert "Array views is not read." in said
     built, _ = run("corpus", "build", tmp_path / "posts.npz", "--encoder", towers, "--out", tmp_path / "x")
     assert (built, run("corpus", "verify", tmp_path / "x", "--encoder", towers)[0]) == (0, 0)
+
+
+def change(corpus: Path, *delete: int) -> Mark:
+    """Delete these posts, as a service would."""
+    _, kept, _ = load_changed(corpus, load_encoder(corpus.with_name("towers")).manifest)
+    asked = Change(np.array(delete, np.uint64), no_posts(48), kept.mark)
+    kept.record([replace(asked, mark=mark_after(kept.mark, asked)._replace(position="1764000000000-3"))])
+    kept.close()
+    return kept.mark
+
+
+def test_what_was_changed_is_shown_and_verified(towers: Path, tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    assert run("corpus", "import", SOURCE / "corpus.npz", "--encoder", towers, "--out", corpus)[0] == 0
+    posts = load_corpus(corpus).corpus.post_ids
+    change(corpus, *posts[:3].tolist(), 123_456)
+    code, said = run("corpus", "verify", corpus, "--encoder", towers)
+    assert (code, "since then 0 were added or replaced and 3 deleted" in said) == (0, True), said
+    assert "1764000000000-3" in run("corpus", "inspect", corpus)[1]
+    (file,) = corpus.glob("changes-*.sqlite")
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    for command in ("verify", "inspect"):
+        code, said = run("corpus", command, corpus)
+        assert (code, "is damaged" in said) == (1, True), said
+
+
+def test_a_snapshot_has_the_posts_and_goes_on_behind_the_changes(towers: Path, tmp_path: Path) -> None:
+    corpus, copy = tmp_path / "corpus", tmp_path / "copies" / "corpus"
+    assert run("corpus", "import", SOURCE / "corpus.npz", "--encoder", towers, "--out", corpus)[0] == 0
+    before = load_corpus(corpus).corpus
+    gone = before.post_ids[[3, 5]]
+    mark = change(corpus, *gone.tolist())
+    code, said = run("corpus", "snapshot", corpus, "--out", copy)
+    there = "posts, after 1 changes; it goes on behind 1764000000000-3 in its feed"
+    assert (code, there in said) == (0, True), said
+    after = load_corpus(copy).corpus
+    kept = ~before.hidden & ~np.isin(before.post_ids, gone)
+    for name in ("post_ids", "author_ids", "vectors"):
+        assert getattr(after, name).tobytes() == getattr(before, name)[kept].tobytes()
+    assert read_changes(copy, load_corpus_manifest(copy)).mark == mark
+    assert load_corpus_manifest(copy).version.endswith("+1")
+    assert run("corpus", "verify", copy, "--encoder", towers)[0] == 0
+    code, said = run("corpus", "snapshot", corpus, "--out", copy)
+    assert (code, "holds a checkpoint already" in said) == (1, True), said
+
+
+def test_a_snapshot_may_be_written_while_the_corpus_changes(towers: Path, tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    assert run("corpus", "import", SOURCE / "corpus.npz", "--encoder", towers, "--out", corpus)[0] == 0
+    stored, kept, _ = load_changed(corpus, load_encoder(towers).manifest)
+    posts, stop = stored.corpus.post_ids[~stored.corpus.hidden], threading.Event()
+
+    def changing() -> None:
+        while not stop.is_set() and kept.mark.sequence < len(posts) - 1:
+            asked = Change(posts[[kept.mark.sequence]], no_posts(48), kept.mark)
+            kept.record([replace(asked, mark=mark_after(kept.mark, asked))])
+
+    thread = threading.Thread(target=changing)
+    thread.start()
+    try:
+        for number in range(5):
+            code, said = run("corpus", "snapshot", corpus, "--out", tmp_path / f"copy-{number}")
+            assert code == 0, said
+    finally:
+        stop.set()
+        thread.join()
+    made = [load_corpus_manifest(copy) for copy in sorted(tmp_path.glob("copy-*"))]
+    assert all(manifest.posts + manifest.first_mark.sequence == len(posts) for manifest in made)
+    sequences = [manifest.first_mark.sequence for manifest in made]
+    assert sorted(sequences) == sequences
+    assert sequences[0] < sequences[-1] <= kept.mark.sequence
+    kept.close()
+
+
+@pytest.mark.parametrize(
+    ("sample", "sentence"),
+    [
+        ("posts_ms.jsonl", "row 1: created_at must be Unix seconds, .*; this looks like milliseconds: divide by 1000"),
+        ("posts_zero_id.jsonl", "row 1: post_ids must not be 0, which is padding"),
+    ],
+)
+def test_files_that_hold_what_a_request_may_not_are_refused(
+    towers: Path, tmp_path: Path, sample: str, sentence: str
+) -> None:
+    samples = {
+        "posts_ms.jsonl": [{"post_ids": 1, "author_ids": 2, "created_at": 1780000000000, "topics": "sport"}],
+        "posts_zero_id.jsonl": [
+            {"post_ids": 0, "author_ids": 2, "created_at": 1780000000, "topics": "sport"},
+            {"post_ids": 1, "author_ids": 3, "created_at": -5, "topics": "sport"},
+        ],
+    }
+    (tmp_path / sample).write_text("".join(f"{json.dumps(row)}\n" for row in samples[sample]))
+    code, said = run("corpus", "build", tmp_path / sample, "--encoder", towers, "--out", tmp_path / "corpus")
+    assert code == 1
+    assert re.search(sentence, said), said
+    assert sample in said
+    assert not (tmp_path / "corpus").exists()

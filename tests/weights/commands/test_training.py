@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 import torch
 from starlette.testclient import TestClient
 
-from app.assembly import build_app
+from app.main import create_app
 from app.settings import Settings
 from model.config import TRUNK_OPTIONS
 from model.create import EngineOptions, create_engine
@@ -27,7 +28,6 @@ from model.presets import PRESETS, with_preset
 from model.ranker import Ranker
 from tests.weights.call import call
 from tests.weights.training.small_run import TRAINING, small_config
-from tests.zygote import zygote
 from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import load_checkpoint, save_checkpoint
 from weights.commands.training import given_values, time_of
@@ -218,7 +218,7 @@ def test_a_ranker_of_every_preset_trains_saves_verifies_serves_and_isolates(
     indices = np.arange(len(examples) - 3, len(examples))
     expected = predict(load_checkpoint(out).ranker, examples, indices).probabilities
     body = body_of(examples, int(indices[-1]))
-    with TestClient(build_app(Settings(checkpoint=out, dtype="float32", threads=1))) as client:
+    with TestClient(create_app(Settings(checkpoint=out, dtype="float32", threads=1))) as client:
         for _ in range(600):
             if client.get("/readyz").status_code == 200:
                 break
@@ -308,7 +308,9 @@ def test_what_cannot_work_is_one_sentence_and_exit_code_1(
 
 def test_serving_and_verifying_need_none_of_the_training_libraries() -> None:
     code = "import sys, weights.commands.checkpoints; print(sorted({'pyarrow', 'sklearn', 'matplotlib'} & set(sys.modules)))"
-    assert zygote.run([sys.executable, "-c", code]).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 @pytest.mark.parametrize(

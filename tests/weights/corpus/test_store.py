@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from model.retrieval.inputs import Mark
+from model.retrieval.inputs import Change, Mark
 from model.retrieval.towers import Towers
 from tests import retrieval_goldens as goldens
 from tests.goldens import GOLDEN
 from weights.checkpoint import Encoder, load_checkpoint, save_checkpoint
+from weights.corpus.changes import load_changed, mark_after, no_posts, read_changes
 from weights.corpus.manifest import CorpusManifest
 from weights.corpus.store import CorpusLabels, load_corpus, load_corpus_manifest, write_corpus
 from weights.errors import CheckpointError
@@ -43,12 +44,14 @@ def arrays() -> dict[str, Tensor]:
     }
 
 
-def write(path: Path, encoder: Encoder, values: dict[str, Tensor], **options: Any) -> CorpusManifest:
+def write(
+    path: Path, encoder: Encoder, values: dict[str, Tensor], position: str = "", **options: Any
+) -> CorpusManifest:
     def chunks(name: str) -> Iterable[Tensor]:
         return torch.split(values[name], 33)
 
     columns = [name for name in ("post_ids", "author_ids", "created_at", "topics") if name in values]
-    labels = CorpusLabels("posts")
+    labels = CorpusLabels("posts", position=position)
     return write_corpus(path, labels, encoder, POSTS, columns, chunks, lambda: ("a", "b", "c"), **options)
 
 
@@ -92,7 +95,7 @@ def test_a_checkpoint_is_neither_loaded_nor_replaced(encoder: Encoder, tmp_path:
     with pytest.raises(CheckpointError, match="describes no corpus"):
         write(tmp_path / "x", encoder, arrays(), replace=True)
     write(tmp_path / "corpus", encoder, arrays())
-    with pytest.raises(CheckpointError, match="unknown keys"):
+    with pytest.raises(CheckpointError, match="describes a corpus, not a model"):
         load_checkpoint(tmp_path / "corpus")
 
 
@@ -153,6 +156,24 @@ def test_labels_that_no_corpus_may_have_are_refused_before_a_post_is_encoded(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_corpus_whose_posts_were_changed_is_replaced_only_by_one_that_says_up_to_where_it_has_them(
+    encoder: Encoder, tmp_path: Path
+) -> None:
+    path, values = tmp_path / "corpus", arrays()
+    write(path, encoder, values)
+    _, changes, _ = load_changed(path, encoder.manifest)
+    one = Change(np.array([1], np.uint64), no_posts(WIDTH), changes.mark)
+    changes.record([Change(one.delete, one.posts, mark_after(changes.mark, one))])
+    changes.close()
+    with pytest.raises(CheckpointError, match=r"the changes would be lost; choose another place or, .*--feed-position"):
+        write(path, encoder, values, replace=True)
+    assert len(read_changes(path, load_corpus_manifest(path)).delete) == 1
+    manifest = write(path, encoder, values, replace=True, position="1764000000000-0")
+    assert load_corpus_manifest(path) == manifest
+    assert read_changes(path, manifest).mark == manifest.first_mark
+    assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "posts.safetensors", "vectors.safetensors"]
+
+
 @pytest.mark.parametrize("name", ["posts.safetensors", "vectors.safetensors"])
 def test_one_changed_byte_is_refused(encoder: Encoder, tmp_path: Path, name: str) -> None:
     write(tmp_path / "corpus", encoder, arrays())
@@ -170,9 +191,10 @@ def test_one_changed_byte_is_refused(encoder: Encoder, tmp_path: Path, name: str
 @pytest.mark.parametrize("mark", [Mark(-1), Mark(1, "0" * 31), Mark(1, "g" * 32), Mark(1, position="x")])
 def test_a_mark_that_no_change_leaves_is_refused(encoder: Encoder, tmp_path: Path, mark: Mark) -> None:
     manifest = write(tmp_path / "corpus", encoder, arrays())
-    assert replace(manifest, mark=Mark(1, "0" * 32, "1-0")).first_mark == Mark(1, "0" * 32, "1-0")
+    right = Mark(1, "0" * 32, "1-0")
+    assert msgspec.structs.replace(manifest, mark=right).first_mark == right
     with pytest.raises(CheckpointError, match=r"invalid mark|feed position"):
-        replace(manifest, mark=mark)
+        msgspec.structs.replace(manifest, mark=mark)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +211,7 @@ def test_a_mark_that_no_change_leaves_is_refused(encoder: Encoder, tmp_path: Pat
         ({"topics": ["a", "b", "c" * 100]}, None),
         ({"name": "a b"}, "name 'a b' must be"),
         ({"format_version": 2}, "format version 2"),
-        ({"surprise": 1}, "unknown keys surprise"),
+        ({"surprise": 1}, "unknown field `surprise`"),
         ({"tensors": {}}, "does not list all tensors"),
         ({"encoder_name": "other"}, None),
     ],

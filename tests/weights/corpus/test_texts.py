@@ -1,4 +1,4 @@
-"""Corpora whose ids are texts: built, searched, changed and written anew with their texts; two texts of one hash are refused."""
+"""Corpora whose ids are texts: built, searched and changed with their texts; two texts of one hash are refused."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from tests.goldens import GOLDEN
 from tests.weights.call import run
 from weights import text_ids
 from weights.checkpoint import Encoder
-from weights.corpus.compaction import Compaction, load_changed
+from weights.corpus.changes import load_changed, mark_after
 from weights.corpus.importer import check_texts
-from weights.corpus.records import decoded, encoded, mark_after
 from weights.corpus.store import load_corpus
 from weights.corpus.table import PostsTable
 from weights.errors import CheckpointError
@@ -97,9 +96,9 @@ def found(engine: RetrievalEngine) -> dict[str, str]:
     return dict(retrieved.texts)
 
 
-def test_texts_go_through_search_change_and_compaction(tmp_path: Path, towers: Path, encoder: Encoder) -> None:
+def test_texts_go_through_search_change_and_restart(tmp_path: Path, towers: Path, encoder: Encoder) -> None:
     path = built(tmp_path, towers)
-    stored, log, _ = load_changed(path, encoder.manifest)
+    stored, kept, _ = load_changed(path, encoder.manifest)
     engine = RetrievalEngine(encoder.towers, stored.corpus, RetrievalOptions(backend="torch"))
     expected = dict(zip(POSTS, AUTHORS, strict=True))
     assert found(engine) == expected
@@ -107,25 +106,20 @@ def test_texts_go_through_search_change_and_compaction(tmp_path: Path, towers: P
         ids, authors = text_ids.text_ids(new), text_ids.text_ids(new.values())
         vectors = encoder.towers.encode_posts(ids, authors).numpy()
         posts = NewPosts(ids, authors, np.zeros(len(new), np.int64), ["art"] * len(new), vectors, list(new.items()))
-        change = Change(text_ids.text_ids(delete), posts, log.mark, list(delete))
-        change = replace(change, mark=mark_after(log.mark, change))
-        log.append(change)
+        change = Change(text_ids.text_ids(delete), posts, kept.mark, list(delete))
+        change = replace(change, mark=mark_after(kept.mark, change))
+        kept.record([change])
         engine.change(change)
         expected = {post: author for post, author in expected.items() if post not in delete} | new
         assert found(engine) == expected
-    assert b"new one" in log.path.read_bytes()
-    _, again, changes = load_changed(path, encoder.manifest)
-    assert [(change.delete_texts, change.posts.texts) for change in changes] == [
-        (POSTS[:2], [("new one", "x")]),
-        (["new one"], [(POSTS[5], "another author"), ("y" * 128, "ada")]),
-    ]
-    assert again.mark == log.mark
-    compaction = Compaction(path, stored.manifest, log)
-    written = compaction.write(engine.parts(), log.mark)
-    compaction.commit(written.manifest, []).close()
-    assert written.manifest.ids == "text"
-    assert dict(load_corpus(path).corpus.texts_of(np.arange(len(expected)))) == expected
-    check_texts(load_corpus(path))
+    kept.close()
+    stored, again, change = load_changed(path, encoder.manifest)
+    assert change.posts.texts == [(POSTS[5], "another author"), ("y" * 128, "ada")]
+    assert again.mark == kept.mark
+    engine = RetrievalEngine(encoder.towers, stored.corpus, RetrievalOptions(backend="torch"))
+    engine.change(change)
+    assert found(engine) == expected
+    again.close()
 
 
 def test_merged_changes_keep_the_texts_of_what_is_left() -> None:
@@ -139,16 +133,6 @@ def test_merged_changes_keep_the_texts_of_what_is_left() -> None:
     merged.check()
     with pytest.raises(ValueError, match="text ids for only some of its posts"):
         replace(merged, delete_texts=["b"]).check()
-
-
-@pytest.mark.parametrize("ids", ["uint64", "text"])
-def test_a_record_of_the_other_kind_of_ids_is_none(ids: Any) -> None:
-    nothing = NewPosts(NONE, NONE, NONE.view(np.int64), [], np.empty((0, 3), np.float32))
-    texts = ["a"] if ids == "text" else []
-    record = encoded(Change(text_ids.text_ids(["a"]), nothing, (1, "", ""), texts))  # type: ignore[arg-type]
-    assert decoded(record, 3, ids).delete_texts == texts
-    with pytest.raises((ValueError, TypeError)):
-        decoded(record, 3, "uint64" if ids == "text" else "text")
 
 
 def weak(text: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.process import serving
+from loadtest.server import serving
 from tests.weights.training.test_demo_taste import DEMO, NAMES, assert_taste, best_first
 from weights.checkpoint import load_encoder
 from weights.corpus.importer import check_corpus
@@ -23,7 +23,7 @@ MOST_BYTES = 12_000_000
 @pytest.fixture(scope="module")
 def client() -> Iterator[httpx.Client]:
     with (
-        serving(DEMO, threads=1, retrieval__checkpoint=TOWERS, retrieval__corpus=POSTS) as server,
+        serving(DEMO, threads=1, retrieval=True) as server,
         httpx.Client(base_url=server.url, timeout=30) as client,
     ):
         yield client

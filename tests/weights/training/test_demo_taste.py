@@ -13,7 +13,7 @@ import pytest
 
 from model.create import EngineOptions, create_engine
 from model.engine import Engine, Item
-from model.inputs import Candidates, Context, age_bucket
+from tests.support.bodies import inputs_of
 from weights.actions import STANDARD_ACTIONS
 from weights.checkpoint import Checkpoint, load_checkpoint
 from weights.training.demo_example import EVENTS, OTHER_TOPICS, POST_AGE_HOURS, example_request
@@ -47,23 +47,8 @@ def engine(checkpoint: Checkpoint) -> Iterator[Engine]:
 
 def scores(engine: Engine, checkpoint: Checkpoint, body: dict[str, Any]) -> list[float]:
     """The combined score of every candidate of a request, under the checkpoint's own weights."""
-    manifest, now = checkpoint.manifest, body["impression_ts"]
-    history, posts = body["history"], body["candidates"]
-
-    def column(items: list[dict[str, Any]], name: str, kind: type) -> Any:
-        return np.array(
-            [int(item.get(name, 0)) if kind is not np.float32 else item.get(name, 0) for item in items], kind
-        )
-
-    taken = [[float(name in event["actions"]) for name in manifest.action_names] for event in history]
-    context = Context(
-        int(body["user_id"]), column(history, "post_id", np.uint64), column(history, "author_id", np.uint64),
-        np.array(taken, np.float32).reshape(len(history), len(manifest.action_names)),
-        column(history, "product_surface", np.int64), column(history, "dwell_time", np.float32),
-    )  # fmt: skip
-    ages = age_bucket(now, column(posts, "created_at", np.int64), manifest.config)
-    ids = column(posts, "post_id", np.uint64), column(posts, "author_id", np.uint64)
-    item = Item(context, Candidates(*ids, column(posts, "product_surface", np.int64), ages))
+    manifest = checkpoint.manifest
+    item = Item(*inputs_of(body, manifest))
     probabilities = engine.forward([item])[0].scores.probabilities
     weights = [manifest.score_weights.get(name, 0.0) for name in manifest.action_names]
     return [float(value) for value in probabilities @ weights]

@@ -15,7 +15,7 @@ pytest.importorskip("pyarrow")
 
 from starlette.testclient import TestClient
 
-from app.assembly import build_app
+from app.main import create_app
 from app.settings import Settings
 from tests.weights.call import call
 from weights.checkpoint import load_manifest
@@ -101,7 +101,7 @@ def test_the_table_compares_with_baselines_on_all_and_on_rated_films(made: Path)
 
 def test_the_page_shows_film_titles_after_a_reload(made: Path) -> None:
     settings = Settings(checkpoint=made / "ranker", dtype="float32", threads=1)
-    with TestClient(build_app(settings)) as client:
+    with TestClient(create_app(settings)) as client:
         before = client.get("/explore/checkpoint.json").json()
         example = call("example", made / "ranker", "--log", made / "log.parquet", "--names", made / "names.json")
         assert example.exit_code == 0, example.output

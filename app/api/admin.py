@@ -1,0 +1,153 @@
+"""The admin interface, an application for a loopback port of its own: reloads, and changes of posts. Not for callers of the service."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from app import errors, schema
+from app.api.caller import Headers, check_length, check_type, read_body
+from app.api.operations import replies
+from app.corpus.posts import read_change
+from app.errors import InvalidRequest, NotFound, ReloadBusy, ReloadRefused, Unauthorized, UnsupportedMediaType
+from app.interface import CheckpointNotFound, Ranker, ReloadInProgress
+from app.settings import Admin
+from model.engine import EngineError
+from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
+
+WANTED = 'must be {"checkpoint": "name"}, {"retrieval": "name", "corpus": "name"} or {}'
+NOT_BELOW_ROOT = "No checkpoint or corpus of that name lies below the configured root."
+MAX_BODY_BYTES = 4 * 2**20
+FULL_SECONDS, RETRY_SECONDS = 30.0, 5.0  # somebody has to look at a full disk
+
+router = APIRouter(tags=["admin"])
+
+
+class ReloadRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """What to serve from now on, by names below the root; what is not named is read again."""
+
+    checkpoint: str | UnsetType = UNSET
+    retrieval: str | UnsetType = UNSET
+    corpus: str | UnsetType = UNSET
+
+
+RELOAD = msgspec.json.Decoder(ReloadRequest)
+
+
+class Operator:
+    """Knows the SHA-256 of the token, never the token itself."""
+
+    def __init__(self, settings: Admin) -> None:
+        assert settings.token_sha256 is not None  # the settings require it
+        self._digest = bytes.fromhex(settings.token_sha256.get_secret_value())
+
+    def check(self, headers: Headers) -> None:
+        """Raise Unauthorized unless the request has the token."""
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        digest = hashlib.sha256(token.strip()).digest()
+        if not hmac.compare_digest(digest, self._digest) or scheme.lower() != b"bearer":
+            raise Unauthorized("A valid admin token is required: Authorization: Bearer TOKEN.")
+
+
+async def read_operator(request: Request) -> bytes:
+    """The body of a request with the token. Raises Unauthorized, TooLarge, UnsupportedMediaType."""
+    headers: Headers = dict(request.scope["headers"])
+    request.app.state.operator.check(headers)
+    check_length(headers, MAX_BODY_BYTES)
+    body = await read_body(request.receive, request.scope["exchange"], request.app.state.bodies, MAX_BODY_BYTES)
+    if body:
+        check_type(headers, (b"application/json",))
+        if b"content-encoding" in headers:
+            raise UnsupportedMediaType("The body must not be compressed.")
+    return body
+
+
+Body = Annotated[bytes, Depends(read_operator)]
+
+
+@router.post("/admin/reload", response_class=Response)
+async def reload(request: Request, body: Body) -> Response:
+    """Serve another checkpoint, or the present one read again; or another retrieval checkpoint and corpus, both as one."""
+    ranker: Ranker = request.app.state.ranker
+    wanted = schema.decode(RELOAD, body or b"{}")
+    names = [None if name is UNSET else name for name in (wanted.checkpoint, wanted.retrieval, wanted.corpus)]
+    checkpoint, retrieval, corpus = names
+    is_of_corpus = retrieval is not None or corpus is not None
+    if checkpoint is not None and is_of_corpus:
+        raise InvalidRequest("", WANTED)
+    with _problems():
+        try:
+            if is_of_corpus:
+                return replies(await _reload_corpus(ranker, retrieval, corpus))
+            return replies(await _reload_checkpoint(ranker, checkpoint))
+        except CheckpointNotFound:
+            if names != [None, None, None]:
+                raise NotFound(NOT_BELOW_ROOT) from None
+            raise ReloadRefused("The checkpoint that serves lies no longer below the configured root.") from None
+
+
+async def _reload_checkpoint(ranker: Ranker, name: str | None) -> dict[str, Any]:
+    before = ranker.model().manifest.digest if ranker.health().started else None
+    manifest = (await ranker.reloads.reload(name)).manifest
+    return {"model": _named(manifest), "result": _result(before == manifest.digest)}
+
+
+async def _reload_corpus(ranker: Ranker, retrieval: str | None, corpus: str | None) -> dict[str, Any]:
+    async def identity() -> object:
+        state = await ranker.corpus.state()
+        if state is None:
+            return None
+        served = ranker.corpus.served
+        return served.manifest.digest, served.corpus.digest, served.hidden, state.mark
+
+    before = await identity()
+    served = await ranker.reloads.reload_corpus(retrieval, corpus)
+    is_same = before is not None and before == await identity()
+    return {"retrieval": _named(served.manifest), "corpus": _named(served.corpus), "result": _result(is_same)}
+
+
+@router.post("/admin/posts", response_class=Response)
+async def posts(request: Request, body: Body) -> Response:
+    """Change the posts of the corpus: `{"upsert": [{"post_id", "author_id", "created_at", "topic"}], "delete": [ids]}`. The change is on
+    the disk, and every search that begins from then on sees it."""
+    corpus = request.app.state.ranker.corpus
+    change = read_change(body, corpus.served.corpus.ids)
+    with _problems():
+        state = await corpus.change(change)
+    now = {"posts": state.posts, "changes": state.changes, "sequence": state.mark.sequence}
+    told = {"name": state.corpus.name, "version": state.corpus.version} | now
+    return replies({"corpus": told, "upserted": len(change.upsert.post_ids), "deleted": state.deleted})
+
+
+@contextmanager
+def _problems() -> Iterator[None]:
+    """Tell the operator, who may know paths, why a change failed."""
+    try:
+        yield
+    except ReloadInProgress:
+        raise ReloadBusy(retry_after_seconds=RETRY_SECONDS) from None
+    except StorageFull as error:
+        raise errors.StorageFull(str(error), retry_after_seconds=FULL_SECONDS) from error
+    except LogLost as error:
+        raise errors.LogLost(str(error), retry_after_seconds=FULL_SECONDS) from error
+    except NotStored as error:
+        raise errors.ChangeNotStored(str(error), retry_after_seconds=RETRY_SECONDS) from error
+    except (CheckpointError, EngineError) as error:
+        raise ReloadRefused(str(error)) from error
+
+
+def _named(manifest: Any) -> dict[str, str]:
+    return {"name": manifest.name, "version": manifest.version, "digest": manifest.digest}
+
+
+def _result(is_same: bool) -> str:
+    return "unchanged" if is_same else "reloaded"

@@ -1,0 +1,171 @@
+"""`POST /explain`: what changes when something is left out of a request, and what the model attends to. One explanation at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice
+
+import numpy as np
+from fastapi import APIRouter, Depends
+from msgspec import UNSET
+from msgspec.json import Decoder
+from numpy.typing import NDArray
+from starlette.datastructures import State
+from starlette.requests import Request
+from starlette.responses import Response
+
+from app import replies, schema
+from app.api.caller import Caller, CallerInfo, CallerRoute, cancelled_with
+from app.api.rank import JSON, admitted, measured, note
+from app.api.window import Window
+from app.columns import Vocabulary
+from app.errors import Overloaded, TooLarge
+from app.explanation import MAX_EXPLAINED, Question, render
+from app.interface import Ranked, Ranker, ServedModel
+from app.schema import PROBLEMS, ExplainReply, ExplainRequest
+from model.inputs import Candidates, Context, Scores
+
+EXPLAIN = Decoder(ExplainRequest)
+TURN_SECONDS = 0.0025
+"""Roughly the time of what an explanation ranks at once."""
+REST_TIMES = 2.0
+"""Then it leaves the engine to others for this many times as long, until half of its time is over."""
+
+router = APIRouter(tags=["ranking"], route_class=CallerRoute)
+
+
+async def check_room(request: Request) -> None:
+    """Refuse before the body is read: for want of a key first, then of the place. Raises Unauthorized or Overloaded."""
+    state = request.app.state
+    state.keys.caller(dict(request.scope["headers"]))
+    _check_free(state)
+
+
+@router.post(
+    "/explain",
+    dependencies=[Depends(check_room)],
+    openapi_extra=schema.body_of(ExplainRequest),
+    response_class=Response,
+    responses=schema.reply_of(ExplainReply, "Why candidates have their ranks.") | PROBLEMS,
+)
+async def explain(request: Request, caller: Caller) -> Response:
+    """Explain candidates of a ranking: what each history item changes when it is left out, and what the model attends to.
+
+    Each left-out item costs a ranking of its own, so this takes hundreds of times as long as `/rank`; one runs at a time.
+    """
+    state, exchange = request.app.state, caller.exchange
+    ranker: Ranker = state.ranker
+    with _only_one(state):
+        model = ranker.model()
+        words: Vocabulary = state.words.of(model.manifest)
+        latest = ranker.clock() + state.settings.deadline.default_seconds
+        deadline = latest if caller.deadline is None else min(latest, caller.deadline)
+        with measured(exchange, "parse"):
+            question = await _question(state, caller, model, words)
+        explaining = Explaining(state, replace(caller, deadline=deadline), model, question)
+        ranked, without, attention = await cancelled_with(request, explaining.run())
+        started, timings = time.perf_counter(), replies.timings_of(exchange.stages)
+        written: list[bytes] = []
+        for piece in render(question, ranked, without, attention, words, timings):
+            written.append(piece)
+            await asyncio.sleep(0)  # let other requests in
+        exchange.stages["serialize"] = time.perf_counter() - started
+    return Response(b"".join(written), media_type=JSON, headers=replies.headers_of(model, ranked, exchange))
+
+
+@contextmanager
+def _only_one(state: State) -> Iterator[None]:
+    """Hold the place of the explanation that runs. Raises Overloaded where another one does."""
+    _check_free(state)
+    state.explains = True
+    try:
+        yield
+    finally:
+        state.explains = False
+
+
+def _check_free(state: State) -> None:
+    if getattr(state, "explains", False):
+        raise Overloaded("As many explanations as may run at once are running.", retry_after_seconds=1.0)
+
+
+async def _question(state: State, caller: CallerInfo, model: ServedModel, words: Vocabulary) -> Question:
+    """Read and check a request. Raises MalformedJson, TooLarge, InvalidRequest or ContextUnknown."""
+    asked = schema.read(EXPLAIN, caller.body, state.settings.limits, words.index)
+    if len(asked.explain) > MAX_EXPLAINED:
+        raise TooLarge(f"explain: {len(asked.explain)} items, and at most {MAX_EXPLAINED} are taken.")
+    exchange, sizes = caller.exchange, asked.sizes()
+    exchange.candidates, exchange.history = sizes["candidates"], sizes["history"]
+    handle = None if asked.context is UNSET else asked.context
+    known = None if handle is None else await state.ranker.context(model, handle, caller.key)
+    question = Question.of(asked, known, words, model.manifest.config)
+    note(state, exchange, question.context, question.wishes.request_id)
+    return question
+
+
+@dataclass(slots=True)
+class Explaining:
+    """One explanation on one model version. Each of its contexts is a request of its own to the ranker, with a place in the queue like
+    any other. The caller's deadline is set."""
+
+    state: State
+    caller: CallerInfo
+    model: ServedModel
+    question: Question
+
+    async def run(self) -> tuple[Ranked, list[Scores], NDArray[np.float32]]:
+        """Return the ranking that is explained, the scores without each of `Question.contexts`, and the attention of `render`."""
+        question, exchange, ranker = self.question, self.caller.exchange, self.state.ranker
+        groups = question.groups(slots_matter=self.model.engine.candidate_positions == "sequential")
+        without = ((context, group) for context in question.contexts() for group in groups)
+        started = time.perf_counter()
+        own, *others = await self._ranked(chain([(question.context, question.candidates)], without))
+        exchange.requests = 1 + len(others)
+        exchange.stages |= {"queue": own.queue_seconds, "forward": time.perf_counter() - started}
+        with measured(exchange, "attention"):
+            deadline = self.caller.deadline
+            attention = [await ranker.attention(self.model, question.context, group, deadline) for group in groups]
+        ranker.metrics.stage["attention"].observe(exchange.stages["attention"])
+        scores, size = [other.scores for other in others], len(groups)
+        joined = [Scores.concatenate(scores[start : start + size]) for start in range(0, len(scores), size)]
+        return own, joined, np.concatenate(attention, 2)
+
+    async def _ranked(self, work: Iterable[tuple[Context, Candidates]]) -> list[Ranked]:
+        """Rank each context through the queue and the engine, a few at a time, with rests that leave the engine to others."""
+        clock, deadline = self.state.ranker.clock, self.caller.deadline
+        assert deadline is not None
+        found, together, took, rests_until = list[Ranked](), 1, 0.0, (clock() + deadline) / 2
+        rest = iter(work)
+        for first in rest:
+            await asyncio.sleep(min(REST_TIMES * took, rests_until - clock()))
+            began = time.perf_counter()
+            found += await self._turn(chain([first], islice(rest, together - 1)))
+            took = time.perf_counter() - began
+            together = max(1, together // 2 if took > TURN_SECONDS else together * 2)
+        return found
+
+    async def _turn(self, turn: Iterable[tuple[Context, Candidates]]) -> list[Ranked]:
+        """Rank several contexts at once."""
+        window, lock, begun = Window(self.state.settings.batching), asyncio.Lock(), list[asyncio.Task[Ranked]]()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for context, candidates in turn:
+                    begun.append(tasks.create_task(self._one(window, lock, context, candidates)))
+                    await asyncio.sleep(0)  # let other requests in
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in begun]
+
+    async def _one(self, window: Window, lock: asyncio.Lock, context: Context, candidates: Candidates) -> Ranked:
+        sizes = {"candidates": len(candidates), "history": len(context)}
+        with ExitStack() as places:
+            async with lock:
+                admit = partial(admitted, self.state, self.caller, self.model, **sizes)
+                job = await window.enter(places, admit, sizes["candidates"], 1 + sizes["history"])
+            ranked: Ranked = await self.state.ranker.rank(job, context, candidates)
+            return ranked

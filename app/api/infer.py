@@ -1,0 +1,186 @@
+"""The Open Inference Protocol over HTTP: health, metadata, and rankings as tensors. `app.tensors` says what the tensors are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.metadata import version as version_of
+from typing import Any
+
+import orjson
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.datastructures import State
+from starlette.requests import Request
+from starlette.responses import Response
+
+from app import replies, schema, tensors
+from app.api.caller import CallerInfo, CallerRoute, TensorCaller, cancelled_with
+from app.api.operations import DISTRIBUTION, NOT_NOW, Described, check_ready
+from app.api.rank import JSON, admitted, measured, note, timings_of
+from app.columns import Vocabulary
+from app.errors import InvalidRequest, ModelNotFound
+from app.interface import Ranker, ServedModel
+from app.schema import PROBLEMS, InferReply, InferRequest
+from app.tensors import LENGTH_HEADER
+
+BINARY = "application/octet-stream"
+MODEL = "/models/{name}"
+VERSION = MODEL + "/versions/{version}"
+NO_MODEL = NOT_NOW | schema.problems_of(ModelNotFound)
+
+router = APIRouter(prefix="/v2", tags=["open inference protocol"], route_class=CallerRoute)
+
+
+class ServerMetadata(Described):
+    """What the server is."""
+
+    name: str
+    """Name of the distribution."""
+    version: str
+    """Version of the distribution."""
+    extensions: list[str]
+    """Extensions of the protocol that are spoken."""
+
+
+class TensorMetadata(Described):
+    """One tensor; a size of -1 is the request's."""
+
+    name: str
+    """Name of the tensor."""
+    datatype: str
+    """The protocol's name of the type of its elements."""
+    shape: list[int]
+    """Its sizes."""
+
+
+class ModelMetadata(Described):
+    """What the model takes and gives."""
+
+    name: str
+    """Name of the checkpoint."""
+    versions: list[str]
+    """The version that serves."""
+    platform: str
+    """What computes."""
+    inputs: list[TensorMetadata]
+    """Tensors that a request may hold."""
+    outputs: list[TensorMetadata]
+    """Tensors that a reply may hold."""
+    parameters: dict[str, str]
+    """Names of the columns of actions and of continuous outputs."""
+
+
+class Live(Described):
+    """The process is alive."""
+
+    live: bool
+    """True: a process that is not alive says nothing."""
+
+
+class Ready(Described):
+    """Requests may be sent here."""
+
+    ready: bool
+    """True: else the reply is a problem."""
+
+
+class ModelReady(Ready):
+    """Requests for this model may be sent here."""
+
+    name: str
+    """Name of the checkpoint."""
+
+
+def _json(content: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(content), media_type=JSON)
+
+
+def _told(kind: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    return {200: {"model": kind}}
+
+
+@router.get("", responses=_told(ServerMetadata), response_class=Response)
+async def server() -> Response:
+    """The server's name, version and extensions of the protocol."""
+    return _json({"name": DISTRIBUTION, "version": version_of(DISTRIBUTION), "extensions": ["binary_tensor_data"]})
+
+
+@router.get("/health/live", responses=_told(Live), response_class=Response)
+async def live() -> Response:
+    """The process is alive, as `/livez` says."""
+    return _json({"live": True})
+
+
+@router.get("/health/ready", responses=_told(Ready) | NOT_NOW, response_class=Response)
+async def ready(request: Request) -> Response:
+    """Requests may be sent here, as `/readyz` says."""
+    check_ready(request.app.state.ranker)
+    return _json({"ready": True})
+
+
+@router.get(MODEL, responses=_told(ModelMetadata) | NO_MODEL, response_class=Response)
+@router.get(VERSION, responses=_told(ModelMetadata) | NO_MODEL, response_class=Response)
+async def metadata(request: Request, name: str, version: str = "") -> Response:
+    """The tensors of the model: names, datatypes and shapes."""
+    return _json(tensors.describe(_model(request.app.state.ranker, name, version).manifest))
+
+
+@router.get(f"{MODEL}/ready", responses=_told(ModelReady) | NO_MODEL, response_class=Response)
+@router.get(f"{VERSION}/ready", responses=_told(ModelReady) | NO_MODEL, response_class=Response)
+async def model_ready(request: Request, name: str, version: str = "") -> Response:
+    """Requests for this model may be sent here, as `/readyz` says; 404 where another model or version serves."""
+    ranker: Ranker = request.app.state.ranker
+    check_ready(ranker)
+    return _json({"name": _model(ranker, name, version).manifest.name, "ready": True})
+
+
+LENGTH = "How many bytes of the body are JSON. Binary data follows them, in the order of `inputs`."
+INFERRED: dict[str, Any] = {
+    "openapi_extra": schema.body_of(InferRequest, {LENGTH_HEADER: LENGTH}),
+    "responses": schema.reply_of(InferReply, "The ranking as tensors.") | PROBLEMS,
+    "response_class": Response,
+}
+INFERRED["openapi_extra"]["requestBody"]["content"][BINARY] = {"schema": {"type": "string", "format": "binary"}}
+
+
+@router.post(f"{MODEL}/infer", **INFERRED)
+@router.post(f"{VERSION}/infer", **INFERRED)
+async def infer(request: Request, caller: TensorCaller, name: str, version: str = "") -> Response:
+    """Rank one user's candidates as `/rank` does, with tensors in and out: in JSON, or binary behind the JSON."""
+    state, exchange = request.app.state, caller.exchange
+    model = _model(state.ranker, name, version)
+    with measured(exchange, "parse"):
+        asked = tensors.read(caller.body, request.headers.get(LENGTH_HEADER), state.settings.limits)
+        if asked.model_name not in (None, model.manifest.name):
+            raise InvalidRequest("model_name", "must be the name in the path, or left out")
+    exchange.candidates, exchange.history = asked.candidates, asked.history
+    patient = _in_time(state, caller, asked.timeout_seconds)
+    with admitted(state, patient, model, candidates=asked.candidates, history=asked.history) as job:
+        with measured(exchange, "parse"):
+            words: Vocabulary = state.words.of(model.manifest)
+            read = tensors.columns(asked, words, model.manifest.config)
+            note(state, exchange, read.context, asked.request_id)
+            if read.wishes.warnings:
+                state.words.log_once(words, read.wishes.warnings)
+        ranked = await cancelled_with(request, state.ranker.rank(job, read.context, read.candidates))
+    timings = timings_of(exchange, exchange.stages["parse"], ranked)
+    exchange.scored.append((words.action_names, ranked.scores.probabilities))
+    with measured(exchange, "serialize"):
+        text, binary = tensors.render(asked, read, ranked, words, timings)
+    fields = replies.headers_of(model, ranked, exchange)
+    if not any(asked.outputs.values()):
+        return Response(text, media_type=JSON, headers=fields)
+    return Response(text + binary, media_type=BINARY, headers=fields | {LENGTH_HEADER: str(len(text))})
+
+
+def _model(ranker: Ranker, name: str, version: str) -> ServedModel:
+    """The model of this name and version, any version where it is empty. Raises NotReady or ModelNotFound."""
+    return ranker.model(f"{name}@{version}" if version else name)
+
+
+def _in_time(state: State, caller: CallerInfo, timeout_seconds: float | None) -> CallerInfo:
+    """The caller, who waits no longer than the body says."""
+    if timeout_seconds is None:
+        return caller
+    deadline = state.ranker.clock() + timeout_seconds
+    return replace(caller, deadline=deadline if caller.deadline is None else min(deadline, caller.deadline))

@@ -1,0 +1,260 @@
+"""The one middleware: names, counts, logs and traces every request, and turns what an endpoint raises into a problem."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import structlog
+from prometheus_client import Counter, Histogram
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.api.caller import CANCELS, Bodies, CallerGone
+from app.errors import (
+    BadRequest,
+    InternalError,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    ServiceError,
+    TooLarge,
+    told,
+)
+from app.telemetry.exchange import Exchange
+from app.telemetry.metrics import Metrics
+from app.telemetry.tracing import RequestTracer
+
+MEDIA_TYPE = b"application/problem+json"
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+OTHER = "other"
+UNMATCHED = "unmatched"
+CLIENT_GONE = 499  # the status under which a disconnect is logged and counted
+MOST_DRAINED_BYTES = 64 * 2**20
+REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:@/+=-]{1,128}")
+
+log = structlog.get_logger("app.api.middleware")
+# unlike uuid4 it makes no system call, during which another thread would run; ids are no secrets
+_ids = random.Random(os.urandom(32))  # noqa: S311
+os.register_at_fork(after_in_child=lambda: _ids.seed(os.urandom(32)))
+
+
+class RequestMiddleware:
+    """Pure ASGI. An endpoint finds its `Exchange` in `scope["exchange"]`; what it notes there is logged and counted at the end."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        metrics: Metrics,
+        bodies: Bodies,
+        root_path: str = "",
+        success_sample: float = 1.0,
+        tracer: RequestTracer | None = None,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self.app = app
+        self.metrics = metrics
+        self.bodies = bodies
+        self.root_path = root_path
+        self.success_sample = success_sample
+        self.tracer = tracer
+        self._draw = draw
+        self._series: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
+        self._log = structlog.get_logger("app.request").bind()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        exchange = _begin(scope)
+        is_head = scope["method"] == "HEAD"
+        scope = {**scope, "exchange": exchange, "method": "GET" if is_head else scope["method"]}
+        if self.root_path:
+            scope["root_path"] = self.root_path  # whether or not a proxy has taken it off the path
+
+        async def reply(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", exchange.request_id.encode())]
+            elif is_head:
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        try:
+            _check_path(scope)
+            await self.app(scope, receive, reply)
+        except CallerGone:
+            exchange.status = 0
+        except asyncio.CancelledError:
+            exchange.status = 0
+            if CANCELS not in scope.get("extensions", ()):
+                raise
+        except Exception as error:
+            await self._tell(error, exchange, scope, receive, reply)
+        finally:
+            exchange.route = getattr(scope.get("route"), "path", UNMATCHED)
+            self._end(exchange, scope)
+
+    async def _tell(self, error: Exception, exchange: Exchange, scope: Scope, receive: Receive, reply: Send) -> None:
+        """Reply with the problem that an exception stands for, if no reply has begun."""
+        problem = told(error)
+        exchange.code = problem.code
+        if problem is not error and isinstance(problem, InternalError):
+            _log_fault(error, exchange)
+        if exchange.status:
+            raise error
+        if not exchange.is_read and _closes(scope):
+            await drain(receive)
+        status, headers, body = problem_reply(problem, exchange.request_id, scope["path"])
+        await reply({"type": "http.response.start", "status": status, "headers": headers})
+        await reply({"type": "http.response.body", "body": body})
+
+    def _end(self, exchange: Exchange, scope: Scope) -> None:
+        """The reply is out, or the client has gone: `exchange.status` is 0 then."""
+        seconds = time.perf_counter() - exchange.started
+        self.bodies.used -= exchange.body_bytes
+        if not exchange.status:
+            exchange.status = CLIENT_GONE
+            if exchange.is_reading:
+                self.metrics.cancelled.labels("body").inc()
+        trace_id = None if self.tracer is None else self.tracer.record(exchange, seconds, dict(scope["headers"]))
+        requests, duration = self._series_of(exchange.method, exchange.route, exchange.status)
+        requests.inc()
+        duration.observe(seconds)
+        if exchange.version:  # it was answered with scores
+            for stage in ("parse", "serialize"):
+                self.metrics.stage[stage].observe(exchange.stages.get(stage, 0.0))
+            for names, probabilities in exchange.scored:
+                self.metrics.reply_probabilities.record(names, probabilities)
+        if exchange.code == TooLarge.code:
+            self.metrics.rejected.labels("too_large").inc()
+        self._write(exchange, seconds, trace_id)
+
+    def _series_of(self, method: str, route: str, status: int) -> tuple[Counter, Histogram]:
+        """The counter and the histogram of these labels, looked up once."""
+        found = self._series.get((method, route, status))
+        if found is None:
+            counter = self.metrics.http_requests.labels(method, route, str(status))
+            found = self._series[method, route, status] = counter, self.metrics.http_seconds.labels(method, route)
+        return found
+
+    def _write(self, exchange: Exchange, seconds: float, trace_id: str | None) -> None:
+        """One line: of every failure, and of the given share of the successes. Nothing in it is what the caller sent."""
+        succeeded = exchange.status < 400
+        if succeeded and self.success_sample < 1 and self._draw() >= self.success_sample:
+            return
+        fields: dict[str, Any] = {
+            "request_id": exchange.request_id,
+            "method": exchange.method,
+            "route": exchange.route,
+            "status": exchange.status,
+            "duration_ms": round(seconds * 1e3, 3),
+        }
+        for name in ("code", "key", "version", "candidates", "history", "requests", "cache"):
+            if value := getattr(exchange, name):
+                fields[name] = value
+        if exchange.stages:
+            fields["stages_ms"] = {stage: round(value * 1e3, 3) for stage, value in exchange.stages.items()}
+        if trace_id is not None:
+            fields["trace_id"] = trace_id
+        write = self._log.info if succeeded else self._log.warning if exchange.status < 500 else self._log.error
+        write("request", **fields)
+
+
+class HostMiddleware(TrustedHostMiddleware):
+    """Starlette's, but for HTTP/1.0, which needs no Host: no browser speaks it, so no web page can misuse it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        is_old = scope["type"] == "http" and scope["http_version"] == "1.0"
+        if is_old and all(name != b"host" for name, _ in scope["headers"]):
+            await self.app(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+def new_request_id() -> str:
+    """32 hex digits, unlike those of any other request or process. Not a secret."""
+    return f"{_ids.getrandbits(128):032x}"
+
+
+def _begin(scope: Scope) -> Exchange:
+    sent = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    is_named = REQUEST_ID.fullmatch(sent) is not None
+    return Exchange(
+        request_id=sent.decode() if is_named else new_request_id(),
+        started=time.perf_counter(),
+        method=scope["method"] if scope["method"] in METHODS else OTHER,
+        is_named_by_caller=is_named,
+    )
+
+
+def _check_path(scope: Scope) -> None:
+    """Raise NotFound for an escaped slash and for a line feed at the end, which routes would take for another path than a proxy does."""
+    raw_path: bytes = scope.get("raw_path") or b""
+    if b"%" in raw_path and (b"%2f" in raw_path.lower() or scope["path"].endswith("\n")):
+        raise NotFound
+
+
+def _closes(scope: Scope) -> bool:
+    """Whether the connection ends with the reply. A client that is still writing then would lose the reply with it."""
+    headers = dict(scope["headers"])
+    is_last = scope["http_version"] == "1.0" or b"close" in headers.get(b"connection", b"").lower()
+    return is_last and b"expect" not in headers
+
+
+async def drain(receive: Receive) -> None:
+    """Read the rest of the body and drop it, up to a bound."""
+    dropped = 0
+    while dropped < MOST_DRAINED_BYTES:
+        message = await receive()
+        dropped += len(message.get("body", b""))
+        if not message.get("more_body", False):
+            return
+
+
+def problem_reply(error: ServiceError, request_id: str, path: str) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """Status, headers and body of the reply to a request that failed."""
+    problem = error.problem(request_id)
+    if path.startswith("/v2"):
+        problem["error"] = error.detail  # clients of the Open Inference Protocol look here
+    body = orjson.dumps(problem)
+    headers = [(b"content-type", MEDIA_TYPE), (b"content-length", b"%d" % len(body))]
+    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+    if (seconds := error.retry_after) is not None:
+        headers.append((b"retry-after", b"%d" % seconds))
+    return error.status, headers, body
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Handler for the framework's own errors, such as an unknown path, whose details may hold parts of the request."""
+    assert isinstance(error, HTTPException)
+    kinds: dict[int, type[ServiceError]] = {404: NotFound, 405: MethodNotAllowed, 413: TooLarge}
+    problem = kinds.get(error.status_code, BadRequest if error.status_code < 500 else InternalError)()
+    if allowed := (error.headers or {}).get("Allow"):
+        problem.headers = {"Allow": "GET, HEAD" if allowed == "GET" else allowed}
+    raise problem from None
+
+
+def _log_fault(error: Exception, exchange: Exchange) -> None:
+    """Where it happened, without the message: that may hold what the caller sent."""
+    frames = traceback.extract_tb(error.__traceback__)
+    trace = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-12:]]
+    log.error("fault", request_id=exchange.request_id, error=type(error).__name__, trace=trace)
+
+
+async def on_invalid(request: Request, error: Exception) -> Response:
+    """Handler for what FastAPI itself finds wrong with a request; it would repeat the input."""
+    raise InvalidRequest("", InvalidRequest.default_detail) from None

@@ -1,0 +1,226 @@
+"""The endpoints for operators: probes, metrics, and what runs here. None asks for a key; none tells a path or a secret."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import time
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+from typing import Any
+
+import orjson
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request
+from starlette.responses import Response
+
+from app.errors import Draining, EngineDown, NotReady, ServiceError
+from app.interface import CorpusState, Health, Ranker
+from app.schema import problems_of
+from app.settings import Settings
+from app.telemetry.metrics import CONTENT_TYPE
+
+DISTRIBUTION = "phoenix-ranking-server"
+PROBE_RETRY_SECONDS = 2.0
+SCRAPE_SHARE = 0.05  # of the event loop, for callers who scrape as fast as they can
+PRIVATE = ("auth", "admin", "checkpoint", "retrieval")  # settings with keys and paths
+NOT_NOW = problems_of(NotReady, Draining, EngineDown)
+
+probes, metrics, info = (APIRouter(tags=["operations"]) for _ in range(3))
+
+
+class Described(BaseModel):
+    """A reply whose fields are described by the text below them."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class Status(Described):
+    """A probe's positive reply."""
+
+    status: str
+    """`alive`, `ready` or `started`."""
+    engine: str | None = None
+    """On CUDA, the way of computing that passed its checks; `/readyz` alone."""
+    feed: str | None = None
+    """Why the feed of posts cannot be read, if so; `/readyz` alone."""
+
+
+class Info(Described):
+    """What runs here."""
+
+    model: dict[str, str]
+    """Name and version of the checkpoint that ranks."""
+    checkpoint: dict[str, str]
+    """SHA-256 of its files."""
+    architecture: dict[str, Any]
+    """Sizes and switches of the model."""
+    ids: str
+    """What users, posts and authors are named by: `uint64` or `text`."""
+    actions: list[str]
+    """Names of the probability columns."""
+    continuous: list[dict[str, str]]
+    """Name and unit of the quantities that are predicted beside them."""
+    weights: dict[str, float]
+    """The weights of a request that brings none."""
+    device: str
+    """`cpu` or `cuda`."""
+    dtype: str
+    """What the weights are computed in."""
+    backend: str
+    """Which engine computes."""
+    candidate_positions: str
+    """`shared` or `sequential`."""
+    engine: dict[str, Any]
+    """What the engine says of itself."""
+    retrieval: dict[str, Any] | None
+    """The retrieval checkpoint and its corpus; null where none is served."""
+    limits: dict[str, int]
+    """What a request may hold."""
+    settings: dict[str, Any]
+    """The settings in force, but for keys, tokens and paths."""
+    build: dict[str, str]
+    """Versions of the service, Python and torch."""
+
+
+def answers(kind: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route that answers 200 with this."""
+    return {200: {"model": kind}}
+
+
+def replies(content: dict[str, Any]) -> Response:
+    """200 with JSON."""
+    return Response(orjson.dumps(content), media_type="application/json")
+
+
+@probes.get("/livez", responses=answers(Status), response_class=Response)
+async def livez() -> Response:
+    """The process is alive: it can answer at all."""
+    return replies({"status": "alive"})
+
+
+@probes.get("/readyz", responses=answers(Status) | NOT_NOW, response_class=Response)
+async def readyz(request: Request) -> Response:
+    """Requests may be sent here. 503 with the reason while loading, warming or draining, or when the engine has work and finishes none."""
+    ranker: Ranker = request.app.state.ranker
+    feed = check_ready(ranker).feed
+    rung = ranker.model().engine.notes.get("rung")
+    return replies({"status": "ready"} | ({"engine": str(rung)} if rung else {}) | ({"feed": feed} if feed else {}))
+
+
+@probes.get("/startupz", responses=answers(Status) | NOT_NOW, response_class=Response)
+async def startupz(request: Request) -> Response:
+    """Warm-up is done: 503 until the first checkpoint is loaded and warm, 200 from then on."""
+    health = request.app.state.ranker.health()
+    if not health.started:
+        raise NotReady(health.reason, retry_after_seconds=PROBE_RETRY_SECONDS)
+    return replies({"status": "started"})
+
+
+@metrics.get("/metrics", responses={200: {"content": {CONTENT_TYPE: {}}}}, response_class=Response)
+async def scrape(request: Request) -> Response:
+    """Prometheus exposition: all series, prefix `ranker_`."""
+    return Response(await request.app.state.scrapes.get(), headers={"content-type": CONTENT_TYPE})
+
+
+@info.get("/info", responses=answers(Info) | NOT_NOW, response_class=Response)
+async def what_runs(request: Request) -> Response:
+    """What runs here: model, checkpoint, architecture, action names, limits, device, dtype, build."""
+    ranker: Ranker = request.app.state.ranker
+    return replies(describe(ranker, await ranker.corpus.state()) | request.app.state.about)
+
+
+def check_ready(ranker: Ranker) -> Health:
+    """Return what the probes say, or raise why no requests should be sent here: NotReady, Draining or EngineDown."""
+    health = ranker.health()
+    if not health.ready:
+        kind: type[ServiceError] = EngineDown if health.failed else Draining if health.draining else NotReady
+        raise kind(health.reason, retry_after_seconds=PROBE_RETRY_SECONDS)
+    return health
+
+
+def describe(ranker: Ranker, corpus: CorpusState | None) -> dict[str, Any]:
+    """Plain JSON values. Raises NotReady while nothing is loaded."""
+    model = ranker.model()
+    manifest, engine = model.manifest, model.engine
+    return {
+        "model": {"name": manifest.name, "version": manifest.version},
+        "checkpoint": {"digest": manifest.digest},
+        "architecture": manifest.config.to_dict(),
+        "ids": manifest.ids,
+        "actions": list(manifest.action_names),
+        "continuous": [{"name": output.name, "unit": output.unit} for output in manifest.continuous],
+        "weights": manifest.score_weights,
+        "device": engine.device,
+        "dtype": engine.dtype,
+        "backend": engine.backend,
+        "candidate_positions": engine.candidate_positions,
+        "engine": engine.notes,
+        "retrieval": None if corpus is None else _retrieval(ranker, corpus),
+    }
+
+
+def of_settings(settings: Settings) -> dict[str, Any]:
+    """The part of `/info` that never changes while the process lives."""
+    return {
+        "limits": settings.limits.model_dump(),
+        "settings": {name: value for name, value in settings.effective().items() if name not in PRIVATE},
+        "build": {
+            "version": version(DISTRIBUTION),
+            "python": platform.python_version(),
+            "torch": version("torch"),
+        },
+    }
+
+
+def _retrieval(ranker: Ranker, state: CorpusState) -> dict[str, Any]:
+    """The retrieval model and its corpus."""
+    served, corpus = ranker.corpus.served, state.corpus
+    return {
+        "model": {"name": served.manifest.name, "version": served.manifest.version},
+        "checkpoint": {"digest": served.manifest.digest},
+        "architecture": served.manifest.config.to_dict(),
+        "corpus": {
+            "name": corpus.name,
+            "version": corpus.version,
+            "digest": corpus.digest,
+            "posts": state.posts,
+            "changes": state.changes,
+            "sequence": state.mark.sequence,
+            "changes_digest": state.mark.digest,
+            "position": state.mark.position,
+            "hidden": served.hidden,
+            "duplicates": served.duplicates,
+            "topics": list(corpus.topics),
+            "has_times": "created_at" in corpus.tensors,
+        },
+        "engine": served.notes,
+    }
+
+
+class Scrapes:
+    """Makes one scrape at a time. Callers that ask before it begins share it, so none gets an older one; then the event loop rests from
+    scrapes, so that they take no more than `SCRAPE_SHARE` of it."""
+
+    def __init__(self, make: Callable[[], Awaitable[bytes]]) -> None:
+        self._make = make
+        self._next: asyncio.Task[bytes] | None = None
+        self._made = asyncio.Lock()
+        self._free_at = 0.0  # of the monotonic clock
+
+    async def get(self) -> bytes:
+        """The next scrape. Raises what `make` raises."""
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_task(self._run())
+        return await asyncio.shield(self._next)
+
+    async def _run(self) -> bytes:
+        async with self._made:
+            await asyncio.sleep(self._free_at - time.monotonic())
+            self._next, began = None, time.monotonic()
+            try:
+                return await self._make()
+            finally:
+                now = time.monotonic()
+                self._free_at = now + (now - began) / SCRAPE_SHARE

@@ -1,0 +1,290 @@
+"""Ranking over HTTP: one request, several in one call, and contexts computed ahead."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+import numpy as np
+import orjson
+from fastapi import APIRouter
+from msgspec import UNSET
+from msgspec.json import Decoder
+from starlette.datastructures import State
+from starlette.requests import Request
+from starlette.responses import Response
+
+from app import columns, replies, schema
+from app.api.caller import Caller, CallerInfo, CallerRoute, cancelled_with
+from app.api.window import Window
+from app.columns import Vocabulary, Wishes
+from app.errors import MalformedJson, Overloaded, ServiceError, TooLarge, told
+from app.interface import Job, Ranked, Ranker, ServedModel
+from app.schema import PROBLEMS, BatchReply, BatchRequest, ContextReply, ContextRequest, RankReply, RankRequest
+from app.telemetry.exchange import Exchange
+from model.engine import CacheResult
+from model.inputs import Candidates, Context
+
+JSON = "application/json"
+RANK, CONTEXT = Decoder(RankRequest), Decoder(ContextRequest)
+NO_IDS, NO_NUMBERS = np.zeros(0, np.uint64), np.zeros(0, np.int64)
+NO_CANDIDATES = Candidates(NO_IDS, NO_IDS, NO_NUMBERS, NO_NUMBERS)
+RANKED = schema.reply_of(RankReply, "The ranking.") | PROBLEMS
+
+router = APIRouter(tags=["ranking"], route_class=CallerRoute)
+
+
+@router.post(
+    "/rank", operation_id="rank", openapi_extra=schema.body_of(RankRequest), response_class=Response, responses=RANKED
+)
+async def rank(request: Request, caller: Caller) -> Response:
+    """Rank one user's candidates. Each is scored as if it were alone: its numbers depend on the user, the history and itself."""
+    return await _rank(request, caller)
+
+
+@router.post(
+    "/rank/batch",
+    operation_id="rank_batch",
+    openapi_extra=schema.body_of(BatchRequest),
+    response_class=Response,
+    responses=schema.reply_of(BatchReply, "One entry a request, in order.") | PROBLEMS,
+)
+async def rank_batch(request: Request, caller: Caller) -> Response:
+    """Rank several requests, each on its own terms. One that fails carries its own problem, and the others have their scores."""
+    state, exchange = request.app.state, caller.exchange
+    exchange.is_named_by_caller = True  # or by nobody: the name of one of its requests is not the call's
+    with measured(exchange, "parse"):
+        items, is_bare = schema.split_batch(caller.body, state.settings.limits.max_batch_requests)
+    exchange.requests = len(items)
+    with Batch(state, caller) as batch:
+        results = await cancelled_with(request, batch.results(items))
+    ranked = [each for each in results if isinstance(each, Result)]
+    model = ranked[-1].model if ranked else state.ranker.model()
+    cache = "hit" if ranked and all(each.cache == "hit" for each in ranked) else "miss"
+    handle = ranked[0].handle if len(ranked) == 1 else ""
+    body = b"[%b]" % b",".join([each.body if isinstance(each, Result) else _failed(each) for each in results])
+    fields = replies.headers(model.manifest.version, cache, exchange, handle)
+    return Response(body if is_bare else b'{"results":%b}' % body, media_type=JSON, headers=fields)
+
+
+@router.post(
+    "/rank/{name}",
+    operation_id="rank_with",
+    openapi_extra=schema.body_of(RankRequest),
+    response_class=Response,
+    responses=RANKED,
+)
+async def rank_with(request: Request, caller: Caller, name: str) -> Response:
+    """Rank with the checkpoint of this name, or name@version; 404 where another one serves."""
+    return await _rank(request, caller, name)
+
+
+@router.post(
+    "/context",
+    operation_id="context",
+    openapi_extra=schema.body_of(ContextRequest),
+    response_class=Response,
+    responses=schema.reply_of(ContextReply, "The handle of the context.") | PROBLEMS,
+)
+async def context(request: Request, caller: Caller) -> Response:
+    """Compute the context of a user and a history ahead, so that later requests can name it. It is kept in a cache: see 412."""
+    state, exchange = request.app.state, caller.exchange
+    model: ServedModel = state.ranker.model()
+    vocabulary: Vocabulary = state.words.of(model.manifest)
+    with measured(exchange, "parse"):
+        asked = schema.read(CONTEXT, caller.body, state.settings.limits, vocabulary.index)
+    exchange.history = schema.count_of(asked.history)
+    with admitted(state, caller, model, candidates=0, history=exchange.history) as job:
+        with measured(exchange, "parse"):
+            viewer = columns.context_of(asked, vocabulary, model.manifest.config)
+            request_id = None if asked.request_id is UNSET else asked.request_id
+            note(state, exchange, viewer, request_id)
+        del asked  # as in `_rank`
+        ranked = await cancelled_with(request, state.ranker.rank(job, viewer, NO_CANDIDATES))
+    timings = timings_of(exchange, exchange.stages["parse"], ranked)
+    with measured(exchange, "serialize"):
+        body = replies.context_reply(ranked, request_id, vocabulary, timings)
+    return Response(body, media_type=JSON, headers=replies.headers_of(model, ranked, exchange))
+
+
+async def _rank(request: Request, caller: CallerInfo, name: str = "") -> Response:
+    state, exchange = request.app.state, caller.exchange
+    model: ServedModel = state.ranker.model(name)
+    asked = _read(state, exchange, model, caller.body)
+    with admitted(state, caller, model, **asked.sizes()) as job:
+        work = _work(state, exchange, model, asked)
+        del asked  # its objects take several times the memory of the columns that wait
+        ranked = await cancelled_with(request, state.ranker.rank(job, work.context, work.candidates))
+    body = _reply(exchange, work, ranked, exchange.stages["parse"])
+    return Response(body, media_type=JSON, headers=replies.headers_of(model, ranked, exchange))
+
+
+# --- The steps of a ranking, which one request and those of a batch share --------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Work:
+    """A request that has been checked against one checkpoint. `context`: or its handle. `post_ids`: as they are echoed."""
+
+    model: ServedModel
+    vocabulary: Vocabulary
+    context: Context | str
+    candidates: Candidates
+    post_ids: Sequence[int | str]
+    wishes: Wishes
+
+
+def _read(state: State, exchange: Exchange, model: ServedModel, body: bytes) -> RankRequest:
+    """Decode a request and note its size."""
+    with measured(exchange, "parse"):
+        asked = schema.read(RANK, body, state.settings.limits, state.words.of(model.manifest).index)
+    sizes = asked.sizes()
+    exchange.candidates += sizes["candidates"]
+    exchange.history += sizes["history"]
+    return asked
+
+
+def _work(state: State, exchange: Exchange, model: ServedModel, asked: RankRequest) -> Work:
+    """Check a request against this checkpoint."""
+    with measured(exchange, "parse"):
+        vocabulary, config = state.words.of(model.manifest), model.manifest.config
+        named = None if asked.context is UNSET else asked.context
+        viewer = named or columns.context_of(asked, vocabulary, config)
+        candidates = columns.candidates_of(asked, vocabulary, config)
+        wishes = columns.wishes_of(asked, vocabulary)
+        note(state, exchange, viewer, wishes.request_id)
+        if wishes.warnings:
+            state.words.log_once(vocabulary, wishes.warnings)
+        return Work(model, vocabulary, viewer, candidates, columns.sent_ids(asked), wishes)
+
+
+def note(state: State, exchange: Exchange, viewer: Context | str, request_id: str | None) -> None:
+    """Take the name that a request gives itself, and count a history that did not fit."""
+    if request_id is not None and not exchange.is_named_by_caller:
+        exchange.request_id = request_id
+    if not isinstance(viewer, str) and viewer.dropped:
+        state.ranker.metrics.history_truncated.inc()
+
+
+def _reply(exchange: Exchange, work: Work, ranked: Ranked, parse_seconds: float) -> bytes:
+    timings = timings_of(exchange, parse_seconds, ranked)
+    exchange.scored.append((work.vocabulary.action_names, ranked.scores.probabilities))
+    with measured(exchange, "serialize"):
+        return replies.rank_reply(work.post_ids, ranked, work.wishes, work.vocabulary, timings)
+
+
+def timings_of(exchange: Exchange, parse_seconds: float, ranked: Ranked) -> dict[str, float]:
+    """Return a reply's timings; the call's stages are those of its slowest request, since requests of a batch run side by side."""
+    found = {"parse": parse_seconds, "queue": ranked.queue_seconds, "forward": ranked.forward_seconds}
+    for stage in ("queue", "forward"):
+        exchange.stages[stage] = max(exchange.stages.get(stage, 0.0), found[stage])
+    return replies.timings_of(found)
+
+
+def admitted(
+    state: State, caller: CallerInfo, model: ServedModel, *, candidates: int, history: int
+) -> AbstractContextManager[Job]:
+    """Return `Ranker.admit` for a request of this size and this caller."""
+    ranker: Ranker = state.ranker
+    return ranker.admit(model, candidates=candidates, history=history, deadline=caller.deadline, key=caller.key)
+
+
+@contextmanager
+def measured(exchange: Exchange, stage: str) -> Iterator[None]:
+    """Add the time of a block to a stage of the call."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        exchange.stages[stage] = exchange.stages.get(stage, 0.0) + time.perf_counter() - started
+
+
+# --- A batch ---------------------------------------------------------------------------------------------------------------------------
+
+
+class Result(NamedTuple):
+    """One request of a batch with its scores."""
+
+    body: bytes
+    model: ServedModel
+    cache: CacheResult
+    handle: str
+
+
+class Batch:
+    """The requests of one call. Leaving it gives back its share of what all such calls together may hold."""
+
+    def __init__(self, state: State, caller: CallerInfo) -> None:
+        self._state = state
+        self._limits = state.settings.limits
+        self._caller = caller
+        if caller.deadline is None:  # one for all requests, from the start
+            deadline = state.ranker.clock() + state.settings.deadline.default_seconds
+            self._caller = replace(caller, deadline=deadline)
+        self._window = Window(state.settings.batching)
+        self._turn = asyncio.Lock()
+        self._candidates = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._state.batch_candidates = self._all_candidates() - self._candidates
+
+    async def results(self, items: Sequence[bytes]) -> list[Result | ServiceError]:
+        """Return how each request ended. Raises MalformedJson where one is no JSON, since then the body is none."""
+        async with asyncio.TaskGroup() as tasks:
+            begun = [tasks.create_task(self._result(item)) for item in items]
+        found = [task.result() for task in begun]
+        for each in found:
+            if isinstance(each, MalformedJson):
+                raise each
+        return found
+
+    async def _result(self, item: bytes) -> Result | ServiceError:
+        try:
+            with ExitStack() as places:
+                async with self._turn:  # requests are read and admitted one by one
+                    await asyncio.sleep(0)  # lets other callers in
+                    work, job, parse_seconds = await self._begin(item, places)
+                ranked = await self._state.ranker.rank(job, work.context, work.candidates)
+            body = _reply(self._caller.exchange, work, ranked, parse_seconds)
+        except (ServiceError, MemoryError) as error:
+            return told(error)
+        return Result(body, work.model, ranked.cache, ranked.handle)
+
+    async def _begin(self, item: bytes, places: ExitStack) -> tuple[Work, Job, float]:
+        """Read, admit and check a request; the seconds are those that it was read and checked for."""
+        state, exchange = self._state, self._caller.exchange
+        before = exchange.stages["parse"]
+        asked = _read(state, exchange, state.ranker.model(), item)
+        sizes = asked.sizes()
+        self._take(sizes["candidates"])
+
+        def admit() -> AbstractContextManager[Job]:
+            return admitted(state, self._caller, state.ranker.model(), **sizes)
+
+        job = await self._window.enter(places, admit, sizes["candidates"], 1 + sizes["history"])
+        work = _work(state, exchange, job.model, asked)  # another model may serve by now
+        return work, job, exchange.stages["parse"] - before
+
+    def _take(self, candidates: int) -> None:
+        """Count them. Raises TooLarge or Overloaded where this call, or all calls together, would hold too many."""
+        if self._candidates + candidates > self._limits.max_batch_candidates:
+            raise TooLarge(f"The batch holds more than {self._limits.max_batch_candidates} candidates.")
+        if self._all_candidates() + candidates > self._limits.batch_candidates:
+            raise Overloaded("Too many candidates of batches are being answered.", retry_after_seconds=1.0)
+        self._candidates += candidates
+        self._state.batch_candidates = self._all_candidates() + candidates
+
+    def _all_candidates(self) -> int:
+        count: int = getattr(self._state, "batch_candidates", 0)
+        return count
+
+
+def _failed(error: ServiceError) -> bytes:
+    return orjson.dumps({"error": error.problem()})

@@ -1,0 +1,59 @@
+"""The requests of one call that are in the queue: about one forward's worth at a time, so that a call neither fills the queue for others
+nor is refused because of its own requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+
+from app.errors import Overloaded
+from app.interface import Job
+from app.settings import Batching
+
+
+class Window:
+    """Of one call. Used by the event loop only, and entered by one task at a time."""
+
+    def __init__(self, batching: Batching) -> None:
+        self._batching = batching
+        self._jobs = self._candidates = self._tokens = 0
+        self._left = asyncio.Event()
+
+    def __len__(self) -> int:
+        """How many requests are in the queue."""
+        return self._jobs
+
+    async def enter(
+        self, places: ExitStack, admit: Callable[[], AbstractContextManager[Job]], candidates: int, tokens: int
+    ) -> Job:
+        """Admit one request with `admit` once there is room; closing `places` frees its place. `tokens`: of its context.
+
+        Raises what `admit` raises, but Overloaded only where no request of this call is in the queue.
+        """
+        while True:
+            while (
+                self._candidates >= self._batching.max_candidates or self._tokens >= self._batching.max_context_tokens
+            ):
+                await self._one_leaves()
+            try:
+                job = places.enter_context(admit())
+            except Overloaded:
+                if not self._jobs:
+                    raise
+                await self._one_leaves()
+                continue
+            self._count(1, candidates, tokens)
+            places.callback(self._count, -1, -candidates, -tokens)
+            return job
+
+    def _count(self, jobs: int, candidates: int, tokens: int) -> None:
+        self._jobs += jobs
+        self._candidates += candidates
+        self._tokens += tokens
+        if jobs < 0:
+            self._left.set()
+
+    async def _one_leaves(self) -> None:
+        self._left.clear()
+        await self._left.wait()

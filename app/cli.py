@@ -1,0 +1,132 @@
+"""`phoenix-ranker`: one command to serve a checkpoint and to make one. What a part needs is imported when it runs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+PROGRAM, DISTRIBUTION = "phoenix-ranker", "phoenix-ranking-server"
+ROOT = Path(__file__).parents[1]
+DEMO = {
+    "checkpoint": ROOT / "weights/demo",
+    "retrieval.checkpoint": ROOT / "weights/demo-towers",
+    "retrieval.corpus": ROOT / "weights/demo-posts",
+}
+OF_WEIGHTS = {
+    "fetch": "Copy a checkpoint or a corpus from a path or a URL, checked.",
+    "import": "Convert a published checkpoint.",
+    "verify": "Check every byte of a checkpoint.",
+    "inspect": "Describe a checkpoint.",
+    "relabel": "Change the names, version or score weights of a checkpoint.",
+    "log": "Say what a log of impressions holds, and what training would decide from it.",
+    "train": "Train a checkpoint from a log of impressions.",
+    "eval": "Evaluate a checkpoint on a test period.",
+    "score": "Score every impression of a log as /rank would have.",
+    "example": "Make the example and the names that the page of a running server shows.",
+    "world": "Draw a synthetic log of impressions whose best ranking is known.",
+    "compare": "Compare two checkpoints on the requests of a log.",
+    "corpus": "Make, check and describe the posts that retrieval searches.",
+}
+"""Commands of `python -m weights`, which has more; they need torch, so `--help` shows these lines without importing them."""
+
+
+class Commands(TyperGroup):
+    """Loads a command of `weights` when it runs; what is listed until then is its line in OF_WEIGHTS."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that was asked for."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if name in OF_WEIGHTS:
+            from weights.commands.checkpoints import app as weights
+
+            command = typer.main.get_command(weights).get_command(ctx, name)  # type: ignore[attr-defined]
+        return name, command, rest
+
+
+cli = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Ranks a feed with the Grok transformer: serve a checkpoint, make one.",
+    epilog="More about checkpoints: python -P -m weights --help",
+)
+
+
+@cli.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve() -> None:
+    """Serve a checkpoint, or without one the demo: `phoenix-ranker serve --help` lists the settings."""
+
+
+def _listed() -> None:
+    """List a command of `weights`; `Commands` loads the real one when it runs."""
+
+
+for _name, _line in OF_WEIGHTS.items():
+    cli.command(_name, help=_line)(_listed)
+
+
+def main() -> NoReturn:
+    """The console command."""
+    if sys.argv[1:2] == ["serve"]:  # its options are the settings, which the server reads itself
+        from app.__main__ import main as start
+
+        sys.exit(start(with_demo(sys.argv[2:], os.environ), f"{PROGRAM} serve"))
+    from weights.commands.console import run
+
+    run(cli, PROGRAM)
+
+
+def with_demo(arguments: Sequence[str], environ: Any) -> list[str]:
+    """The settings on the command line; a first word is the checkpoint, and without any the demo and its posts are served."""
+    given = list(arguments)
+    if given and not given[0].startswith("-"):
+        given[:1] = ["--checkpoint", given[0]]
+    flags = {word.split("=")[0].removeprefix("--") for word in given if word.startswith("--")}
+    named = {name for name in DEMO if name in flags or environ.get(f"RANKER_{name.upper().replace('.', '__')}")}
+    if "checkpoint" in named:
+        return given
+    chosen = DEMO if not named else {"checkpoint": DEMO["checkpoint"]}
+    return [*given, *(word for name, path in chosen.items() for word in (f"--{name}", str(path)))]
+
+
+@cli.command()
+def info(
+    directory: Annotated[
+        Path | None, typer.Argument(help="A checkpoint or corpus; without one: this installation.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Describe a checkpoint or a corpus, or what is installed here and which kernels it would use."""
+    if directory is not None:
+        from weights.commands import checkpoints, corpus
+
+        is_corpus = any(directory.glob("posts*.safetensors"))
+        (corpus.inspect if is_corpus else checkpoints.inspect)(directory, as_json=as_json)
+        return
+    from model.native.build import HERE, find_prebuilt
+
+    sources = {"ranker": HERE / "kernel.cpp", "search": HERE / "search.cpp"}
+    kernels = {name: find_prebuilt(source) for name, source in sources.items()}
+    rows = {
+        "version": importlib.metadata.version(DISTRIBUTION),
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+        "from": str(ROOT),
+        "demo": str(DEMO["checkpoint"]) if DEMO["checkpoint"].is_dir() else "not there",
+        **{f"{name} kernel": found.name if found else "compiled at the first start" for name, found in kernels.items()},
+    }
+    if as_json:
+        import json
+
+        print(json.dumps(rows))
+    else:
+        for name, value in rows.items():
+            print(f"{name:14} {value}")

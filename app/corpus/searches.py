@@ -1,0 +1,265 @@
+"""The `interface.Corpus` of one process: runs searches, swaps towers and corpus together, and changes the corpus meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from app.corpus.changes import CorpusLoader, LoadedCorpus
+from app.corpus.feed import MILESTONE, FeedReader
+from app.corpus.stream import open_feed
+from app.engine.admission import Admission
+from app.engine.contexts import Contexts
+from app.engine.forecast import Clock
+from app.engine.job import SearchJob
+from app.engine.places import Places
+from app.engine.runners import RETRIEVAL_THREAD, EngineThread, Runner, SearchForwards
+from app.engine.versions import Versions
+from app.engine.worker import RETRY_AFTER_SECONDS, Worker
+from app.errors import ChangedByFeed, CorpusBehind, CorpusNotLoaded, EngineDown, Overloaded, ServiceError
+from app.interface import CorpusState, Found, ReloadInProgress, ServedCorpus
+from app.settings import Batching, Settings
+from app.telemetry.metrics import Metrics
+from model.engine import EngineError
+from model.retrieval.inputs import Mark, PostChange, Query
+
+SCAN_REQUESTS = 32  # searches that share one scan of the corpus
+MOST_CHANGES = 4  # that wait or are being made; one is made at a time
+AGAIN_SECONDS, MOST_AGAIN_SECONDS = (
+    1.0,
+    60.0,
+)  # until a corpus is read again whose engine lacks a change; doubled each time
+
+log = structlog.get_logger("app.corpus.searches")
+
+
+class Searches:
+    """Serves searches over one corpus. Used by the event loop only; engines search in threads."""
+
+    def __init__(
+        self, load: CorpusLoader | None, settings: Settings, metrics: Metrics, clock: Clock, contexts: Contexts
+    ) -> None:
+        """`load` is None where no corpus can be served; `contexts` are for queries that name their context by a handle."""
+        batching = Batching(max_candidates=SCAN_REQUESTS)  # each search counts as one
+        most = max(1, settings.queue.max_requests // 4) + SCAN_REQUESTS
+        limits = {"max_requests": most, "max_candidates": most, "key_candidates_per_second": 0.0}
+        admission = Admission(settings.queue.model_copy(update=limits), batching, clock)
+        self.metrics = metrics
+        self.places: Places[SearchJob] = Places(admission, metrics, metrics.record_waits)
+        self.versions: Versions[SearchJob] = Versions(
+            batching, self.places.batch_done, clock, settings.reload.timeout_seconds, self._runner, RETRIEVAL_THREAD
+        )
+        self.feed: FeedReader | None = None
+        """The source of changes; with one, `change` is refused."""
+        if settings.retrieval.feed is not None:
+            stream = open_feed(settings.retrieval.feed.get_secret_value())
+            self.feed = FeedReader(stream, metrics, settings.retrieval.feed_lag_seconds)
+        self.milestone: Mark | None = None
+        """The mark after the last change whose number is a multiple of `MILESTONE`."""
+        self._load = load
+        self._paths = settings.retrieval.checkpoint, settings.retrieval.corpus
+        self._contexts = contexts
+        self._is_loading = False
+        self._changing = asyncio.Lock()  # held by a swap, too: no change may fall between a load and its installation
+        self._changes: set[asyncio.Task[Any]] = set()  # under way
+        self._held: LoadedCorpus | None = None  # what served last: it has the directory, even if its engine is lost
+        self._behind: LoadedCorpus | None = None  # its engine lacks a change that is on the disk
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def served(self) -> ServedCorpus:
+        """See `interface.Corpus.served`."""
+        return self._loaded.served
+
+    @property
+    def mark(self) -> Mark:
+        """The mark of the corpus that serves. Raises CorpusNotLoaded."""
+        return self._loaded.changes.mark
+
+    @property
+    def problem(self) -> str:
+        """A sentence that says why this process should get no requests although it serves a corpus, else empty."""
+        return "" if self.feed is None else self.feed.problem
+
+    async def state(self) -> CorpusState | None:
+        """See `interface.Corpus.state`."""
+        return self.present()
+
+    def present(self) -> CorpusState | None:
+        """Return the present state of the corpus, None where none is served."""
+        return None if self.versions.current is None else self._loaded.state()
+
+    @property
+    def _loaded(self) -> LoadedCorpus:
+        if self.versions.current is None:
+            is_wanted = self._load is not None and None not in self._paths
+            detail, seconds = ("The corpus is being loaded.", 2.0) if is_wanted else (None, None)
+            raise CorpusNotLoaded(detail, retry_after_seconds=seconds)
+        loaded: LoadedCorpus = self.versions.current.model
+        return loaded
+
+    # life
+
+    async def load(self) -> None:
+        """Load the corpus of the settings, if they name one, and begin to follow the feed. Raises what the loader raises."""
+        checkpoint, corpus = self._paths
+        if checkpoint is not None and corpus is not None:
+            await self.swap(checkpoint, corpus)
+        self._begin(self._drop_lost())
+        if self.feed is not None:
+            self._begin(self.feed.run(self))
+
+    async def swap(self, checkpoint: Path, corpus: Path) -> ServedCorpus:
+        """Load a retrieval checkpoint and a corpus beside those that serve, then serve new searches with both.
+
+        Searches that began on the old ones end on them; then their memory is freed. Raises what the loader raises, ReloadInProgress and
+        CorpusNotLoaded; the old ones then keep serving.
+        """
+        load = self._load
+        if load is None:
+            raise CorpusNotLoaded
+        if self._is_loading:
+            raise ReloadInProgress("another corpus is being loaded")
+        self._is_loading = True
+        try:
+            async with self._changing:
+                before = self._held
+                worker = await self.versions.load(lambda steps: load(checkpoint, corpus, before))
+                self.versions.install(worker)
+                self._held, self._paths = worker.model, (checkpoint, corpus)
+                if before is not None:
+                    before.changes.close()
+                if self.feed is not None:
+                    self.feed.serves(self.mark)
+        finally:
+            self._is_loading = False
+        served = self.served
+        said = {
+            "version": served.manifest.version,
+            "corpus": served.corpus.version,
+            "changes": self._loaded.engine.changes,
+        }
+        log.info("corpus_loaded", **said, posts=served.corpus.posts, hidden=served.hidden)
+        return served
+
+    async def stop(self, timeout_seconds: float) -> bool:
+        """Finish the admitted searches and changes, then free the engines. Return False if time ran out."""
+        for task in self._tasks:
+            task.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                await self.places.idle.wait()
+                while under_way := self._changes | self._tasks:
+                    await asyncio.wait(under_way)
+        finished = self.places.idle.is_set() and not self._changes
+        self.fail_all(lambda: EngineDown("The process stops.", retry_after_seconds=RETRY_AFTER_SECONDS))
+        if (
+            self._held is not None and not self._changes
+        ):  # else one may still be written: the end of the process closes its file
+            self._held.changes.close()
+        self.versions.drop()
+        return finished
+
+    def fail_all(self, error: Callable[[], ServiceError]) -> None:
+        """Fail every search that waits or is being computed, each with an error of its own."""
+        self.versions.fail_all(error)
+
+    async def _drop_lost(self) -> None:
+        """Refuse searches after an engine was lost, until another corpus is loaded."""
+        while True:
+            log.error("retrieval_lost", reason=await self.versions.lost())
+            self.versions.drop()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # changes
+
+    async def change(self, change: PostChange) -> CorpusState:
+        """See `interface.Corpus.change`. A change that has begun is finished even if the caller has gone."""
+        if self.feed is not None:
+            raise ChangedByFeed
+        if len(self._changes) >= MOST_CHANGES:
+            raise Overloaded("Too many changes of posts are under way.", retry_after_seconds=1.0)
+        return await self._begun([change], "", "")
+
+    async def follow(self, changes: Sequence[PostChange], after: str, position: str) -> CorpusState:
+        """Make the changes of a feed from `after` up to `position`, as `change` does; none if the corpus is no longer at `after`."""
+        return await self._begun(changes, after, position)
+
+    async def _begun(self, changes: Sequence[PostChange], after: str, position: str) -> CorpusState:
+        task = asyncio.get_running_loop().create_task(self._change(changes, after, position))
+        self._changes.add(task)
+        task.add_done_callback(self._ended)
+        return await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._changes.discard(task)
+        if not task.cancelled():
+            task.exception()  # else asyncio logs it where the caller has gone
+
+    async def _change(self, changes: Sequence[PostChange], after: str, position: str) -> CorpusState:
+        async with self._changing:
+            loaded = self._loaded
+            if loaded is self._behind:
+                raise EngineDown("An earlier change is on the disk and not served yet.", retry_after_seconds=1.0)
+            if self.feed is not None and loaded.changes.mark.position != after:
+                return loaded.state()
+            worker: Worker[SearchJob] | None = self.versions.current
+            assert worker is not None
+            try:
+                change, added = await asyncio.to_thread(loaded.record, changes, position)
+            except EngineError as error:
+                raise EngineDown(
+                    "The new posts cannot be indexed now. Nothing has changed.", retry_after_seconds=5.0
+                ) from error
+            try:
+                state = await worker.between(lambda: loaded.state(loaded.engine.change(change, added)))
+            except Exception as error:
+                self._behind = loaded
+                log.error("change_not_made", exc_info=error)
+                self._begin(self._read_again(loaded))
+                raise EngineDown("The change is on the disk and not served yet.", retry_after_seconds=5.0) from error
+        if not change.mark.sequence % MILESTONE:
+            self.milestone = change.mark
+        return state
+
+    async def _read_again(self, behind: LoadedCorpus) -> None:
+        """Load a corpus again whose engine lacks a change that is on the disk."""
+        pause, (checkpoint, corpus) = AGAIN_SECONDS, self._paths
+        assert checkpoint is not None
+        assert corpus is not None
+        while self.versions.current is not None and self.versions.current.model is behind:
+            try:
+                await self.swap(checkpoint, corpus)
+            except Exception as error:
+                log.error("corpus_not_read_again", reason=type(error).__name__)
+                await asyncio.sleep(pause)
+                pause = min(MOST_AGAIN_SECONDS, 2 * pause)
+
+    # searches
+
+    async def search(self, served: ServedCorpus, query: Query, deadline: float, key: str | None) -> Found:
+        """See `interface.Corpus.search`."""
+        worker = self.versions.find(served)
+        if worker is None:
+            raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)
+        if query.at_least and not worker.model.engine.mark.reaches(query.at_least):
+            raise CorpusBehind(retry_after_seconds=1.0)
+        if query.handle:
+            query = self._contexts.query(query, served.manifest, key)
+        future: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
+        job = SearchJob(candidates=1, context_tokens=0, deadline=deadline, key=key, future=future, query=query)
+        with self.places.take(job, worker):
+            found: Found = await self.places.compute(job)
+            return found
+
+    def _runner(self, thread: EngineThread, loop: asyncio.AbstractEventLoop, clock: Clock) -> Runner:
+        return SearchForwards(thread, thread.ready.result().engine, loop, clock, self.metrics)

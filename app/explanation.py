@@ -1,0 +1,181 @@
+"""What an explanation leaves out of a request, and its reply: changes of scores, and shares of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from app import columns, replies
+from app.columns import Vocabulary, Wishes
+from app.errors import ContextUnknown, InvalidRequest
+from app.interface import Ranked
+from app.schema import ExplainRequest
+from model.config import ModelConfig
+from model.inputs import Candidates, Context, Scores
+
+MAX_EXPLAINED = 32
+"""Candidates that one request explains."""
+MAX_EXPLAINED_EVENTS = 256
+"""Newest history items that an explanation leaves out, one at a time."""
+
+Floats = NDArray[np.floating[Any]]
+Numbers = tuple[NDArray[np.float64], NDArray[np.float32]]
+"""Scores `[n]` and probabilities `[n, W]` of the candidates to explain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request that has been checked against one checkpoint, and what is left out of it.
+
+    `history`: the user with one event more than `window`, which is what the model sees: it moves into sight where another is left out.
+    `events`: how many of the newest events are left out, one at a time. `explained`: places of candidates, int64 `[n]`. `post_ids`,
+    `event_ids`: those of all candidates and of the left-out events, as they are echoed.
+    """
+
+    history: Context
+    window: int
+    events: int
+    candidates: Candidates
+    explained: NDArray[np.int64]
+    post_ids: Sequence[int | str]
+    event_ids: Sequence[str]
+    wishes: Wishes
+
+    @classmethod
+    def of(cls, asked: ExplainRequest, known: Context | None, words: Vocabulary, config: ModelConfig) -> Question:
+        """Check a request; `known`: the context that its handle names. Raises InvalidRequest, and ContextUnknown where the context lacks
+        what is needed: an older event that would move into sight, or the texts of ids."""
+        if known is None:
+            history = columns.context_of(asked, words, replace(config, history_length=config.history_length + 1))
+        elif known.dropped or words.ids == "text":
+            raise ContextUnknown
+        else:
+            history = known
+        candidates = columns.candidates_of(asked, words, config)
+        events = min(len(history), config.history_length, MAX_EXPLAINED_EVENTS)
+        sent = history.post_ids.tolist() if known is not None else columns.sent_history_ids(asked)
+        return cls(
+            history,
+            config.history_length,
+            events,
+            candidates,
+            _places(asked, candidates, words),
+            columns.sent_ids(asked),
+            [*map(str, sent[len(sent) - events :])],
+            columns.wishes_of(asked, words),
+        )
+
+    @property
+    def context(self) -> Context:
+        """What the model sees."""
+        return self.history.last(self.window)
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """Places of the left-out events in the request's history, int64 `[e]`, oldest first."""
+        count = self.history.dropped + len(self.history)
+        return np.arange(count - self.events, count)
+
+    def contexts(self) -> Iterator[Context]:
+        """The contexts without each event, then without the user, then without user and history. Not to be cached."""
+        history, context = self.history, self.context
+        every = np.arange(len(history))
+        for row in every[len(history) - self.events :]:
+            yield replace(history.rows(np.delete(every, row)).last(self.window), is_kept=False)
+        yield replace(context, user_id=0, is_kept=False)
+        yield replace(context.first(0), user_id=0, is_kept=False)
+
+    def groups(self, *, slots_matter: bool) -> list[Candidates]:
+        """The candidates to explain: together, or one by one if a score depends on the slot."""
+        if slots_matter:
+            return [self.candidates.chunk(place, place + 1) for place in self.explained.tolist()]
+        return [self.candidates.rows(self.explained)]
+
+
+def _places(asked: ExplainRequest, candidates: Candidates, words: Vocabulary) -> NDArray[np.int64]:
+    """For each post id to explain, the place of the first candidate that has it, int64 `[n]`. Raises InvalidRequest."""
+    first = {post: place for place, post in reversed([*enumerate(candidates.post_ids.tolist())])}
+    wanted = columns.ids_of(asked.explain, words.ids, "explain").tolist()
+    for number, post in enumerate(wanted):
+        if post not in first:
+            raise InvalidRequest(f"explain[{number}]", "must be the post_id of a candidate")
+    return np.array([first[post] for post in wanted], np.int64)
+
+
+def render(
+    question: Question,
+    ranked: Ranked,
+    without: Sequence[Scores],
+    attention: NDArray[np.float32],
+    words: Vocabulary,
+    timings_ms: Mapping[str, float],
+) -> Iterator[bytes]:
+    """Yield the JSON reply, a candidate at a time. `ranked` has all candidates; `without` those to explain, for each of
+    `Question.contexts`; `attention` is `[L, N, n, 1 + history_used + 1]`."""
+    explained, wishes = question.explained, question.wishes
+    everyone = replace(wishes, top_k=None, wanted=None)
+    rows = replies.rows_of(question.post_ids, ranked.scores, everyone, words)
+    wanted = [*range(len(words.action_names))] if wishes.wanted is None else wishes.wanted
+    own = rows.score[explained], rows.probabilities[explained][:, wanted]
+    rest = [(replies.combined_of(each, everyone, words), each.probabilities[:, wanted]) for each in without]
+    yield (
+        _json(
+            {
+                "model": words.model,
+                "actions": replies.names_of(wishes, words),
+                "events": {"place": question.places, "post_id": question.event_ids},
+            }
+        )[:-1]
+        + b',"candidates":['
+    )
+    for row, place in enumerate(explained.tolist()):
+        candidate = {
+            "post_id": question.post_ids[place],
+            "score": rows.score[place],
+            "rank": rows.rank[place],
+            "probabilities": own[1][row],
+            "change": _changes(own, rest, row),
+            "attention": _shares(attention[:, :, row], question.events, is_alone=len(explained) == 1),
+        }
+        yield (b"," if row else b"") + _json(candidate)
+    yield b"]" + replies.tail_of(ranked, wishes, timings_ms)
+
+
+def _changes(own: Numbers, rest: Sequence[Numbers], row: int) -> dict[str, Any]:
+    """What each thing changes: the numbers with it minus those without it."""
+    scores, columns = (np.array([own[part][row] - each[part][row] for each in rest]) for part in (0, 1))
+    *_, user, everything = range(len(rest))
+
+    def one(score: Any, probabilities: Floats) -> dict[str, Any]:
+        return {"score": score, "probabilities": probabilities}
+
+    left = scores[everything] - scores[:everything].sum()
+    left_columns = columns[everything].astype(np.float64) - columns[:everything].sum(0, dtype=np.float64)
+    return {
+        "events": one(scores[:user], columns[:user]),
+        "user": one(scores[user], columns[user]),
+        "everything": one(scores[everything], columns[everything]),
+        "not_covered": one(left, left_columns.astype(np.float32)),
+    }
+
+
+def _shares(weights: NDArray[np.float32], events: int, *, is_alone: bool) -> dict[str, Floats]:
+    """One candidate's attention weights `[L, N, 1 + h + 1]` by layer and head, and for the newest events the mean over heads. With every
+    head's events where one candidate is explained: of 32 candidates they would be megabytes."""
+    history = weights[:, :, 1:-1]
+    newest = history[:, :, history.shape[2] - events :]
+    return {
+        "user": weights[:, :, 0],
+        "history": history.sum(-1),
+        "itself": weights[:, :, -1],
+        "events": newest.mean(1),
+    } | ({"heads": newest} if is_alone else {})
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY, default=np.ascontiguousarray)  # it takes no views

@@ -1,0 +1,137 @@
+"""The FastAPI application: `uvicorn --factory app.main:create_app`. Which files hold which endpoints, and what they share."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+
+from app import schema
+from app.api import admin, explain, infer, operations, rank, retrieve
+from app.api.caller import Bodies, KeyRing
+from app.api.middleware import HostMiddleware, RequestMiddleware, on_http_exception, on_invalid
+from app.api.pages import pages
+from app.columns import Words
+from app.interface import Ranker
+from app.settings import ADMIN_HOST, Settings, load_settings
+from app.telemetry import logs
+from app.telemetry.metrics import Metrics
+from app.telemetry.tracing import create_tracer
+
+DESCRIPTION = (
+    "Ranks feed candidates for one user with a Grok transformer. Every candidate is scored as if it were alone: for one "
+    "checkpoint its numbers are the same bits whatever else is in the request."
+)
+
+
+def create_app(settings: Settings | None = None, ranker: Ranker | None = None) -> FastAPI:
+    """Every endpoint of the service's port. Its lifespan loads, warms and drains the ranker.
+
+    Without settings they are read from the environment. Raises SettingsProblem where one cannot be used.
+    """
+    if settings is None:
+        settings = load_settings()
+        logs.configure(settings.logs)
+    if ranker is None:
+        from app.service.ranker import create_ranker  # the only import that needs torch
+
+        ranker = create_ranker(settings, Metrics())
+    tracer = create_tracer(settings.tracing)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        ranker.start()
+        if settings.reload.watch_seconds and settings.workers <= 1:  # else the engine process watches
+            ranker.reloads.watch(settings.reload.watch_seconds)
+        yield
+        ranker.reloads.stop()
+        await ranker.stop(settings.drain.timeout_seconds)
+        if tracer is not None:
+            tracer.close()
+
+    app = _application(settings, ranker, settings.allowed_hosts(settings.host), tracer=tracer, lifespan=lifespan)
+    routers = [rank.router, retrieve.router, infer.router, operations.probes, operations.info]
+    if settings.probes.port is None:
+        routers.append(operations.metrics)
+    if settings.explores:
+        routers.append(explain.router)
+    _include(app, routers)
+    app.openapi = lambda: describe(app, settings)  # type: ignore[method-assign]
+    _include(app, [pages(settings, app.openapi)])
+    return app
+
+
+def create_probe_app(settings: Settings, ranker: Ranker) -> FastAPI:
+    """Probes, metrics and /info alone, for a port that the outside does not see."""
+    app = _application(settings, ranker, settings.allowed_hosts(settings.probes.host, is_main=False))
+    _include(app, [operations.probes, operations.metrics, operations.info])
+    return app
+
+
+def create_admin_app(settings: Settings, ranker: Ranker) -> FastAPI:
+    """Reloads and changes of posts, for the loopback port."""
+    app = _application(settings, ranker, settings.allowed_hosts(ADMIN_HOST, is_main=False))
+    app.state.operator = admin.Operator(settings.admin)
+    _include(app, [admin.router])
+    return app
+
+
+def _application(
+    settings: Settings, ranker: Ranker, hosts: list[str], *, tracer: Any = None, **options: Any
+) -> FastAPI:
+    app = FastAPI(
+        title="Phoenix ranking server",
+        version=version(operations.DISTRIBUTION),
+        description=DESCRIPTION,
+        openapi_url=None,  # with /docs in `pages`: FastAPI's page loads scripts from elsewhere
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # ours is asked for by TRACING__ENABLED
+        redirect_slashes=False,  # a redirect would repeat the Host header, which anyone may forge
+        exception_handlers={HTTPException: on_http_exception, RequestValidationError: on_invalid},
+        **options,
+    )
+    state = app.state
+    state.ranker, state.settings, state.words, state.keys = ranker, settings, Words(), KeyRing(settings.auth)
+    state.bodies = Bodies(settings.limits.buffered_bytes)
+    state.about, state.scrapes = operations.of_settings(settings), operations.Scrapes(ranker.exposition)
+    if hosts != ["*"]:
+        app.add_middleware(HostMiddleware, allowed_hosts=hosts, www_redirect=False)
+    app.add_middleware(
+        RequestMiddleware,
+        metrics=ranker.metrics,
+        bodies=state.bodies,
+        root_path=settings.root_path,
+        success_sample=settings.logs.success_sample,
+        tracer=tracer,
+    )
+    return app
+
+
+def _include(app: FastAPI, routers: Sequence[APIRouter]) -> None:
+    """`app.include_router` would look for each request's route twice."""
+    for router in routers:
+        app.router.routes.extend(router.routes)
+
+
+def describe(app: FastAPI, settings: Settings) -> dict[str, Any]:
+    """`/openapi.json`: what FastAPI makes of the routes, with the schemas of the bodies that msgspec reads."""
+    if app.openapi_schema is None:
+        servers = [{"url": settings.root_path or "."}]  # below whatever path a proxy has put this
+        document = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes, servers=servers
+        )
+        document.setdefault("components", {}).setdefault("schemas", {}).update(schema.components())
+        for operation in (each for path in document["paths"].values() for each in path.values()):
+            if "HTTPValidationError" in str(operation["responses"].get("422")):
+                del operation["responses"]["422"]  # FastAPI's, of parameters: ours are texts, and our 422 is a problem
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{}, {"key": []}]
+        app.openapi_schema = document
+    return app.openapi_schema

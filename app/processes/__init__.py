@@ -1,0 +1,1 @@
+"""Several processes: uvicorn workers that speak HTTP, before one engine process that ranks."""

@@ -1,0 +1,178 @@
+"""The seven messages between a worker and the engine process, as msgpack with its length before it.
+
+    worker → engine    Rank, Search, Cancel, Call
+    engine → worker    Answer, Failed, State; and Call, for the worker's metrics, which it answers like the engine
+
+A new question is a new method of `Call`, not a new message. Both ends are the same build on one machine.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+from typing import Any, get_args, get_origin
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from app.errors import InternalError, ServiceError, error_class
+from app.interface import CorpusState, Found, Health, Ranked, ServedCorpus, ServedModel
+from model.engine import EngineInfo
+from model.inputs import Candidates, Context
+from model.retrieval.inputs import PostChange, Query
+from weights.corpus.manifest import CorpusManifest
+from weights.format.manifest import Manifest
+
+LENGTH = struct.Struct("<I")
+MAX_BYTES = 256 * 2**20
+
+
+class Rank(msgspec.Struct, tag=True):
+    """Rank the candidates with the model of this number. `context`: or its handle. `deadline`: seconds of the machine's monotonic clock."""
+
+    id: int
+    model: int
+    context: Context | str
+    candidates: Candidates
+    deadline: float | None
+    key: str | None
+
+
+class Search(msgspec.Struct, tag=True):
+    """Search the corpus of this number."""
+
+    id: int
+    corpus: int
+    query: Query
+    deadline: float
+    key: str | None
+
+
+class Cancel(msgspec.Struct, tag=True):
+    """Nobody waits for the answer any more."""
+
+    id: int
+
+
+class Call(msgspec.Struct, tag=True):
+    """Call a method of `METHODS` with these arguments, each encoded by itself."""
+
+    id: int
+    method: str
+    arguments: list[bytes]
+
+
+class Answer(msgspec.Struct, tag=True):
+    """The result of the question with this id, encoded by itself."""
+
+    id: int
+    result: bytes
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The error that the question with this id ended with."""
+
+    id: int
+    code: str
+    detail: str
+    retry_after_seconds: float | None
+
+    @classmethod
+    def of(cls, number: int, error: Exception) -> Failed:
+        """From what was raised; anything but a ServiceError is an internal error."""
+        told = error if isinstance(error, ServiceError) else InternalError()
+        return cls(number, told.code, told.detail, told.retry_after_seconds)
+
+    def error(self) -> ServiceError:
+        """The error to raise."""
+        return error_class(self.code)(self.detail, retry_after_seconds=self.retry_after_seconds)
+
+
+class Served(msgspec.Struct):
+    """A model, or towers with a corpus, by its number. Manifests are as on disk."""
+
+    number: int
+    manifest: bytes
+    engine: EngineInfo | None = None
+    corpus: bytes = b""
+    hidden: int = 0
+    duplicates: int = 0
+    notes: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, number: int, served: ServedModel | ServedCorpus) -> Served:
+        """From what the engine process serves."""
+        if isinstance(served, ServedModel):
+            return cls(number, served.manifest.to_json(), served.engine)
+        corpus = served.corpus.to_json()
+        return cls(number, served.manifest.to_json(), None, corpus, served.hidden, served.duplicates, served.notes)
+
+    def model(self) -> ServedModel:
+        """The model as the worker names it."""
+        assert self.engine is not None
+        return ServedModel(Manifest.from_json(self.manifest), self.engine)
+
+    def towers(self) -> ServedCorpus:
+        """The corpus as the worker names it."""
+        corpus = CorpusManifest.from_json(self.corpus)
+        return ServedCorpus(Manifest.from_json(self.manifest), corpus, self.hidden, self.duplicates, self.notes)
+
+
+class State(msgspec.Struct, tag=True):
+    """The engine process as it is now: sent when it changes, and as a sign of life. `closed`: why every request would be refused."""
+
+    health: Health
+    model: Served | None = None
+    corpus: Served | None = None
+    closed: str = ""
+    retry_after_seconds: float = 0.0
+
+
+FromWorker = Rank | Search | Cancel | Call | Answer | Failed
+FromEngine = Answer | Failed | State | Call
+
+METHODS: dict[str, tuple[tuple[Any, ...], Any]] = {  # name: types of the arguments, type of the result
+    "exposition": ((), bytes),
+    "context": ((int, str, str | None), Context),  # number of the model, handle, key
+    "attention": ((int, Context, Candidates, float), NDArray[np.float32]),  # number, context, candidates, deadline
+    "corpus_state": ((), CorpusState | None),
+    "change": ((PostChange,), CorpusState),
+}
+RESULTS: dict[type, Any] = {Rank: Ranked, Search: Found}
+
+
+def _write(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tobytes() if value.ndim == 1 else (value.shape, value.tobytes())
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(type(value))
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """A column as a view of what came. Raises ValueError for bytes that are no such column."""
+    if get_origin(kind) is not np.ndarray:
+        raise ValueError(f"no value of type {kind}")
+    dtype = np.dtype(get_args(get_args(kind)[1])[0])
+    if isinstance(value, bytes):
+        return np.frombuffer(value, dtype)
+    shape, data = value
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_write).encode
+
+
+@lru_cache(maxsize=64)
+def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """The decoder of values of this type."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_read)
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """The message with its length before it. Raises ValueError for one that is too long."""
+    body = encode(message)
+    if len(body) > MAX_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes")
+    return LENGTH.pack(len(body)) + body

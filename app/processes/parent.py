@@ -1,0 +1,212 @@
+"""The parent of several processes: binds the sockets, starts one engine process and the workers, and starts again what ends.
+
+SIGTERM, SIGINT    workers drain and end, then the engine process; a second signal ends all at once
+SIGHUP             the engine process reads the present checkpoint again
+a worker ends      it is started again
+the engine ends    it is started again and workers answer 503 meanwhile; or, with ENGINE_LOSS=exit, all end with 70
+the first load fails   all end with 1
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START, EXIT_USAGE
+from app.settings import Settings
+from app.telemetry import logs
+
+VARIABLE = "_RANKER_ROLE"  # not a setting: nobody sets it by hand
+PR_SET_PDEATHSIG = 1
+LOOK_SECONDS = 0.05
+PAUSE_SECONDS, MOST_PAUSE_SECONDS = (
+    0.5,
+    10.0,
+)  # before a process that ended soon after its start is started again; doubled each time
+SOON_SECONDS = 10.0
+LAST_SECONDS = 10.0  # for a process to end beyond its drain
+
+log = structlog.get_logger("app.processes.parent")
+
+
+class Role(msgspec.Struct, frozen=True):
+    """What a process of the parent is told. `path`: of the engine process's socket. `worker`: its number, 0 for the engine process.
+    `sockets`: the descriptors that workers listen on."""
+
+    path: str
+    parent: int
+    worker: int = 0
+    sockets: tuple[int, ...] = ()
+
+
+def inherited() -> Role | None:
+    """This process's role, None for one that was started by hand. With a role it ends with its parent."""
+    told = os.environ.pop(VARIABLE, None)
+    if told is None:
+        return None
+    role = msgspec.json.decode(told, type=Role)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != role.parent:
+        os._exit(EXIT_FAILED)  # the parent has ended meanwhile
+    return role
+
+
+def play(role: Role, settings: Settings) -> int:
+    """Run the process of this role; return its exit code."""
+    from app import server
+    from app.telemetry.metrics import Metrics
+
+    gc.freeze()
+    if role.worker:
+        from app.processes.remote import RemoteRanker
+
+        ranker = RemoteRanker(settings, role.path, Metrics())
+        sockets = [socket.socket(fileno=descriptor) for descriptor in role.sockets]
+        return server.run(settings, ranker, sockets, tells=role.worker == 1)
+    from app.processes.engine_process import EngineProcess
+    from app.service.ranker import create_ranker
+
+    local = create_ranker(settings, Metrics())
+    local.reloads.paths_file = Path(role.path).with_name("loaded.json")
+    local.watchdog.watch_loop(server.hung)
+    return server.run_engine(settings, EngineProcess(local, settings), role.path)
+
+
+class Child:
+    """One process that is kept running. `number`: of the worker, 0 for the engine process."""
+
+    def __init__(self, parent: Parent, number: int) -> None:
+        self.parent = parent
+        self.number = number
+        self.pause = PAUSE_SECONDS
+        self.start_at = 0.0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it."""
+        parent = self.parent
+        shared = [each.fileno() for each in parent.sockets] if self.number else []
+        role = Role(parent.path, os.getpid(), self.number, tuple(shared))
+        environment = {**os.environ, VARIABLE: msgspec.json.encode(role).decode()}
+        self.start_at = time.monotonic()
+        command = [sys.executable, "-m", "app", *parent.arguments]
+        # A session of its own: a terminal's signals reach the parent alone.
+        self.process = subprocess.Popen(command, env=environment, pass_fds=shared, start_new_session=True)
+
+    def ended(self) -> int | None:
+        """Its exit code, None while it runs."""
+        return None if self.process is None else self.process.poll()
+
+    def again(self) -> None:
+        """Start it again when it is due."""
+        now = time.monotonic()
+        self.pause = min(MOST_PAUSE_SECONDS, 2 * self.pause) if now < self.start_at + SOON_SECONDS else PAUSE_SECONDS
+        self.process, self.start_at = None, now + (self.pause if now < self.start_at + SOON_SECONDS else 0.0)
+
+    def tell(self, number: int) -> None:
+        """Send it a signal, if it runs."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def wait(self, until: float) -> int:
+        """Wait for its end, and kill it after `until`; return its exit code."""
+        if self.process is None:
+            return 0
+        try:
+            return self.process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            log.error("killed", worker=self.number)
+            self.process.kill()
+            return self.process.wait() or EXIT_FAILED
+
+
+class Parent:
+    """Keeps the processes running until a signal."""
+
+    def __init__(
+        self, settings: Settings, arguments: Sequence[str], sockets: Sequence[socket.socket], path: str
+    ) -> None:
+        self.settings = settings
+        self.arguments = arguments
+        self.sockets = sockets
+        self.path = path
+        self.signals: list[int] = []
+        self.engine = Child(self, 0)
+        self.workers = [Child(self, number) for number in range(1, settings.workers + 1)]
+        self._was_ready = False
+
+    def run(self) -> int:
+        """Run until the end; return the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda sent, _: self.signals.append(sent))
+        code = 0
+        while not code and not {signal.SIGTERM, signal.SIGINT} & {*self.signals}:
+            code = self._look()
+            if signal.SIGHUP in self.signals:
+                self.signals.remove(signal.SIGHUP)
+                self.engine.tell(signal.SIGHUP)
+            time.sleep(LOOK_SECONDS)
+        return self._stop() or code
+
+    def _look(self) -> int:
+        """Start what should run. Return an exit code where all should end."""
+        for child in (self.engine, *self.workers):
+            code = child.ended()
+            if code is not None:
+                log.error("process_ended", worker=child.number, exit_code=code)
+                if child is self.engine and (
+                    code in (EXIT_FAILED, EXIT_USAGE, EXIT_START) or self.settings.engine_loss == "exit"
+                ):
+                    return code if 0 < code < EXIT_ENGINE_LOST else EXIT_ENGINE_LOST
+                child.again()
+            if child.process is None and time.monotonic() >= child.start_at:
+                child.start()
+        return 0
+
+    def _stop(self) -> int:
+        """Drain the workers, then end the engine process. Return 1 where one did not end in order."""
+        drain = self.settings.drain
+        until = time.monotonic() + drain.delay_seconds + drain.timeout_seconds + LAST_SECONDS
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._end_at_once)
+        for worker in self.workers:
+            worker.tell(signal.SIGTERM)
+        codes = [worker.wait(until) for worker in self.workers]
+        self.engine.tell(signal.SIGTERM)
+        codes.append(self.engine.wait(until + LAST_SECONDS))
+        return EXIT_FAILED if any(codes) else 0
+
+    def _end_at_once(self, number: int, frame: object) -> None:
+        for child in (self.engine, *self.workers):
+            child.tell(signal.SIGKILL)
+        os._exit(128 + number)
+
+
+def run(settings: Settings, arguments: Sequence[str]) -> int:
+    """Serve with several processes until the end; return the exit code."""
+    from app.server import bind, raise_file_limit
+
+    raise_file_limit()
+    try:
+        sockets = bind(settings.host, settings.port)
+    except OSError as error:
+        log.error("cannot_listen", host=settings.host, port=settings.port, reason=error.strerror)
+        return EXIT_START
+    for each in sockets:
+        each.listen(2048)  # connections wait here until a worker accepts them
+    with tempfile.TemporaryDirectory(prefix="ranker-") as folder:
+        code = Parent(settings, arguments, sockets, f"{folder}/engine").run()
+    logs.drain()
+    return code

@@ -1,0 +1,334 @@
+"""The ranker as a worker sees it: `app.interface.Ranker` over a link to the engine process, which decides who is admitted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from app.errors import (
+    CorpusNotLoaded,
+    DeadlineExceeded,
+    Draining,
+    EngineDown,
+    ModelNotFound,
+    NotReady,
+    Overloaded,
+    ServiceError,
+)
+from app.interface import CorpusState, Found, Health, Job, Ranked, ServedCorpus, ServedModel
+from app.processes.link import Link
+from app.processes.messages import Answer, Call, Failed, FromEngine, Rank, Search, State, encode
+from app.settings import Settings
+from app.telemetry.metrics import Metrics
+from model.inputs import Candidates, Context
+from model.retrieval.inputs import PostChange, Query
+
+CONNECT_SECONDS = 0.02  # between two attempts
+RETRY_AFTER_SECONDS = 2.0  # while the engine process starts
+GRACE_SECONDS = 0.25  # after a deadline, for the engine process to answer first
+SILENT_SECONDS = 4.0  # the longest time without a sign of life, which comes once a second
+STARTING = State(Health(False, False, False, False, "The engine process is starting."))
+ENDED = State(Health(False, False, True, False, "The engine process has ended."))
+
+log = structlog.get_logger("app.processes.remote")
+
+
+@dataclass(slots=True, eq=False)
+class RemoteJob:
+    """A request that the engine process will admit or refuse when it is sent."""
+
+    candidates: int
+    model: ServedModel
+    deadline: float | None
+    key: str | None
+
+
+class Known(NamedTuple):
+    """What serves, with the engine process's number for it."""
+
+    number: int
+    served: Any
+
+
+class RemoteRanker:
+    """`interface.Ranker` of one worker. Used by the event loop only."""
+
+    def __init__(self, settings: Settings, path: str, metrics: Metrics) -> None:
+        """`path` is that of the engine process's socket."""
+        self.settings = settings
+        self.metrics = metrics
+        self.clock = time.monotonic
+        self.on_fatal: Callable[[str], None] = lambda reason: None  # the parent decides what is fatal
+        self.corpus = RemoteCorpus(self)
+        self.reloads = RemoteReloads()
+        self.state = STARTING
+        self.linked = asyncio.Event()  # set while the engine process's state is known
+        self._path = path
+        self._link: Link | None = None
+        self._model: Known | None = None
+        self._towers: Known | None = None
+        self._numbers: dict[int, Any] = {}  # of what served lately, by number
+        self._heard = 0.0
+        self._is_draining = self._refuses = self._has_started = False
+        self._task: asyncio.Task[None] | None = None
+
+    # life
+
+    def start(self) -> None:
+        """Keep a link to the engine process from now on. A second call does nothing."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._keep_linked())
+
+    def begin_drain(self) -> None:
+        """Report not ready, but keep serving requests."""
+        self._is_draining = True
+
+    async def stop(self, timeout_seconds: float) -> bool:
+        """Wait for requests under way, then end the link. Return False if time ran out."""
+        self._is_draining = self._refuses = True
+        until = self.clock() + timeout_seconds
+        while self._link is not None and self._link.questions and self.clock() < until:  # noqa: ASYNC110  # once in a life
+            await asyncio.sleep(0.01)
+        finished = self._link is None or not self._link.questions
+        if self._task is not None:
+            self._task.cancel()
+        if self._link is not None:
+            self._link.close()
+        return finished
+
+    def has_running_threads(self) -> bool:
+        """Always False: a worker has no engine threads."""
+        return False
+
+    async def _keep_linked(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            ended = asyncio.Event()
+
+            def lost(link: Link, ended: asyncio.Event = ended) -> None:
+                self._lose()
+                ended.set()
+
+            link = Link(FromEngine, self._take, self._made, lost)
+            try:
+                await loop.create_unix_connection(lambda link=link: link, self._path)  # type: ignore[misc]
+            except OSError:  # the engine process is starting or restarting
+                await asyncio.sleep(CONNECT_SECONDS)
+            else:
+                await ended.wait()
+
+    def _made(self, link: Link) -> None:
+        self._link, self._heard = link, self.clock()
+
+    def _lose(self) -> None:
+        self._link, self.state = None, ENDED
+        self._model = self._towers = None
+        self._numbers.clear()
+        self.linked.clear()
+        if not self._refuses:
+            log.error("engine_process_lost")
+
+    def _take(self, link: Link, message: State | Call) -> None:
+        self._heard = self.clock()
+        if isinstance(message, Call):
+            if message.method != "exposition":
+                raise ValueError(f"a worker has no method {message.method}")
+            try:
+                link.send(Answer(message.id, encode(self.metrics.render())))
+            except ValueError as error:
+                link.send(Failed.of(message.id, error))
+            return
+        self.state = message
+        self._has_started = self._has_started or message.health.started
+        if message.model is None:
+            self._model = None
+        elif self._model is None or self._model.number != message.model.number:
+            self._model = self._known(message.model.number, message.model.model)
+        if message.corpus is None:
+            self._towers = None
+        elif self._towers is None or self._towers.number != message.corpus.number:
+            self._towers = self._known(message.corpus.number, message.corpus.towers)
+        self.linked.set()
+
+    def _known(self, number: int, make: Callable[[], Any]) -> Known:
+        if number not in self._numbers:
+            self._numbers[number] = make()
+            for old in sorted(self._numbers)[:-4]:
+                del self._numbers[old]
+        return Known(number, self._numbers[number])
+
+    # admission
+
+    def model(self, name: str = "") -> ServedModel:
+        """See `interface.Ranker.model`."""
+        if self._model is None:
+            raise NotReady(self.health().reason, retry_after_seconds=RETRY_AFTER_SECONDS)
+        served: ServedModel = self._model.served
+        manifest = served.manifest
+        if name not in ("", manifest.name, f"{manifest.name}@{manifest.version}"):
+            raise ModelNotFound
+        return served
+
+    def check_open(self, key: str | None) -> None:
+        """Raise what, as far as this worker knows, every request would get now."""
+        if self._refuses:
+            self.metrics.rejected.labels("draining").inc()
+            raise Draining(retry_after_seconds=RETRY_AFTER_SECONDS)
+        health = self.health()
+        if self._link is None or health.failed:
+            raise self._down()
+        if self._model is None:
+            self.metrics.rejected.labels("not_ready").inc()
+            raise NotReady(health.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
+        if self.state.closed or self._link.is_congested or self._link.questions >= self.settings.queue.max_requests:
+            self.metrics.rejected.labels("queue_full").inc()
+            detail = self.state.closed or "the queue is full"
+            raise Overloaded(
+                f"Refused on arrival: {detail}.", retry_after_seconds=max(self.state.retry_after_seconds, 0.1)
+            )
+
+    @contextmanager
+    def admit(
+        self, model: ServedModel, *, candidates: int, history: int, deadline: float | None, key: str | None
+    ) -> Iterator[Job]:
+        """Prepare a request: the engine process admits it when `rank` sends it."""
+        yield RemoteJob(candidates, model, deadline, key)
+
+    def _down(self) -> ServiceError:
+        reason = self.health().reason
+        kind: type[ServiceError] = EngineDown if self.state.health.failed or self._link is not None else NotReady
+        return kind(reason, retry_after_seconds=RETRY_AFTER_SECONDS)
+
+    def number_of(self, served: Any) -> int:
+        """The engine process's number for a model or a corpus. Raises NotReady if it serves no more."""
+        for number, known in self._numbers.items():
+            if known is served:
+                return number
+        raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
+
+    async def ask(self, make: Callable[[int], Any], result: Any, deadline: float | None = None) -> Any:
+        """Ask the engine process. Raises EngineDown where it ends, and DeadlineExceeded where it does not answer in time."""
+        if self._link is None:
+            raise self._down()
+        try:
+            async with asyncio.timeout(None if deadline is None else max(0.0, deadline + GRACE_SECONDS - self.clock())):
+                return await self._link.ask(make, result)
+        except TimeoutError:
+            raise DeadlineExceeded from None
+        except ConnectionError:
+            raise EngineDown(ENDED.health.reason, retry_after_seconds=RETRY_AFTER_SECONDS) from None
+
+    async def call(self, method: str, *arguments: Any, deadline: float | None = None) -> Any:
+        """Call a method of the engine process."""
+        if self._link is None:
+            raise self._down()
+        try:
+            async with asyncio.timeout(None if deadline is None else max(0.0, deadline + GRACE_SECONDS - self.clock())):
+                return await self._link.call(method, *arguments)
+        except TimeoutError:
+            raise DeadlineExceeded from None
+        except ConnectionError:
+            raise EngineDown(ENDED.health.reason, retry_after_seconds=RETRY_AFTER_SECONDS) from None
+
+    # ranking
+
+    async def rank(self, job: Job, context: Context | str, candidates: Candidates) -> Ranked:
+        """Have the engine process admit and rank it."""
+        assert isinstance(job, RemoteJob)
+        number, limits = self.number_of(job.model), self.settings.deadline
+        deadline = job.deadline or self.clock() + limits.default_seconds
+        ranked = await self.ask(lambda id: Rank(id, number, context, candidates, deadline, job.key), Ranked, deadline)
+        return cast(Ranked, ranked)
+
+    async def context(self, model: ServedModel, handle: str, key: str | None) -> Context:
+        """See `interface.Ranker.context`."""
+        return cast(Context, await self.call("context", self.number_of(model), handle, key))
+
+    async def attention(
+        self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
+    ) -> NDArray[np.float32]:
+        """See `interface.Ranker.attention`."""
+        found = await self.call("attention", self.number_of(model), context, candidates, deadline, deadline=deadline)
+        return cast(NDArray[np.float32], found)
+
+    def health(self) -> Health:
+        """Whether requests may be sent here, and why not."""
+        told = self.state.health
+        failed, reason = told.failed, told.reason
+        silent = self.clock() - self._heard
+        if self._link is not None and silent > SILENT_SECONDS:
+            failed, reason = True, f"The engine process has been silent for {silent:.1f} s."
+        if self._is_draining and not failed:
+            reason = "The process is shutting down."
+        return Health(not reason, self._has_started, failed, self._is_draining or told.draining, reason, told.feed)
+
+    async def exposition(self) -> bytes:
+        """The metrics of all processes. Raises EngineDown while the engine process is gone."""
+        return cast(bytes, await self.call("exposition", deadline=self.clock() + SILENT_SECONDS))
+
+    @property
+    def towers(self) -> ServedCorpus | None:
+        """The towers and corpus that serve, as last told."""
+        return None if self._towers is None else cast(ServedCorpus, self._towers.served)
+
+
+class RemoteCorpus:
+    """`interface.Corpus` of one worker. Used by the event loop only."""
+
+    def __init__(self, ranker: RemoteRanker) -> None:
+        self._ranker = ranker
+
+    @property
+    def served(self) -> ServedCorpus:
+        """See `interface.Corpus.served`."""
+        served = self._ranker.towers
+        if served is None:
+            is_wanted = self._ranker.settings.retrieval.checkpoint is not None
+            detail, seconds = ("The corpus is being loaded.", 2.0) if is_wanted else (None, None)
+            raise CorpusNotLoaded(detail, retry_after_seconds=seconds)
+        return served
+
+    async def search(self, served: ServedCorpus, query: Query, deadline: float, key: str | None) -> Found:
+        """See `interface.Corpus.search`."""
+        number = self._ranker.number_of(served)
+        found = await self._ranker.ask(lambda id: Search(id, number, query, deadline, key), Found, deadline)
+        return cast(Found, found)
+
+    async def change(self, change: PostChange) -> CorpusState:
+        """See `interface.Corpus.change`."""
+        return cast(CorpusState, await self._ranker.call("change", change))
+
+    async def state(self) -> CorpusState | None:
+        """See `interface.Corpus.state`."""
+        return cast(
+            CorpusState | None, await self._ranker.call("corpus_state", deadline=self._ranker.clock() + SILENT_SECONDS)
+        )
+
+
+class RemoteReloads:
+    """`interface.Reloads` of one worker: reloads are asked for on the engine process's own port, or by SIGHUP to the parent."""
+
+    async def reload(self, name: str | None = None) -> ServedModel:
+        """Not here."""
+        raise NotImplementedError
+
+    async def reload_corpus(self, checkpoint: str | None = None, corpus: str | None = None) -> ServedCorpus:
+        """Not here."""
+        raise NotImplementedError
+
+    def reload_soon(self) -> None:
+        """Nothing: the parent tells the engine process."""
+
+    def watch(self, seconds: float) -> None:
+        """Nothing: the engine process watches."""
+
+    def stop(self) -> None:
+        """Nothing: a worker has no reload of its own."""

@@ -1,0 +1,211 @@
+"""Scores → the bytes and headers of a reply.
+
+A reply of 512 candidates holds over ten thousand numbers, so no candidate is touched in Python: orjson writes each column in one go, and
+the columns are woven together. float32 values keep their shortest form, which reads back exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from app.columns import Vocabulary, Wishes
+from app.interface import Ranked, ServedModel
+from app.telemetry.exchange import Exchange
+from model.inputs import Scores
+from model.ranking import combine, magnitudes, offset, order_of
+
+
+class History(Protocol):
+    """How much of a history was used, and the handle of its context."""
+
+    @property
+    def handle(self) -> str:
+        """Empty where the cache keeps no context."""
+
+    @property
+    def history_used(self) -> int:
+        """Events that the model saw."""
+
+    @property
+    def history_dropped(self) -> int:
+        """Older events that did not fit."""
+
+
+Ids = Sequence[int | str] | NDArray[np.uint64]
+"""Post ids as they are echoed."""
+
+
+class Rows(NamedTuple):
+    """The columns of a reply's candidates, in the order of the reply.
+
+    `post_id` `[n]`; `score` float64 `[n]`; `rank` int64 `[n]`, 1 is best; `probabilities` float32 `[n, W]` of the actions in the reply;
+    `continuous` float32 `[n, Z]` in their units.
+    """
+
+    post_id: Ids
+    score: NDArray[np.float64]
+    rank: NDArray[np.int64]
+    probabilities: NDArray[np.float32]
+    continuous: NDArray[np.float32]
+
+
+def names_of(wishes: Wishes, vocabulary: Vocabulary) -> tuple[str, ...]:
+    """Return the actions in the reply."""
+    names = vocabulary.action_names
+    return names if wishes.wanted is None else tuple(names[column] for column in wishes.wanted)
+
+
+def combined_of(scores: Scores, wishes: Wishes, vocabulary: Vocabulary) -> NDArray[np.float64]:
+    """Return the combined scores, float64 `[C]`."""
+    values, weights = scores.probabilities, wishes.weights
+    actions = values.shape[1]
+    if len(weights) > actions:
+        values = np.concatenate((values, scores.continuous * vocabulary.scales), 1)
+    combined = combine(values, weights)
+    return offset(combined, *magnitudes(weights[:actions])) if wishes.has_offset else combined
+
+
+def rows_of(post_ids: Ids, scores: Scores, wishes: Wishes, vocabulary: Vocabulary) -> Rows:
+    """Return scores and ranks of the candidates `post_ids` `[C]`, in the order and with the columns that the request wants."""
+    combined = combined_of(scores, wishes, vocabulary)
+    order = order_of(combined)
+    ranks = np.empty(len(order), np.int64)
+    ranks[order] = np.arange(1, len(order) + 1)
+    probabilities, continuous = scores.probabilities, scores.continuous * vocabulary.scales
+    if wishes.wanted is not None:
+        probabilities = probabilities[:, wishes.wanted]
+    if wishes.top_k is not None:
+        best = order[: wishes.top_k]
+        post_ids = post_ids[best] if isinstance(post_ids, np.ndarray) else [post_ids[place] for place in best]
+        combined, ranks = combined[best], ranks[best]
+        probabilities, continuous = probabilities[best], continuous[best]
+    return Rows(post_ids, combined, ranks, np.ascontiguousarray(probabilities), continuous)
+
+
+def rank_reply(
+    post_ids: Ids, ranked: Ranked, wishes: Wishes, vocabulary: Vocabulary, timings_ms: Mapping[str, float]
+) -> bytes:
+    """Return the JSON reply to a ranking of the candidates `post_ids` `[C]`. The scores must be finite."""
+    rows = rows_of(post_ids, ranked.scores, wishes, vocabulary)
+    write = columns if wishes.reply == "columns" else objects
+    head = head_of(names_of(wishes, vocabulary), model=vocabulary.model)
+    return head + write(rows, vocabulary) + tail_of(ranked, wishes, timings_ms)
+
+
+def context_reply(
+    ranked: Ranked, request_id: str | None, vocabulary: Vocabulary, timings_ms: Mapping[str, float]
+) -> bytes:
+    """Return the JSON reply to a request for a context."""
+    return orjson.dumps({"model": vocabulary.model} | _end_of(ranked, request_id, timings_ms))
+
+
+def head_of(names: Sequence[str], **before: Any) -> bytes:
+    """Return the start of a reply, up to its candidates. `names`: of the actions in it; the fields in `before` come first."""
+    return b'%b,"candidates":' % orjson.dumps({**before, "actions": names})[:-1]
+
+
+def tail_of(ranked: History, wishes: Wishes, timings_ms: Mapping[str, float], **before: Any) -> bytes:
+    """Return the end of a reply, from the comma behind its candidates. The fields in `before` come first."""
+    end = {**before, **_end_of(ranked, wishes.request_id, timings_ms)}
+    if wishes.warnings:
+        end["warnings"] = wishes.warnings
+    return b"," + orjson.dumps(end)[1:]
+
+
+def _end_of(ranked: History, request_id: str | None, timings_ms: Mapping[str, float]) -> dict[str, Any]:
+    end: dict[str, Any] = {
+        "history_used": ranked.history_used,
+        "history_dropped": ranked.history_dropped,
+        "timings_ms": timings_ms,
+    }
+    if ranked.handle:
+        end["context"] = ranked.handle
+    if request_id is not None:
+        end["request_id"] = request_id
+    return end
+
+
+def objects(rows: Rows, vocabulary: Vocabulary, further: Sequence[tuple[bytes, NDArray[Any]]] = ()) -> bytes:
+    """Return an array of one object a candidate. `further`: keys, as `,"name":`, and columns that follow the rank."""
+    if not len(rows.score):
+        return b"[]"
+    names = vocabulary.continuous_names
+    quantities = column(rows.continuous.ravel())
+    keys = [b"%b%b:" % (b"," if place else b'],"continuous":{', orjson.dumps(name)) for place, name in enumerate(names)]
+    woven = weave(
+        [
+            (b'{"post_id":', _written(rows.post_id)),
+            (b',"score":', column(rows.score)),
+            (b',"rank":', column(rows.rank)),
+            *((key, column(values)) for key, values in further),
+            (b',"probabilities":[', _rows(rows.probabilities)),
+            *((key, quantities[place :: len(keys)]) for place, key in enumerate(keys)),
+        ],
+        end=b"}}," if keys else b'],"continuous":{}},',
+    )
+    return b"[%b]" % woven[:-1]
+
+
+def columns(rows: Rows, vocabulary: Vocabulary) -> bytes:
+    """Return one object of arrays."""
+    quantities = np.ascontiguousarray(rows.continuous.T)
+    continuous = dict(zip(vocabulary.continuous_names, quantities, strict=True))
+    return orjson.dumps(rows._asdict() | {"continuous": continuous}, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def weave(columns: Sequence[tuple[bytes, Sequence[bytes]]], end: bytes) -> bytes:
+    """Join columns row by row: each column's key and value, then `end`."""
+    count, stride = len(columns[0][1]), 2 * len(columns) + 1
+    pieces = [end] * (count * stride)
+    for place, (key, values) in enumerate(columns):
+        pieces[2 * place :: stride] = [key] * count
+        pieces[2 * place + 1 :: stride] = values
+    return b"".join(pieces)
+
+
+def column(values: NDArray[Any] | tuple[str, ...]) -> list[bytes]:
+    """Return each number as JSON, or each decimal string of a tuple without its quotes."""
+    if not len(values):
+        return []
+    written = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
+    return written[2:-2].split(b'","') if isinstance(values, tuple) else written[1:-1].split(b",")
+
+
+def _written(ids: Ids) -> list[bytes]:
+    """Each id as JSON."""
+    if isinstance(ids, np.ndarray):
+        return column(ids)
+    written = orjson.dumps(ids)[1:-1].split(b",")
+    return written if len(written) == len(ids) else [*map(orjson.dumps, ids)]  # some ids contain commas
+
+
+def _rows(matrix: NDArray[np.float32]) -> list[bytes]:
+    """Each row as JSON without its brackets; a row may be empty."""
+    return orjson.dumps(matrix, option=orjson.OPT_SERIALIZE_NUMPY)[2:-2].split(b"],[")
+
+
+def timings_of(stages: Mapping[str, float]) -> dict[str, float]:
+    """Return seconds of stages as milliseconds with three decimals, as replies have them."""
+    return {stage: round(seconds * 1e6) / 1e3 for stage, seconds in stages.items()}
+
+
+def headers_of(model: ServedModel, ranked: Ranked, exchange: Exchange) -> dict[str, str]:
+    """Return the headers of a reply with scores, and note for the log what they say."""
+    return headers(model.manifest.version, ranked.cache, exchange, ranked.handle)
+
+
+def headers(version: str, cache: str, exchange: Exchange, handle: str = "") -> dict[str, str]:
+    """Return headers that name the version, whether the context was cached (`hit`, `miss`), and where the time went; `handle` names the
+    context. Version and cache are noted for the log."""
+    exchange.version, exchange.cache = version, cache
+    found = {
+        "X-Model-Version": version,
+        "X-Context-Cache": cache,
+        "Server-Timing": ", ".join([f"{stage};dur={seconds * 1000:.3f}" for stage, seconds in exchange.stages.items()]),
+    }
+    return found | {"X-Context": handle} if handle else found

@@ -1,0 +1,95 @@
+"""Types of the fields that several requests and replies have: what JSON may hold there, and what `/docs` says of it."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, UnsetType
+
+from weights.text_ids import MAX_TEXT_BYTES
+from weights.values import MAX_ACTION_VALUE, MAX_ID, MAX_SCORE_WEIGHT, MAX_TIME
+
+MAX_COUNT = 2**63 - 1
+REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:@/+=-]{1,128}$"
+REQUEST_ID_RULE = "must be 1 to 128 letters, digits or any of _ . : @ / + = -"
+HANDLE_PATTERN = r"^[0-9a-f]{32}$"
+HANDLE_RULE = "must be a handle as POST /context and replies give it: 32 lower-case hexadecimal digits"
+
+REF = "#/components/schemas/{name}"
+"""Where the document has the schema of this name."""
+
+# Python's `$` also matches before a last line feed, so these are matched as a whole here and never by msgspec.
+_REQUEST_ID, _HANDLE = re.compile(REQUEST_ID_PATTERN, re.ASCII), re.compile(HANDLE_PATTERN, re.ASCII)
+
+
+def is_request_id(value: str) -> bool:
+    """Whether this text may name a request. The name goes into headers and logs unchanged."""
+    return _REQUEST_ID.fullmatch(value) is not None
+
+
+def is_handle(value: str) -> bool:
+    """Whether this text has the form of a context handle."""
+    return _HANDLE.fullmatch(value) is not None
+
+
+def about(description: str, *examples: Any, **schema: Any) -> Meta:
+    """A field's description and examples for the document; `schema` adds keywords of JSON Schema that msgspec does not check."""
+    return Meta(description=description, examples=[*examples] or None, extra_json_schema=schema or None)
+
+
+class Strict(Struct, forbid_unknown_fields=True):
+    """Unknown fields are errors, and so is `null`."""
+
+
+WeightSet = Literal["default", "x-2026-09"]
+"""Names of `weights.actions.SCORE_WEIGHT_SETS`."""
+
+_IntegerId = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_ID})]
+_TextId = Annotated[str, Meta(extra_json_schema={"minLength": 1, "maxLength": MAX_TEXT_BYTES})]
+Id = _IntegerId | _TextId
+_ID = "A 64-bit integer without sign or its decimal string; a text of 1 to 128 bytes where `ids` in `/info` is `text`."
+Time = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_TIME})]
+Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+ActionValue = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_ACTION_VALUE})]
+ScoreWeight = Annotated[float, Meta(extra_json_schema={"minimum": -MAX_SCORE_WEIGHT, "maximum": MAX_SCORE_WEIGHT})]
+Actions = list[str] | dict[str, ActionValue] | _IntegerId
+
+PostId = Annotated[Id, about(f"{_ID} Echoed as it came. 0 is padding and carries no embedding.", 90)]
+AuthorId = Annotated[Id, about(f"{_ID} 0 means unknown.", 7)]
+Surface = Annotated[int, about("Where the post is or was shown: an index below `product_surfaces`.", 0, minimum=0)]
+ActionsTaken = Annotated[
+    Actions,
+    about(
+        "Names of the actions taken, or name → value; a decimal string is an index. Or one integer: bit a is action a.",
+        ["favorite", "dwell"],
+    ),
+]
+Dwell = Annotated[
+    float,
+    about("Seconds spent on the post; 0 where unknown. Checked and ignored without a dwell input.", 12.5, minimum=0),
+]
+CreatedAt = Annotated[
+    Time, about("Unix seconds; 0 where unknown. Checked and ignored without a post-age input.", 1779990000)
+]
+UserId = Annotated[Id, about(f"{_ID} 0 means anonymous.", "1868434417286410240")]
+RequestName = Annotated[
+    str | UnsetType,
+    about("A name for this request, echoed and used in logs.", "feed-17", pattern=REQUEST_ID_PATTERN),
+]
+Weights = Annotated[
+    dict[str, ScoreWeight] | WeightSet | UnsetType,
+    about("Weights of the combined score by action, in place of the checkpoint's own; or the name of published ones."),
+]
+Score = Annotated[
+    Literal["sum", "offset"],
+    about(
+        "What the combined score is: the weighted sum s, or with its published offset, which lifts it above 0: s + 0.001, and where s is "
+        "negative (s + N) / T · 0.001, with the sums N of the negative weights' and T of all weights' magnitudes."
+    ),
+]
+Wanted = Annotated[
+    list[str] | UnsetType,
+    about("Which actions' probabilities to return, in this order; all of them when missing.", ["favorite"]),
+]
+Topic = Annotated[str, Meta(max_length=100)]

@@ -1,0 +1,154 @@
+"""Requests and replies of the Open Inference Protocol. `app.tensors` reads and writes the tensors in them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from app.errors import InvalidRequest
+from app.schema.fields import (
+    HANDLE_PATTERN,
+    HANDLE_RULE,
+    MAX_COUNT,
+    REQUEST_ID_RULE,
+    Count,
+    Score,
+    Strict,
+    Time,
+    WeightSet,
+    about,
+    is_handle,
+    is_request_id,
+)
+from app.schema.requests import Request
+from weights.values import time_problem
+
+MOST_INPUTS = 22
+"""Twice as many as there are, so that an unknown tensor is told by its place."""
+MOST_OUTPUTS = 10
+
+Size = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+
+
+class InputParameters(Struct):
+    """Others, such as `content_type`, are passed over."""
+
+    binary_data_size: Annotated[
+        Size | None,
+        about("Bytes of this tensor's data behind the JSON: see `Inference-Header-Content-Length`. Not with `data`."),
+    ] = None
+
+
+class InputTensor(Struct):
+    """One tensor of a request, by the name of its field in the columns form of `/rank`."""
+
+    name: Annotated[str, about("Which one: `GET /v2/models/{name}` lists them.", "candidates.post_id")]
+    datatype: Annotated[str, about("`UINT64`, `BYTES`, `INT64`, `FP32` or `FP64`, as the metadata says.", "UINT64")]
+    shape: Annotated[
+        list[Size],
+        Meta(max_length=8),
+        about("As the metadata says, with this request's sizes; `[n, 1]` is `[n]`.", [2]),
+    ]
+    parameters: Annotated[InputParameters | None, about("How its data is sent.")] = None
+    data: Annotated[
+        msgspec.Raw,
+        about("The values in row-major order, flat or nested; not with binary data.", type="array", items={}),
+    ] = msgspec.field(default_factory=msgspec.Raw)
+
+
+class OutputParameters(Struct):
+    """Others are passed over."""
+
+    binary_data: Annotated[bool | None, about("Whether its data is to be binary, whatever the request says.")] = None
+
+
+class WantedOutput(Struct):
+    """One tensor that the caller wants."""
+
+    name: Annotated[str, about("`post_id`, `score`, `rank`, `probabilities` or `continuous`.", "score")]
+    parameters: Annotated[OutputParameters | None, about("How it is to be sent.")] = None
+
+
+class InferParameters(Strict):
+    """Fields of `/rank` that are not tensors, under the same names; action names are separated by commas. A parameter that nobody knows
+    is an error here, since a misspelt one would change numbers."""
+
+    actions: Annotated[
+        str | None, about("What the columns of `history.actions` and `weights` are; the checkpoint's when missing.")
+    ] = None
+    actions_wanted: Annotated[
+        str | None, about("Which actions' probabilities to return; all of them when missing.")
+    ] = None
+    weights: Annotated[WeightSet | None, about("The name of published weights; not with the tensor `weights`.")] = None
+    score: Score = "sum"
+    top_k: Annotated[Count | None, about("Sort the reply by score, best first, and keep this many.")] = None
+    context: Annotated[
+        str | None, about("The handle of a context, in place of `user_id` and history.", pattern=HANDLE_PATTERN)
+    ] = None
+    impression_ts: Annotated[Time, about("Unix seconds from which ages are counted.")] = 0
+    timeout: Annotated[Size | None, about("Microseconds that the caller waits.")] = None
+    binary_data_output: Annotated[bool | None, about("Whether outputs are binary that do not say.")] = None
+    content_type: Annotated[Any, about("Has no effect.")] = None
+    headers: Annotated[Any, about("Has no effect.")] = None
+    priority: Annotated[Any, about("Has no effect.")] = None
+    sequence_id: Annotated[Any, about("Has no effect.")] = None
+    sequence_start: Annotated[Any, about("Has no effect.")] = None
+    sequence_end: Annotated[Any, about("Has no effect.")] = None
+
+
+class InferRequest(Request, forbid_unknown_fields=False, kw_only=True):
+    """A ranking as tensors. Fields that are not listed are passed over, as other servers of the protocol do."""
+
+    inputs: Annotated[
+        list[InputTensor],
+        Meta(max_length=MOST_INPUTS),
+        about("`user_id`, `candidates.post_id` and `candidates.author_id` are required; no `user_id` with `context`."),
+    ]
+    outputs: Annotated[
+        Annotated[list[WantedOutput], Meta(max_length=MOST_OUTPUTS)] | None, about("All of them when missing.")
+    ] = None
+    id: Annotated[str | None, about("A name for this request, echoed and used in logs.", "feed-17")] = None
+    model_name: Annotated[str | None, about("Must be the path's.")] = None
+    parameters: Annotated[InferParameters | None, about("Fields that are not tensors.")] = None
+
+    def sizes(self) -> dict[str, int]:
+        """As `Request.sizes`, by the shapes."""
+        counts = {tensor.name: tensor.shape[0] for tensor in self.inputs if tensor.shape}
+        return {field: counts.get(f"{field}.post_id", 0) for field in ("candidates", "history")}
+
+    def check(self) -> None:
+        """As `Request.check`."""
+        if self.id and not is_request_id(self.id):
+            raise InvalidRequest("id", REQUEST_ID_RULE)
+        parameters = self.parameters or InferParameters()
+        if parameters.context is not None and not is_handle(parameters.context):
+            raise InvalidRequest("parameters.context", HANDLE_RULE)
+        if (problem := time_problem(parameters.impression_ts)) is not None:
+            raise InvalidRequest("parameters.impression_ts", problem)
+
+
+class OutputTensor(Strict):
+    """One tensor of a reply, a row a candidate."""
+
+    name: Annotated[str, about("As it was wanted.")]
+    datatype: Annotated[str, about("As the metadata says.")]
+    shape: Annotated[list[int], about("As the metadata says, with this request's sizes.")]
+    parameters: Annotated[InputParameters | UnsetType, about("Only with binary data.")] = UNSET
+    data: Annotated[
+        list[float | str] | UnsetType, about("The values, flat and row-major; only without binary data.")
+    ] = UNSET
+
+
+class InferReply(Strict, kw_only=True):
+    """The ranking as tensors."""
+
+    model_name: Annotated[str, about("Name of the checkpoint.")]
+    model_version: Annotated[str, about("Version of the checkpoint.")]
+    id: Annotated[str | UnsetType, about("The request's own, if it had one.")] = UNSET
+    parameters: Annotated[
+        dict[str, str | int | float],
+        about("Names of the columns, `history_used`, `history_dropped`, and milliseconds by stage."),
+    ]
+    outputs: Annotated[list[OutputTensor], about("In the order in which they were wanted.")]

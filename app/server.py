@@ -1,0 +1,347 @@
+"""The process: uvicorn's server with our listeners, signals, drain and exit codes. Not for what a request means.
+
+what comes                    what the process does                                                      exits with
+SIGTERM, SIGINT               readiness 503; serves for the drain delay; closes its listeners; answers   0
+                              what was begun, for at most the drain timeout                              1 after it
+the same a second time        ends at once                                                               128 + signal
+SIGHUP                        reads the present checkpoint again                                         –
+the first load fails          answers who waits; then as after the drain delay                           1
+the engine is lost            the same                                                                   70
+no address to listen on       ends                                                                       3
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import structlog
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from app.api.connection import Connection, State, sweep
+from app.api.operations import Scrapes
+from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START
+from app.interface import Ranker
+from app.main import create_admin_app, create_app, create_probe_app
+from app.settings import ADMIN_HOST, ANY_ADDRESS, Settings, listen_hosts
+from app.telemetry import logs
+
+if TYPE_CHECKING:
+    from app.processes.engine_process import EngineProcess
+
+BACKLOG = 2048  # connections that may wait to be accepted
+KEEP_ALIVE_SECONDS = 75  # longer than the 60 s of common balancers, so that they close first
+GRACE_SECONDS = 1.0  # at the end, for the next request of a client that has just had its reply
+NO_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # a machine without IPv6, say
+
+log = structlog.get_logger("app.server")
+
+
+class Port(uvicorn.Server):
+    """uvicorn's server on the sockets of one port. It leaves signals alone."""
+
+    def __init__(self, app: FastAPI, sockets: Sequence[socket.socket], *, lifespan: bool = False) -> None:
+        config = uvicorn.Config(
+            app,
+            http=Connection,
+            ws="none",
+            lifespan="on" if lifespan else "off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            callback_notify=self.sweep,
+            timeout_notify=0,
+        )
+        super().__init__(config)
+        self.server_state: State = State()
+        self.sockets = list(sockets)
+
+    async def sweep(self) -> None:
+        """End connections that are too slow; called every second."""
+        sweep(self.server_state.connections, asyncio.get_running_loop().time())
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing: the process has one handler, of its main port."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say where."""
+        await super().startup(sockets)
+        for each in self.sockets:
+            host, port = each.getsockname()[:2]
+            log.info("listening", host=host, port=port)
+
+
+class Server(Port):
+    """The service's port. To stop, it loses readiness, waits the delay, closes its listeners and finishes open requests."""
+
+    def __init__(self, app: FastAPI, sockets: Sequence[socket.socket], ranker: Ranker, settings: Settings) -> None:
+        super().__init__(app, sockets, lifespan=True)
+        self.ranker = ranker
+        self.settings = settings
+        self.exit_code = 0
+        self.tells = True  # of several workers one does
+        self._draining: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        ranker.on_fatal = self.fatal
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and tell people what to try."""
+        await super().startup(sockets)
+        if self.tells:
+            tell(self.settings, *self.sockets[0].getsockname()[:2])
+
+    def fatal(self, reason: str) -> None:
+        """Shut down after an error that only a new process can mend: waiting requests have their answers."""
+        self.exit_code = EXIT_ENGINE_LOST if self.ranker.health().started else EXIT_FAILED
+        self.should_exit = True
+        log.error("fatal", reason=reason)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals while serving, if this is the main thread."""
+        self._loop = asyncio.get_running_loop()
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        handlers = {
+            signal.SIGTERM: self.handle_exit,
+            signal.SIGINT: self.handle_exit,
+            signal.SIGHUP: self.handle_reload,
+        }
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """First signal: drain. Second: end at once."""
+        if self._captured_signals:
+            logs.drain()
+            os._exit(128 + sig)
+        self._captured_signals.append(sig)
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self.drain)
+
+    def handle_reload(self, sig: int, frame: FrameType | None) -> None:
+        """SIGHUP: read the present checkpoint again."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self.ranker.reloads.reload_soon)
+
+    def drain(self) -> None:
+        """Lose readiness now, go on serving for the delay, then stop."""
+        if self._draining is None:
+            self.ranker.begin_drain()
+            self._draining = asyncio.get_running_loop().create_task(self._stop_after_delay())
+            log.info("draining", delay_seconds=self.settings.drain.delay_seconds)
+
+    async def _stop_after_delay(self) -> None:
+        self._end_connections()
+        await asyncio.sleep(self.settings.drain.delay_seconds)
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop accepting, answer every open request, stop the ranker."""
+        self._end_connections()
+        await asyncio.sleep(0.01)  # accepts who has connected meanwhile: closing a listener resets them
+        for server in self.servers:
+            server.close()
+        try:
+            async with asyncio.timeout(GRACE_SECONDS):
+                await self._connections_end()
+        except TimeoutError:
+            for connection in list(self.server_state.connections):
+                connection.shutdown()
+        try:
+            async with asyncio.timeout(self.settings.drain.timeout_seconds):
+                await self._connections_end()
+        except TimeoutError:
+            self.exit_code = self.exit_code or EXIT_FAILED
+            self.config.timeout_graceful_shutdown = 0
+            log.error("drain_timeout", connections=len(self.server_state.connections))
+        await super().shutdown(sockets)
+        log.info("stopped", exit_code=self.exit_code)
+
+    def _end_connections(self) -> None:
+        """From now on each reply ends its connection."""
+        self.server_state.is_draining = True
+        for connection in list(self.server_state.connections):
+            if connection.cycle is not None and not connection.cycle.response_complete:
+                connection.shutdown()
+
+    async def _connections_end(self) -> None:
+        while self.server_state.connections or self.server_state.tasks:
+            await self.sweep()
+            await asyncio.sleep(0.02)
+
+
+def run(
+    settings: Settings,
+    ranker: Ranker | None = None,
+    sockets: Sequence[socket.socket] | None = None,
+    *,
+    tells: bool = True,
+) -> int:
+    """Serve until the end; the exit code of the process.
+
+    A worker of several is given its ranker and its sockets, which it shares with the others; one of them `tells` people what to try.
+    """
+    is_alone = ranker is None
+    if ranker is None:
+        from app.service.ranker import create_ranker
+        from app.telemetry.metrics import Metrics
+
+        local = create_ranker(settings, Metrics())
+        local.watchdog.watch_loop(hung)
+        ranker = local
+    logs.lines.on_drop = ranker.metrics.log_lines_dropped.labels("reader_slow").inc
+    raise_file_limit()
+    try:
+        bound = bind_logged(settings.host, settings.port) if sockets is None else sockets
+        sides = side_ports(settings, ranker) if is_alone else []
+    except OSError:
+        return EXIT_START
+    server = Server(create_app(settings, ranker), bound, ranker, settings)
+    server.tells = tells
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(server, sides))
+    if ranker.has_running_threads():
+        logs.drain()
+        os._exit(server.exit_code)  # a thread that loads or hangs in native code would not survive an orderly end
+    return server.exit_code
+
+
+def run_engine(settings: Settings, engine: EngineProcess, path: str) -> int:
+    """Rank for the workers that connect at `path`, until the end; the exit code of the process."""
+    ranker = engine.ranker
+    logs.lines.on_drop = ranker.metrics.log_lines_dropped.labels("reader_slow").inc
+    try:
+        sides = side_ports(settings, ranker, engine.exposition)
+    except OSError:
+        return EXIT_START
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        code = runner.run(_serve_engine(engine, path, sides))
+    if ranker.has_running_threads():
+        logs.drain()
+        os._exit(code)
+    return code
+
+
+async def _serve_engine(engine: EngineProcess, path: str, sides: Sequence[Port]) -> int:
+    others = [asyncio.ensure_future(side.serve(side.sockets)) for side in sides]
+    code = await engine.serve(path)
+    for side in sides:
+        side.should_exit = True
+    await asyncio.gather(*others)
+    return code
+
+
+def side_ports(
+    settings: Settings, ranker: Ranker, exposition: Callable[[], Awaitable[bytes]] | None = None
+) -> list[Port]:
+    """The ports for probes and for the admin interface, where they are set. Raises OSError, which is logged, where one is taken.
+    `exposition`: the metrics of all processes."""
+    found = []
+    if settings.probes.port is not None:
+        app = create_probe_app(settings, ranker)
+        if exposition is not None:
+            app.state.scrapes = Scrapes(exposition)
+        found.append(Port(app, bind_logged(settings.probes.host, settings.probes.port)))
+    if settings.admin.port is not None:
+        found.append(Port(create_admin_app(settings, ranker), bind_logged(ADMIN_HOST, settings.admin.port)))
+    return found
+
+
+def bind_logged(host: str, port: int) -> list[socket.socket]:
+    """What `bind` gives. Logs and raises OSError where it cannot listen."""
+    try:
+        return bind(host, port)
+    except OSError as error:
+        log.error("cannot_listen", host=host, port=port, reason=error.strerror)
+        raise
+
+
+def hung(reason: str) -> None:
+    """End at once: the event loop itself is stuck, so nobody else can."""
+    log.error("fatal", reason=reason)
+    logs.drain()
+    os._exit(EXIT_ENGINE_LOST)
+
+
+async def serve(server: Server, sides: Sequence[Port]) -> None:
+    """Serve all ports; those at the side answer until the service's has ended."""
+    others = [asyncio.ensure_future(side.serve(side.sockets)) for side in sides]
+    await server.serve(server.sockets)
+    for side in sides:
+        side.should_exit = True
+    await asyncio.gather(*others)
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """A socket for each address that `host` names, all on one port. Raises OSError unless every family that the machine has is bound."""
+    found: list[socket.socket] = []
+    failed: OSError | None = None
+    for each in listen_hosts(host):
+        for family, _, _, _, address in socket.getaddrinfo(
+            each, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            try:
+                opened = socket.socket(family, socket.SOCK_STREAM)
+                found.append(opened)
+                opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                opened.bind((address[0], port, *address[2:]))
+                port = opened.getsockname()[1]  # the same for all where it was 0
+            except OSError as error:
+                if error.errno not in NO_FAMILY:
+                    raise
+                failed = error
+                found.pop().close()
+    if failed is not None and not found:
+        raise failed
+    return found
+
+
+def tell(settings: Settings, host: str, port: int) -> None:
+    """Print or log the page's address if there is a page, and a working request if the checkpoint has an example."""
+    reached = "127.0.0.1" if host in ANY_ADDRESS else host
+    url = f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"
+    example = settings.checkpoint.absolute() / "example.json"
+    curl = f"curl -s {url}/rank -H 'content-type: application/json' -d @'{example}'"
+    told = {"try": curl} if os.path.isfile(example) else {}
+    if not logs.are_for_people(settings.logs):
+        if settings.explores:
+            log.info("page", url=f"{url}/explore", **told)
+        return
+    page = {"page": f"{url}/explore"} if settings.explores else {}
+    print(f"Phoenix ranking server: {settings.checkpoint.name} on {url}", file=sys.stderr)
+    for name, said in (page | told | {"stop": "Ctrl-C"}).items():
+        print(f"  {name:5} {said}", file=sys.stderr)
+
+
+def raise_file_limit() -> None:
+    """Raise the limit of open files from the shell's default to the system's maximum: each connection needs one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 20) if hard > 0 else 1 << 20, hard))

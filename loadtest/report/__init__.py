@@ -1,1 +1,0 @@
-"""Stored runs as Markdown pages with plots."""

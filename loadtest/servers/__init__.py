@@ -1,1 +1,0 @@
-"""The server under test: its process, its address, its own figures."""

@@ -1,0 +1,85 @@
+"""The server under load: its address, its `/info` and its `/metrics`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from loadtest.generate.traffic import ACTION_SHARES, TrafficSettings
+
+
+class TargetError(RuntimeError):
+    """The server cannot be measured; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server's address. `path` is where requests go."""
+
+    host: str
+    port: int
+    path: str = "/rank"
+
+    @classmethod
+    def parse(cls, url: str) -> Target:
+        """From `http://host:port[/path]`. Raises TargetError for anything else."""
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise TargetError(f"{url!r} is not an http:// address")
+        return cls(parts.hostname, parts.port or 80, parts.path.rstrip("/") or "/rank")
+
+    @property
+    def origin(self) -> str:
+        """`http://host:port`."""
+        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+
+    def info(self) -> dict[str, Any]:
+        """`GET /info`; empty where there is none. Raises TargetError if the server does not answer."""
+        try:
+            reply = httpx.get(f"{self.origin}/info", timeout=5)
+        except httpx.HTTPError as error:
+            raise TargetError(
+                f"{self.origin} does not answer ({type(error).__name__}); start one with make serve"
+            ) from error
+        values: dict[str, Any] = reply.json() if reply.status_code == 200 else {}
+        return values
+
+    def total(self, metric: str) -> float:
+        """The sum of a metric over its series; 0 if there are none. Raises httpx.HTTPError without an answer."""
+        families = text_string_to_metric_families(httpx.get(f"{self.origin}/metrics", timeout=5).text)
+        return sum(sample.value for family in families for sample in family.samples if sample.name == metric)
+
+    def request(self, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
+        """A POST of a JSON body to this server, as bytes ready to send."""
+        fields = {
+            "Host": self.origin.removeprefix("http://"),
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+        }
+        lines = [
+            f"POST {self.path} HTTP/1.1",
+            *(f"{name}: {value}" for name, value in (fields | dict(headers or {})).items()),
+        ]
+        return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def fit_traffic(settings: TrafficSettings, info: Mapping[str, Any]) -> TrafficSettings:
+    """Fit traffic to the server's `/info`: action names and, unless `as_is`, the window and the limit of candidates."""
+    changes: dict[str, Any] = {}
+    window, most = (
+        info.get(part, {}).get(name)
+        for part, name in (("architecture", "history_length"), ("limits", "max_candidates"))
+    )
+    if window and not settings.as_is:
+        changes["history_window"] = window
+    if most and not settings.as_is:
+        changes["max_candidates"] = min(most, settings.max_candidates)
+    names = info.get("actions") or []
+    if names and not {name for name, _ in ACTION_SHARES} <= set(names):
+        changes["actions"] = tuple(str(index) for index in range(len(names)))
+    return replace(settings, **changes)

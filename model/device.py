@@ -1,0 +1,44 @@
+"""What CUDA says when a device fails, and what is done then. On a CPU nothing of it happens."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+
+from model.engine import EngineError
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether this is a CUDA device on which this process can do nothing more."""
+    if device.type != "cuda" or not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+@contextmanager
+def losses_of(device: torch.device) -> Iterator[None]:
+    """Inside, an error after which only a new process can use the device becomes a sticky EngineError. Torch and Triton tell of it by
+    different errors, so the device is asked."""
+    try:
+        yield
+    except (EngineError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        if isinstance(error, torch.AcceleratorError) or is_lost(device):
+            raise EngineError(f"the device failed: {error}", sticky=True) from error
+        raise
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what nobody uses any more. A lost device has nothing to give back."""
+    gc.collect()  # weights are large, and cycles hold them
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()

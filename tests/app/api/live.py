@@ -1,0 +1,100 @@
+"""A real server in a thread of the test's process, around a fake engine, and raw sockets to it. Not a test itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvloop
+
+from app import server
+from app.main import create_app
+from app.service.ranker import LocalRanker
+from app.settings import Settings
+from tests.support import rankers
+from tests.support.bodies import good
+
+BODY = json.dumps(good()).encode()
+JSON = {"content-type": "application/json"}
+
+
+@dataclass
+class Live:
+    """A server that listens on `port`, and its ranker."""
+
+    port: int
+    ranker: LocalRanker
+    server: server.Server
+
+    def connect(self, seconds: float = 10.0) -> socket.socket:
+        """A connection whose reads time out after this long."""
+        return socket.create_connection(("127.0.0.1", self.port), seconds)
+
+    def figure(self, series: str) -> float:
+        """One sample of the metrics; 0 where it is missing."""
+        return rankers.figure(self.ranker, series)
+
+
+@contextmanager
+def listening(engine: Any = None, **groups: Any) -> Iterator[Live]:
+    """A ready server around this engine, by default a `FakeEngine`. `groups` are of its settings."""
+    settings = Settings(**{"port": 0, **groups})
+    ranker = rankers.create(engine, **{name: getattr(settings, name) for name in type(settings).model_fields})
+    sockets = server.bind(settings.host, settings.port)
+    running = server.Server(create_app(settings, ranker), sockets, ranker, settings)
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(server.serve(running, []))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        until(lambda: running.started and ranker.health().ready)
+        yield Live(sockets[0].getsockname()[1], ranker, running)
+    finally:
+        running.should_exit = True
+        thread.join(30)
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Return as soon as the condition holds; raise TimeoutError when it does not within the time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError
+        time.sleep(0.005)
+
+
+def head(
+    method: str = "POST", path: str = "/rank", headers: Mapping[str, str] | None = None, length: int | None = len(BODY)
+) -> bytes:
+    """The head of a request with a JSON body of this length."""
+    fields = {"host": "localhost", **JSON, **(headers or {})}
+    if length is not None:
+        fields["content-length"] = str(length)
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def read_reply(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of the next reply with a length. Interim replies are passed over."""
+    file = connection.makefile("rb")
+    while True:
+        line = file.readline()
+        if not line:
+            raise EOFError("the connection was closed without a reply")
+        status = int(line.split()[1])
+        headers = {}
+        while (field := file.readline().strip()) != b"":
+            name, _, value = field.decode().partition(":")
+            headers[name.lower()] = value.strip()
+        if status >= 200:
+            return status, headers, file.read(int(headers.get("content-length", 0)))

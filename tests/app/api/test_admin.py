@@ -1,0 +1,248 @@
+"""The admin interface: who may change what serves, what a name may mean, and what is told of a change."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from starlette.testclient import TestClient
+
+from app.interface import ReloadInProgress
+from app.main import create_admin_app
+from app.service.ranker import LocalRanker
+from app.settings import Admin, Retrieval
+from tests.support import corpora, rankers
+from tests.support.fakes import FakeEngine, fake_model, loader_by_path
+from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
+
+TOKEN = "correct horse"
+GOOD = {"host": "localhost:9000", "authorization": f"Bearer {TOKEN}"}
+ADMIN: dict[str, Any] = {"port": 0, "token_sha256": hashlib.sha256(TOKEN.encode()).hexdigest()}
+
+Running = tuple[TestClient, LocalRanker]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("admin") / "root"
+    for name in ("v1", "nested/v2", "refused", "empty", "../outside"):
+        (root / name).mkdir(parents=True)
+        if name != "empty":
+            (root / name / "manifest.json").write_text("{}")
+    (root / "escape").symlink_to(root.parent / "outside")
+    (root / "circle").symlink_to("circle")
+    return root
+
+
+@pytest.fixture
+def running(root: Path) -> Iterator[Running]:
+    load = loader_by_path(
+        v1=fake_model(FakeEngine()), v2=fake_model(FakeEngine(2), "v2"), refused=CheckpointError("digest differs")
+    )
+    yield from administered(load=load, admin=Admin(**ADMIN, root=root), checkpoint=root / "v1")
+
+
+@pytest.fixture
+def retrieval(tmp_path: Path) -> Iterator[Running]:
+    yield from administered(retrieval=corpora.setting(tmp_path), admin=Admin(**ADMIN, root=tmp_path))
+
+
+def administered(**options: Any) -> Iterator[Running]:
+    ranker = rankers.create(**options)
+    with TestClient(create_admin_app(ranker.settings, ranker), base_url="http://localhost:9000") as client:
+        assert client.portal is not None
+        client.portal.call(ranker.start)  # type: ignore[arg-type]
+        client.portal.call(ranker.wait_ready)
+        yield client, ranker
+        client.portal.call(ranker.stop, 1.0)
+
+
+def reload(client: TestClient, body: object, **headers: str) -> tuple[int, dict[str, Any]]:
+    reply = client.post("/admin/reload", json=body, headers={**GOOD, **headers})
+    return reply.status_code, reply.json()
+
+
+def change(client: TestClient, **body: object) -> tuple[int, dict[str, Any]]:
+    reply = client.post("/admin/posts", json=body, headers=GOOD)
+    return reply.status_code, reply.json()
+
+
+def test_a_named_checkpoint_serves_afterwards_and_what_changed_nothing_says_so(running: Running) -> None:
+    client, ranker = running
+    assert reload(client, {}) == (200, {"model": named(ranker), "result": "unchanged"})
+    assert reload(client, {"checkpoint": "nested/v2"}) == (200, {"model": named(ranker), "result": "reloaded"})
+    assert ranker.model().manifest.version == "v2"
+    assert client.post("/admin/reload", headers=GOOD).json()["result"] == "unchanged"
+    assert rankers.figure(ranker, 'ranker_reloads_total{result="success"}') == 1
+    assert rankers.figure(ranker, 'ranker_reloads_total{result="unchanged"}') == 2
+
+
+def named(ranker: LocalRanker) -> Any:
+    class Later:
+        """Equal to what names the model that serves when this is compared."""
+
+        def __eq__(self, other: object) -> bool:
+            manifest = ranker.model().manifest
+            return other == {"name": manifest.name, "version": manifest.version, "digest": manifest.digest}
+
+    return Later()
+
+
+def test_a_refused_checkpoint_says_why_and_the_old_one_serves(running: Running) -> None:
+    client, ranker = running
+    before = ranker.model()
+    status, reply = reload(client, {"checkpoint": "refused"})
+    assert (status, reply["code"], "digest differs" in reply["detail"]) == (422, "checkpoint_refused", True)
+    assert ranker.model() is before
+    assert rankers.figure(ranker, 'ranker_reloads_total{result="failure"}') == 1
+
+
+def test_a_second_reload_is_told_to_come_back(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def busy(name: str | None) -> None:
+        raise ReloadInProgress
+
+    monkeypatch.setattr(running[1].reloads, "reload", busy)
+    reply = running[0].post("/admin/reload", headers=GOOD)
+    assert (reply.status_code, reply.json()["code"], reply.headers["retry-after"]) == (409, "reload_in_progress", "5")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"authorization": ""}, 401),
+        ({"authorization": "Bearer"}, 401),
+        ({"authorization": "Bearer wrong"}, 401),
+        ({"authorization": f"Basic {TOKEN}"}, 401),
+        ({"authorization": f"Bearer {TOKEN}x"}, 401),
+        ({"host": "evil.example"}, 400),
+        ({"host": "evil.example:9000"}, 400),
+        ({"host": "127.0.0.1.evil.example:9000"}, 400),
+        ({"host": ""}, 400),
+        ({"host": "evil.example", "authorization": "Bearer wrong"}, 400),
+    ],
+)
+@pytest.mark.parametrize("path", ["/admin/reload", "/admin/posts"])
+def test_strangers_are_turned_away_and_leave_a_line(
+    running: Running, path: str, headers: dict[str, str], status: int
+) -> None:
+    with structlog.testing.capture_logs() as lines:
+        reply = running[0].post(path, json={"checkpoint": "v1"}, headers={**GOOD, **headers})
+    assert reply.status_code == status
+    assert [line["status"] for line in lines if line["event"] == "request"] == [status]
+    assert TOKEN not in str(lines) + reply.text
+    assert "wrong" not in str(lines)
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:9000", "[::1]:9000"])
+def test_local_names_are_let_in(running: Running, host: str) -> None:
+    assert reload(running[0], {}, host=host)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", ".", "..", "../outside", "v1/../../outside", "nested/../v1", "/etc", "//etc", "~/x", "escape", "circle", "no-such",
+        "empty", "v1\0", "v1\\..\\..", "./v1", "x" * 5000, "%2e%2e/outside", "v1/manifest.json",
+    ],
+)  # fmt: skip
+def test_a_name_means_nothing_outside_the_root(running: Running, root: Path, name: str) -> None:
+    status, reply = reload(running[0], {"checkpoint": name})
+    assert (status, reply["code"]) == (404, "not_found")
+    assert str(root) not in str(reply)
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status"),
+    [
+        *((body, {}, 422) for body in (b"[]", b'{"checkpoint": 5}', b'{"path": "v1"}', b'{"checkpoint": null}')),
+        (b'{"checkpoint": "v1", "corpus": "posts"}', {}, 422),
+        (b"{", {}, 400),
+        (b"\xff", {}, 400),
+        (gzip.compress(b"{}", mtime=0), {"content-encoding": "gzip"}, 415),
+        (b'{"checkpoint": "v1"}', {"content-type": "text/plain"}, 415),
+        (b"{}", {"content-length": "10000000"}, 413),
+    ],
+)
+def test_other_bodies_are_refused(running: Running, body: bytes, headers: dict[str, str], status: int) -> None:
+    kind = {"content-type": "application/json"}
+    assert running[0].post("/admin/reload", content=body, headers=GOOD | kind | headers).status_code == status
+
+
+def test_other_paths_and_methods_are_not_there(running: Running) -> None:
+    assert running[0].get("/admin/reload", headers=GOOD).status_code == 405
+    for path in ("/admin/other", "/admin/posts/compact", "/rank", "/metrics"):
+        assert running[0].post(path, headers=GOOD).status_code == 404
+
+
+def test_without_a_corpus_there_is_nothing_to_change(running: Running) -> None:
+    status, reply = change(running[0], delete=[1])
+    assert (status, reply["code"]) == (503, "corpus_not_loaded")
+
+
+def test_posts_are_changed(retrieval: Running) -> None:
+    client, ranker = retrieval
+    status, reply = change(client, delete=[1, 2, 999_999])
+    assert status == 200, reply
+    before = reply["corpus"]["posts"]
+    assert (reply["upserted"], reply["deleted"], reply["corpus"]["sequence"]) == (0, 2, 1)
+    post = {"post_id": 1, "author_id": 5, "created_at": corpora.NOW, "topic": "news"}
+    status, reply = change(client, upsert=[post])
+    assert (status, reply["upserted"], reply["deleted"]) == (200, 1, 0)
+    assert (reply["corpus"]["posts"], reply["corpus"]["sequence"]) == (before + 1, 2)
+    assert rankers.figure(ranker, "ranker_corpus_posts") == before + 1
+
+
+@pytest.mark.parametrize("body", [{}, {"upsert": [{"post_id": 1}]}, {"delete": ["x"]}, {"delete": [1, 1]}, {"more": 1}])
+def test_a_change_that_is_not_right_changes_nothing(retrieval: Running, body: dict[str, object]) -> None:
+    status, reply = change(retrieval[0], **body)
+    assert (status, reply["code"]) == (422, "invalid_request")
+    assert rankers.figure(retrieval[1], "ranker_corpus_sequence") == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "seconds"),
+    [
+        (StorageFull("The disk is full."), 507, "storage_full", "30"),
+        (LogLost("The changes are gone."), 503, "log_lost", "30"),
+        (NotStored("Another process writes."), 503, "not_stored", "5"),
+        (CheckpointError("The file is torn."), 422, "checkpoint_refused", None),
+    ],
+)
+def test_a_change_that_cannot_be_stored_is_refused_with_the_reason(
+    retrieval: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    error: CheckpointError,
+    status: int,
+    code: str,
+    seconds: str | None,
+) -> None:
+    async def fail(change: object) -> None:
+        raise error
+
+    monkeypatch.setattr(retrieval[1].corpus, "change", fail)
+    reply = retrieval[0].post("/admin/posts", json={"delete": [1]}, headers=GOOD)
+    assert (reply.status_code, reply.json()["code"], reply.json()["detail"]) == (status, code, str(error))
+    assert reply.headers.get("retry-after") == seconds
+
+
+def test_towers_and_corpus_are_changed_as_one(retrieval: Running, tmp_path: Path) -> None:
+    client, ranker = retrieval
+    settings: Retrieval = ranker.settings.retrieval
+    assert settings.corpus is not None
+    shutil.copytree(settings.corpus, tmp_path / "copy")
+    status, reply = reload(client, {"corpus": "copy"})
+    assert (status, reply["result"]) == (200, "unchanged")
+    served = ranker.corpus.served
+    assert reply["corpus"]["digest"] == served.corpus.digest
+    assert reply["retrieval"]["digest"] == served.manifest.digest
+    assert change(client, delete=[1])[0] == 200
+    status, reply = reload(client, {"corpus": settings.corpus.name})  # whose changes differ
+    assert (status, reply["result"]) == (200, "reloaded"), json.dumps(reply)
+    assert reload(client, {"corpus": "nowhere"})[0] == 404

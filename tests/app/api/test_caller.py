@@ -1,0 +1,331 @@
+"""Who is let in, which bodies are read, and how much of them: what every endpoint that ranks asks before it looks at a request."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from app.api.caller import MOST_MEMBERS, Bodies
+from app.errors import Overloaded
+from app.main import create_app
+from app.settings import Auth, Deadline, Limits, Queue, Settings
+from app.telemetry.exchange import Exchange
+from tests.app.api.live import BODY, head, listening, read_reply, until
+from tests.support import rankers
+from tests.support.asgi import served
+from tests.support.bodies import good
+from tests.support.fakes import FakeEngine, Gate
+
+KEYS = {name: hashlib.sha256(f"{name}-key".encode()).hexdigest() for name in ("feed", "search")}
+AUTH = Auth(keys=KEYS)  # type: ignore[arg-type]
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with served(limits=Limits(max_body_bytes=4096)) as (client, _):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[TestClient]:
+    with served(auth=AUTH) as (client, _):
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"authorization": "Bearer wrong"}, 401),
+        ({"authorization": "Bearer "}, 401),
+        ({"authorization": "Basic feed-key"}, 401),
+        ({"authorization": f"Bearer {KEYS['feed']}"}, 401),  # the hash is no key
+        ({"authorization": "Bearer feed-key"}, 200),
+        ({"authorization": "bearer search-key"}, 200),
+        ({"x-api-key": "feed-key"}, 200),
+        ({"x-api-key": "wrong"}, 401),
+        ({"x-api-key": "feed-key", "authorization": "Bearer wrong"}, 401),
+    ],
+)
+def test_keys(locked: TestClient, headers: dict[str, str], status: int) -> None:
+    reply = locked.post("/rank", json=good(), headers=headers)
+    assert reply.status_code == status
+    if status == 401:
+        assert reply.json()["code"] == "unauthorized"
+        assert reply.headers["www-authenticate"] == "Bearer"
+
+
+def test_probes_and_metrics_need_no_key(locked: TestClient) -> None:
+    assert [locked.get(path).status_code for path in ("/livez", "/readyz", "/startupz", "/metrics")] == [200] * 4
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_key_cannot_fill_the_queue_for_others(share: float) -> None:
+    gate = threading.Event()
+    engine = FakeEngine(before=lambda items: (gate.wait(10), None)[1])
+    queue = Queue(max_candidates=20, max_share_per_key=share, max_wait_seconds=0)
+    with served(engine, auth=AUTH, queue=queue) as (client, ranker), ThreadPoolExecutor() as pool:
+
+        def ask(name: str, candidates: int) -> Future[httpx.Response]:
+            waiting = rankers.figure(ranker, "ranker_queue_requests")
+            posts = [{"post_id": n, "author_id": 1} for n in range(candidates)]
+            headers = {"authorization": f"Bearer {name}-key"}
+            reply = pool.submit(client.post, "/rank", json=good(candidates=posts), headers=headers)
+            while not reply.done() and rankers.figure(ranker, "ranker_queue_requests") == waiting:
+                time.sleep(0.002)
+            return reply
+
+        first, more, other = ask("feed", 8), ask("feed", 5), ask("search", 5)
+        gate.set()
+        wanted = [200, 429, 200] if share == 0.5 else [200, 200, 200]  # without the limit nobody is refused
+        assert [reply.result(10).status_code for reply in (first, more, other)] == wanted
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        ("application/json", 200),
+        ("Application/JSON; Charset=UTF-8", 200),
+        ('application/json; charset="utf-8";', 200),
+        ("application/json;\tcharset=utf8", 200),
+        ("application/json; v=1", 200),
+        ("application/json; odata.metadata=minimal", 200),
+        ('application/json;profile="https://example.org/p"', 200),
+        ("application/json; charset=utf-16", 415),
+        ("application/json; charset=iso-8859-1", 415),
+        ("application/octet-stream", 415),
+        ("text/plain", 415),
+        ("application/jsonp", 415),
+        ("", 415),
+    ],
+)
+def test_json_in_utf_8_is_taken_whatever_its_parameters(client: TestClient, sent: str, status: int) -> None:
+    reply = client.post("/rank", content=BODY, headers={"content-type": sent})
+    assert reply.status_code == status
+    assert status == 200 or reply.json()["code"] == "unsupported_media_type"
+
+
+def test_tensors_may_have_no_type_unless_a_web_page_sends_them(client: TestClient) -> None:
+    path = "/v2/models/fake/infer"
+    assert client.post(path, content=b"{}").json()["code"] == "invalid_request"
+    assert client.post(path, content=b"{}", headers={"origin": "http://evil.example"}).status_code == 415
+
+
+@pytest.mark.parametrize(
+    ("body", "coding", "status"),
+    [
+        (gzip.compress(BODY), "gzip", 200),
+        (gzip.compress(BODY), "x-gzip", 200),
+        (gzip.compress(BODY), "GZIP", 200),
+        (gzip.compress(BODY), "gzip, identity", 200),
+        (gzip.compress(BODY[:100]) + gzip.compress(BODY[100:200]) + gzip.compress(BODY[200:]), "gzip", 200),
+        (BODY, "identity", 200),
+        (BODY, "", 200),
+        (BODY, "br", 415),
+        (gzip.compress(gzip.compress(BODY)), "gzip, gzip", 415),
+        (BODY, "gzip", 400),
+        (b"", "gzip", 400),
+        (gzip.compress(BODY)[:-1], "gzip", 400),
+        (gzip.compress(BODY) + b"rest", "gzip", 400),
+        (gzip.compress(b"") * MOST_MEMBERS + gzip.compress(BODY), "gzip", 400),
+        (gzip.compress(b" " * 10_000_000), "gzip", 413),
+        (gzip.compress(b" " * 3000) + gzip.compress(b" " * 3000), "gzip", 413),
+    ],
+    ids=range(16),
+)
+def test_gzip_of_any_number_of_members_is_inflated_to_the_limit(
+    client: TestClient, body: bytes, coding: str, status: int
+) -> None:
+    reply = client.post("/rank", content=body, headers=JSON | {"content-encoding": coding})
+    assert reply.status_code == status, reply.text
+    assert ("accept-encoding" in reply.headers) == (status == 415)
+
+
+@pytest.mark.parametrize("length", ["4097", "x", "-1", "9" * 30])
+def test_a_length_beyond_the_limit_or_none_at_all_is_refused_before_the_body(client: TestClient, length: str) -> None:
+    reply = client.post("/rank", content=b"{}", headers=JSON | {"content-length": length})
+    assert (reply.status_code, reply.json()["code"]) == (413, "too_large")
+
+
+def test_a_body_that_does_not_say_its_length_is_read_to_the_limit(client: TestClient) -> None:
+    def chunks(count: int) -> Iterator[bytes]:
+        yield BODY
+        yield from [b" " * 100] * count
+
+    room = (4096 - len(BODY)) // 100
+    assert client.post("/rank", content=chunks(room), headers=JSON).status_code == 200
+    assert client.post("/rank", content=chunks(room + 1), headers=JSON).status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"x-request-timeout-ms": "20000"}, 200),
+        ({"x-request-timeout-ms": "0"}, 504),
+        ({"x-request-timeout-ms": "soon"}, 422),
+        ({"x-request-timeout-ms": "9999999999999"}, 422),
+        ({"x-request-timeout-ms": ""}, 422),
+        ({"x-envoy-expected-rq-timeout-ms": "20000"}, 200),
+        ({"x-envoy-expected-rq-timeout-ms": "0"}, 200),  # no limit there
+        ({"x-envoy-expected-rq-timeout-ms": "soon"}, 200),  # a proxy's fault
+        ({"x-request-timeout-ms": "0", "x-envoy-expected-rq-timeout-ms": "20000"}, 504),  # the shorter one counts
+    ],
+)
+def test_a_deadline_comes_by_header(client: TestClient, headers: dict[str, str], status: int) -> None:
+    reply = client.post("/rank", content=BODY, headers=JSON | headers)
+    assert reply.status_code == status
+    if status == 422:
+        assert reply.json()["errors"] == [{"field": "X-Request-Timeout-Ms", "message": "must be whole milliseconds"}]
+
+
+def test_the_shorter_of_two_timeouts_counts() -> None:
+    gate = Gate()
+    with served(FakeEngine(before=gate)) as (client, _):
+        headers = JSON | {"x-request-timeout-ms": "20000", "x-envoy-expected-rq-timeout-ms": "50"}
+        began = time.monotonic()
+        assert client.post("/rank", content=BODY, headers=headers).status_code == 504
+        assert time.monotonic() - began < 5
+        gate.opened.set()
+
+
+def test_all_bodies_together_have_a_limit_and_give_back_what_they_took() -> None:
+    gate = Gate()
+    with listening(FakeEngine(before=gate), limits=Limits(max_body_bytes=1024)) as live:
+        body = BODY + (1024 - len(BODY)) * b" "
+        clients = [live.connect() for _ in range(65)]
+        for client in clients[:64]:
+            client.sendall(head(length=1024) + body)
+        until(lambda: live.figure("ranker_queue_requests") == 64)
+        clients[64].sendall(head(length=1024) + body)
+        status, headers, reply = read_reply(clients[64])
+        assert (status, json.loads(reply)["code"], headers["retry-after"]) == (429, "overloaded", "1")
+        gate.opened.set()
+        assert [read_reply(client)[0] for client in clients[:64]] == [200] * 64
+        clients[64].sendall(head(length=1024) + body)
+        assert read_reply(clients[64])[0] == 200
+        for client in clients:
+            client.close()
+
+
+def test_what_is_held_is_counted_to_the_byte() -> None:
+    bodies, exchange = Bodies(100), Exchange("r1", 0.0, "POST")
+    bodies.hold(exchange, 60)
+    with pytest.raises(Overloaded):
+        bodies.hold(exchange, 41)
+    bodies.hold(exchange, 40)
+    assert (bodies.used, exchange.body_bytes) == (100, 100)
+
+
+async def play(
+    app: Any,
+    messages: Iterable[dict[str, Any]],
+    path: str = "/rank",
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    method: str = "POST",
+) -> list[dict[str, Any]]:
+    """Play these ASGI messages to a path, as a server that cancels nothing; after them, silence. Returns what was sent."""
+    sent: list[dict[str, Any]] = []
+    given = iter(messages)
+
+    async def receive() -> dict[str, Any]:
+        for message in given:
+            return message
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), (b"host", b"localhost"), *headers], "http_version": "1.1",
+        "scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": "",
+    }  # fmt: skip
+    await app(scope, receive, send)
+    return sent
+
+
+@pytest.mark.parametrize("within_body", [True, False])
+def test_a_server_that_only_says_that_the_client_has_gone_drops_its_request_too(within_body: bool) -> None:
+    async def scenario() -> None:
+        gate = Gate()
+        async with rankers.running(FakeEngine(before=gate)) as ranker:
+            app = create_app(ranker.settings, ranker)
+            body = {"type": "http.request", "body": BODY, "more_body": within_body}
+            assert await play(app, [body, {"type": "http.disconnect"}]) == []
+            await rankers.until(lambda: rankers.figure(ranker, "ranker_queue_requests") == 0)
+            gone = rankers.figure(ranker, 'ranker_http_requests_total{code="499",method="POST",route="/rank"}')
+            assert gone == 1
+            assert rankers.figure(ranker, 'ranker_cancelled_total{stage="body"}') == within_body
+            gate.opened.set()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("seconds", "headers"), [(10.0, {"x-request-timeout-ms": "60000"}), (60.0, {})])
+@pytest.mark.parametrize("path", ["/rank", "/rank/batch", "/explain"])
+def test_no_request_gets_longer_than_the_settings_allow(path: str, seconds: float, headers: dict[str, str]) -> None:
+    gate = Gate()
+    with served(FakeEngine(before=gate), deadline=Deadline(default_seconds=seconds, max_seconds=0.1)) as (client, _):
+        body = {"/rank": good(), "/rank/batch": {"requests": [good()]}, "/explain": good(explain=[90])}[path]
+        reply = client.post(path, json=body, headers=headers)
+        codes = [result["error"] for result in reply.json().get("results", [{"error": reply.json()}])]
+        assert [code["code"] for code in codes] == ["deadline_exceeded"]
+        gate.opened.set()
+
+
+def test_a_body_in_many_pieces_is_one_body_and_a_long_one_is_refused_while_it_is_read() -> None:
+    async def scenario() -> None:
+        async with rankers.running() as ranker:
+            app = create_app(Settings(limits=Limits(max_body_bytes=10_000)), ranker)
+            pieces = [{"type": "http.request", "body": bytes([letter]), "more_body": True} for letter in BODY]
+            start, _ = await play(app, [*pieces, {"type": "http.request", "body": b"", "more_body": False}])
+            assert start["status"] == 200
+            pulled = 0
+
+            def endless() -> Iterator[dict[str, Any]]:
+                nonlocal pulled
+                while True:
+                    pulled += 1
+                    yield {"type": "http.request", "body": b" " * 1000, "more_body": True}
+
+            start, _ = await play(app, endless())
+            assert (start["status"], pulled) == (413, 11)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/rank", "/rank/batch"])
+def test_a_request_that_gets_no_memory_is_told_so_and_leaves_its_place(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise MemoryError
+
+    with served() as (client, ranker):
+        monkeypatch.setattr(ranker, "rank", fail)
+        reply = client.post(path, json=good() if path == "/rank" else {"requests": [good()]})
+        problem = reply.json() if path == "/rank" else reply.json()["results"][0]["error"]
+        assert (problem["status"], problem["code"]) == (503, "engine_down")
+        assert path != "/rank" or reply.headers["retry-after"] == "1"
+        assert rankers.figure(ranker, "ranker_queue_requests") == 0
+
+
+def test_refused_before_its_body_is_read_a_request_reads_none() -> None:
+    """A ranker that is not open says so at once, however long the body would take."""
+    ranker = rankers.create()
+    app = create_app(ranker.settings, ranker)
+    start, body = asyncio.run(play(app, []))
+    assert (start["status"], json.loads(body["body"])["code"]) == (503, "not_ready")

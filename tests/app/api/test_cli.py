@@ -1,0 +1,153 @@
+"""`phoenix-ranker` as its users call it: what it serves, what it says at a terminal, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from app.cli import OF_WEIGHTS, PROGRAM, cli, with_demo
+from loadtest.machine import ROOT
+from loadtest.server import DEMO, serving
+from weights.commands import checkpoints
+
+pytestmark = pytest.mark.slow
+COMMAND = (sys.executable, "-c", "from app.cli import main; main()")
+
+
+def told(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What a call of the command says, in a terminal of 120 columns."""
+    given = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"} | variables
+    return subprocess.run([*COMMAND, *words], cwd=ROOT, env=given, capture_output=True, text=True, timeout=100)
+
+
+def test_without_a_checkpoint_the_demo_and_its_posts_are_served() -> None:
+    demo, towers, posts = (str(ROOT / "weights" / name) for name in ("demo", "demo-towers", "demo-posts"))
+    both = ["--retrieval.checkpoint", towers, "--retrieval.corpus", posts]
+    assert with_demo([], {}) == ["--checkpoint", demo, *both]
+    assert with_demo(["--port", "1"], {}) == ["--port", "1", "--checkpoint", demo, *both]
+    assert with_demo(["mine", "--port", "1"], {}) == ["--checkpoint", "mine", "--port", "1"]
+    assert with_demo(["--checkpoint=mine"], {}) == ["--checkpoint=mine"]
+    assert with_demo([], {"RANKER_CHECKPOINT": "mine"}) == []
+    assert with_demo(["--retrieval.corpus=c"], {}) == ["--retrieval.corpus=c", "--checkpoint", demo]
+    assert with_demo([], {"RANKER_RETRIEVAL__CHECKPOINT": "t"}) == ["--checkpoint", demo]
+
+
+def test_the_help_lists_what_the_commands_say_of_themselves_without_importing_them() -> None:
+    weights = typer.main.get_command(checkpoints.app)
+    for name in OF_WEIGHTS:
+        command = weights.get_command(None, name)  # type: ignore[attr-defined]
+        assert command is not None, name
+    listed = told("--help")
+    assert listed.returncode == 0
+    assert [
+        name
+        for name in typer.main.get_command(cli).list_commands(None)  # type: ignore[attr-defined]
+        if not re.search(rf"^│ {name} ", listed.stdout, re.M)
+    ] == []
+    code = "import sys; from app.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    helped = subprocess.run(
+        [sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert helped.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["import"], 2, "phoenix-ranker import: Missing argument 'source'; see phoenix-ranker import --help"),
+        (["trian"], 2, "Did you mean 'train'"),
+        (["train", "--lgo", "x"], 2, "--log"),
+        (["serve", "--nonsense"], 2, "--nonsense is not a setting; the nearest one is --"),
+        (["serve", "--port", "x"], 2, "RANKER_PORT"),
+        (["serve", "nowhere"], 1, f'{{"reason":"{ROOT}/nowhere is no checkpoint: it has no manifest.json; phoenix-ranker '
+         "serve without a checkpoint serves the demo"),
+        (["serve", 256 * "x"], 1, "xx cannot be read: File name too long"),
+        (["score", "--checkpoint", "c", "--log", "l", "--out", str(DEMO / "manifest.json")], 2, "Not a directory"),
+        (["info", "nowhere"], 1, "nowhere"),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
+)  # fmt: skip
+def test_a_slip_is_one_sentence(words: list[str], code: int, said: str) -> None:
+    ended = told(*words)
+    assert (ended.returncode, ended.stdout) == (code, "")
+    assert said in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert "Traceback" not in ended.stderr
+
+
+def test_info_tells_of_this_installation_and_of_a_checkpoint() -> None:
+    here = json.loads(told("info", "--json").stdout)
+    assert here["demo"] == str(DEMO)
+    assert here["ranker kernel"] == "compiled at the first start"  # a checkout has no compiled kernels
+    assert json.loads(told("info", str(DEMO), "--json").stdout)["name"] == "demo"
+    assert json.loads(told("info", str(ROOT / "weights/demo-posts"), "--json").stdout)["posts"] > 1000
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    variables = {"_PHOENIX_RANKER_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
+    assert told(**variables, COMP_WORDS=f"{PROGRAM} co").stdout.split() == ["compare", "corpus"]
+    assert "import" in told(**{**variables, "COMP_CWORD": "2"}, COMP_WORDS=f"{PROGRAM} corpus im").stdout
+
+
+def read_until(terminal: int, wanted: str, seconds: float) -> str:
+    """What was written to a terminal until this stood there."""
+    text, deadline = "", time.monotonic() + seconds
+    while wanted not in text and time.monotonic() < deadline:
+        if select.select([terminal], [], [], 0.2)[0]:
+            text += os.read(terminal, 65536).decode(errors="replace")
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def test_at_a_terminal_a_few_lines_say_where_it_is_and_what_to_try(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [*COMMAND, "serve", "--port", "0", "--drain.delay-seconds", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+    with os.fdopen(theirs, "wb") as terminal:
+        server = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=terminal, stderr=terminal, start_new_session=True
+        )
+    try:
+        said = read_until(ours, "Ctrl-C", 60)
+        url = re.search(r"Phoenix ranking server: demo on (http://127\.0\.0\.1:\d+)", said)
+        assert url, said
+        assert re.search(rf"^  page  {url[1]}/explore\r$", said, re.M)
+        assert re.search(rf"^  try   curl -s {url[1]}/rank .* -d @'{DEMO}/example\.json'\r$", said, re.M)
+        assert said.count("Phoenix ranking server") == 1
+        assert "max_candidates" not in said  # the settings' line is for logs
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(30)
+        os.close(ours)
+
+
+def test_elsewhere_a_log_line_says_the_same() -> None:
+    with serving(command=(*COMMAND, "serve")) as server:
+        [page] = [line for line in server.log_lines if line["event"] == "page"]
+        assert page["url"] == f"{server.url}/explore"
+        assert page["try"].startswith(f"curl -s {server.url}/rank ")
+
+
+@pytest.mark.parametrize("names", [("model",), ("model", "weights")], ids=" and ".join)
+def test_somebody_elses_package_of_the_same_name_is_named_and_not_run(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        (tmp_path / f"{name}.py").write_text("print('it ran')\n")
+    options: dict[str, Any] = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+    options |= {"capture_output": True, "text": True, "timeout": 60}
+    ended = subprocess.run([sys.executable, "-m", "app"], **options)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert f"the package {names[0]} is not ours but {tmp_path}/{names[0]}.py" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    told = subprocess.run([sys.executable, "-P", "-m", "app", "--help"], **options)
+    assert (told.returncode, "it ran" in told.stdout) == (0, False)

@@ -1,0 +1,255 @@
+"""What our connections add to uvicorn's, shown on real sockets; and what they rely on in uvicorn."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from app.api import connection
+from tests.app.api.live import BODY, Live, head, listening, read_reply, until
+from tests.support.bodies import good
+from tests.support.fakes import FakeEngine, Gate
+
+UPGRADE = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAAQCAAAAAAIAAAAA"}
+NC, JAVA = shutil.which("nc"), shutil.which("java")
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with listening() as live:
+        yield live
+
+
+def test_what_is_relied_on_is_as_it_was_in_this_minor_version_of_uvicorn() -> None:
+    """Each is overridden or read by `Connection`. Where this fails, read uvicorn's changes before pinning another minor version."""
+    assert uvicorn.__version__.startswith("0.54.")
+    overridden = {
+        name for name, value in vars(connection.Connection).items() if inspect.isfunction(value) and name[:2] != "__"
+    }
+    assert overridden - vars(HttpToolsProtocol).keys() == {"decline_upgrade", "probe"}
+    source = inspect.getsource(inspect.getmodule(HttpToolsProtocol))  # type: ignore[arg-type]
+    for name in (
+        "self.pipeline", "self.flow", "read_paused", "self.tasks", "self.timeout_keep_alive_task", "response_started",
+        "response_complete", "more_body", "keep_alive", "run_asgi(app)", "lenient_data_after_close", "self.headers = []",
+    ):  # fmt: skip
+        assert name in source or name in inspect.getsource(uvicorn.protocols.http.flow_control), name
+
+
+@pytest.mark.parametrize("pieces", [1, 7])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_behind_an_upgrade_to_http2_is_read(live: Live, pieces: int, chunked: bool) -> None:
+    framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY) if chunked else BODY
+    headers = UPGRADE | ({"transfer-encoding": "chunked"} if chunked else {})
+    sent = head(headers=headers, length=None if chunked else len(BODY)) + framed
+    size = -(-len(sent) // pieces)
+    with live.connect() as client:
+        for start in range(0, len(sent), size):
+            client.sendall(sent[start : start + size])
+            time.sleep(0.02 if pieces > 1 else 0)
+        assert read_reply(client)[0] == 200
+        client.sendall(head() + BODY)  # the connection goes on, without an upgrade
+        assert read_reply(client)[0] == 200
+
+
+def test_a_request_behind_an_upgrade_is_answered_too(live: Live) -> None:
+    with live.connect() as client:
+        client.sendall(head(headers=UPGRADE) + BODY + head("GET", "/livez", length=None))
+        assert read_reply(client)[0] == 200
+    with live.connect() as client:
+        client.sendall(b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert read_reply(client)[0] == 400
+
+
+@pytest.mark.skipif(JAVA is None, reason="needs a JDK: apt-get install default-jdk-headless")
+def test_javas_http_client_is_answered(live: Live, tmp_path: Path) -> None:
+    """It asks for HTTP/2 in its first request, whatever it sends."""
+    source = tmp_path / "Ask.java"
+    source.write_text(
+        """
+        import java.net.URI;
+        import java.net.http.*;
+        public class Ask {
+            public static void main(String[] words) throws Exception {
+                var client = HttpClient.newHttpClient();
+                for (int i = 0; i < 2; i++) {
+                    var request = HttpRequest.newBuilder(URI.create(words[0])).header("Content-Type", "application/json")
+                        .POST(HttpRequest.BodyPublishers.ofString(words[1])).build();
+                    var reply = client.send(request, HttpResponse.BodyHandlers.ofString());
+                    System.out.println(reply.statusCode() + " " + reply.body());
+                }
+            }
+        }
+        """
+    )
+    url = f"http://127.0.0.1:{live.port}/rank"
+    assert JAVA is not None
+    ran = subprocess.run([JAVA, str(source), url, BODY.decode()], capture_output=True, text=True, timeout=90)
+    lines = ran.stdout.splitlines()
+    assert [line[:4] for line in lines] == ["200 ", "200 "], ran.stderr
+    assert [len(json.loads(line[4:])["candidates"]) for line in lines] == [3, 3]
+
+
+def test_a_caller_that_closes_its_sending_half_is_answered(live: Live) -> None:
+    for _ in range(20):
+        with live.connect() as client:
+            client.sendall(head() + BODY)
+            client.shutdown(socket.SHUT_WR)
+            assert read_reply(client)[0] == 200
+            assert client.recv(1) == b""  # and the connection ends
+
+
+@pytest.mark.skipif(NC is None, reason="needs netcat: apt-get install netcat-openbsd")
+def test_netcat_that_closes_its_sending_half_is_answered(live: Live) -> None:
+    assert NC is not None
+    asked = subprocess.run(
+        [NC, "-N", "127.0.0.1", str(live.port)], input=b"GET /metrics HTTP/1.0\r\n\r\n", capture_output=True, timeout=20
+    )
+    assert asked.stdout.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"ranker_ready 1.0" in asked.stdout
+
+
+def test_a_half_closed_caller_is_answered_however_long_it_takes() -> None:
+    gate = Gate()
+    with listening(FakeEngine(before=gate)) as live, live.connect() as client:
+        client.sendall(head() + BODY)
+        client.shutdown(socket.SHUT_WR)
+        assert gate.entered.wait(10)
+        time.sleep(0.5)  # longer than the probes for a client that has gone for good
+        gate.opened.set()
+        assert read_reply(client)[0] == 200
+
+
+@pytest.mark.parametrize("how", ["closed", "reset"])
+@pytest.mark.parametrize("stage", ["queue", "forward"])
+def test_the_request_of_a_caller_that_goes_away_is_dropped_and_counted(how: str, stage: str) -> None:
+    gate = Gate()
+    engine = FakeEngine(before=gate)
+    with listening(engine) as live:
+        try:
+            if stage == "queue":
+                first = live.connect()
+                first.sendall(head() + BODY)
+                assert gate.entered.wait(10)
+            client = live.connect()
+            body = json.dumps(good(user_id=77)).encode()
+            client.sendall(head(length=len(body)) + body)
+            until(lambda: live.figure("ranker_queue_requests") == (2 if stage == "queue" else 1))
+            assert stage == "queue" or gate.entered.wait(10)
+            if how == "reset":
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()
+            gone = 'ranker_http_requests_total{code="499",method="POST",route="/rank"}'
+            until(lambda: live.figure(gone) == 1)
+            assert live.figure(f'ranker_cancelled_total{{stage="{stage}"}}') == 1
+        finally:
+            gate.opened.set()
+        if stage == "queue":
+            assert read_reply(first)[0] == 200
+            first.close()
+            assert [77] not in engine.forwards
+
+
+def test_a_caller_that_goes_away_within_its_body_is_counted(live: Live) -> None:
+    before = live.figure('ranker_cancelled_total{stage="body"}')
+    with live.connect() as client:
+        client.sendall(head() + BODY[:10])
+        time.sleep(0.1)
+    until(lambda: live.figure('ranker_cancelled_total{stage="body"}') == before + 1)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        head(headers={f"x-{number}": "1" for number in range(101)}),
+        head(headers={"x-long": 33_000 * "a"}),
+        head(path="/" + 33_000 * "a"),
+        b"POST /rank HTTP/1.1\r\nx-long: " + 600_000 * b"a",  # a header that does not end
+        b"POST /rank HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: "
+        + 600_000 * b"a",  # nor a trailer
+    ],
+    ids=["count", "value", "path", "endless", "trailer"],
+)
+def test_more_headers_than_anybody_needs_are_refused(live: Live, sent: bytes) -> None:
+    with live.connect() as client:
+        try:
+            client.sendall(sent)
+            assert read_reply(client)[0] == 400
+        except ConnectionError:  # the rest was still on its way
+            pass
+        assert is_cut(client)
+
+
+def test_a_hundred_headers_are_taken(live: Live) -> None:
+    with live.connect() as client:
+        client.sendall(head(headers={f"x-{number}": "1" for number in range(97)}) + BODY)
+        assert read_reply(client)[0] == 200
+
+
+def test_trailers_are_no_headers(live: Live) -> None:
+    chunked = b"%x\r\n%b\r\n0\r\nx-request-id: of-a-trailer\r\n\r\n" % (len(BODY), BODY)
+    with live.connect() as client:
+        client.sendall(head(headers={"transfer-encoding": "chunked"}, length=None) + chunked)
+        status, headers, _ = read_reply(client)
+        assert (status, headers["x-request-id"] == "of-a-trailer") == (200, False)
+
+
+def test_nothing_is_written_before_a_reply_that_is_due() -> None:
+    gate = Gate()
+    with listening(FakeEngine(before=gate)) as live, live.connect() as client:
+        client.sendall(head() + BODY + b"no HTTP\r\n\r\n")
+        assert gate.entered.wait(10)
+        time.sleep(0.1)
+        gate.opened.set()
+        assert read_reply(client)[0] == 200
+        assert client.recv(1) == b""
+
+
+def is_cut(client: socket.socket) -> bool:
+    """Whether the server ends the connection, within the time that a read may take, without a reply."""
+    try:
+        return client.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /rank HTTP/1.1\r\nhost: a\r\n", head() + b"{", b"\r\n"])
+def test_slow_senders_are_cut_off(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    """The head has 5 s, the body 30 s; here a twentieth of it."""
+    monkeypatch.setattr(connection, "HEAD_SECONDS", connection.HEAD_SECONDS / 20)
+    monkeypatch.setattr(connection, "BODY_SECONDS", connection.BODY_SECONDS / 20)
+    with listening() as live, live.connect() as client, live.connect() as other:
+        client.sendall(sent)
+        other.sendall(head() + BODY)
+        assert read_reply(other)[0] == 200
+        assert is_cut(client)
+
+
+def test_an_empty_line_behind_a_reply_does_not_keep_a_connection_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_SECONDS", connection.HEAD_SECONDS / 20)
+    with listening() as live, live.connect() as client:
+        client.sendall(head() + BODY)
+        assert read_reply(client)[0] == 200
+        client.sendall(b"\r\n")
+        assert is_cut(client)
+
+
+def test_a_caller_that_writes_all_before_it_reads_gets_its_413(live: Live) -> None:
+    size = 20 * 2**20
+    for headers in ({}, {"connection": "close"}):
+        with live.connect(30) as client:
+            client.sendall(head(headers=headers, length=size))
+            for _ in range(20):
+                client.sendall(2**20 * b" ")
+            status, _, body = read_reply(client)
+            assert (status, json.loads(body)["code"]) == (413, "too_large")

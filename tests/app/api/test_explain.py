@@ -1,0 +1,349 @@
+"""POST /explain against its oracle, which is /rank of the request without one thing: equal bits. And its refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from app import explanation
+from app.api import explain
+from app.errors import DeadlineExceeded
+from app.main import create_app
+from app.schema import ExplainReply
+from app.settings import Auth, Explore, Settings
+from tests.app.api.live import head, listening, read_reply, until
+from tests.goldens import imported
+from tests.support import rankers
+from tests.support.asgi import ADDRESS, served
+from tests.support.bodies import good, in_columns
+from tests.support.fakes import FakeEngine, Gate, fake_loader
+
+pytestmark = pytest.mark.anyio
+
+
+def question(**changes: Any) -> dict[str, Any]:
+    return good(**({"explain": [90, "9223372036854775809"]} | changes))
+
+
+def real(name: str, tmp_path_factory: pytest.TempPathFactory, **groups: Any) -> Iterator[TestClient]:
+    """A service around a small published ranker whose weights are not zero."""
+    path = imported(name, tmp_path_factory.mktemp("explain") / "ranker")
+    app = create_app(Settings(checkpoint=path, threads=1, **groups))
+    with TestClient(app, base_url=ADDRESS) as client:
+        until(lambda: client.get("/readyz").status_code == 200, 120)
+        yield client
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    yield from real("phoenix-mini", tmp_path_factory)
+
+
+@pytest.fixture(scope="module", params=[("phoenix-right-anchored", "shared"), ("phoenix-mini", "sequential")])
+def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    name, positions = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(explanation, "MAX_EXPLAINED_EVENTS", 6)
+        yield from real(name, tmp_path_factory, candidate_positions=positions)
+
+
+def figure(client: TestClient, series: str) -> float:
+    lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith(series + " ")]
+    return float(lines[0].rsplit(" ", 1)[1]) if lines else 0.0
+
+
+def asked(client: TestClient, history: int = 0, candidates: int = 9) -> dict[str, Any]:
+    """A request of so many events, by default more than the window holds, in this checkpoint's words."""
+    info = client.get("/info").json()
+    generator = np.random.default_rng(5)
+    history = history or info["architecture"]["history_length"] + 3
+
+    def ids() -> int:
+        return int(generator.integers(1, 2**63))
+
+    events = [
+        {"post_id": ids(), "author_id": ids(), "actions": [info["actions"][int(generator.integers(5))]]}
+        for _ in range(history)
+    ]
+    events[history // 2]["post_id"] = 0  # padding
+    posts = [{"post_id": str(ids()), "author_id": ids()} for _ in range(candidates)]
+    weights = {name: float(place + 1) for place, name in enumerate(info["actions"][:4])}
+    return {"user_id": ids(), "history": events, "candidates": posts, "weights": weights}
+
+
+def rank(client: TestClient, body: dict[str, Any]) -> list[dict[str, Any]]:
+    reply = client.post("/rank", json={name: value for name, value in body.items() if name != "explain"})
+    assert reply.status_code == 200, reply.text
+    rows: list[dict[str, Any]] = reply.json()["candidates"]
+    return rows
+
+
+def test_every_change_has_the_bits_of_two_rankings(either: TestClient) -> None:
+    """Brute force: delete the event, ask /rank. The window moves with it, and older events come into sight."""
+    body = asked(either)
+    body["explain"] = [body["candidates"][place]["post_id"] for place in (4, 0, 7)]
+    reply = either.post("/explain", json=body).json()
+    whole, nobody = rank(either, body), rank(either, body | {"user_id": 0, "history": []})
+    anonymous = rank(either, body | {"user_id": 0})
+    places = reply["events"]["place"]
+    assert places == list(range(len(body["history"]) - 6, len(body["history"])))
+    assert reply["events"]["post_id"] == [str(body["history"][place]["post_id"]) for place in places]
+    without = [
+        rank(either, body | {"history": body["history"][:place] + body["history"][place + 1 :]}) for place in places
+    ]
+    for row, place in enumerate((4, 0, 7)):
+        found, one = reply["candidates"][row], whole[place]
+        assert {name: found[name] for name in ("post_id", "score", "rank", "probabilities")} == {
+            name: one[name] for name in ("post_id", "score", "rank", "probabilities")
+        }
+        change = found["change"]
+        assert change["events"]["score"] == [one["score"] - other[place]["score"] for other in without]
+        assert change["user"]["score"] == one["score"] - anonymous[place]["score"]
+        assert change["everything"]["score"] == one["score"] - nobody[place]["score"]
+        own = np.float32(one["probabilities"])
+        for event, other in zip(change["events"]["probabilities"], without, strict=True):
+            assert np.array_equal(np.float32(event), own - np.float32(other[place]["probabilities"]))
+        covered = sum(change["events"]["score"]) + change["user"]["score"]
+        assert change["not_covered"]["score"] == pytest.approx(change["everything"]["score"] - covered, abs=1e-12)
+        assert all(change["events"]["score"]), "each of these events matters, padding by its place"
+
+
+def test_attention_adds_up_to_one_and_is_the_candidates_own(client: TestClient) -> None:
+    body = asked(client, history=6)
+    architecture = client.get("/info").json()["architecture"]
+    everyone = [post["post_id"] for post in body["candidates"]]
+    reply = client.post("/explain", json=body | {"explain": everyone}).json()
+    alone = client.post("/explain", json=body | {"explain": everyone[3:4]}).json()
+    assert len(reply["candidates"]) == 9
+    for found in reply["candidates"]:
+        shares = {name: np.array(rows) for name, rows in found["attention"].items()}
+        assert "heads" not in shares, "of several candidates they would be too much"
+        assert shares["user"].shape == (architecture["layers"], architecture["query_heads"])
+        np.testing.assert_allclose(shares["user"] + shares["history"] + shares["itself"], 1, atol=1e-6)
+        np.testing.assert_allclose(shares["events"].sum(1), shares["history"].mean(1), atol=1e-6)
+        assert not shares["events"][:, 3].any(), "padding"
+    heads = np.array(alone["candidates"][0]["attention"]["heads"])
+    assert heads.shape == (architecture["layers"], architecture["query_heads"], len(alone["events"]["place"]))
+    np.testing.assert_allclose(heads.mean(1), alone["candidates"][0]["attention"]["events"], atol=1e-6)
+    np.testing.assert_allclose(heads.sum(2), alone["candidates"][0]["attention"]["history"], atol=1e-6)
+    np.testing.assert_allclose(
+        alone["candidates"][0]["attention"]["events"], reply["candidates"][3]["attention"]["events"], atol=1e-6
+    )
+
+
+def test_contexts_of_explanations_are_not_cached(client: TestClient) -> None:
+    """The control is /rank, whose context is."""
+    body = asked(client, history=7)
+    body["explain"] = [body["candidates"][0]["post_id"]]
+
+    def entries() -> float:
+        return figure(client, "ranker_context_cache_bytes")
+
+    before = entries()
+    assert client.post("/explain", json=body).status_code == 200
+    one = entries() - before
+    assert (
+        client.post("/rank", json={**{k: v for k, v in body.items() if k != "explain"}, "user_id": 5}).status_code
+        == 200
+    )
+    assert 0 < one <= entries() - before - one, "the context of the request itself, and no other"
+
+
+def test_a_reply_keeps_to_the_contract_and_to_the_wishes(client: TestClient) -> None:
+    body = asked(client, history=4) | {"request_id": "page-7", "top_k": 1, "reply": "columns"}
+    body |= {"explain": [body["candidates"][1]["post_id"]] * 2, "actions_wanted": ["2", "0"]}
+    reply = client.post("/explain", json=body)
+    content = msgspec.convert(reply.json(), ExplainReply)
+    assert len(content.actions) == 2
+    assert {len(row) for row in content.candidates[0].change.events.probabilities} == {2}
+    assert reply.headers["x-request-id"] == "page-7" == content.request_id
+    assert content.candidates[0].change == content.candidates[1].change
+    nothing = client.post("/explain", json=body | {"history": []}).json()
+    change = nothing["candidates"][0]["change"]
+    assert change["events"] == {"score": [], "probabilities": []}
+    assert change["not_covered"]["score"] == 0, "only the user is there to be left out"
+
+
+WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
+    "missing": ({"explain": ...}, 422, "explain"),
+    "empty": ({"explain": []}, 422, "explain"),
+    "null": ({"explain": None}, 422, "explain"),
+    "a number": ({"explain": 90}, 422, "explain"),
+    "no candidate": ({"explain": [90, 91]}, 422, "explain[1]"),
+    "no id": ({"explain": [90, "x"]}, 422, "explain[1]"),
+    "2^64": ({"explain": [2**64]}, 422, "explain[0]"),
+    "too many": ({"explain": [90] * 33}, 413, ""),
+    "a bad candidate": ({"candidates": [{"post_id": 90}]}, 422, "candidates[0].author_id"),
+    "a bad weight": ({"weights": {"favorite": "x"}}, 422, "weights.favorite"),
+    "an unknown field": ({"explian": [1]}, 422, ""),
+}
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[TestClient]:
+    with served() as (client, _):
+        yield client
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("columnar", [False, True])
+def test_what_is_wrong_is_named(fake: TestClient, name: str, columnar: bool) -> None:
+    changes, status, field = WRONG[name]
+    body = question(**changes)
+    if columnar and name != "a bad candidate":
+        body["candidates"] = in_columns(body["candidates"])
+    reply = fake.post("/explain", content=json.dumps(body), headers={"content-type": "application/json"})
+    assert reply.status_code == status
+    if status == 422:
+        assert reply.json()["errors"][0]["field"] == field
+    assert fake.post("/explain", json=question()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("settings", "status"),
+    [
+        ({}, 200),
+        ({"host": "0.0.0.0"}, 404),  # noqa: S104
+        ({"host": "0.0.0.0", "explore": Explore(enabled=True)}, 200),  # noqa: S104
+        ({"explore": Explore(enabled=False)}, 404),
+    ],
+)
+def test_it_is_on_where_it_was_asked_for_and_on_loopback(settings: dict[str, Any], status: int) -> None:
+    with served(**settings) as (client, _):
+        assert client.post("/explain", json=question()).status_code == status
+        assert ("/explain" in client.get("/openapi.json").json()["paths"]) == (status == 200)
+
+
+def test_texts_are_echoed() -> None:
+    event, posts = {"post_id": "e:1", "author_id": "a"}, [{"post_id": "p,1", "author_id": "a"}]
+    body = {"user_id": "u", "history": [event, event | {"post_id": "é"}], "candidates": posts}
+    with served(load=fake_loader(FakeEngine(), ids="text")) as (client, _):
+        reply = client.post("/explain", json=body | {"explain": ["p,1"]}).json()
+        handle = client.post("/context", json={name: body[name] for name in ("user_id", "history")}).json()["context"]
+        named = client.post("/explain", json={"context": handle, "candidates": posts, "explain": ["p,1"]})
+    assert reply["events"]["post_id"] == ["e:1", "é"]
+    assert reply["candidates"][0]["post_id"] == "p,1"
+    assert named.status_code == 412, "the texts of its events are not kept"
+
+
+def test_a_call_whose_time_ends_in_its_midst_was_not_refused_on_arrival() -> None:
+    events = [{"post_id": number, "author_id": 1} for number in range(1, 17)]
+    with served(FakeEngine(before=lambda items: time.sleep(0.1))) as (client, _):
+        reply = client.post("/explain", json=question(history=events), headers={"x-request-timeout-ms": "250"})
+        assert (reply.status_code, reply.json()["detail"]) == (504, DeadlineExceeded.default_detail)
+        assert "retry-after" not in reply.headers
+        assert figure(client, 'ranker_rejected_total{reason="deadline"}') == 0
+
+
+def test_an_explanation_rests_between_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen contexts without any rest would take a fraction of the time."""
+    monkeypatch.setattr(explain, "REST_TIMES", 1e3)
+    with served() as (client, _):
+        began = time.monotonic()
+        assert client.post("/explain", json=question(), headers={"x-request-timeout-ms": "900"}).status_code == 200
+        assert 0.45 <= time.monotonic() - began < 0.9, "it rests until half of its time is over, and no longer"
+
+
+def test_a_context_may_be_named(client: TestClient) -> None:
+    body = asked(client, history=4)
+    named = [body["candidates"][0]["post_id"]]
+    context = {name: body.pop(name) for name in ("user_id", "history")}
+    handle = client.post("/context", json=context).json()["context"]
+    whole, by_handle = (
+        client.post("/explain", json=body | {"explain": named} | said).json() for said in (context, {"context": handle})
+    )
+    assert whole["candidates"] == by_handle["candidates"]
+    assert whole["events"] == by_handle["events"]
+
+
+async def test_one_runs_at_a_time_and_all_its_work_is_admitted() -> None:
+    """While one is held in the engine, its first context is in the queue, and another explanation is refused."""
+    gate = Gate()
+    async with rankers.running(FakeEngine(before=gate)) as ranker:
+        app = create_app(ranker.settings, ranker)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url=ADDRESS) as client:
+            first = asyncio.create_task(client.post("/explain", json=question()))
+            await asyncio.to_thread(gate.entered.wait, 10)
+            assert ranker.admission.requests == 1
+            second = await client.post("/explain", json=question())
+            assert (second.status_code, second.json()["code"], second.headers["retry-after"]) == (
+                429,
+                "overloaded",
+                "1",
+            )
+            gate.opened.set()
+            assert (await first).status_code == 200
+            assert ranker.admission.requests == 0
+            assert (await client.post("/explain", json=question())).status_code == 200
+
+
+def test_a_refusal_for_want_of_a_place_reads_nothing() -> None:
+    """Neither the body nor its end: one that sends its headers alone is told at once, and holds no place before."""
+    gate, whole = Gate(), json.dumps(question()).encode()
+    with listening(FakeEngine(before=gate)) as live, live.connect() as silent, live.connect() as first:
+        silent.sendall(head(path="/explain", length=100))
+        first.sendall(head(path="/explain", length=len(whole)) + whole)
+        assert gate.entered.wait(10)
+        with live.connect(2.0) as late:
+            late.sendall(head(path="/explain", length=100))
+            assert read_reply(late)[0] == 429
+        silent.sendall(b"{".ljust(100))
+        assert read_reply(silent)[0] == 429, "its place is looked for before its body is"
+        gate.opened.set()
+        assert read_reply(first)[0] == 200
+        first.sendall(head(path="/explain", length=100) + b"{".ljust(100))
+        assert read_reply(first)[0] == 400
+
+
+def test_a_caller_without_a_key_does_not_hear_whether_one_runs() -> None:
+    gate, keys = Gate(), Auth(keys={"a": "9f" * 32})  # type: ignore[dict-item]
+    with served(FakeEngine(before=gate), auth=keys) as (client, _):
+        client.app.state.explains = True  # type: ignore[attr-defined]
+        assert client.post("/explain", json=question()).status_code == 401
+        gate.opened.set()
+
+
+def test_a_client_that_leaves_drops_all_of_it() -> None:
+    gate, whole = Gate(), json.dumps(question()).encode()
+    with listening(FakeEngine(before=gate)) as live:
+        with live.connect() as leaving:
+            leaving.sendall(head(path="/explain", length=len(whole)) + whole)
+            assert gate.entered.wait(10)
+        until(lambda: live.figure("ranker_queue_requests") == 0)
+        gate.opened.set()
+        with live.connect() as other:
+            other.sendall(head(path="/explain", length=len(whole)) + whole)
+            assert read_reply(other)[0] == 200
+
+
+async def test_others_come_in_between_the_pieces_of_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, seen, render = [0], list[int](), explanation.render
+
+    def watched(*given: Any) -> Iterator[bytes]:
+        for piece in render(*given):
+            seen.append(turns[0])
+            yield piece
+
+    monkeypatch.setattr("app.api.explain.render", watched)
+    async with rankers.running() as ranker:
+        transport = httpx.ASGITransport(create_app(ranker.settings, ranker))
+        loop = asyncio.get_running_loop()
+
+        def turn() -> None:
+            turns[0] += 1
+            loop.call_soon(turn)
+
+        turn()
+        async with httpx.AsyncClient(transport=transport, base_url=ADDRESS) as client:
+            assert (await client.post("/explain", json=question())).status_code == 200
+    assert len(set(seen)) == len(seen) >= 2

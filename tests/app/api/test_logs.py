@@ -1,0 +1,171 @@
+"""Log lines: one an event, safe to print, from a thread of their own that nobody waits for."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import logging
+import os
+import pty
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.settings import Logs
+from app.telemetry.logs import MOST_SUCCESSES, MOST_WAITING, configure
+
+LOG = """
+import structlog
+from app.settings import Logs
+from app.telemetry import logs
+logs.configure(Logs({}))
+log = structlog.get_logger("x")
+"""
+
+
+@pytest.fixture
+def lines() -> Iterator[io.StringIO]:
+    stream = io.StringIO()
+    configure(Logs(format="json"), stream)
+    yield stream
+    structlog.reset_defaults()
+
+
+def said(lines: io.StringIO) -> list[dict[str, object]]:
+    return [json.loads(line) for line in lines.getvalue().splitlines()]
+
+
+def run(code: str, settings: str = "", **options: object) -> subprocess.CompletedProcess[bytes]:
+    """A process of its own, whose standard error is a pipe."""
+    return subprocess.run(
+        [sys.executable, "-c", LOG.format(settings) + code], capture_output=True, timeout=60, **options
+    )  # type: ignore[call-overload,no-any-return]
+
+
+@pytest.mark.parametrize("worker", [None, 3])
+def test_a_line_is_one_json_object_with_its_time_in_utc_and_the_number_of_its_worker(
+    lines: io.StringIO, worker: int | None
+) -> None:
+    configure(Logs(format="json"), lines, worker=worker)
+    structlog.get_logger("app").info("planted", number=5)
+    logging.getLogger("library").warning("a warning of %s", "theirs")
+    ours, theirs = said(lines)
+    assert (ours["event"], ours["level"], ours["number"], ours.get("worker")) == ("planted", "info", 5, worker)
+    assert (theirs["event"], theirs["level"], theirs.get("worker")) == ("a warning of theirs", "warning", worker)
+    for line in (ours, theirs):
+        assert str(line["time"])[19] == "."
+        assert str(line["time"])[-1] == "Z"
+
+
+@given(text=st.text(st.characters(codec=None, exclude_categories=()), max_size=60))
+def test_whatever_a_value_holds_the_line_stays_one_line_of_plain_ascii(text: str) -> None:
+    stream = io.StringIO()
+    configure(Logs(format="json"), stream)
+    structlog.get_logger("app").info("planted", value="\r\n\x1b[31m\x9b\u2028" + text)
+    written = stream.getvalue()
+    assert written.count("\n") == 1
+    assert all(" " <= letter < "\x7f" for letter in written[:-1])
+    assert json.loads(written)["value"] == "\r\n\x1b[31m\x9b\u2028" + text
+    structlog.reset_defaults()
+
+
+def test_a_long_value_is_cut(lines: io.StringIO) -> None:
+    structlog.get_logger("app").info("planted", value="x" * 65536)
+    assert len(lines.getvalue()) < 1000
+
+
+def test_a_value_that_cannot_be_printed_costs_its_line_and_nothing_else(lines: io.StringIO) -> None:
+    class Odd:
+        def __str__(self) -> str:
+            raise ValueError
+
+    structlog.get_logger("app").info("said", value=Odd())
+    [line] = said(lines)
+    assert (line["event"], line["error"], line["level"]) == ("unprintable", "ValueError", "info")
+
+
+@pytest.mark.parametrize(("level", "count"), [("debug", 3), ("info", 3), ("warning", 2), ("error", 1)])
+def test_lines_below_the_level_are_not_written(level: str, count: int) -> None:
+    ended = run("log.info('a'); log.warning('b'); log.error('c')", f"level={level!r}")
+    assert len(ended.stderr.splitlines()) == count
+
+
+def test_lines_come_in_order_and_whole_to_the_end_of_the_process() -> None:
+    ended = run("[log.info('planted', number=n, padding='x' * 300) for n in range(2000)]")
+    assert [json.loads(line)["number"] for line in ended.stderr.splitlines()] == list(range(2000))
+    assert ended.returncode == 0
+
+
+def test_a_reader_that_stalls_stops_nobody_and_its_lines_are_dropped_and_counted() -> None:
+    code = """if True:
+        import time
+        dropped = []
+        logs.lines.on_drop = lambda: dropped.append(1)
+        began = time.monotonic()
+        for n in range(20_000):
+            log.info('planted', padding='x' * 100)
+        errors = len(dropped)
+        log.error('still taken')
+        print(time.monotonic() - began < 20, errors > 10_000, len(dropped) == errors, flush=True)
+    """
+    reader, writer = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-c", LOG.format("") + code], stderr=writer, stdout=subprocess.PIPE
+    ) as process:
+        os.close(writer)
+        assert process.stdout is not None
+        assert process.stdout.read().split() == [b"True"] * 3
+        began = time.monotonic()
+        assert process.wait(30) == 0  # though nobody reads what is left
+        assert time.monotonic() - began < 10
+    os.close(reader)
+    assert MOST_SUCCESSES < MOST_WAITING, "there is room for what goes wrong"
+
+
+def test_without_a_reader_the_process_goes_on() -> None:
+    ended = subprocess.run(
+        ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", LOG.format("") + "log.info('a'); print('on')"],
+        capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (0, b"on\n")
+
+
+def test_a_file_has_no_colours_and_a_terminal_has_unless_it_is_told_otherwise() -> None:
+    assert run("log.info('planted')", "format='console'").stderr.isascii()
+    assert b"\x1b[" not in run("log.info('planted')", "format='console'").stderr
+    assert run("log.info('planted')").stderr.startswith(b"{")
+    for environment, has_colours in (({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)):
+        ours, theirs = pty.openpty()
+        code = LOG.format("") + "log.info('planted')"
+        given = {"PATH": "", "TERM": "xterm", "PYTHONPATH": os.getcwd(), **environment}
+        process = subprocess.Popen([sys.executable, "-c", code], stderr=theirs, env=given)
+        os.close(theirs)
+        written = os.read(ours, 65536)
+        assert process.wait(30) == 0
+        os.close(ours)
+        assert b"planted" in written
+        assert (b"\x1b[" in written) is has_colours, environment
+
+
+def test_processes_that_share_a_pipe_do_not_mix_their_lines() -> None:
+    code = LOG.format("") + "input('')\nfor _ in range(2000): log.info('planted', padding='x' * 700)"
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)  # a longer write would be taken in pieces
+    command = [sys.executable, "-c", code]
+    processes = [subprocess.Popen(command, stderr=writer, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in "ab"]
+    os.close(writer)
+    time.sleep(1)
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+    with os.fdopen(reader, "rb") as file:
+        assert [json.loads(line)["event"] for line in file] == ["planted"] * 4000
+    assert [process.wait(30) for process in processes] == [0, 0]

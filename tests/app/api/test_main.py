@@ -1,0 +1,269 @@
+"""The application as a whole: its document, clients made from it, other servers, and what a port of its own takes away."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.testclient import TestClient
+
+from app.main import create_app, create_probe_app
+from app.settings import Explore, Probes, Retrieval, Settings
+from loadtest.server import free_port
+from tests.app.api.live import until
+from tests.support import corpora, rankers
+from tests.support.asgi import ADDRESS, served
+from tests.support.bodies import good
+
+ROOT = Path(__file__).parents[3]
+OPERATIONS = ("/livez", "/readyz", "/startupz", "/metrics", "/info")
+RANKING = ("/context", "/rank", "/rank/{name}", "/rank/batch", "/explain", "/retrieve", "/recommend")
+MODEL = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
+INFERENCE = ("/v2", "/v2/health/live", "/v2/health/ready", *MODEL, *(f"{path}/ready" for path in MODEL))
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    with served(retrieval=corpora.setting(tmp_path_factory.mktemp("retrieval"))) as (client, _):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def document(client: TestClient) -> dict[str, Any]:
+    content: dict[str, Any] = client.get("/openapi.json").json()
+    return content
+
+
+def test_every_endpoint_is_a_route_of_a_fastapi_application(client: TestClient) -> None:
+    assert isinstance(client.app, FastAPI)
+    posts = {route.path for route in client.app.routes if isinstance(route, APIRoute) and route.methods == {"POST"}}
+    assert posts == {*RANKING, *(f"{path}/infer" for path in MODEL)}
+
+
+def test_every_path_is_there_and_described(document: dict[str, Any]) -> None:
+    assert set(document["paths"]) == {*OPERATIONS, *RANKING, *INFERENCE, *(f"{path}/infer" for path in MODEL)}
+    names = []
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert operation["summary"], path
+            assert len(operation["description"]) > 20, path
+            assert operation["tags"], path
+            names.append(operation["operationId"])
+    assert all(re.fullmatch(r"\w+", name) for name in names), "code that is made from the document takes it for a name"
+    assert len(set(names)) == len(names)
+    assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+    assert document["security"] == [{}, {"key": []}], "a key is asked for where keys are set"
+    assert document["info"]["description"], "what the whole is for"
+    assert document["info"]["title"] == "Phoenix ranking server"
+    assert document["info"]["version"] == version("phoenix-ranking-server")
+
+
+def test_every_field_is_described(document: dict[str, Any]) -> None:
+    fields = {
+        f"{name}.{key}": schema
+        for name, model in document["components"]["schemas"].items()
+        for key, schema in model.get("properties", {}).items()
+    }
+    assert len(fields) > 40
+    assert [path for path, schema in fields.items() if len(schema.get("description", "")) < 10] == []
+    assert [name for name, model in document["components"]["schemas"].items() if not model.get("description")] == []
+
+
+@pytest.mark.parametrize("path", RANKING)
+def test_every_refusal_is_listed_as_a_problem(document: dict[str, Any], path: str) -> None:
+    operation = document["paths"][path]["post"]
+    wanted = {"400", "401", "404", "412", "413", "415", "422", "429", "500", "503", "504"}
+    assert set(operation["responses"]) == {"200", *wanted}
+    for status in wanted:
+        content = operation["responses"][status]["content"]
+        assert content == {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}, status
+    assert {each["name"] for each in operation["parameters"]} >= {"X-Request-ID", "X-Request-Timeout-Ms", "traceparent"}
+    text = str(operation["responses"])
+    for codes in (
+        "malformed_json unauthorized context_unknown too_large unsupported_media_type invalid_request overloaded",
+        "not_ready draining engine_down deadline_exceeded non_finite_scores",
+    ):
+        assert [code for code in codes.split() if code not in text] == []
+
+
+def references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from ([value["$ref"]] if "$ref" in value else [])
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from references(item)
+
+
+def schemas(value: Any) -> Iterator[Any]:
+    """Every value that stands where a schema is asked for."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name in ("schema", "items"):
+                yield inner
+            elif name in ("properties", "$defs", "schemas"):
+                yield from inner.values()
+            elif name in ("anyOf", "oneOf", "allOf", "prefixItems"):
+                yield from inner
+            yield from schemas(inner)
+    elif isinstance(value, list):
+        for item in value:
+            yield from schemas(item)
+
+
+def test_every_reference_leads_somewhere_and_no_schema_is_false(document: dict[str, Any]) -> None:
+    found = set(references(document))
+    assert found
+    assert {reference.rpartition("/")[2] for reference in found} <= set(document["components"]["schemas"])
+    assert all(isinstance(schema, dict) for schema in schemas(document))
+
+
+def test_the_demo_takes_every_example(document: dict[str, Any]) -> None:
+    weights = ROOT / "weights"
+    retrieval = Retrieval(checkpoint=weights / "demo-towers", corpus=weights / "demo-posts")
+    app = create_app(Settings(checkpoint=weights / "demo", threads=1, retrieval=retrieval))
+    with TestClient(app, base_url=ADDRESS) as client:
+        until(lambda: client.get("/readyz").status_code == 200)
+        take_examples(document, client)
+
+
+def take_examples(document: dict[str, Any], client: TestClient) -> None:
+    for path in RANKING:
+        content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        assert content["examples"]
+        for example in content["examples"].values():
+            reply = client.post(path.replace("{name}", "demo"), json=example["value"])
+            assert reply.status_code == 200, reply.text
+            assert "error" not in reply.text
+
+
+@pytest.mark.parametrize(("root_path", "url"), [("", "."), ("/ranker", "/ranker")])
+def test_the_document_leads_to_where_a_proxy_has_put_the_service(root_path: str, url: str) -> None:
+    with served(root_path=root_path) as (client, _):
+        for below in {"", root_path}:  # a proxy may take its prefix off, or leave it
+            assert client.get(f"{below}/openapi.json").json()["servers"] == [{"url": url}]
+            assert client.post(f"{below}/rank", json=good()).status_code == 200
+            assert client.get(f"{below}/docs").status_code == 200
+
+
+@pytest.fixture
+def described(tmp_path: Path, document: dict[str, Any]) -> Path:
+    place = tmp_path / "openapi.json"
+    place.write_text(json.dumps(document))
+    return place
+
+
+@pytest.mark.skipif(find_spec("openapi_python_client") is None, reason="needs openapi-python-client")
+def test_a_client_that_openapi_python_client_makes_ranks(
+    described: Path, tmp_path: Path, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-m", "openapi_python_client", "generate", "--meta", "none", "--path", str(described)]
+    made = subprocess.run([*command, "--output-path", str(tmp_path / "made")], capture_output=True, text=True)
+    assert made.returncode == 0, made.stdout + made.stderr
+    assert "Unable to" not in made.stdout + made.stderr, "it leaves out what it cannot read"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = importlib.import_module("made")
+    rank = importlib.import_module("made.api.ranking.rank")
+    request = importlib.import_module("made.models.rank_request").RankRequest
+    caller = package.Client(base_url=ADDRESS)
+    caller.set_httpx_client(client)
+    reply = rank.sync(client=caller, body=request.from_dict(good()))
+    assert [row.rank for row in reply.candidates] == [1, 2, 3]
+    problem = rank.sync(client=caller, body=request.from_dict(good(candidates=[])))
+    assert problem.code == "invalid_request"
+
+
+@pytest.mark.skipif(
+    find_spec("openapi_generator_cli") is None or shutil.which("java") is None,
+    reason="needs openapi-generator-cli and a JDK",
+)
+def test_openapi_generator_reads_the_document(described: Path, tmp_path: Path) -> None:
+    run = "import sys, openapi_generator_cli; sys.exit(openapi_generator_cli.cli())"
+    command = [sys.executable, "-c", run, "generate", "-g", "python", "-i", str(described)]
+    made = subprocess.run(
+        [*command, "-o", str(tmp_path / "made")], capture_output=True, text=True, timeout=110, cwd=tmp_path
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
+    assert (tmp_path / "made/openapi_client/api/ranking_api.py").is_file()
+    assert (tmp_path / "made/openapi_client/models/rank_request.py").is_file()
+
+
+def test_metrics_move_to_a_port_of_their_own() -> None:
+    ranker = rankers.create(probes=Probes(port=9100))
+    apps = (create_app(ranker.settings, ranker), create_probe_app(ranker.settings, ranker))
+    moved = {"/metrics": 404, "/livez": 200, "/rank": 405, "/docs": 200}
+    there = {"/metrics": 200, "/livez": 200, "/info": 503, "/rank": 404, "/docs": 404, "/openapi.json": 404}
+    for app, paths in zip(apps, (moved, there), strict=True):
+        client = TestClient(app, base_url=ADDRESS)
+        assert {path: client.get(path).status_code for path in paths} == paths
+
+
+def test_explanations_are_not_there_where_they_are_off() -> None:
+    with served(explore=Explore(enabled=False)) as (client, _):
+        assert client.post("/explain", json=good(explain=[90])).status_code == 404
+        assert "/explain" not in client.get("/openapi.json").json()["paths"]
+
+
+SERVERS = {
+    "uvicorn": ("uvicorn", "--factory", "app.main:create_app", "--port"),
+    "hypercorn": ("hypercorn", "app.main:create_app()", "--bind"),
+    "granian": ("granian", "--interface", "asgi", "--factory", "app.main:create_app", "--port"),
+}
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_other_servers_serve_the_same_application(name: str) -> None:
+    if find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    port = free_port()
+    address = f"127.0.0.1:{port}" if SERVERS[name][-1] == "--bind" else str(port)
+    url = f"http://127.0.0.1:{port}"
+    example = json.loads((ROOT / "weights/demo/example.json").read_text())
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *SERVERS[name], address],
+            cwd=ROOT, stdout=log, stderr=log, env={"PATH": "", "RANKER_THREADS": "1", "RANKER_DRAIN__TIMEOUT_SECONDS": "5"},
+        )  # fmt: skip
+        try:
+            until(lambda: is_ready(url), 60)
+            replies = {path: httpx.get(url + path).status_code for path in ("/readyz", "/docs", "/metrics", "/nowhere")}
+            assert replies == {"/readyz": 200, "/docs": 200, "/metrics": 200, "/nowhere": 404}
+            assert (head := httpx.head(f"{url}/livez")).status_code == 200
+            assert head.content == b""
+            ranked = httpx.post(f"{url}/rank", json=example)
+            assert (ranked.status_code, len(ranked.json()["candidates"])) == (200, len(example["candidates"]))
+            assert httpx.post(f"{url}/rank", json={}).json()["code"] == "invalid_request"
+        finally:
+            process.terminate()
+            process.wait(30)
+        log.seek(0)
+        said = log.read()
+    assert b'"event":"request"' in said, said
+    assert b"Traceback" not in said
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_without_settings_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKER_ROOT_PATH", "/below")
+    assert create_app().openapi()["servers"] == [{"url": "/below"}]
+    assert create_app(Settings(root_path="/other")).openapi()["servers"] == [{"url": "/other"}]

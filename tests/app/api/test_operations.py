@@ -1,0 +1,190 @@
+"""Probes, what runs here, and scrapes that take little of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from pydantic import BaseModel
+from starlette.testclient import TestClient
+
+from app.api.operations import SCRAPE_SHARE, Scrapes
+from app.interface import Health
+from app.main import create_app
+from app.settings import Group, Settings
+from tests.support import corpora, rankers
+from tests.support.asgi import ADDRESS, served
+from tests.support.fakes import FakeEngine
+
+pytestmark = pytest.mark.anyio
+PAGE = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with served() as (client, _):
+        yield client
+
+
+def test_info_says_what_runs(client: TestClient) -> None:
+    info = client.get("/info").json()
+    assert info["model"] == {"name": "fake", "version": "v1"}
+    assert info["actions"] == ["favorite", "reply", "report"]
+    assert (info["device"], info["dtype"]) == ("cpu", "float32")
+    assert info["limits"]["max_candidates"] == 4096
+    assert info["architecture"]["history_length"] == 16
+    assert len(info["checkpoint"]["digest"]) == 64
+    assert {"version", "python", "torch"} <= info["build"].keys()
+    assert info["retrieval"] is None
+
+
+def test_info_has_the_fields_that_the_document_names(client: TestClient) -> None:
+    named = client.get("/openapi.json").json()["components"]["schemas"]["Info"]["properties"]
+    assert client.get("/info").json().keys() == named.keys()
+
+
+def test_info_tells_of_the_corpus_but_neither_paths_nor_secrets(tmp_path: Path) -> None:
+    retrieval = corpora.setting(tmp_path)
+    with served(retrieval=retrieval) as (client, _):
+        reply = client.get("/info")
+    info = reply.json()
+    assert info["retrieval"]["corpus"]["posts"] > 0
+    assert not {"auth", "admin", "checkpoint", "retrieval"} & info["settings"].keys()
+    assert str(tmp_path) not in reply.text
+
+
+@pytest.mark.parametrize(
+    ("path", "media_type"),
+    [
+        *((path, "application/json") for path in ("/livez", "/readyz", "/startupz", "/info", "/openapi.json")),
+        ("/metrics", "text/plain; version=0.0.4; charset=utf-8"),
+        ("/docs", "text/html"),
+    ],
+)
+def test_a_get_route_says_what_it_is_and_answers_head_with_the_same_headers_and_no_body(
+    client: TestClient, path: str, media_type: str
+) -> None:
+    def headers(reply: httpx.Response) -> dict[str, str]:
+        changing = {"x-request-id"} | ({"content-length"} if path == "/metrics" else set())
+        return {name: value for name, value in reply.headers.items() if name not in changing}
+
+    got, head = client.get(path), client.head(path)
+    assert (head.status_code, headers(head)) == (200, headers(got))
+    assert got.headers["content-type"] == media_type
+    assert int(head.headers["content-length"]) > 0
+    assert got.content
+    assert head.content == b""
+    assert f'method="HEAD",route="{path}"' in client.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("health", "statuses", "code"),
+    [
+        (Health(True, True, False, False, ""), (200, 200, 200), ""),
+        (Health(True, True, False, False, "", "The feed is silent."), (200, 200, 200), ""),
+        (Health(False, False, False, False, "The checkpoint is being loaded."), (200, 503, 503), "not_ready"),
+        (Health(False, True, False, True, "The process is shutting down."), (200, 503, 200), "draining"),
+        (Health(False, True, True, False, "The engine is lost."), (200, 503, 200), "engine_down"),
+    ],
+)
+def test_probes_say_what_the_ranker_says(
+    monkeypatch: pytest.MonkeyPatch, health: Health, statuses: tuple[int, int, int], code: str
+) -> None:
+    with served() as (client, ranker):
+        monkeypatch.setattr(ranker, "health", lambda: health)
+        replies = [client.get(path) for path in ("/livez", "/readyz", "/startupz")]
+    assert tuple(reply.status_code for reply in replies) == statuses
+    ready = replies[1].json()
+    if code:
+        assert (ready["code"], ready["detail"], replies[1].headers["retry-after"]) == (code, health.reason, "2")
+    else:
+        assert ready == {"status": "ready"} | ({"feed": health.feed} if health.feed else {})
+
+
+def test_readiness_names_the_rung_of_the_engine() -> None:
+    engine = FakeEngine()
+    engine.info.notes["rung"] = "native"
+    with served(engine) as (client, _):
+        assert client.get("/readyz").json() == {"status": "ready", "engine": "native"}
+
+
+def test_until_it_is_loaded_only_probes_answer() -> None:
+    ranker = rankers.create()
+    client = TestClient(create_app(ranker.settings, ranker), base_url=ADDRESS)
+    paths = {"/livez": 200, "/metrics": 200, "/docs": 200, "/readyz": 503, "/startupz": 503, "/info": 503}
+    assert {path: client.get(path).status_code for path in paths} == paths
+    assert client.post("/rank", json={}).json()["code"] == "not_ready"
+
+
+async def test_one_scrape_at_a_time_which_those_who_asked_before_it_share() -> None:
+    begun, running = 0, 0
+
+    async def make() -> bytes:
+        nonlocal begun, running
+        begun, running = begun + 1, running + 1
+        assert running == 1
+        number = b"%d" % begun
+        await asyncio.sleep(0.005)
+        running -= 1
+        if begun == 3:
+            raise OSError("planted")
+        return number
+
+    scrapes = Scrapes(make)
+    assert await scrapes.get() == b"1"
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    assert await asyncio.gather(*(scrapes.get() for _ in range(50))) == [b"2"] * 50
+    assert loop.time() - began >= 0.8 * 0.005 / SCRAPE_SHARE
+    third = asyncio.ensure_future(scrapes.get())
+    while begun < 3:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    fourth = asyncio.ensure_future(scrapes.get())  # what the third holds may be older than this question
+    with pytest.raises(OSError, match="planted"):
+        await third
+    assert await fourth == b"4"
+    gone = asyncio.ensure_future(scrapes.get())
+    stays = asyncio.ensure_future(scrapes.get())
+    await asyncio.sleep(0)
+    gone.cancel()
+    assert await stays == b"5"
+
+
+def test_who_scrapes_as_fast_as_it_goes_takes_a_small_share_of_the_loop() -> None:
+    with served() as (client, ranker):
+        spent, render = [0.0], ranker.metrics.render
+
+        def measured() -> bytes:
+            began = time.monotonic()
+            try:
+                return render()
+            finally:
+                spent[0] += time.monotonic() - began
+
+        ranker.metrics.render = measured  # type: ignore[method-assign]
+        began = time.monotonic()
+        while time.monotonic() - began < 1:
+            assert client.get("/metrics").status_code == 200
+        assert spent[0] < 2 * SCRAPE_SHARE * (time.monotonic() - began)
+
+
+def defaults(model: type[BaseModel], prefix: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Group):
+            found |= defaults(field.annotation, f"{prefix}{name.upper()}__")
+        else:
+            found[prefix + name.upper()] = field.default
+    return found
+
+
+def test_the_operators_page_lists_every_setting_with_its_default() -> None:
+    listed = dict(re.findall(r"^\| `([A-Z0-9_]+)` \| `?([^|`]*?)`? \|", PAGE, re.M))
+    shown = {name: "none" if value in (None, {}, "") else str(value) for name, value in defaults(Settings).items()}
+    shown = {name: value.lower() if value in ("True", "False") else value for name, value in shown.items()}
+    assert listed == shown

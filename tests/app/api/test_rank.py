@@ -1,0 +1,349 @@
+"""POST /rank: what a reply holds, what is refused and how, and equal bits on every way in."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+from hypothesis import HealthCheck, given, settings
+from msgspec.json import Decoder
+from msgspec.structs import replace as remade
+from starlette.testclient import TestClient
+
+from app import columns, schema
+from app.columns import Vocabulary
+from app.engine.loading import LoadedModel
+from app.engine.runners import Steps
+from app.main import create_app
+from app.service.ranker import create_ranker
+from app.settings import Limits, Settings
+from app.telemetry.metrics import Metrics
+from tests.support import strategies
+from tests.support.asgi import ADDRESS, served
+from tests.support.bodies import good, in_columns
+from tests.support.fakes import CONFIG, FakeEngine, expected, fake_loader, fake_model
+from tests.support.rankers import figure
+
+DEMO = Path("weights/demo")
+MARK = "zq9marker"
+JSON = {"content-type": "application/json"}
+POST: dict[str, Any] = {"post_id": 1, "author_id": 2}
+PLAIN = good(actions_wanted=..., top_k=..., weights=...)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with served(limits=Limits(max_body_bytes=200_000, max_candidates=3000, max_history=200)) as (client, _):
+        yield client
+
+
+def rows_of(client: TestClient, body: Any, path: str = "/rank") -> list[dict[str, Any]]:
+    reply = client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    rows: list[dict[str, Any]] = reply.json()["candidates"]
+    return rows
+
+
+def test_a_reply_holds_what_the_contract_says(client: TestClient) -> None:
+    reply = client.post("/rank", json=PLAIN)
+    content = reply.json()
+    assert reply.headers["content-type"] == "application/json"
+    assert content["model"] == {"name": "fake", "version": "v1"}
+    assert content["actions"] == ["favorite", "reply", "report"]
+    assert [row["post_id"] for row in content["candidates"]] == [90, "9223372036854775809", 0]
+    assert [*content["candidates"][0]] == ["post_id", "score", "rank", "probabilities", "continuous"]
+    assert (content["history_used"], content["history_dropped"]) == (3, 0)
+    assert {*content["timings_ms"]} == {"parse", "queue", "forward"}
+    assert content["request_id"] == reply.headers["x-request-id"] == "page-7"
+    assert content["context"] == reply.headers["x-context"]
+    assert (reply.headers["x-model-version"], reply.headers["x-context-cache"]) == ("v1", "miss")
+
+
+def test_a_request_that_its_header_names_keeps_that_name(client: TestClient) -> None:
+    reply = client.post("/rank", json=PLAIN, headers={"x-request-id": "Call-7:a/b"})
+    assert (reply.json()["request_id"], reply.headers["x-request-id"]) == ("page-7", "Call-7:a/b")
+
+
+def test_scores_are_the_engines_in_either_form(client: TestClient) -> None:
+    asked = schema.decode(Decoder(schema.RankRequest), json.dumps(PLAIN).encode())
+    words = Vocabulary.of(fake_model(FakeEngine()).checkpoint.manifest)
+    wanted = expected(columns.context_of(asked, words, CONFIG), columns.candidates_of(asked, words, CONFIG))
+    for body in (PLAIN, strategies.columnar(PLAIN)):
+        rows = rows_of(client, body)
+        assert np.array_equal(np.array([row["probabilities"] for row in rows], np.float32), wanted.probabilities)
+        assert [row["score"] for row in rows] == [float(p[0]) * 1.0 + float(p[2]) * -2.0 for p in wanted.probabilities]
+
+
+def test_durations_are_those_of_this_call() -> None:
+    work_ms = 30.0
+    with served(FakeEngine(before=lambda items: time.sleep(work_ms / 1000))) as (client, ranker):
+        started = time.perf_counter()
+        reply = client.post("/rank", json=good())
+        wall_ms = (time.perf_counter() - started) * 1000
+        stages = dict(part.split(";dur=") for part in reply.headers["server-timing"].split(", "))
+        spent = {name: float(milliseconds) for name, milliseconds in stages.items()}
+        assert [*spent] == ["parse", "queue", "forward", "serialize"]
+        assert min(spent.values()) > 0
+        assert spent["forward"] >= work_ms
+        assert sum(spent.values()) <= wall_ms
+        assert reply.json()["timings_ms"] == {name: spent[name] for name in ("parse", "queue", "forward")}
+        for stage, milliseconds in spent.items():
+            counted = figure(ranker, f'ranker_stage_duration_seconds_sum{{stage="{stage}"}}') * 1000
+            assert counted == pytest.approx(milliseconds, abs=0.01), stage
+
+
+def test_a_model_is_asked_for_by_its_path(client: TestClient) -> None:
+    for path in ("/rank/fake", "/rank/fake@v1"):
+        assert rows_of(client, PLAIN, path) == rows_of(client, PLAIN)
+    for path in ("/rank/fake@v2", "/rank/v1", f"/rank/{MARK}"):
+        reply = client.post(path, json=PLAIN)
+        assert (reply.status_code, reply.json()["code"]) == (404, "not_found")
+        assert MARK not in reply.text
+
+
+def test_a_long_list_is_answered_whole(client: TestClient) -> None:
+    posts = {"post_id": [*range(1, 2501)], "author_id": [1] * 2500}
+    rows = rows_of(client, good(candidates=posts, top_k=...))
+    assert [row["post_id"] for row in rows] == posts["post_id"]
+    assert sorted(row["rank"] for row in rows) == posts["post_id"]
+
+
+def test_a_longer_history_than_the_window_is_counted() -> None:
+    with served() as (client, ranker):
+        content = client.post("/rank", json=good(history=[POST] * 20)).json()
+        assert (content["history_used"], content["history_dropped"]) == (16, 4)
+        assert figure(ranker, "ranker_history_truncated_total") == 1
+
+
+def test_weights_that_are_all_zero_are_warned_of() -> None:
+    model = fake_model(FakeEngine())
+    manifest = remade(model.checkpoint.manifest, score_weights={}, version="")
+
+    def load(path: Path, steps: Steps) -> LoadedModel:
+        steps.warming()
+        return LoadedModel(replace(model.checkpoint, manifest=manifest), model.engine)
+
+    with served(load=load) as (client, _), structlog.testing.capture_logs() as lines:
+        for _ in range(2):
+            content = client.post("/rank", json=good(weights=...)).json()
+            assert [row["score"] for row in content["candidates"]] == [0.0, 0.0, 0.0]
+            assert content["warnings"] == [columns.ZERO_WEIGHTS]
+        assert "warnings" not in client.post("/rank", json=good()).json()
+    assert len([line for line in lines if line["event"] == "scores_mean_nothing"]) == 1
+
+
+# what is refused
+
+
+def candidate(**changes: Any) -> dict[str, Any]:
+    return good(candidates=[POST, POST | changes])
+
+
+def event(**changes: Any) -> dict[str, Any]:
+    return good(history=[POST | changes])
+
+
+INVALID: dict[str, tuple[Any, str]] = {
+    "not an object": ([MARK], ""),
+    "a string": (MARK, ""),
+    "null": (None, ""),
+    "user missing": (good(user_id=...), "user_id"),
+    "user negative": (good(user_id=-1), "user_id"),
+    "user 2^64": (good(user_id=2**64), "user_id"),
+    "user text": (good(user_id=MARK), "user_id"),
+    "user true": (good(user_id=True), "user_id"),
+    "unknown field": (good(**{MARK: 1}), ""),
+    "unknown field that looks like a path": (good(**{f"a` - at `$.{MARK}": 1}), ""),
+    "no candidates": (good(candidates=[]), "candidates"),
+    "candidates null": (good(candidates=None), "candidates"),
+    "candidates empty arrays": (good(candidates={"post_id": [], "author_id": []}), "candidates"),
+    "candidate no object": (good(candidates=[POST, MARK]), "candidates[1]"),
+    "candidate unknown field": (candidate(**{MARK: 1}), "candidates[1]"),
+    "candidate author missing": (good(candidates=[POST, {"post_id": 1}]), "candidates[1].author_id"),
+    "candidate post text": (candidate(post_id=MARK), "candidates[1].post_id"),
+    "candidate post fraction": (candidate(post_id=1.0), "candidates[1].post_id"),
+    "candidate surface too high": (candidate(product_surface=16), "candidates[1].product_surface"),
+    "candidate created in ms": (candidate(created_at=1_779_990_000_000), "candidates[1].created_at"),
+    "candidate with dwell": (candidate(dwell_time=3), "candidates[1]"),
+    "arrays unequal": (good(candidates={"post_id": [1, 2], "author_id": [1]}), "candidates"),
+    "arrays bad entry": (good(candidates={"post_id": [1, MARK], "author_id": [1, 2]}), "candidates.post_id[1]"),
+    "history dwell negative": (event(dwell_time=-0.1), "history[0].dwell_time"),
+    "action unknown": (event(actions=["favorite", MARK]), "history[0].actions[1]"),
+    "action named twice": (event(actions=["favorite", "0"]), "history[0].actions"),
+    "action text": (event(actions=MARK), "history[0].actions"),
+    "action map unknown": (event(actions={MARK: 1}), "history[0].actions"),
+    "action map text": (event(actions={"favorite": MARK}), "history[0].actions.favorite"),
+    "impression in ms": (good(impression_ts=1_780_000_000_000), "impression_ts"),
+    "weights unknown action": (good(weights={MARK: 1}), "weights"),
+    "weights text": (good(weights={"favorite": MARK}), "weights.favorite"),
+    "weights of an unknown action, text": (good(weights={MARK: MARK}), "weights"),
+    "weights unknown set": (good(weights=MARK), "weights"),
+    "weights huge": (good(weights={"favorite": 1e308}), "weights.favorite"),
+    "weights twice": (good(weights={"favorite": 1, "0": 1}), "weights"),
+    "top_k zero": (good(top_k=0), "top_k"),
+    "wanted unknown": (good(actions_wanted=[MARK]), "actions_wanted[0]"),
+    "wanted twice": (good(actions_wanted=["favorite", "0"]), "actions_wanted"),
+    "reply as a map": (good(reply={MARK: 1}), "reply"),
+    "request id with line feed": (good(request_id=f"{MARK}\r\nX-Evil: 1"), "request_id"),
+    "request id long": (good(request_id=MARK * 100), "request_id"),
+    "context and user": (good(context="0" * 32), "context"),
+    "context of another form": (good(context=MARK, user_id=..., history=...), "context"),
+}
+MALFORMED: dict[str, bytes] = {
+    "empty": b"",
+    "text": MARK.encode(),
+    "cut off": b'{"user_id": 1',
+    "NaN": b'{"user_id": NaN}',
+    "lone surrogate": b'{"user_id": "\\ud800zq9marker"}',
+    "bad UTF-8": b'{"user_id": "zq9marker\xff"}',
+    "deep": b"[" * 20_000 + b"]" * 20_000,
+}
+LARGE: dict[str, Any] = {
+    "many candidates": good(candidates=[POST] * 3001),
+    "many candidates in arrays": good(candidates=in_columns([POST] * 3001)),
+    "long history": good(history=[POST] * 201),
+    "many values": good(history={"post_id": [1] * 40_000, "author_id": [1]}),
+}
+CASES = (
+    {f"422 {name}": (json.dumps(body).encode(), 422, "invalid_request") for name, (body, _) in INVALID.items()}
+    | {f"400 {name}": (body, 400, "malformed_json") for name, body in MALFORMED.items()}
+    | {f"413 {name}": (json.dumps(body).encode(), 413, "too_large") for name, body in LARGE.items()}
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_refusal_has_a_status_a_code_and_no_word_of_the_caller(client: TestClient, name: str) -> None:
+    body, status, code = CASES[name]
+    with structlog.testing.capture_logs() as lines:
+        reply = client.post("/rank", content=body, headers=JSON)
+    content = reply.json()
+    assert (reply.status_code, content["status"], content["code"]) == (status, status, code)
+    assert reply.headers["content-type"] == "application/problem+json"
+    assert len(reply.content) <= 1024
+    assert MARK not in reply.text + str(reply.headers) + str(lines)
+    if status == 422:
+        ((field,),) = [[error["field"] for error in content["errors"]]]
+        assert field == INVALID[name.removeprefix("422 ")][1]
+    else:
+        assert "errors" not in content
+
+
+def test_what_the_refused_were_made_of_is_good(client: TestClient) -> None:
+    for body in (good(), candidate(), event(actions=["favorite"]), good(history=[POST] * 200)):
+        assert client.post("/rank", json=body).status_code == 200
+
+
+def test_nothing_refused_keeps_a_place() -> None:
+    with served() as (client, ranker):
+        for body, _, _ in CASES.values():
+            client.post("/rank", content=body, headers=JSON)
+        assert figure(ranker, "ranker_queue_requests") == 0
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(strategies.mutated() | strategies.nearly_valid().map(lambda body: json.dumps(body).encode()))
+def test_no_body_is_a_fault(client: TestClient, raw: bytes) -> None:
+    reply = client.post("/rank", content=raw, headers=JSON)
+    assert reply.status_code in (200, 400, 412, 422), reply.text
+    results = client.post("/rank/batch", content=b"[%b]" % raw, headers=JSON)
+    assert results.status_code in (200, 400, 413, 422), results.text
+    if results.status_code == 200 and len(results.json()) == 1:
+        assert results.json()[0].get("error", {}).get("status", 200) == reply.status_code
+
+
+# ids that are texts
+
+
+def test_texts_are_echoed_and_nothing_else_is_an_id() -> None:
+    posts = [{"post_id": name, "author_id": "a"} for name in ("64f1c0ffee0ddba11ab1e042", "7", "a,b", 'é"')]
+    body: dict[str, Any] = {"user_id": "user:1", "history": posts[:2], "candidates": posts}
+    with served(load=fake_loader(ids="text")) as (client, _):
+        assert [row["post_id"] for row in rows_of(client, body)] == [post["post_id"] for post in posts]
+        assert rows_of(client, body | {"candidates": in_columns(posts)}) == rows_of(client, body)
+        for changes in (
+            {"user_id": 7},
+            {"user_id": ""},
+            {"candidates": [POST]},
+            {"history": [posts[0] | {"author_id": "x" * 129}]},
+        ):
+            reply = client.post("/rank", json=body | changes)
+            assert (reply.status_code, reply.json()["code"]) == (422, "invalid_request")
+
+
+# equal bits, with the real model
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[TestClient]:
+    if not DEMO.is_dir():
+        pytest.skip("needs the demo checkpoint")
+    chosen = Settings(checkpoint=DEMO, device="cpu")
+    ranker = create_ranker(chosen, Metrics())
+    with TestClient(create_app(chosen, ranker), base_url=ADDRESS, raise_server_exceptions=False) as client:
+        assert client.portal is not None
+        client.portal.call(ranker.wait_ready)
+        yield client
+
+
+def many(count: int) -> dict[str, Any]:
+    random = np.random.default_rng(3)
+    numbers = random.integers(1, 2**63, (count + 20, 2)).tolist()
+    posts = [
+        {"post_id": post, "author_id": author, "created_at": 1779990000 - post % 9_000_000} for post, author in numbers
+    ]
+    history = [
+        {
+            "post_id": post,
+            "author_id": author,
+            "actions": ["favorite", "dwell"][: post % 3],
+            "dwell_time": post % 17 / 2,
+        }
+        for post, author in numbers[count:]
+    ]
+    return {"user_id": 77, "history": history, "candidates": posts[:count], "impression_ts": 1780000000}
+
+
+def test_numbers_are_the_same_bits_on_every_way_in(demo: TestClient) -> None:
+    body = many(40)
+    reply = demo.post("/rank", json=body).json()
+    wanted, handle = reply["candidates"], reply["context"]
+    user = {name: body[name] for name in ("user_id", "history")}
+    told = rows_of(demo, body | {"reply": "columns"})
+    assert [row["score"] for row in wanted] == told["score"]  # type: ignore[call-overload]
+    assert [row["probabilities"] for row in wanted] == told["probabilities"]  # type: ignore[call-overload]
+    assert rows_of(demo, strategies.columnar(body)) == wanted
+    ranks = {row["post_id"]: row["rank"] for row in wanted}
+    alone = [rows_of(demo, body | {"candidates": [each]})[0] for each in body["candidates"]]
+    assert [row | {"rank": ranks[row["post_id"]]} for row in alone] == wanted
+    texts = json.loads(json.dumps(body), parse_int=str)
+    texts |= {"impression_ts": 1780000000, "history": user["history"]}
+    texts["candidates"] = [each | {"created_at": int(each["created_at"])} for each in texts["candidates"]]
+    assert rows_of(demo, texts) == [row | {"post_id": str(row["post_id"])} for row in wanted]
+    by_handle = {name: value for name, value in body.items() if name not in user} | {"context": handle}
+    assert rows_of(demo, by_handle) == wanted
+    others = [many(7) | {"user_id": number} for number in range(3)]
+    results = demo.post("/rank/batch", json=[others[0], body, others[1], by_handle, others[2]]).json()
+    assert results[1]["candidates"] == results[3]["candidates"] == wanted
+
+
+@pytest.mark.parametrize("path", ["/rank", "/rank/batch", "/context"])
+def test_the_examples_of_the_document_work_when_pasted(demo: TestClient, path: str) -> None:
+    document = demo.get("/openapi.json").json()
+    operation = document["paths"][path]["post"]
+    examples = operation["requestBody"]["content"]["application/json"]["examples"]
+    assert examples
+    for example in examples.values():
+        reply = demo.post(path, json=example["value"])
+        assert reply.status_code == 200, reply.text
+        assert "error" not in reply.text
+    assert {"200", "400", "401", "404", "412", "413", "415", "422", "429", "500", "503", "504"} <= operation[
+        "responses"
+    ].keys()
+    assert operation["description"]

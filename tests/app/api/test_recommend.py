@@ -1,0 +1,212 @@
+"""POST /recommend: bit for bit what /retrieve and then /rank say, over the demo's real models and around a fake ranker."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+from starlette.testclient import TestClient
+
+from app.errors import EngineDown
+from app.main import create_app
+from app.service.ranker import LocalRanker
+from app.settings import Auth, Limits, Queue, Retrieval, Settings
+from tests.app.api.live import until
+from tests.support import corpora
+from tests.support.asgi import ADDRESS, served
+from tests.support.corpora import NOW, asked, posts_of
+from tests.support.fakes import FakeEngine, fake_loader
+from tests.support.rankers import figure
+from weights.text_ids import IdKind
+
+WEIGHTS = Path(__file__).parents[3] / "weights"
+DEMO = json.loads((WEIGHTS / "demo" / "example.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, LocalRanker]]:
+    retrieval = corpora.setting(tmp_path_factory.mktemp("retrieval"))
+    with served(retrieval=retrieval, limits=Limits(max_retrieved=400, max_history=20)) as both:
+        yield both
+
+
+@pytest.fixture
+def client(running: tuple[TestClient, LocalRanker]) -> TestClient:
+    return running[0]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[TestClient]:
+    retrieval = Retrieval(checkpoint=WEIGHTS / "demo-towers", corpus=WEIGHTS / "demo-posts")
+    with TestClient(create_app(Settings(retrieval=retrieval, threads=1)), base_url=ADDRESS) as client:
+        until(lambda: client.get("/readyz").status_code == 200, 120)
+        yield client
+
+
+OPTIONS = {
+    "impression_ts": NOW,
+    "weights": {"favorite": 2.0, "report": -1.5},
+    "actions_wanted": ["report", "favorite"],
+}
+
+
+def expected(client: TestClient, viewer: dict[str, Any], options: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """What /retrieve and then /rank say, as /recommend should."""
+    retrieval = {name: value for name, value in changes.items() if name != "top_k"}
+    posts = client.post("/retrieve", json=viewer | retrieval).json()["posts"]
+    candidates = [{key: post[key] for key in ("post_id", "author_id", "created_at")} for post in posts]
+    top_k = changes.get("top_k", len(posts))
+    ranked: dict[str, Any] = client.post(
+        "/rank", json=viewer | options | {"candidates": candidates, "top_k": top_k}
+    ).json()
+    found = {post["post_id"]: post for post in posts}
+    for row in ranked["candidates"]:
+        post = found[row["post_id"]]
+        row |= {"retrieval_score": post["score"], "retrieval_rank": post["rank"]}
+    return ranked
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"k": 7}, {"k": 30, "topics": ["sport", "art"], "exclude": [3, 4]}, {"k": 90, "top_k": 5}]
+)
+def test_it_is_retrieve_and_then_rank(client: TestClient, changes: dict[str, Any]) -> None:
+    """Bit for bit, with every option that both have."""
+    joined = client.post("/recommend", json=asked(**OPTIONS, **changes))
+    assert joined.status_code == 200, joined.text
+    content, wanted = joined.json(), expected(client, asked(), OPTIONS, **changes)
+    assert content["candidates"] == wanted["candidates"]
+    assert content["actions"] == ["report", "favorite"]
+    assert content["models"] == {"retrieval": {"name": "towers", "version": "v1"}, "ranker": wanted["model"]}
+    assert content["corpus"]["version"] == "v1"
+    assert list(content["timings_ms"]) == ["parse", "queue", "encode", "search", "forward"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"k": 60, "top_k": 9}, {"k": 60, "exclude_history": False}, {"k": 5}])
+def test_the_demo_is_retrieve_and_then_rank(demo: TestClient, changes: dict[str, Any]) -> None:
+    """With a model that reads ages, and a history beyond its window."""
+    now = 1_780_000_000
+    long = DEMO["history"] * (80 // len(DEMO["history"]) + 1)
+    viewer = {"user_id": DEMO["user_id"], "history": long, "impression_ts": now}
+    joined = demo.post("/recommend", json=viewer | changes)
+    assert joined.status_code == 200, joined.text
+    content = joined.json()
+    assert content["candidates"] == expected(demo, viewer, {}, **changes)["candidates"]
+    assert content["history_used"] + content["history_dropped"] == len(long)
+    assert content["history_dropped"] > 0
+
+
+def test_a_post_has_the_same_numbers_whatever_else_is_recommended(demo: TestClient) -> None:
+    viewer = {"user_id": DEMO["user_id"], "history": DEMO["history"]}
+    many, few = (demo.post("/recommend", json=viewer | {"k": k}).json()["candidates"] for k in (200, 3))
+    alone = {post["post_id"]: post["probabilities"] for post in many}
+    assert len(few) == 3
+    assert all(post["probabilities"] == alone[post["post_id"]] for post in few)
+
+
+def test_fewer_posts_than_were_asked_for_are_ranked(running: tuple[TestClient, LocalRanker]) -> None:
+    client, ranker = running
+    counted = figure(ranker, 'ranker_reply_probability_count{action="favorite"}')
+    reply = client.post("/recommend", json=asked(k=400))
+    assert (reply.status_code, len(reply.json()["candidates"])) == (200, 297), reply.text
+    assert ranker.admission.candidates == 0
+    assert figure(ranker, 'ranker_reply_probability_count{action="favorite"}') == counted + 1
+
+
+def test_nothing_was_ranked_in_no_time(client: TestClient) -> None:
+    content = client.post("/recommend", json=asked(topics=[])).json()
+    assert (content["candidates"], content["timings_ms"]["forward"]) == ([], 0)
+
+
+def test_a_handle_is_named_though_nothing_was_ranked(client: TestClient) -> None:
+    handle = client.post("/context", json=asked()).json()["context"]
+    reply = client.post("/recommend", json={"context": handle, "topics": []})
+    assert (reply.json()["candidates"], reply.json()["context"], reply.headers["x-context"]) == ([], handle, handle)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"weights": {"unheard": 1}}, "weights"),
+        ({"weights": {"favorite": "1"}}, "weights.favorite"),
+        ({"top_k": 0}, "top_k"),
+        ({"actions_wanted": ["reply", "1"]}, "actions_wanted"),
+    ],
+)
+def test_it_is_as_strict_as_rank(client: TestClient, changes: dict[str, Any], field: str) -> None:
+    candidates = [{"post_id": 1, "author_id": 2}]
+    for reply in (
+        client.post("/recommend", json=asked(**changes)),
+        client.post("/rank", json=asked(candidates=candidates, **changes)),
+    ):
+        assert (reply.status_code, reply.json()["errors"][0]["field"]) == (422, field)
+
+
+def test_a_refused_or_answered_request_leaves_no_place_taken(running: tuple[TestClient, LocalRanker]) -> None:
+    client, ranker = running
+    some: list[dict[str, Any]] = [{}, {"topics": []}, {"user_id": 0, "history": []}, {"k": 0}, {"exclude": [-1]}]
+    for changes in some:
+        client.post("/recommend", json=asked(**changes))
+    assert (ranker.admission.requests, ranker.admission.candidates) == (0, 0)
+
+
+def test_a_ranking_that_fails_after_its_search_is_answered(tmp_path: Path) -> None:
+    def fails(items: Any) -> None:
+        raise EngineDown("planted")
+
+    with served(FakeEngine(before=fails), retrieval=corpora.setting(tmp_path)) as (client, ranker):
+        reply = client.post("/recommend", json=asked(k=5))
+        assert (reply.status_code, reply.json()["code"]) == (503, "engine_down")
+        assert (ranker.admission.requests, len(posts_of(client))) == (0, 200)
+
+
+def test_a_request_that_the_ranker_refuses_costs_no_search(tmp_path: Path) -> None:
+    keys = {"caller": SecretStr(hashlib.sha256(b"secret").hexdigest())}
+    queue = Queue(key_candidates_per_second=10.0)
+    with served(retrieval=corpora.setting(tmp_path), auth=Auth(keys=keys), queue=queue) as (client, ranker):
+        client.headers["X-API-Key"] = "secret"
+        assert client.post("/recommend", json=asked(k=100)).status_code == 200
+        searches = figure(ranker, "ranker_search_requests_count")
+        refused = client.post("/recommend", json=asked(k=100))
+        assert (refused.status_code, refused.json()["code"]) == (429, "overloaded")
+        assert "retry-after" in refused.headers
+        assert figure(ranker, "ranker_search_requests_count") == searches
+
+
+@pytest.mark.parametrize(("ranker_ids", "post_ids"), [("text", "uint64"), ("uint64", "text")])
+def test_posts_are_not_ranked_by_a_model_of_other_ids(tmp_path: Path, ranker_ids: IdKind, post_ids: IdKind) -> None:
+    event, retrieval = {"post_id": "1", "author_id": "1"}, corpora.setting(tmp_path, ids=post_ids)
+    with served(load=fake_loader(FakeEngine(), ids=ranker_ids), retrieval=retrieval) as (client, ranker):
+        for user_id in ("5", "u:5", 5):
+            reply = client.post("/recommend", json={"user_id": user_id, "history": [event]})
+            assert (reply.status_code, reply.json()["code"]) == (503, "corpus_not_loaded")
+        assert not ranker.admission.requests
+        assert client.post("/retrieve", json={"user_id": "5", "history": [event]}).status_code == 200
+
+
+def test_texts_are_echoed_with_the_scores_of_rank(tmp_path: Path) -> None:
+    user = {"user_id": "u:1", "history": [{"post_id": "post:3", "author_id": "author:5", "actions": ["reply"]}]}
+    retrieval = corpora.setting(tmp_path, ids="text")
+    with served(load=fake_loader(FakeEngine(), ids="text"), retrieval=retrieval) as (client, _):
+        found = client.post("/retrieve", json=user | {"k": 20}).json()["posts"]
+        ranked = client.post("/recommend", json=user | {"k": 20}).json()["candidates"]
+        candidates = [{"post_id": post["post_id"], "author_id": post["author_id"]} for post in found]
+        alone = client.post("/rank", json=user | {"candidates": candidates}).json()["candidates"]
+    scores = {post["post_id"]: post["score"] for post in alone}
+    assert {post["post_id"]: post["score"] for post in ranked} == scores
+
+
+def test_both_models_must_know_the_words(tmp_path: Path) -> None:
+    """The ranker knows favorite, reply and report; these towers know share in place of report."""
+    retrieval = corpora.setting(tmp_path, actions=("favorite", "reply", "share"))
+    with served(retrieval=retrieval) as (client, _):
+        for actions, status in ((["favorite", "1"], 200), (["report"], 422), (["share"], 422), ({"share": 1}, 422)):
+            history = [{"post_id": 1, "author_id": 1, "actions": actions}]
+            reply = client.post("/recommend", json=asked(history=history, k=5))
+            assert reply.status_code == status, actions
+        assert client.post("/recommend", json=asked(weights={"report": 1}, k=5)).status_code == 200
+        assert client.post("/recommend", json=asked(weights={"share": 1}, k=5)).status_code == 422

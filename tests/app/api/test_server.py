@@ -1,0 +1,287 @@
+"""The process: where it listens, what signals do, what it exits with."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import AbstractContextManager, closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from app import server
+from app.interface import Health
+from app.main import create_app
+from app.settings import Settings
+from loadtest.server import Server, answers, serving, wait_until
+from tests.app.api.live import BODY, head, listening, read_reply, until
+from tests.support import rankers
+from tests.support.fakes import FakeEngine, Gate
+
+TOKEN = hashlib.sha256(b"token").hexdigest()
+HAS_IPV6 = Path("/proc/net/if_inet6").exists() and "0" * 31 + "1" in Path("/proc/net/if_inet6").read_text()
+NOT_STARTED = Health(False, False, True, False, "The checkpoint was refused.")
+
+
+def started(*command: str, **settings: Any) -> AbstractContextManager[Server]:
+    """`python -m app` as soon as its process runs, with its log in JSON."""
+    settings = {"drain__delay_seconds": 5} | settings
+    return serving(command=command or (sys.executable, "-m", "app"), wait_ready=False, **settings)
+
+
+def ready(running: Server, path: str = "/readyz") -> None:
+    """Wait until this path is 200."""
+    wait_until(lambda: answers(running, path), 90, running)
+
+
+def event(running: Server, name: str) -> dict[str, Any]:
+    """The first log line of a kind, as soon as it is there."""
+    wait_until(lambda: any(line["event"] == name for line in running.log_lines), 60, running)
+    return next(line for line in running.log_lines if line["event"] == name)
+
+
+def status(running: Server, path: str) -> int:
+    """Of a GET on a connection of its own."""
+    return httpx.get(f"{running.url}{path}").status_code
+
+
+def test_a_start_a_reload_by_signal_a_drain_and_exit_0() -> None:
+    with started(drain__delay_seconds=3, admin__port=0, admin__token_sha256=TOKEN, probes__port=0) as running:
+        event(running, "settings")
+        running.process.send_signal(signal.SIGHUP)  # there is nothing to be read again yet
+        ready(running, "/livez")
+        ready(running)
+        running.process.send_signal(signal.SIGHUP)
+        assert event(running, "unchanged")["checkpoint"].endswith("weights/demo")
+        ports = [line["port"] for line in running.log_lines if line["event"] == "listening"]
+        assert running.port in ports
+        admin, probes = sorted(set(ports) - {running.port}, key=lambda port: status_of(port, "/livez"), reverse=True)
+        assert [status_of(probes, path) for path in ("/readyz", "/info", "/metrics", "/rank")] == [200, 200, 200, 404]
+        assert status(running, "/metrics") == 404
+        reply = httpx.post(f"http://127.0.0.1:{admin}/admin/reload", headers={"authorization": "Bearer token"})
+        assert reply.json()["result"] == "unchanged"
+        running.process.send_signal(signal.SIGTERM)
+        event(running, "draining")
+        assert [status(running, "/readyz"), status_of(probes, "/readyz")] == [503, 503]  # at once, and still listening
+        assert status(running, "/livez") == 200
+        example = json.loads(Path("weights/demo/example.json").read_text())
+        reply = httpx.post(f"{running.url}/rank", json=example)
+        assert (reply.status_code, reply.headers["connection"]) == (200, "close")
+        assert running.process.wait(90) == 0
+        assert event(running, "stopped")["exit_code"] == 0
+
+
+def status_of(port: int, path: str) -> int:
+    return httpx.get(f"http://127.0.0.1:{port}{path}").status_code
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    with started(drain__delay_seconds=30) as running:
+        ready(running, "/livez")
+        running.process.send_signal(signal.SIGTERM)
+        event(running, "draining")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(30) == 128 + signal.SIGTERM
+
+
+def test_a_signal_while_loading_ends_in_order() -> None:
+    with started() as running:
+        assert event(running, "listening")["port"] == running.port
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(90) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_server_runs_ends_the_process_with_0(number: signal.Signals) -> None:
+    """Process 1 of a container gets only signals that it handles, so it must handle them while it imports."""
+    with subprocess.Popen([sys.executable, "-m", "app", "--port=0"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert '"event":"settings"' in process.stderr.readline()
+        process.send_signal(number)
+        assert process.wait(90) == 0
+        assert "Traceback" not in process.stderr.read()
+
+
+CLOSING = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "app")
+
+
+def test_without_standard_descriptors_the_process_serves_and_ends_with_0() -> None:
+    with started(*CLOSING) as running:
+        ready(running)
+        running.process.terminate()
+        assert running.process.wait(90) == 0
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_start_that_gets_no_thread_ends_with_1_and_a_sentence(threads: int) -> None:
+    refusing = f"""if True:
+        import runpy, sys, threading
+        start, left = threading._start_new_thread, [None] * {threads}
+        def refuse(*arguments):
+            if not left:
+                raise RuntimeError("can't start new thread")
+            left.pop()
+            return start(*arguments)
+        threading._start_new_thread, sys.argv = refuse, ["app", "--port=0"]
+        runpy.run_module("app", run_name="__main__")"""
+    ended = subprocess.run([sys.executable, "-c", refusing], capture_output=True, text=True, timeout=90)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("python -m app: can't start new thread: the limit of processes")
+
+
+@pytest.mark.parametrize("place", ["missing", "broken"])
+def test_a_checkpoint_that_cannot_be_loaded_ends_the_process_with_1_and_a_sentence(tmp_path: Path, place: str) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "manifest.json").write_text("{")
+    with started(checkpoint=str(tmp_path / place)) as running:
+        assert running.process.wait(90) == 1
+        assert str(tmp_path / place) in str([line["reason"] for line in running.log_lines if "reason" in line])
+
+
+def test_an_address_that_is_taken_ends_the_process_with_3() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with started(port=port) as running:
+            assert running.process.wait(90) == 3
+            assert event(running, "cannot_listen")["port"] == port
+
+
+def test_settings_that_cannot_be_used_end_the_process_with_2_and_a_sentence() -> None:
+    command = [sys.executable, "-m", "app", "--host", "[::1]:80"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert ended.stderr == "python -m app: RANKER_HOST: [::1]:80 is not an IPv6 address; a port is set by itself\n"
+
+
+@pytest.mark.parametrize("started_before", [True, False])
+def test_the_loss_of_the_engine_and_a_failed_first_load_have_their_exit_codes(started_before: bool) -> None:
+    async def scenario() -> int:
+        ranker = rankers.create()
+        sockets = server.bind("127.0.0.1", 0)
+        running = server.Server(create_app(Settings(), ranker), sockets, ranker, ranker.settings)
+        serving = asyncio.ensure_future(server.serve(running, []))
+        if started_before:
+            await rankers.until(lambda: ranker.health().ready)
+        else:
+            await rankers.until(lambda: running.started)
+            ranker.health = lambda: NOT_STARTED  # type: ignore[method-assign]
+        ranker.on_fatal("planted")
+        await serving
+        return running.exit_code
+
+    assert asyncio.run(scenario()) == (70 if started_before else 1)
+
+
+def test_what_was_begun_is_answered_before_the_end_and_nothing_new_is_accepted() -> None:
+    gate = Gate()
+    with listening(FakeEngine(before=gate)) as live:
+        idle, busy = live.connect(), live.connect()
+        busy.sendall(head() + BODY)
+        assert gate.entered.wait(10)
+        live.server.should_exit = True
+        until(lambda: not is_listening(live.port))
+        time.sleep(0.2)
+        idle.sendall(head("GET", "/livez", length=None))  # sent just as the server began to stop
+        status, headers, _ = read_reply(idle)
+        assert (status, headers["connection"]) == (200, "close")
+        gate.opened.set()
+        status, headers, _ = read_reply(busy)
+        assert (status, headers["connection"]) == (200, "close")
+        assert busy.recv(1) == b""
+
+
+def is_listening(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_request_that_outlasts_the_drain_is_given_up_and_the_exit_code_says_so() -> None:
+    gate = Gate()
+    with listening(FakeEngine(before=gate), drain={"timeout_seconds": 0.2}) as live, live.connect() as client:
+        client.sendall(head() + BODY)
+        assert gate.entered.wait(10)
+        live.server.should_exit = True
+        until(lambda: live.server.exit_code == 1)
+        gate.opened.set()
+
+
+def test_requests_under_way_at_the_end_are_not_lost() -> None:
+    """Clients that ask as fast as they can while the server stops: every request that reached it has its reply."""
+    lost: list[str] = []
+    asked = [0]
+
+    def ask(port: int) -> None:
+        try:
+            connection = socket.create_connection(("127.0.0.1", port), 10)
+        except OSError:
+            return
+        with connection:
+            while True:
+                connection.sendall(head() + BODY)
+                asked[0] += 1
+                try:
+                    status, headers, _ = read_reply(connection)
+                except (OSError, EOFError) as error:
+                    lost.append(repr(error))
+                    return
+                if status != 200 or headers.get("connection") == "close":
+                    return
+
+    for _ in range(3):
+        with listening() as live:
+            threads = [threading.Thread(target=ask, args=(live.port,)) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            time.sleep(0.3)
+            live.server.should_exit = True
+            for thread in threads:
+                thread.join(30)
+    assert asked[0] > 50
+    assert lost == []
+
+
+@pytest.mark.parametrize(
+    ("host", "families"),
+    [("127.0.0.1", [4]), ("::1", [6]), ("[::1]", [6]), ("127.0.0.1,::1", [4, 6]), ("*", [4, 6])],
+)
+def test_both_families_are_listened_on_where_they_are_asked_for(host: str, families: list[int]) -> None:
+    if 6 in families and not HAS_IPV6:
+        families = [4] if host == "*" else pytest.skip("this machine has no IPv6")
+    with listening(host=host) as live:
+        assert len({each.getsockname()[1] for each in live.server.sockets}) == 1
+        for family, address in ((4, "127.0.0.1"), (6, "[::1]")):
+            try:
+                status = httpx.get(f"http://{address}:{live.port}/livez").status_code
+            except httpx.ConnectError:
+                status = 0
+            assert status == (200 if family in families else 0), address
+
+
+def test_a_host_that_is_not_there_is_an_error_that_leaves_nothing_open() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken, pytest.raises(OSError, match="in use"):
+        server.bind("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(OSError, match="known"):
+        server.bind("nowhere.invalid", 0)
+
+
+def test_the_process_may_hold_more_connections_than_the_shell_allows() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        server.raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

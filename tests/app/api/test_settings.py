@@ -1,0 +1,244 @@
+"""Settings: where values come from, and that a slip is named."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from app.engine.loading import engine_options
+from app.settings import Batching, Group, Limits, Queue, Settings, SettingsProblem, listen_hosts, load_settings, names
+from model.create import EngineOptions
+
+DIGEST = hashlib.sha256(b"secret").hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("RANKER_"):
+            monkeypatch.delenv(name)
+
+
+def test_flags_beat_the_environment_which_beats_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKER_PORT", "8101")
+    monkeypatch.setenv("RANKER_QUEUE__MAX_CANDIDATES", "77")
+    assert load_settings().port == 8101
+    settings = load_settings(["--port", "8102"])
+    assert (settings.port, settings.queue.max_candidates, settings.host) == (8102, 77, "127.0.0.1")
+
+
+@pytest.mark.parametrize("flag", ["--queue.max-candidates", "--queue.max_candidates"])
+@pytest.mark.parametrize("joined", [True, False])
+def test_flags_are_named_like_the_settings(flag: str, joined: bool) -> None:
+    argv = [f"{flag}=78"] if joined else [flag, "78"]
+    assert load_settings(argv).queue.max_candidates == 78
+
+
+def test_every_name_of_the_environment_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(["--help"])
+    shown = capsys.readouterr().out
+    for name in names():
+        flag = "--" + name.removeprefix("RANKER_").lower().replace("__", ".").replace("_", "-")
+        assert flag in shown
+
+
+def test_the_contracts_names_exist() -> None:
+    wanted = ("CHECKPOINT", "HOST", "PORT", "DEVICE", "DTYPE", "CANDIDATE_POSITIONS")
+    assert {f"RANKER_{name}" for name in wanted} <= set(names())
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("RANKER_PROT", "RANKER_PORT"),
+        ("RANKER_QUEUE__MAX_CANDIDATE", "RANKER_QUEUE__MAX_CANDIDATES"),
+        ("RANKER_QUEUE", "RANKER_QUEUE__MAX_CANDIDATES"),
+        ("RANKER_CACHE_BYTES", "RANKER_CACHE__BYTES"),
+        ("ranker_prot", "RANKER_PORT"),
+    ],
+)
+def test_an_unknown_name_is_an_error_with_a_hint(monkeypatch: pytest.MonkeyPatch, name: str, nearest: str) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(SettingsProblem) as caught:
+        load_settings()
+    assert name in str(caught.value)
+    assert nearest in str(caught.value)
+
+
+def test_names_that_kubernetes_injects_are_explained() -> None:
+    with pytest.raises(SettingsProblem, match="enableServiceLinks"):
+        load_settings(environ={"RANKER_PORT_8000_TCP_ADDR": "10.0.0.1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RANKER_PORT", "none"),
+        ("RANKER_PORT", "70000"),
+        ("RANKER_DEVICE", "tpu"),
+        ("RANKER_DRAIN__DELAY_SECONDS", "-1"),
+        ("RANKER_DRAIN__DELAY_SECONDS", "inf"),
+        ("RANKER_THREADS", "100000"),
+        ("RANKER_AUTH__KEYS", '{"feed": "secret"}'),
+        ("RANKER_AUTH__KEYS", f'{{"fe ed": "{DIGEST}"}}'),
+        ("RANKER_AUTH__KEYS", "nonsense"),
+        ("RANKER_AUTH__KEYS", ""),
+        ("RANKER_AUTH__KEYS", "{}"),
+        ("RANKER_ADMIN__PORT", "9"),
+        ("RANKER_RETRIEVAL__FEED", "redis://reader:secret/x@redis:6379/posts"),
+        ("RANKER_RETRIEVAL__FEED", "redis://redis:secret/posts"),
+        ("RANKER_HOST", "[::1"),
+        ("RANKER_HOST", "[::1]:8000"),
+        ("RANKER_HOST", "10.0.0.1:8000"),
+        ("RANKER_HOST", "a b"),
+        ("RANKER_PROBES__HOST", "::g"),
+        ("RANKER_ROOT_PATH", "ranker"),
+        ("RANKER_ROOT_PATH", "/ranker/"),
+    ],
+)
+def test_a_bad_value_is_named_and_not_shown(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    for what in ("CHECKPOINT", "CORPUS"):
+        monkeypatch.setenv(f"RANKER_RETRIEVAL__{what}", "here")
+    with pytest.raises(SettingsProblem) as caught:
+        load_settings()
+    assert name.split("__")[0].removeprefix("RANKER_").lower() in str(caught.value).lower()
+    assert "secret" not in str(caught.value)
+
+
+def test_secrets_are_hidden_in_what_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKER_AUTH__KEYS", f'{{"feed": "{DIGEST.upper()}"}}')
+    monkeypatch.setenv("RANKER_ADMIN__PORT", "9")
+    monkeypatch.setenv("RANKER_ADMIN__TOKEN_SHA256", DIGEST)
+    settings = load_settings()
+    assert settings.auth.keys["feed"].get_secret_value() == DIGEST
+    assert DIGEST not in str(settings.effective()).lower()
+    assert "feed" in str(settings.effective())
+    assert DIGEST not in repr(settings).lower()
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().port = 1  # type: ignore[misc]
+    assert Settings().checkpoint == Path("weights/demo")
+
+
+def test_choices_of_the_engine_are_the_models() -> None:
+    wanted = {field.name: get_args(get_type_hints(EngineOptions)[field.name]) for field in fields(EngineOptions)}
+    for name in ("device", "dtype", "backend", "candidate_positions"):
+        ours = (each for each in get_args(Settings.model_fields[name].annotation) if each != "native-avx2")
+        assert tuple(ours) == wanted[name], name
+    narrow = engine_options(Settings(backend="native-avx2"))
+    assert (narrow.backend, narrow.vectors) == ("native", "avx2")
+    assert "avx2" in wanted["vectors"]
+    assert engine_options(Settings(backend="native")).vectors == "auto"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--probes.port=9000", "--admin.port=9000"], "probes.port and admin.port are both 9000"),
+        (["--port=9000", "--admin.port=9000"], "port and admin.port are both 9000"),
+        (["--port=9000", "--host=0.0.0.0", "--probes.port=9000"], "port and probes.port are both 9000"),
+        (["--port=9000", "--host=*", "--probes.port=9000"], "port and probes.port are both 9000"),
+        (["--port=9000", "--host=10.0.0.1,127.0.0.1", "--probes.port=9000"], "port and probes.port are both 9000"),
+    ],
+)
+def test_ports_that_are_the_same_are_refused_with_a_sentence(flags: list[str], named: str) -> None:
+    with pytest.raises(SettingsProblem, match=f"^{named}: each needs a port of its own$"):
+        load_settings([*flags, f"--admin.token-sha256={DIGEST}"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--auth.keys", '{"feed": "%s"}'], "the key named feed"),
+        (["--admin.port=0", "--admin.token-sha256", "%s"], "admin.token_sha256"),
+    ],
+)
+def test_the_digest_of_an_empty_secret_is_refused(flags: list[str], named: str) -> None:
+    """As of a variable that was not set: whoever sends no key, or an empty token, would be let in."""
+    *before, last = flags
+    load_settings([*before, last % DIGEST])
+    for nothing in (hashlib.sha256().hexdigest(), hashlib.sha256().hexdigest().upper()):
+        with pytest.raises(SettingsProblem, match=f"{named} is the SHA-256 of nothing"):
+            load_settings([*before, last % nothing])
+
+
+def test_ports_that_are_free_or_on_other_addresses_are_not() -> None:
+    load_settings(["--probes.port=0", "--admin.port=0", f"--admin.token-sha256={DIGEST}"])
+    load_settings(["--port=9000", "--host=127.0.0.1", "--probes.port=9000", "--probes.host=127.0.0.2"])
+
+
+@pytest.mark.parametrize(
+    ("group", "bounds"),
+    [
+        (
+            Limits(),
+            {"max_batch_requests": 64, "max_batch_candidates": 16_384, "max_excluded": 10_000},
+        ),
+        (Limits(), {"batch_candidates": 65_536, "buffered_bytes": 64 * 2**20}),
+        (
+            Limits(max_candidates=8192),
+            {"max_batch_candidates": 32_768, "batch_candidates": 131_072},
+        ),
+        (Limits(max_retrieved=100, max_body_bytes=2048), {"max_excluded": 500, "buffered_bytes": 2**17}),
+        (Queue(), {"max_context_tokens": 262_144}),
+        (Batching(), {"max_context_tokens": 16_384}),
+    ],
+    ids=str,
+)
+def test_bounds_follow_from_settings(group: Group, bounds: dict[str, float]) -> None:
+    assert {name: getattr(group, name) for name in bounds} == bounds
+
+
+def test_limits_that_follow_are_shown_with_those_that_are_set() -> None:
+    assert {"max_candidates", "max_batch_candidates", "max_excluded"} <= set(Settings().effective()["limits"])
+
+
+@pytest.mark.parametrize(
+    ("host", "addresses", "names", "explores"),
+    [
+        ("127.0.0.1", ["127.0.0.1"], ["localhost", "127.0.0.1", "[::1]"], True),
+        ("::1", ["::1"], ["localhost", "127.0.0.1", "[::1]"], True),
+        ("[::1]", ["::1"], ["localhost", "127.0.0.1", "[::1]"], True),
+        ("127.0.0.1,[::1]", ["127.0.0.1", "::1"], ["localhost", "127.0.0.1", "[::1]"], True),
+        ("localhost, 127.0.0.2", ["localhost", "127.0.0.2"], ["localhost", "127.0.0.1", "[::1]", "127.0.0.2"], True),
+        ("*", ["0.0.0.0", "::"], ["*"], False),  # noqa: S104
+        ("::", ["::"], ["*"], False),
+        ("127.0.0.1,10.0.0.7", ["127.0.0.1", "10.0.0.7"], ["*"], False),
+        ("ranker.internal", ["ranker.internal"], ["*"], False),
+    ],
+)
+def test_a_host_may_be_of_both_families(host: str, addresses: list[str], names: list[str], explores: bool) -> None:
+    settings = load_settings(["--host", host])
+    assert listen_hosts(settings.host) == addresses
+    assert settings.allowed_hosts(settings.host) == names
+    assert settings.explores is explores
+
+
+def test_names_that_are_set_come_before_those_of_loopback() -> None:
+    settings = load_settings(["--hosts", "ranker,feed"])
+    assert settings.allowed_hosts("127.0.0.1") == ["ranker", "feed"]
+    assert settings.allowed_hosts("127.0.0.1", is_main=False) == ["ranker", "feed", "localhost", "127.0.0.1", "[::1]"]
+    assert settings.allowed_hosts("0.0.0.0", is_main=False) == ["*"]  # noqa: S104
+    assert load_settings(["--hosts", "*"]).allowed_hosts("127.0.0.1") == ["*"]
+
+
+def test_a_wrong_host_is_told_in_a_sentence() -> None:
+    with pytest.raises(
+        SettingsProblem, match=r"^RANKER_HOST: \[::1\]:80 is not an IPv6 address; a port is set by itself$"
+    ):
+        load_settings(["--host", "[::1]:80"])
+
+
+@pytest.mark.parametrize("flag", ["--grpc.port", "--shadow.checkpoint", "--fronts", "--budgets.connections"])
+def test_a_flag_of_what_has_ended_is_named_with_the_nearest_one(flag: str) -> None:
+    with pytest.raises(SettingsProblem, match=f"^{flag} is not a setting; the nearest one is --[a-z]"):
+        load_settings([flag, "1"])

@@ -1,0 +1,95 @@
+"""Searches over a small corpus, as a ranker of one process has them, and requests to them. Not a test itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.corpus.changes import CorpusLoader, corpus_loader
+from app.corpus.searches import Searches
+from app.interface import Found, ServedCorpus
+from app.service.ranker import LocalRanker
+from app.settings import Settings
+from app.telemetry.metrics import Metrics
+from model.inputs import Context
+from model.retrieval.inputs import Filters, PostChange, PostRows, Query
+from tests.support import corpora
+from tests.support.fakes import fake_loader
+
+NO_IDS = np.empty(0, np.uint64)
+FAR = float("inf")  # a deadline
+ADMIN = {"port": 1, "token_sha256": "0" * 64}  # with an admin port a process may change its corpus
+
+
+def settings_of(
+    root: Path, version: str = "v1", *, feed: str | None = None, lag: float = 300.0, **groups: Any
+) -> Settings:
+    """Settings for the towers and the corpus below `root`, which are written there unless they are there already."""
+    paths = root / f"towers-{version}", root / f"corpus-{version}"
+    if not paths[1].exists():
+        corpora.written(root, version=version)
+    retrieval = {"checkpoint": paths[0], "corpus": paths[1], "feed": feed, "feed_lag_seconds": lag}
+    options: dict[str, Any] = {"retrieval": retrieval, "admin": ADMIN, "threads": 1} | groups
+    return Settings(**options)
+
+
+def create(
+    settings: Settings, load: CorpusLoader | None = None, clock: Callable[[], float] = time.monotonic
+) -> LocalRanker:
+    """A ranker that has not begun to load; its ranking side is a fake."""
+    load = load or corpus_loader(settings)
+    return LocalRanker(settings, Metrics(), load=fake_loader(), load_corpus=load, clock=clock)
+
+
+@asynccontextmanager
+async def running(
+    settings: Settings, load: CorpusLoader | None = None, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[Searches]:
+    """Searches over the corpus of the settings, until the end of the block."""
+    ranker = create(settings, load, clock)
+    ranker.start()
+    try:
+        await ranker.wait_ready()
+        yield ranker.corpus
+    finally:
+        await ranker.stop(10.0)
+
+
+def query(user: int = 1, k: int = 500, at_least: str = "") -> Query:
+    """A query of a user without history."""
+    times = np.empty(0, np.int64)
+    context = Context(user, NO_IDS, NO_IDS, np.zeros((0, 3), np.float32), times, np.zeros(0, np.float32))
+    return Query(context, k, Filters(NO_IDS), at_least=at_least)
+
+
+async def found(searches: Searches, asked: Query, served: ServedCorpus | None = None, deadline: float = FAR) -> Found:
+    return await searches.search(served or searches.served, asked, deadline, None)
+
+
+def begun(
+    searches: Searches, user: int, deadline: float = FAR, served: ServedCorpus | None = None
+) -> asyncio.Task[Found]:
+    """A search of five posts that is under way."""
+    return asyncio.ensure_future(found(searches, query(user, 5), served, deadline))
+
+
+async def posts_of(searches: Searches) -> list[tuple[int, float]]:
+    """Every post that a search returns with its score, in order."""
+    posts = (await found(searches, query())).posts
+    return list(zip(posts.post_ids.tolist(), posts.scores.tolist(), strict=True))
+
+
+async def ids_of(searches: Searches) -> set[int]:
+    return {post for post, _ in await posts_of(searches)}
+
+
+def change(delete: list[int], new: list[int]) -> PostChange:
+    ids = np.array(new, np.uint64)
+    rows = PostRows(ids, ids % np.uint64(40) + np.uint64(1), np.zeros(len(new), np.int64), ["news"] * len(new))
+    return PostChange(np.array(delete, np.uint64), rows)

@@ -1,0 +1,155 @@
+"""Two workers before one engine process, as operators run them: they rank as one process does, and any of them may be killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from loadtest.server import Server, example, free_port, serving, wait_until
+from tests.support.clients import callers
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+TOKEN = "a token of this test"
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Server]:
+    with serving(retrieval=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def admin_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def several(admin_port: int) -> Iterator[Server]:
+    digest = hashlib.sha256(TOKEN.encode()).hexdigest()
+    with serving(retrieval=True, workers=2, admin__port=admin_port, admin__token_sha256=digest) as server:
+        yield server
+
+
+def children(server: Server) -> dict[str, list[int]]:
+    """Process ids by part."""
+    listed = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    roles: dict[str, list[int]] = {"engine": [], "worker": []}
+    for pid in map(int, listed):
+        with suppress(OSError, StopIteration):  # it has ended just now
+            environment = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+            role = next(json.loads(each.partition("=")[2]) for each in environment if each.startswith("_RANKER_ROLE="))
+            roles["worker" if role["worker"] else "engine"].append(pid)
+    return roles
+
+
+def plain(reply: httpx.Response) -> Any:
+    content = reply.json()
+    return {name: value for name, value in content.items() if name not in ("timings_ms", "context", "request_id")}
+
+
+@pytest.mark.parametrize("path", ["/rank", "/rank/batch", "/context", "/retrieve", "/recommend", "/explain", "/v2"])
+def test_every_endpoint_gives_what_one_process_gives(one: Server, several: Server, path: str) -> None:
+    body = example()
+    search = {name: value for name, value in body.items() if name != "candidates"} | {"k": 9}
+    bodies = {
+        "/rank": body,
+        "/rank/batch": {"requests": [body, {"user_id": -1}]},
+        "/context": {name: body[name] for name in ("user_id", "history")},
+        "/retrieve": search,
+        "/recommend": search,
+        "/explain": body | {"explain": [body["candidates"][0]["post_id"]]},
+    }
+    if path == "/v2":
+        assert one.get("/v2/models/demo").json() == several.get("/v2/models/demo").json()
+        return
+    theirs, ours = one.post(path, bodies[path]), several.post(path, bodies[path])
+    assert (theirs.status_code, ours.status_code) == (200, 200), ours.text
+    if path == "/rank/batch":
+        theirs_plain, ours_plain = (
+            [{"candidates": each.get("candidates")} for each in reply.json()["results"]] for reply in (theirs, ours)
+        )
+        assert ours_plain == theirs_plain
+        return
+    assert plain(ours) == plain(theirs)
+
+
+def test_a_context_that_one_worker_told_is_known_to_all(several: Server) -> None:
+    body = example()
+    handle = several.post("/context", {name: body[name] for name in ("user_id", "history")}).json()["context"]
+    named = {"context": handle, "candidates": body["candidates"], "impression_ts": body["impression_ts"]}
+    whole = several.post("/rank", body).json()["candidates"]
+    for _ in range(8):
+        assert several.post("/rank", named).json()["candidates"] == whole
+    assert several.post("/rank", named | {"context": "0" * 32}).status_code == 412
+
+
+def test_metrics_hold_the_workers_and_the_engine_with_labels(several: Server) -> None:
+    for _ in range(20):
+        several.post("/rank", example())
+    assert several.metric("ranker_http_requests_total{") >= 20
+    assert several.metric('ranker_stage_duration_seconds_count{stage="forward"}') >= 20
+    text = several.get("/metrics").text
+    assert 'worker="1"' in text
+    assert 'worker="2"' in text
+
+
+def test_a_reload_on_the_admin_port_reaches_every_worker(several: Server, admin_port: int) -> None:
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    with callers(several, lambda turn: json.dumps(example()).encode(), 4) as replies:
+        time.sleep(0.5)
+        reply = httpx.post(f"http://127.0.0.1:{admin_port}/admin/reload", json={}, headers=headers, timeout=60)
+        assert reply.status_code == 200, reply.text
+        time.sleep(0.5)
+    assert {status for status, *_ in replies.all} == {200}
+    assert replies.broken == 0
+
+
+def test_a_killed_worker_is_started_again_and_the_others_serve_on(several: Server) -> None:
+    with callers(several, lambda turn: json.dumps(example()).encode(), 4) as replies:
+        time.sleep(0.3)
+        before = children(several)["worker"]
+        os.kill(before[0], signal.SIGKILL)
+        wait_until(lambda: len(children(several)["worker"]) == 2 and before[0] not in children(several)["worker"], 30)
+        time.sleep(0.5)
+    assert {status for status, *_ in replies.all} <= {200, 503}
+    assert replies.broken <= 4  # at most what it was answering
+    assert several.post("/rank", example()).status_code == 200
+
+
+def test_a_killed_engine_process_is_started_again_and_nothing_is_answered_wrong(several: Server) -> None:
+    right = several.post("/rank", example()).json()["candidates"]
+    with callers(several, lambda turn: json.dumps(example()).encode(), 4) as replies:
+        time.sleep(0.3)
+        os.kill(children(several)["engine"][0], signal.SIGKILL)
+        wait_until(lambda: several.get("/readyz").status_code == 503, 10)
+        wait_until(lambda: several.get("/readyz").status_code == 200, 90)
+        time.sleep(1.5)
+    assert {status for status, *_ in replies.all} <= {200, 503}
+    assert replies.broken == 0
+    answered = [json.loads(content)["candidates"] for status, _, content in replies.all if status == 200]
+    assert all(each == right for each in answered)
+
+
+def test_sigterm_drains_and_ends_with_0() -> None:
+    with serving(workers=2, drain__delay_seconds=2) as server:
+        with callers(server, lambda turn: json.dumps(example()).encode(), 4) as replies:
+            time.sleep(0.5)
+            server.signal(signal.SIGTERM)
+            assert server.wait() == 0
+        assert {status for status, *_ in replies.all} <= {200, 503}
+
+
+def test_a_checkpoint_that_cannot_be_loaded_ends_all(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    with serving(tmp_path, workers=2, wait_ready=False) as server:
+        assert server.wait(60) == 1

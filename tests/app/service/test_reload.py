@@ -1,0 +1,496 @@
+"""Changing the checkpoint of a running ranker: which names mean something, what serves meanwhile, and that nothing is locked for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from app.engine.loading import LoadedModel, checkpoint_loader
+from app.engine.runners import Steps
+from app.errors import CorpusNotLoaded, Draining, NotReady
+from app.interface import CheckpointNotFound, ReloadInProgress
+from app.service.ranker import LocalRanker
+from app.settings import Admin, Reload, Settings
+from app.telemetry.metrics import Metrics
+from model.engine import EngineError
+from model.synthetic import random_request
+from tests.support.fakes import FakeEngine, Gate, fake_model, fake_request, is_right
+from tests.support.rankers import create, figure, rank, running, until
+from weights.errors import CheckpointError
+
+pytestmark = pytest.mark.anyio
+
+DEMO = Path(__file__).parents[3] / "weights" / "demo"
+REFUSED = CheckpointError("params.safetensors: digest differs")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Checkpoints below a root, one outside, and links."""
+    for name in ("root/v1", "root/nested/v2", "root/refused", "root/empty", "outside"):
+        (tmp_path / name).mkdir(parents=True)
+        if name != "root/empty":
+            (tmp_path / name / "manifest.json").write_text("{}")
+    (tmp_path / "root" / "escape").symlink_to(tmp_path / "outside")
+    (tmp_path / "root" / "circle").symlink_to("circle")
+    (tmp_path / "root" / "deep").symlink_to(tmp_path)
+    return tmp_path / "root"
+
+
+def load_by_name(path: Path, steps: Steps) -> LoadedModel:
+    """The fake engine of the version in the directory's name: `v1` has the scores of version 1."""
+    name = path.resolve().name
+    if name == "refused":
+        raise REFUSED
+    return fake_model(FakeEngine(int(name[1:])), name)
+
+
+def settings_of(root: Path, **groups: Any) -> dict[str, Any]:
+    return {"checkpoint": root / "v1", "admin": Admin(root=root), **groups}
+
+
+def reloads(ranker: LocalRanker) -> dict[str, float]:
+    counts = {
+        result: figure(ranker, f'ranker_reloads_total{{result="{result}"}}')
+        for result in ("success", "unchanged", "failure")
+    }
+    return {result: count for result, count in counts.items() if count}
+
+
+# what serves
+
+
+async def test_a_named_checkpoint_serves_afterwards_and_a_reload_that_changed_nothing_says_so(root: Path) -> None:
+    async with running(load=load_by_name, **settings_of(root)) as ranker:
+        assert (await ranker.reloads.reload("nested/v2")).manifest.version == "v2"
+        assert ranker.model().manifest.version == "v2"
+        assert is_right((await rank(ranker, 1)).scores, 1, version=2)
+        before = ranker.model()
+        with structlog.testing.capture_logs() as lines:
+            assert await ranker.reloads.reload() is not before
+        assert [line["event"] for line in lines] == ["unchanged"]
+        assert reloads(ranker) == {"success": 1, "unchanged": 1}
+
+
+async def test_a_refused_checkpoint_leaves_the_old_one_serving(root: Path) -> None:
+    async with running(load=load_by_name, **settings_of(root)) as ranker:
+        before = ranker.model()
+        with structlog.testing.capture_logs() as lines, pytest.raises(CheckpointError, match="digest differs"):
+            await ranker.reloads.reload("refused")
+        assert [(line["event"], line["reason"]) for line in lines] == [("reload_failed", str(REFUSED))]
+        assert ranker.model() is before
+        assert is_right((await rank(ranker, 1)).scores, 1)
+        assert reloads(ranker) == {"failure": 1}
+
+
+async def test_a_swap_under_load_loses_nobody_and_each_reply_has_the_scores_of_its_version(root: Path) -> None:
+    async with running(load=load_by_name, **settings_of(root)) as ranker:
+        versions: set[int] = set()
+        stop = asyncio.Event()
+
+        async def caller(user: int) -> None:
+            context, posts = fake_request(user)
+            while not stop.is_set():
+                model = ranker.model()
+                with ranker.admit(model, candidates=4, history=2, deadline=None, key=None) as job:
+                    await asyncio.sleep(0)  # while a body is read, say
+                    found = await ranker.rank(job, context, posts)
+                version = int(model.manifest.version[1:])
+                assert is_right(found.scores, user, version)
+                versions.add(version)
+
+        callers = [asyncio.create_task(caller(user)) for user in range(1, 20)]
+        for _ in range(10):
+            for name in ("nested/v2", "v1"):
+                await ranker.reloads.reload(name)
+                await asyncio.sleep(0.005)
+        stop.set()
+        await asyncio.gather(*callers)
+        assert versions == {1, 2}
+        assert figure(ranker, "ranker_queue_requests") == 0
+
+
+async def test_the_old_engine_is_freed_when_its_last_request_is_answered(root: Path) -> None:
+    gate = Gate()
+    old = FakeEngine(1, before=gate)
+    made = [fake_model(FakeEngine(2), "v2"), fake_model(old)]
+    async with running(load=lambda path, steps: made.pop(), **settings_of(root)) as ranker:
+        first = ranker.model()
+        early = [asyncio.create_task(rank(ranker, user)) for user in (1, 2, 3)]
+        await asyncio.to_thread(gate.entered.wait, 10)
+        with ranker.admit(first, candidates=4, history=2, deadline=None, key=None) as job:
+            await ranker.reloads.reload()
+            assert is_right((await rank(ranker, 4)).scores, 4, version=2)
+            gate.opened.set()
+            for user, task in enumerate(early, start=1):
+                assert is_right((await task).scores, user)
+            assert not old.closed.is_set()
+            assert job.model is first
+            assert is_right((await ranker.rank(job, *fake_request(5))).scores, 5)
+        assert await asyncio.to_thread(old.closed.wait, 2)
+        with pytest.raises(NotReady):
+            ranker.admit(first, candidates=1, history=0, deadline=None, key=None)
+        assert figure(ranker, 'ranker_context_cache_lookups_total{result="miss"}') == 5  # no count runs backwards
+
+
+async def test_a_native_engine_that_was_replaced_goes_without_the_garbage_collector() -> None:
+    settings = Settings(checkpoint=DEMO, device="cpu", backend="native")
+    engines: list[weakref.ref[Any]] = []
+    load = checkpoint_loader(settings)
+
+    def noted(path: Path, steps: Steps) -> LoadedModel:
+        made = load(path, steps)
+        engines.append(weakref.ref(made.engine))
+        return made
+
+    async with running(load=noted, checkpoint=DEMO, device="cpu", backend="native") as ranker:
+        gc.disable()
+        model = ranker.model()
+        context, candidates = random_request(model.manifest.config, 5, 64)
+        with ranker.admit(model, candidates=64, history=5, deadline=None, key=None) as job:
+            assert (await ranker.rank(job, context, candidates)).scores.is_finite()
+        del model, job
+        assert engines[0]() is not None
+        await ranker.reloads.reload()
+        await until(lambda: engines[0]() is None)
+
+
+async def test_a_failed_load_leaves_nothing_of_its_engine(root: Path) -> None:
+    made: list[weakref.ref[FakeEngine]] = []
+
+    def load(path: Path, steps: Steps) -> LoadedModel:
+        engine = FakeEngine()
+        if path.name == "v1":
+            return fake_model(engine)
+        made.append(weakref.ref(engine))
+        try:
+            raise MemoryError
+        except MemoryError as error:
+            raise EngineError("self-test failed") from error
+
+    async with running(load=load, **settings_of(root)) as ranker:
+        gc.disable()
+        with pytest.raises(EngineError, match="self-test failed"):
+            await ranker.reloads.reload("nested/v2")
+        await until(lambda: made[0]() is None)
+        assert is_right((await rank(ranker, 1)).scores, 1)
+
+
+async def test_a_reload_during_a_drain_is_refused(root: Path) -> None:
+    async with running(load=load_by_name, **settings_of(root)) as ranker:
+        ranker.begin_drain()
+        with pytest.raises(Draining):
+            await ranker.reloads.reload("nested/v2")
+        assert ranker.model().manifest.version == "v1"
+
+
+async def test_a_corpus_needs_two_names_where_none_serves(root: Path) -> None:
+    async with running(load=load_by_name, **settings_of(root)) as ranker:
+        with pytest.raises(CorpusNotLoaded, match="Name both"):
+            await ranker.reloads.reload_corpus(corpus="v1")
+        with pytest.raises(CheckpointNotFound):
+            await ranker.reloads.reload_corpus("v1", "../outside")
+
+
+# names
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", ".", "..", "../outside", "v1/../../outside", "nested/../v1", "/etc", "//etc", "~/x", "escape", "circle", "deep/outside",
+        "deep/root/../outside", "no-such", "empty", "v1\0", "v1\\..\\..", "./v1", "x" * 5000, "%2e%2e/outside", "v1/manifest.json",
+    ],
+)  # fmt: skip
+async def test_a_name_means_nothing_outside_the_root(root: Path, name: str) -> None:
+    async with running(load=load_by_name, **settings_of(root)) as ranker:
+        with pytest.raises(CheckpointNotFound):
+            await ranker.reloads.reload(name)
+        assert (root / "../outside" / "manifest.json").is_file()  # the guard is what turns it away
+        assert ranker.model().manifest.version == "v1"
+
+
+async def test_an_absolute_path_is_no_name_even_below_the_root(root: Path) -> None:
+    async with running(load=load_by_name, **settings_of(root)) as ranker:
+        with pytest.raises(CheckpointNotFound):
+            await ranker.reloads.reload(str(root / "v1"))
+
+
+async def test_a_link_is_followed_anew_when_the_present_one_is_read_again(root: Path) -> None:
+    """As SIGHUP does; unless it leads out of the root now."""
+
+    def point(target: Path) -> None:
+        (root / "fresh").symlink_to(target)
+        (root / "fresh").rename(root / "current")
+
+    async with running(load=load_by_name, **settings_of(root)) as ranker:
+        point(root / "v1")
+        await ranker.reloads.reload("current")
+        point(root / "nested" / "v2")
+        assert (await ranker.reloads.reload()).manifest.version == "v2"
+        point(root.parent / "outside")
+        with pytest.raises(CheckpointNotFound):
+            await ranker.reloads.reload()
+        assert ranker.model().manifest.version == "v2"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "admin", "root"),
+    [
+        ("/a/b", Admin(), "/a"),
+        ("/weights", Admin(), "/weights"),
+        ("/", Admin(), "/"),
+        ("/weights", Admin(root=Path("/a")), "/a"),
+    ],
+)
+def test_by_default_names_lie_beside_the_first_checkpoint_and_never_at_the_very_top(
+    checkpoint: str, admin: Admin, root: str
+) -> None:
+    assert create(load=load_by_name, checkpoint=Path(checkpoint), admin=admin).reloads.root == Path(root)
+
+
+async def test_what_was_loaded_last_is_kept_for_the_next_engine_process(root: Path, tmp_path: Path) -> None:
+    async with running(load=load_by_name, **settings_of(root)) as ranker:
+        ranker.reloads.paths_file = tmp_path / "engine.json"
+        await ranker.reloads.reload("nested/v2")
+        assert json.loads((tmp_path / "engine.json").read_bytes()) == [str(root / "nested" / "v2"), None, None]
+        ranker.reloads.paths_file = tmp_path / "gone" / "engine.json"
+        with structlog.testing.capture_logs() as lines:
+            await ranker.reloads.reload("v1")
+        assert ranker.model().manifest.version == "v1"
+        kept = [line for line in lines if line["event"] == "reload_not_kept"]
+        assert [line["reason"] for line in kept] == ["No such file or directory"]
+
+
+# loads that do not end
+
+
+def slow_second_load(second: Callable[[Steps], LoadedModel]) -> Callable[[Path, Steps], LoadedModel]:
+    """A loader whose second load is this, and whose others are by name."""
+    count = 0
+
+    def load(path: Path, steps: Steps) -> LoadedModel:
+        nonlocal count
+        count += 1
+        return second(steps) if count == 2 else load_by_name(path, steps)
+
+    return load
+
+
+async def test_a_load_that_takes_too_long_is_given_up_and_lets_others_load_once_it_has_ended(root: Path) -> None:
+    """It stops at its next step; only then may another one begin, so that two never take memory together."""
+    goes_on, ended = threading.Event(), list[str]()
+
+    def slow(steps: Steps) -> LoadedModel:
+        assert goes_on.wait(10)
+        try:
+            steps.go_on()
+        except EngineError as error:
+            ended.append(str(error))
+            raise
+        raise AssertionError("nobody told it to stop")
+
+    groups = settings_of(root, reload=Reload(timeout_seconds=0.2))
+    async with running(load=slow_second_load(slow), **groups) as ranker:
+        with pytest.raises(EngineError, match=r"the checkpoint was not loaded within 0\.2 s"):
+            await ranker.reloads.reload("nested/v2")
+        with pytest.raises(ReloadInProgress):
+            await ranker.reloads.reload("nested/v2")
+        goes_on.set()
+        await until(lambda: bool(ended))
+        await _reload_once_possible(ranker, "nested/v2")
+        assert is_right((await rank(ranker, 1)).scores, 1, version=2)
+    assert ended == ["the load was cancelled"]
+
+
+async def test_a_load_that_hangs_for_good_does_not_lock_others_out_for_ever(root: Path) -> None:
+    hangs, threads = threading.Event(), list[threading.Thread]()
+
+    def hanging(steps: Steps) -> LoadedModel:
+        threads.append(threading.current_thread())
+        hangs.wait(20)
+        return fake_model(FakeEngine(3), "v3")
+
+    groups = settings_of(root, reload=Reload(timeout_seconds=0.2))
+    async with running(load=slow_second_load(hanging), **groups) as ranker:
+        with pytest.raises(EngineError, match="not loaded within"):
+            await ranker.reloads.reload("nested/v2")
+        with pytest.raises(ReloadInProgress):
+            await ranker.reloads.reload("nested/v2")
+        await _reload_once_possible(ranker, "nested/v2")
+        hangs.set()
+        await until(lambda: not threads[0].is_alive())
+        await asyncio.sleep(0.01)  # and what it has told the loop is done
+        assert ranker.model().manifest.version == "v2"  # what comes late is thrown away
+
+
+async def test_a_cancelled_load_frees_its_engine_when_it_is_there(root: Path) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    late = FakeEngine(2)
+
+    def slow(steps: Steps) -> LoadedModel:
+        begun.set()
+        assert go_on.wait(10)
+        return fake_model(late, "v2")
+
+    async with running(load=slow_second_load(slow), **settings_of(root)) as ranker:
+        reload = asyncio.create_task(ranker.reloads.reload("nested/v2"))
+        await asyncio.to_thread(begun.wait, 10)
+        reload.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reload
+        with pytest.raises(ReloadInProgress):
+            await ranker.reloads.reload("nested/v2")
+        go_on.set()
+        assert await asyncio.to_thread(late.closed.wait, 5)
+        assert is_right((await rank(ranker, 1)).scores, 1)
+
+
+async def test_a_reload_without_a_thread_is_refused_and_the_next_one_loads(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async with running(load=load_by_name, **settings_of(root)) as ranker:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            with pytest.raises(EngineError, match=r"cannot start a thread .* can't start new thread"):
+                await ranker.reloads.reload("nested/v2")
+        assert is_right((await rank(ranker, 1)).scores, 1)
+        await ranker.reloads.reload("nested/v2")
+
+
+async def test_a_reload_before_the_first_load_has_ended_does_not_end_the_process(root: Path) -> None:
+    gate = threading.Event()
+
+    def load(path: Path, steps: Steps) -> LoadedModel:
+        assert gate.wait(10)
+        return load_by_name(path, steps)
+
+    ranker = LocalRanker(Settings(**settings_of(root)), Metrics(), load=load)
+    ranker.start()
+    with pytest.raises(ReloadInProgress):
+        await ranker.reloads.reload("nested/v2")
+    gate.set()
+    await ranker.wait_ready()
+    assert ranker.model().manifest.version == "v1"
+    await ranker.stop(1.0)
+
+
+async def _reload_once_possible(ranker: LocalRanker, name: str) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            with suppress(ReloadInProgress):
+                await ranker.reloads.reload(name)
+                return
+            await asyncio.sleep(0.02)
+
+
+# by itself
+
+
+class Place:
+    """A checkpoint directory that is a link, as a deployment replaces it, and the names that were loaded from it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "model"
+        self.loads: list[str] = []
+        self._folder = folder
+        self.point("v1")
+
+    def point(self, name: str) -> None:
+        (self._folder / name).mkdir(exist_ok=True)
+        (self._folder / name / "manifest.json").write_text(name)
+        fresh = self._folder / "fresh"
+        fresh.symlink_to(self._folder / name)
+        fresh.rename(self.path)
+
+    def load(self, path: Path, steps: Steps) -> LoadedModel:
+        self.loads.append(path.resolve().name)
+        return load_by_name(path, steps)
+
+
+async def test_the_watch_loads_a_new_manifest_once_and_does_not_retry_a_refused_one(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    async with running(load=place.load, checkpoint=place.path) as ranker:
+        ranker.reloads.watch(0.01)
+        await asyncio.sleep(0.1)
+        assert place.loads == ["v1"]
+        place.point("refused")
+        await until(lambda: reloads(ranker) == {"failure": 1})
+        await asyncio.sleep(0.1)
+        place.point("v3")
+        await until(lambda: ranker.model().manifest.version == "v3")
+        await asyncio.sleep(0.1)
+        assert place.loads == ["v1", "refused", "v3"]
+        ranker.reloads.stop()
+        place.point("v4")
+        await asyncio.sleep(0.1)
+        assert place.loads == ["v1", "refused", "v3"]
+
+
+async def test_the_watch_does_not_load_again_what_serves(tmp_path: Path) -> None:
+    """A manifest that was written anew as it was."""
+    place = tmp_path / "model"
+    place.mkdir()
+
+    def write(version: str) -> None:
+        (tmp_path / "fresh").write_bytes(fake_model(FakeEngine(), version).checkpoint.manifest.to_json())
+        (tmp_path / "fresh").rename(place / "manifest.json")
+
+    loads: list[str] = []
+
+    def load(path: Path, steps: Steps) -> LoadedModel:
+        loads.append(json.loads((path / "manifest.json").read_bytes())["version"])
+        return fake_model(FakeEngine(), loads[-1])
+
+    write("v1")
+    async with running(load=load, checkpoint=place) as ranker:
+        ranker.reloads.watch(0.01)
+        await asyncio.sleep(0.1)
+        write("v1")
+        await asyncio.sleep(0.1)
+        assert loads == ["v1"]
+        write("v2")
+        await until(lambda: ranker.model().manifest.version == "v2")
+
+
+async def test_the_watch_goes_on_after_another_reload_has_kept_it_out(tmp_path: Path) -> None:
+    place, begun, go_on = Place(tmp_path), threading.Event(), threading.Event()
+
+    def load(path: Path, steps: Steps) -> LoadedModel:
+        found = place.load(path, steps)
+        if len(place.loads) == 2:
+            begun.set()
+            assert go_on.wait(10)
+        return found
+
+    async with running(load=load, checkpoint=place.path) as ranker:
+        ranker.reloads.watch(0.01)
+        await asyncio.sleep(0.05)
+        other = asyncio.create_task(ranker.reloads.reload())
+        await asyncio.to_thread(begun.wait, 10)
+        place.point("v4")
+        await until(lambda: reloads(ranker).get("failure", 0) > 0)
+        go_on.set()
+        await other
+        await until(lambda: ranker.model().manifest.version == "v4")
+
+
+async def test_a_signal_reads_the_present_checkpoint_again(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    async with running(load=place.load, checkpoint=place.path) as ranker:
+        place.point("v2")
+        ranker.reloads.reload_soon()
+        await until(lambda: ranker.model().manifest.version == "v2")

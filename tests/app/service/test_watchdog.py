@@ -1,0 +1,95 @@
+"""What the watchdog does beside requests: ends a process whose loop hangs, survives a pause, collects garbage."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+
+from app.service.watchdog import COLLECT_OBJECTS, collect_garbage
+from app.settings import Queue
+from tests.support.fakes import FakeClock
+from tests.support.rankers import busy, rank, running, until
+
+pytestmark = pytest.mark.anyio
+ROOT = Path(__file__).parents[3]
+
+HANGS = """
+import asyncio, os, sys, time
+from app.settings import Queue
+from tests.support.rankers import create
+
+def hung(reason):
+    print(reason, flush=True)
+    os._exit(70)
+
+async def main(seconds):
+    ranker = create(queue=Queue(stall_seconds=0.1, stall_exit_seconds=0.5))
+    ranker.watchdog.watch_loop(hung)
+    ranker.start()
+    await ranker.wait_ready()
+    await asyncio.sleep(0.7)
+    time.sleep(seconds)
+    await asyncio.sleep(0.1)
+    await ranker.stop(1.0)
+
+asyncio.run(main(float(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(20.0, 70), (0.0, 0)])
+async def test_a_process_whose_event_loop_hangs_can_end_and_say_so(seconds: float, code: int) -> None:
+    command = [sys.executable, "-c", HANGS, str(seconds)]
+    ended = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert ended.returncode == code, ended.stderr
+    assert ("The event loop has hung" in ended.stdout) == (code != 0)
+
+
+async def test_a_process_that_was_stopped_for_a_while_is_not_stuck() -> None:
+    """The first look after the pause comes before the loop hears of the forward that has ended meanwhile."""
+    clock, lost = FakeClock(), list[str]()
+    async with busy(clock=clock, queue=Queue(stall_exit_seconds=30.0)) as now:
+        now.ranker.on_fatal = lost.append
+        clock.advance(60.0)
+        await asyncio.sleep(0.7)  # one look
+        now.gate.opened.set()
+        await now.first
+        await asyncio.sleep(0.7)
+        assert lost == []
+        assert now.ranker.health().ready
+
+
+async def test_no_request_begins_a_collection_and_cycles_are_collected_all_the_same() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    gc.unfreeze()
+    of_the_load = weakref.ref(Cycle())
+    async with running() as ranker:
+        assert of_the_load() is None
+        assert gc.get_freeze_count() > 10_000, "no collection walks over code and weights"
+        assert not gc.isenabled()
+        await rank(ranker, 1)
+        cycles = [weakref.ref(Cycle()) for _ in range(COLLECT_OBJECTS)]
+        await until(lambda: not any(cycle() for cycle in cycles))
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("counts", "collected"),
+    [((0, 0, 0), []), ((1, 11, 11), [2]), ((1, 10, 11), [2]), ((1, 11, 10), [1]), ((1, 10, 10), [0])],
+)
+async def test_an_older_generation_is_collected_after_every_tenth_of_the_one_before(
+    counts: tuple[int, int, int], collected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(gc, "get_count", lambda: (COLLECT_OBJECTS + counts[0], *counts[1:]))
+    monkeypatch.setattr(gc, "collect", found.append)
+    collect_garbage()
+    assert found == collected

@@ -1,0 +1,353 @@
+"""What a body may say for any checkpoint: strict JSON, one problem with its path, bounded cost, and a document that says the same."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import UNSET
+from msgspec.json import Decoder
+
+from app import schema
+from app.errors import InvalidRequest, MalformedJson, ServiceError, TooLarge
+from app.settings import Limits
+from tests.support import strategies
+from tests.support.bodies import good, in_columns
+
+RANK = Decoder(schema.RankRequest)
+LIMITS = Limits()
+POST: dict[str, Any] = {"post_id": 1, "author_id": 1}
+MALFORMED = {
+    "empty": b"",
+    "blank": b"  ",
+    "garbage": b"{} x",
+    "trailing comma": b'{"user_id": 1,}',
+    "single quotes": b"{'user_id': 1}",
+    "comment": b'{"user_id": 1} // yes',
+    "NaN": b'{"user_id": NaN}',
+    "Infinity": b'{"impression_ts": Infinity}',
+    "infinite as a double": b'{"impression_ts": 1e999}',
+    "an integer that is infinite as a double": b'{"user_id": %b}' % (b"9" * 400),
+    "leading zero": b'{"user_id": 01}',
+    "plus": b'{"user_id": +1}',
+    "byte order mark": b"\xef\xbb\xbf{}",
+    "UTF-16": '{"user_id": 1}'.encode("utf-16"),
+    "Latin-1": '{"user_id": "é"}'.encode("latin-1"),
+    "overlong UTF-8": b'{"user_id": "\xc0\xaf"}',
+    "raw surrogate": b'{"user_id": "\xed\xa0\x80"}',
+    "lone high surrogate": b'{"user_id": "\\ud800"}',
+    "lone low surrogate": b'{"user_id": "\\udc00"}',
+    "a lone surrogate in a key": b'{"\\ud800": 1}',
+    "control character": b'{"user_id": "\x00"}',
+    "cut off": b'{"user_id": 1, "candidates": [{"post_id": 1',
+    "deep arrays": b'{"candidates": ' + b"[" * 20_000,
+    "deep objects": b'{"x":' * 2_000 + b"1" + b"}" * 2_000,
+    "malformed behind what is invalid": b'{"user_id": true, "candidates": [} ',
+}
+
+
+def read(body: Any) -> schema.RankRequest:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return schema.read(RANK, raw, LIMITS, ("favorite", "reply", "report", "0", "1", "2"))
+
+
+def problem_of(body: Any) -> tuple[str, str]:
+    with pytest.raises(InvalidRequest) as caught:
+        read(body)
+    ((field, message),) = caught.value.problems
+    assert caught.value.detail == (f"{field}: {message}" if field else message)
+    return field, message
+
+
+@pytest.mark.parametrize("body", MALFORMED.values(), ids=MALFORMED.keys())
+def test_what_is_no_json_is_malformed(body: bytes) -> None:
+    with pytest.raises(MalformedJson):
+        read(body)
+
+
+def test_a_byte_that_is_no_utf8_is_reported_at_its_place() -> None:
+    body = b'{"user_id": "abc", "request_id": "ab\xff"}'
+    with pytest.raises(MalformedJson, match=f"byte {body.index(255)}"):
+        read(body)
+
+
+@pytest.mark.parametrize(
+    ("written", "user"),
+    [(b"0", 0), (b"-0", 0), (b"18446744073709551615", 2**64 - 1), (b'"\\u0031"', "1"), (b'1,"user_id":2', 2)],
+)
+def test_odd_ways_to_write_a_value_have_one_meaning(written: bytes, user: int | str) -> None:
+    asked = read(b'{"user_id":%b,"candidates":[{"post_id":1,"author_id":1}]}' % written)
+    assert (asked.user_id, type(asked.user_id)) == (user, type(user))
+
+
+@pytest.mark.parametrize("value", [True, 1.0, -0.0, 1e2, None, [], {}], ids=str)
+@pytest.mark.parametrize("name", ["post_id", "author_id", "product_surface", "created_at"])
+def test_a_number_is_never_made_of_something_else(name: str, value: Any) -> None:
+    field, message = problem_of(good(candidates=[POST, POST | {name: value}]))
+    assert field == f"candidates[1].{name}"
+    assert message.startswith("expected ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"candidates": [POST, {"post_id": 1}]}, "candidates[1].author_id"),
+        ({"candidates": in_columns([POST, POST | {"post_id": None}])}, "candidates.post_id[1]"),
+        ({"history": [POST, POST | {"actions": ["favorite", 1]}]}, "history[1].actions[1]"),
+        ({"history": [POST | {"actions": {"reply": "5"}}]}, "history[0].actions.reply"),
+        ({"history": in_columns([POST | {"actions": {"reply": None}}])}, "history.actions[0].reply"),
+        ({"weights": {"favorite": 1, "reply": "5"}}, "weights.reply"),
+        ({"weights": {"secretive": "5"}}, "weights"),
+        ({"weights": "secretive"}, "weights"),
+        ({"reply": "secretive"}, "reply"),
+        ({"score": None}, "score"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_k": 2**63}, "top_k"),
+        ({"user_id": ...}, "user_id"),
+        ({"candidates": ...}, "candidates"),
+        ({"candidates": []}, "candidates"),
+        ({"candidates": {"post_id": [1], "author_id": [1], "created_at": []}}, "candidates"),
+        ({"context": "0" * 32}, "context"),
+        ({"context": "0" * 31, "user_id": ..., "history": ...}, "context"),
+        ({"context": "0" * 32 + "\n", "user_id": ..., "history": ...}, "context"),
+        ({"context": "0" * 32, "user_id": ...}, "context"),
+        ({"request_id": ""}, "request_id"),
+        ({"request_id": "a\n"}, "request_id"),
+        ({"request_id": "x" * 129}, "request_id"),
+        ({"impression_ts": -1}, "impression_ts"),
+        ({"impression_ts": 2**70}, "impression_ts"),
+        ({"impression_ts": 1_780_000_000_000}, "impression_ts"),
+    ],
+    ids=str,
+)
+def test_a_problem_has_its_path(changes: dict[str, Any], field: str) -> None:
+    found, message = problem_of(good(**changes))
+    assert found == field
+    assert "secretive" not in message
+
+
+def test_a_time_in_milliseconds_is_told_so() -> None:
+    _, message = problem_of(good(impression_ts=1_780_000_000_000))
+    assert "Unix seconds" in message
+    assert "milliseconds" in message
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (good(secretive=1), ""),
+        (good(candidates=[POST, POST | {"secretive": 1}]), "candidates[1]"),
+        (good(candidates={"post_id": [1], "secretive": [1]}), "candidates"),
+        ({"user_id": 1, "s` - at `$.secretive": 1}, ""),
+        (good(candidates=[{"s` - at `$.secretive": 1}]), "candidates[0]"),
+    ],
+)
+def test_an_unknown_field_is_told_by_the_known_ones_and_never_repeated(body: Any, field: str) -> None:
+    found, message = problem_of(body)
+    assert found == field
+    assert message.startswith("has an unknown field; known are ")
+    assert ("post_id, author_id" if field else "user_id, history") in message
+    assert "secretive" not in message
+
+
+def test_a_choice_is_told_by_what_there_is() -> None:
+    assert problem_of(good(weights="x"))[1] == "must be one of default, x-2026-09"
+    assert problem_of(good(score="mean"))[1] == "must be one of offset, sum"
+
+
+def test_of_equal_keys_the_last_one_counts_wherever_the_problem_is() -> None:
+    body = (
+        b'{"user_id":1,"candidates":[{"post_id":[],"author_id":1}],"candidates":3,"weights":{"reply":"x"},"weights":1}'
+    )
+    assert problem_of(body)[0].startswith("candidates")
+    assert problem_of(b'{"user_id":1,"weights":{"reply":"x"},"weights":"default","candidates":[]}')[0] == "weights"
+
+
+@pytest.mark.parametrize("shape", [list, in_columns])
+def test_too_many_items_are_refused_before_they_are_checked(shape: Any) -> None:
+    few = Limits(max_candidates=6, max_history=5)
+    for changes in ({"candidates": shape([POST | {"post_id": "no id"}] * 7)}, {"history": shape([POST] * 6)}):
+        with pytest.raises(TooLarge, match="items, and at most"):
+            schema.read(RANK, json.dumps(good(**changes)).encode(), few)
+
+
+def test_a_body_of_too_many_values_is_refused_before_it_is_read() -> None:
+    most = schema.MAX_VALUES
+    schema.read(RANK, json.dumps(good(candidates=[POST] * 4096)).encode(), LIMITS)
+    for piece in (b",", b"[", b"{", b"\\"):
+        with pytest.raises(TooLarge, match="values"):
+            schema.read(RANK, piece * (most + 1), LIMITS)
+        with pytest.raises(MalformedJson):
+            schema.read(RANK, piece * most, LIMITS)
+
+
+def filled(head: bytes, pieces: bytes, tail: bytes, last: bytes = b"") -> bytes:
+    """As many of `pieces` as a body may hold, between head and tail."""
+    count = min(
+        (2**20 - len(head + tail + last)) // (len(pieces) + 1), schema.MAX_VALUES // (1 + pieces.count(b",")) - 20
+    )
+    return head + b",".join([pieces] * count + ([last] if last else [])) + tail
+
+
+IDS, REST = b'{"user_id":1,"candidates":{"post_id":[', b'],"author_id":[1]}}'
+ONE = b'{"user_id":1,"candidates":[],"history":'
+EVENT = b'{"post_id":1,"author_id":1,"actions":{"favorite":1,"reply":2}}'
+HOSTILE = {
+    "long integers": filled(IDS, b"1" * 4000, REST),
+    "long integers, the last one no id": filled(IDS, b"1" * 500, REST, b"null"),
+    "integers as long as they come": filled(IDS, b"1" * 128, REST, b"true"),
+    "long fractions": filled(ONE + b'{"post_id":[1],"author_id":[1],"dwell_time":[', b"0." + b"9" * 34, b"]}}"),
+    "a long number": b'{"user_id":' + b"9" * 2**20 + b"}",
+    "events with a bad one at the end": filled(ONE + b"[", EVENT, b"]}", b'{"post_id":[],"author_id":1}'),
+    "events with an unknown field at the end": filled(ONE + b"[", EVENT, b"]}", b'{"x":1}'),
+    "names of one event": filled(ONE + b'[{"post_id":1,"author_id":1,"actions":[', b'"0"', b"]}]}"),
+    "many weights": b'{"user_id":1,"candidates":[],"weights":{'
+    + b",".join(b'"k%d":0' % place for place in range(29_000))
+    + b"}}",
+    "two bytes a letter": b'{"user_id":1,"request_id":"' + "é".encode() * 500_000 + b'\xff"}',
+    "escapes": filled(b'{"user_id":1,"request_id":"', b"\\u0061", b'"}'),
+    "blanks": b" " * 2**20,
+}
+
+
+def seconds(body: bytes) -> float:
+    """Processor time of reading or refusing it."""
+    started = time.thread_time()
+    with contextlib.suppress(ServiceError):
+        schema.read(RANK, body, LIMITS, ("favorite",))
+    return time.thread_time() - started
+
+
+@pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE.keys())
+def test_no_body_takes_much_longer_than_the_largest_that_is_right(body: bytes) -> None:
+    assert len(body) <= 2**20 + 100
+    largest = json.dumps(
+        {"user_id": 1, "candidates": [POST | {"created_at": 1779990000}] * 4096, "history": [POST] * 2000}
+    ).encode()
+    read(largest)
+    assert min(seconds(body) for _ in range(5)) < 10 * min(seconds(largest) for _ in range(5))
+
+
+def test_a_batch_is_split_where_its_requests_end() -> None:
+    items = [b'{"a":"]},{"}', b"[[1,2],3]", b'"x"']
+    for count in (1, 2, 3):
+        joined = b" , ".join(items[:count])
+        assert schema.split_batch(b" [ %b ]" % joined, 3) == (items[:count], True)
+        assert schema.split_batch(b'{"requests": [%b]}' % joined, 3) == (items[:count], False)
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        (b"[1,1,1,1]", TooLarge),
+        (b"[]", InvalidRequest),
+        (b"{}", InvalidRequest),
+        (b'"x"', InvalidRequest),
+        (b'{"requests":1}', InvalidRequest),
+        (b'{"requests":[]}', InvalidRequest),
+        (b'{"requests":[1],"x":1}', InvalidRequest),
+        (b"", MalformedJson),
+        (b'"x', MalformedJson),
+        (b"[1,NaN]", MalformedJson),
+        (b"[1] x", MalformedJson),
+        (b"[1,1,1,1,01]", MalformedJson),
+        (b'["\xff"]', MalformedJson),
+        (b'{"requests":["\xff"]}', MalformedJson),
+        (b"[" * 9000, MalformedJson),
+        (b'{"requests":1,', MalformedJson),
+    ],
+)
+def test_a_batch_that_cannot_be_split_is_refused_as_a_whole(body: bytes, error: type[ServiceError]) -> None:
+    with pytest.raises(error):
+        schema.split_batch(body, 3)
+
+
+# the document
+
+
+def validator(kind: type) -> Any:
+    plain = jsonschema.Draft202012Validator
+    types = plain.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)  # else 1.0 is one
+    strict = jsonschema.validators.extend(plain, type_checker=types)
+    return strict({"$ref": f"#/components/schemas/{kind.__name__}", "components": {"schemas": schema.components()}})
+
+
+def everywhere(value: Any) -> Iterator[Any]:
+    yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from everywhere(inner)
+
+
+def test_every_field_is_described_and_every_schema_is_an_object() -> None:
+    components = schema.components()
+    names = {f"#/components/schemas/{name}" for name in components}
+    for name, component in components.items():
+        jsonschema.Draft202012Validator.check_schema(component)
+        assert component["description"], name
+        for field, about in component.get("properties", {}).items():
+            assert isinstance(about, dict), (name, field)
+            assert name in ("BatchRequest",) or about.get("description"), (name, field)
+    for value in everywhere(components):
+        if isinstance(value, dict) and "$ref" in value:
+            assert value["$ref"] in names
+        if isinstance(value, dict) and "enum" in value and isinstance(value["enum"], list):
+            assert value["type"] == "string"
+
+
+@pytest.mark.parametrize("kind", schema.EXAMPLES, ids=lambda kind: kind.__name__)
+def test_the_examples_are_valid_by_the_document_and_the_reader(kind: type) -> None:
+    extra = schema.body_of(kind)["requestBody"]["content"]["application/json"]
+    assert extra["schema"]["$ref"].endswith(kind.__name__)
+    assert extra["examples"]
+    for example in extra["examples"].values():
+        validator(kind).validate(example["value"])
+        schema.decode(Decoder(kind), orjson.dumps(example["value"]))
+
+
+VALIDATOR = validator(schema.RankRequest)
+
+
+def says_document(body: Any) -> bool:
+    """By the JSON Schema, but for the digits of ids and what is between fields."""
+    if not VALIDATOR.is_valid(body):
+        return False
+    posts = [body.get(name, []) for name in ("history", "candidates")]
+    equal = all(len({*map(len, each.values())}) <= 1 for each in posts if isinstance(each, dict))
+    one_user = ("context" in body) != bool(body.keys() & {"user_id", "history"}) and (
+        "context" in body or "user_id" in body
+    )
+    return equal and one_user and bool(body["candidates"]) and body["candidates"] != {"post_id": [], "author_id": []}
+
+
+def says_reader(body: Any) -> bool:
+    try:
+        read(body)
+    except InvalidRequest:
+        return False
+    return True
+
+
+@settings(max_examples=300, deadline=None)
+@given(strategies.nearly_valid())
+def test_what_the_document_allows_is_read(body: Any) -> None:
+    """The reader may take more: what a checkpoint knows, and bounds of columns, are checked later."""
+    if says_document(body):
+        assert says_reader(body)
+
+
+@settings(max_examples=300, deadline=None)
+@given(strategies.mutated() | st.binary(max_size=60))
+def test_any_bytes_are_read_or_refused(raw: bytes) -> None:
+    try:
+        asked = read(raw)
+    except (InvalidRequest, MalformedJson):
+        return
+    assert (asked.user_id is UNSET) != (asked.context is UNSET)

@@ -1,0 +1,176 @@
+"""The Python client: as its users install it, and against the real service."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from phoenix_ranker_client import (
+    AsyncRankerClient,
+    Candidate,
+    ContextUnknown,
+    Event,
+    RankerClient,
+    Ranking,
+    RankingRequest,
+    RequestRefused,
+)
+
+from loadtest.machine import ROOT
+from loadtest.server import Server, example
+
+pytestmark = pytest.mark.slow
+
+EXAMPLE = example()
+USER, NOW = EXAMPLE["user_id"], EXAMPLE["impression_ts"]
+HISTORY = [Event(**event) for event in EXAMPLE["history"]]
+CANDIDATES = [Candidate(**post) for post in EXAMPLE["candidates"]]
+VIEWER = {name: EXAMPLE[name] for name in ("user_id", "history", "impression_ts")}
+UNKNOWN = "0123456789abcdef" * 2
+CLIENT = ROOT / "app" / "client"
+
+
+@pytest.fixture
+def ranker(server: Server) -> Any:
+    with RankerClient(server.url) as client:
+        yield client
+
+
+def same(ranking: Ranking, reply: dict[str, Any]) -> bool:
+    """Whether a ranking is this reply, bit for bit."""
+    rows = [asdict(row) for row in ranking.candidates]
+    return (rows, ranking.context) == (reply["candidates"], reply["context"])
+
+
+def test_rank_is_what_the_service_says(ranker: RankerClient, client: httpx.Client) -> None:
+    reply = client.post("/rank", json=EXAMPLE).json()
+    ranking = ranker.rank(USER, CANDIDATES, HISTORY, impression_ts=NOW, timeout_seconds=30)
+    assert same(ranking, reply)
+    assert ranking.actions == reply["actions"]
+    assert (ranking.model_name, ranking.model_version) == ("demo", reply["model"]["version"])
+    best = ranker.rank(USER, CANDIDATES, HISTORY, impression_ts=NOW, top_k=2, timeout_seconds=30)
+    assert [row.rank for row in best.candidates] == [1, 2]
+
+
+def test_a_batch_gives_a_ranking_or_an_error_for_each_request(ranker: RankerClient, client: httpx.Client) -> None:
+    requests = [
+        RankingRequest(USER, CANDIDATES, HISTORY, impression_ts=NOW),
+        RankingRequest(USER, CANDIDATES, context=UNKNOWN),
+        RankingRequest(USER, CANDIDATES, weights={"no such action": 1.0}),
+    ]
+    ranking, unknown, refused = ranker.rank_batch(requests, timeout_seconds=30)
+    assert isinstance(ranking, Ranking)
+    assert same(ranking, client.post("/rank", json=EXAMPLE).json())
+    assert isinstance(unknown, ContextUnknown)
+    assert isinstance(refused, RequestRefused)
+
+
+def test_explain_retrieve_and_recommend_are_what_the_service_says(ranker: RankerClient, client: httpx.Client) -> None:
+    posts = [EXAMPLE["candidates"][0]["post_id"]]
+    explained = ranker.explain(USER, CANDIDATES, posts, HISTORY, impression_ts=NOW)
+    reply = client.post("/explain", json=EXAMPLE | {"explain": posts}).json()
+    assert [asdict(row) for row in explained.candidates] == reply["candidates"]
+    options: dict[str, Any] = {"impression_ts": NOW, "k": 30, "exclude": ["3"], "timeout_seconds": 30}
+    found = ranker.retrieve(USER, HISTORY, **options)
+    reply = client.post("/retrieve", json=VIEWER | {"k": 30, "exclude": ["3"]}).json()
+    assert [asdict(post) for post in found.posts] == reply["posts"]
+    assert (found.corpus, found.visible) == (reply["corpus"], reply["visible"])
+    best = ranker.recommend(USER, HISTORY, top_k=5, **options)
+    reply = client.post("/recommend", json=VIEWER | {"k": 30, "exclude": ["3"], "top_k": 5}).json()
+    assert [asdict(row) for row in best.candidates] == reply["candidates"]
+    assert (best.models, best.actions) == (reply["models"], reply["actions"])
+
+
+def test_a_handle_stands_for_the_history_and_the_whole_is_sent_where_it_is_unknown(
+    ranker: RankerClient, client: httpx.Client
+) -> None:
+    handle = ranker.context(USER, HISTORY, timeout_seconds=30)
+    reply = client.post("/rank", json=EXAMPLE).json()
+    assert handle == reply["context"]
+    for context in (handle, UNKNOWN):
+        ranking = ranker.rank(USER, CANDIDATES, HISTORY, context=context, impression_ts=NOW, timeout_seconds=30)
+        assert same(ranking, reply)
+        found = ranker.retrieve(USER, HISTORY, context=context, timeout_seconds=30)
+        assert found.posts == ranker.retrieve(USER, HISTORY, timeout_seconds=30).posts
+    with pytest.raises(ContextUnknown):
+        ranker.rank(USER, CANDIDATES, context=UNKNOWN, timeout_seconds=30)
+
+
+def test_one_async_client_says_the_same_in_several_event_loops(server: Server, client: httpx.Client) -> None:
+    ranker = AsyncRankerClient(server.url)
+    reply = client.post("/rank", json=EXAMPLE).json()
+
+    async def several() -> list[Ranking]:
+        calls = (ranker.rank(USER, CANDIDATES, HISTORY, impression_ts=NOW, timeout_seconds=30) for _ in range(4))
+        return await asyncio.gather(*calls)
+
+    for _ in range(2):
+        assert all(same(ranking, reply) for ranking in asyncio.run(several()))
+
+    async def last() -> Ranking:
+        async with ranker:
+            return await ranker.rank(USER, CANDIDATES, HISTORY, impression_ts=NOW, timeout_seconds=30)
+
+    assert same(asyncio.run(last()), reply)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the client's sdist and wheel."""
+    out = tmp_path_factory.mktemp("client")
+    command: list[str | Path] = [sys.executable, "-m", "build", "--no-isolation", "--outdir", out, CLIENT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def test_the_wheel_and_the_sdist_hold_the_client_and_nothing_else(built: Path) -> None:
+    (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    modules = {f"phoenix_ranker_client/{path.name}" for path in (CLIENT / "phoenix_ranker_client").glob("*.py")}
+    assert names == modules | {"phoenix_ranker_client/py.typed"}
+    with tarfile.open(sdist) as archive:
+        assert {"README.md", "LICENSE", "pyproject.toml"} <= {name.partition("/")[2] for name in archive.getnames()}
+
+
+def test_the_example_of_its_readme_runs_where_nothing_of_the_server_is(
+    built: Path, server: Server, tmp_path: Path
+) -> None:
+    """In an environment with the wheel and what it asks for alone."""
+    venv.create(tmp_path, symlinks=True)
+    python, (wheel,) = tmp_path / "bin/python", built.glob("*.whl")
+    pip: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        wheel,
+    ]
+    done = subprocess.run(pip, capture_output=True, text=True, timeout=110)
+    if done.returncode:
+        pytest.skip(f"pip reaches no package index from here: {done.stderr[-200:]}")
+    readme = (CLIENT / "README.md").read_text()
+    [program, *_] = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    program = program.replace("http://localhost:8000", server.url).replace("timeout_seconds=0.5", "timeout_seconds=30")
+    program += "\nimport importlib.util, json\nothers = ('torch', 'numpy', 'fastapi', 'pydantic', 'app', 'model')"
+    program += "\nprint(json.dumps([name for name in others if importlib.util.find_spec(name)]))"
+    done = subprocess.run([python, "-I", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    best, others = map(json.loads, done.stdout.splitlines())
+    assert best in (90, 91)
+    assert others == []

@@ -1,0 +1,123 @@
+"""Links to the explorer: stories, states that are shared, and links that are broken."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import zlib
+from typing import Any
+
+import httpx
+import pytest
+
+from loadtest.server import Server
+from tests.e2e.explorer import EXAMPLE, NAMES, NEEDED, Explorer, Json, ranked
+
+pytestmark = [NEEDED, pytest.mark.slow]
+
+
+def packed(state: Any) -> str:
+    """A state as links carry it."""
+    squeezer = zlib.compressobj(wbits=-15)
+    raw = squeezer.compress(json.dumps(state).encode()) + squeezer.flush()
+    return base64.urlsafe_b64encode(raw).decode().rstrip("=")
+
+
+def state(**fields: Any) -> Json:
+    events = [{**each, "actions": dict.fromkeys(each["actions"], 1)} for each in EXAMPLE["history"]]
+    return {"v": 1, "source": "rank", "sides": [{**EXAMPLE, "history": events}], "side": 0, "open": None, "onePer": False, "story": "",
+            "start": EXAMPLE["impression_ts"]} | fields  # fmt: skip
+
+
+def with_side(**fields: Any) -> str:
+    return packed(state(sides=[{**EXAMPLE, **fields}]))
+
+
+def test_the_first_story_is_an_event_to_remove(tab: Explorer, client: httpx.Client) -> None:
+    tab.open()
+    reported = NAMES["authors"][EXAMPLE["history"][-1]["author_id"]]["name"]
+    names = tab.page.locator(".list li strong")
+    assert (names.count(), names.last.inner_text()) == (len(EXAMPLE["candidates"]), reported)
+    tried = tab.page.locator("#events .try")
+    assert "try removing this" in tried.inner_text()
+    tab.settle(lambda: tried.get_by_role("button", name="Remove the event").click())
+    assert names.first.inner_text() == reported
+    assert tab.shown() == ranked(client, EXAMPLE | {"history": EXAMPLE["history"][:-1]})
+    assert tab.page.locator("#events .try, #try").count() == 0, "the story is over"
+
+
+@pytest.mark.parametrize("story", ["report", "taste", "unknown"])
+def test_each_story_is_a_link_with_one_thing_to_try_that_moves_the_list(
+    tab: Explorer, client: httpx.Client, story: str
+) -> None:
+    before = tab.open(f"story={story}").shown()
+    assert tab.page.locator(f'#stories a[href="#story={story}"]').get_attribute("aria-current") == "page"
+    assert before == ranked(client, tab.sent())
+    tab.settle(lambda: tab.page.locator("#try").click())
+    assert [post for post, _, _ in tab.shown()] != [post for post, _, _ in before]
+    assert re.match(r"[+−]\d\.\d\d: .* (rises|falls) \d places?, from ", tab.page.locator("#caption").inner_text())
+    assert tab.page.locator("#try").count() == 0
+
+
+def test_a_link_restores_all_that_stands_there(tab: Explorer, browser: Any, server: Server) -> None:
+    tab.open().settle(lambda: tab.page.locator('[data-action="dwell"]').fill("3"))
+    tab.forget(3)
+    tab.click("Compare")
+    tab.settle(lambda: tab.page.locator("#user").select_option("0"))
+    tab.page.locator(".list").first.get_by_role("button", name="Why").first.click()
+    tab.page.wait_for_timeout(500)  # the link follows 120 ms after
+    link = tab.copied("#link")
+    with Explorer(browser, server.url) as other:
+        other.open(link.partition("#")[2])
+        for side in (0, 1):
+            assert other.shown(side) == tab.shown(side)
+        for part in ("#viewer", "#events"):
+            assert other.page.locator(part).inner_text() == tab.page.locator(part).inner_text()
+        assert other.page.locator(".detail:visible").count() == tab.page.locator(".detail:visible").count() > 0
+        assert other.complaints == []
+
+
+BROKEN = {
+    "cut off": (packed(state())[:80], "cut off or was changed"),
+    "no base64": ("broken!", "cut off or was changed"),
+    "another version": (packed(state(v=9)), "another version of this page"),
+    "another service": (packed(state(source="//elsewhere.invalid/rank")), "no valid “source”"),
+    "no such side": (packed(state(side=1)), "does not hold"),
+    "a list": (packed([]), "no valid “source”"),
+    "odd events": (with_side(history=[{"post_id": "x", "author_id": "1"}]), "an event has no valid “post_id”"),
+    "odd weights": (with_side(weights={"reply": "much"}), "no valid “weights”"),
+    "no history": (with_side(history=5), "request"),
+    "no such story": ("story=nowhere", "no story “nowhere”"),
+}
+
+
+@pytest.mark.parametrize("link", BROKEN)
+def test_a_broken_link_says_so_and_opens_the_start(tab: Explorer, client: httpx.Client, link: str) -> None:
+    fragment, said = BROKEN[link]
+    tab.open(fragment)
+    assert said in tab.page.locator("#notice").inner_text()
+    tab.page.locator("#notice").get_by_role("button", name="Close").click()
+    assert tab.page.locator("#notice").is_hidden()
+    assert tab.shown() == ranked(client, EXAMPLE)
+
+
+def test_a_link_without_a_version_still_opens(tab: Explorer, client: httpx.Client) -> None:
+    old = {key: value for key, value in state().items() if key not in ("v", "story")}
+    assert tab.open(packed(old)).shown() == ranked(client, EXAMPLE)
+    assert tab.page.locator("#notice").is_hidden()
+
+
+@pytest.mark.parametrize("sides", [1, 2])
+def test_a_link_that_compared_two_checkpoints_still_opens(tab: Explorer, client: httpx.Client, sides: int) -> None:
+    """The page once compared checkpoints too. Each request of such a link is ranked by the checkpoint that serves."""
+    old = state(sides=state()["sides"] * sides, versions=["1", "2"], together=sides == 2)
+    tab.open(packed(old))
+    assert [tab.shown(side) for side in range(sides)] == [ranked(client, EXAMPLE)] * sides
+    assert tab.page.locator(".list").count() == sides
+    assert tab.page.locator("#notice").is_hidden()
+    tab.forget()
+    tab.page.wait_for_timeout(500)  # the link follows 120 ms after
+    link = tab.copied("#link").partition("#")[2]
+    raw = zlib.decompress(base64.urlsafe_b64decode(link + "=" * (-len(link) % 4)), wbits=-15)
+    assert not {"versions", "together"} & set(json.loads(raw)), "a new link leaves out what the page ignores"

@@ -1,0 +1,95 @@
+"""The files of docker/ are right for what reads them: promtool, HAProxy, Kubernetes' schemas, Compose, Grafana."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from loadtest.machine import ROOT
+
+DOCKER = ROOT / "docker"
+BOARDS = sorted((DOCKER / "grafana/dashboards").glob("*.json"))
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    if shutil.which(str(command[0])) is None:
+        pytest.skip(f"{command[0]} is not installed; make test installs it on Debian")
+    return subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_alerts_fire_when_they_should_and_not_otherwise() -> None:
+    done = run("promtool", "test", "rules", "tests/ops/alerts.test.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_prometheus_takes_its_configuration() -> None:
+    done = run("promtool", "check", "config", DOCKER / "prometheus/prometheus.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_haproxy_takes_its_configuration() -> None:
+    done = run("haproxy", "-c", "-f", DOCKER / "haproxy.cfg")
+    assert done.returncode == 0, done.stderr
+    broken = (DOCKER / "haproxy.cfg").read_text().replace("balance hdr", "balance nothing")
+    assert subprocess.run(["haproxy", "-c", "-f", "-"], input=broken, text=True, capture_output=True).returncode != 0
+
+
+def test_kubernetes_takes_every_object() -> None:
+    objects = [*yaml.safe_load_all((DOCKER / "kubernetes/ranker.yaml").read_text())]
+    assert [each["kind"] for each in objects] == [
+        "Deployment",
+        "Service",
+        "Service",
+        "HorizontalPodAutoscaler",
+        "PodDisruptionBudget",
+    ]
+    for each in objects:
+        kubernetes_validate.validate(each, "1.31", strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(objects[0] | {"spec": {"replica": 2}}, "1.31", strict=True)
+
+
+def test_compose_mounts_what_there_is_and_waits_for_a_drain() -> None:
+    services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+    for name in ("prometheus", "grafana"):
+        for mount in services[name]["volumes"]:
+            source = mount.split(":")[0]
+            assert not source.startswith(".") or (DOCKER / source).is_dir(), mount
+    provider = yaml.safe_load((DOCKER / "grafana/provisioning/dashboards/ranker.yml").read_text())["providers"][0]
+    assert provider["options"]["path"] == "/etc/grafana/dashboards"
+    assert int(services["ranker-cpu"]["stop_grace_period"].rstrip("s")) > 5 + 30  # the drain's delay and timeout
+
+
+@pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
+def test_a_dashboard_has_no_dangling_source_no_overlap_and_a_unit_for_each_panel(path: Path) -> None:
+    board = json.loads(path.read_text())
+    assert list(faults(board)) == []
+    board["panels"][1]["gridPos"] = board["panels"][0]["gridPos"]
+    board["panels"][2]["targets"][0]["datasource"] = {"uid": "P18"}
+    assert len(list(faults(board))) == 2
+
+
+def faults(board: dict[str, Any]) -> Any:
+    """What Grafana would stumble over, or a reader."""
+    taken: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        if cells & taken or place["x"] + place["w"] > 24:
+            yield f"{panel['title']}: overlaps another panel or the edge"
+        taken |= cells
+        if not panel["description"] or not panel["fieldConfig"]["defaults"]["unit"]:
+            yield f"{panel['title']}: no description or no unit"
+        if any(target["datasource"].get("uid") != "${datasource}" for target in panel["targets"]):
+            yield f"{panel['title']}: a dangling data source"

@@ -1,0 +1,151 @@
+"""More work than the engine can do: the excess is refused with Retry-After, what is admitted is answered in time, probes go on."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import statistics
+import time
+
+import httpx
+import pytest
+
+from loadtest.server import example, serving
+from tests.support.clients import at_once, callers
+
+pytestmark = pytest.mark.slow
+PROBE_SECONDS = 0.5
+
+
+def body(user: int, candidates: int = 64) -> bytes:
+    return json.dumps(example(candidates) | {"user_id": user}).encode()
+
+
+def test_the_excess_is_refused_and_what_is_admitted_is_answered_in_time(duration: float) -> None:
+    with serving(queue__max_wait_seconds=0.2) as server:
+        with callers(server, body, 4) as light:
+            time.sleep(duration)
+        with callers(server, body, 48, impatient=True) as heavy:
+            time.sleep(duration)
+        with callers(server, body, 4) as after:
+            time.sleep(duration)
+        refused = [headers for (status, *_), headers in zip(heavy.all, heavy.headers, strict=True) if status == 429]
+        assert {status for status, *_ in heavy.all} <= {200, 429}
+        assert light.count(429) == 0
+        assert all(float(headers["retry-after"]) >= 0 for headers in refused)
+        assert heavy.percentile(200, 0.99) < 2.0
+        assert after.count(200) > 0.5 * light.count(200)
+        assert after.count(429) <= 0.05 * len(after.all)  # it recovers at once
+        assert server.metric("ranker_queue_requests") == 0
+
+
+def test_probes_and_metrics_answer_while_the_engine_is_busy(duration: float) -> None:
+    large = [body(user, 2000) for user in range(4)]
+    with serving(queue__max_wait_seconds=0) as server, callers(server, lambda turn: large[turn % 4], 4) as replies:
+        taken, until = [], time.monotonic() + duration
+        while time.monotonic() < until:
+            for path in ("/livez", "/readyz", "/metrics"):
+                began = time.monotonic()
+                assert server.get(path).status_code == 200
+                taken.append(time.monotonic() - began)
+    assert statistics.median(taken) < PROBE_SECONDS
+    assert replies.count(200) > 0
+
+
+def test_a_deadline_that_passes_in_the_queue_drops_the_work() -> None:
+    with serving(queue__max_wait_seconds=0) as server:
+        before = server.metric("ranker_candidates_scored_total")
+        replies = at_once(server, [body(user, 1000) for user in range(30)], x_request_timeout_ms="120")
+        codes = {reply.status_code for reply in replies}
+        assert codes <= {200, 504}
+        assert 504 in codes
+        ranked = sum(reply.status_code == 200 for reply in replies)
+        late = [reply for reply in replies if reply.status_code == 504]
+        assert all(reply.json()["code"] == "deadline_exceeded" for reply in late)
+        scored = server.metric("ranker_candidates_scored_total") - before
+        assert scored < 1000 * len(replies)  # some were never computed
+        assert scored >= 1000 * ranked
+
+
+def test_one_caller_cannot_keep_another_from_the_engine() -> None:
+    keys = {name: f"key-of-{name}" for name in ("greedy", "modest")}
+    hashes = json.dumps({name: hashlib.sha256(key.encode()).hexdigest() for name, key in keys.items()})
+    with serving(auth__keys=hashes, queue__max_candidates=8192, queue__max_wait_seconds=0) as server:
+        greedy = {"authorization": f"Bearer {keys['greedy']}"}
+        modest = {"authorization": f"Bearer {keys['modest']}", "content-type": "application/json"}
+        with callers(server, lambda turn: body(turn, 1500), 16, impatient=True, headers=greedy):
+            time.sleep(1)
+            with httpx.Client(base_url=server.url, headers=modest, timeout=30) as client:
+                replies = [client.post("/rank", content=body(user, 8)) for user in range(20)]
+        assert [reply.status_code for reply in replies] == [200] * 20
+        assert server.get("/readyz").status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["silent", "trickling", "half a body"])
+def test_slow_senders_are_cut_off_and_others_are_served(kind: str) -> None:
+    with serving() as server:
+        held = []
+        for _ in range(50):
+            sock = server.connect(40)
+            if kind != "silent":
+                sock.sendall(b"POST /rank HTTP/1.1\r\nhost: localhost\r\n")
+            if kind == "half a body":
+                sock.sendall(b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n{")
+            held.append(sock)
+        assert server.post("/rank", example()).status_code == 200
+        if kind == "trickling":
+            began = time.monotonic()
+            while time.monotonic() - began < 12 and not is_closed(held[0]):
+                time.sleep(0.5)
+            assert is_closed(held[0])
+        assert server.post("/rank", example()).status_code == 200
+        for sock in held:
+            sock.close()
+
+
+def is_closed(sock: object) -> bool:
+    """Whether the other end has closed: a header that is sent is not taken any more."""
+    try:
+        sock.sendall(b"x-a: b\r\n")  # type: ignore[attr-defined]
+        sock.setblocking(False)  # type: ignore[attr-defined]
+        return sock.recv(100) == b""  # type: ignore[attr-defined]
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        sock.setblocking(True)  # type: ignore[attr-defined]
+
+
+def test_memory_is_bounded_while_256_connections_send_the_dearest_bodies() -> None:
+    with serving() as server:
+        for user in range(8):
+            server.post("/rank", body(user))
+        before = server.status_field("VmRSS")
+        dear = json.dumps(example(4000) | {"user_id": 1}).encode()
+        for _ in range(2):
+            replies = at_once(server, [dear] * 256)
+            assert {reply.status_code for reply in replies} <= {200, 413, 429, 503}
+        assert server.status_field("VmHWM") - before < 900 * 1024
+        assert server.post("/rank", example()).status_code == 200
+
+
+def test_a_body_over_the_limit_is_refused_without_being_held(duration: float) -> None:
+    with serving() as server:
+        server.post("/rank", example())
+        before = server.status_field("VmHWM")
+        head = b"POST /rank HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+        with server.connect() as sock:
+            sock.sendall(head)
+            try:
+                for _ in range(300):
+                    sock.sendall(b"%x\r\n%b\r\n" % (65536, b" " * 65536))
+            except OSError:
+                pass
+            reply = b""
+            with contextlib.suppress(OSError):
+                reply = sock.recv(4096)
+        assert b" 413 " in reply.split(b"\r\n")[0] or reply == b""
+        assert server.status_field("VmHWM") - before < 24 * 1024
+        assert server.post("/rank", example()).status_code == 200

@@ -1,0 +1,29 @@
+"""The application around a ranker, without a server: a client that calls it as a server would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from starlette.testclient import TestClient
+
+from app.engine.loading import Loader
+from app.main import create_app
+from app.service.ranker import LocalRanker
+from tests.support import rankers
+
+ADDRESS = "http://127.0.0.1"
+
+
+@contextmanager
+def served(
+    engine: Any = None, *, load: Loader | None = None, **groups: Any
+) -> Iterator[tuple[TestClient, LocalRanker]]:
+    """A client of the application around this engine, by default a `FakeEngine`, once it is ready. `groups` are of its settings."""
+    ranker = rankers.create(engine, load=load, **groups)
+    app = create_app(ranker.settings, ranker)
+    with TestClient(app, base_url=ADDRESS, raise_server_exceptions=False) as client:
+        assert client.portal is not None
+        client.portal.call(ranker.wait_ready)
+        yield client, ranker
