@@ -104,7 +104,7 @@ class Evaluation:
             worst = min(self.losses, key=lambda each: each.gain.value)
             those = sorted({each.baseline for each in self.losses})
             return (
-                f"The model LOSES to {' and '.join(those)}: by {worst.metric} of {worst.action} it has {worst.gain.value:+.3f} "
+                f"The model LOSES to {', '.join(those)}: by {worst.metric} of {worst.action} it has {worst.gain.value:+.3f} "
                 f"({worst.gain.low:+.3f} … {worst.gain.high:+.3f}) against {worst.baseline}, and {len(self.losses)} of "
                 f"{len(self.comparisons)} comparisons are not won. Do not serve it in place of these."
             )
