@@ -26,6 +26,7 @@ from model.create import EngineOptions, create_engine
 from model.engine import Item
 from model.presets import PRESETS, with_preset
 from model.ranker import Ranker
+from tests.support.asgi import ADDRESS
 from tests.weights.call import call
 from tests.weights.training.small_run import TRAINING, small_config
 from weights.actions import DWELL_TIME, default_score_weights
@@ -218,7 +219,7 @@ def test_a_ranker_of_every_preset_trains_saves_verifies_serves_and_isolates(
     indices = np.arange(len(examples) - 3, len(examples))
     expected = predict(load_checkpoint(out).ranker, examples, indices).probabilities
     body = body_of(examples, int(indices[-1]))
-    with TestClient(create_app(Settings(checkpoint=out, dtype="float32", threads=1))) as client:
+    with TestClient(create_app(Settings(checkpoint=out, dtype="float32", threads=1)), base_url=ADDRESS) as client:
         for _ in range(600):
             if client.get("/readyz").status_code == 200:
                 break
@@ -287,10 +288,10 @@ def test_what_no_checkpoint_may_say_is_refused_before_the_training(odd: str, log
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["train", "--log", "absent.parquet", "--out", "x"], "cannot be read as Parquet"),
+        (["train", "--log", "absent.parquet", "--out", "x"], "absent.parquet is not there"),
         (["train", "--log", "a", "--out", "x", "--resume"], "needs --state"),
         (["train", "--log", "a", "--out", "x", "--start", "b", "--preset", "gemma"], "--start brings its architecture"),
-        (["log", "absent.parquet"], "cannot be read as Parquet"),
+        (["log", "absent.parquet"], "absent.parquet is not there"),
         (["world", "--out", "x", "--set", "sheep=3"], "no setting 'sheep'"),
         (["world", "--out", "x", "--set", "users=many"], "must be of type int"),
         (["eval", "--checkpoint", "x", "--out", "y"], "either --log or --world"),

@@ -17,6 +17,7 @@ from starlette.testclient import TestClient
 
 from app.main import create_app
 from app.settings import Settings
+from tests.support.asgi import ADDRESS
 from tests.weights.call import call
 from weights.checkpoint import load_manifest
 from weights.training.log import read_log
@@ -101,7 +102,7 @@ def test_the_table_compares_with_baselines_on_all_and_on_rated_films(made: Path)
 
 def test_the_page_shows_film_titles_after_a_reload(made: Path) -> None:
     settings = Settings(checkpoint=made / "ranker", dtype="float32", threads=1)
-    with TestClient(create_app(settings)) as client:
+    with TestClient(create_app(settings), base_url=ADDRESS) as client:
         before = client.get("/explore/checkpoint.json").json()
         example = call("example", made / "ranker", "--log", made / "log.parquet", "--names", made / "names.json")
         assert example.exit_code == 0, example.output
