@@ -5,6 +5,7 @@ Each column is made and checked by one call, in either form of the posts. Only w
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,10 +29,10 @@ from weights.text_ids import MAX_TEXT_BYTES, IdKind, is_text_id, text_ids
 from weights.values import (
     ID_RULES,
     MAX_ID,
+    MAX_TIME,
+    dwell_problem,
     id_problem,
     problem_of_actions,
-    problem_of_dwells,
-    problem_of_times,
     score_weight_problem,
     time_problem,
 )
@@ -56,6 +57,7 @@ class Vocabulary:
 
     `index`: action names, and decimal strings, to columns. `ids`: what callers name users, posts and authors by. `weights`: of the
     checkpoint, float64 `[A]`. `sets`: published weights by name, float64 `[A]`, or `[A + Z]` where they weigh continuous outputs too.
+    `weightless`: the sets that are all 0 for this checkpoint; None stands for its own weights.
     `model`: name and version as replies tell them. `scales`: of the continuous outputs to their units, float32 `[Z]`.
     """
 
@@ -65,6 +67,7 @@ class Vocabulary:
     ids: IdKind
     weights: NDArray[np.float64]
     sets: Mapping[str, NDArray[np.float64]]
+    weightless: frozenset[str | None]
     model: Mapping[str, str]
     continuous_names: tuple[str, ...]
     scales: NDArray[np.float32]
@@ -74,13 +77,17 @@ class Vocabulary:
         """Return the vocabulary of the checkpoint with this manifest."""
         names, outputs = manifest.action_names, tuple(output.name for output in manifest.continuous)
         columns = {name: column for column, name in enumerate(names)}
+        weights = np.array([manifest.score_weights.get(name, 0.0) for name in names])
+        sets = {name: _published(name, names, outputs) for name in SCORE_WEIGHT_SETS}
+        every: dict[str | None, NDArray[np.float64]] = {None: weights, **sets}
         return cls(
             action_names=names,
             index={str(column): column for column in columns.values()} | columns,
             product_surfaces=manifest.config.product_surfaces,
             ids=manifest.ids,
-            weights=np.array([manifest.score_weights.get(name, 0.0) for name in names]),
-            sets={name: _published(name, names, outputs) for name in SCORE_WEIGHT_SETS},
+            weights=weights,
+            sets=sets,
+            weightless=frozenset(name for name, each in every.items() if not each.any()),
             model={"name": manifest.name, "version": manifest.version},
             continuous_names=outputs,
             scales=np.array([output.scale for output in manifest.continuous], np.float32),
@@ -142,8 +149,7 @@ def context_of(asked: UserRequest | ContextRequest, vocabulary: Vocabulary, conf
 
     Values that the checkpoint has no input for are checked and do no harm.
     """
-    users = [] if asked.user_id is UNSET else [asked.user_id]
-    user_id = sum(_ids(users, vocabulary.ids, lambda _: "user_id").tolist())
+    user_id = 0 if asked.user_id is UNSET else _user_id(asked.user_id, vocabulary.ids)
     if asked.history is UNSET or not count_of(asked.history):
         return _without_history(user_id, vocabulary)
     posts = _Posts("history", asked.history)
@@ -193,7 +199,7 @@ def wishes_of(asked: RankRequest | RecommendRequest, vocabulary: Vocabulary) -> 
         weights = _weights(given, vocabulary)
     else:
         weights = vocabulary.weights if given is UNSET else vocabulary.sets[given]
-        if not weights.any():
+        if (None if given is UNSET else given) in vocabulary.weightless:
             warnings.append(ZERO_WEIGHTS)
     return Wishes(
         weights,
@@ -246,6 +252,12 @@ def _weights(given: Mapping[str, float], vocabulary: Vocabulary) -> NDArray[np.f
     weights = np.zeros(len(vocabulary.action_names))
     weights[columns] = [*given.values()]
     return weights
+
+
+def _user_id(sent: int | str, kind: IdKind) -> int:
+    if (problem := id_problem(sent, kind)) is not None:
+        raise InvalidRequest("user_id", problem)
+    return int(text_ids([sent])[0] if kind == "text" else sent)
 
 
 def _ids(sent: Sequence[int | str], kind: IdKind, path: Callable[[int], str]) -> NDArray[np.uint64]:
@@ -304,10 +316,7 @@ class _Posts:
 
     def times(self, field: str) -> NDArray[np.int64]:
         """Unix seconds, int64 `[n]`."""
-        found = self._integers(field, time_problem)
-        if (problem := problem_of_times(found)) is not None:
-            raise InvalidRequest(self.path(field, problem[0]), problem[1])
-        return found
+        return self._integers(field, MAX_TIME, time_problem)
 
     def surfaces(self, vocabulary: Vocabulary) -> NDArray[np.int64]:
         """Rows of the surfaces' table, int64 `[n]`."""
@@ -316,27 +325,31 @@ class _Posts:
         def problem_of(value: int) -> str | None:
             return None if 0 <= value <= last else NO_SURFACE.format(last)
 
-        found = self._integers("product_surface", problem_of)
-        bad = found.view(np.uint64) > last  # a negative one is large
-        if bad.any():
-            raise InvalidRequest(self.path("product_surface", int(bad.argmax())), NO_SURFACE.format(last))
-        return found
+        return self._integers("product_surface", last, problem_of)
 
     def dwell_seconds(self) -> NDArray[np.float64]:
         """Seconds, float64 `[n]`."""
         sent = self.column("dwell_time")
-        found = np.array(sent, np.float64) if sent else np.zeros(count_of(self.items))
-        if (problem := problem_of_dwells(found)) is not None:
-            raise InvalidRequest(self.path("dwell_time", problem[0]), problem[1])
-        return found
+        if not sent:
+            return np.zeros(count_of(self.items))
+        if not (min(sent) >= 0 and max(sent) < math.inf):  # no JSON number is NaN
+            raise self._first_problem("dwell_time", sent, dwell_problem)
+        return np.array(sent, np.float64)
 
-    def _integers(self, field: str, problem_of: Callable[[int], str | None]) -> NDArray[np.int64]:
+    def _integers(self, field: str, most: int, problem_of: Callable[[int], str | None]) -> NDArray[np.int64]:
+        """Integers from 0 to `most`, int64 `[n]`; zeros where an optional array was left out."""
         sent = self.column(field)
-        try:
-            return np.asarray(array("q", sent)) if sent else np.zeros(count_of(self.items), np.int64)
-        except OverflowError:
-            row, problem = next((row, text) for row, text in enumerate(map(problem_of, sent)) if text)
-            raise InvalidRequest(self.path(field, row), problem) from None
+        if not sent:
+            return np.zeros(count_of(self.items), np.int64)
+        if min(sent) < 0 or max(sent) > most:
+            raise self._first_problem(field, sent, problem_of)
+        return np.asarray(array("q", sent))
+
+    def _first_problem(
+        self, field: str, sent: Sequence[Any], problem_of: Callable[[Any], str | None]
+    ) -> InvalidRequest:
+        row, problem = next((row, problem) for row, problem in enumerate(map(problem_of, sent)) if problem)
+        return InvalidRequest(self.path(field, row), problem)
 
     def actions(self, vocabulary: Vocabulary) -> NDArray[np.float32]:
         """The value of each action, 0 where it was not taken, float32 `[n, A]`. Items may be masks, lists of names, or maps to values."""
@@ -350,13 +363,15 @@ class _Posts:
             if min(masks) < 0 or max(masks) > most:
                 row = next(row for row, mask in enumerate(masks) if not 0 <= mask <= most)
                 raise InvalidRequest(self.path("actions", row), NO_MASK.format(width))
-            found = bits_of(np.array(masks, np.uint64).reshape(-1, 1), width)
+            found = bits_of(np.asarray(array("Q", masks)).reshape(-1, 1), width)
         if kinds - {int}:
             items = [() if type(item) is int else item for item in sent] if int in kinds else sent
-            self._take_named(items, found, vocabulary.index)
+            self._take_named(items, found, vocabulary.index, has_maps=dict in kinds)
         return found
 
-    def _take_named(self, items: Sequence[Any], found: NDArray[np.float32], index: Mapping[str, int]) -> None:
+    def _take_named(
+        self, items: Sequence[Any], found: NDArray[np.float32], index: Mapping[str, int], *, has_maps: bool
+    ) -> None:
         """Write the actions of lists and maps into `found`, `[n, A]`."""
         width = found.shape[1]
         try:
@@ -367,14 +382,14 @@ class _Posts:
             row = next(row for row, item in enumerate(items) if len({index[name] for name in item}) < len(item))
             raise InvalidRequest(self.path("actions", row), NAMED_TWICE)
         values: NDArray[np.float64] | float = 1.0
-        if dict in {*map(type, items)}:
+        if has_maps:
             each = (item.values() if isinstance(item, dict) else repeat(1.0, len(item)) for item in items)
             values = np.fromiter(chain.from_iterable(each), np.float64, len(places))
             if (problem := problem_of_actions(values)) is not None:
                 place, text = problem
                 name = [*chain.from_iterable(items)][place]
                 raise InvalidRequest(f"{self.path('actions', places[place] // width)}.{name}", text)
-        found.ravel()[places] = values
+        found.put(places, values)
 
     def _unknown_action(self, items: Sequence[Any], index: Mapping[str, int]) -> InvalidRequest:
         row = next(row for row, item in enumerate(items) if not index.keys() >= {*item})

@@ -256,7 +256,7 @@ def _wishes(asked: TensorRequest, reader: _Reader) -> Wishes:
         weights, warnings = reader.by_action("weights"), []
     else:
         weights = words.weights if parameters.weights is None else words.sets[parameters.weights]
-        warnings = [] if weights.any() else [ZERO_WEIGHTS]
+        warnings = [ZERO_WEIGHTS] if parameters.weights in words.weightless else []
     wanted = parameters.actions_wanted
     return Wishes(
         weights=weights,

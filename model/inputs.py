@@ -203,7 +203,8 @@ def age_bucket(impression_ts: int | Int64s, created_at: Int64s, config: ModelCon
     seconds = impression_ts - created_at
     buckets: Int64s = seconds // (60 * config.post_age_granularity_minutes) + 1
     np.minimum(buckets, config.post_age_buckets - 1, out=buckets)
-    buckets *= (seconds >= 0) & (created_at != 0) & (impression_ts != 0)
+    np.maximum(buckets, 0, out=buckets)  # the future
+    buckets[created_at == 0] = 0
     return buckets
 
 

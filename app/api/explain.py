@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from app import replies, schema
 from app.api.caller import Caller, CallerInfo, CallerRoute, cancelled_with
-from app.api.rank import JSON, admitted, measured, note
+from app.api.rank import JSON, admitted, note
 from app.api.window import Window
 from app.columns import Vocabulary
 from app.errors import Overloaded, TooLarge
@@ -65,7 +65,7 @@ async def explain(request: Request, caller: Caller) -> Response:
         words: Vocabulary = state.words.of(model.manifest)
         latest = ranker.clock() + state.settings.deadline.default_seconds
         deadline = latest if caller.deadline is None else min(latest, caller.deadline)
-        with measured(exchange, "parse"):
+        with exchange.measured("parse"):
             question = await _question(state, caller, model, words)
         explaining = Explaining(state, replace(caller, deadline=deadline), model, question)
         ranked, without, attention = await cancelled_with(request, explaining.run())
@@ -127,7 +127,7 @@ class Explaining:
         own, *others = await self._ranked(chain([(question.context, question.candidates)], without))
         exchange.requests = 1 + len(others)
         exchange.stages |= {"queue": own.queue_seconds, "forward": time.perf_counter() - started}
-        with measured(exchange, "attention"):
+        with exchange.measured("attention"):
             deadline = self.caller.deadline
             attention = [await ranker.attention(self.model, question.context, group, deadline) for group in groups]
         ranker.metrics.stage["attention"].observe(exchange.stages["attention"])

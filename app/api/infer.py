@@ -16,7 +16,7 @@ from starlette.responses import Response
 from app import replies, schema, tensors
 from app.api.caller import CallerInfo, CallerRoute, TensorCaller, cancelled_with
 from app.api.operations import DISTRIBUTION, NOT_NOW, Described, check_ready
-from app.api.rank import JSON, admitted, measured, note, timings_of
+from app.api.rank import JSON, admitted, note, timings_of
 from app.columns import Vocabulary
 from app.errors import InvalidRequest, ModelNotFound
 from app.interface import Ranker, ServedModel
@@ -149,14 +149,14 @@ async def infer(request: Request, caller: TensorCaller, name: str, version: str 
     """Rank one user's candidates as `/rank` does, with tensors in and out: in JSON, or binary behind the JSON."""
     state, exchange = request.app.state, caller.exchange
     model = _model(state.ranker, name, version)
-    with measured(exchange, "parse"):
+    with exchange.measured("parse"):
         asked = tensors.read(caller.body, request.headers.get(LENGTH_HEADER), state.settings.limits)
         if asked.model_name not in (None, model.manifest.name):
             raise InvalidRequest("model_name", "must be the name in the path, or left out")
     exchange.candidates, exchange.history = asked.candidates, asked.history
     patient = _in_time(state, caller, asked.timeout_seconds)
     with admitted(state, patient, model, candidates=asked.candidates, history=asked.history) as job:
-        with measured(exchange, "parse"):
+        with exchange.measured("parse"):
             words: Vocabulary = state.words.of(model.manifest)
             read = tensors.columns(asked, words, model.manifest.config)
             note(state, exchange, read.context, asked.request_id)
@@ -165,7 +165,7 @@ async def infer(request: Request, caller: TensorCaller, name: str, version: str 
         ranked = await cancelled_with(request, state.ranker.rank(job, read.context, read.candidates))
     timings = timings_of(exchange, exchange.stages["parse"], ranked)
     exchange.scored.append((words.action_names, ranked.scores.probabilities))
-    with measured(exchange, "serialize"):
+    with exchange.measured("serialize"):
         text, binary = tensors.render(asked, read, ranked, words, timings)
     fields = replies.headers_of(model, ranked, exchange)
     if not any(asked.outputs.values()):

@@ -80,7 +80,9 @@ class RequestMiddleware:
             return
         exchange = _begin(scope)
         is_head = scope["method"] == "HEAD"
-        scope = {**scope, "exchange": exchange, "method": "GET" if is_head else scope["method"]}
+        if is_head:
+            scope = {**scope, "method": "GET"}
+        scope["exchange"] = exchange
         if self.root_path:
             scope["root_path"] = self.root_path  # whether or not a proxy has taken it off the path
 

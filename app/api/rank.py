@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
@@ -57,7 +56,7 @@ async def rank_batch(request: Request, caller: Caller) -> Response:
     """Rank several requests, each on its own terms. One that fails carries its own problem, and the others have their scores."""
     state, exchange = request.app.state, caller.exchange
     exchange.is_named_by_caller = True  # or by nobody: the name of one of its requests is not the call's
-    with measured(exchange, "parse"):
+    with exchange.measured("parse"):
         items, is_bare = schema.split_batch(caller.body, state.settings.limits.max_batch_requests)
     exchange.requests = len(items)
     with Batch(state, caller) as batch:
@@ -95,18 +94,18 @@ async def context(request: Request, caller: Caller) -> Response:
     state, exchange = request.app.state, caller.exchange
     model: ServedModel = state.ranker.model()
     vocabulary: Vocabulary = state.words.of(model.manifest)
-    with measured(exchange, "parse"):
+    with exchange.measured("parse"):
         asked = schema.read(CONTEXT, caller.body, state.settings.limits, vocabulary.index)
     exchange.history = schema.count_of(asked.history)
     with admitted(state, caller, model, candidates=0, history=exchange.history) as job:
-        with measured(exchange, "parse"):
+        with exchange.measured("parse"):
             viewer = columns.context_of(asked, vocabulary, model.manifest.config)
             request_id = None if asked.request_id is UNSET else asked.request_id
             note(state, exchange, viewer, request_id)
         del asked  # as in `_rank`
         ranked = await cancelled_with(request, state.ranker.rank(job, viewer, NO_CANDIDATES))
     timings = timings_of(exchange, exchange.stages["parse"], ranked)
-    with measured(exchange, "serialize"):
+    with exchange.measured("serialize"):
         body = replies.context_reply(ranked, request_id, vocabulary, timings)
     return Response(body, media_type=JSON, headers=replies.headers_of(model, ranked, exchange))
 
@@ -140,7 +139,7 @@ class Work:
 
 def _read(state: State, exchange: Exchange, model: ServedModel, body: bytes) -> RankRequest:
     """Decode a request and note its size."""
-    with measured(exchange, "parse"):
+    with exchange.measured("parse"):
         asked = schema.read(RANK, body, state.settings.limits, state.words.of(model.manifest).index)
     sizes = asked.sizes()
     exchange.candidates += sizes["candidates"]
@@ -150,7 +149,7 @@ def _read(state: State, exchange: Exchange, model: ServedModel, body: bytes) -> 
 
 def _work(state: State, exchange: Exchange, model: ServedModel, asked: RankRequest) -> Work:
     """Check a request against this checkpoint."""
-    with measured(exchange, "parse"):
+    with exchange.measured("parse"):
         vocabulary, config = state.words.of(model.manifest), model.manifest.config
         named = None if asked.context is UNSET else asked.context
         viewer = named or columns.context_of(asked, vocabulary, config)
@@ -173,7 +172,7 @@ def note(state: State, exchange: Exchange, viewer: Context | str, request_id: st
 def _reply(exchange: Exchange, work: Work, ranked: Ranked, parse_seconds: float) -> bytes:
     timings = timings_of(exchange, parse_seconds, ranked)
     exchange.scored.append((work.vocabulary.action_names, ranked.scores.probabilities))
-    with measured(exchange, "serialize"):
+    with exchange.measured("serialize"):
         return replies.rank_reply(work.post_ids, ranked, work.wishes, work.vocabulary, timings)
 
 
@@ -191,16 +190,6 @@ def admitted(
     """Return `Ranker.admit` for a request of this size and this caller."""
     ranker: Ranker = state.ranker
     return ranker.admit(model, candidates=candidates, history=history, deadline=caller.deadline, key=caller.key)
-
-
-@contextmanager
-def measured(exchange: Exchange, stage: str) -> Iterator[None]:
-    """Add the time of a block to a stage of the call."""
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        exchange.stages[stage] = exchange.stages.get(stage, 0.0) + time.perf_counter() - started
 
 
 # --- A batch ---------------------------------------------------------------------------------------------------------------------------

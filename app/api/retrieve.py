@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from app import columns, replies, schema
 from app.api.caller import Caller, CallerInfo, CallerRoute, cancelled_with
-from app.api.rank import JSON, admitted, measured, note
+from app.api.rank import JSON, admitted, note
 from app.columns import Vocabulary, Wishes
 from app.errors import CorpusBehind, CorpusNotLoaded, Draining, EngineDown, InvalidRequest, NotReady, TooLarge
 from app.interface import Corpus, Found, Job, Ranked, Ranker, ServedCorpus, ServedModel
@@ -52,14 +52,14 @@ async def retrieve(request: Request, caller: Caller) -> Response:
     corpus: Corpus = state.ranker.corpus
     served = corpus.served
     words: Vocabulary = state.words.of(served.manifest)
-    with measured(exchange, "parse"):
+    with exchange.measured("parse"):
         asked = schema.read(RETRIEVE, caller.body, state.settings.limits, words.index)
         query = _query(asked, _at_least(caller), words, served.manifest.config, state.settings.limits)
         note(state, exchange, query.context, _request_id(asked))
     exchange.candidates, exchange.history = query.k, asked.sizes()["history"]
     found = await cancelled_with(request, corpus.search(served, query, _deadline(state, caller), caller.key))
     _count(caller, found)
-    with measured(exchange, "serialize"):
+    with exchange.measured("serialize"):
         body = _reply(asked, found, served, replies.timings_of(exchange.stages))
     fields = replies.headers(served.manifest.version, "hit" if found.posts.cached else "miss", exchange)
     return Response(body, media_type=JSON, headers=fields | {VERSION_HEADER: _label(served, found)})
@@ -79,16 +79,16 @@ async def recommend(request: Request, caller: Caller) -> Response:
     if served.manifest.ids != model.manifest.ids:
         raise CorpusNotLoaded("No corpus is served whose ids are of the same kind as the ranking model's.")
     caller = replace(caller, deadline=_deadline(state, caller))  # one for both stages
-    with measured(exchange, "parse"):
+    with exchange.measured("parse"):
         asked = schema.read(RECOMMEND, caller.body, state.settings.limits, state.words.of(model.manifest).index)
     exchange.candidates, exchange.history = _k(asked, state.settings.limits), asked.sizes()["history"]
     # Before the search: a request that the ranker would refuse costs none, and one that is admitted ends even in a drain.
     with admitted(state, caller, model, candidates=exchange.candidates, history=exchange.history) as job:
-        with measured(exchange, "parse"):
+        with exchange.measured("parse"):
             work = _recommendation(state, caller, asked, model, served)
         found, ranked, wishes = await cancelled_with(request, _ranked(ranker, caller, job, work))
     exchange.scored.append((work.words.action_names, ranked.scores.probabilities))
-    with measured(exchange, "serialize"):
+    with exchange.measured("serialize"):
         body = _recommended(work, found, ranked, wishes, replies.timings_of(exchange.stages))
     fields = replies.headers_of(model, ranked, exchange)
     return Response(body, media_type=JSON, headers=fields | {VERSION_HEADER: _label(served, found)})

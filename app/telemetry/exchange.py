@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -34,3 +35,23 @@ class Exchange(msgspec.Struct):
     body_bytes: int = 0
     is_reading: bool = False
     is_read: bool = False
+
+    def measured(self, stage: str) -> Stopwatch:
+        """A block whose time is added to a stage."""
+        return Stopwatch(self.stages, stage)
+
+
+class Stopwatch:
+    """Adds the seconds of a block to `stages[stage]`, also where it raises."""
+
+    __slots__ = ("stage", "stages", "started")
+
+    def __init__(self, stages: dict[str, float], stage: str) -> None:
+        self.stages = stages
+        self.stage = stage
+
+    def __enter__(self) -> None:
+        self.started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.stages[self.stage] = self.stages.get(self.stage, 0.0) + time.perf_counter() - self.started

@@ -150,6 +150,7 @@ def configure(settings: Logs, stream: TextIO | None = None, worker: int | None =
     logging.raiseExceptions = (
         False  # else a line that cannot be formatted is reported on standard error, past the queue
     )
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # no line of ours says them
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(max(level, logging.WARNING))  # libraries speak only when something is wrong
