@@ -79,7 +79,7 @@ class Vocabulary:
         columns = {name: column for column, name in enumerate(names)}
         weights = np.array([manifest.score_weights.get(name, 0.0) for name in names])
         sets = {name: _published(name, names, outputs) for name in SCORE_WEIGHT_SETS}
-        every: dict[str | None, NDArray[np.float64]] = {None: weights, **sets}
+        every = [(None, weights), *sets.items()]
         return cls(
             action_names=names,
             index={str(column): column for column in columns.values()} | columns,
@@ -87,7 +87,7 @@ class Vocabulary:
             ids=manifest.ids,
             weights=weights,
             sets=sets,
-            weightless=frozenset(name for name, each in every.items() if not each.any()),
+            weightless=frozenset(name for name, each in every if not each.any()),
             model={"name": manifest.name, "version": manifest.version},
             continuous_names=outputs,
             scales=np.array([output.scale for output in manifest.continuous], np.float32),
@@ -257,7 +257,7 @@ def _weights(given: Mapping[str, float], vocabulary: Vocabulary) -> NDArray[np.f
 def _user_id(sent: int | str, kind: IdKind) -> int:
     if (problem := id_problem(sent, kind)) is not None:
         raise InvalidRequest("user_id", problem)
-    return int(text_ids([sent])[0] if kind == "text" else sent)
+    return int(sent) if kind == "uint64" else int(text_ids([str(sent)])[0])
 
 
 def _ids(sent: Sequence[int | str], kind: IdKind, path: Callable[[int], str]) -> NDArray[np.uint64]:

@@ -169,14 +169,6 @@ class Reloads(Protocol):
         """Read the present checkpoint again in the background, then the retrieval checkpoint and corpus, if any. Logged and counted."""
         ...
 
-    def watch(self, seconds: float) -> None:
-        """From now on, look this often for a new manifest, and load it."""
-        ...
-
-    def stop(self) -> None:
-        """End the watch and any reload under way."""
-        ...
-
 
 class Ranker(Protocol):
     """Ranks requests. Used by the event loop only; deadlines are in seconds of `clock`.
@@ -193,13 +185,8 @@ class Ranker(Protocol):
         """The search side; it may serve no corpus."""
         ...
 
-    @property
-    def reloads(self) -> Reloads:
-        """Changes what serves."""
-        ...
-
     def start(self) -> None:
-        """Begin to load in the background. A second call does nothing."""
+        """Begin to load in the background, and to watch for new checkpoints where the settings say so. A second call does nothing."""
         ...
 
     def begin_drain(self) -> None:
@@ -262,4 +249,13 @@ class Ranker(Protocol):
 
     async def exposition(self) -> bytes:
         """Return every metric, of all processes of the service. Raises EngineDown where they cannot be had."""
+        ...
+
+
+class ReloadableRanker(Ranker, Protocol):
+    """A ranker whose engine is in this process, so that its checkpoint can be changed here."""
+
+    @property
+    def reloads(self) -> Reloads:
+        """Changes what serves."""
         ...

@@ -18,7 +18,7 @@ from app.api.caller import Bodies, KeyRing
 from app.api.middleware import HostMiddleware, RequestMiddleware, on_http_exception, on_invalid
 from app.api.pages import pages
 from app.columns import Words
-from app.interface import Ranker
+from app.interface import Ranker, ReloadableRanker
 from app.settings import ADMIN_HOST, Settings, load_settings
 from app.telemetry import logs
 from app.telemetry.metrics import Metrics
@@ -47,10 +47,7 @@ def create_app(settings: Settings | None = None, ranker: Ranker | None = None) -
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         ranker.start()
-        if settings.reload.watch_seconds and settings.workers <= 1:  # else the engine process watches
-            ranker.reloads.watch(settings.reload.watch_seconds)
         yield
-        ranker.reloads.stop()
         await ranker.stop(settings.drain.timeout_seconds)
         if tracer is not None:
             tracer.close()
@@ -74,7 +71,7 @@ def create_probe_app(settings: Settings, ranker: Ranker) -> FastAPI:
     return app
 
 
-def create_admin_app(settings: Settings, ranker: Ranker) -> FastAPI:
+def create_admin_app(settings: Settings, ranker: ReloadableRanker) -> FastAPI:
     """Reloads and changes of posts, for the loopback port."""
     app = _application(settings, ranker, settings.allowed_hosts(ADMIN_HOST, is_main=False))
     app.state.operator = admin.Operator(settings.admin)

@@ -33,7 +33,7 @@ from fastapi import FastAPI
 from app.api.connection import Connection, State, sweep
 from app.api.operations import Scrapes
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START
-from app.interface import Ranker
+from app.interface import Ranker, ReloadableRanker
 from app.main import create_admin_app, create_app, create_probe_app
 from app.settings import ADMIN_HOST, ANY_ADDRESS, Settings, listen_hosts
 from app.telemetry import logs
@@ -98,6 +98,9 @@ class Server(Port):
         self.settings = settings
         self.exit_code = 0
         self.tells = True  # of several workers one does
+        self.reload: Callable[[], None] | None = (
+            None  # for SIGHUP; of several workers none does: the parent tells the engine process
+        )
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         ranker.on_fatal = self.fatal
@@ -124,7 +127,7 @@ class Server(Port):
         handlers = {
             signal.SIGTERM: self.handle_exit,
             signal.SIGINT: self.handle_exit,
-            signal.SIGHUP: self.handle_reload,
+            signal.SIGHUP: signal.SIG_IGN if self.reload is None else self.handle_reload,
         }
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
@@ -145,7 +148,8 @@ class Server(Port):
     def handle_reload(self, sig: int, frame: FrameType | None) -> None:
         """SIGHUP: read the present checkpoint again."""
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self.ranker.reloads.reload_soon)
+        assert self.reload is not None
+        self._loop.call_soon_threadsafe(self.reload)
 
     def drain(self) -> None:
         """Lose readiness now, go on serving for the delay, then stop."""
@@ -205,23 +209,23 @@ def run(
 
     A worker of several is given its ranker and its sockets, which it shares with the others; one of them `tells` people what to try.
     """
-    is_alone = ranker is None
+    local: ReloadableRanker | None = None
     if ranker is None:
         from app.service.ranker import create_ranker
         from app.telemetry.metrics import Metrics
 
-        local = create_ranker(settings, Metrics())
+        ranker = local = create_ranker(settings, Metrics())
         local.watchdog.watch_loop(hung)
-        ranker = local
     logs.lines.on_drop = ranker.metrics.log_lines_dropped.labels("reader_slow").inc
     raise_file_limit()
     try:
         bound = bind_logged(settings.host, settings.port) if sockets is None else sockets
-        sides = side_ports(settings, ranker) if is_alone else []
+        sides = [] if local is None else side_ports(settings, local)
     except OSError:
         return EXIT_START
     server = Server(create_app(settings, ranker), bound, ranker, settings)
     server.tells = tells
+    server.reload = None if local is None else local.reloads.reload_soon
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(server, sides))
     if ranker.has_running_threads():
@@ -256,7 +260,7 @@ async def _serve_engine(engine: EngineProcess, path: str, sides: Sequence[Port])
 
 
 def side_ports(
-    settings: Settings, ranker: Ranker, exposition: Callable[[], Awaitable[bytes]] | None = None
+    settings: Settings, ranker: ReloadableRanker, exposition: Callable[[], Awaitable[bytes]] | None = None
 ) -> list[Port]:
     """The ports for probes and for the admin interface, where they are set. Raises OSError, which is logged, where one is taken.
     `exposition`: the metrics of all processes."""

@@ -19,7 +19,7 @@ from app.api.caller import Headers, check_length, check_type, read_body
 from app.api.operations import replies
 from app.corpus.posts import read_change
 from app.errors import InvalidRequest, NotFound, ReloadBusy, ReloadRefused, Unauthorized, UnsupportedMediaType
-from app.interface import CheckpointNotFound, Ranker, ReloadInProgress
+from app.interface import CheckpointNotFound, ReloadableRanker, ReloadInProgress
 from app.settings import Admin
 from model.engine import EngineError
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
@@ -77,7 +77,7 @@ Body = Annotated[bytes, Depends(read_operator)]
 @router.post("/admin/reload", response_class=Response)
 async def reload(request: Request, body: Body) -> Response:
     """Serve another checkpoint, or the present one read again; or another retrieval checkpoint and corpus, both as one."""
-    ranker: Ranker = request.app.state.ranker
+    ranker: ReloadableRanker = request.app.state.ranker
     wanted = schema.decode(RELOAD, body or b"{}")
     names = [None if name is UNSET else name for name in (wanted.checkpoint, wanted.retrieval, wanted.corpus)]
     checkpoint, retrieval, corpus = names
@@ -95,13 +95,13 @@ async def reload(request: Request, body: Body) -> Response:
             raise ReloadRefused("The checkpoint that serves lies no longer below the configured root.") from None
 
 
-async def _reload_checkpoint(ranker: Ranker, name: str | None) -> dict[str, Any]:
+async def _reload_checkpoint(ranker: ReloadableRanker, name: str | None) -> dict[str, Any]:
     before = ranker.model().manifest.digest if ranker.health().started else None
     manifest = (await ranker.reloads.reload(name)).manifest
     return {"model": _named(manifest), "result": _result(before == manifest.digest)}
 
 
-async def _reload_corpus(ranker: Ranker, retrieval: str | None, corpus: str | None) -> dict[str, Any]:
+async def _reload_corpus(ranker: ReloadableRanker, retrieval: str | None, corpus: str | None) -> dict[str, Any]:
     async def identity() -> object:
         state = await ranker.corpus.state()
         if state is None:

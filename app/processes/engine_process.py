@@ -87,11 +87,8 @@ class EngineProcess:
         loop.add_signal_handler(signal.SIGHUP, self.ranker.reloads.reload_soon)
         server = await loop.create_unix_server(lambda: Link(FromWorker, self._take, self._made, self._lost), path)
         self.ranker.start()
-        if self.settings.reload.watch_seconds:
-            self.ranker.reloads.watch(self.settings.reload.watch_seconds)
         look = loop.create_task(self._keep_telling())
         await self._ended.wait()
-        self.ranker.reloads.stop()
         if not await self.ranker.stop(self.settings.drain.timeout_seconds):
             self.exit_code = self.exit_code or EXIT_FAILED
         self._tell()

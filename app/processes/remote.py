@@ -68,7 +68,6 @@ class RemoteRanker:
         self.clock = time.monotonic
         self.on_fatal: Callable[[str], None] = lambda reason: None  # the parent decides what is fatal
         self.corpus = RemoteCorpus(self)
-        self.reloads = RemoteReloads()
         self.state = STARTING
         self.linked = asyncio.Event()  # set while the engine process's state is known
         self._path = path
@@ -311,24 +310,3 @@ class RemoteCorpus:
         return cast(
             CorpusState | None, await self._ranker.call("corpus_state", deadline=self._ranker.clock() + SILENT_SECONDS)
         )
-
-
-class RemoteReloads:
-    """`interface.Reloads` of one worker: reloads are asked for on the engine process's own port, or by SIGHUP to the parent."""
-
-    async def reload(self, name: str | None = None) -> ServedModel:
-        """Not here."""
-        raise NotImplementedError
-
-    async def reload_corpus(self, checkpoint: str | None = None, corpus: str | None = None) -> ServedCorpus:
-        """Not here."""
-        raise NotImplementedError
-
-    def reload_soon(self) -> None:
-        """Nothing: the parent tells the engine process."""
-
-    def watch(self, seconds: float) -> None:
-        """Nothing: the engine process watches."""
-
-    def stop(self) -> None:
-        """Nothing: a worker has no reload of its own."""

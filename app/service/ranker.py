@@ -97,6 +97,8 @@ class LocalRanker:
             loop = asyncio.get_running_loop()
             work = (self._first_load(), self._end_after(self.watchdog.hang), self._end_after(self.versions.lost))
             self._tasks = [loop.create_task(one) for one in work]
+            if seconds := self.settings.reload.watch_seconds:
+                self.reloads.watch(seconds)
 
     async def wait_ready(self) -> None:
         """Return when requests can be served; call it after `start`. Raises the error that made loading fail."""
@@ -111,13 +113,13 @@ class LocalRanker:
     async def stop(self, timeout_seconds: float) -> bool:
         """Finish the admitted requests, then free the engines. Return False if time ran out; the rest are answered 503."""
         self._is_draining = self._refuses = True
+        self.reloads.stop()
         until = self.clock() + timeout_seconds
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.places.idle.wait(), timeout_seconds)
         finished = self.places.idle.is_set()
         if self._failure is not None:
             until = self.clock() + 1.0  # the engine's thread may hang forever
-        self.reloads.stop()
         self._attention.stop()
         self.versions.fail_all(_draining)
         finished &= await self.corpus.stop(max(0.1, until - self.clock()))
