@@ -94,7 +94,8 @@ class Admission:
         return refusal
 
     def closed(self, running: Running, key: str | None = None) -> Refusal | None:
-        """As `full`, but records nothing. With keys, None stands for a key without unfinished work, which finds the most room."""
+        """Why even this key's smallest request would be refused, or None; records nothing. With keys, None stands for a key without
+        unfinished work, which finds the most room."""
         if not self.requests:
             return None
         smallest = Work(candidates=1, context_tokens=1, deadline=float("inf"), key=key)

@@ -117,11 +117,11 @@ class ContextRequest(Request, kw_only=True):
     request_id: RequestName = UNSET
 
     def sizes(self) -> dict[str, int]:
-        """As `Request.sizes`."""
+        """How many history items there are."""
         return {"history": count_of(self.history)}
 
     def check(self) -> None:
-        """As `Request.check`."""
+        """Raise InvalidRequest for columns of different lengths or a bad name."""
         _check_posts("history", self.history)
         _check_name(self.request_id)
 
@@ -145,11 +145,11 @@ class UserRequest(Request, kw_only=True):
     request_id: RequestName = UNSET
 
     def sizes(self) -> dict[str, int]:
-        """As `Request.sizes`."""
+        """How many history items there are; none where a context is named."""
         return {"history": 0 if self.history is UNSET else count_of(self.history)}
 
     def check(self) -> None:
-        """As `Request.check`."""
+        """Raise InvalidRequest unless it names one user in one way, in columns of equal length, at a time that can be."""
         if self.context is UNSET:
             if self.user_id is UNSET:
                 raise InvalidRequest("user_id", NO_USER)
@@ -178,12 +178,12 @@ class RankRequest(UserRequest, kw_only=True):
     actions_wanted: Wanted = UNSET
 
     def sizes(self) -> dict[str, int]:
-        """As `Request.sizes`."""
+        """How many candidates and history items there are."""
         history = 0 if self.history is UNSET else count_of(self.history)
         return {"candidates": count_of(self.candidates), "history": history}
 
     def check(self) -> None:
-        """As `Request.check`."""
+        """Raise InvalidRequest also for candidates in columns of different lengths, or for none."""
         UserRequest.check(self)
         _check_posts("candidates", self.candidates)
         if not count_of(self.candidates):
@@ -233,11 +233,11 @@ class RetrieveRequest(UserRequest, kw_only=True):
     ] = UNSET
 
     def sizes(self) -> dict[str, int]:
-        """As `Request.sizes`."""
+        """How many history items and excluded posts there are."""
         return {"history": 0 if self.history is UNSET else count_of(self.history), "exclude": len(self.exclude)}
 
     def check(self) -> None:
-        """As `Request.check`."""
+        """Raise InvalidRequest also for a limit of age without a time to count from."""
         UserRequest.check(self)
         if self.max_age_seconds is not UNSET and not self.impression_ts:
             raise InvalidRequest("max_age_seconds", "needs impression_ts, from which ages are counted")

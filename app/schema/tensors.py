@@ -114,12 +114,12 @@ class InferRequest(Request, forbid_unknown_fields=False, kw_only=True):
     parameters: Annotated[InferParameters | None, about("Fields that are not tensors.")] = None
 
     def sizes(self) -> dict[str, int]:
-        """As `Request.sizes`, by the shapes."""
+        """How many candidates and history items there are, by the shapes of the tensors."""
         counts = {tensor.name: tensor.shape[0] for tensor in self.inputs if tensor.shape}
         return {field: counts.get(f"{field}.post_id", 0) for field in ("candidates", "history")}
 
     def check(self) -> None:
-        """As `Request.check`."""
+        """Raise InvalidRequest for what no checkpoint can take."""
         if self.id and not is_request_id(self.id):
             raise InvalidRequest("id", REQUEST_ID_RULE)
         parameters = self.parameters or InferParameters()
