@@ -19,8 +19,8 @@ from app.engine.forecast import Clock
 from app.engine.job import SearchJob
 from app.engine.places import Places
 from app.engine.runners import RETRIEVAL_THREAD, EngineThread, Runner, SearchForwards
+from app.engine.scheduler import RETRY_AFTER_SECONDS, Scheduler
 from app.engine.versions import Versions
-from app.engine.worker import RETRY_AFTER_SECONDS, Worker
 from app.errors import ChangedByFeed, CorpusBehind, CorpusNotLoaded, EngineDown, Overloaded, ServiceError
 from app.interface import CorpusState, Found, ReloadInProgress, ServedCorpus
 from app.settings import Batching, Settings
@@ -129,9 +129,9 @@ class Searches:
         try:
             async with self._changing:
                 before = self._held
-                worker = await self.versions.load(lambda steps: load(checkpoint, corpus, before))
-                self.versions.install(worker)
-                self._held, self._paths = worker.model, (checkpoint, corpus)
+                scheduler = await self.versions.load(lambda steps: load(checkpoint, corpus, before))
+                self.versions.install(scheduler)
+                self._held, self._paths = scheduler.model, (checkpoint, corpus)
                 if before is not None:
                     before.changes.close()
                 if self.feed is not None:
@@ -212,8 +212,8 @@ class Searches:
                 raise EngineDown("An earlier change is on the disk and not served yet.", retry_after_seconds=1.0)
             if self.feed is not None and loaded.changes.mark.position != after:
                 return loaded.state()
-            worker: Worker[SearchJob] | None = self.versions.current
-            assert worker is not None
+            scheduler: Scheduler[SearchJob] | None = self.versions.current
+            assert scheduler is not None
             try:
                 change, added = await asyncio.to_thread(loaded.record, changes, position)
             except EngineError as error:
@@ -221,7 +221,7 @@ class Searches:
                     "The new posts cannot be indexed now. Nothing has changed.", retry_after_seconds=5.0
                 ) from error
             try:
-                state = await worker.between(lambda: loaded.state(loaded.engine.change(change, added)))
+                state = await scheduler.between(lambda: loaded.state(loaded.engine.change(change, added)))
             except Exception as error:
                 self._behind = loaded
                 log.error("change_not_made", exc_info=error)
@@ -248,16 +248,16 @@ class Searches:
 
     async def search(self, served: ServedCorpus, query: Query, deadline: float, key: str | None) -> Found:
         """See `interface.Corpus.search`."""
-        worker = self.versions.find(served)
-        if worker is None:
+        scheduler = self.versions.find(served)
+        if scheduler is None:
             raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)
-        if query.at_least and not worker.model.engine.mark.reaches(query.at_least):
+        if query.at_least and not scheduler.model.engine.mark.reaches(query.at_least):
             raise CorpusBehind(retry_after_seconds=1.0)
         if query.handle:
             query = self._contexts.query(query, served.manifest, key)
         future: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
         job = SearchJob(candidates=1, context_tokens=0, deadline=deadline, key=key, future=future, query=query)
-        with self.places.take(job, worker):
+        with self.places.take(job, scheduler):
             found: Found = await self.places.compute(job)
             return found
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from app.engine.job import RankJob
+from app.engine.scheduler import Scheduler
 from app.engine.versions import Versions
-from app.engine.worker import Worker
 from app.errors import ContextUnknown
 from app.telemetry.metrics import Metrics
 from model.inputs import Context
@@ -23,9 +23,9 @@ class Contexts:
         self._versions = versions
         self._lookups = metrics.context_handles
 
-    def of(self, worker: Worker[RankJob], handle: str, key: str | None) -> Context:
-        """Return the context that this API key's handle names in this worker's engine."""
-        return self._counted(worker.model.engine.context_of(handle, key or ""))
+    def of(self, scheduler: Scheduler[RankJob], handle: str, key: str | None) -> Context:
+        """Return the context that this API key's handle names in this scheduler's engine."""
+        return self._counted(scheduler.model.engine.context_of(handle, key or ""))
 
     def query(self, query: Query, towers: Manifest, key: str | None) -> Query:
         """Fill in a query that names its context by a handle: with what the user tower would read of the whole request."""

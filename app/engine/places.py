@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Generic
 
 from app.engine.admission import Admission, Refusal
-from app.engine.worker import J, Worker
+from app.engine.scheduler import J, Scheduler
 from app.errors import DeadlineExceeded, Overloaded, ServiceError
 from app.telemetry.metrics import BatchReport, Metrics
 
@@ -24,39 +24,39 @@ class Places(Generic[J]):
         self.idle = asyncio.Event()  # set while no place is taken
         self.idle.set()
         self._record = record
-        self._taken: dict[J, Worker[J]] = {}
+        self._taken: dict[J, Scheduler[J]] = {}
 
     @contextmanager
-    def take(self, job: J, worker: Worker[J]) -> Iterator[J]:
+    def take(self, job: J, scheduler: Scheduler[J]) -> Iterator[J]:
         """Take a place for this job on this engine. Leaving the block frees it and drops what is not computed.
 
         Raises Overloaded or DeadlineExceeded where admission refuses it.
         """
-        if (refusal := self.admission.refusal(job, worker.running())) is not None:
+        if (refusal := self.admission.refusal(job, scheduler.running())) is not None:
             self.refused_at = self.admission.clock()
             raise self.error(refusal)
         self.admission.add(job)
         self.idle.clear()
-        worker.hold()
-        self._taken[job] = worker
+        scheduler.hold()
+        self._taken[job] = scheduler
         try:
             yield job
         finally:
             self.free(job)
 
-    def worker(self, job: J) -> Worker[J]:
-        """Return the worker on which this job has its place. Raises ValueError where it has none any more."""
-        worker = self._taken.get(job)
-        if worker is None:
+    def scheduler(self, job: J) -> Scheduler[J]:
+        """Return the scheduler on which this job has its place. Raises ValueError where it has none any more."""
+        scheduler = self._taken.get(job)
+        if scheduler is None:
             raise ValueError("this job has no place: it was computed before, or its block was left")
-        return worker
+        return scheduler
 
     async def compute(self, job: J) -> Any:
         """Queue the job, whose work is set, and return its result; then its place is free. Cancelling drops the work.
 
         Raises what the job failed with, and ValueError where it has no place.
         """
-        self.worker(job).submit(job)
+        self.scheduler(job).submit(job)
         try:
             return await job.future
         except asyncio.CancelledError:
@@ -69,13 +69,13 @@ class Places(Generic[J]):
 
     def free(self, job: J) -> None:
         """Free the job's place and drop what is not computed. A second call does nothing."""
-        worker = self._taken.pop(job, None)
-        if worker is None:
+        scheduler = self._taken.pop(job, None)
+        if scheduler is None:
             return
         self.freed += 1
         self.admission.remove(job)
-        worker.drop(job)
-        worker.leave()
+        scheduler.drop(job)
+        scheduler.leave()
         if not self._taken:
             self.idle.set()
 

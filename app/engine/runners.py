@@ -155,7 +155,7 @@ class EngineThread:
             call, on_result = work
             try:
                 result: Any = call()
-            except BaseException as error:  # even SystemExit: the worker decides what it means
+            except BaseException as error:  # even SystemExit: the scheduler decides what it means
                 result = error
             _post(self._loop, on_result, result, self._clock())
             del work, call, on_result, result  # else what they hold lives until the next batch

@@ -9,7 +9,7 @@ from typing import Any, Generic
 
 from app.engine.forecast import Clock, Running
 from app.engine.runners import ENGINE_THREAD, EngineThread, Loaded, Runner, Steps, rank_runner
-from app.engine.worker import J, Worker
+from app.engine.scheduler import J, Scheduler
 from app.errors import ServiceError
 from app.interface import ReloadInProgress
 from app.settings import Batching
@@ -20,7 +20,7 @@ MakeRunner = Callable[[EngineThread, asyncio.AbstractEventLoop, Clock], Runner]
 
 
 class Versions(Generic[J]):
-    """Holds one worker for each version. Used by the event loop only."""
+    """Holds one scheduler for each version. Used by the event loop only."""
 
     def __init__(
         self,
@@ -32,20 +32,20 @@ class Versions(Generic[J]):
         thread_name: str = ENGINE_THREAD,
     ) -> None:
         """`batch_done` hears of each forward. A load that takes longer than `load_seconds` is given up."""
-        self.current: Worker[J] | None = None
+        self.current: Scheduler[J] | None = None
         self._batching = batching
         self._batch_done = batch_done
         self._clock = clock
         self._load_seconds = load_seconds
         self._make_runner = make_runner
         self._thread_name = thread_name
-        self._held: dict[Any, Worker[J]] = {}  # by the model they serve
+        self._held: dict[Any, Scheduler[J]] = {}  # by the model they serve
         self._loading: EngineThread | None = None  # also one that was given up, while others wait for its end
         self._waited_for_until = float("inf")
         self._lost: asyncio.Queue[str] = asyncio.Queue()
         self._gone = CacheStats()
 
-    async def load(self, load: Callable[[Steps], Loaded]) -> Worker[J]:
+    async def load(self, load: Callable[[Steps], Loaded]) -> Scheduler[J]:
         """Load and warm a model in a thread of its own. Raises what `load` raises, ReloadInProgress, or EngineError when it takes too long.
 
         The thread of a load that was given up, or cancelled, ends at its next step. It may hang in native code, so another load is
@@ -68,17 +68,17 @@ class Versions(Generic[J]):
         self._loading = None
         model = thread.ready.result()
         runner = self._make_runner(thread, loop, self._clock)
-        return Worker(model, runner, self._batching, self._clock, self._batch_done, self._lost.put_nowait)
+        return Scheduler(model, runner, self._batching, self._clock, self._batch_done, self._lost.put_nowait)
 
-    def install(self, worker: Worker[J]) -> None:
-        """Serve new requests with this worker. The previous one is freed when its last request is answered."""
-        old, self.current = self.current, worker
-        self._held[worker.model.served] = worker
+    def install(self, scheduler: Scheduler[J]) -> None:
+        """Serve new requests with this scheduler. The previous one is freed when its last request is answered."""
+        old, self.current = self.current, scheduler
+        self._held[scheduler.model.served] = scheduler
         if old is not None:
             old.retire(self._free)
 
-    def find(self, served: Any) -> Worker[J] | None:
-        """Return the worker that serves exactly this model, or None if it is gone."""
+    def find(self, served: Any) -> Scheduler[J] | None:
+        """Return the scheduler that serves exactly this model, or None if it is gone."""
         current = self.current
         if current is not None and current.model.served is served:
             return current  # nearly always
@@ -89,8 +89,8 @@ class Versions(Generic[J]):
         return await self._lost.get()
 
     @property
-    def held(self) -> list[Worker[J]]:
-        """All workers not yet freed, the oldest first."""
+    def held(self) -> list[Scheduler[J]]:
+        """All schedulers not yet freed, the oldest first."""
         return list(self._held.values())
 
     @property
@@ -101,7 +101,7 @@ class Versions(Generic[J]):
     @property
     def waiting(self) -> int:
         """Number of jobs that wait to be computed."""
-        return sum(worker.waiting for worker in self._held.values())
+        return sum(scheduler.waiting for scheduler in self._held.values())
 
     def running(self) -> Running:
         """Return what the current engine is computing."""
@@ -109,41 +109,41 @@ class Versions(Generic[J]):
 
     def silent_seconds(self) -> float:
         """The longest time that work has waited while no forward finished."""
-        return max((worker.silent_seconds() for worker in self._held.values()), default=0.0)
+        return max((scheduler.silent_seconds() for scheduler in self._held.values()), default=0.0)
 
     def cache_stats(self) -> CacheStats:
         """Cache counts of all engines since the start; bytes and entries only of those still held."""
         stats = self._gone
-        for worker in self._held.values():
-            stats = _sum(stats, worker.model.engine.cache_stats())
+        for scheduler in self._held.values():
+            stats = _sum(stats, scheduler.model.engine.cache_stats())
         return stats
 
     def fail_all(self, error: Callable[[], ServiceError]) -> None:
         """Empty all queues, and fail every job that waits or is being computed, each with an error of its own."""
-        for worker in self._held.values():
-            worker.fail_all(error)
+        for scheduler in self._held.values():
+            scheduler.fail_all(error)
 
     def drop(self) -> None:
         """Stop serving without waiting for an engine that may hang. Fail its jobs before."""
         self.current = None
-        for worker in self.held:
-            self._free(worker)
+        for scheduler in self.held:
+            self._free(scheduler)
 
     async def close(self, timeout_seconds: float) -> None:
         """Free each engine after its present forward; one that hangs is left behind."""
-        workers = self.held
-        for worker in workers:
-            worker.close()
-        if workers:
-            await asyncio.wait([worker.closed for worker in workers], timeout=timeout_seconds)
+        schedulers = self.held
+        for scheduler in schedulers:
+            scheduler.close()
+        if schedulers:
+            await asyncio.wait([scheduler.closed for scheduler in schedulers], timeout=timeout_seconds)
 
-    def _free(self, worker: Worker[J]) -> None:
-        if self._held.pop(worker.model.served, None) is not None:
+    def _free(self, scheduler: Scheduler[J]) -> None:
+        if self._held.pop(scheduler.model.served, None) is not None:
             counted = replace(
-                worker.model.engine.cache_stats(), bytes=0, entries=0
+                scheduler.model.engine.cache_stats(), bytes=0, entries=0
             )  # its counters stay: none runs backwards
             self._gone = _sum(self._gone, counted)
-            worker.close()
+            scheduler.close()
 
 
 def _sum(left: CacheStats, right: CacheStats) -> CacheStats:

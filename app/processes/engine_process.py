@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from app.engine.worker import Worker
+from app.engine.scheduler import Scheduler
 from app.errors import InternalError, NotReady, ServiceError
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED
 from app.processes.link import Link
@@ -66,7 +66,7 @@ class EngineProcess:
         self._peer_numbers = itertools.count(1)
         self._numbers = itertools.count(1)
         self._named: dict[Any, int] = {}  # numbers of what serves, or was replaced just now
-        self._kept: dict[int, Worker[Any]] = {}  # held, by number
+        self._kept: dict[int, Scheduler[Any]] = {}  # held, by number
         self._state = State(ranker.health())
         self._told = 0.0
         self._ended = asyncio.Event()
@@ -166,10 +166,10 @@ class EngineProcess:
         return await self.ranker.corpus.search(served, asked.query, asked.deadline, asked.key)
 
     def _served(self, number: int) -> Any:
-        worker = self._kept.get(number)
-        if worker is None:
+        scheduler = self._kept.get(number)
+        if scheduler is None:
             raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
-        return worker.model.served
+        return scheduler.model.served
 
     # what workers know
 
@@ -202,15 +202,15 @@ class EngineProcess:
                 del self._named[served]
                 asyncio.get_running_loop().call_later(REPLACED_SECONDS, self._leave, number)
 
-    def _described(self, worker: Worker[Any] | None) -> Served | None:
+    def _described(self, scheduler: Scheduler[Any] | None) -> Served | None:
         """What serves, with its number, which a new version gets here."""
-        if worker is None:
+        if scheduler is None:
             return None
-        served = worker.model.served
+        served = scheduler.model.served
         if served not in self._named:
             self._named[served] = number = next(self._numbers)
-            self._kept[number] = worker
-            worker.hold()
+            self._kept[number] = scheduler
+            scheduler.hold()
         for known in (self._state.model, self._state.corpus):
             if known is not None and known.number == self._named[served]:
                 return known

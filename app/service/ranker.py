@@ -26,8 +26,8 @@ from app.engine.job import RankJob
 from app.engine.loading import Loader, checkpoint_loader
 from app.engine.places import Places
 from app.engine.runners import ENGINE_THREAD, RETRIEVAL_THREAD
+from app.engine.scheduler import Scheduler
 from app.engine.versions import Versions
-from app.engine.worker import Worker
 from app.errors import Draining, EngineDown, ModelNotFound, NotReady, ServiceError
 from app.interface import Health, Job, Ranked, ServedModel
 from app.service.attention import ATTENTION_THREAD, AttentionThread
@@ -136,17 +136,17 @@ class LocalRanker:
         Requests admitted before finish on the old one, whose memory is then freed. Raises CheckpointError, EngineError, ReloadInProgress
         or Draining; the old one keeps serving.
         """
-        worker = await self.versions.load(functools.partial(self._load, path))
+        scheduler = await self.versions.load(functools.partial(self._load, path))
         if self._is_draining:
-            worker.close()
+            scheduler.close()
             raise _draining()
-        self.versions.install(worker)
-        served: ServedModel = worker.model.served
+        self.versions.install(scheduler)
+        served: ServedModel = scheduler.model.served
         return served
 
     async def _first_load(self) -> None:
         try:
-            worker = await self.versions.load(functools.partial(self._load, self.settings.checkpoint))
+            scheduler = await self.versions.load(functools.partial(self._load, self.settings.checkpoint))
             self._loading = "The corpus is being loaded."
             await self.corpus.load()
         except Exception as error:
@@ -154,7 +154,7 @@ class LocalRanker:
             log.error("not_loaded", reason=str(error))  # it may name a path, which a probe must not
             self._fatal("The checkpoint or the corpus could not be loaded; the log says why.")
             return
-        self.versions.install(worker)
+        self.versions.install(scheduler)
         self._has_started = not self._is_draining
         gc.collect()
         gc.freeze()  # once: the collector never walks code and weights again; a swap adds little and must not pause the loop
@@ -210,7 +210,7 @@ class LocalRanker:
         Entering raises Overloaded or DeadlineExceeded; the call itself NotReady, Draining or EngineDown.
         """
         self._check_able()
-        worker, now, limits = self._worker(model), self.clock(), self.settings.deadline
+        scheduler, now, limits = self._scheduler(model), self.clock(), self.settings.deadline
         job = RankJob(
             candidates=candidates,
             context_tokens=1 + min(history, model.manifest.config.history_length),
@@ -220,7 +220,7 @@ class LocalRanker:
             future=asyncio.get_running_loop().create_future(),
             model=model,
         )
-        return self.places.take(job, worker)
+        return self.places.take(job, scheduler)
 
     def _check_able(self) -> None:
         if self._refuses:
@@ -234,12 +234,12 @@ class LocalRanker:
             self.metrics.rejected.labels("not_ready").inc()
             raise NotReady(self._reason, retry_after_seconds=RETRY_AFTER_START_SECONDS)
 
-    def _worker(self, model: ServedModel) -> Worker[RankJob]:
-        """Return the worker that serves exactly this model. Raises NotReady if it was replaced."""
-        worker = self.versions.find(model)
-        if worker is None:
+    def _scheduler(self, model: ServedModel) -> Scheduler[RankJob]:
+        """Return the scheduler that serves exactly this model. Raises NotReady if it was replaced."""
+        scheduler = self.versions.find(model)
+        if scheduler is None:
             raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
-        return worker
+        return scheduler
 
     def _tick(self) -> None:
         """Look at the engines and the loop. Ticks go on for a while after the last request: an idle process does not wake up."""
@@ -259,9 +259,9 @@ class LocalRanker:
         candidates than were admitted.
         """
         assert isinstance(job, RankJob)
-        worker = self.places.worker(job)
+        scheduler = self.places.scheduler(job)
         if isinstance(context, str):
-            context = self.contexts.of(worker, context, job.key)
+            context = self.contexts.of(scheduler, context, job.key)
         if job.candidates != len(candidates) or job.context_tokens != 1 + len(context):
             self.admission.resize(job, len(candidates), 1 + len(context))
         job.context, job.items = context, candidates
@@ -270,7 +270,7 @@ class LocalRanker:
 
     async def context(self, model: ServedModel, handle: str, key: str | None) -> Context:
         """Return the context that this handle names for this API key. Raises ContextUnknown, or NotReady if `model` is gone."""
-        return self.contexts.of(self._worker(model), handle, key)
+        return self.contexts.of(self._scheduler(model), handle, key)
 
     async def attention(
         self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
@@ -279,7 +279,7 @@ class LocalRanker:
 
         Raises NotReady if `model` is gone, DeadlineExceeded or EngineDown.
         """
-        loaded = self._worker(model).model
+        loaded = self._scheduler(model).model
         return await self._attention.compute(loaded, context, candidates, deadline - self.clock())
 
     # what it says of itself

@@ -29,7 +29,7 @@ Ended = tuple[J, ServiceError | None]
 log = structlog.get_logger("app")
 
 
-class Worker(Generic[J]):
+class Scheduler(Generic[J]):
     """Queues jobs for one engine. Used by the event loop only; forwards run elsewhere, one at a time."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Worker(Generic[J]):
         self._batch_done = batch_done
         self._lost = lost
         self._loop = asyncio.get_running_loop()
-        self._on_unused: Callable[[Worker[J]], None] | None = None  # set once another version serves
+        self._on_unused: Callable[[Scheduler[J]], None] | None = None  # set once another version serves
         self._batcher: Batcher[J] = Batcher(batching)
         self._alone: deque[Chunk[J]] = deque()  # chunks of a failed batch; each is tried by itself
         self._calls: deque[tuple[Callable[[], object], asyncio.Future[Any]]] = deque()  # to be made between forwards
@@ -137,7 +137,7 @@ class Worker(Generic[J]):
         if self._on_unused is not None and not self.unfinished:
             self._on_unused(self)
 
-    def retire(self, on_unused: Callable[[Worker[J]], None]) -> None:
+    def retire(self, on_unused: Callable[[Scheduler[J]], None]) -> None:
         """Note that another version serves new requests. Calls `on_unused` once nobody holds this one."""
         self._on_unused = on_unused
         if not self.unfinished:
