@@ -62,13 +62,10 @@ void Engine<T>::rotate(const float* in, Index position, T* out) const {
 template <class T>
 void Engine<T>::query_key_value(const Layer& layer, const float* hidden, Index rows, const Index* positions, T* queries,
                                 Scratch& s) const {
-    mark(NORMS);
     norm(hidden, rows, layer.attention_norm, s.normed.get());
-    mark(QUERY_KEY_VALUE);
     const Index skip = queries ? 0 : queries_ / PANEL * PANEL;  // whole panels of queries that are not needed
     const T* weights = static_cast<const T*>(layer.query_key_value) + skip * padded_;
     multiply(s.normed.get(), padded_, rows, weights, padded_, qkv_columns_ - skip, s.wide.get() + skip, qkv_columns_);
-    mark(ROPE);
     const Index width = m_.head_width, kv = m_.kv_heads * width;
     for (Index r = 0; r < rows; ++r) {
         const float* wide = s.wide.get() + r * qkv_columns_;
@@ -173,9 +170,7 @@ void Engine<T>::attend(const T* queries, Index rows, const T* head_keys, Index b
     std::fill_n(gathered.peaks, rows, NO_PEAK);
     for (Index b = 0; b * PANEL < last_limit; ++b) {
         const MaskedReads masked((b + 1) * PANEL > first_limit);
-        mark(LOGITS);
         multiply(queries, queries_, rows, head_keys + b * PANEL * m_.head_width, m_.head_width, PANEL, s.logits.get(), PANEL);
-        mark(SOFTMAX);
         for (Index r = 0; r < rows; ++r) {
             const Index seen = first_limit + r * limit_step - b * PANEL;
             float *products = s.logits.get() + r * PANEL, *denominators = gathered.denominators + r * GRAIN;
@@ -188,7 +183,6 @@ void Engine<T>::attend(const T* queries, Index rows, const T* head_keys, Index b
             }
             weights.block(products, seen, denominators, s.weights.get() + r * PANEL);
         }
-        mark(VALUES);
         accumulate(s.weights.get(), PANEL, rows, head_values + b * PANEL * value_width_, PANEL, value_width_, s.sums.get(),
                    value_width_);
     }
@@ -197,17 +191,13 @@ void Engine<T>::attend(const T* queries, Index rows, const T* head_keys, Index b
 // After attention: output projection and residual, then the gated feed-forward network and its residual.
 template <class T>
 void Engine<T>::finish_layer(const Layer& layer, float* hidden, Index rows, Scratch& s) const {
-    mark(OUTPUT);
     multiply(s.mixed.get(), queries_, rows, static_cast<const T*>(layer.output), queries_, out_columns_, s.wide.get(), out_columns_);
-    mark(NORMS);
     add_normed(hidden, s.wide.get(), out_columns_, rows, layer.attention_post_norm);
     norm(hidden, rows, layer.ffn_norm, s.normed.get());
     const Index ffn = half_panels_ * 32;
     for (Index p = 0; p < half_panels_; ++p) {
-        mark(GATE);
         multiply(s.normed.get(), padded_, rows, static_cast<const T*>(layer.gate_value) + p * padded_ * PANEL, padded_, PANEL,
                  s.wide.get(), PANEL);
-        mark(GELU);
         for (Index r = 0; r < rows; ++r)
             for (Index i = 0; i < 32; i += LANES) {
                 const float* both = s.wide.get() + r * PANEL + i;
@@ -215,9 +205,7 @@ void Engine<T>::finish_layer(const Layer& layer, float* hidden, Index rows, Scra
                 narrow_store(s.activated.get() + r * ffn + p * 32 + i, gate * load(both + 32));
             }
     }
-    mark(FFN_OUTPUT);
     multiply(s.activated.get(), ffn, rows, static_cast<const T*>(layer.ffn_output), ffn, out_columns_, s.wide.get(), out_columns_);
-    mark(NORMS);
     add_normed(hidden, s.wide.get(), out_columns_, rows, layer.ffn_post_norm);
 }
 
