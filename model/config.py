@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self
 
-from model.bounds import MAX_FACTOR as MAX_FACTOR
 from model.bounds import ConfigError as ConfigError
 from model.bounds import check_architecture, check_hashes, fields_from_json
 

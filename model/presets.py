@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from model.config import ConfigError, ModelConfig
 
 AnyConfig = TypeVar("AnyConfig", bound=ModelConfig)
 
-PRESETS = ("grok", "gemma", "gemma2", "llama", "vanilla")
+Preset = Literal["grok", "gemma", "gemma2", "llama", "vanilla"]
+PRESETS: tuple[Preset, ...] = get_args(Preset)
 GEMMA2_WINDOW = 4096  # every second layer of Gemma 2 looks back at most this many tokens
 
 GROK: dict[str, Any] = {

@@ -1,4 +1,8 @@
-"""The Phoenix ranker: hash embeddings to tokens, the trunk, and the heads. The plain definition, in any dtype, with gradients."""
+"""The Phoenix ranker: hash embeddings to tokens, the trunk, and the heads. The plain definition, in any dtype, with gradients.
+
+`PhoenixModel` of the published code is `Ranker` here; `block_user_reduce`, `block_history_reduce`, `block_candidate_reduce` and
+`build_inputs` have their names. Its `proj_mat_1`, `_2`, `_3` project users, candidates and history, and its `unembeddings` are the heads.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,22 @@ from model.config import DWELL_HIDDEN_WIDTH, MAX_DWELL_SECONDS, ModelConfig
 from model.layers import Linear, make_recsys_attn_mask, zeros
 from model.names import use_checkpoint_names
 from model.trunk import Transformer, make_norm
+
+
+class EmbeddingTables(nn.Module):
+    """One embedding table per entity, `[vocab_size, D]`, fp32 or bf16. Row 0 is padding and always reads as zero."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.user = zeros(config.user_hashes.vocab_size, config.width)
+        self.post = zeros(config.post_hashes.vocab_size, config.width)
+        self.author = zeros(config.author_hashes.vocab_size, config.width)
+
+
+def look_up(table: Tensor, rows: Tensor) -> Tensor:
+    """The hash embeddings of one entity side by side, fp32 `[..., n·D]`, for rows `[..., n]`."""
+    embedded = functional.embedding(rows, table).float()
+    return torch.where(rows[..., None] == 0, 0.0, embedded).flatten(-2)
 
 
 def history_features(config: ModelConfig) -> dict[str, int]:
@@ -34,22 +54,6 @@ def _entities(config: ModelConfig) -> dict[str, int]:
 def by_feature(projection: Tensor, features: Mapping[str, int]) -> dict[str, Tensor]:
     """Each feature's own rows of a projection, as views."""
     return dict(zip(features, projection.split(list(features.values())), strict=True))
-
-
-class EmbeddingTables(nn.Module):
-    """One embedding table per entity, `[vocab_size, D]`, fp32 or bf16. Row 0 is padding and always reads as zero."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.user = zeros(config.user_hashes.vocab_size, config.width)
-        self.post = zeros(config.post_hashes.vocab_size, config.width)
-        self.author = zeros(config.author_hashes.vocab_size, config.width)
-
-
-def look_up(table: Tensor, rows: Tensor) -> Tensor:
-    """The hash embeddings of one entity side by side, fp32 `[..., n·D]`, for rows `[..., n]`."""
-    embedded = functional.embedding(rows, table).float()
-    return torch.where(rows[..., None] == 0, 0.0, embedded).flatten(-2)
 
 
 class TokenBuilder(nn.Module):
@@ -80,11 +84,11 @@ class TokenBuilder(nn.Module):
         features = {
             "post": look_up(tables.post, batch.history_post_rows),
             "author": look_up(tables.author, batch.history_author_rows),
-            "actions": self._actions(batch.history_actions),
+            "actions": self._action_embeddings(batch.history_actions),
             "surface": functional.embedding(batch.history_surfaces, self.surface_table),
         }
         if self.config.has_dwell:
-            features["dwell"] = self._dwell(batch.history_dwell_seconds)
+            features["dwell"] = self._dwell_embeddings(batch.history_dwell_seconds)
         return torch.cat([features[name] for name in history_features(self.config)], -1) @ self.history_projection
 
     def block_candidate_reduce(self, tables: EmbeddingTables, batch: Batch) -> Tensor:
@@ -104,12 +108,12 @@ class TokenBuilder(nn.Module):
         valid = torch.cat((batch.user_rows[:, :1] != 0, batch.history_post_rows[:, :, 0] != 0), 1)
         return torch.cat(tokens, 1), valid
 
-    def _actions(self, actions: Tensor) -> Tensor:
+    def _action_embeddings(self, actions: Tensor) -> Tensor:
         """`(2a − 1) @ action_projection`, and 0 where no action is set."""
         signed = (2 * actions - 1) @ self.action_projection
         return torch.where((actions != 0).any(-1, keepdim=True), signed, 0.0)
 
-    def _dwell(self, seconds: Tensor) -> Tensor:
+    def _dwell_embeddings(self, seconds: Tensor) -> Tensor:
         """`gelu(clip(seconds, 0, 30)/30 · in) · out`."""
         fraction = seconds.clamp(0, MAX_DWELL_SECONDS)[..., None] / MAX_DWELL_SECONDS
         return functional.gelu(fraction @ self.dwell_input, approximate="tanh") @ self.dwell_output

@@ -47,7 +47,10 @@ class MultiHeadAttention(nn.Module):
 
 
 class DenseBlock(nn.Module):
-    """The feed-forward network: `output(activation(gate(x)) ⊙ value(x))`, without `value` where the config has no gate."""
+    """The feed-forward network: `output(activation(gate(x)) ⊙ value(x))`, without `value` where the config has no gate.
+
+    Upstream these are `linear` (gate), `linear_v` (value) and `linear_1` (output).
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -64,7 +67,7 @@ class DenseBlock(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward network, each normed before and, in a sandwich, after."""
+    """Attention and feed-forward network, each normed before and, in a sandwich, after: `rms_norm`, `_1`, `_2` and `_3` upstream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from typing import Any
 import fsspec
 
 from weights.corpus.manifest import CorpusManifest
-from weights.errors import CheckpointError
+from weights.errors import CheckpointError, reason_of
 from weights.format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from weights.format.writer import refused_writing, sync, write_file, written_beside
 from weights.git_lfs import HEAD_BYTES, pointer_problem
@@ -30,6 +30,8 @@ def fetch(
 
     Raises CheckpointError, which says what is wrong: nothing there, another digest, or a file that does not match the manifest.
     """
+    if not link or link in (".", "..") or "/" in link:
+        raise CheckpointError(f"--link {link!r} must be a plain name: the link is made in {out}.")
     with read_from(url):
         source, root = fsspec.core.url_to_fs(url)
         raw = source.cat_file(f"{root}/{MANIFEST_NAME}")
@@ -67,7 +69,7 @@ def read_from(place: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CheckpointError(f"{place} cannot be read: {str(error).rstrip('.') or type(error).__name__}.") from error
+        raise CheckpointError(f"{place} cannot be read: {reason_of(error)}.") from error
 
 
 def copied(source: Any, path: str, target: Path, entry: FileEntry) -> Iterator[int]:

@@ -192,8 +192,7 @@ void multiply(const T* a, long a_stride, long rows, const T* b, long depth, long
         product<T, STRIP, false>(a, a_stride, rows, b, depth, c + j, c_stride);
 }
 
-// c[rows, columns] += a[rows, 64] * b for the value block of one head: b packed in strips, the last as wide as is left of
-// `columns` (a multiple of 16).
+// c[rows, columns] += a[rows, depth] * b: b packed in strips, the last as wide as is left of `columns` (a multiple of 16).
 template <class T>
 void accumulate(const T* a, long a_stride, long rows, const T* b, long depth, long columns, float* c, long c_stride) {
     for (long j = 0; j < columns; j += STRIP, b += depth * STRIP) {

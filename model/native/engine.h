@@ -12,7 +12,6 @@
 #include "amx.h"
 #include "layout.h"
 #include "pool.h"
-#include "stages.h"
 
 namespace ranker {
 
@@ -74,7 +73,7 @@ class Engine {
   private:
     struct Scratch {  // what one thread needs for one tile
         explicit Scratch(const Engine& e)
-            : tokens(allocate<float>(MAX_TILE_ROWS * (e.widest_entity() * e.m_.width + GRAIN))),
+            : tokens(allocate<float>(MAX_TILE_ROWS * std::max(e.widest_entity() * e.m_.width + GRAIN, DWELL_HIDDEN))),
               hidden(allocate<float>(MAX_TILE_ROWS * e.padded_)),
               wide(allocate<float>(MAX_TILE_ROWS * std::max({e.qkv_columns_, e.out_columns_, e.head_columns_}))),
               normed(allocate<T>(MAX_TILE_ROWS * e.padded_)),

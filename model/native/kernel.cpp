@@ -23,10 +23,8 @@ void Engine<T>::context_task(const ContextJob& job, Work& work, Index index, Ind
     const Index layer_elements = m_.kv_heads * elements;
     T* layer_keys = static_cast<T*>(job.keys) + layer * layer_elements;
     if (layer == 0) {
-        mark(TOKENS);
         context_tokens(job, tile, hidden, s);
     } else {
-        mark(WAIT);
         const Index reads = m_.bidirectional ? Index(work.tiles.size()) : index + 1;
         for (Index t = 0; t < reads; ++t)
             for (long spins = 0; work.layers_written[t].load(std::memory_order_acquire) < layer; ++spins) pause_briefly(spins);
@@ -54,7 +52,6 @@ void Engine<T>::context_task(const ContextJob& job, Work& work, Index index, Ind
     }
     query_key_value(m_.layer[layer], hidden, tile.rows, job.positions + tile.first,
                     layer + 1 < m_.layers || job.outputs ? queries : nullptr, s);
-    mark(STORE_KEYS);
     constexpr Index STEP = Step<T>::DEPTH;  // elements that lie together along the depth of a packed panel
     for (Index r = 0; r < tile.rows; ++r) {
         const Index row = job.start + tile.first + r, block = row / PANEL, place = row % PANEL;
@@ -82,9 +79,8 @@ bool Engine<T>::candidate_tile(const CandidateJob& job, const Candidates& all, c
         positions[r] = m_.candidate_position + (job.first_slot + tile.first + r) % m_.candidate_slots;
     const Index elements = job.blocks * block_elements(), width = m_.head_width, kv = m_.kv_heads * width;
     const Index group = m_.query_heads / m_.kv_heads;
-    const Weights weights(m_);
+    const Weights<T> weights(m_);
     float* hidden = s.hidden.get();
-    mark(TOKENS);
     candidate_tokens(all, first, tile.rows, hidden, s);
     for (Index layer = 0; layer < m_.layers; ++layer) {
         query_key_value(m_.layer[layer], hidden, tile.rows, positions, s.queries.get(), s);
@@ -93,7 +89,6 @@ bool Engine<T>::candidate_tile(const CandidateJob& job, const Candidates& all, c
             const T* head_keys = static_cast<const T*>(job.keys) + (layer * m_.kv_heads + g) * elements;
             Gathered gathered;
             attend(s.queries.get() + n * width, tile.rows, head_keys, job.blocks, job.keys_count, 0, s, gathered);
-            mark(OWN_KEY);
             for (Index r = 0; r < tile.rows; ++r) {  // the candidate's own key, the diagonal of the mask
                 const T *query = s.queries.get() + r * queries_ + n * width, *key = s.keys.get() + r * kv + g * width;
                 float own, rest;
@@ -110,7 +105,6 @@ bool Engine<T>::candidate_tile(const CandidateJob& job, const Candidates& all, c
         }
         finish_layer(m_.layer[layer], hidden, tile.rows, s);
     }
-    mark(HEADS);
     norm(hidden, tile.rows, m_.final_norm, s.normed.get());
     for (Index i = 0; i < tile.rows * padded_; ++i) hidden[i] = widen(s.normed.get()[i]);
     multiply(static_cast<const float*>(hidden), padded_, tile.rows, m_.heads, padded_, head_columns_, s.wide.get(), head_columns_);
@@ -200,10 +194,8 @@ bool Engine<T>::forward(const ContextJob* contexts, Index n_contexts, const Cand
     pool_.run(n_steps + Index(tiles.size()), [&](long index, long thread) {
         if (index < n_steps) {
             const Step& step = steps[index];
-            context_task(contexts[step.job], works[step.job], step.tile, step.layer, scratch_[thread]);
-            return mark(OUTSIDE);
+            return context_task(contexts[step.job], works[step.job], step.tile, step.layer, scratch_[thread]);
         }
-        mark(WAIT);
         const Tile& tile = tiles[index - n_steps];
         const CandidateJob& job = jobs[tile.job];
         if (job.context >= 0)
@@ -211,7 +203,6 @@ bool Engine<T>::forward(const ContextJob* contexts, Index n_contexts, const Cand
                 for (long spins = 0; works[job.context].layers_written[t].load(std::memory_order_acquire) < m_.layers; ++spins)
                     pause_briefly(spins);
         if (!candidate_tile(job, all, tile, scratch_[thread])) finite = false;
-        mark(OUTSIDE);
     }, is_small);
     return finite;
 }
@@ -283,15 +274,6 @@ std::int64_t ranker_enable_amx() noexcept { return ranker::enable_amx(); }
 // Seconds that one product of typical shape takes on one core: the best of a few.
 std::int64_t ranker_probe(std::int64_t use_bf16, double* seconds) noexcept {
     return ranker::guarded([&] { *seconds = use_bf16 ? ranker::probe<ranker::bf16>() : ranker::probe<float>(); });
-}
-
-// Nanoseconds of all threads in each stage since the last call; only in a build with RANKER_STAGES.
-void ranker_stages(std::int64_t* nanoseconds) noexcept {
-#if defined(RANKER_STAGES)
-    for (int i = 0; i < ranker::STAGES; ++i) nanoseconds[i] = ranker::stage_nanoseconds[i].exchange(0);
-#else
-    std::fill_n(nanoseconds, int(ranker::STAGES), 0);
-#endif
 }
 
 // Makes an engine with up to `threads` threads, the caller's included; `threads` becomes the number that the system gave.

@@ -1,6 +1,8 @@
 // One decoder layer on a tile of rows: norms, projections, RoPE, attention over packed keys, the gated network.
 #pragma once
 
+#include <type_traits>
+
 #include "engine.h"
 
 namespace ranker {
@@ -60,13 +62,10 @@ void Engine<T>::rotate(const float* in, Index position, T* out) const {
 template <class T>
 void Engine<T>::query_key_value(const Layer& layer, const float* hidden, Index rows, const Index* positions, T* queries,
                                 Scratch& s) const {
-    mark(NORMS);
     norm(hidden, rows, layer.attention_norm, s.normed.get());
-    mark(QUERY_KEY_VALUE);
     const Index skip = queries ? 0 : queries_ / PANEL * PANEL;  // whole panels of queries that are not needed
     const T* weights = static_cast<const T*>(layer.query_key_value) + skip * padded_;
     multiply(s.normed.get(), padded_, rows, weights, padded_, qkv_columns_ - skip, s.wide.get() + skip, qkv_columns_);
-    mark(ROPE);
     const Index width = m_.head_width, kv = m_.kv_heads * width;
     for (Index r = 0; r < rows; ++r) {
         const float* wide = s.wide.get() + r * qkv_columns_;
@@ -80,30 +79,34 @@ void Engine<T>::query_key_value(const Layer& layer, const float* hidden, Index r
     }
 }
 
-// exp(cap · tanh(x · multiplier / cap) − cap), which is exp(−2 cap / (1 + exp(2 x multiplier / cap))): the cap bounds the
-// logits, so a constant stands in for the running maximum, and what a key adds to the sums does not depend on the other keys.
-struct CappedExp {
-    float inner, outer;
-    CappedExp(float multiplier, float cap) : inner(2 * multiplier / cap * LOG2_E), outer(-2 * cap * LOG2_E) {}
-    Vec operator()(Vec x) const { return exp2(outer * reciprocal(1.0f + exp2(x * inner))); }
-};
-
 constexpr float BOUNDED_CAP = 40;  // exp of twice as much is a float still
 constexpr float NO_PEAK = -1e30f;
 
-// The attention weights of one model. Under a small cap they are `capped`, whatever the other keys. Otherwise the softmax
-// needs the row's largest logit so far, its peak, and what was gathered shrinks where a key exceeds it: still operations on
-// one row, in the order of its keys.
+// The attention weights of one model. A small cap bounds the logits: then the weights are `capped`, a constant stands in for the
+// running maximum, and what a key adds to the sums does not depend on the other keys. Otherwise the softmax needs the row's
+// largest logit so far, its peak, and what was gathered shrinks where a key exceeds it: still operations on one row, in the
+// order of its keys.
+//
+// cap · tanh(y) is also cap − 2 cap / (1 + exp(2y)), but the rounding of that is relative to the cap instead of the logit: it
+// moved scores by 1e-5. bf16, which is not that exact, has it for the sake of equal bits.
+template <class T>
 struct Weights {
-    const CappedExp capped;
-    const float multiplier, cap;
-    explicit Weights(const Model& m) : capped(m.attention_multiplier, m.attention_cap), multiplier(m.attention_multiplier), cap(m.attention_cap) {}
+    static constexpr bool BY_TANH = std::is_same_v<T, float>;
+    const float multiplier, cap, by_tanh, by_exp;  // what a product is multiplied by in each form
+    explicit Weights(const Model& m)
+        : multiplier(m.attention_multiplier), cap(m.attention_cap), by_tanh(multiplier / cap), by_exp(2 * multiplier / cap * LOG2_E) {}
 
     bool bounded() const { return cap > 0 && cap <= BOUNDED_CAP; }
     // The logits over ln 2, so that their exponentials are powers of two.
     Vec logits(Vec x) const {
         if (cap == 0) return x * (multiplier * LOG2_E);
-        return (cap * LOG2_E) * (1.0f - 2.0f * reciprocal(1.0f + exp2(x * capped.inner)));
+        if constexpr (BY_TANH) return (cap * LOG2_E) * tanh(x * by_tanh);
+        return (cap * LOG2_E) * (1.0f - 2.0f * reciprocal(1.0f + exp2(x * by_exp)));
+    }
+    // exp of the logits; in bf16 of the logits less the cap.
+    Vec capped(Vec x) const {
+        if constexpr (BY_TANH) return exp2_of_small((cap * LOG2_E) * tanh(x * by_tanh));
+        return exp2((-2 * cap * LOG2_E) * reciprocal(1.0f + exp2(x * by_exp)));
     }
 
     // A key of its own beside what a row has gathered: its weight, and the factor that shrinks the rest.
@@ -119,7 +122,6 @@ struct Weights {
     }
 
     // One row's 64 products with a block's keys become weights, of which the first `seen` count.
-    template <class T>
     void block(float* products, Index seen, float* denominators, T* out) const {
         for (Index p = 0; p < GRAIN; p += LANES) {
             Vec denominator = load(denominators + p);
@@ -161,16 +163,14 @@ struct Weights {
 template <class T>
 void Engine<T>::attend(const T* queries, Index rows, const T* head_keys, Index blocks, Index first_limit, Index limit_step,
                        Scratch& s, Gathered& gathered) const {
-    const Weights weights(m_);
+    const Weights<T> weights(m_);
     const T* head_values = head_keys + blocks * PANEL * m_.head_width;
     const Index last_limit = first_limit + (rows - 1) * limit_step;
     std::fill_n(s.sums.get(), rows * value_width_, 0.0f);
     std::fill_n(gathered.peaks, rows, NO_PEAK);
     for (Index b = 0; b * PANEL < last_limit; ++b) {
         const MaskedReads masked((b + 1) * PANEL > first_limit);
-        mark(LOGITS);
         multiply(queries, queries_, rows, head_keys + b * PANEL * m_.head_width, m_.head_width, PANEL, s.logits.get(), PANEL);
-        mark(SOFTMAX);
         for (Index r = 0; r < rows; ++r) {
             const Index seen = first_limit + r * limit_step - b * PANEL;
             float *products = s.logits.get() + r * PANEL, *denominators = gathered.denominators + r * GRAIN;
@@ -183,7 +183,6 @@ void Engine<T>::attend(const T* queries, Index rows, const T* head_keys, Index b
             }
             weights.block(products, seen, denominators, s.weights.get() + r * PANEL);
         }
-        mark(VALUES);
         accumulate(s.weights.get(), PANEL, rows, head_values + b * PANEL * value_width_, PANEL, value_width_, s.sums.get(),
                    value_width_);
     }
@@ -192,17 +191,13 @@ void Engine<T>::attend(const T* queries, Index rows, const T* head_keys, Index b
 // After attention: output projection and residual, then the gated feed-forward network and its residual.
 template <class T>
 void Engine<T>::finish_layer(const Layer& layer, float* hidden, Index rows, Scratch& s) const {
-    mark(OUTPUT);
     multiply(s.mixed.get(), queries_, rows, static_cast<const T*>(layer.output), queries_, out_columns_, s.wide.get(), out_columns_);
-    mark(NORMS);
     add_normed(hidden, s.wide.get(), out_columns_, rows, layer.attention_post_norm);
     norm(hidden, rows, layer.ffn_norm, s.normed.get());
     const Index ffn = half_panels_ * 32;
     for (Index p = 0; p < half_panels_; ++p) {
-        mark(GATE);
         multiply(s.normed.get(), padded_, rows, static_cast<const T*>(layer.gate_value) + p * padded_ * PANEL, padded_, PANEL,
                  s.wide.get(), PANEL);
-        mark(GELU);
         for (Index r = 0; r < rows; ++r)
             for (Index i = 0; i < 32; i += LANES) {
                 const float* both = s.wide.get() + r * PANEL + i;
@@ -210,9 +205,7 @@ void Engine<T>::finish_layer(const Layer& layer, float* hidden, Index rows, Scra
                 narrow_store(s.activated.get() + r * ffn + p * 32 + i, gate * load(both + 32));
             }
     }
-    mark(FFN_OUTPUT);
     multiply(s.activated.get(), ffn, rows, static_cast<const T*>(layer.ffn_output), ffn, out_columns_, s.wide.get(), out_columns_);
-    mark(NORMS);
     add_normed(hidden, s.wide.get(), out_columns_, rows, layer.ffn_post_norm);
 }
 

@@ -35,7 +35,7 @@ struct Model {
     Entity user, post, author;
     const float *user_projection, *history_projection, *candidate_projection;  // packed fp32; the hash embeddings' rows only
     const float *action_tokens, *history_surfaces, *candidate_surfaces;         // the other features, already projected
-    const float *dwell_input, *dwell_output;  // [64]; [64, padded width], projected; null without the feature
+    const float *dwell_input, *dwell_output;  // [64]; packed fp32 [64, width], projected; null without the feature
     const float* post_ages;                   // [buckets, padded width], projected; null without the feature
     const float *final_norm, *heads;          // [padded width]; packed fp32 [padded width, A + Z]
     const float *cosines, *sines;             // [positions, head width]

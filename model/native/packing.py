@@ -186,7 +186,8 @@ def _context_tokens(tokens: TokenBuilder, strip: int) -> dict[str, Tensor]:
     }
     if "dwell" in feature:
         packed["dwell_input"] = tokens.dwell_input.detach().contiguous()
-        packed["dwell_output"] = projected(tokens.dwell_output, feature["dwell"])
+        dwell = projected(tokens.dwell_output, feature["dwell"])
+        packed["dwell_output"] = strips(dwell, len(dwell), torch.float32, strip)
     return packed
 
 

@@ -53,12 +53,15 @@ void Engine<T>::context_tokens(const ContextJob& job, const Tile& tile, float* h
         if (std::any_of(actions, actions + m_.actions, [](float a) { return a != 0; }))
             for (Index a = 0; a < m_.actions; ++a) add(token, m_.action_tokens + a * padded_, 2 * actions[a] - 1);
         add(token, m_.history_surfaces + job.surfaces[item] * padded_);
-        if (m_.dwell_input) {
-            const float fraction = std::min(std::max(job.dwell_seconds[item], 0.0f), 30.0f) / 30.0f;
-            float hidden_dwell[DWELL_HIDDEN];
+    }
+    if (m_.dwell_input) {
+        float* hidden_dwell = s.tokens.get();
+        for (Index r = user; r < tile.rows; ++r, hidden_dwell += DWELL_HIDDEN) {
+            const float fraction = std::min(std::max(job.dwell_seconds[item_of(r)], 0.0f), 30.0f) / 30.0f;
             for (Index i = 0; i < DWELL_HIDDEN; i += LANES) store(hidden_dwell + i, gelu(load(m_.dwell_input + i) * fraction));
-            for (Index i = 0; i < DWELL_HIDDEN; ++i) add(token, m_.dwell_output + i * padded_, hidden_dwell[i]);
         }
+        accumulate(s.tokens.get(), DWELL_HIDDEN, tile.rows - user, m_.dwell_output, DWELL_HIDDEN, out_columns_,
+                   wide + user * out_columns_, out_columns_);
     }
     if (user) {
         gather(m_.user, job.user_id, s.tokens.get());

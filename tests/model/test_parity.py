@@ -20,7 +20,7 @@ from weights.checkpoint import Checkpoint, load_checkpoint
 
 CASES = [(name, index) for name in goldens.NAMES for index in range(len(goldens.requests(name)))]
 PADDING_ROWS = 65  # the published pipeline lays the three tables into one, after these rows
-PUBLISHED = 2e-5  # of any logit in fp32; the plain definition is within half of it
+PUBLISHED = 1e-5  # of any logit in fp32; the published values are themselves up to 5e-6 from those in fp64
 RECORDED = {"sequential": "logits_fp32", "shared": "logits_alone_fp32"}
 
 

@@ -138,7 +138,7 @@ def in_bfloat16(path: Path) -> None:
 
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "a file is missing": (lambda path: (path / PARAMS).unlink(), f"{PARAMS} is missing"),
-    "a shard is missing": (lambda path: (path / POST).unlink(), f"{POST} is missing"),
+    "a shard is missing": (lambda path: (path / POST).unlink(), f"refused: {POST} is missing"),
     "the manifest is missing": (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
     "a file has another name": (lambda path: (path / USER).rename(path / "x"), f"{USER} is missing"),
     "a file is cut": (edit(PARAMS, lambda raw: raw.pop()), f"{PARAMS} is .* bytes long instead of"),

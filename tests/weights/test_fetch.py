@@ -120,6 +120,7 @@ def test_a_flipped_bit_anywhere_is_refused_and_the_link_stays(tmp_path: Path) ->
         ("s4://nowhere", {}, "Protocol not known"),
         (str(DEMO), {"digest": "0" * 64}, "its digest is"),
         (str(DEMO), {"link": "taken"}, "is there and is no link"),
+        (str(DEMO), {"link": "../elsewhere"}, "must be a plain name"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(url: str, options: dict[str, str], said: str, tmp_path: Path) -> None:

@@ -167,7 +167,8 @@ def relabel(
         before = checkpoint.load_manifest(directory)
         if score_weights:
             changes["score_weights"] = score_weights_of(score_weights, changes.get("action_names", before.action_names))
-        manifest = msgspec.structs.replace(before, **changes).versioned()
+        with writer.refused_writing(f"Checkpoint {directory}"):
+            manifest = msgspec.structs.replace(before, **changes).versioned()
         writer.replace_manifest(directory, manifest)
     say(f"{directory} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
 

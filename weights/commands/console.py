@@ -93,9 +93,9 @@ def writable(path: Path | None) -> Path | None:
     if path is None:
         return path
     place = path.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
     try:
+        while not place.exists() and place != place.parent:
+            place = place.parent
         with tempfile.TemporaryDirectory(dir=place):
             return path
     except OSError as error:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from model.config import ModelConfig
-from model.presets import PRESETS, with_preset
+from model.presets import Preset, with_preset
 from weights.actions import continuous_outputs, dwell_output, score_weights_of
 from weights.checkpoint import load_checkpoint, load_encoder, save_checkpoint
 from weights.commands.console import (
@@ -90,7 +91,8 @@ def log_(
     with refusals(*REFUSED):
         from weights.training.log import read_log
 
-        for line in _plan(read_log(log, ids), until, 1, set_).lines():
+        given = _given(until, set_)
+        for line in _plan(read_log(log, ids), 1, given).lines():
             say(line)
 
 
@@ -119,7 +121,7 @@ def train(
             help="JSON file with some fields of the architecture, as in a manifest, which may be the file. They replace those chosen."
         ),
     ] = None,
-    preset: Annotated[str, typer.Option(help=f"Another trunk for the architecture: {', '.join(PRESETS)}.")] = "",
+    preset: Annotated[Preset | None, typer.Option(help="Another trunk for the architecture.")] = None,
     start: Annotated[Path | None, typer.Option(help="Checkpoint whose architecture and weights to begin with.")] = None,
     state: Annotated[Path | None, typer.Option(help="Directory that keeps the state of the run, for --resume.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --state.")] = False,
@@ -151,10 +153,11 @@ def train(
             raise CheckpointError(f"{out} exists already; choose another place or give --replace.")
         if start and (config or preset):
             raise CheckpointError("--start brings its architecture along: give neither --config nor --preset.")
+        given = _given(until, set_)
         begun = _begun(start, ids) if start else None
         impressions = read_log(log, ids)
         impressions = aligned(impressions, begun.manifest.action_names) if begun else impressions
-        plan = _plan(impressions, until, seed, set_)
+        plan = _plan(impressions, seed, given)
         architecture = begun.manifest.config if begun else _architecture(plan.config, config, preset)
         outputs, dwell = _outputs(architecture, begun)
         for line in plan.lines():
@@ -183,11 +186,20 @@ def train(
         say(f"How good it is: phoenix-ranker eval --checkpoint {out} --log {log} --out {out}-report")
 
 
-def _plan(log: Log, until: str, seed: int, set_: list[str] | None) -> Plan:
+Given = tuple[int | None, bool, dict[str, Any]]
+"""`--until`, whether anything is held out, and `--set`, as `weights.training.choices.plan` takes them."""
+
+
+def _given(until: str, set_: list[str] | None) -> Given:
+    """Read before the log is, which can take minutes. Raises CheckpointError."""
+    hold_out = until != "all"
+    return time_of(until) if until and hold_out else None, hold_out, given_values(set_)
+
+
+def _plan(log: Log, seed: int, given: Given) -> Plan:
     from weights.training.choices import plan
 
-    hold_out = until != "all"
-    return plan(log, seed, time_of(until) if until and hold_out else None, hold_out, given_values(set_))
+    return plan(log, seed, *given)
 
 
 def time_of(text: str) -> int:
@@ -207,7 +219,7 @@ def _begun(start: Path, ids: IdKind) -> Checkpoint:
     return begun
 
 
-def _architecture(chosen: ModelConfig, config: Path | None, preset: str) -> ModelConfig:
+def _architecture(chosen: ModelConfig, config: Path | None, preset: Preset | None) -> ModelConfig:
     """The chosen architecture with the fields of a JSON file, then with the trunk of a preset."""
     values = chosen.to_dict()
     given = read_json(config, dict) if config else {}
@@ -404,7 +416,9 @@ def _parsed(assignments: list[str] | None, kinds: Mapping[str, type]) -> dict[st
     for assignment in assignments or ():
         name, _, text = assignment.partition("=")
         if name not in kinds:
-            raise CheckpointError(f"There is no setting {name!r}; there are {', '.join(sorted(kinds))}.")
+            near = get_close_matches(name, kinds, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(kinds))}."
+            raise CheckpointError(f"There is no setting {name!r}; {hint}")
         try:
             values[name] = {"true": True, "false": False}[text.lower()] if kinds[name] is bool else kinds[name](text)
         except (ValueError, KeyError) as error:

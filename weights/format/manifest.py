@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 import msgspec
 from msgspec import Meta, Struct
 
-from model.config import MAX_FACTOR, ConfigError, ModelConfig, RetrievalConfig
+from model.bounds import MAX_FACTOR
+from model.config import ConfigError, ModelConfig, RetrievalConfig
 from weights.errors import CheckpointError
 from weights.git_lfs import pointer_problem
 from weights.text_ids import IdKind

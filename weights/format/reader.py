@@ -85,14 +85,14 @@ def opened(what: str, path: Path) -> Iterator[int]:
 
 def read_manifest(directory: int, parse: Callable[[bytes], T]) -> T:
     """Read `manifest.json` from an open directory and let `parse` check it. Raises CheckpointError."""
-    with _open_file(directory, MANIFEST_NAME) as file:
-        raw = BufferedReader(file).read(MAX_MANIFEST_BYTES + 1)
+    try:
+        with _open_file(directory, MANIFEST_NAME) as file:
+            raw = BufferedReader(file).read(MAX_MANIFEST_BYTES + 1)
         if len(raw) > MAX_MANIFEST_BYTES:
-            raise CheckpointError(f"{MANIFEST_NAME} is longer than {MAX_MANIFEST_BYTES} bytes")
-        try:
-            return parse(raw)
-        except CheckpointError as error:
-            raise CheckpointError(f"{MANIFEST_NAME} {error}") from error
+            raise CheckpointError(f"is longer than {MAX_MANIFEST_BYTES} bytes")
+        return parse(raw)
+    except CheckpointError as error:
+        raise CheckpointError(f"{MANIFEST_NAME} {error}") from error
 
 
 def read_tensors(
@@ -226,12 +226,12 @@ def _open_file(directory: int, name: str) -> Iterator[FileIO]:
     try:
         descriptor = os.open(name, flags, dir_fd=directory)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{name} is missing") from error
+        raise CheckpointError("is missing") from error
     except OSError as error:
-        raise CheckpointError(f"{name} cannot be opened, or is a symbolic link ({error.strerror})") from error
+        raise CheckpointError(f"cannot be opened, or is a symbolic link ({error.strerror})") from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise CheckpointError(f"{name} is not a regular file")
+            raise CheckpointError("is not a regular file")
     except BaseException:
         os.close(descriptor)
         raise

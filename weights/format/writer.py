@@ -135,7 +135,9 @@ def check_target(path: Path, *, replace: bool) -> None:
     if not (path / MANIFEST_NAME).exists():
         raise CheckpointError("the directory is not empty and holds no checkpoint; choose another place")
     if not replace:
-        raise CheckpointError("it holds a checkpoint already; choose another place or ask to replace it (--replace)")
+        raise CheckpointError(
+            "it holds a checkpoint or a corpus already; choose another place or ask to replace it (--replace)"
+        )
     if path.is_symlink():
         raise CheckpointError("it is a symbolic link; name the directory itself to replace it")
 

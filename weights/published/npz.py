@@ -11,7 +11,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from weights.errors import CheckpointError
+from weights.errors import CheckpointError, reason_of
 from weights.git_lfs import HEAD_BYTES, pointer_problem
 
 FLOAT32 = np.dtype("<f4")
@@ -32,6 +32,8 @@ class NpzFile:
             self._archive: Any = np.load(path, allow_pickle=False)
         except CheckpointError:
             raise
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {reason_of(error)}.") from error
         except Exception as error:  # a broken archive raises more than BadZipFile
             raise CheckpointError(f"{path} is no readable npz archive: {_reason(error)}.") from error
         if not isinstance(self._archive, np.lib.npyio.NpzFile):

@@ -106,7 +106,14 @@ def test_refusals_are_one_sentence_and_code_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("verify",), ("import", "x"), ("import", "x", "--out", "y", "--tables", "int8"), ("nothing",)]
+    "arguments",
+    [
+        ("verify",),
+        ("import", "x"),
+        ("import", "x", "--out", "y", "--tables", "int8"),
+        ("nothing",),
+        ("random", "--out", 300 * "x"),
+    ],
 )
 def test_wrong_usage_is_code_2(arguments: tuple[str, ...]) -> None:
     assert call(*arguments).exit_code == 2
@@ -135,6 +142,9 @@ def test_relabel_changes_names_and_leaves_the_weights(tmp_path: Path) -> None:
         assert call("relabel", out, "--score-weights", tmp_path / "weights.json").exit_code == 1
     (tmp_path / "names.json").write_text(json.dumps([[]] * 19))
     assert call("relabel", out, "--actions", tmp_path / "names.json").exit_code == 1
+    (tmp_path / "names.json").write_text('["one"]')
+    refused = call("relabel", out, "--actions", tmp_path / "names.json")
+    assert refused.stderr == f"Checkpoint {out} is not written: needs 19 different action names, got 1 in 1.\n"
     assert load_checkpoint(out).manifest == after.manifest
     assert not list(out.glob(".*"))
 
