@@ -117,9 +117,7 @@ class RequestMiddleware:
             raise error
         if not exchange.is_read and _closes(scope):
             await drain(receive)
-        status, headers, body = problem_reply(
-            problem, exchange.request_id, scope["path"].removeprefix(self.root_path)
-        )
+        status, headers, body = problem_reply(problem, exchange.request_id, scope["path"].removeprefix(self.root_path))
         await reply({"type": "http.response.start", "status": status, "headers": headers})
         await reply({"type": "http.response.body", "body": body})
 

@@ -118,7 +118,9 @@ def test_readiness_names_the_rung_of_the_engine() -> None:
 
 def test_info_leaves_out_paths_that_compilers_and_drivers_name() -> None:
     engine = FakeEngine()
-    said = "/usr/bin/g++ -O3 -I=/opt/x /home/anna/kernel.cpp -o '~/.cache/it.so' failed:\n/home/anna/kernel.cpp:1: error"
+    said = (
+        "/usr/bin/g++ -O3 -I=/opt/x /home/anna/kernel.cpp -o '~/.cache/it.so' failed:\n/home/anna/kernel.cpp:1: error"
+    )
     steps = [{"rung": "recorded", "reason": "RuntimeError: Failed to find C compiler, 5 of 7, see (/var/log/x)"}]
     engine.info.notes.update(rung="torch", steps_down=steps, fallback=said, row_sizes=[64, 128], share=0.5)
     with served(engine) as (client, _):
