@@ -216,7 +216,7 @@ def without_data(logger: Any, name: str, event: Event) -> Event:
     event["event"] = event["event"].partition("\n")[0]
     event.pop("stack_info", None)
     if found := event.pop("exc_info", None):
-        event |= of_exception(found[1])
+        event.update(of_exception(found[1]))
     return event
 
 
