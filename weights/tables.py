@@ -130,9 +130,9 @@ def column_of(
     if is_rounded or (pa.types.is_integer(kind) and pa.types.is_temporal(column.type)):
         rule = "a float cannot hold every id" if is_rounded else "write Unix seconds"
         raise LogError(f"{where}: column {name} holds {column.type}, not integers: {rule}")
-    if kind == pa.bool_() and (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-        if problem := problem_of_flags(column.to_numpy()):  # the cast would make true of any number but 0
-            raise LogError(f"{where}: column {name} {problem[1]}, in every row")
+    is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
+    if kind == pa.bool_() and is_number and (problem := problem_of_flags(column.to_numpy())):  # else any but 0 is true
+        raise LogError(f"{where}: column {name} {problem[1]}, in every row")
     try:
         column = column.cast(kind)
         values: NDArray[Any] = (column if unknown is None else column.fill_null(unknown)).to_numpy()
