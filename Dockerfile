@@ -50,9 +50,7 @@ WORKDIR /home/ranker
 VOLUME /home/ranker/.cache
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-# localhost is 127.0.0.1 and ::1: whichever the host has. No proxy of the environment is asked.
-HEALTHCHECK --interval=10s --timeout=4s --start-period=120s --retries=3 \
-    CMD ["python", "-c", "import os, sys; from http.client import HTTPConnection; c = HTTPConnection('localhost', int(os.environ['RANKER_PORT']), timeout=3); c.request('GET', '/readyz'); sys.exit(c.getresponse().status != 200)"]
+HEALTHCHECK --interval=10s --timeout=4s --start-period=120s --retries=3 CMD ["python", "-m", "app.healthcheck"]
 ENTRYPOINT ["python", "-m", "app"]
 
 FROM runtime AS cpu
