@@ -50,9 +50,7 @@ WORKDIR /home/ranker
 VOLUME /home/ranker/.cache
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-# localhost is 127.0.0.1 and ::1: whichever the host has.
-HEALTHCHECK --interval=10s --timeout=4s --start-period=120s --retries=3 \
-    CMD ["python", "-c", "import os, urllib.request as http; http.urlopen('http://localhost:' + os.environ['RANKER_PORT'] + '/readyz', timeout=3)"]
+HEALTHCHECK --interval=10s --timeout=4s --start-period=120s --retries=3 CMD ["python", "-m", "app.healthcheck"]
 ENTRYPOINT ["python", "-m", "app"]
 
 FROM runtime AS cpu

@@ -10,6 +10,18 @@ import torch
 
 from model.engine import EngineError
 
+_left: set[str] = set()
+
+
+def leave(device: torch.device, *, is_left: bool) -> None:
+    """Say whether every way of ranking on this kind of device failed its checks in this process, so that nothing else is tried there."""
+    (_left.add if is_left else _left.discard)(device.type)
+
+
+def is_left(device: torch.device | str) -> bool:
+    """What `leave` was told last; False before."""
+    return torch.device(device).type in _left
+
 
 def is_lost(device: torch.device) -> bool:
     """Whether this is a CUDA device on which this process can do nothing more."""

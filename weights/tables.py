@@ -16,15 +16,16 @@ from numpy.typing import NDArray
 
 from weights.git_lfs import HEAD_BYTES, pointer_problem
 from weights.text_ids import TEXT_RULE, IdKind, is_text_id, text_ids
-from weights.values import Problem, problem_of_dwells, problem_of_stored_ids, problem_of_times
+from weights.values import Problem, problem_of_dwells, problem_of_flags, problem_of_stored_ids, problem_of_times
 
 JSON_LINES = (".json", ".jsonl", ".ndjson")
 ID_TYPES: dict[IdKind, pa.DataType] = {"uint64": pa.uint64(), "text": pa.string()}
 
 
+ID_COLUMNS = ("user_id", "post_id", "author_id", "post_ids", "author_ids")
 CHECKS: dict[str, Callable[[NDArray[Any]], Problem | None]] = {
     **dict.fromkeys(("impression_ts", "created_at"), problem_of_times),
-    **dict.fromkeys(("user_id", "post_id", "author_id", "post_ids", "author_ids"), problem_of_stored_ids),
+    **dict.fromkeys(ID_COLUMNS, problem_of_stored_ids),
     "dwell_seconds": problem_of_dwells,
 }
 """How the values of a column are checked, by its name in a log or in a table of posts."""
@@ -129,6 +130,9 @@ def column_of(
     if is_rounded or (pa.types.is_integer(kind) and pa.types.is_temporal(column.type)):
         rule = "a float cannot hold every id" if is_rounded else "write Unix seconds"
         raise LogError(f"{where}: column {name} holds {column.type}, not integers: {rule}")
+    is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
+    if kind == pa.bool_() and is_number and (problem := problem_of_flags(column.to_numpy())):  # else any but 0 is true
+        raise LogError(f"{where}: column {name} {problem[1]}, in every row")
     try:
         column = column.cast(kind)
         values: NDArray[Any] = (column if unknown is None else column.fill_null(unknown)).to_numpy()
@@ -165,7 +169,8 @@ def _whole(table: pa.Table, name: str, kind: str, where: str) -> pa.ChunkedArray
         raise LogError(f"{where} lacks the column {name} ({kind})")
     column = table.column(name)
     if column.null_count:
-        raise LogError(f"{where}: column {name} has {column.null_count} nulls; write 0 (or false) for unknown")
+        rule = "every row needs an id" if name in ID_COLUMNS else "write 0 (or false) for unknown"
+        raise LogError(f"{where}: column {name} has {column.null_count} nulls; {rule}")
     return column
 
 

@@ -26,6 +26,7 @@ TIME_RULE = f"must be Unix seconds, an integer between 0 and {MAX_TIME} (0: unkn
 DWELL_RULE = "must be seconds, a finite number of at least 0 (0: unknown)"
 ACTION_VALUE_RULE = f"must be a number between 0 and {MAX_ACTION_VALUE:g}"
 SCORE_WEIGHT_RULE = f"must be a number between {-MAX_SCORE_WEIGHT:g} and {MAX_SCORE_WEIGHT:g}"
+FLAG_RULE = "must be true or false, or 1 or 0"
 ID_RULE = "must be an unsigned 64-bit integer, as an integer or a decimal string without leading zeros"
 ID_RULES: dict[IdKind, str] = {"uint64": ID_RULE, "text": f"{TEXT_RULE}, as all ids of this checkpoint are"}
 ZERO_ID_RULE = "must not be 0, which is padding"
@@ -97,6 +98,12 @@ def problem_of_actions(column: NDArray[Any]) -> Problem | None:
     bad = ~((column >= 0) & (column <= MAX_ACTION_VALUE))
     row = _first(bad if bad.ndim == 1 else bad.any(axis=1))
     return None if row is None else (row, ACTION_VALUE_RULE)
+
+
+def problem_of_flags(column: NDArray[Any]) -> Problem | None:
+    """What is wrong with a column of numbers or booleans that says of each row whether an action was taken."""
+    row = _first((column != 0) & (column != 1))
+    return None if row is None else (row, FLAG_RULE)
 
 
 def problem_of_stored_ids(column: NDArray[np.uint64]) -> Problem | None:

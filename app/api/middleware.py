@@ -7,7 +7,6 @@ import os
 import random
 import re
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +31,7 @@ from app.errors import (
     told,
 )
 from app.telemetry.exchange import Exchange
+from app.telemetry.logs import of_exception
 from app.telemetry.metrics import Metrics
 from app.telemetry.tracing import RequestTracer
 
@@ -114,12 +114,12 @@ class RequestMiddleware:
         problem = told(error)
         exchange.code = problem.code
         if problem is not error and isinstance(problem, InternalError):
-            _log_fault(error, exchange)
+            log.error("fault", request_id=exchange.request_id, **of_exception(error))
         if exchange.status:
             raise error
         if not exchange.is_read and _closes(scope):
             await drain(receive)
-        status, headers, body = problem_reply(problem, exchange.request_id, scope["path"])
+        status, headers, body = problem_reply(problem, exchange.request_id, scope["path"].removeprefix(self.root_path))
         await reply({"type": "http.response.start", "status": status, "headers": headers})
         await reply({"type": "http.response.body", "body": body})
 
@@ -248,13 +248,6 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     if allowed := (error.headers or {}).get("Allow"):
         problem.headers = {"Allow": "GET, HEAD" if allowed == "GET" else allowed}
     raise problem from None
-
-
-def _log_fault(error: Exception, exchange: Exchange) -> None:
-    """Where it happened, without the message: that may hold what the caller sent."""
-    frames = traceback.extract_tb(error.__traceback__)
-    trace = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-12:]]
-    log.error("fault", request_id=exchange.request_id, error=type(error).__name__, trace=trace)
 
 
 async def on_invalid(request: Request, error: Exception) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
+import re
 import time
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
@@ -25,6 +26,7 @@ DISTRIBUTION = "phoenix-ranking-server"
 PROBE_RETRY_SECONDS = 2.0
 SCRAPE_SHARE = 0.05  # of the event loop, for callers who scrape as fast as they can
 PRIVATE = ("auth", "admin", "checkpoint", "retrieval")  # settings with keys and paths
+PATH = re.compile(r"(?<![\w.…])~?/[^\s'\"`,;:)]+")
 NOT_NOW = problems_of(NotReady, Draining, EngineDown)
 
 probes, metrics, info = (APIRouter(tags=["operations"]) for _ in range(3))
@@ -156,9 +158,19 @@ def describe(ranker: Ranker, corpus: CorpusState | None) -> dict[str, Any]:
         "dtype": engine.dtype,
         "backend": engine.backend,
         "candidate_positions": engine.candidate_positions,
-        "engine": engine.notes,
+        "engine": without_paths(engine.notes),
         "retrieval": None if corpus is None else _retrieval(ranker, corpus),
     }
+
+
+def without_paths(notes: Any) -> Any:
+    """What an engine notes of itself, for whoever asks: of a text its first line, and paths of this machine as `…`. Compilers and drivers
+    name them; the log has the whole."""
+    if isinstance(notes, dict):
+        return {name: without_paths(value) for name, value in notes.items()}
+    if isinstance(notes, list | tuple):
+        return [without_paths(value) for value in notes]
+    return PATH.sub("…", notes.partition("\n")[0]) if isinstance(notes, str) else notes
 
 
 def of_settings(settings: Settings) -> dict[str, Any]:
@@ -195,7 +207,7 @@ def _retrieval(ranker: Ranker, state: CorpusState) -> dict[str, Any]:
             "topics": list(corpus.topics),
             "has_times": "created_at" in corpus.tensors,
         },
-        "engine": served.notes,
+        "engine": without_paths(served.notes),
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.engine.loading import engine_options
+from app.engine.loading import engine_options, log_refusals
 from app.interface import CorpusState, ServedCorpus
 from app.settings import Settings
 from model.create import find_device
@@ -99,6 +99,7 @@ def corpus_loader(settings: Settings) -> CorpusLoader:
         except BaseException:
             changes.close()
             raise
+        log_refusals(engine.notes)
         hidden, duplicates = int(stored.corpus.hidden.sum()), stored.corpus.duplicates
         served = ServedCorpus(encoder.manifest, stored.manifest, hidden, duplicates, engine.notes)
         return LoadedCorpus(engine, served, encoder, stored, changes)

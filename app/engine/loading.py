@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import structlog
@@ -20,6 +21,8 @@ from model.engine import Engine, EngineError
 from model.inputs import Candidates, Context
 from weights.checkpoint import Checkpoint, load_checkpoint
 from weights.errors import CheckpointError
+
+log = structlog.get_logger("app.engine.loading")
 
 
 @dataclass(slots=True, eq=False)
@@ -82,11 +85,21 @@ def checkpoint_loader(settings: Settings) -> Loader:
             raise EngineError(
                 f"{path} cannot be loaded: {(str(error) or 'not enough memory').splitlines()[0]}"
             ) from error
-        for step in engine.info.notes.get("steps_down", ()):
-            structlog.get_logger("app").warning("fast_path_refused", **step)
+        log_refusals(engine.info.notes)
         return LoadedModel(checkpoint, engine)
 
     return load
+
+
+def log_refusals(notes: Mapping[str, Any]) -> None:
+    """Log what an engine's notes tell of faster ways of computing that cannot be taken here, paths and all: `/info` leaves those out."""
+    steps = [*notes.get("steps_down", ())]
+    for part in (notes, notes.get("user_tower", {}), notes.get("search", {})):
+        steps += [{"rung": "native", "reason": part[name]} for name in ("fallback", "reason") if name in part]
+    if reason := notes.get("search", {}).get("not_on_device"):
+        steps.append({"rung": "device", "reason": reason})
+    for step in steps:
+        log.warning("fast_path_refused", **step)
 
 
 def engine_options(settings: Settings) -> EngineOptions:

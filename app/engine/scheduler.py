@@ -288,9 +288,9 @@ class Scheduler(Generic[J]):
         """Split a batch that raised, so that only the job to blame fails. Return the jobs that fail now."""
         log.error("forward_failed", items=len(chunks), exc_info=error)
         if not isinstance(error, Exception):  # a bug in our code: report it, and the process restarts
-            self.failure = f"the engine thread died: {type(error).__name__}: {error}"
+            self.failure = "The engine's thread has died; the log says why."
         elif isinstance(error, EngineError) and error.sticky:
-            self.failure = f"the engine is lost: {error}"
+            self.failure = "The engine is lost; the log says why."
         if self.failure is not None:
             self.close()
             down = "The engine failed; the process restarts."

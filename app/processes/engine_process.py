@@ -36,6 +36,7 @@ from app.processes.messages import (
 )
 from app.service.ranker import LocalRanker
 from app.settings import Settings
+from app.telemetry.logs import of_exception
 
 LOOK_SECONDS = 0.01  # between two looks for a change that workers should know
 SIGN_OF_LIFE_SECONDS = 1.0
@@ -141,7 +142,7 @@ class EngineProcess:
             peer.link.send(Answer(number, encode(await work)))
         except Exception as error:
             if not isinstance(error, ServiceError):
-                log.error("fault", exc_info=error)
+                log.error("fault", **of_exception(error))
             peer.link.send(Failed.of(number, error))
         finally:
             peer.tasks.pop(number, None)

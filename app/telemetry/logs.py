@@ -9,6 +9,7 @@ import os
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, MutableMapping
 from datetime import UTC, datetime
 from functools import cache
@@ -139,7 +140,10 @@ def configure(settings: Logs, stream: TextIO | None = None, worker: int | None =
             colors=takes_colours(stream), exception_formatter=structlog.dev.plain_traceback
         )
     handler = lines if stream is None else logging.StreamHandler(stream)
-    handler.setFormatter(structlog.stdlib.ProcessorFormatter(renderer, foreign_pre_chain=shared))
+    of_libraries = [structlog.stdlib.add_logger_name, without_data, *shared]
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(renderer, foreign_pre_chain=of_libraries, use_get_message=False)
+    )
     output = Output(lines.enqueue if stream is None else logging.StreamHandler(stream).emit)
     structlog.configure(
         processors=[*shared, renderer],
@@ -205,6 +209,23 @@ def stamp(logger: Any, name: str, event: Event) -> Event:
     """Add the time: a processor of structlog."""
     event["time"] = datetime.now(UTC).isoformat(timespec="microseconds")[:-6] + "Z"
     return event
+
+
+def without_data(logger: Any, name: str, event: Event) -> Event:
+    """Keep of a library's line what stands in the library's code: a processor of structlog. What is put into such a line may be an address
+    with a password, or what a caller sent."""
+    event["event"] = event["event"].partition("\n")[0]
+    event.pop("stack_info", None)
+    if found := event.pop("exc_info", None):
+        event.update(of_exception(found[1]))
+    return event
+
+
+def of_exception(error: BaseException) -> Event:
+    """The type of an exception and where it was raised, without the message: that may hold what a caller sent."""
+    frames = traceback.extract_tb(error.__traceback__)
+    trace = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-12:]]
+    return {"error": type(error).__name__, "trace": trace}
 
 
 def shorten(logger: Any, name: str, event: Event) -> Event:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from model.cache import ContextCache, ContextKey
+from model.device import is_left
 from model.engine import CacheStats, EngineError
 from model.inputs import Context
 from model.native.build import KernelUnavailable, Vectors
@@ -248,14 +249,16 @@ class RetrievalEngine:
     def _main_index(self, vectors: NDArray[np.float32]) -> Index:
         """The corpus's index on the requested device, or in this process's memory if that fails. The bits are the same."""
         device, reason = self.options.device, ""
-        if device != "cpu" and self.options.backend != "native":
+        if device != "cpu" and self.options.backend != "native" and is_left(device):
+            reason = f"{device}: every way of ranking there failed its checks"
+        elif device != "cpu" and self.options.backend != "native":
             try:
                 self._check_search(vectors, lambda some: TorchIndex(some, device))
                 index = TorchIndex(vectors, device)
                 self.notes["search"] = {"backend": "torch", "device": device}
                 return index
-            except (EngineError, RuntimeError) as error:  # RuntimeError: out of memory, or the device is lost
-                reason = f"{device}: {str(error).splitlines()[0]}"
+            except Exception as error:  # what a broken card raises is not known
+                reason = f"{device}: {(str(error) or type(error).__name__).splitlines()[0]}"
         made = self._make_index(vectors, self.options.threads)
         if reason:
             self.notes["search"]["not_on_device"] = reason

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from model.device import free_memory, is_lost
+from model.device import free_memory, is_lost, leave
 from model.engine import CacheStats, Engine, EngineError, EngineInfo, Item, Outcome
 from model.inputs import Context
 from model.ranker import Ranker
@@ -49,6 +49,8 @@ class LadderEngine:
             if self._engine is not None:
                 self.info = self._engine.info
                 self.info.notes.update(rung=rung.name, steps_down=left)
+                for device in {each.device for each in self._rungs if each.device is not None}:
+                    leave(device, is_left=rung.device is None)
                 return
             left.append({"rung": rung.name, "reason": reason})
         raise EngineError("; ".join(f"{each['rung']}: {each['reason']}" for each in left))

@@ -101,12 +101,15 @@ def try_in_child(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, start_new_session=True,
             env=os.environ | {"PYTHONPATH": path},
         )  # fmt: skip
-        with child:
-            try:
-                reason = _reason(child, asked, said, compile_seconds, check_seconds)
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)  # and its compilers
+        try:
+            reason = _reason(child, asked, said, compile_seconds, check_seconds)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # and its compilers
+            assert child.stdout is not None
+            child.stdout.close()
+            with suppress(subprocess.TimeoutExpired):  # one that hangs in a driver may not even end then
+                child.wait(EXIT_SECONDS)
     if not reason:
         _passed.add(asked)
     return reason

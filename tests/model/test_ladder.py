@@ -17,6 +17,7 @@ import torch
 
 from model.create import EngineOptions, create_engine
 from model.dense import DenseEngine
+from model.device import is_left
 from model.engine import Engine, EngineError, EngineInfo, Item
 from model.split.engine import SplitEngine
 from model.split.kernels.portable import PortableKernels
@@ -208,6 +209,29 @@ def test_a_device_lost_at_the_start_is_left_alone_and_the_processor_serves(monke
     reasons = [step["reason"] for step in engine.info.notes["steps_down"]]
     assert engine.info.notes["rung"] == "cpu"
     assert reasons == ["AcceleratorError: CUDA error: device-side assert triggered", "this process has lost the device"]
+
+
+def test_where_nothing_on_a_card_passes_nothing_else_is_tried_there() -> None:
+    here = torch.device("cpu")
+
+    def fails() -> Engine:
+        raise RuntimeError("planted")
+
+    assert not is_left(here)
+    climb(Rung("torch", fails, device=here), Rung("cpu", plain)).warm_up()
+    assert is_left("cpu:0")
+    climb(Rung("torch", plain, device=here), Rung("cpu", plain)).warm_up()  # such as a reload
+    assert not is_left(here)
+
+
+def test_a_child_that_not_even_a_kill_ends_keeps_no_start_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that hangs in a driver."""
+    monkeypatch.setattr(os, "killpg", lambda group, number: None)
+    started = time.monotonic()
+    hung = (sys.executable, "-c", "import time; time.sleep(20)")
+    trial = Trial(CONFIG, "cpu", "bfloat16", "shared", "triton")
+    assert try_in_child(trial, hung, 0.5, 0.5) == "the trial was not done after 0.5 s, compiling"
+    assert time.monotonic() - started < 15
 
 
 def test_when_no_way_passes_every_reason_is_said() -> None:

@@ -92,6 +92,19 @@ def test_ids_as_floats_and_times_with_a_unit_are_refused() -> None:
     assert column_of(pa.table({"at": [1e9]}), "at", pa.int64(), "The table").tolist() == [10**9]
 
 
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+@pytest.mark.parametrize("value", [3, -1, 0.5])
+def test_a_number_that_is_neither_1_nor_0_says_of_no_action_that_it_was_taken(
+    tmp_path: Path, value: float, suffix: str
+) -> None:
+    """The service takes how much of an action there was; a log has only whether."""
+    log = write(tmp_path / f"log{suffix}", [row(**{"action.like": each}) for each in (1, 0)])
+    assert read_log(log).actions.ravel().tolist() == [True, False]
+    log = write(tmp_path / f"log{suffix}", [row(**{"action.like": each}) for each in (1, value)])
+    with pytest.raises(LogError, match=r"column action\.like must be true or false, or 1 or 0"):
+        read_log(log)
+
+
 def test_a_file_that_git_lfs_has_not_fetched_is_named(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", [row()])
     (tmp_path / "b.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 147583746\n")

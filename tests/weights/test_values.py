@@ -53,6 +53,13 @@ def test_any_other_dwell_is_refused(dwell: float) -> None:
     assert values.problem_of_dwells(np.array([1, dwell], np.float32)) == (1, values.DWELL_RULE)
 
 
+@pytest.mark.parametrize("flags", [[True, False], [0, 1], [1.0, 0.0]])
+def test_a_flag_is_true_or_false_or_1_or_0(flags: list[Any]) -> None:
+    assert values.problem_of_flags(np.array(flags)) is None
+    for other in (0.5, 3, -1, float("nan")):
+        assert values.problem_of_flags(np.array([*flags, other])) == (2, values.FLAG_RULE)
+
+
 @pytest.mark.parametrize("value", [0, 1, 0.5, 1e6])
 def test_an_action_has_a_value_up_to_a_million(value: float) -> None:
     assert values.action_problem(value) is None

@@ -10,6 +10,7 @@ import typer
 
 from weights.checkpoint import load_checkpoint
 from weights.commands.console import app, out_option, progress_bar, refusals, say
+from weights.values import time_problem
 
 
 @app.command()
@@ -32,6 +33,8 @@ def score(
     threads: Annotated[int, typer.Option(min=0, help="Threads of the engine; 0: one per core.")] = 0,
 ) -> None:
     """Score every impression of a log as /rank would have, with the user's history at that time."""
+    if problem := time_problem(since):
+        raise typer.BadParameter(f"--since {problem}")
     started = time.perf_counter()
     with refusals(ValueError, OSError, RuntimeError):  # LogError and JobError; EngineError
         from model.create import EngineOptions

@@ -19,6 +19,7 @@ from weights.format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from weights.format.reader import MappedFiles, opened, read_manifest, read_tensors
 from weights.format.tensorfile import Progress
 from weights.format.writer import TableDtype, check_target, refused_writing, write_file, write_files, written_beside
+from weights.values import problem_of_times
 
 LENGTH_OFF = {"float32": 1e-3, "bfloat16": 1e-2}
 """Tolerance for the length of a vector, which must be 1, by dtype."""
@@ -67,6 +68,10 @@ def read_corpus(
     worst, length = worst_norm(vectors)
     if not abs(length - 1) <= LENGTH_OFF[stored[VECTORS].dtype]:
         raise CheckpointError(f"{stored[VECTORS].file} holds a vector of length {length:.6g} in row {worst}, not 1")
+    if "created_at" in arrays and (
+        problem := problem_of_times(arrays["created_at"])
+    ):  # earlier versions took any number
+        raise CheckpointError(f"{stored['created_at'].file}, row {problem[0] + 1}: created_at {problem[1]}")
     topics = arrays.get("topics")
     if topics is not None and not (topics.min() >= -1 and topics.max() < len(manifest.topics)):
         raise CheckpointError(f"{stored['topics'].file} holds a topic that the manifest does not name")

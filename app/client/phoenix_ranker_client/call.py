@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -58,6 +59,7 @@ class Call(Generic[T]):
         self.deadline = time.monotonic() + min(timeout_seconds, LONGEST_SECONDS)
         self.request_id = request_id or uuid.uuid4().hex
         self.url, self.parse = url, parse
+        self.shown = re.sub("//.*@", "//", url)  # what errors name: without a user and password
         self.headers = {"content-type": "application/json", "x-request-id": self.request_id, **headers}
         try:
             self.body, self.whole = orjson.dumps(body), None if whole is None else orjson.dumps(whole)
@@ -103,7 +105,7 @@ class Call(Generic[T]):
         return bytes(body)
 
     @contextmanager
-    def errors(self) -> Iterator[None]:
+    def errors(self, *, trust_env: bool = False) -> Iterator[None]:
         """Turn httpx errors into RankerErrors that name the ranker. A reply that was cut off is retried: ranking changes nothing."""
         try:
             yield
@@ -114,17 +116,22 @@ class Call(Generic[T]):
             httpx.WriteError,
             httpx.ProxyError,
         ) as error:
-            by = " by the proxy of the HTTP client" if isinstance(error, httpx.ProxyError) else ""
-            detail = f"{self.url} was not reached{by}: {error or type(error).__name__}"
+            by = ", perhaps because of a proxy that the environment names" if trust_env else ""
+            by = " by the proxy of the HTTP client" if isinstance(error, httpx.ProxyError) else by
+            detail = f"{self.shown} was not reached{by}: {error or type(error).__name__}"
             raise Unavailable(0, "no_connection", detail, self.request_id) from error
         except (httpx.TimeoutException, TimeoutError) as error:
-            raise self._too_late(f"{self.url} gave no reply in time.") from error
-        except (httpx.LocalProtocolError, UnicodeEncodeError, httpx.InvalidURL) as error:
+            raise self._too_late(f"{self.shown} gave no reply in time.") from error
+        except httpx.InvalidURL as error:  # it may quote a piece of a password
+            also = ", or HTTP_PROXY or NO_PROXY in the environment" if trust_env else ""
+            detail = f"{self.shown}{also} is no valid address."
+            raise RequestRefused(0, "invalid_request", detail, self.request_id) from error
+        except (httpx.LocalProtocolError, UnicodeEncodeError) as error:
             raise RequestRefused(
-                0, "invalid_request", f"The request cannot be sent to {self.url}: {error}", self.request_id
+                0, "invalid_request", f"The request cannot be sent to {self.shown}: {error}", self.request_id
             ) from error
         except httpx.HTTPError as error:
-            raise ServerFault(0, "transport", f"{self.url}: {error}", self.request_id) from error
+            raise ServerFault(0, "transport", f"{self.shown}: {error}", self.request_id) from error
 
     def result(self, response: httpx.Response, content: bytes) -> T:
         """The parsed result of a 200. Raises the matching RankerError for any other reply."""

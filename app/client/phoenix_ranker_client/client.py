@@ -7,9 +7,8 @@ import functools
 import hashlib
 import os
 import re
-import weakref
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import httpx
 from tenacity import AsyncRetrying, Retrying
@@ -244,7 +243,7 @@ class RankerClient:
         return self._send(call)
 
     def _attempt(self, call: Call[T]) -> T:
-        with call.errors():
+        with call.errors(trust_env=self._trust_env):
             http = self._http()
             request = call.request(http)
             timeouts = request.extensions["timeout"]
@@ -267,10 +266,18 @@ class RankerClient:
         self.close()
 
 
+class Opened(NamedTuple):
+    """The connections of one event loop in one process, and the generator that closes them."""
+
+    process: int
+    http: httpx.AsyncClient
+    end: AsyncGenerator[None, None]
+
+
 class AsyncRankerClient:
-    """For asyncio. It may be used in several event loops, one after the other or at once: each has connections of its own. Close it in
-    the loop that used it, or use it in `async with`. Cancelling a call closes its connection, which the service notices. Its arguments
-    mean what they mean for RankerClient.
+    """For asyncio. It may be used in several event loops, one after the other or at once: each has connections of its own, which end with
+    it. To close them earlier, call `close` in that loop, or use it in `async with`. Cancelling a call closes its connection, which the
+    service notices. Its arguments mean what they mean for RankerClient.
     """
 
     def __init__(
@@ -285,9 +292,7 @@ class AsyncRankerClient:
     ) -> None:
         self._calls, self._attempts = Calls(base_url, api_key, routing_secret), attempts
         self._own, self._trust_env = http, trust_env
-        self._opened: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[int, httpx.AsyncClient]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._opened: dict[asyncio.AbstractEventLoop, Opened] = {}
 
     context = _awaited(Calls.context)
     rank = _awaited(Calls.rank)
@@ -296,15 +301,29 @@ class AsyncRankerClient:
     retrieve = _awaited(Calls.retrieve)
     recommend = _awaited(Calls.recommend)
 
-    def _http(self) -> httpx.AsyncClient:
+    async def _http(self) -> httpx.AsyncClient:
         if self._own is not None:
             return self._own
-        loop, process = asyncio.get_running_loop(), os.getpid()
-        known, opened = self._opened.get(loop, (0, None))
-        if opened is None or known != process:
-            opened = httpx.AsyncClient(limits=LIMITS, trust_env=self._trust_env)
-            self._opened[loop] = process, opened
-        return opened
+        loop = asyncio.get_running_loop()
+        opened = self._opened.get(loop)
+        if opened is None or opened.process != os.getpid():
+            for other in [*self._opened]:
+                if other.is_closed():  # without an orderly end
+                    self._opened.pop(other, None)
+            http = httpx.AsyncClient(limits=LIMITS, trust_env=self._trust_env)
+            opened = self._opened[loop] = Opened(os.getpid(), http, self._close_at_the_end_of(loop, http))
+            await anext(opened.end)
+        return opened.http
+
+    async def _close_at_the_end_of(
+        self, loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient
+    ) -> AsyncGenerator[None, None]:
+        """Once it has begun, an event loop that ends finishes it, as every asynchronous generator that is left."""
+        try:
+            yield
+        finally:
+            self._opened.pop(loop, None)
+            await http.aclose()
 
     async def _send(self, call: Call[T]) -> T:
         retrying = AsyncRetrying(retry=AGAIN, stop=call.stop(self._attempts), wait=wait_seconds, reraise=True)
@@ -317,8 +336,8 @@ class AsyncRankerClient:
         return await self._send(call)
 
     async def _attempt(self, call: Call[T]) -> T:
-        with call.errors():
-            http = self._http()
+        with call.errors(trust_env=self._trust_env):
+            http = await self._http()
             request = call.request(http)
             async with asyncio.timeout(request.extensions["timeout"]["read"]):
                 response = await http.send(request)
@@ -326,9 +345,8 @@ class AsyncRankerClient:
 
     async def close(self) -> None:
         """Close the connections of the running event loop."""
-        _, opened = self._opened.pop(asyncio.get_running_loop(), (0, None))
-        if opened is not None:
-            await opened.aclose()
+        if (opened := self._opened.get(asyncio.get_running_loop())) is not None:
+            await opened.end.aclose()
 
     async def __aenter__(self) -> AsyncRankerClient:
         return self

@@ -159,6 +159,13 @@ def test_every_error_below_v2_has_the_protocols_field(http: httpx.Client, path: 
     reply = http.post(path, content=b"{")
     assert reply.status_code in (400, 404)
     assert reply.json()["error"] == reply.json()["detail"]
+
+
+def test_below_a_path_of_a_proxy_too() -> None:
+    with served(root_path="/ranker") as (client, _):
+        for path in ("/v2/config", "/ranker/v2/config"):  # a proxy may take its prefix off, or leave it
+            reply = client.get(path)
+            assert (reply.status_code, reply.json()["error"]) == (404, reply.json()["detail"])
     assert "zq9" not in reply.text
 
 

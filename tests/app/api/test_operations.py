@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import structlog
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 
@@ -17,8 +18,10 @@ from app.api.operations import SCRAPE_SHARE, Scrapes
 from app.interface import Health
 from app.main import create_app
 from app.settings import Group, Settings
+from model.engine import EngineError
 from tests.support import corpora, rankers
 from tests.support.asgi import ADDRESS, served
+from tests.support.bodies import good
 from tests.support.fakes import FakeEngine
 
 pytestmark = pytest.mark.anyio
@@ -111,6 +114,39 @@ def test_readiness_names_the_rung_of_the_engine() -> None:
     engine.info.notes["rung"] = "native"
     with served(engine) as (client, _):
         assert client.get("/readyz").json() == {"status": "ready", "engine": "native"}
+
+
+def test_info_leaves_out_paths_that_compilers_and_drivers_name() -> None:
+    engine = FakeEngine()
+    said = (
+        "/usr/bin/g++ -O3 -I=/opt/x /home/anna/kernel.cpp -o '~/.cache/it.so' failed:\n/home/anna/kernel.cpp:1: error"
+    )
+    steps = [{"rung": "recorded", "reason": "RuntimeError: Failed to find C compiler, 5 of 7, see (/var/log/x)"}]
+    engine.info.notes.update(rung="torch", steps_down=steps, fallback=said, row_sizes=[64, 128], share=0.5)
+    with served(engine) as (client, _):
+        notes = client.get("/info").json()["engine"]
+    assert notes == {
+        "rung": "torch",
+        "steps_down": [{"rung": "recorded", "reason": "RuntimeError: Failed to find C compiler, 5 of 7, see (…)"}],
+        "fallback": "… -O3 -I=… … -o '…' failed:",
+        "row_sizes": [64, 128],
+        "share": 0.5,
+    }
+
+
+def test_what_a_library_says_of_a_lost_engine_is_for_the_log_alone() -> None:
+    said = "CUDA error at 10.1.2.3, see /home/anna/secret"
+
+    def lose(items: object) -> None:
+        raise EngineError(said, sticky=True)
+
+    with structlog.testing.capture_logs() as lines, served(FakeEngine(before=lose)) as (client, _):
+        replies = [client.post("/rank", json=good()), client.get("/readyz"), client.post("/rank", json=good())]
+        replies.append(client.get("/v2/health/ready"))
+    assert [reply.status_code for reply in replies] == [503] * 4
+    assert replies[1].json()["detail"] == "The engine is lost; the log says why."
+    assert not [reply.text for reply in replies if "CUDA" in reply.text or "anna" in reply.text]
+    assert said in str([line["exc_info"] for line in lines if line["event"] == "forward_failed"])
 
 
 def test_until_it_is_loaded_only_probes_answer() -> None:

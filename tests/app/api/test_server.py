@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import resource
 import signal
 import socket
@@ -268,6 +269,26 @@ def test_both_families_are_listened_on_where_they_are_asked_for(host: str, famil
             except httpx.ConnectError:
                 status = 0
             assert status == (200 if family in families else 0), address
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::", "[::1]", "127.0.0.2,::1", "*"])  # noqa: S104
+def test_the_images_health_check_asks_where_the_service_listens(host: str) -> None:
+    if ":" in host and not HAS_IPV6:
+        pytest.skip("this machine has no IPv6")
+    found = re.search(r"HEALTHCHECK.* CMD (\[.*\])", Path("Dockerfile").read_text())
+    assert found is not None
+    program, *words = json.loads(found[1])
+    assert program == "python"
+
+    def check(port: int) -> int:
+        environment = {"RANKER_HOST": host, "RANKER_PORT": str(port), "http_proxy": "http://127.0.0.1:9"}
+        return subprocess.run((sys.executable, *words), env=environment, timeout=30, check=False).returncode
+
+    with listening(host=host, hosts="ranker.example") as live:
+        assert check(live.port) == 0
+        live.ranker.begin_drain()
+        assert check(live.port) == 1
+    assert check(live.port) == 1
 
 
 def test_a_host_that_is_not_there_is_an_error_that_leaves_nothing_open() -> None:

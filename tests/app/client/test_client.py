@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import threading
@@ -232,6 +233,33 @@ def test_one_async_client_serves_several_event_loops(listener: Callable[[], str]
     assert found == [0.5] * 4
 
 
+def test_connections_end_with_their_event_loop(listener: Callable[[], str]) -> None:
+    ranker = AsyncRankerClient(listener())
+    before = open_sockets()
+    for _ in range(20):
+        asyncio.run(ranker.rank(7, CANDIDATES))
+    few_are_open(before)
+    for _ in range(20):
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(ranker.rank(7, CANDIDATES))
+        loop.close()  # leaves generators as they are
+    few_are_open(before)
+
+
+def few_are_open(before: int) -> None:
+    """Wait until at most one connection, with both its ends, is open beside those before."""
+    until = time.monotonic() + 5
+    while (now := open_sockets()) > before + 2:
+        gc.collect()
+        assert time.monotonic() < until, now - before
+        time.sleep(0.01)
+
+
+def open_sockets() -> int:
+    """Sockets of this process, those of the test's server among them."""
+    return sum("socket:" in os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd"))
+
+
 def test_after_a_fork_no_connection_is_shared(listener: Callable[[], str]) -> None:
     ranker = RankerClient(listener())
     ranker.rank(7, CANDIDATES)
@@ -254,8 +282,30 @@ def test_the_environments_proxy_is_not_used_unless_asked(
     with RankerClient(url) as ranker:
         assert ranker.rank(7, CANDIDATES).candidates
     if no_proxy is None:
-        with pytest.raises(Unavailable, match=url), RankerClient(url, trust_env=True, attempts=1) as ranker:
+        with pytest.raises(Unavailable, match=f"{url}.*proxy"), RankerClient(url, trust_env=True, attempts=1) as ranker:
             ranker.rank(7, CANDIDATES)
+
+
+@both
+@pytest.mark.parametrize(
+    "url", ["http://anna:se:c@ret@127.0.0.1:1", "http://anna:9/secret@127.0.0.1:x", "http://:secret@[::1"]
+)
+def test_no_error_shows_a_password_of_the_address(url: str, is_async: bool) -> None:
+    def call() -> object:
+        if is_async:
+            return asyncio.run(AsyncRankerClient(url, attempts=1).rank(7, CANDIDATES))
+        return RankerClient(url, attempts=1).rank(7, CANDIDATES)
+
+    with pytest.raises(RankerError) as caught:
+        call()
+    assert not any(piece in str(caught.value) for piece in ("anna", "se:c", "ret", "'9'"))
+
+
+def test_proxies_of_the_environment_that_cannot_be_read_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "localhost,[::1]")
+    with pytest.raises(RequestRefused, match="NO_PROXY"):
+        RankerClient("http://ranker", trust_env=True).rank(7, CANDIDATES)
 
 
 @both

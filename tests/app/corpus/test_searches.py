@@ -180,7 +180,7 @@ async def test_searches_after_the_loss_of_their_engine_are_refused_until_another
             await begun(searches, 1)
         await until(lambda: searches.present() is None)
         assert [line["reason"] for line in lines if line["event"] == "retrieval_lost"] == [
-            "the engine is lost: planted"
+            "The engine is lost; the log says why."
         ]
         with pytest.raises(CorpusNotLoaded):
             _ = searches.served

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from model.device import leave
 from model.engine import EngineError
 from model.inputs import Context, created_within
 from model.native.build import HERE, build_kernel
@@ -286,6 +287,15 @@ class OffByABit(TorchIndex):
         return found if self.honest else [replace(one, scores=np.nextafter(one.scores, 2)) for one in found]
 
 
+class NoCuda(TorchIndex):
+    """As torch says it where it was built without CUDA, with an error that is no RuntimeError."""
+
+    def __init__(self, vectors: Any, device: Any = "cpu", *, exhaustive: bool = False) -> None:
+        if device != "cpu":
+            raise AssertionError
+        super().__init__(vectors, device, exhaustive=exhaustive)
+
+
 class NoMemory(TorchIndex):
     """A device on which nothing fits."""
 
@@ -300,6 +310,7 @@ class NoMemory(TorchIndex):
     [
         (OffByABit, "cpu:0: the search's rows and scores differ from the definition's on this device"),
         (NoMemory, "cpu:0: out of memory"),
+        (NoCuda, "cpu:0: AssertionError"),
     ],
 )
 def test_a_device_that_gives_other_bits_or_no_memory_searches_nothing(
@@ -314,6 +325,20 @@ def test_a_device_that_gives_other_bits_or_no_memory_searches_nothing(
     engine.warm_up()
     assert engine.notes["search"] == {"backend": "native", "not_on_device": said}
     assert same(engine.retrieve([wanted(contexts[0])]).retrieved[0], expected)
+
+
+def test_a_device_on_which_nothing_ranks_is_not_searched_on(
+    encoder: Encoder, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search that hangs there would hang the server; ranking was tried in a child process."""
+    monkeypatch.setattr("model.retrieval.engine.TorchIndex", None)
+    leave(torch.device("cpu"), is_left=True)
+    try:
+        engine = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(device="cpu:0"))
+    finally:
+        leave(torch.device("cpu"), is_left=False)
+    said = "cpu:0: every way of ranking there failed its checks"
+    assert engine.notes["search"] == {"backend": "native", "not_on_device": said}
 
 
 def as_new(corpus: Corpus, rows: Any, ids: Any) -> NewPosts:

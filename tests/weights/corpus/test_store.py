@@ -121,6 +121,14 @@ def test_values_that_no_corpus_has_are_refused(
         load_corpus(tmp_path / "corpus")
 
 
+def test_times_that_an_earlier_version_took_in_milliseconds_are_refused(encoder: Encoder, tmp_path: Path) -> None:
+    values = arrays()
+    values["created_at"][3] = 1_780_000_000_000
+    write(tmp_path / "corpus", encoder, values)
+    with pytest.raises(CheckpointError, match=r"row 4: created_at must be Unix seconds.*milliseconds"):
+        load_corpus(tmp_path / "corpus")
+
+
 def test_half_vectors_may_be_less_exact(encoder: Encoder, tmp_path: Path) -> None:
     """Negative control of the tighter bound: the same lengths pass for vectors that were stored in 16 bits."""
     values = arrays()

@@ -20,6 +20,7 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tests.weights.call import run
 from tests.weights.scoring.test_scorer import DEMO, as_table, by_key
 from weights.scoring.job import JobError, partition_of, score_log
 from weights.scoring.scorer import Scorer
@@ -218,3 +219,12 @@ def test_the_file_and_line_are_named_in_a_directory_too(scorer: Scorer, log: Pat
     (tmp_path / "logs/b.jsonl").write_text("\n".join(map(json.dumps, rows[20:])))
     with pytest.raises(LogError, match=r"b\.jsonl, line 6: created_at .*milliseconds"):
         score_log(tmp_path / "logs", tmp_path / "out", scorer)
+
+
+def test_a_beginning_in_milliseconds_scores_nothing_and_says_so(log: Path, tmp_path: Path) -> None:
+    words = ("score", "--checkpoint", DEMO, "--log", log, "--out", tmp_path / "out", "--since", 1_780_000_000_000)
+    code, said = run(*words)
+    assert code == 2
+    assert "--since must be Unix seconds" in said
+    assert "milliseconds" in said
+    assert not (tmp_path / "out").exists()

@@ -50,7 +50,7 @@ REFUSED: dict[str, Callable[[pa.Table], pa.Table]] = {
     "lacks the column dwell_seconds": lambda t: t.drop_columns(["dwell_seconds"]),
     "no column action.": lambda t: t.drop_columns(["action.favorite", "action.reply"]),
     "unknown columns: colour": lambda t: t.append_column("colour", pa.array([1, 2, 3])),
-    "column author_id has 1 nulls": lambda t: replaced(t, "author_id", pa.array([1, None, 3], pa.uint64())),
+    "column author_id has 1 nulls; every row needs an id": lambda t: replaced(t, "author_id", pa.array([1, None, 3], pa.uint64())),
     "column post_id does not fit uint64": lambda t: replaced(t, "post_id", pa.array([1, -2, 3], pa.int64())),
     "row 1: user_id must not be 0": lambda t: replaced(t, "user_id", pa.array([0, 0, 3], pa.uint64())),
     "row 2: impression_ts must be Unix seconds.*milliseconds": lambda t: replaced(
