@@ -66,8 +66,17 @@ URL ?= http://$(HOST):$(PORT)
 load: $(VENV)/.installed ## run locust against URL for SECONDS, with a report; WEB=1 opens its page on port 8089: USERS=24 SHAPE=ramp
 	$(BIN)/python -m loadtest load --url $(URL) --users $(or $(USERS),24) --seconds $(or $(SECONDS),60) --shape $(or $(SHAPE),steady) $(if $(WEB),--web) $(ARGS)
 
-peers: $(VENV)/.installed ## the same model and traffic behind a plain FastAPI handler, LitServe and BentoML
-	$(BIN)/python -m loadtest peers --checkpoint "$(CHECKPOINT)" $(ARGS)
+PEERS := .cache/peers
+$(PEERS)/.installed: loadtest/peers/requirements.txt pyproject.toml docker/requirements.lock .ci/install | $(BIN)/python
+	$(PYTHON) -m venv $(PEERS)
+	@# the versions of the lock, except OpenTelemetry: BentoML needs its own
+	grep -E '^[a-z0-9._-]+==' docker/requirements.lock | sed 's/ *\\$$//' | grep -v ^opentelemetry >$(PEERS)/versions.txt
+	LOCK=$(PEERS)/versions.txt .ci/install $(PEERS) load --requirements loadtest/peers/requirements.txt
+	@touch $@
+
+peers: $(PEERS)/.installed ## the same model and traffic behind a plain FastAPI handler, LitServe and BentoML
+	@.ci/debian wrk
+	$(PEERS)/bin/python -m loadtest peers --checkpoint "$(CHECKPOINT)" $(ARGS)
 
 soak: $(VENV)/.installed ## the reliability tests, a minute each: SECONDS=600 for longer
 	@.ci/debian wrk haproxy redis-server

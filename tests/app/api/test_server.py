@@ -126,13 +126,13 @@ def test_without_standard_descriptors_the_process_serves_and_ends_with_0() -> No
 def test_a_start_that_gets_no_thread_ends_with_1_and_a_sentence(threads: int) -> None:
     refusing = f"""if True:
         import runpy, sys, threading
-        start, left = threading._start_new_thread, [None] * {threads}
-        def refuse(*arguments):
+        start, left = threading.Thread.start, [None] * {threads}
+        def refuse(thread):
             if not left:
                 raise RuntimeError("can't start new thread")
             left.pop()
-            return start(*arguments)
-        threading._start_new_thread, sys.argv = refuse, ["app", "--port=0"]
+            start(thread)
+        threading.Thread.start, sys.argv = refuse, ["app", "--port=0"]
         runpy.run_module("app", run_name="__main__")"""
     ended = subprocess.run([sys.executable, "-c", refusing], capture_output=True, text=True, timeout=90)
     assert ended.returncode == 1
