@@ -65,6 +65,8 @@ def measure(
         for turn in range(rounds + 1):
             for name, server in servers.items():
                 reading = wrk.read(f"{server.url}/rank", bodies, connections, seconds)
+                if not reading.good_per_s:
+                    raise SystemExit(f"{name} answered nothing in {seconds} s: take more with --seconds")
                 if turn:
                     found[name].append(reading)
     ours = [reading.good_per_s for reading in found[PEERS[0].name]]
