@@ -9,6 +9,8 @@ SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 # Every package is the locked one, and each file is checked against its hash (.ci/install).
 FROM base AS build
 ARG TORCH=2.13.0
+# The image is read-only: what is not compiled now would be compiled at every start.
+ENV UV_COMPILE_BYTECODE=1
 WORKDIR /build
 RUN python -m venv /opt/ranker
 COPY docker/requirements.lock docker/

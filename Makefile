@@ -2,6 +2,8 @@
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
   "$$p" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
 SHELL := /bin/bash
+# Python keeps what it compiles: without that, every process that imports torch takes seconds more.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= $(or $(RANKER_PORT),8000)
@@ -15,7 +17,7 @@ CORPUS ?= $(or $(RANKER_RETRIEVAL__CORPUS),$(if $(DEMO),$(wildcard weights/demo-
 .PHONY: help install serve demo test test-quick check bench bench-gpu load peers soak lock wheel image clean
 .DEFAULT_GOAL := help
 
-help: ## this list; begin with `make serve`, then open http://127.0.0.1:8000/explore
+help: ## show this list; begin with `make serve`, then open http://127.0.0.1:8000/explore
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(BIN)/python:
@@ -36,7 +38,7 @@ serve: $(VENV)/.serving ## start the service: PORT=8100 HOST=:: CHECKPOINT=path 
 	RANKER_CHECKPOINT="$(CHECKPOINT)" RANKER_RETRIEVAL__CHECKPOINT="$(RETRIEVAL)" RANKER_RETRIEVAL__CORPUS="$(CORPUS)" \
 	  RANKER_HOST="$(HOST)" RANKER_PORT="$(PORT)" exec $(BIN)/python -m app
 
-demo: $(VENV)/.installed ## train weights/demo again: minutes of one core
+demo: $(VENV)/.installed ## train weights/demo again; takes minutes on one core
 	$(BIN)/python -m weights train-demo --out weights/demo
 
 WORKERS ?= 3
@@ -49,7 +51,7 @@ test: $(VENV)/.installed ## run every test that needs no GPU
 test-quick: $(VENV)/.installed ## run the tests that start no other process: two minutes
 	$(PYTEST) -m "not slow" $(ARGS)
 
-check: $(VENV)/.installed ## lint, format, types and the direction of imports: what a commit must pass
+check: $(VENV)/.installed ## check lint, format, types and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -59,21 +61,30 @@ bench: $(VENV)/.installed ## measure the engines and HTTP here: ARGS="--before D
 	@.ci/debian wrk
 	$(BIN)/python -m loadtest bench $(ARGS)
 
-bench-gpu: ## check and measure one card, with torch, numpy, safetensors and triton alone: ARGS="--device cpu --tiny"
+bench-gpu: ## check and measure one GPU; needs only torch, numpy, safetensors and triton: ARGS="--device cpu --tiny"
 	$(or $(wildcard $(BIN)/python),python3) -m loadtest.gpu $(ARGS)
 
 URL ?= http://$(HOST):$(PORT)
-load: $(VENV)/.installed ## run locust against URL for SECONDS, with a report; WEB=1 opens its page on port 8089: USERS=24 SHAPE=ramp
+load: $(VENV)/.installed ## run locust against a server: URL=http://… SECONDS=60 USERS=24 SHAPE=ramp; WEB=1 for its page on port 8089
 	$(BIN)/python -m loadtest load --url $(URL) --users $(or $(USERS),24) --seconds $(or $(SECONDS),60) --shape $(or $(SHAPE),steady) $(if $(WEB),--web) $(ARGS)
 
-peers: $(VENV)/.installed ## the same model and traffic behind a plain FastAPI handler, LitServe and BentoML
-	$(BIN)/python -m loadtest peers --checkpoint "$(CHECKPOINT)" $(ARGS)
+PEERS := .cache/peers
+$(PEERS)/.installed: loadtest/peers/requirements.txt pyproject.toml docker/requirements.lock .ci/install | $(BIN)/python
+	$(PYTHON) -m venv $(PEERS)
+	@# the versions of the lock, except OpenTelemetry: BentoML needs its own
+	grep -E '^[a-z0-9._-]+==' docker/requirements.lock | sed 's/ *\\$$//' | grep -v ^opentelemetry >$(PEERS)/versions.txt
+	LOCK=$(PEERS)/versions.txt .ci/install $(PEERS) load --requirements loadtest/peers/requirements.txt
+	@touch $@
 
-soak: $(VENV)/.installed ## the reliability tests, a minute each: SECONDS=600 for longer
+peers: $(PEERS)/.installed ## compare with a plain FastAPI handler, LitServe and BentoML: the same model, the same traffic
+	@.ci/debian wrk
+	$(PEERS)/bin/python -m loadtest peers --checkpoint "$(CHECKPOINT)" $(ARGS)
+
+soak: $(VENV)/.installed ## run the reliability tests for a minute each: SECONDS=600 for longer
 	@.ci/debian wrk haproxy redis-server
 	$(BIN)/python -m pytest tests/reliability --duration $(or $(SECONDS),60) --timeout 0 $(ARGS)
 
-lock: $(VENV)/.installed ## resolve docker/requirements.lock anew
+lock: $(VENV)/.installed ## resolve docker/requirements.lock again, after a change of dependencies
 	.ci/lock $(VENV)
 
 wheel: $(VENV)/.installed ## build the sdist and a wheel with compiled kernels for this processor family, in dist/

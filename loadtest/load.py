@@ -43,32 +43,13 @@ def locust(
 ) -> None:
     """Users that scroll, arrive, prefetch and err, with locust. Without --web: runs once and writes report.html and CSV files."""
     out.mkdir(parents=True, exist_ok=True)
-    options = [
-        "--host",
-        url,
-        "--users",
-        str(users),
-        "--spawn-rate",
-        "4",
-        "--shape",
-        shape,
-        "--payload",
-        payload,
-        "--slo-ms",
-        str(slo_ms),
-    ]
+    options = {"host": url, "users": users, "spawn-rate": 4, "shape": shape, "payload": payload, "slo-ms": slo_ms}
+    flags = []
     if not web:
-        options += [
-            "--headless",
-            "--only-summary",
-            "--run-time",
-            f"{seconds:g}s",
-            "--html",
-            str(out / "report.html"),
-            "--csv",
-            str(out / "run"),
-        ]
-    command = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadtest" / "locustfile.py"), *options]
+        flags = ["--headless", "--only-summary"]
+        options |= {"run-time": f"{seconds:g}s", "html": out / "report.html", "csv": out / "run"}
+    chosen = [f"--{name}={value}" for name, value in options.items()]
+    command = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadtest" / "locustfile.py"), *chosen, *flags]
     sys.stdout.flush()
     os.execv(sys.executable, command)  # noqa: S606  # locust handles the terminal and its signals itself
 

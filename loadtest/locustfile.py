@@ -1,4 +1,4 @@
-"""Scenarios for locust: feed pages, first visits, bursts, mixed sizes, bad clients. A closed loop; for capacity use `loadtest search`."""
+"""Scenarios for locust: feed pages, first visits, bursts, mixed sizes, bad clients. A closed loop: capacity needs `loadtest capacity`."""
 
 # mypy: disable-error-code="no-untyped-call, untyped-decorator, arg-type, union-attr"
 # Locust's own annotations are partial: its event hooks are untyped, and `data` takes bytes.

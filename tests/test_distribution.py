@@ -59,19 +59,8 @@ def test_it_serves_the_demo_from_an_empty_home_without_a_compiler(built: Path, t
     environment, home, elsewhere = tmp_path / "environment", tmp_path / "home", tmp_path / "elsewhere"
     venv.create(environment, symlinks=True)
     (wheel,), python = built.glob("*.whl"), environment / "bin/python"
-    pip: list[str | Path] = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--no-deps",
-        "--no-index",
-        "--quiet",
-        wheel,
-    ]
-    subprocess.run(pip, check=True, timeout=60)
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet", wheel]
+    subprocess.run(pip, env=os.environ | {"PYTHONPATH": ""}, check=True, timeout=60)
     [site] = environment.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     home.mkdir()

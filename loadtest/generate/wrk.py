@@ -47,16 +47,8 @@ def read(
         (lines := Path(folder) / "bodies").write_bytes(b"".join(b"%d\n%b" % (len(body), body) for body in bodies))
         named = "\n".join(f'wrk.headers["{name}"] = "{value}"' for name, value in fields.items())
         (script := Path(folder) / "post.lua").write_text(SCRIPT % (lines, named))
-        options = [
-            "-t1",
-            f"-c{connections}",
-            f"-d{max(1, round(seconds))}s",
-            "--timeout",
-            "10s",
-            "--latency",
-            "-s",
-            str(script),
-        ]
+        duration = f"-d{max(1, round(seconds))}s"
+        options = ["-t1", f"-c{connections}", duration, "--timeout", "10s", "--latency", "-s", str(script)]
         text = subprocess.run(["wrk", *options, url], check=True, capture_output=True, text=True).stdout
     counted = re.search(r"counted (\d+) of (\d+) in (\d+)\nbroken (\d+)", text)
     assert counted is not None, text

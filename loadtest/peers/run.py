@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from contextlib import AbstractContextManager, ExitStack
@@ -29,22 +28,21 @@ TOLERANCE = 2e-2  # of a probability: other stacks batch otherwise, which change
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A server. `engine`: `dense` is the plain definition, `auto` this project's engine. `needs`: the package it is made of."""
+    """A server. `engine`: `dense` is the plain definition, `auto` this project's engine."""
 
     name: str
     module: str = ""
     engine: str = "auto"
     batch: int = 1
     ready: str = "/readyz"
-    needs: str = "fastapi"
 
 
 PEERS = (
     Peer("this server"),
     Peer("plain FastAPI handler around our engine", "plain", ready="/ready"),
     Peer("plain FastAPI handler, dense", "plain", "dense", ready="/ready"),
-    Peer("LitServe, batches of 8, dense", "lit", "dense", 8, "/health", "litserve"),
-    Peer("BentoML, dense", "bento", "dense", needs="bentoml"),
+    Peer("LitServe, batches of 8, dense", "lit", "dense", 8, "/health"),
+    Peer("BentoML, dense", "bento", "dense"),
 )
 
 
@@ -57,17 +55,18 @@ def measure(
     dtype: str = "bfloat16",
 ) -> None:
     """Requests a second of this server ÷ those of four others. Run it as `make peers`, which installs the others."""
-    peers = [peer for peer in PEERS if importlib.util.find_spec(peer.needs)]
     window = load_manifest(checkpoint).config.history_length
     visits = replace(TrafficSettings(objects_share=0.0, history_window=window), new_user_share=1.0, mean_pages=1.0)
     bodies = [page.body for page in Traffic(visits.with_fixed_candidates(candidates)).take(2000)]
     with ExitStack() as stack:
-        servers = {peer.name: stack.enter_context(start(peer, checkpoint, dtype)) for peer in peers}
+        servers = {peer.name: stack.enter_context(start(peer, checkpoint, dtype)) for peer in PEERS}
         agree(servers, bodies[:PROBES])
         found: dict[str, list[wrk.Reading]] = {name: [] for name in servers}
         for turn in range(rounds + 1):
             for name, server in servers.items():
                 reading = wrk.read(f"{server.url}/rank", bodies, connections, seconds)
+                if not reading.good_per_s:
+                    raise SystemExit(f"{name} answered nothing in {seconds} s: take more with --seconds")
                 if turn:
                     found[name].append(reading)
     ours = [reading.good_per_s for reading in found[PEERS[0].name]]
@@ -95,17 +94,8 @@ def start(peer: Peer, checkpoint: Path, dtype: str) -> AbstractContextManager[Se
     }  # fmt: skip
     command = [sys.executable, "-m", f"loadtest.peers.{peer.module}", "{port}"]
     if peer.module == "bento":
-        command = [
-            sys.executable,
-            "-m",
-            "bentoml",
-            "serve",
-            "loadtest.peers.bento:Ranker",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            "{port}",
-        ]
+        serve = ["bentoml", "serve", "loadtest.peers.bento:Ranker"]
+        command = [sys.executable, "-m", *serve, "--host", "127.0.0.1", "--port", "{port}"]
     return running(command, environment, ready=peer.ready)
 
 

@@ -248,17 +248,17 @@ class ContextRows:
         self._first_position = history_start(len(context), config)
         self._with_user = has_user and start == 0
         items = present[max(start - has_user, 0) :] + self._first_position
-        self._positions = np.concatenate(([0] * self._with_user, items)).astype(np.int64)
+        positions = np.concatenate(([0] * self._with_user, items)).astype(np.int64)
         columns = (context.post_ids, context.author_ids, context.surfaces, context.actions, context.dwell_seconds)
-        self._columns = [np.ascontiguousarray(column) for column in columns]
+        self.arrays = [positions, *(np.ascontiguousarray(column) for column in columns)]
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is left to compute."""
-        return len(self._positions) == 0
+        return len(self.arrays[0]) == 0
 
     def packed(self, blocks: int, keys: int, outputs: int = 0) -> bytes:
         """The packed job. `keys`: their address, with room for `blocks` blocks; `outputs`: the address for the rows' outputs, or 0."""
-        pointers = (column.ctypes.data for column in (self._positions, *self._columns))
-        sizes = (len(self._positions), self._start, blocks, self._with_user, self._first_position)
+        pointers = (array.ctypes.data for array in self.arrays)
+        sizes = (len(self.arrays[0]), self._start, blocks, self._with_user, self._first_position)
         return CONTEXT_JOB(*sizes, self._user_id, keys, *pointers, outputs)

@@ -121,6 +121,7 @@ def test_a_handle_belongs_to_the_api_key_that_made_it(client: httpx.Client, path
     other = client.post(path, json=body, headers={"X-API-Key": "other"})
     assert (other.status_code, other.json()["code"]) == (412, "context_unknown")
     assert client.post(path, json=body).status_code == 200
+    assert client.post("/context", json=VIEWER, headers={"X-API-Key": "nobody's"}).status_code == 401
 
 
 def test_no_handle_survives_a_reload(server: Server, client: httpx.Client) -> None:

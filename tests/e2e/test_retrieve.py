@@ -28,15 +28,31 @@ def said(reply: httpx.Response) -> dict[str, Any]:
     return content
 
 
-def test_recommend_is_retrieve_and_then_rank(client: httpx.Client) -> None:
-    for user in users(7):
-        posts = said(client.post("/retrieve", json=user | {"k": 50}))["posts"]
+@pytest.mark.parametrize(
+    "options", [{"k": 50}, {"k": 60, "exclude_history": False}, {"k": 50, "history": example()["history"] * 6}], ids=str
+)
+def test_recommend_is_retrieve_and_then_rank(client: httpx.Client, options: dict[str, Any]) -> None:
+    """Also with a history beyond the window."""
+    for user in users(5):
+        asked = user | options
+        viewer = {name: asked[name] for name in ("user_id", "history", "impression_ts")}
+        posts = said(client.post("/retrieve", json=asked))["posts"]
         candidates = [{key: post[key] for key in ("post_id", "author_id", "created_at")} for post in posts]
-        ranked = said(client.post("/rank", json=user | {"candidates": candidates, "top_k": 50}))
-        joined = said(client.post("/recommend", json=user | {"k": 50}))
+        ranked = said(client.post("/rank", json=viewer | {"candidates": candidates, "top_k": len(posts)}))
+        joined = said(client.post("/recommend", json=asked))
         extra = {post["post_id"]: {"retrieval_score": post["score"], "retrieval_rank": post["rank"]} for post in posts}
         assert joined["candidates"] == [row | extra[row["post_id"]] for row in ranked["candidates"]]
         assert len({row["score"] for row in joined["candidates"]}) > 40
+        assert joined["history_dropped"] == max(0, len(asked["history"]) - joined["history_used"])
+        head = said(client.post("/recommend", json=asked | {"top_k": 9}))
+        assert head["candidates"] == joined["candidates"][:9]
+
+
+def test_a_post_has_the_same_numbers_whatever_else_is_recommended(client: httpx.Client) -> None:
+    many, few = (said(client.post("/recommend", json=users(1)[0] | {"k": k}))["candidates"] for k in (200, 3))
+    alone = {post["post_id"]: post["probabilities"] for post in many}
+    assert len(few) == 3
+    assert all(post["probabilities"] == alone[post["post_id"]] for post in few)
 
 
 def test_a_reply_does_not_depend_on_the_company(client: httpx.Client) -> None:

@@ -125,7 +125,7 @@ def image_of(ranker: Ranker, dtype: torch.dtype, forwards: Sequence[Sequence[Ite
             job = ContextRows(item.context, config)
             blocks = -(-job.rows // PANEL)
             keys = np.zeros(config.layers * config.kv_heads * blocks * key_bytes, np.uint8)
-            for array in (keys, job._positions, *job._columns):
+            for array in (keys, *job.arrays):
                 image.add(array)
             contexts.append(ContextJob.from_buffer_copy(job.packed(blocks, keys.ctypes.data)))
             count = len(item.candidates)

@@ -7,6 +7,8 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,13 @@ import pytest
 import structlog
 from starlette.testclient import TestClient
 
-from app.interface import ReloadInProgress
+from app.engine.loading import LoadedModel
+from app.engine.runners import Steps
 from app.main import create_admin_app
 from app.service.ranker import LocalRanker
 from app.settings import Admin, Retrieval
 from tests.support import corpora, rankers
-from tests.support.fakes import FakeEngine, fake_model, loader_by_path
+from tests.support.fakes import FakeEngine, Gate, fake_model, loader_by_path
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 
 TOKEN = "correct horse"
@@ -104,13 +107,23 @@ def test_a_refused_checkpoint_says_why_and_the_old_one_serves(running: Running) 
     assert rankers.figure(ranker, 'ranker_reloads_total{result="failure"}') == 1
 
 
-def test_a_second_reload_is_told_to_come_back(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def busy(name: str | None) -> None:
-        raise ReloadInProgress
+def test_a_second_reload_is_told_to_come_back(root: Path) -> None:
+    gate, loads = Gate(), loader_by_path(v1=fake_model(FakeEngine()), v2=fake_model(FakeEngine(2), "v2"))
 
-    monkeypatch.setattr(running[1].reloads, "reload", busy)
-    reply = running[0].post("/admin/reload", headers=GOOD)
-    assert (reply.status_code, reply.json()["code"], reply.headers["retry-after"]) == (409, "reload_in_progress", "5")
+    def load(path: Path, steps: Steps) -> LoadedModel:
+        if path.name == "v2":
+            gate(())
+        return loads(path, steps)
+
+    options: dict[str, Any] = {"load": load, "admin": Admin(**ADMIN, root=root), "checkpoint": root / "v1"}
+    with contextmanager(administered)(**options) as (client, _), ThreadPoolExecutor(1) as pool:
+        first = pool.submit(reload, client, {"checkpoint": "nested/v2"})
+        assert gate.entered.wait(10)
+        reply = client.post("/admin/reload", headers=GOOD)
+        assert (reply.status_code, reply.json()["code"]) == (409, "reload_in_progress")
+        assert reply.headers["retry-after"] == "5"
+        gate.opened.set()
+        assert first.result()[1]["result"] == "reloaded"
 
 
 @pytest.mark.parametrize(

@@ -19,17 +19,11 @@ import typer
 
 from app.cli import OF_WEIGHTS, PROGRAM, cli, with_demo
 from loadtest.machine import ROOT
-from loadtest.server import DEMO, serving
+from loadtest.server import DEMO, serving, wait_until
 from weights.commands import checkpoints
 
 pytestmark = pytest.mark.slow
 COMMAND = (sys.executable, "-c", "from app.cli import main; main()")
-
-
-def told(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """What a call of the command says, in a terminal of 120 columns."""
-    given = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"} | variables
-    return subprocess.run([*COMMAND, *words], cwd=ROOT, env=given, capture_output=True, text=True, timeout=100)
 
 
 def test_without_a_checkpoint_the_demo_and_its_posts_are_served() -> None:
@@ -49,56 +43,99 @@ def test_the_help_lists_what_the_commands_say_of_themselves_without_importing_th
     for name in OF_WEIGHTS:
         command = weights.get_command(None, name)  # type: ignore[attr-defined]
         assert command is not None, name
-    listed = told("--help")
-    assert listed.returncode == 0
+    code = "import sys; from app.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    given = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    helped = subprocess.run(
+        [sys.executable, "-c", code, "--help"], env=given, capture_output=True, text=True, timeout=60
+    )
+    assert helped.returncode == 0
     assert [
         name
         for name in typer.main.get_command(cli).list_commands(None)  # type: ignore[attr-defined]
-        if not re.search(rf"^│ {name} ", listed.stdout, re.M)
+        if not re.search(rf"^│ {name} ", helped.stdout, re.M)
     ] == []
-    code = "import sys; from app.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
-    helped = subprocess.run(
-        [sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
     assert helped.stdout.splitlines()[-1] == "False"
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (["import"], 2, "phoenix-ranker import: Missing argument 'source'; see phoenix-ranker import --help"),
-        (["trian"], 2, "Did you mean 'train'"),
-        (["train", "--lgo", "x"], 2, "--log"),
-        (["serve", "--nonsense"], 2, "--nonsense is not a setting; the nearest one is --"),
-        (["serve", "--port", "x"], 2, "RANKER_PORT"),
-        (["serve", "nowhere"], 1, f'{{"reason":"{ROOT}/nowhere is no checkpoint: it has no manifest.json; phoenix-ranker '
-         "serve without a checkpoint serves the demo"),
-        (["serve", 256 * "x"], 1, "xx cannot be read: File name too long"),
-        (["score", "--checkpoint", "c", "--log", "l", "--out", str(DEMO / "manifest.json")], 2, "Not a directory"),
-        (["info", "nowhere"], 1, "nowhere"),
-    ],
-    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
-)  # fmt: skip
-def test_a_slip_is_one_sentence(words: list[str], code: int, said: str) -> None:
-    ended = told(*words)
-    assert (ended.returncode, ended.stdout) == (code, "")
-    assert said in ended.stderr
-    assert ended.stderr.count("\n") == 1
-    assert "Traceback" not in ended.stderr
+SLIPS: list[tuple[list[str], int, str]] = [
+    (["serve", "--nonsense"], 2, "--nonsense is not a setting; the nearest one is --"),
+    (["serve", "--port", "x"], 2, "RANKER_PORT"),
+    (["serve", "nowhere"], 1, f'{{"reason":"{ROOT}/nowhere is no checkpoint: it has no manifest.json; phoenix-ranker '
+     "serve without a checkpoint serves the demo"),
+    (["serve", 256 * "x"], 1, "xx cannot be read: File name too long"),
+    (["import"], 2, "phoenix-ranker import: Missing argument 'source'; see phoenix-ranker import --help"),
+    (["trian"], 2, "Did you mean 'train'"),
+    (["train", "--lgo", "x"], 2, "--log"),
+    (["score", "--checkpoint", "c", "--log", "l", "--out", str(DEMO / "manifest.json")], 2, "Not a directory"),
+    (["info", "nowhere"], 1, "nowhere"),
+]  # fmt: skip
+COMPLETE = {"_PHOENIX_RANKER_COMPLETE": "complete_bash"}
+CALLS: dict[str, tuple[list[str], dict[str, str]]] = {
+    **{" ".join(words): (words, {}) for words, *_ in SLIPS},
+    "info": (["info", "--json"], {}),
+    "info of the demo": (["info", str(DEMO), "--json"], {}),
+    "info of posts": (["info", str(ROOT / "weights/demo-posts"), "--json"], {}),
+    "a command": ([], {**COMPLETE, "COMP_CWORD": "1", "COMP_WORDS": f"{PROGRAM} co"}),
+    "a command of corpus": ([], {**COMPLETE, "COMP_CWORD": "2", "COMP_WORDS": f"{PROGRAM} corpus im"}),
+}
+EACH_IN_A_FORK = """
+import json, os, sys
+from app.cli import main
+folder, calls = sys.argv[1], json.loads(sys.argv[2])
+for number, (words, variables) in enumerate(calls):
+    if words[:1] != ["serve"]:  # which comes first
+        import torch, weights.commands.checkpoints  # once for all, which takes longer than the rest
+    if not (child := os.fork()):
+        for descriptor, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{folder}/{number}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
+        sys.argv[1:] = words
+        os.environ.update(variables)
+        try:
+            main()
+        except SystemExit as ended:
+            if "torch" not in sys.modules:
+                raise
+            sys.stdout.flush()
+            os._exit(ended.code or 0)  # torch takes a second to end
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+Ended = dict[str, tuple[int, str, str]]
 
 
-def test_info_tells_of_this_installation_and_of_a_checkpoint() -> None:
-    here = json.loads(told("info", "--json").stdout)
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """The exit code of each call, and what it wrote to standard output and error."""
+    folder = tmp_path_factory.mktemp("calls")
+    given = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    command = [sys.executable, "-c", EACH_IN_A_FORK, str(folder), json.dumps([*CALLS.values()])]
+    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    return {
+        name: (int(code), (folder / f"{number}.out").read_text(), (folder / f"{number}.err").read_text())
+        for number, (name, code) in enumerate(zip(CALLS, done.stdout.split(), strict=True))
+    }
+
+
+@pytest.mark.parametrize(("words", "code", "said"), SLIPS, ids=[" ".join(words[:2])[:20] for words, *_ in SLIPS])
+def test_a_slip_is_one_sentence(ended: Ended, words: list[str], code: int, said: str) -> None:
+    exit_code, output, error = ended[" ".join(words)]
+    assert (exit_code, output) == (code, "")
+    assert said in error
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+
+
+def test_info_tells_of_this_installation_and_of_a_checkpoint(ended: Ended) -> None:
+    here = json.loads(ended["info"][1])
     assert here["demo"] == str(DEMO)
     assert here["ranker kernel"] == "compiled at the first start"  # a checkout has no compiled kernels
-    assert json.loads(told("info", str(DEMO), "--json").stdout)["name"] == "demo"
-    assert json.loads(told("info", str(ROOT / "weights/demo-posts"), "--json").stdout)["posts"] > 1000
+    assert json.loads(ended["info of the demo"][1])["name"] == "demo"
+    assert json.loads(ended["info of posts"][1])["posts"] > 1000
 
 
-def test_a_shell_completes_commands_and_options() -> None:
-    variables = {"_PHOENIX_RANKER_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
-    assert told(**variables, COMP_WORDS=f"{PROGRAM} co").stdout.split() == ["compare", "corpus"]
-    assert "import" in told(**{**variables, "COMP_CWORD": "2"}, COMP_WORDS=f"{PROGRAM} corpus im").stdout
+def test_a_shell_completes_commands_and_options(ended: Ended) -> None:
+    assert ended["a command"][1].split() == ["compare", "corpus"]
+    assert "import" in ended["a command of corpus"][1]
 
 
 def read_until(terminal: int, wanted: str, seconds: float) -> str:
@@ -133,7 +170,8 @@ def test_at_a_terminal_a_few_lines_say_where_it_is_and_what_to_try(tmp_path: Pat
 
 
 def test_elsewhere_a_log_line_says_the_same() -> None:
-    with serving(command=(*COMMAND, "serve")) as server:
+    with serving(command=(*COMMAND, "serve"), wait_ready=False) as server:
+        wait_until(lambda: any(line["event"] == "page" for line in server.log_lines), 100, server)
         [page] = [line for line in server.log_lines if line["event"] == "page"]
         assert page["url"] == f"{server.url}/explore"
         assert page["try"].startswith(f"curl -s {server.url}/rank ")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from pydantic import SecretStr
 
-from app.settings import Auth, Limits, Queue
+from app.settings import Limits, Queue
 from tests.support.asgi import served
 from tests.support.bodies import good
 from tests.support.fakes import FakeEngine, Gate
@@ -100,13 +98,3 @@ def test_a_context_waits_and_is_refused_as_a_ranking_is() -> None:
             assert first.result().status_code == 200
         assert (refused.status_code, refused.json()["code"]) == (429, "overloaded")
         assert "Retry-After" in refused.headers
-
-
-def test_a_handle_belongs_to_its_api_key() -> None:
-    digests = {name: SecretStr(hashlib.sha256(name.encode()).hexdigest()) for name in ("one", "two")}
-    with served(auth=Auth(keys=digests)) as (client, _):
-        assert client.post("/context", json=VIEWER).status_code == 401
-        own, other = ({"X-API-Key": name} for name in ("one", "two"))
-        handle = client.post("/context", json=VIEWER, headers=own).json()["context"]
-        body = {**REST, "context": handle}
-        assert [client.post("/rank", json=body, headers=key).status_code for key in (own, other)] == [200, 412]

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -23,7 +22,7 @@ from starlette.testclient import TestClient
 
 from app.main import create_app, create_probe_app
 from app.settings import Explore, Probes, Retrieval, Settings
-from loadtest.server import free_port
+from loadtest.server import example, running, stop
 from tests.app.api.live import until
 from tests.support import corpora, rankers
 from tests.support.asgi import ADDRESS, served
@@ -145,8 +144,8 @@ def take_examples(document: dict[str, Any], client: TestClient) -> None:
     for path in RANKING:
         content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         assert content["examples"]
-        for example in content["examples"].values():
-            reply = client.post(path.replace("{name}", "demo"), json=example["value"])
+        for one in content["examples"].values():
+            reply = client.post(path.replace("{name}", "demo"), json=one["value"])
             assert reply.status_code == 200, reply.text
             assert "error" not in reply.text
 
@@ -219,9 +218,9 @@ def test_explanations_are_not_there_where_they_are_off() -> None:
 
 
 SERVERS = {
-    "uvicorn": ("uvicorn", "--factory", "app.main:create_app", "--port"),
-    "hypercorn": ("hypercorn", "app.main:create_app()", "--bind"),
-    "granian": ("granian", "--interface", "asgi", "--factory", "app.main:create_app", "--port"),
+    "uvicorn": ("--factory", "app.main:create_app", "--port", "{port}"),
+    "hypercorn": ("app.main:create_app()", "--bind", "127.0.0.1:{port}"),
+    "granian": ("--interface", "asgi", "--factory", "app.main:create_app", "--port", "{port}"),
 }
 
 
@@ -229,38 +228,19 @@ SERVERS = {
 def test_other_servers_serve_the_same_application(name: str) -> None:
     if find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
-    port = free_port()
-    address = f"127.0.0.1:{port}" if SERVERS[name][-1] == "--bind" else str(port)
-    url = f"http://127.0.0.1:{port}"
-    example = json.loads((ROOT / "weights/demo/example.json").read_text())
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *SERVERS[name], address],
-            cwd=ROOT, stdout=log, stderr=log, env={"PATH": "", "RANKER_THREADS": "1", "RANKER_DRAIN__TIMEOUT_SECONDS": "5"},
-        )  # fmt: skip
-        try:
-            until(lambda: is_ready(url), 60)
-            replies = {path: httpx.get(url + path).status_code for path in ("/readyz", "/docs", "/metrics", "/nowhere")}
-            assert replies == {"/readyz": 200, "/docs": 200, "/metrics": 200, "/nowhere": 404}
-            assert (head := httpx.head(f"{url}/livez")).status_code == 200
-            assert head.content == b""
-            ranked = httpx.post(f"{url}/rank", json=example)
-            assert (ranked.status_code, len(ranked.json()["candidates"])) == (200, len(example["candidates"]))
-            assert httpx.post(f"{url}/rank", json={}).json()["code"] == "invalid_request"
-        finally:
-            process.terminate()
-            process.wait(30)
-        log.seek(0)
-        said = log.read()
-    assert b'"event":"request"' in said, said
-    assert b"Traceback" not in said
-
-
-def is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/readyz").status_code == 200
-    except httpx.TransportError:
-        return False
+    body = example()
+    settings = {"RANKER_THREADS": "1", "RANKER_DRAIN__TIMEOUT_SECONDS": "5"}
+    with running([sys.executable, "-m", name, *SERVERS[name]], settings) as server:
+        replies = {path: server.get(path).status_code for path in ("/readyz", "/docs", "/metrics", "/nowhere")}
+        assert replies == {"/readyz": 200, "/docs": 200, "/metrics": 200, "/nowhere": 404}
+        assert (head := httpx.head(f"{server.url}/livez")).status_code == 200
+        assert head.content == b""
+        ranked = server.post("/rank", body)
+        assert (ranked.status_code, len(ranked.json()["candidates"])) == (200, len(body["candidates"]))
+        assert server.post("/rank", {}).json()["code"] == "invalid_request"
+        stop(server)
+        assert '"event":"request"' in server.log_text
+        assert "Traceback" not in server.log_text
 
 
 def test_without_settings_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

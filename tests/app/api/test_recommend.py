@@ -1,9 +1,8 @@
-"""POST /recommend: bit for bit what /retrieve and then /rank say, over the demo's real models and around a fake ranker."""
+"""POST /recommend around a fake ranker: bit for bit what /retrieve and then /rank say. With real models: tests/e2e/test_retrieve.py."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,14 @@ from pydantic import SecretStr
 from starlette.testclient import TestClient
 
 from app.errors import EngineDown
-from app.main import create_app
 from app.service.ranker import LocalRanker
-from app.settings import Auth, Limits, Queue, Retrieval, Settings
-from tests.app.api.live import until
+from app.settings import Auth, Limits, Queue
 from tests.support import corpora
-from tests.support.asgi import ADDRESS, served
+from tests.support.asgi import served
 from tests.support.corpora import NOW, asked, posts_of
 from tests.support.fakes import FakeEngine, fake_loader
 from tests.support.rankers import figure
 from weights.text_ids import IdKind
-
-WEIGHTS = Path(__file__).parents[3] / "weights"
-DEMO = json.loads((WEIGHTS / "demo" / "example.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +32,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClie
 @pytest.fixture
 def client(running: tuple[TestClient, LocalRanker]) -> TestClient:
     return running[0]
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[TestClient]:
-    retrieval = Retrieval(checkpoint=WEIGHTS / "demo-towers", corpus=WEIGHTS / "demo-posts")
-    with TestClient(create_app(Settings(retrieval=retrieval, threads=1)), base_url=ADDRESS) as client:
-        until(lambda: client.get("/readyz").status_code == 200, 120)
-        yield client
 
 
 OPTIONS = {
@@ -84,28 +70,6 @@ def test_it_is_retrieve_and_then_rank(client: TestClient, changes: dict[str, Any
     assert content["models"] == {"retrieval": {"name": "towers", "version": "v1"}, "ranker": wanted["model"]}
     assert content["corpus"]["version"] == "v1"
     assert list(content["timings_ms"]) == ["parse", "queue", "encode", "search", "forward"]
-
-
-@pytest.mark.parametrize("changes", [{}, {"k": 60, "top_k": 9}, {"k": 60, "exclude_history": False}, {"k": 5}])
-def test_the_demo_is_retrieve_and_then_rank(demo: TestClient, changes: dict[str, Any]) -> None:
-    """With a model that reads ages, and a history beyond its window."""
-    now = 1_780_000_000
-    long = DEMO["history"] * (80 // len(DEMO["history"]) + 1)
-    viewer = {"user_id": DEMO["user_id"], "history": long, "impression_ts": now}
-    joined = demo.post("/recommend", json=viewer | changes)
-    assert joined.status_code == 200, joined.text
-    content = joined.json()
-    assert content["candidates"] == expected(demo, viewer, {}, **changes)["candidates"]
-    assert content["history_used"] + content["history_dropped"] == len(long)
-    assert content["history_dropped"] > 0
-
-
-def test_a_post_has_the_same_numbers_whatever_else_is_recommended(demo: TestClient) -> None:
-    viewer = {"user_id": DEMO["user_id"], "history": DEMO["history"]}
-    many, few = (demo.post("/recommend", json=viewer | {"k": k}).json()["candidates"] for k in (200, 3))
-    alone = {post["post_id"]: post["probabilities"] for post in many}
-    assert len(few) == 3
-    assert all(post["probabilities"] == alone[post["post_id"]] for post in few)
 
 
 def test_fewer_posts_than_were_asked_for_are_ranked(running: tuple[TestClient, LocalRanker]) -> None:

@@ -24,7 +24,7 @@ from app import server
 from app.interface import Health
 from app.main import create_app
 from app.settings import Settings
-from loadtest.server import Server, answers, serving, wait_until
+from loadtest.server import PLAIN, Server, answers, example, serving, wait_until
 from tests.app.api.live import BODY, head, listening, read_reply, until
 from tests.support import rankers
 from tests.support.fakes import FakeEngine, Gate
@@ -51,11 +51,6 @@ def event(running: Server, name: str) -> dict[str, Any]:
     return next(line for line in running.log_lines if line["event"] == name)
 
 
-def status(running: Server, path: str) -> int:
-    """Of a GET on a connection of its own."""
-    return httpx.get(f"{running.url}{path}").status_code
-
-
 def test_a_start_a_reload_by_signal_a_drain_and_exit_0() -> None:
     with started(drain__delay_seconds=3, admin__port=0, admin__token_sha256=TOKEN, probes__port=0) as running:
         event(running, "settings")
@@ -68,22 +63,25 @@ def test_a_start_a_reload_by_signal_a_drain_and_exit_0() -> None:
         assert running.port in ports
         admin, probes = sorted(set(ports) - {running.port}, key=lambda port: status_of(port, "/livez"), reverse=True)
         assert [status_of(probes, path) for path in ("/readyz", "/info", "/metrics", "/rank")] == [200, 200, 200, 404]
-        assert status(running, "/metrics") == 404
+        assert status_of(running.port, "/metrics") == 404
         reply = httpx.post(f"http://127.0.0.1:{admin}/admin/reload", headers={"authorization": "Bearer token"})
         assert reply.json()["result"] == "unchanged"
         running.process.send_signal(signal.SIGTERM)
         event(running, "draining")
-        assert [status(running, "/readyz"), status_of(probes, "/readyz")] == [503, 503]  # at once, and still listening
-        assert status(running, "/livez") == 200
-        example = json.loads(Path("weights/demo/example.json").read_text())
-        reply = httpx.post(f"{running.url}/rank", json=example)
+        assert [status_of(port, "/readyz") for port in (running.port, probes)] == [
+            503,
+            503,
+        ]  # at once, and still listening
+        assert status_of(running.port, "/livez") == 200
+        reply = running.post("/rank", example())
         assert (reply.status_code, reply.headers["connection"]) == (200, "close")
         assert running.process.wait(90) == 0
         assert event(running, "stopped")["exit_code"] == 0
 
 
 def status_of(port: int, path: str) -> int:
-    return httpx.get(f"http://127.0.0.1:{port}{path}").status_code
+    """Of a GET on a connection of its own."""
+    return httpx.get(f"http://127.0.0.1:{port}{path}", verify=PLAIN).status_code
 
 
 def test_a_second_signal_ends_at_once() -> None:
@@ -127,26 +125,25 @@ def test_without_standard_descriptors_the_process_serves_and_ends_with_0() -> No
 def test_a_start_that_gets_no_thread_ends_with_1_and_a_sentence(threads: int) -> None:
     refusing = f"""if True:
         import runpy, sys, threading
-        start, left = threading._start_new_thread, [None] * {threads}
-        def refuse(*arguments):
+        start, left = threading.Thread.start, [None] * {threads}
+        def refuse(thread):
             if not left:
                 raise RuntimeError("can't start new thread")
             left.pop()
-            return start(*arguments)
-        threading._start_new_thread, sys.argv = refuse, ["app", "--port=0"]
+            start(thread)
+        threading.Thread.start, sys.argv = refuse, ["app", "--port=0"]
         runpy.run_module("app", run_name="__main__")"""
     ended = subprocess.run([sys.executable, "-c", refusing], capture_output=True, text=True, timeout=90)
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1].startswith("python -m app: can't start new thread: the limit of processes")
 
 
-@pytest.mark.parametrize("place", ["missing", "broken"])
-def test_a_checkpoint_that_cannot_be_loaded_ends_the_process_with_1_and_a_sentence(tmp_path: Path, place: str) -> None:
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "manifest.json").write_text("{")
-    with started(checkpoint=str(tmp_path / place)) as running:
+def test_a_checkpoint_that_cannot_be_loaded_ends_the_process_with_1_and_a_sentence(tmp_path: Path) -> None:
+    """One that is not there: tests/app/api/test_cli.py."""
+    (tmp_path / "manifest.json").write_text("{")
+    with started(checkpoint=str(tmp_path)) as running:
         assert running.process.wait(90) == 1
-        assert str(tmp_path / place) in str([line["reason"] for line in running.log_lines if "reason" in line])
+        assert str(tmp_path) in str([line["reason"] for line in running.log_lines if "reason" in line])
 
 
 def test_an_address_that_is_taken_ends_the_process_with_3() -> None:

@@ -26,7 +26,7 @@ from app.telemetry.metrics import Metrics
 from model.retrieval.inputs import Mark
 from tests.app.corpus.serving import change, found, ids_of, posts_of, query, running, settings_of
 from tests.support.rankers import until
-from tests.support.redis_server import RedisServer
+from tests.support.redis import RedisServer
 from weights.errors import NotStored, StorageFull
 
 needs_redis = pytest.mark.skipif(not RedisServer.is_installed(), reason="Debian's redis-server is not installed")

@@ -1,37 +1,46 @@
-"""The bench of a card, tried on a CPU as a command: it measures, and it names each fault that is planted."""
+"""The bench of a card, tried on a CPU: it measures, each phase in a process of its own, and it names each fault that is planted."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loadtest.gpu.__main__ import read
+from loadtest.gpu.__main__ import main, read
 from loadtest.gpu.work import forward_work
 from tests.model.builders import random_config
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def bench(out: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """The exit code and the last line of a run on the CPU at toy size."""
-    command = [sys.executable, "-m", "loadtest.gpu", "--device", "cpu", "--tiny", "--out", str(out), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=380, check=False)
-    assert done.stdout, done.stderr[-2000:]
-    return done.returncode, json.loads(done.stdout.splitlines()[-1])
+Bench = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """Runs it on the CPU at toy size; gives the exit code and the last line."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(ROOT)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+
+    def run(*arguments: str) -> tuple[int, dict[str, Any]]:
+        code = main(["--device", "cpu", "--tiny", "--out", str(tmp_path), *arguments])
+        return code, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_phases_run_one_by_one_and_leave_figures_behind(tmp_path: Path) -> None:
+def test_phases_run_one_by_one_and_leave_figures_behind(bench: Bench) -> None:
     phases = ["environment", "kernels", "kernel_times", "peers mini"]
-    code, report = bench(tmp_path, "--geometries", "mini", "--phases", *phases)
+    code, report = bench("--geometries", "mini", "--phases", *phases)
     assert (code, report["problems"]) == (0, [])
     assert report["phases"] == dict.fromkeys(phases, "ok")
     assert any(name.endswith("dense definition, eager") for name in report["figures"])
@@ -52,9 +61,9 @@ def test_phases_run_one_by_one_and_leave_figures_behind(tmp_path: Path) -> None:
         ("hang", "bits", "hung: not done after"),
     ],
 )
-def test_a_planted_fault_is_named(fault: str, phase: str, said: str, tmp_path: Path) -> None:
+def test_a_planted_fault_is_named(bench: Bench, fault: str, phase: str, said: str) -> None:
     limit = ["--phase-seconds", "8"] if fault == "hang" else []
-    code, report = bench(tmp_path, "--fault", fault, "--phases", phase, *limit)
+    code, report = bench("--fault", fault, "--phases", phase, *limit)
     assert code == 1
     assert any(said in problem for problem in report["problems"]), report["problems"]
 
