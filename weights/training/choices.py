@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from model.config import ModelConfig
-from weights.actions import DWELL_TIME, default_score_weights
-from weights.format.manifest import ContinuousOutput
+from weights.actions import default_score_weights
 from weights.tables import LogError
 from weights.training.log import Log, date_of
 from weights.training.run import check_split
@@ -40,19 +39,8 @@ WANTED = (
 )  # fmt: skip
 """Words in the name of what a ranking may be for, the surest sign first."""
 UNWANTED = (
-    "not",
-    "dislike",
-    "report",
-    "block",
-    "mute",
-    "hide",
-    "skip",
-    "return",
-    "refund",
-    "downvote",
-    "unfollow",
-    "remove",
-)
+    "not", "dislike", "report", "block", "mute", "hide", "skip", "return", "refund", "downvote", "unfollow", "remove",
+)  # fmt: skip
 """Words in the names of complaints."""
 
 
@@ -80,16 +68,6 @@ class Plan:
     score_weights: dict[str, float]
     given: Mapping[str, Any]
 
-    @property
-    def dwell_output(self) -> int | None:
-        """The continuous output that learns the dwell; None if there is none."""
-        return 0 if self.config.continuous_actions else None
-
-    @property
-    def continuous(self) -> tuple[ContinuousOutput, ...]:
-        """The labels of the continuous outputs."""
-        return (DWELL_TIME,) if self.config.continuous_actions else ()
-
     def lines(self) -> list[str]:
         """The plan for people: the log, then what was seen and what was decided in two columns, then what was given."""
         width = max(len(choice.seen) for choice in self.choices)
@@ -116,9 +94,10 @@ def plan(
     Raises LogError, in one sentence that names the log's range, for a log from which nothing can be learned, and ConfigError or
     ValueError for given values that cannot be.
     """
-    _check_learnable(log)
+    _check_learnable(log, "the log")
     until, split = _split(log, until_ts, hold_out)
     known = log if until is None else log.before(until)
+    _check_learnable(known, "the training period")
     new = new_shares(known)
     weights, scored = propose_score_weights(known)
     choices = (
@@ -142,19 +121,19 @@ def _of(owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     return {each.name: values[each.name] for each in fields(owner) if each.name in values}
 
 
-def _check_learnable(log: Log) -> None:
-    """Raises LogError for a log of one request, of one user, or without two different outcomes."""
+def _check_learnable(log: Log, what: str) -> None:
+    """Raises LogError for a log of one request, one user or one time, or without two different outcomes."""
+    found = f"{what} ({log.span}) holds"
     if len(np.unique(log.request_id)) < 2:
-        raise LogError(f"the log holds one request, of {log.span}: a model needs many, of many users")
+        raise LogError(f"{found} one request: a model needs many, of many users")
     if len(np.unique(log.user_id)) < 2:
-        raise LogError(f"all impressions of the log ({log.span}) are of one user: a model needs those of many")
+        raise LogError(f"{found} one user: a model needs many")
     if log.impression_ts[0] == log.impression_ts[-1]:
-        raise LogError(f"all impressions of the log are of one time ({log.span}): no history comes before them")
-    for outcome, rows in (("ever", log.actions.any()), ("not", not log.actions.all())):
-        if not rows:
-            raise LogError(
-                f"no action is {outcome} taken in the whole log ({log.span}): there is nothing to tell posts apart by"
-            )
+        raise LogError(f"{found} one time: no history comes before it")
+    if not log.actions.any():
+        raise LogError(f"{found} no action that was ever taken: there is nothing to tell posts apart by")
+    if log.actions.all():
+        raise LogError(f"{found} no action that was ever not taken: there is nothing to tell posts apart by")
 
 
 def _summary(log: Log) -> str:
@@ -273,8 +252,7 @@ def propose_score_weights(log: Log) -> tuple[dict[str, float], Choice]:
     """
     shares = dict(zip(log.action_names, log.actions.mean(0).tolist(), strict=True))
     taken = ", ".join(
-        f"{name} {share:.2g}".replace("e-05", "e-5") if share < 1e-4 else f"{name} {share:.2%}"
-        for name, share in shares.items()
+        f"{name} {'under 0.01%' if 0 < share < 1e-4 else f'{share:.2%}'}" for name, share in shares.items()
     )
     known = default_score_weights(log.action_names)
     if len(known) >= KNOWN_ACTIONS:
