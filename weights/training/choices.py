@@ -15,9 +15,8 @@ from weights.training.log import Log, date_of
 from weights.training.run import check_split
 from weights.training.settings import TrainSettings, demo_config, hashes
 
-LAST_SHARE = 0.1
-"""The newest part of the training period, in which new ids are counted."""
-HELD_OUT_SHARE = 0.2
+NEWEST_SHARE = 0.2
+"""Of the log is held out, and so much of the rest, its newest part, says how many ids will be new there."""
 MOSTLY_HIDDEN = 0.5  # posts are hidden so often that their own table says little
 AGE_BUCKETS = 80
 AGES_COVERED = 0.85  # of the impressions have an age within the buckets; older posts share the last one
@@ -152,18 +151,18 @@ def _split(log: Log, until_ts: int | None, hold_out: bool) -> tuple[int | None, 
         return until_ts, Choice(f"split given: {date_of(until_ts)}", f"train on {before:.0%}, hold out the rest")
     if not hold_out:
         return None, Choice("no split wanted", "train on the whole log; nothing is left to evaluate on")
-    until = int(log.impression_ts[int(len(log) * (1 - HELD_OUT_SHARE))])
+    until = int(log.impression_ts[int(len(log) * (1 - NEWEST_SHARE))])
     if until == log.impression_ts[0]:
         until = int(log.impression_ts[log.impression_ts > until][0])
     return until, Choice(
-        f"newest {HELD_OUT_SHARE:.0%} of the impressions begin on {date_of(until)} (Unix seconds {until})",
+        f"newest {NEWEST_SHARE:.0%} of the impressions begin on {date_of(until)} (Unix seconds {until})",
         "hold them out for eval",
     )
 
 
 def new_shares(log: Log) -> dict[str, float]:
-    """Of the impressions in the last tenth: the share whose user, post and author was not seen before that tenth."""
-    cut = min(int(len(log) * (1 - LAST_SHARE)), len(log) - 1)
+    """Of the impressions in the newest fifth: the share whose user, post and author was not seen before that fifth."""
+    cut = min(int(len(log) * (1 - NEWEST_SHARE)), len(log) - 1)
     columns = {kind: getattr(log, f"{kind}_id") for kind in SALTS}
     return {kind: float(1 - np.isin(ids[cut:], ids[:cut]).mean()) for kind, ids in columns.items()}
 
@@ -174,7 +173,7 @@ def _hidden(new: Mapping[str, float]) -> Choice:
     seen = ", ".join(f"{1 - new[kind]:.0%} of {kind}s" for kind in ("post", "author", "user"))
     decided = ", ".join(f"of {kind}s {shares[kind]:.0%}" for kind in ("post", "author", "user"))
     values = {f"hidden_{kind}_share": share for kind, share in shares.items()}
-    return Choice(f"last tenth: {seen} were seen before", f"hide ids {decided}", values)
+    return Choice(f"newest fifth to train on: {seen} were seen before", f"hide ids {decided}", values)
 
 
 def _tables(log: Log, new: Mapping[str, float]) -> Choice:

@@ -66,13 +66,13 @@ def test_ids_are_hidden_as_often_as_new_ones_come(log: Log) -> None:
     new = replace(log, post_id=np.arange(1, len(log) + 1, dtype=np.uint64))
     made = plan(new)
     assert made.settings.hidden_post_share == 0.85
-    assert "last tenth: 0% of posts" in decided(made, "last tenth")
+    assert "newest fifth to train on: 0% of posts" in decided(made, "newest fifth")
     assert made.config.post_hashes.vocab_size == 2048, "a table of ids that are mostly hidden says little"
     few = replace(log, post_id=log.post_id % np.uint64(40) + np.uint64(1))
     assert plan(few).settings.hidden_post_share == 0.02
     strangers = replace(log, user_id=log.request_id)
     assert plan(strangers).settings.hidden_user_share == 0.5
-    assert "0% of users were seen before" in decided(plan(strangers), "last tenth")
+    assert "0% of users were seen before" in decided(plan(strangers), "newest fifth")
 
 
 def test_tables_have_room_for_the_ids_that_are_told_apart(log: Log) -> None:
