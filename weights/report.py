@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ def write_report(directory: Path, page: str, values: Mapping[str, Any]) -> None:
 
 
 def rendered(template: str, **values: Any) -> str:
-    """A page from a template, which may use `table` and the filters `number` and `percent`."""
-    return PAGES.from_string(MACROS + template).render(values)
+    """A page from a template, which may use `table` and the filters `number` and `percent`. At most one empty line stands between two."""
+    return re.sub(r"\n{3,}", "\n\n", PAGES.from_string(MACROS + template).render(values))
 
 
 def plain(value: Any, digits: int | None = None) -> Any:

@@ -26,15 +26,13 @@ TEMPLATE = """
 
 # {{ title }}
 
-{{ "{:,}".format(evaluation.requests) }} requests with {{ "{:,}".format(evaluation.impressions) }} impressions of
-{{ "{:,}".format(evaluation.users) }} users, {{ evaluation.span }}. Made by
+{{ "{:,} requests with {:,} impressions of {:,} users".format(*counts) }}, {{ evaluation.span }}. Made by
 
 ```
 {{ command }}
 ```
 
-Intervals hold 95 % of {{ resamples }} resamples of the users. Within users and requests: the mean over those with both outcomes. NDCG: the
-mean over those whose outcomes differ.
+Intervals hold 95 % of {{ resamples }} resamples of the users. Within users and requests, and NDCG: the mean over those with both outcomes.
 {% for action, sources in evaluation.figures.items() %}
 
 ## {{ action }}, {{ evaluation.shares[action] | percent }} of impressions
@@ -47,8 +45,8 @@ mean over those whose outcomes differ.
 {% endfor %}
 {% if evaluation.score %}
 
-The served score, by what the actions that followed are worth:
-{% for metric, figure in evaluation.score.items() %} {{ metric }} {{ figure }}{{ "," if not loop.last else "." }}{% endfor %}
+The served score, by what the actions that followed are worth: {{ score }}.
+
 {% endif %}
 {% if ways %}
 
@@ -67,8 +65,8 @@ Over the {{ evaluation.frequent | length }} actions with at least 1 % positives,
 Mean calibration error of the actions with at least 1 % positives: {{ evaluation.calibration_error() | number }}, in bins of equal count.
 {% endif %}
 {% if evaluation.dwell_error_seconds %}
-Root mean squared error of the dwell: {{ evaluation.dwell_error_seconds[0] | number(2) }} s, of always predicting its mean
-{{ evaluation.dwell_error_seconds[1] | number(2) }} s.
+{% set model, mean = evaluation.dwell_error_seconds %}
+Root mean squared error of the dwell: {{ model | number(2) }} s, of always predicting its mean {{ mean | number(2) }} s.
 {% endif %}
 
 ## What the model uses
@@ -93,9 +91,11 @@ def write_evaluation(evaluation: Evaluation, directory: Path, title: str, comman
         evaluation=evaluation,
         title=title,
         command=command,
+        counts=(evaluation.requests, evaluation.impressions, evaluation.users),
         resamples=evaluation.resamples,
         explanations=EXPLANATIONS,
         rows=_rows,
+        score=", ".join(f"{metric} {figure}" for metric, figure in evaluation.score.items()),
         sources=list(next(iter(evaluation.figures.values()), {})),
         ways=_ways(evaluation),
         actions=_actions(evaluation),
