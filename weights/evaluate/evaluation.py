@@ -75,9 +75,9 @@ class Evaluation:
     """`figures[action][source][metric]` for the actions that the score is for; sources are the model, the baselines and what a world knows.
 
     `shares`: how often each action happens in the test period. `quality[action]`: of the model's probabilities. `pooled[source][action]`:
-    the AUC over all rows, of every action that the test period has. `score[metric]`: the served
-    score, against what the actions that followed are worth. `ablations[name]`: mean AUC and log-loss on a sample of requests.
-    `groups[name]`: the share of impressions and each source's AUC. A metric that the log cannot have is absent everywhere.
+    the AUC over all rows, of every action that the test period has. `score[metric]`: the served score, against what the actions that
+    followed are worth. `ablations[name]`: mean AUC and log-loss on a sample of requests. `groups[name]`: the share of impressions and each
+    source's AUC. A metric that the log cannot have is absent everywhere.
     """
 
     actions: tuple[str, ...]
