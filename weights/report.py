@@ -1,9 +1,10 @@
-"""Writes reports: a Markdown page from a Jinja template, its figures as JSON beside it, pictures as PNG. Computes nothing."""
+"""Writes reports: a Markdown page from a Jinja template, and its figures as JSON beside it. Computes nothing."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,18 +28,16 @@ PAGES.filters["number"] = lambda value, digits=4: f"{value:.{digits}f}"
 PAGES.filters["percent"] = lambda value, digits=1: f"{value:.{digits}%}"
 
 
-def write_report(directory: Path, page: str, values: Mapping[str, Any], pictures: Mapping[str, bytes]) -> None:
-    """Write `report.md`, `figures.json` and the pictures, by file name, into a directory, which may exist. `page` is Markdown."""
+def write_report(directory: Path, page: str, values: Mapping[str, Any]) -> None:
+    """Write `report.md`, which is `page`, and `figures.json` into a directory, which may exist."""
     directory.mkdir(parents=True, exist_ok=True)
-    for name, picture in pictures.items():
-        (directory / name).write_bytes(picture)
     (directory / "figures.json").write_text(json.dumps(values, indent=1) + "\n")
     (directory / "report.md").write_text(page)
 
 
 def rendered(template: str, **values: Any) -> str:
-    """A page from a template, which may use `table` and the filters `number` and `percent`."""
-    return PAGES.from_string(MACROS + template).render(values)
+    """A page from a template, which may use `table` and the filters `number` and `percent`. At most one empty line stands between two."""
+    return re.sub(r"\n{3,}", "\n\n", PAGES.from_string(MACROS + template).render(values))
 
 
 def plain(value: Any, digits: int | None = None) -> Any:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("pyarrow")
-pytest.importorskip("matplotlib")
 
 import pyarrow as pa
 import pyarrow.parquet as pq

@@ -241,7 +241,7 @@ def _outputs(architecture: ModelConfig, begun: Checkpoint | None) -> tuple[Seque
 @app.command("eval")
 def eval_(
     checkpoint: Annotated[Path, typer.Option(help="Checkpoint directory.")],
-    out: Annotated[Path, out_option("Directory for report.md, figures.json and a picture.")],
+    out: Annotated[Path, out_option("Directory for report.md and figures.json.")],
     log: Annotated[Path | None, typer.Option(help="The log that it was trained on, or a later one.")] = None,
     since: Annotated[
         str, typer.Option(help="The test period starts here: a day or Unix seconds. Default: where training ended.")

@@ -176,7 +176,7 @@ def write_comparison(
     """Write `report.md` and `figures.json` into `out`, which may exist; return the figures."""
     values: dict[str, Any] = {"checkpoints": [{"name": each.name, "version": each.version} for each in pair]}
     values |= {name: plain(value) for name, value in asdict(comparison).items() if name != "scores"}
-    write_report(out, _page(pair, comparison, explorer), values, {})
+    write_report(out, _page(pair, comparison, explorer), values)
     return values
 
 

@@ -45,13 +45,39 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Quality:
+    """How far the model's probabilities of one action can be trusted. `mean`: the mean prediction, to hold against the action's share.
+
+    `observed`, `predicted`: float `[b]`, the share and the mean prediction in bins of about equal count by prediction.
+    """
+
+    log_loss: float
+    normalised_entropy: float
+    mean: float
+    calibration_error: float
+    observed: metrics.Array
+    predicted: metrics.Array
+
+    @classmethod
+    def of(cls, happened: NDArray[np.bool_], probability: Floats) -> Quality:
+        """The quality of these predictions, `[n]` each."""
+        return cls(
+            metrics.log_loss(happened, probability),
+            metrics.normalised_entropy(happened, probability),
+            float(probability.mean()),
+            metrics.calibration_error(happened, probability),
+            *metrics.reliability(happened, probability),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
     """`figures[action][source][metric]` for the actions that the score is for; sources are the model, the baselines and what a world knows.
 
-    `shares`: how often each action happens in the test period. `quality[action]`: log-loss, normalised entropy and calibration error of
-    the model, `pooled[source][action]` the AUC over all rows, of every action that the test period has. `score[metric]`: the served
-    score, against what the actions that followed are worth. `ablations[name]`: mean AUC and log-loss on a sample of requests.
-    `groups[name]`: the share of impressions and each source's AUC. A metric that the log cannot have is absent everywhere.
+    `shares`: how often each action happens in the test period. `quality[action]`: of the model's probabilities. `pooled[source][action]`:
+    the AUC over all rows, of every action that the test period has. `score[metric]`: the served score, against what the actions that
+    followed are worth. `ablations[name]`: mean AUC and log-loss on a sample of requests. `groups[name]`: the share of impressions and each
+    source's AUC. A metric that the log cannot have is absent everywhere.
     """
 
     actions: tuple[str, ...]
@@ -60,8 +86,7 @@ class Evaluation:
     figures: dict[str, dict[str, dict[str, Figure]]]
     comparisons: list[Comparison]
     pooled: dict[str, dict[str, float]]
-    quality: dict[str, tuple[float, float, float]]
-    reliability: dict[str, tuple[metrics.Array, metrics.Array]]
+    quality: dict[str, Quality]
     score: dict[str, Figure]
     ablations: dict[str, tuple[float, float]]
     groups: dict[str, tuple[float, dict[str, float]]]
@@ -89,7 +114,7 @@ class Evaluation:
 
     def calibration_error(self) -> float:
         """The model's mean calibration error over the frequent actions."""
-        return metrics.mean(self.quality[name][2] for name in self.frequent)
+        return metrics.mean(self.quality[name].calibration_error for name in self.frequent)
 
     @property
     def losses(self) -> list[Comparison]:
@@ -205,10 +230,7 @@ def evaluate(
         figures=figures,
         comparisons=comparisons,
         pooled={source: _pooled(test, each) for source, each in sources.items()},
-        quality={name: _quality(test.actions[:, i], model.probabilities[:, i]) for i, name in enumerate(names)},
-        reliability={
-            name: metrics.reliability(test.actions[:, i], model.probabilities[:, i]) for i, name in enumerate(names)
-        },
+        quality={name: Quality.of(test.actions[:, i], model.probabilities[:, i]) for i, name in enumerate(names)},
         score=_score(judge, model.probabilities @ weights, test.actions @ weights),
         ablations=_ablations(ranker, examples, sample, progress),
         groups=_groups(
@@ -269,12 +291,6 @@ def _pooled(test: Log, probabilities: Mapping[int, Floats]) -> dict[str, float]:
         for i, each in probabilities.items()
         if 0 < test.actions[:, i].mean() < 1
     }
-
-
-def _quality(happened: NDArray[np.bool_], probability: Floats) -> tuple[float, float, float]:
-    kinds = metrics.log_loss, metrics.normalised_entropy, metrics.calibration_error
-    first, second, third = (kind(happened, probability) for kind in kinds)
-    return first, second, third
 
 
 def _ordinal(values: Floats, test: Log, score_weights: Mapping[str, float]) -> Floats:

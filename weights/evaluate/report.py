@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from weights import report
 from weights.evaluate.baselines import BASELINES
 from weights.evaluate.evaluation import MODEL, OPTIMUM, TRUE_AFFINITY, Evaluation
 from weights.evaluate.metrics import Figure
-from weights.report import plain, rendered
+from weights.report import plain, rendered, write_report
 
 EXPLANATIONS = {
     MODEL: "the checkpoint",
@@ -22,23 +20,19 @@ EXPLANATIONS = {
     TRUE_AFFINITY: "the world's own interest in topic and author: what an affinity ranking could know at best",
     OPTIMUM: "the probabilities that the world drew from: nothing can do better",
 }
-PICTURE = "reliability.png"
-SHOWN_CURVES = 10
 
 TEMPLATE = """
 **{{ evaluation.verdict() }}**
 
 # {{ title }}
 
-{{ "{:,}".format(evaluation.requests) }} requests with {{ "{:,}".format(evaluation.impressions) }} impressions of
-{{ "{:,}".format(evaluation.users) }} users, {{ evaluation.span }}. Made by
+{{ "{:,} requests with {:,} impressions of {:,} users".format(*counts) }}, {{ evaluation.span }}. Made by
 
 ```
 {{ command }}
 ```
 
-Intervals hold 95 % of {{ resamples }} resamples of the users. Within users and requests: the mean over those with both outcomes. NDCG: the
-mean over those whose outcomes differ.
+Intervals hold 95 % of {{ resamples }} resamples of the users. Within users and requests, and NDCG: the mean over those with both outcomes.
 {% for action, sources in evaluation.figures.items() %}
 
 ## {{ action }}, {{ evaluation.shares[action] | percent }} of impressions
@@ -46,13 +40,13 @@ mean over those whose outcomes differ.
 {{ table(["ranked by"] + (sources["model"] | list), rows(sources)) }}
 {% endfor %}
 
-{% for source in sources_of(evaluation) %}
+{% for source in sources %}
 - {{ source }}: {{ explanations[source] }}
 {% endfor %}
 {% if evaluation.score %}
 
-The served score, by what the actions that followed are worth:
-{% for metric, figure in evaluation.score.items() %} {{ metric }} {{ figure }}{{ "," if not loop.last else "." }}{% endfor %}
+The served score, by what the actions that followed are worth: {{ score }}.
+
 {% endif %}
 {% if ways %}
 
@@ -65,18 +59,14 @@ Over the {{ evaluation.frequent | length }} actions with at least 1 % positives,
 
 ## All actions
 
-{{ table(["action", "share", "AUC", "log-loss", "normalised entropy", "calibration error"], actions) }}
+{{ table(["action", "share", "mean prediction", "AUC", "log-loss", "normalised entropy", "calibration error"], actions) }}
 
 {% if evaluation.frequent %}
 Mean calibration error of the actions with at least 1 % positives: {{ evaluation.calibration_error() | number }}, in bins of equal count.
 {% endif %}
 {% if evaluation.dwell_error_seconds %}
-Root mean squared error of the dwell: {{ evaluation.dwell_error_seconds[0] | number(2) }} s, of always predicting its mean
-{{ evaluation.dwell_error_seconds[1] | number(2) }} s.
-{% endif %}
-{% if has_picture %}
-
-![Observed share against predicted probability](reliability.png)
+{% set model, mean = evaluation.dwell_error_seconds %}
+Root mean squared error of the dwell: {{ model | number(2) }} s, of always predicting its mean {{ mean | number(2) }} s.
 {% endif %}
 
 ## What the model uses
@@ -95,33 +85,31 @@ AUC, mean over {{ evaluation.headline | join(", ") }}.
 
 
 def write_evaluation(evaluation: Evaluation, directory: Path, title: str, command: str) -> None:
-    """Write `report.md`, `figures.json` and a picture of the calibration into `directory`, which may exist."""
-    told = [name for name in evaluation.frequent if name in evaluation.reliability][:SHOWN_CURVES]
-    sources = next(iter(evaluation.groups.values()))[1] if evaluation.groups else {}
+    """Write `report.md` and `figures.json` into `directory`, which may exist."""
     page = rendered(
         TEMPLATE,
         evaluation=evaluation,
         title=title,
         command=command,
+        counts=(evaluation.requests, evaluation.impressions, evaluation.users),
         resamples=evaluation.resamples,
         explanations=EXPLANATIONS,
         rows=_rows,
-        sources_of=lambda evaluation: next(iter(evaluation.figures.values()), {}),
+        score=", ".join(f"{metric} {figure}" for metric, figure in evaluation.score.items()),
+        sources=list(next(iter(evaluation.figures.values()), {})),
         ways=_ways(evaluation),
         actions=_actions(evaluation),
-        has_picture=bool(told),
         ablations=[
             ["nothing" if name == "none" else name, _cell(auc), _cell(loss)]
             for name, (auc, loss) in evaluation.ablations.items()
         ],
-        group_sources=list(sources),
+        group_sources=list(next(iter(evaluation.groups.values()))[1]) if evaluation.groups else [],
         groups=[
             [name, f"{share:.1%}", *(f"{auc:.3f}" for auc in aucs.values())]
             for name, (share, aucs) in evaluation.groups.items()
         ],
     )
-    pictures = {PICTURE: draw_reliability(evaluation, told)} if told else {}
-    report.write_report(directory, page.lstrip(), figures(evaluation), pictures)
+    write_report(directory, page.lstrip(), figures(evaluation))
 
 
 def headline_table(evaluation: Evaluation) -> list[str]:
@@ -153,8 +141,12 @@ def figures(evaluation: Evaluation) -> dict[str, Any]:
         },
         "score": {metric: asdict(each) for metric, each in evaluation.score.items()},
         "auc": evaluation.pooled[MODEL],
-        "log_loss": {name: each[0] for name, each in evaluation.quality.items()},
+        "log_loss": {name: each.log_loss for name, each in evaluation.quality.items()},
         "calibration_error": evaluation.calibration_error(),
+        "reliability": {
+            name: {"observed": evaluation.quality[name].observed, "predicted": evaluation.quality[name].predicted}
+            for name in evaluation.frequent
+        },
         "ablations": {name: {"mean_auc": auc, "log_loss": loss} for name, (auc, loss) in evaluation.ablations.items()},
         "groups": {name: {"share": share, "auc": aucs} for name, (share, aucs) in evaluation.groups.items()},
     }
@@ -183,37 +175,7 @@ def _cell(figure: float | None) -> str:
 def _actions(evaluation: Evaluation) -> list[list[str]]:
     rows = []
     for name in sorted(evaluation.actions, key=lambda action: -evaluation.shares[action]):
-        auc, (loss, entropy, error) = evaluation.pooled[MODEL].get(name), evaluation.quality[name]
-        numbers = [_cell(each) for each in (auc, loss, entropy, error)]
-        rows.append([name, f"{evaluation.shares[name]:.2%}", *numbers])
+        quality, auc = evaluation.quality[name], evaluation.pooled[MODEL].get(name)
+        numbers = (auc, quality.log_loss, quality.normalised_entropy, quality.calibration_error)
+        rows.append([name, f"{evaluation.shares[name]:.2%}", f"{quality.mean:.2%}", *map(_cell, numbers)])
     return rows
-
-
-def draw_reliability(evaluation: Evaluation, names: list[str]) -> bytes:
-    """Observed share against predicted probability of these actions, both axes logarithmic, as PNG without date or version."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    columns = min(5, len(names))
-    lines = -(-len(names) // columns)
-    figure, grid = plt.subplots(
-        lines, columns, figsize=(1.9 * columns, 1.9 * lines), dpi=90, squeeze=False, layout="constrained"
-    )
-    for axes in grid.flat[len(names) :]:
-        axes.axis("off")
-    for name, axes in zip(names, grid.flat, strict=False):
-        observed, predicted = evaluation.reliability[name]
-        shown = observed > 0
-        low = max(min(predicted.min(), observed[shown].min()), 1e-4)
-        axes.loglog([low, 1], [low, 1], color="#b8b8b8", linewidth=1)
-        axes.loglog(predicted[shown], observed[shown], ".-", color="#2f6f9f", markersize=4, linewidth=0.8)
-        axes.set_title(name, fontsize=7)
-        axes.tick_params(labelsize=6)
-    figure.supxlabel("predicted probability", fontsize=8)
-    figure.supylabel("observed share", fontsize=8)
-    image = BytesIO()
-    figure.savefig(image, format="png", metadata={"Software": ""})
-    plt.close(figure)
-    return image.getvalue()

@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 
 from model.config import ModelConfig
-from weights.actions import DWELL_TIME, default_score_weights
-from weights.format.manifest import ContinuousOutput
+from weights.actions import default_score_weights
 from weights.tables import LogError
 from weights.training.log import Log, date_of
 from weights.training.run import check_split
 from weights.training.settings import TrainSettings, demo_config, hashes
 
-LAST_SHARE = 0.1
-"""The newest part of the training period, in which new ids are counted."""
-HELD_OUT_SHARE = 0.2
+NEWEST_SHARE = 0.2
+"""Of the log is held out, and so much of the rest, its newest part, says how many ids will be new there."""
 MOSTLY_HIDDEN = 0.5  # posts are hidden so often that their own table says little
 AGE_BUCKETS = 80
 AGES_COVERED = 0.85  # of the impressions have an age within the buckets; older posts share the last one
@@ -40,19 +38,8 @@ WANTED = (
 )  # fmt: skip
 """Words in the name of what a ranking may be for, the surest sign first."""
 UNWANTED = (
-    "not",
-    "dislike",
-    "report",
-    "block",
-    "mute",
-    "hide",
-    "skip",
-    "return",
-    "refund",
-    "downvote",
-    "unfollow",
-    "remove",
-)
+    "not", "dislike", "report", "block", "mute", "hide", "skip", "return", "refund", "downvote", "unfollow", "remove",
+)  # fmt: skip
 """Words in the names of complaints."""
 
 
@@ -80,16 +67,6 @@ class Plan:
     score_weights: dict[str, float]
     given: Mapping[str, Any]
 
-    @property
-    def dwell_output(self) -> int | None:
-        """The continuous output that learns the dwell; None if there is none."""
-        return 0 if self.config.continuous_actions else None
-
-    @property
-    def continuous(self) -> tuple[ContinuousOutput, ...]:
-        """The labels of the continuous outputs."""
-        return (DWELL_TIME,) if self.config.continuous_actions else ()
-
     def lines(self) -> list[str]:
         """The plan for people: the log, then what was seen and what was decided in two columns, then what was given."""
         width = max(len(choice.seen) for choice in self.choices)
@@ -116,9 +93,10 @@ def plan(
     Raises LogError, in one sentence that names the log's range, for a log from which nothing can be learned, and ConfigError or
     ValueError for given values that cannot be.
     """
-    _check_learnable(log)
+    _check_learnable(log, "the log")
     until, split = _split(log, until_ts, hold_out)
     known = log if until is None else log.before(until)
+    _check_learnable(known, "the training period")
     new = new_shares(known)
     weights, scored = propose_score_weights(known)
     choices = (
@@ -142,19 +120,19 @@ def _of(owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     return {each.name: values[each.name] for each in fields(owner) if each.name in values}
 
 
-def _check_learnable(log: Log) -> None:
-    """Raises LogError for a log of one request, of one user, or without two different outcomes."""
+def _check_learnable(log: Log, what: str) -> None:
+    """Raises LogError for a log of one request, one user or one time, or without two different outcomes."""
+    found = f"{what} ({log.span}) holds"
     if len(np.unique(log.request_id)) < 2:
-        raise LogError(f"the log holds one request, of {log.span}: a model needs many, of many users")
+        raise LogError(f"{found} one request: a model needs many, of many users")
     if len(np.unique(log.user_id)) < 2:
-        raise LogError(f"all impressions of the log ({log.span}) are of one user: a model needs those of many")
+        raise LogError(f"{found} one user: a model needs many")
     if log.impression_ts[0] == log.impression_ts[-1]:
-        raise LogError(f"all impressions of the log are of one time ({log.span}): no history comes before them")
-    for outcome, rows in (("ever", log.actions.any()), ("not", not log.actions.all())):
-        if not rows:
-            raise LogError(
-                f"no action is {outcome} taken in the whole log ({log.span}): there is nothing to tell posts apart by"
-            )
+        raise LogError(f"{found} one time: no history comes before it")
+    if not log.actions.any():
+        raise LogError(f"{found} no action that was ever taken: there is nothing to tell posts apart by")
+    if log.actions.all():
+        raise LogError(f"{found} no action that was ever not taken: there is nothing to tell posts apart by")
 
 
 def _summary(log: Log) -> str:
@@ -173,18 +151,18 @@ def _split(log: Log, until_ts: int | None, hold_out: bool) -> tuple[int | None, 
         return until_ts, Choice(f"split given: {date_of(until_ts)}", f"train on {before:.0%}, hold out the rest")
     if not hold_out:
         return None, Choice("no split wanted", "train on the whole log; nothing is left to evaluate on")
-    until = int(log.impression_ts[int(len(log) * (1 - HELD_OUT_SHARE))])
+    until = int(log.impression_ts[int(len(log) * (1 - NEWEST_SHARE))])
     if until == log.impression_ts[0]:
         until = int(log.impression_ts[log.impression_ts > until][0])
     return until, Choice(
-        f"newest {HELD_OUT_SHARE:.0%} of the impressions begin on {date_of(until)} (Unix seconds {until})",
+        f"newest {NEWEST_SHARE:.0%} of the impressions begin on {date_of(until)} (Unix seconds {until})",
         "hold them out for eval",
     )
 
 
 def new_shares(log: Log) -> dict[str, float]:
-    """Of the impressions in the last tenth: the share whose user, post and author was not seen before that tenth."""
-    cut = min(int(len(log) * (1 - LAST_SHARE)), len(log) - 1)
+    """Of the impressions in the newest fifth: the share whose user, post and author was not seen before that fifth."""
+    cut = min(int(len(log) * (1 - NEWEST_SHARE)), len(log) - 1)
     columns = {kind: getattr(log, f"{kind}_id") for kind in SALTS}
     return {kind: float(1 - np.isin(ids[cut:], ids[:cut]).mean()) for kind, ids in columns.items()}
 
@@ -195,7 +173,7 @@ def _hidden(new: Mapping[str, float]) -> Choice:
     seen = ", ".join(f"{1 - new[kind]:.0%} of {kind}s" for kind in ("post", "author", "user"))
     decided = ", ".join(f"of {kind}s {shares[kind]:.0%}" for kind in ("post", "author", "user"))
     values = {f"hidden_{kind}_share": share for kind, share in shares.items()}
-    return Choice(f"last tenth: {seen} were seen before", f"hide ids {decided}", values)
+    return Choice(f"newest fifth to train on: {seen} were seen before", f"hide ids {decided}", values)
 
 
 def _tables(log: Log, new: Mapping[str, float]) -> Choice:
@@ -273,8 +251,7 @@ def propose_score_weights(log: Log) -> tuple[dict[str, float], Choice]:
     """
     shares = dict(zip(log.action_names, log.actions.mean(0).tolist(), strict=True))
     taken = ", ".join(
-        f"{name} {share:.2g}".replace("e-05", "e-5") if share < 1e-4 else f"{name} {share:.2%}"
-        for name, share in shares.items()
+        f"{name} {'under 0.01%' if 0 < share < 1e-4 else f'{share:.2%}'}" for name, share in shares.items()
     )
     known = default_score_weights(log.action_names)
     if len(known) >= KNOWN_ACTIONS:

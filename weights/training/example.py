@@ -30,8 +30,11 @@ def write_example(
 
     `names`: id → name or object with `name`, under `users`, `authors` and `posts`; ids without one are called after their id. `user`: whose
     request it is; without one, the request of the log's last tenth with the longest history and the most candidates.
-    Raises LogError for a user without a request that has a history and two candidates.
+    Raises LogError for a user without a request that has a history and two candidates, and for names of another form.
     """
+    for kind in MOST_NAMED:
+        if not isinstance(names.get(kind, {}), dict):
+            raise LogError(f"the names of {kind} must be an object of id → name")
     examples = Examples(log, manifest.config)
     index = _request(examples, user)
     request = request_body(examples, index)

@@ -148,9 +148,9 @@ export const app = /** @type {any} */ ({
     this.change("add", `Added “${done}” with ${this.names.author(author)}`, (request) => request.history.push(eventWith(this, author, actions)));
   },
   removeEvent(place) {
-    const { author_id, actions } = this.request.history[place];
-    const what = this.negative.find((name) => name in actions);
-    const label = what ? `Removed the ${words(what)} of ${this.names.author(author_id)}` : `Removed event ${place + 1} with ${this.names.author(author_id)}`;
+    const event = this.request.history[place];
+    const what = this.negative.find((name) => name in event.actions);
+    const label = `Removed ${what ? `the ${words(what)} of` : `event ${place + 1} with`} ${this.names.post(event)}`;
     this.change(`remove ${place}`, label, (request) => request.history.splice(place, 1));
     this.gesture.key = "";
   },

@@ -105,7 +105,7 @@ function say() {
   clearTimeout(spoken);
   spoken = setTimeout(() => {
     const posts = app.shown(Math.min(app.state.side, app.replies.length - 1));
-    byId("spoken").textContent = posts.length ? `${posts.length} posts. ${byId("caption").textContent} First: ${app.names.author(posts[0].author_id)}.` : "No posts.";
+    byId("spoken").textContent = posts.length ? `${posts.length} posts. ${byId("caption").textContent} First: ${app.names.post(posts[0])}.` : "No posts.";
   }, 600);
 }
 

@@ -50,9 +50,9 @@ async function askGroups(app, request, of) {
   /** @type {Map<string, number[]>} */ const groups = new Map();
   const add = (/** @type {string | undefined} */ name, /** @type {number} */ place) => name && groups.set(name, [...(groups.get(name) ?? []), place]);
   request.history.forEach((/** @type {Event_} */ event, /** @type {number} */ place) => {
-    const topic = app.names.topic(event);
-    add(`all of ${app.names.author(event.author_id)}`, place);
-    add(topic && `all about ${topic}`, place);
+    const [author, topic] = [app.names.author(event.author_id), app.names.topic(event)];
+    add(`all of ${author}`, place);
+    add(topic && topic !== author ? `all about ${topic}` : undefined, place);
   });
   const whole = request.history.map((/** @type {any} */ _, /** @type {number} */ place) => place);
   const several = [...groups].filter(([, places]) => places.length > 1);

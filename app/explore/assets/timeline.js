@@ -45,7 +45,7 @@ function authors(app, more = []) {
   const { names, request } = app;
   const met = [...more, ...request.history, ...request.candidates, ...app.posts()].map((each) => (typeof each === "string" ? each : each.author_id));
   const ids = [...new Set([...met, ...Object.keys(names.authors)])].sort((a, b) => names.author(a).localeCompare(names.author(b)));
-  return ids.map((id) => h("option", { value: id }, [names.author(id), names.authors[id]?.topic].filter(Boolean).join(", ")));
+  return ids.map((id) => h("option", { value: id }, [...new Set([names.author(id), names.authors[id]?.topic])].filter(Boolean).join(", ")));
 }
 
 /** A choice of an author, filled when it is first touched: a list of them may be long, and stand in many rows.

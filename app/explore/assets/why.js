@@ -61,7 +61,7 @@ function next(post, view) {
   const all = contributions(post, view).map((term, at) => ({ name: term.name, value: term.value - theirs[at].value })).sort(bySize);
   const rest = all.slice(SHOWN - 2);
   const largest = Math.abs(all[0]?.value) || 1;
-  const who = view.names.author(below.author_id);
+  const who = view.names.post(below);
   return table("next", `Why above ${who}, the ${ordinal(below.place)}: terms of this score less those of the next`, null, [
     ...all.slice(0, SHOWN - 2).map(({ name, value }) => line(words(name), [], value, largest)),
     rest.length > 0 && line(`${rest.length} others`, [], sum(rest), largest, "soft"),
@@ -73,7 +73,7 @@ function aheadBy(post, below, { explained, names }) {
   const [mine, theirs] = [post, below].map(({ post_id }) => explained?.of.get(post_id)?.change);
   if (!mine || !theirs || !explained) return [];
   const all = explained.places.map((place, at) => ({
-    name: `${place + 1} · ${names.author(explained.history[place].author_id)}`,
+    name: `${place + 1} · ${names.post(explained.history[place])}`,
     place,
     value: mine.events.score[at] - theirs.events.score[at],
   }));
@@ -88,7 +88,7 @@ function reasons({ change, attention }, { history, places }, { names }) {
   const looked = (/** @type {number[][]} */ rows) => mean(rows.map(mean));
   const events = places.map((place, at) => ({
     place,
-    name: `${place + 1} · ${names.author(history[place].author_id)}`,
+    name: `${place + 1} · ${names.post(history[place])}`,
     about: taken(history[place].actions),
     value: change.events.score[at],
     share: mean(attention.events.map((/** @type {number[]} */ layer) => layer[at])),

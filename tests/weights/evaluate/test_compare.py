@@ -13,7 +13,6 @@ import pytest
 import torch
 
 pytest.importorskip("pyarrow")
-pytest.importorskip("matplotlib")
 
 from model.synthetic import random_ranker
 from tests.weights.call import run

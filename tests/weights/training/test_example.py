@@ -68,6 +68,11 @@ def test_given_names_are_used_and_ids_stand_in_for_others(world: World, manifest
     assert any("Animation" in user["likes"] for user in named["users"].values())
 
 
+def test_names_of_another_form_are_refused(world: World, manifest: Manifest, tmp_path: Path) -> None:
+    with pytest.raises(LogError, match="the names of posts must be an object of id → name"):
+        write_example(tmp_path / "out", manifest, world.log, {"posts": ["Toy Story"]})
+
+
 def test_a_log_of_many_authors_has_no_topics(world: World, manifest: Manifest, tmp_path: Path) -> None:
     log = replace(world.log, author_id=world.log.post_id)
     write_example(tmp_path / "out", manifest, log, {})

@@ -17,6 +17,7 @@ from starlette.testclient import TestClient
 
 from app.main import create_app
 from app.settings import Settings
+from loadtest.server import serving
 from tests.support.asgi import ADDRESS
 from tests.weights.call import call
 from weights.checkpoint import load_manifest
@@ -29,6 +30,11 @@ USERS, FILMS, RATINGS = 30, 60, 1200
 GENRES = ("Animation Children's", "Comedy", "Drama Romance")
 
 
+def title(film: int) -> str:
+    """Longer than a line of the page's left column."""
+    return f"Film {film}, or How One Learned to Stop Reading"
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel with a small data set of the same form."""
@@ -39,7 +45,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"{p % USERS + 1}\t{p // USERS + 1}\t{rng.integers(1, 6)}\t{t}" for p, t in zip(pairs, times, strict=True)
     ]
     years = ["unknown", *(str(1950 + place % 49) for place in range(1, FILMS))]
-    films = [f"{film + 1}\tFilm {film + 1}\t{year}\t{GENRES[film % 3]}" for film, year in enumerate(years)]
+    films = [f"{film + 1}\t{title(film + 1)}\t{year}\t{GENRES[film % 3]}" for film, year in enumerate(years)]
     users = [f"{user + 1}\t{20 + user}\tF\twriter\t00000" for user in range(USERS)]
     tables = {
         "inter": ["user_id:token\titem_id:token\trating:float\ttimestamp:float", *ratings],
@@ -113,5 +119,34 @@ def test_the_page_shows_film_titles_after_a_reload(made: Path) -> None:
         "names": json.loads((made / "ranker/names.json").read_text()),
     }
     post = after["example"]["candidates"][0]["post_id"]
-    assert after["names"]["posts"][post]["name"].startswith(f"Film {post} (")
+    assert after["names"]["posts"][post]["name"].startswith(f"{title(int(post))} (")
     assert {"Animation", "Comedy", "Drama"} == set(after["names"]["topics"])
+
+
+@pytest.mark.slow
+def test_the_browser_draws_the_titles_and_keeps_them_in_their_column(made: Path) -> None:
+    explorer = pytest.importorskip("tests.e2e.explorer")
+    if explorer.CHROMIUM is None:
+        pytest.skip("needs Debian's chromium: .ci/debian chromium-headless-shell")
+    example = call("example", made / "ranker", "--log", made / "log.parquet", "--names", made / "names.json")
+    assert example.exit_code == 0, example.output
+    request = json.loads((made / "ranker/example.json").read_text())
+    names = json.loads((made / "names.json").read_text())["posts"]
+    with (
+        serving(made / "ranker", dtype="float32", threads=1) as server,
+        explorer.chromium() as browser,
+        explorer.Explorer(browser, server.url, viewport={"width": 1440, "height": 900}) as tab,
+    ):
+        page = tab.open().page
+        events = page.locator("#events .head strong")
+        assert events.all_inner_texts() == [names[event["post_id"]] for event in reversed(request["history"])]
+        shown = page.locator(".list .who strong").all_inner_texts()
+        assert shown == [names[post] for post, _, _ in tab.shown()]
+        tab.why()
+        told = page.locator(".reasons tbody th").all_inner_texts()
+        assert any(text.partition(" · ")[2] in names.values() for text in told), told
+        assert shown[1] in page.locator(".next caption").inner_text()
+        column = page.locator("#history").bounding_box()
+        ends = page.locator("#events .remove").evaluate_all("all => all.map(one => one.getBoundingClientRect().right)")
+        assert max(ends) <= column["x"] + column["width"]
+        assert tab.complaints == []
