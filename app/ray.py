@@ -36,15 +36,20 @@ def build(settings: Settings | None = None, **options: Any) -> serve.Application
 
         def check_health(self) -> None:
             """Ray replaces a replica whose engine has failed."""
-            health = _rankers[-1].health()
-            if health.failed:
-                raise RuntimeError(health.reason)
+            check_engine()
 
     bound: serve.Application = Replica.bind()  # type: ignore[attr-defined]  # serve.deployment made it one
     return bound
 
 
 _rankers: list[Any] = []  # of this replica's process
+
+
+def check_engine() -> None:
+    """Raise RuntimeError where the engine of this process has failed. Ray copies the globals of a class, so the class only calls this."""
+    health = _rankers[-1].health()
+    if health.failed:
+        raise RuntimeError(health.reason)
 
 
 def _application(settings: Settings) -> Any:
