@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from weights.corpus.manifest import CorpusManifest
     from weights.format.manifest import Manifest
 
+INTERRUPTED = 130  # typer's exit code after Ctrl-C
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, of click or of the copy in typer
 
 
@@ -74,8 +75,6 @@ def run(app: typer.Typer, program: str) -> NoReturn:
         if sentence:
             print(f"{where}: {sentence}; see {where} --help", file=sys.stderr, flush=True)
         sys.exit(2)
-    except typer.Abort:
-        sys.exit(1)
     except (OSError, MemoryError, RuntimeError) as error:
         is_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)  # torch's words
         if not is_memory and getattr(error, "errno", None) is None:
@@ -85,6 +84,8 @@ def run(app: typer.Typer, program: str) -> NoReturn:
             print(f"{program}: {reason}", file=sys.stderr, flush=True)
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # else Python flushes the broken one as it ends
         sys.exit(1)
+    if code == INTERRUPTED:
+        print(f"{program}: interrupted; nothing is left half written", file=sys.stderr, flush=True)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -153,12 +153,12 @@ def train(
             raise CheckpointError(f"{out} exists already; choose another place or give --replace.")
         if start and (config or preset):
             raise CheckpointError("--start brings its architecture along: give neither --config nor --preset.")
-        given = _given(until, set_)
+        given, changed = _given(until, set_), read_json(config, dict) if config else {}
         begun = _begun(start, ids) if start else None
         impressions = read_log(log, ids)
         impressions = aligned(impressions, begun.manifest.action_names) if begun else impressions
         plan = _plan(impressions, seed, given)
-        architecture = begun.manifest.config if begun else _architecture(plan.config, config, preset)
+        architecture = begun.manifest.config if begun else _architecture(plan.config, changed, preset)
         outputs, dwell = _outputs(architecture, begun)
         for line in plan.lines():
             say(line)
@@ -219,12 +219,10 @@ def _begun(start: Path, ids: IdKind) -> Checkpoint:
     return begun
 
 
-def _architecture(chosen: ModelConfig, config: Path | None, preset: Preset | None) -> ModelConfig:
-    """The chosen architecture with the fields of a JSON file, then with the trunk of a preset."""
+def _architecture(chosen: ModelConfig, changed: Mapping[str, Any], preset: Preset | None) -> ModelConfig:
+    """The chosen architecture with the fields of `--config`, then with the trunk of a preset."""
     values = chosen.to_dict()
-    given = read_json(config, dict) if config else {}
-    given = given.get("architecture", given)
-    for field, value in given.items():
+    for field, value in changed.get("architecture", changed).items():
         inner = values.get(field)
         values[field] = inner | value if isinstance(inner, dict) and isinstance(value, dict) else value
     architecture = ModelConfig.from_dict(values)

@@ -18,7 +18,7 @@ from model.tolerances import RETRIEVAL
 from weights.checkpoint import Encoder
 from weights.corpus.manifest import VECTORS, CorpusManifest
 from weights.corpus.store import CorpusLabels, StoredCorpus, write_corpus
-from weights.errors import CheckpointError
+from weights.errors import CheckpointError, reason_of
 from weights.format.tensorfile import Progress
 from weights.published.npz import FLOAT32, NpzFile
 from weights.text_ids import IdKind, is_text_id, text_ids
@@ -108,7 +108,7 @@ class Posts:
                 while lines := [line.rstrip("\n") for line in islice(file, 65536)]:
                     yield np.array(lines)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self._topics_file} cannot be read as text: {error}.") from error
+            raise CheckpointError(f"{self._topics_file} cannot be read as text: {reason_of(error)}.") from error
 
 
 class PostsFile(Posts):

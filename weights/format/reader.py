@@ -18,7 +18,7 @@ from torch import Tensor
 from model.memory import shortage
 from weights.errors import CheckpointError, reason_of
 from weights.format.layout import is_table
-from weights.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Document, FileEntry, TensorEntry
+from weights.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Document, TensorEntry
 from weights.format.tensorfile import Buffer, Progress, StoredTensor, advancing, scan, stored_tensors
 from weights.git_lfs import HEAD_BYTES, pointer_problem
 
@@ -62,21 +62,17 @@ class MappedFiles:
 
 
 @contextmanager
-def open_directory(path: Path) -> Iterator[int]:
-    """Yield a descriptor, so that every file comes from one directory even if another is renamed over it meanwhile."""
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield directory
-    finally:
-        os.close(directory)
-
-
-@contextmanager
 def opened(what: str, path: Path) -> Iterator[int]:
-    """`open_directory`, turning errors inside the block into a CheckpointError that says that `what` is refused or cannot be read."""
+    """Yield a descriptor of a directory, so that every file comes from this one even if another is renamed over it meanwhile.
+
+    Errors inside the block become a CheckpointError that says that `what` is refused or cannot be read.
+    """
     try:
-        with open_directory(path) as directory:
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
             yield directory
+        finally:
+            os.close(directory)
     except CheckpointError as error:
         raise CheckpointError(f"{what} {path} is refused: {error}.") from error
     except (OSError, MemoryError) as error:
@@ -123,25 +119,7 @@ def read_tensors(
     return tensors
 
 
-def check_length(length: int, entry: FileEntry) -> None:
-    """Raises CheckpointError for a file that is too short or too long, before it is read."""
-    if length != entry.bytes:
-        raise CheckpointError(f"is {length} bytes long instead of {entry.bytes}: it was cut, changed or copied in part")
-
-
-def check_digest(digest: str, entry: FileEntry) -> None:
-    """Raises CheckpointError if the content is not what was saved."""
-    if digest != entry.sha256:
-        raise CheckpointError(f"has SHA-256 {digest[:12]}… instead of {entry.sha256[:12]}…: its content was changed")
-
-
-def check_finite(corrupted: str | None) -> None:
-    """Raises CheckpointError if `scan` found a NaN or an infinity."""
-    if corrupted is not None:
-        raise CheckpointError(f"holds a NaN or an infinity in tensor {corrupted}")
-
-
-def check_stored(stored: Mapping[str, StoredTensor], listed: Mapping[str, TensorEntry]) -> None:
+def _check_stored(stored: Mapping[str, StoredTensor], listed: Mapping[str, TensorEntry]) -> None:
     """Compare the tensors in a file with those that the manifest lists for it. Raises CheckpointError."""
     missing, unknown = sorted(set(listed) - set(stored)), sorted(set(stored) - set(listed))
     if missing:
@@ -156,7 +134,7 @@ def check_stored(stored: Mapping[str, StoredTensor], listed: Mapping[str, Tensor
             )
 
 
-def check_unchanged(before: os.stat_result, after: os.stat_result) -> None:
+def _check_unchanged(before: os.stat_result, after: os.stat_result) -> None:
     """Raises CheckpointError if an open file was written to between two calls of fstat."""
     if any(getattr(before, name) != getattr(after, name) for name in ("st_size", "st_mtime_ns", "st_ctime_ns")):
         raise CheckpointError("changed while it was being read")
@@ -175,17 +153,22 @@ def _read_file(
         before = _settled(file)
         if problem := pointer_problem(file.read(HEAD_BYTES)):
             raise CheckpointError(problem)
-        check_length(before.st_size, entry)
+        if before.st_size != entry.bytes:
+            raise CheckpointError(
+                f"is {before.st_size} bytes long instead of {entry.bytes}: it was cut, changed or copied in part"
+            )
         stored = stored_tensors(file, before.st_size)
-        check_stored(stored, listed)
+        _check_stored(stored, listed)
         params = None if before.st_size > COPIED_BYTES and all(map(is_mapped, listed)) else _room(before.st_size)
         digest, corrupted = scan(file, stored, params, advance)
         buffer: Buffer = params or _map(file, before.st_size)
         if params is None:
             mapped.add(name, file, before)
-        check_unchanged(before, os.fstat(file.fileno()))
-    check_digest(digest, entry)
-    check_finite(corrupted)
+        _check_unchanged(before, os.fstat(file.fileno()))
+    if digest != entry.sha256:
+        raise CheckpointError(f"has SHA-256 {digest[:12]}… instead of {entry.sha256[:12]}…: its content was changed")
+    if corrupted is not None:
+        raise CheckpointError(f"holds a NaN or an infinity in tensor {corrupted}")
     return {key: tensor.view(buffer) for key, tensor in stored.items()}
 
 
@@ -214,7 +197,7 @@ def _settled(file: FileIO) -> os.stat_result:
     age_seconds = time.time() - status.st_ctime
     if 0 <= age_seconds < _CLOCK_STEP_SECONDS:
         time.sleep(_CLOCK_STEP_SECONDS - age_seconds)
-        check_unchanged(status, os.fstat(file.fileno()))
+        _check_unchanged(status, os.fstat(file.fileno()))
     return status
 
 

@@ -15,6 +15,7 @@ from weights.errors import CheckpointError, reason_of
 from weights.git_lfs import HEAD_BYTES, pointer_problem
 
 FLOAT32 = np.dtype("<f4")
+_ZIP = (b"PK\x03\x04", b"PK\x05\x06")  # how one begins, and an empty one
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # what numpy writes; zipfile unpacks others without a limit
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
@@ -26,9 +27,11 @@ class NpzFile:
         self.path = path
         try:
             with path.open("rb") as file:
-                problem = pointer_problem(file.read(HEAD_BYTES))
-            if problem:
+                head = file.read(HEAD_BYTES)
+            if problem := pointer_problem(head):
                 raise CheckpointError(f"{path} {problem}.")
+            if not head.startswith(_ZIP):  # numpy would take it for a pickle, and say how to load that
+                raise CheckpointError(f"{path} is no npz archive.")
             self._archive: Any = np.load(path, allow_pickle=False)
         except CheckpointError:
             raise
@@ -36,8 +39,6 @@ class NpzFile:
             raise CheckpointError(f"{path} cannot be read: {reason_of(error)}.") from error
         except Exception as error:  # a broken archive raises more than BadZipFile
             raise CheckpointError(f"{path} is no readable npz archive: {_reason(error)}.") from error
-        if not isinstance(self._archive, np.lib.npyio.NpzFile):
-            raise CheckpointError(f"{path} is no npz archive, but a single array.")
         self.names = tuple(self._archive.files)
         """Array names in the order of the archive."""
         if len(set(self.names)) < len(self.names):

@@ -70,6 +70,18 @@ def test_memory_that_runs_out_is_one_sentence(
     assert re.fullmatch(r"weights: not enough memory.*\n", capsys.readouterr().err)
 
 
+def test_ctrl_c_is_one_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def take() -> None:
+        raise KeyboardInterrupt
+
+    one = typer.Typer()
+    one.command()(take)
+    monkeypatch.setattr(sys, "argv", ["weights"])
+    with pytest.raises(SystemExit) as left:
+        in_terminal(one, "weights")
+    assert (left.value.code, capsys.readouterr().err) == (130, "weights: interrupted; nothing is left half written\n")
+
+
 def test_a_mistake_of_ours_keeps_its_traceback() -> None:
     with pytest.raises(OSError, match="mine"), refusals():
         raise OSError("mine")

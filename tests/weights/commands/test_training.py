@@ -292,6 +292,7 @@ def test_what_no_checkpoint_may_say_is_refused_before_the_training(odd: str, log
         (["train", "--log", "a", "--out", "x", "--resume"], "needs --state"),
         (["train", "--log", "a", "--out", "x", "--start", "b", "--preset", "gemma"], "--start brings its architecture"),
         (["train", "--log", "absent.parquet", "--out", "x", "--until", "tomorrow"], "'tomorrow' is neither a day"),
+        (["train", "--log", "absent.parquet", "--out", "x", "--config", "none.json"], "none.json cannot be read"),
         (["train", "--log", "absent.parquet", "--out", "x", "--set", "epoch=3"], "did you mean epochs?"),
         (["log", "absent.parquet"], "absent.parquet is not there"),
         (["world", "--out", "x", "--set", "sheep=3"], "no setting 'sheep'"),
