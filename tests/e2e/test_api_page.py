@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -28,6 +29,7 @@ def test_every_curl_on_the_page_is_answered(server: Server, number: int) -> None
     command = re.sub(r"\bcurl\b", "curl --fail-with-body", command)
     done = subprocess.run(["bash", "-euc", command], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert [] not in json.loads(done.stdout[done.stdout.index("{") :]).values(), "the example shows nothing"
 
 
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
