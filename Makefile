@@ -38,7 +38,7 @@ serve: $(VENV)/.serving ## start the service: PORT=8100 HOST=:: CHECKPOINT=path 
 	RANKER_CHECKPOINT="$(CHECKPOINT)" RANKER_RETRIEVAL__CHECKPOINT="$(RETRIEVAL)" RANKER_RETRIEVAL__CORPUS="$(CORPUS)" \
 	  RANKER_HOST="$(HOST)" RANKER_PORT="$(PORT)" exec $(BIN)/python -m app
 
-demo: $(VENV)/.installed ## train weights/demo again; takes minutes on one core
+demo: $(VENV)/.installed ## train weights/demo again; takes ten minutes on one core
 	$(BIN)/python -m weights train-demo --out weights/demo
 
 WORKERS ?= 3
@@ -48,7 +48,7 @@ test: $(VENV)/.installed ## run every test that needs no GPU
 	@.ci/debian chromium-headless-shell wrk haproxy redis-server prometheus default-jdk-headless netcat-openbsd
 	@mkdir -p .cache; set -o pipefail; $(PYTEST) $(ARGS) | tee .cache/test.log
 
-test-quick: $(VENV)/.installed ## run the tests that start no other process: two minutes
+test-quick: $(VENV)/.installed ## run the tests that start no server or browser and compile nothing
 	$(PYTEST) -m "not slow" $(ARGS)
 
 check: $(VENV)/.installed ## check lint, format, types and the direction of imports

@@ -62,7 +62,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     for link, place in zip(links, both["a"], strict=True):
         point(link, place)
     settings: dict[str, Any] = {"retrieval__checkpoint": links[0], "retrieval__corpus": links[1]}
-    with serving(threads=1, reload__watch_seconds=0.05, **settings) as server:
+    with serving(threads=1, reload__watch_seconds=0.25, **settings) as server:
         yield Watched(root, server, both)
 
 
@@ -110,7 +110,7 @@ def test_after_a_new_checkpoint_requests_speak_its_words(tmp_path: Path) -> None
     def body(action: str) -> dict[str, Any]:
         return {**example(), "weights": {action: 1.0}, "history": []}
 
-    with serving(place, threads=1, reload__watch_seconds=0.05) as server:
+    with serving(place, threads=1, reload__watch_seconds=0.25) as server:
         assert [server.post("/rank", body(word)).status_code for word in ("favorite", "action_0")] == [200, 422]
         place.rename(tmp_path / "old")
         fresh.rename(place)

@@ -195,6 +195,7 @@ for engine in (NativeEngine, SplitEngine):
 """
 
 
+@pytest.mark.slow
 def test_what_an_engine_keeps_stays_within_its_budget() -> None:
     """As the operating system sees it, in a process for each engine and history: the allocator keeps some of what was freed."""
     command = [sys.executable, "-c", FILLED]

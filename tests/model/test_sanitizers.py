@@ -27,6 +27,7 @@ COMPOSITIONS = 5
 GROWTH = (143, 0, 1, 62, 63)
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here"),
     pytest.mark.timeout(300),  # the first test of each process waits for all its libraries
 ]

@@ -101,6 +101,7 @@ def offer(service: Server, stop: threading.Event) -> None:
         stop.wait(0.1)
 
 
+@pytest.mark.slow
 def test_every_panel_rule_and_alert_has_data(prometheus: Server) -> None:
     until, lacking = time.monotonic() + MOST_SECONDS, expressions()
     while lacking and time.monotonic() < until:

@@ -61,6 +61,7 @@ def send(client: httpx.Client, call: dict[str, Any]) -> httpx.Response:
     return client.request(call["method"], call["path"], content=body or None, headers=call["headers"])
 
 
+@pytest.mark.slow
 def test_every_recorded_request_gets_its_recorded_reply(server: Server) -> None:
     with httpx.Client(base_url=server.url, timeout=60) as client:
         differences = [

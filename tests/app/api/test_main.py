@@ -166,6 +166,7 @@ def described(tmp_path: Path, document: dict[str, Any]) -> Path:
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("openapi_python_client") is None, reason="needs openapi-python-client")
 def test_a_client_that_openapi_python_client_makes_ranks(
     described: Path, tmp_path: Path, client: TestClient, monkeypatch: pytest.MonkeyPatch
@@ -186,6 +187,7 @@ def test_a_client_that_openapi_python_client_makes_ranks(
     assert problem.code == "invalid_request"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("openapi_generator_cli") is None or shutil.which("java") is None,
     reason="needs openapi-generator-cli and a JDK",
@@ -224,6 +226,7 @@ SERVERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SERVERS)
 def test_other_servers_serve_the_same_application(name: str) -> None:
     if find_spec(name) is None:

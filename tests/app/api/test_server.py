@@ -29,6 +29,7 @@ from tests.app.api.live import BODY, head, listening, read_reply, until
 from tests.support import rankers
 from tests.support.fakes import FakeEngine, Gate
 
+pytestmark = pytest.mark.slow
 TOKEN = hashlib.sha256(b"token").hexdigest()
 HAS_IPV6 = Path("/proc/net/if_inet6").exists() and "0" * 31 + "1" in Path("/proc/net/if_inet6").read_text()
 NOT_STARTED = Health(False, False, True, False, "The checkpoint was refused.")

@@ -1,0 +1,50 @@
+"""The load commands against a real server: each ends in order, with its report and figures."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loadtest.machine import ROOT
+from loadtest.server import Server, free_port, serving
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(retrieval=True) as server:
+        yield server
+
+
+def ended(command: str, url: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-m", "loadtest", command, "--url", url, "--out", str(out), *options]
+    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+
+def test_locust_runs_once_and_leaves_its_report(server: Server, tmp_path: Path) -> None:
+    done = ended("load", server.url, tmp_path, "--seconds", "3", "--users", "8", "--slo-ms", "10000")
+    assert done.returncode == 0, done.stderr
+    assert "<html" in (tmp_path / "report.html").read_text()
+    rows = [*csv.DictReader((tmp_path / "run_stats.csv").open())]
+    assert int(rows[-1]["Request Count"]) > 0
+    assert rows[-1]["Failure Count"] == "0", done.stdout
+
+
+def test_the_open_loop_counts_from_when_a_request_was_due(server: Server, tmp_path: Path) -> None:
+    done = ended("open", server.url, tmp_path, "--rate", "20", "--seconds", "2", "--warmup", "0.5")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["answered_rps"] > 0
+
+
+@pytest.mark.parametrize("command", ["open", "capacity"])
+def test_without_a_server_it_is_one_sentence(command: str, tmp_path: Path) -> None:
+    done = ended(command, f"http://127.0.0.1:{free_port()}", tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
