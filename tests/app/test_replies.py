@@ -155,7 +155,7 @@ def test_odd_texts_are_echoed(reply: str) -> None:
 
 
 def test_a_warning_is_told_at_the_end() -> None:
-    words = replace(WORDS, weights=np.zeros(3))
+    words = replace(WORDS, weights=np.zeros(3), weightless=frozenset({None}))
     assert written(wishes(words, weights=...), scores(2))["warnings"] == [columns.ZERO_WEIGHTS]
     assert "warnings" not in written(wishes(words), scores(2))
 

@@ -42,7 +42,9 @@ def test_a_server_whose_card_cannot_be_used_starts_and_says_so(tmp_path: Path) -
         assert all(step["reason"] for step in info["engine"]["steps_down"])
         assert info["retrieval"]["engine"]["search"]["not_on_device"].startswith("cuda: every way of ranking")
         assert server.metric("ranker_engine_steps_down") == 2
-        refused = [line["rung"] for line in server.log_lines if line["event"] == "fast_path_refused"]
-        assert refused == ["recorded", "torch", "device"]
         assert server.post("/rank", example()).status_code == 200
         assert server.post("/recommend", {"user_id": 7, "k": 5}).status_code == 200
+        server.process.terminate()
+        server.process.wait(30)  # every line is written then
+        refused = [line["rung"] for line in server.log_lines if line["event"] == "fast_path_refused"]
+        assert refused == ["recorded", "torch", "device"]
