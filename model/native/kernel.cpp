@@ -79,7 +79,7 @@ bool Engine<T>::candidate_tile(const CandidateJob& job, const Candidates& all, c
         positions[r] = m_.candidate_position + (job.first_slot + tile.first + r) % m_.candidate_slots;
     const Index elements = job.blocks * block_elements(), width = m_.head_width, kv = m_.kv_heads * width;
     const Index group = m_.query_heads / m_.kv_heads;
-    const Weights<T> weights(m_);
+    const Weights weights(m_);
     float* hidden = s.hidden.get();
     candidate_tokens(all, first, tile.rows, hidden, s);
     for (Index layer = 0; layer < m_.layers; ++layer) {

@@ -1,8 +1,6 @@
 // One decoder layer on a tile of rows: norms, projections, RoPE, attention over packed keys, the gated network.
 #pragma once
 
-#include <type_traits>
-
 #include "engine.h"
 
 namespace ranker {
@@ -79,34 +77,30 @@ void Engine<T>::query_key_value(const Layer& layer, const float* hidden, Index r
     }
 }
 
+// exp(cap · tanh(x · multiplier / cap) − cap), which is exp(−2 cap / (1 + exp(2 x multiplier / cap))): the cap bounds the
+// logits, so a constant stands in for the running maximum, and what a key adds to the sums does not depend on the other keys.
+struct CappedExp {
+    float inner, outer;
+    CappedExp(float multiplier, float cap) : inner(2 * multiplier / cap * LOG2_E), outer(-2 * cap * LOG2_E) {}
+    Vec operator()(Vec x) const { return exp2(outer * reciprocal(1.0f + exp2(x * inner))); }
+};
+
 constexpr float BOUNDED_CAP = 40;  // exp of twice as much is a float still
 constexpr float NO_PEAK = -1e30f;
 
-// The attention weights of one model. A small cap bounds the logits: then the weights are `capped`, a constant stands in for the
-// running maximum, and what a key adds to the sums does not depend on the other keys. Otherwise the softmax needs the row's
-// largest logit so far, its peak, and what was gathered shrinks where a key exceeds it: still operations on one row, in the
-// order of its keys.
-//
-// cap · tanh(y) is also cap − 2 cap / (1 + exp(2y)), but the rounding of that is relative to the cap instead of the logit: it
-// moved scores by 1e-5. bf16, which is not that exact, has it for the sake of equal bits.
-template <class T>
+// The attention weights of one model. Under a small cap they are `capped`, whatever the other keys. Otherwise the softmax
+// needs the row's largest logit so far, its peak, and what was gathered shrinks where a key exceeds it: still operations on
+// one row, in the order of its keys.
 struct Weights {
-    static constexpr bool BY_TANH = std::is_same_v<T, float>;
-    const float multiplier, cap, by_tanh, by_exp;  // what a product is multiplied by in each form
-    explicit Weights(const Model& m)
-        : multiplier(m.attention_multiplier), cap(m.attention_cap), by_tanh(multiplier / cap), by_exp(2 * multiplier / cap * LOG2_E) {}
+    const CappedExp capped;
+    const float multiplier, cap;
+    explicit Weights(const Model& m) : capped(m.attention_multiplier, m.attention_cap), multiplier(m.attention_multiplier), cap(m.attention_cap) {}
 
     bool bounded() const { return cap > 0 && cap <= BOUNDED_CAP; }
     // The logits over ln 2, so that their exponentials are powers of two.
     Vec logits(Vec x) const {
         if (cap == 0) return x * (multiplier * LOG2_E);
-        if constexpr (BY_TANH) return (cap * LOG2_E) * tanh(x * by_tanh);
-        return (cap * LOG2_E) * (1.0f - 2.0f * reciprocal(1.0f + exp2(x * by_exp)));
-    }
-    // exp of the logits; in bf16 of the logits less the cap.
-    Vec capped(Vec x) const {
-        if constexpr (BY_TANH) return exp2_of_small((cap * LOG2_E) * tanh(x * by_tanh));
-        return exp2((-2 * cap * LOG2_E) * reciprocal(1.0f + exp2(x * by_exp)));
+        return (cap * LOG2_E) * (1.0f - 2.0f * reciprocal(1.0f + exp2(x * capped.inner)));
     }
 
     // A key of its own beside what a row has gathered: its weight, and the factor that shrinks the rest.
@@ -122,6 +116,7 @@ struct Weights {
     }
 
     // One row's 64 products with a block's keys become weights, of which the first `seen` count.
+    template <class T>
     void block(float* products, Index seen, float* denominators, T* out) const {
         for (Index p = 0; p < GRAIN; p += LANES) {
             Vec denominator = load(denominators + p);
@@ -163,7 +158,7 @@ struct Weights {
 template <class T>
 void Engine<T>::attend(const T* queries, Index rows, const T* head_keys, Index blocks, Index first_limit, Index limit_step,
                        Scratch& s, Gathered& gathered) const {
-    const Weights<T> weights(m_);
+    const Weights weights(m_);
     const T* head_values = head_keys + blocks * PANEL * m_.head_width;
     const Index last_limit = first_limit + (rows - 1) * limit_step;
     std::fill_n(s.sums.get(), rows * value_width_, 0.0f);

@@ -106,8 +106,9 @@ inline Vec clamp(Vec x, float low, float high) {
 #endif
 }
 
-// 2^x for x in [-126, 126], within 2 ulp: the nearest power of two times a polynomial for the rest.
-inline Vec exp2_of_small(Vec x) {
+// 2^x for x clamped to [-126, 126], within 2 ulp: the nearest power of two times a polynomial for the rest.
+inline Vec exp2(Vec x) {
+    x = clamp(x, -126.0f, 126.0f);
     const Vec shift = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
     Vec shifted = x + shift, rest = x - (shifted - shift);
     Vec y = broadcast(1.546973198e-4f);
@@ -119,27 +120,6 @@ inline Vec exp2_of_small(Vec x) {
     y = fma(y, rest, broadcast(1.0f));
     IntVec power = ((IntVec)shifted + (127 - 0x4b400000)) << 23;
     return y * (Vec)power;
-}
-
-// The same for x clamped to that range.
-inline Vec exp2(Vec x) { return exp2_of_small(clamp(x, -126.0f, 126.0f)); }
-
-// tanh within a few ulp of the value, however small: an odd polynomial over an even one, with the coefficients of Eigen and XLA.
-inline Vec tanh(Vec x) {
-    x = clamp(x, -7.9053111f, 7.9053111f);
-    const Vec square = x * x;
-    Vec above = broadcast(-2.76076847742355e-16f);
-    above = fma(above, square, broadcast(2.00018790482477e-13f));
-    above = fma(above, square, broadcast(-8.60467152213735e-11f));
-    above = fma(above, square, broadcast(5.12229709037114e-08f));
-    above = fma(above, square, broadcast(1.48572235717979e-05f));
-    above = fma(above, square, broadcast(6.37261928875436e-04f));
-    above = fma(above, square, broadcast(4.89352455891786e-03f));
-    Vec below = broadcast(1.19825839466702e-06f);
-    below = fma(below, square, broadcast(1.18534705686654e-04f));
-    below = fma(below, square, broadcast(2.26843463243900e-03f));
-    below = fma(below, square, broadcast(4.89352518554385e-03f));
-    return x * above / below;
 }
 
 inline Vec reciprocal(Vec x) { return 1.0f / x; }
