@@ -33,6 +33,7 @@ HEADERS = {
 }
 WHAT_THERE_IS = {"rank": "/rank", "info": "/info", "docs": "/docs", "openapi": "/openapi.json"}
 FOLDERS = (("fastapi_swagger", "resources"), ("app.explore", "docs"), ("app.explore", "assets"))
+CARRIED = ("example", "names")
 MOST_CARRIED_BYTES = 2**20  # of a file beside a manifest; those of the demo are 38 kB
 
 
@@ -66,7 +67,7 @@ def pages(settings: Settings, document: Callable[[], dict[str, Any]]) -> APIRout
     folders = FOLDERS if settings.explores else FOLDERS[:2]
     kept = {path.name: _file(path) for folder in folders for path in _files(*folder)}
     described = Kept(lambda key: orjson.dumps(document()), "application/json")
-    beside = Kept(lambda digest: orjson.dumps(carried(settings.checkpoint, digest)), "application/json")
+    beside = Kept(lambda key: orjson.dumps(carried(settings.checkpoint, key.split()[0])), "application/json")
 
     @router.get("/openapi.json")
     async def openapi(request: Request) -> Response:
@@ -96,7 +97,8 @@ def pages(settings: Settings, document: Callable[[], dict[str, Any]]) -> APIRout
 
         @router.get("/explore/checkpoint.json")
         async def checkpoint(request: Request) -> Response:
-            return await beside.reply(request, request.app.state.ranker.model().manifest.digest)
+            digest = request.app.state.ranker.model().manifest.digest
+            return await beside.reply(request, f"{digest} {_written(settings.checkpoint)}")
 
     return router
 
@@ -108,7 +110,18 @@ def carried(directory: Path, digest: str) -> dict[str, Any]:
     """
     manifest = _read(directory / MANIFEST_NAME)
     is_it = isinstance(manifest, dict) and manifest.get("digest") == digest
-    return {name: _read(directory / f"{name}.json") if is_it else None for name in ("example", "names")}
+    return {name: _read(directory / f"{name}.json") if is_it else None for name in CARRIED}
+
+
+def _written(directory: Path) -> list[int]:
+    """When each of these files was written, so that the page shows what was made while the service runs; 0 where there is none."""
+    times = []
+    for name in CARRIED:
+        try:
+            times.append((directory / f"{name}.json").stat().st_mtime_ns)
+        except OSError:
+            times.append(0)
+    return times
 
 
 def _read(path: Path) -> Any:
