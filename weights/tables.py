@@ -60,7 +60,8 @@ def open_table(path: Path, columns: Mapping[str, pa.DataType]) -> ds.FileSystemD
     except (OSError, pa.ArrowException) as error:
         form = "JSON lines" if is_json else "Parquet (a file of JSON lines ends in .jsonl)"
         hint = ": write every column in every row" if "unexpected field" in str(error) else ""
-        raise LogError(f"{where} cannot be read as {form}: {error}{hint}") from error
+        reason = str(error).rpartition("': ")[2]  # pyarrow says first, twice, which file it is
+        raise LogError(f"{where} cannot be read as {form}: {reason}{hint}") from error
     if not source.files:
         raise LogError(f"{path} holds no Parquet files")
     return source

@@ -74,6 +74,13 @@ def test_a_cut_file_is_named(tmp_path: Path) -> None:
         open_table(path, COLUMNS)
 
 
+def test_what_is_no_parquet_is_named_once(tmp_path: Path) -> None:
+    (path := tmp_path / "log.parquet").write_text("x\n")
+    with pytest.raises(LogError, match=r"cannot be read as Parquet .*: Parquet file size is 2 bytes") as told:
+        open_table(path, COLUMNS)
+    assert str(told.value).count("log.parquet") == 1
+
+
 def test_a_file_that_is_damaged_within_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "log.parquet", [row()] * 100)
     damaged = bytearray(path.read_bytes())

@@ -37,7 +37,7 @@ def write_snapshot(directory: Path, out: Path) -> CorpusManifest:
     rows = np.flatnonzero(~corpus.hidden & ~np.isin(corpus.post_ids, gone))
     columns, topics = _columns(corpus, rows, change)
     with refused_writing(f"Snapshot {out}"):
-        check_target(out, replace=False)
+        check_target(out, replace=None)
         if not (posts := len(rows) + len(change.posts)):
             raise CheckpointError("no post is left in the corpus")
         text_width = columns[TEXTS][0].shape[2] if TEXTS in columns else 0

@@ -124,8 +124,8 @@ def _remove_unfinished(path: Path) -> None:
                 os.close(held)
 
 
-def check_target(path: Path, *, replace: bool) -> None:
-    """Raises CheckpointError if `path` holds something that must not be replaced."""
+def check_target(path: Path, *, replace: bool | None) -> None:
+    """Raises CheckpointError if `path` holds something that must not be replaced; `replace` None: where the caller cannot ask for it."""
     if not path.exists() and not path.is_symlink():
         return
     if not path.is_dir():
@@ -135,9 +135,8 @@ def check_target(path: Path, *, replace: bool) -> None:
     if not (path / MANIFEST_NAME).exists():
         raise CheckpointError("the directory is not empty and holds no checkpoint; choose another place")
     if not replace:
-        raise CheckpointError(
-            "it holds a checkpoint or a corpus already; choose another place or ask to replace it (--replace)"
-        )
+        ask = "" if replace is None else " or ask to replace it (--replace)"
+        raise CheckpointError(f"it holds a checkpoint or a corpus already; choose another place{ask}")
     if path.is_symlink():
         raise CheckpointError("it is a symbolic link; name the directory itself to replace it")
 

@@ -111,7 +111,12 @@ class PublishedModel:
                 raise CheckpointError(problem)
             if len(raw) > _MAX_CONFIG_BYTES:
                 raise CheckpointError("is longer than 1 MiB")
-            values = {key: value for key, value in parse_json_object(raw).items() if key not in ignore}
+            given = parse_json_object(raw)
+            if absent := set(ignore).difference(given, self._params.names, self._tables.names):
+                raise CheckpointError(
+                    f"neither a key of it nor an array is named {', '.join(sorted(absent))} (--ignore)"
+                )
+            values = {key: value for key, value in given.items() if key not in ignore}
             config = self._retrieval(values) if self._is_retrieval else self._variant(published_config(values))
             if context_attention:
                 config = replace(config, context_attention=context_attention)

@@ -96,7 +96,7 @@ def test_a_snapshot_has_the_posts_and_goes_on_behind_the_changes(towers: Path, t
     assert load_corpus_manifest(copy).version.endswith("+1")
     assert run("corpus", "verify", copy, "--encoder", towers)[0] == 0
     code, said = run("corpus", "snapshot", corpus, "--out", copy)
-    assert (code, "holds a checkpoint or a corpus already" in said) == (1, True), said
+    assert (code, "holds a checkpoint or a corpus already" in said, "--replace" in said) == (1, True, False), said
 
 
 def test_a_snapshot_may_be_written_while_the_corpus_changes(towers: Path, tmp_path: Path) -> None:

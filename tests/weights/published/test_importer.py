@@ -184,6 +184,11 @@ def test_an_unknown_array_is_named_and_may_be_left_out_on_purpose(january: Path,
     brought_in(january, tmp_path / "out", ignore=["phoenix_model/surprise", "topic_embeddings"])
 
 
+def test_a_slip_in_what_to_leave_out_is_named(january: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"neither a key of it nor an array is named surprize \(--ignore\)"):
+        brought_in(january, tmp_path / "out", ignore=["surprize"])
+
+
 def test_a_missing_array_is_named(january: Path, tmp_path: Path) -> None:
     edit_params(january, **{"phoenix_model/unembeddings": ...})
     with pytest.raises(CheckpointError, match=r"model_params\.npz lacks array phoenix_model/unembeddings"):
