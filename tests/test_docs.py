@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -227,8 +228,10 @@ def test_the_first_commands_of_the_readme_rank_as_it_says() -> None:
 
 @pytest.mark.slow
 def test_the_commands_of_the_readme_serve_a_published_checkpoint(tmp_path: Path) -> None:
-    """A small one of the same form lies where the README says that the artifacts are."""
+    """A small one of the same form lies where the README says that the artifacts are. The compiled kernel of this machine is at hand."""
     shutil.copytree(ROOT / "tests/golden/phoenix-mini/ranker", tmp_path / "oss-phoenix-artifacts/ranker")
+    with suppress(FileNotFoundError):
+        shutil.copytree(Path.home() / ".cache/phoenix-ranking-server", tmp_path / ".cache/phoenix-ranking-server")
     port, made = str(free_port()), tmp_path / "phoenix"
     script = shell_blocks()[1].replace("weights/phoenix", str(made)).rstrip()
     ready = f"curl -sf --retry 90 --retry-delay 1 --retry-all-errors http://127.0.0.1:{port}/info"

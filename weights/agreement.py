@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import kendalltau
 
 from weights.format.manifest import Manifest
 
@@ -50,4 +49,6 @@ def kendall(left: Floats, right: Floats) -> float:
     varies = [bool(np.ptp(each)) for each in (left, right)]
     if not all(varies):
         return float(varies[0] == varies[1])
+    from scipy.stats import kendalltau  # a second to import
+
     return float(kendalltau(left, right).statistic)

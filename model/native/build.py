@@ -207,11 +207,18 @@ def _fingerprint(compiler: str, flags: tuple[str, ...], source: Path) -> str:
     hashed = hashlib.sha256(" ".join(flags).encode())
     for file in sorted([source, *source.parent.glob("*.h"), Path(__file__)]):
         hashed.update(file.read_bytes())
-    hashed.update(subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout)
+    hashed.update(_version(compiler))
     hashed.update(_processor().encode())
     return hashed.hexdigest()[:16]
 
 
+@functools.cache
+def _version(compiler: str) -> bytes:
+    """What the compiler says of itself, asked once in a process."""
+    return subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+
+
+@functools.cache
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
