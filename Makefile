@@ -45,7 +45,7 @@ WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 test: $(VENV)/.installed ## run every test that needs no GPU
-	@.ci/debian chromium-headless-shell wrk haproxy redis-server prometheus default-jdk-headless netcat-openbsd
+	@.ci/debian chromium-headless-shell wrk haproxy redis-server prometheus docker-compose default-jdk-headless netcat-openbsd
 	@mkdir -p .cache; set -o pipefail; $(PYTEST) $(ARGS) | tee .cache/test.log
 
 test-quick: $(VENV)/.installed ## run the tests that start no server or browser and compile nothing

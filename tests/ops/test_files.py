@@ -18,10 +18,10 @@ DOCKER = ROOT / "docker"
 BOARDS = sorted((DOCKER / "grafana/dashboards").glob("*.json"))
 
 
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+def run(*command: str | Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
     if shutil.which(str(command[0])) is None:
         pytest.skip(f"{command[0]} is not installed; make test installs it on Debian")
-    return subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run([*map(str, command)], cwd=ROOT, input=text, capture_output=True, text=True, timeout=60)
 
 
 def test_alerts_fire_when_they_should_and_not_otherwise() -> None:
@@ -54,6 +54,27 @@ def test_kubernetes_takes_every_object() -> None:
         kubernetes_validate.validate(each, "1.31", strict=True)
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(objects[0] | {"spec": {"replica": 2}}, "1.31", strict=True)
+
+
+def test_compose_takes_its_file() -> None:
+    lines = (DOCKER / "compose.yaml").read_text().splitlines(keepends=True)
+    text = "".join(line for line in lines if not line.startswith("name:"))  # Debian's Compose is older than this field
+    command = [
+        "docker-compose",
+        "--project-directory",
+        DOCKER,
+        "-f",
+        "-",
+        "--profile",
+        "cpu",
+        "--profile",
+        "cuda",
+        "config",
+    ]
+    done = run(*command, text=text)
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["services"].keys() == {"ranker-cpu", "ranker-cuda", "prometheus", "grafana"}
+    assert run(*command, text=text.replace("mem_limit: 1g", "mem_limt: 1g")).returncode != 0
 
 
 def test_compose_mounts_what_there_is_and_waits_for_a_drain() -> None:
