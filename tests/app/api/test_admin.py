@@ -41,6 +41,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (root / name / "manifest.json").write_text("{}")
     (root / "escape").symlink_to(root.parent / "outside")
     (root / "circle").symlink_to("circle")
+    (root / "deep").symlink_to(root.parent)
     return root
 
 
@@ -101,8 +102,10 @@ def named(ranker: LocalRanker) -> Any:
 def test_a_refused_checkpoint_says_why_and_the_old_one_serves(running: Running) -> None:
     client, ranker = running
     before = ranker.model()
-    status, reply = reload(client, {"checkpoint": "refused"})
+    with structlog.testing.capture_logs() as lines:
+        status, reply = reload(client, {"checkpoint": "refused"})
     assert (status, reply["code"], "digest differs" in reply["detail"]) == (422, "checkpoint_refused", True)
+    assert [line["reason"] for line in lines if line["event"] == "reload_failed"] == ["digest differs"]
     assert ranker.model() is before
     assert rankers.figure(ranker, 'ranker_reloads_total{result="failure"}') == 1
 
@@ -158,17 +161,18 @@ def test_local_names_are_let_in(running: Running, host: str) -> None:
     assert reload(running[0], {}, host=host)[0] == 200
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "", ".", "..", "../outside", "v1/../../outside", "nested/../v1", "/etc", "//etc", "~/x", "escape", "circle", "no-such",
-        "empty", "v1\0", "v1\\..\\..", "./v1", "x" * 5000, "%2e%2e/outside", "v1/manifest.json",
-    ],
-)  # fmt: skip
-def test_a_name_means_nothing_outside_the_root(running: Running, root: Path, name: str) -> None:
-    status, reply = reload(running[0], {"checkpoint": name})
-    assert (status, reply["code"]) == (404, "not_found")
-    assert str(root) not in str(reply)
+NO_NAMES = [
+    "", ".", "..", "../outside", "nested/../v1", "/etc", "~/x", "escape", "circle", "deep/outside", "deep/root/../outside", "no-such",
+    "empty", "v1\0", "./v1", "x" * 5000, "%2e%2e/outside", "v1/manifest.json",
+]  # fmt: skip
+
+
+def test_a_name_means_nothing_outside_the_root(running: Running, root: Path) -> None:
+    for name in (*NO_NAMES, str(root / "v1")):
+        status, reply = reload(running[0], {"checkpoint": name})
+        assert (status, reply["code"]) == (404, "not_found"), name
+        assert str(root) not in reply["detail"]
+    assert (root / "../outside/manifest.json").is_file(), "the guard is what turns it away"
 
 
 @pytest.mark.parametrize(
@@ -195,8 +199,8 @@ def test_other_paths_and_methods_are_not_there(running: Running) -> None:
 
 
 def test_without_a_corpus_there_is_nothing_to_change(running: Running) -> None:
-    status, reply = change(running[0], delete=[1])
-    assert (status, reply["code"]) == (503, "corpus_not_loaded")
+    for status, reply in (change(running[0], delete=[1]), reload(running[0], {"corpus": "v1"})):
+        assert (status, reply["code"]) == (503, "corpus_not_loaded")
 
 
 def test_posts_are_changed(retrieval: Running) -> None:
@@ -212,7 +216,7 @@ def test_posts_are_changed(retrieval: Running) -> None:
     assert rankers.figure(ranker, "ranker_corpus_posts") == before + 1
 
 
-@pytest.mark.parametrize("body", [{}, {"upsert": [{"post_id": 1}]}, {"delete": ["x"]}, {"delete": [1, 1]}, {"more": 1}])
+@pytest.mark.parametrize("body", [{}, {"delete": ["x"]}])
 def test_a_change_that_is_not_right_changes_nothing(retrieval: Running, body: dict[str, object]) -> None:
     status, reply = change(retrieval[0], **body)
     assert (status, reply["code"]) == (422, "invalid_request")
