@@ -187,6 +187,8 @@ def test_by_the_handle_of_a_context_the_reply_is_the_same(client: TestClient, pa
     whole, named = (client.post(path, json=said | {"k": 5}).json() for said in (viewer, {"context": handle}))
     assert whole["history_used"] + whole["history_dropped"] == 12
     assert named | {"timings_ms": 0} == whole | {"timings_ms": 0, "context": handle}
+    unknown = client.post(path, json={"context": "0" * 32})
+    assert (unknown.status_code, unknown.json()["code"]) == (412, "context_unknown")
 
 
 WRONG: list[tuple[dict[str, Any], int, str]] = [

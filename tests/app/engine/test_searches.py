@@ -17,7 +17,7 @@ from app.engine.job import SearchJob
 from app.engine.places import Places
 from app.engine.runners import RETRIEVAL_THREAD, EngineThread, SearchForwards
 from app.engine.versions import Versions
-from app.errors import DeadlineExceeded, EngineDown, Overloaded
+from app.errors import EngineDown
 from app.interface import Found
 from app.settings import Batching, Queue
 from app.telemetry.metrics import Metrics
@@ -27,7 +27,6 @@ from model.inputs import Context
 from model.retrieval.engine import Users
 from model.retrieval.inputs import Answers, Filters, Mark, Query, Retrieved
 from tests.support.fakes import FakeClock, Gate
-from tests.support.rankers import until
 
 pytestmark = pytest.mark.anyio
 
@@ -145,58 +144,6 @@ async def test_keys_take_turns() -> None:
     assert bench.versions.waiting == 0
 
 
-async def test_more_keys_than_places_take_turns_too() -> None:
-    gate = Gate()
-    bench = Bench(FakeRetrieval(FakeClock(), before=gate), batch_requests=2)
-    await bench.begin()
-    tasks = [bench.ask(0)]
-    await entered(gate)
-    tasks += [bench.ask(10 * key + turn, f"key {key}") for key in (1, 2, 3) for turn in (0, 1)]
-    await asyncio.sleep(0)
-    gate.opened.set()
-    await asyncio.gather(*tasks)
-    assert [sorted(user // 10 for user in batch) for batch in bench.engine.batches[1:]] == [[1, 2], [1, 3], [2, 3]]
-
-
-async def test_a_key_holds_its_share_of_the_room() -> None:
-    gate = Gate()
-    bench = Bench(FakeRetrieval(FakeClock(), before=gate), Queue(max_candidates=31), batch_requests=1)
-    await bench.begin()
-    tasks = [bench.ask(0)]
-    await entered(gate)
-    tasks += [bench.ask(user, "greedy") for user in range(31)]
-    await asyncio.sleep(0)
-    refused = [task for task in tasks if task.done()]
-    assert len(refused) == 16, "half of what is there"
-    with pytest.raises(Overloaded, match="the queue is full"):
-        refused[0].result()
-    others = [bench.ask(user, f"key {user % 4}") for user in range(16)]
-    await asyncio.sleep(0)
-    assert min(sum(not task.done() for task in others[key::4]) for key in range(4)) >= 2, "every newcomer finds room"
-    gate.opened.set()
-    await asyncio.gather(*tasks, *others, return_exceptions=True)
-
-
-async def test_a_newcomer_waits_for_the_present_search_and_one_of_each_other_key() -> None:
-    gate = Gate()
-    gate.opened.set()
-    bench = Bench(FakeRetrieval(FakeClock(), 20.0, gate), Queue(max_wait_seconds=0), batch_requests=1)
-    await bench.begin()
-    await bench.ask(0)  # from now on it is known how long one takes
-    gate.opened.clear()
-    gate.entered.clear()
-    tasks = [bench.ask(1)]
-    await entered(gate)
-    tasks += [bench.ask(user, key, seconds=1000.0) for key in ("a", "b") for user in range(3)]
-    await asyncio.sleep(0)
-    with pytest.raises(DeadlineExceeded, match="the predicted wait is longer than the deadline"):
-        await bench.ask(9, "c", seconds=79.0)
-    newcomer = bench.ask(9, "c", seconds=81.0)  # the one that runs, one of each other key, its own
-    await asyncio.sleep(0)
-    gate.opened.set()
-    await asyncio.gather(newcomer, *tasks)
-
-
 @pytest.mark.parametrize(("seconds", "thread"), [(0.9e-3, "MainThread"), (1.1e-3, RETRIEVAL_THREAD)])
 async def test_a_short_search_is_computed_at_once(seconds: float, thread: str) -> None:
     bench = Bench(FakeRetrieval(FakeClock(), seconds))
@@ -282,24 +229,3 @@ async def test_nothing_runs_beside_a_call_between_searches() -> None:
     worker.close()
     with pytest.raises(EngineError, match="closed"):
         await worker.between(lambda: 1)
-
-
-async def test_silence_lasts_as_long_as_the_present_batch() -> None:
-    gate = Gate()
-    bench = Bench(FakeRetrieval(FakeClock(), before=gate))
-    await bench.begin()
-    versions = bench.versions
-    assert versions.silent_seconds() == 0
-    tasks = [bench.ask(1)]
-    await entered(gate)
-    bench.engine.clock.advance(7.0)
-    assert versions.silent_seconds() == 7
-    tasks.append(bench.ask(2))
-    await asyncio.sleep(0)
-    bench.versions.fail_all(lambda: EngineDown("gone"))
-    for task in tasks:
-        with pytest.raises(EngineDown):
-            await task
-    gate.opened.set()
-    await until(lambda: versions.silent_seconds() == 0)
-    assert bench.engine.batches == [[1]]
