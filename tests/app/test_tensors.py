@@ -444,17 +444,3 @@ def test_texts_are_echoed_as_they_came() -> None:
 def scores_of(count: int) -> Scores:
     numbers = np.random.default_rng(count).random((count, 3), np.float32)
     return Scores(numbers, numbers, np.ascontiguousarray(numbers[:, :1]))
-
-
-def test_metadata_describes_the_tensors() -> None:
-    described = tensors.describe(MANIFEST)
-    inputs = {tensor["name"]: (tensor["datatype"], tensor["shape"]) for tensor in described["inputs"]}
-    assert inputs["candidates.post_id"] == ("UINT64", [-1])
-    assert inputs["history.actions"] == ("FP32", [-1, 3])
-    outputs = {tensor["name"]: tensor["shape"] for tensor in described["outputs"]}
-    assert (outputs["probabilities"], outputs["continuous"]) == ([-1, 3], [-1, 1])
-    for name, array in ASKED.inputs.items():
-        assert len(inputs[name][1]) == array.ndim
-    assert {tensor["datatype"] for tensor in tensors.describe(TEXTS)["inputs"] if tensor["name"].endswith("_id")} == {
-        "BYTES"
-    }

@@ -14,7 +14,7 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from app.settings import Limits
-from loadtest.generate.tensors import Inference, datatype, inference_of, masked
+from loadtest.generate.tensors import Inference, datatype, inference_of
 from tests.app.api.live import Live, listening
 from tests.support.asgi import served
 from tests.support.bodies import good
@@ -62,6 +62,9 @@ def test_health_and_metadata(client: triton.InferenceServerClient) -> None:
         tensors = {tensor["name"]: tensor for tensor in described["inputs"]}
         assert tensors["candidates.post_id"]["datatype"] == "UINT64"
         assert tensors["history.actions"]["shape"] == [-1, 3]
+        assert all(len(tensors[name]["shape"]) == array.ndim for name, array in ASKED.inputs.items())
+        outputs = {tensor["name"]: tensor["shape"] for tensor in described["outputs"]}
+        assert (outputs["probabilities"], outputs["continuous"]) == ([-1, 3], [-1, 1])
         assert described["versions"] == ["v1"]
 
 
@@ -89,13 +92,6 @@ def test_every_way_in_gives_the_same_bits(
     assert result.as_numpy("post_id").tolist() == [int(row["post_id"]) for row in rows]
     dwell = [row["continuous"]["dwell_time"] for row in rows]
     assert result.as_numpy("continuous")[:, 0].tobytes() == np.array(dwell, np.float32).tobytes()
-
-
-def test_masks_give_the_bits_of_dense_actions(client: triton.InferenceServerClient) -> None:
-    history = [{"post_id": 1, "author_id": 1, "actions": ["favorite", "report"]}]
-    asked = inference_of(good(history=history, request_id=...), ACTIONS)
-    dense, bits = (client.infer("fake", inputs(each)).as_numpy("probabilities") for each in (asked, masked(asked)))
-    assert dense.tobytes() == bits.tobytes()
 
 
 def test_a_context_may_be_named(http: httpx.Client) -> None:

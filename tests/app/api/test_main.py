@@ -21,7 +21,7 @@ from fastapi.routing import APIRoute
 from starlette.testclient import TestClient
 
 from app.main import create_app, create_probe_app
-from app.settings import Explore, Probes, Retrieval, Settings
+from app.settings import Probes, Retrieval, Settings
 from loadtest.server import example, running, stop
 from tests.app.api.live import until
 from tests.support import corpora, rankers
@@ -211,12 +211,6 @@ def test_metrics_move_to_a_port_of_their_own() -> None:
     for app, paths in zip(apps, (moved, there), strict=True):
         client = TestClient(app, base_url=ADDRESS)
         assert {path: client.get(path).status_code for path in paths} == paths
-
-
-def test_explanations_are_not_there_where_they_are_off() -> None:
-    with served(explore=Explore(enabled=False)) as (client, _):
-        assert client.post("/explain", json=good(explain=[90])).status_code == 404
-        assert "/explain" not in client.get("/openapi.json").json()["paths"]
 
 
 SERVERS = {
