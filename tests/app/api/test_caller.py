@@ -111,12 +111,6 @@ def test_json_in_utf_8_is_taken_whatever_its_parameters(client: TestClient, sent
     assert status == 200 or reply.json()["code"] == "unsupported_media_type"
 
 
-def test_tensors_may_have_no_type_unless_a_web_page_sends_them(client: TestClient) -> None:
-    path = "/v2/models/fake/infer"
-    assert client.post(path, content=b"{}").json()["code"] == "invalid_request"
-    assert client.post(path, content=b"{}", headers={"origin": "http://evil.example"}).status_code == 415
-
-
 @pytest.mark.parametrize(
     ("body", "coding", "status"),
     [

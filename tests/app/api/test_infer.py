@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -205,25 +204,6 @@ def test_a_name_in_the_body_is_the_requests(client: triton.InferenceServerClient
     assert result.get_response()["id"] == "page-7"
     reply = http.post(INFER, json=ASKED.header(binary=False) | {"id": "page-8"})
     assert reply.headers["x-request-id"] == "page-8"
-
-
-def test_gzip_is_inflated(http: httpx.Client) -> None:
-    body, headers = ASKED.body(binary=True)
-    packed = http.post(INFER, content=gzip.compress(body), headers=headers | {"content-encoding": "gzip"})
-    assert packed.status_code == 200
-
-
-def test_no_path_makes_a_series(http: httpx.Client) -> None:
-    for number in range(5):
-        body, headers = ASKED.body(binary=True)
-        assert http.post(f"/v2/models/m{number}/infer", content=body, headers=headers).status_code == 404
-        assert http.get(f"/v2/models/fake/versions/{number}").status_code == 404
-        assert http.get(f"/v2/{number}").status_code == 404
-    lines = http.get("/metrics").text.splitlines()
-    routes = {line.split('route="')[1].split('"')[0] for line in lines if 'route="' in line}
-    assert "/v2/models/{name}/infer" in routes
-    assert "/v2/models/{name}/versions/{version}" in routes
-    assert not any(route.startswith(("/v2/models/m", "/v2/models/fake")) for route in routes)
 
 
 def test_methods_are_those_of_the_protocol(http: httpx.Client) -> None:

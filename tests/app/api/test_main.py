@@ -20,11 +20,11 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.testclient import TestClient
 
-from app.main import create_app, create_probe_app
-from app.settings import Probes, Retrieval, Settings
+from app.main import create_app
+from app.settings import Retrieval, Settings
 from loadtest.server import example, running, stop
 from tests.app.api.live import until
-from tests.support import corpora, rankers
+from tests.support import corpora
 from tests.support.asgi import ADDRESS, served
 from tests.support.bodies import good
 
@@ -99,38 +99,6 @@ def test_every_refusal_is_listed_as_a_problem(document: dict[str, Any], path: st
         assert [code for code in codes.split() if code not in text] == []
 
 
-def references(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        yield from ([value["$ref"]] if "$ref" in value else [])
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            yield from references(item)
-
-
-def schemas(value: Any) -> Iterator[Any]:
-    """Every value that stands where a schema is asked for."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            if name in ("schema", "items"):
-                yield inner
-            elif name in ("properties", "$defs", "schemas"):
-                yield from inner.values()
-            elif name in ("anyOf", "oneOf", "allOf", "prefixItems"):
-                yield from inner
-            yield from schemas(inner)
-    elif isinstance(value, list):
-        for item in value:
-            yield from schemas(item)
-
-
-def test_every_reference_leads_somewhere_and_no_schema_is_false(document: dict[str, Any]) -> None:
-    found = set(references(document))
-    assert found
-    assert {reference.rpartition("/")[2] for reference in found} <= set(document["components"]["schemas"])
-    assert all(isinstance(schema, dict) for schema in schemas(document))
-
-
 def test_the_demo_takes_every_example(document: dict[str, Any]) -> None:
     weights = ROOT / "weights"
     retrieval = Retrieval(checkpoint=weights / "demo-towers", corpus=weights / "demo-posts")
@@ -201,16 +169,6 @@ def test_openapi_generator_reads_the_document(described: Path, tmp_path: Path) -
     assert made.returncode == 0, made.stdout + made.stderr
     assert (tmp_path / "made/openapi_client/api/ranking_api.py").is_file()
     assert (tmp_path / "made/openapi_client/models/rank_request.py").is_file()
-
-
-def test_metrics_move_to_a_port_of_their_own() -> None:
-    ranker = rankers.create(probes=Probes(port=9100))
-    apps = (create_app(ranker.settings, ranker), create_probe_app(ranker.settings, ranker))
-    moved = {"/metrics": 404, "/livez": 200, "/rank": 405, "/docs": 200}
-    there = {"/metrics": 200, "/livez": 200, "/info": 503, "/rank": 404, "/docs": 404, "/openapi.json": 404}
-    for app, paths in zip(apps, (moved, there), strict=True):
-        client = TestClient(app, base_url=ADDRESS)
-        assert {path: client.get(path).status_code for path in paths} == paths
 
 
 SERVERS = {

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import structlog
 
-from app.corpus import feed as feeds
 from app.corpus.feed import FeedReader
 from app.corpus.searches import Searches
 from app.corpus.stream import Entry, FeedError, RedisStream, open_feed
@@ -91,14 +90,6 @@ def test_entries_come_in_order_behind_a_position(redis: RedisServer) -> None:
     client.xadd("posts", {"other": "d"})
     assert [entry.body for entry in stream.after(third, 10, 0.01)] == [None], "without its field"
     stream.close()
-
-
-@needs_redis
-def test_a_wait_ends_as_soon_as_somebody_writes(redis: RedisServer) -> None:
-    stream, last = stream_of(redis), write(redis, "a")
-    began = time.monotonic()
-    assert stream.after(last, 10, 0.3) == []
-    assert 0.2 < time.monotonic() - began < 2
 
 
 @needs_redis
@@ -460,17 +451,6 @@ async def test_what_is_read_at_once_is_made_in_parts_that_one_request_might_chan
         until_=lambda _: corpus.mark.position == "4-0",
     )
     assert corpus.made == [6000, 6000, 6001]
-
-
-async def test_long_entries_are_read_few_at_a_time() -> None:
-    """What is held of the feed is bounded by bytes, as far as entries are like those before."""
-    stream = Entries(*(entry(number, b" " * 2**20) for number in range(1, 4)), entry(4))
-    stream.bury = lambda entry, reason: None  # type: ignore[method-assign]
-    await follow(stream, Corpus(), 1.0)
-    most = [most for _, most in stream.asked]
-    assert most[:2] == [16, 16]
-    assert most[2] > 16
-    assert max(most) <= feeds.MOST_ENTRIES
 
 
 async def test_a_stream_that_fails_is_not_asked_as_fast_as_it_can() -> None:
