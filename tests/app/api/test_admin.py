@@ -133,14 +133,10 @@ def test_a_second_reload_is_told_to_come_back(root: Path) -> None:
     ("headers", "status"),
     [
         ({"authorization": ""}, 401),
-        ({"authorization": "Bearer"}, 401),
         ({"authorization": "Bearer wrong"}, 401),
         ({"authorization": f"Basic {TOKEN}"}, 401),
         ({"authorization": f"Bearer {TOKEN}x"}, 401),
-        ({"host": "evil.example"}, 400),
-        ({"host": "evil.example:9000"}, 400),
         ({"host": "127.0.0.1.evil.example:9000"}, 400),
-        ({"host": ""}, 400),
         ({"host": "evil.example", "authorization": "Bearer wrong"}, 400),
     ],
 )
@@ -154,11 +150,6 @@ def test_strangers_are_turned_away_and_leave_a_line(
     assert [line["status"] for line in lines if line["event"] == "request"] == [status]
     assert TOKEN not in str(lines) + reply.text
     assert "wrong" not in str(lines)
-
-
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:9000", "[::1]:9000"])
-def test_local_names_are_let_in(running: Running, host: str) -> None:
-    assert reload(running[0], {}, host=host)[0] == 200
 
 
 NO_NAMES = [

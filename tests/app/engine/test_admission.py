@@ -44,14 +44,6 @@ def test_work_is_counted_and_not_requests() -> None:
     assert queue.refusal(job(1, 7001), IDLE) is None
 
 
-def test_there_are_no_more_requests_than_the_queue_may_hold() -> None:
-    queue = admission(max_requests=2)
-    queue.add(job(1, 0))
-    assert queue.refusal(job(1, 0), IDLE) is None
-    queue.add(job(1, 0))
-    assert queue.refusal(job(1, 0), IDLE) is not None
-
-
 def test_an_idle_engine_takes_whatever_one_request_may_be() -> None:
     queue = admission(max_candidates=10)
     assert queue.refusal(job(2000, 1000), IDLE) is None
@@ -189,14 +181,6 @@ def test_a_light_key_does_not_wait_for_a_heavy_one() -> None:
         assert (queue.refusal(job(10, key=key), IDLE) is not None) == is_refused
         assert (queue.full(IDLE, key) is not None) == is_refused
     assert queue.wait(job(200, key="light"), IDLE).forwards == 2  # the heavy key is served as much meanwhile
-
-
-def test_many_light_keys_wait_for_each_other() -> None:
-    queue = admission(Batching(max_candidates=100))
-    linear(queue, 0.001)
-    for number in range(50):
-        queue.add(job(10, key=str(number)))
-    assert queue.wait(job(10, key="new"), IDLE).forwards == 5
 
 
 def test_a_key_waits_for_its_own_work_once_and_for_as_much_of_each_other() -> None:
