@@ -59,14 +59,14 @@ def assert_same(one: Any, other: Any) -> None:
         np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name), field.name, strict=True)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(strategies.valid)
 def test_both_forms_mean_the_same(body: dict[str, Any]) -> None:
     for one, other in zip(read(body)[:2], read(strategies.columnar(body))[:2], strict=True):
         assert_same(one, other)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(strategies.valid)
 def test_ids_keep_their_value_and_their_form(body: dict[str, Any]) -> None:
     _, candidates, _ = read(body)

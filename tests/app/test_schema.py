@@ -210,7 +210,7 @@ def says_reader(body: Any) -> bool:
     return True
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(strategies.nearly_valid())
 def test_what_the_document_allows_is_read(body: Any) -> None:
     """The reader may take more: what a checkpoint knows, and bounds of columns, are checked later."""

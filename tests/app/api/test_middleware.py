@@ -347,7 +347,7 @@ def lines() -> Iterator[io.StringIO]:
     structlog.configure(**before)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(request_id=text, name=text)
 def test_every_request_is_one_line_of_ascii_with_nothing_of_its_body(
     lines: io.StringIO, request_id: str, name: str

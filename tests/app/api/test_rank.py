@@ -257,7 +257,7 @@ def test_what_the_refused_were_made_of_is_good(client: TestClient) -> None:
         assert client.post("/rank", json=body).status_code == 200
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(strategies.mutated() | strategies.nearly_valid().map(lambda body: json.dumps(body).encode()))
 def test_no_body_is_a_fault(client: TestClient, raw: bytes) -> None:
     reply = client.post("/rank", content=raw, headers=JSON)

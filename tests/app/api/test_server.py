@@ -85,17 +85,8 @@ def status_of(port: int, path: str) -> int:
     return httpx.get(f"http://127.0.0.1:{port}{path}", verify=PLAIN).status_code
 
 
-def test_a_second_signal_ends_at_once() -> None:
-    with started(drain__delay_seconds=30) as running:
-        ready(running, "/livez")
-        running.process.send_signal(signal.SIGTERM)
-        event(running, "draining")
-        running.process.send_signal(signal.SIGTERM)
-        assert running.process.wait(30) == 128 + signal.SIGTERM
-
-
 def test_a_signal_while_loading_ends_in_order() -> None:
-    with started() as running:
+    with started(drain__delay_seconds=0.2) as running:
         assert event(running, "listening")["port"] == running.port
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(90) == 0
@@ -115,11 +106,14 @@ def test_a_signal_before_the_server_runs_ends_the_process_with_0(number: signal.
 CLOSING = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "app")
 
 
-def test_without_standard_descriptors_the_process_serves_and_ends_with_0() -> None:
-    with started(*CLOSING) as running:
+def test_without_standard_descriptors_the_process_serves_and_a_second_signal_ends_it_at_once() -> None:
+    with started(*CLOSING, drain__delay_seconds=30) as running:
         ready(running)
         running.process.terminate()
-        assert running.process.wait(90) == 0
+        wait_until(lambda: not answers(running), 30, running)
+        assert running.post("/rank", example()).status_code == 200
+        running.process.terminate()
+        assert running.process.wait(30) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("threads", [0, 1])

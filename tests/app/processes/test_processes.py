@@ -14,8 +14,12 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 
-from loadtest.server import Server, example, free_port, serving, wait_until
+from app.main import create_app
+from app.settings import Retrieval, Settings
+from loadtest.server import DEMO, POSTS, TOWERS, Server, example, free_port, serving, wait_until
+from tests.support.asgi import ADDRESS
 from tests.support.clients import callers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -23,9 +27,12 @@ TOKEN = "a token of this test"
 
 
 @pytest.fixture(scope="module")
-def one() -> Iterator[Server]:
-    with serving(retrieval=True) as server:
-        yield server
+def one() -> Iterator[TestClient]:
+    """The same in this process."""
+    app = create_app(Settings(checkpoint=DEMO, retrieval=Retrieval(checkpoint=TOWERS, corpus=POSTS)))
+    with TestClient(app, base_url=ADDRESS) as client:
+        wait_until(lambda: client.get("/readyz").status_code == 200, 100)
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +66,7 @@ def plain(reply: httpx.Response) -> Any:
 
 
 @pytest.mark.parametrize("path", ["/rank", "/rank/batch", "/context", "/retrieve", "/recommend", "/explain", "/v2"])
-def test_every_endpoint_gives_what_one_process_gives(one: Server, several: Server, path: str) -> None:
+def test_every_endpoint_gives_what_one_process_gives(one: TestClient, several: Server, path: str) -> None:
     body = example()
     search = {name: value for name, value in body.items() if name != "candidates"} | {"k": 9}
     bodies = {
@@ -73,7 +80,7 @@ def test_every_endpoint_gives_what_one_process_gives(one: Server, several: Serve
     if path == "/v2":
         assert one.get("/v2/models/demo").json() == several.get("/v2/models/demo").json()
         return
-    theirs, ours = one.post(path, bodies[path]), several.post(path, bodies[path])
+    theirs, ours = one.post(path, json=bodies[path]), several.post(path, bodies[path])
     assert (theirs.status_code, ours.status_code) == (200, 200), ours.text
     if path == "/rank/batch":
         theirs_plain, ours_plain = (

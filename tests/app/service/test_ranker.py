@@ -244,7 +244,7 @@ async def test_nothing_is_admitted_before_loading_nor_after_draining_and_each_sa
 
 async def test_refusals_are_counted_by_their_reason() -> None:
     queue = Queue(max_candidates=100, key_candidates_per_second=60.0)
-    async with busy(candidates=100, key="heavy", queue=queue) as now:
+    async with busy(candidates=100, key="heavy", queue=queue, clock=FakeClock()) as now:
 
         def refused(reason: str) -> float:
             return figure(now.ranker, f'ranker_rejected_total{{reason="{reason}"}}')
