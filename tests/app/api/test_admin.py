@@ -22,7 +22,7 @@ from app.main import create_admin_app
 from app.service.ranker import LocalRanker
 from app.settings import Admin, Retrieval
 from tests.support import corpora, rankers
-from tests.support.fakes import FakeEngine, Gate, fake_model, loader_by_path
+from tests.support.fakes import Gate, load_by_name
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 
 TOKEN = "correct horse"
@@ -47,10 +47,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def running(root: Path) -> Iterator[Running]:
-    load = loader_by_path(
-        v1=fake_model(FakeEngine()), v2=fake_model(FakeEngine(2), "v2"), refused=CheckpointError("digest differs")
-    )
-    yield from administered(load=load, admin=Admin(**ADMIN, root=root), checkpoint=root / "v1")
+    yield from administered(load=load_by_name, admin=Admin(**ADMIN, root=root), checkpoint=root / "v1")
 
 
 @pytest.fixture
@@ -105,18 +102,18 @@ def test_a_refused_checkpoint_says_why_and_the_old_one_serves(running: Running) 
     with structlog.testing.capture_logs() as lines:
         status, reply = reload(client, {"checkpoint": "refused"})
     assert (status, reply["code"], "digest differs" in reply["detail"]) == (422, "checkpoint_refused", True)
-    assert [line["reason"] for line in lines if line["event"] == "reload_failed"] == ["digest differs"]
+    assert [line["reason"] for line in lines if line["event"] == "reload_failed"] == [reply["detail"]]
     assert ranker.model() is before
     assert rankers.figure(ranker, 'ranker_reloads_total{result="failure"}') == 1
 
 
 def test_a_second_reload_is_told_to_come_back(root: Path) -> None:
-    gate, loads = Gate(), loader_by_path(v1=fake_model(FakeEngine()), v2=fake_model(FakeEngine(2), "v2"))
+    gate = Gate()
 
     def load(path: Path, steps: Steps) -> LoadedModel:
         if path.name == "v2":
             gate(())
-        return loads(path, steps)
+        return load_by_name(path, steps)
 
     options: dict[str, Any] = {"load": load, "admin": Admin(**ADMIN, root=root), "checkpoint": root / "v1"}
     with contextmanager(administered)(**options) as (client, _), ThreadPoolExecutor(1) as pool:

@@ -23,14 +23,12 @@ from app.service.ranker import LocalRanker
 from app.settings import Admin, Reload, Settings
 from model.engine import EngineError
 from model.synthetic import random_request
-from tests.support.fakes import FakeEngine, Gate, fake_model, fake_request, is_right
+from tests.support.fakes import FakeEngine, Gate, fake_model, fake_request, is_right, load_by_name
 from tests.support.rankers import create, figure, rank, running, until
-from weights.errors import CheckpointError
 
 pytestmark = pytest.mark.anyio
 
 DEMO = Path(__file__).parents[3] / "weights" / "demo"
-REFUSED = CheckpointError("params.safetensors: digest differs")
 
 
 @pytest.fixture
@@ -40,14 +38,6 @@ def root(tmp_path: Path) -> Path:
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "manifest.json").write_text("{}")
     return tmp_path / "root"
-
-
-def load_by_name(path: Path, steps: Steps) -> LoadedModel:
-    """The fake engine of the version in the directory's name: `v1` has the scores of version 1."""
-    name = path.resolve().name
-    if name == "refused":
-        raise REFUSED
-    return fake_model(FakeEngine(int(name[1:])), name)
 
 
 def settings_of(root: Path, **groups: Any) -> dict[str, Any]:
