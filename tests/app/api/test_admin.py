@@ -151,7 +151,7 @@ def test_strangers_are_turned_away_and_leave_a_line(
 
 NO_NAMES = [
     "", ".", "..", "../outside", "nested/../v1", "/etc", "~/x", "escape", "circle", "deep/outside", "deep/root/../outside", "no-such",
-    "empty", "v1\0", "./v1", "x" * 5000, "%2e%2e/outside", "v1/manifest.json",
+    "empty", "v1\0", "v1\\x", "./v1", "x" * 5000, "%2e%2e/outside", "v1/manifest.json",
 ]  # fmt: skip
 
 

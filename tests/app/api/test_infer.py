@@ -67,30 +67,41 @@ def test_health_and_metadata(client: triton.InferenceServerClient) -> None:
         assert described["versions"] == ["v1"]
 
 
+@pytest.mark.parametrize("actions", [["report", "favorite"], []])
 @pytest.mark.parametrize("compression", [None, "gzip"])
 @pytest.mark.parametrize("binary", [True, False])
 def test_every_way_in_gives_the_same_bits(
-    client: triton.InferenceServerClient, http: httpx.Client, binary: bool, compression: str | None
+    client: triton.InferenceServerClient, http: httpx.Client, binary: bool, compression: str | None, actions: list[str]
 ) -> None:
-    wanted = [
-        triton.InferRequestedOutput(name, binary_data=binary)
-        for name in ("post_id", "score", "rank", "probabilities", "continuous")
-    ]
+    body = good(top_k=2, actions_wanted=actions)
+    asked = inference_of(body, ACTIONS)
     result = client.infer(
         "fake",
-        inputs(ASKED, binary=binary),
-        outputs=wanted,
-        parameters=ASKED.parameters,
+        inputs(asked, binary=binary),
+        outputs=[
+            triton.InferRequestedOutput(name, binary_data=binary)
+            for name in ("post_id", "score", "rank", "probabilities", "continuous")
+        ],
+        parameters=asked.parameters,
+        request_id="page-7",
         request_compression_algorithm=compression,
     )
-    rows = http.post("/rank", json=good(request_id=...)).json()["candidates"]
+    reply = http.post("/rank", json=body).json()
+    rows = reply["candidates"]
     bits = np.array([row["probabilities"] for row in rows], np.float32).tobytes()
     assert result.as_numpy("probabilities").tobytes() == bits
+    assert result.as_numpy("probabilities").shape == (2, len(actions))
     assert result.as_numpy("score").tolist() == [row["score"] for row in rows]
     assert result.as_numpy("rank").tolist() == [row["rank"] for row in rows]
     assert result.as_numpy("post_id").tolist() == [int(row["post_id"]) for row in rows]
     dwell = [row["continuous"]["dwell_time"] for row in rows]
     assert result.as_numpy("continuous")[:, 0].tobytes() == np.array(dwell, np.float32).tobytes()
+    header = result.get_response()
+    assert (header["model_name"], header["model_version"], header["id"]) == ("fake", "v1", "page-7")
+    told = header["parameters"]
+    assert (told["actions"], told["continuous"], told["context"]) == (",".join(actions), "dwell_time", reply["context"])
+    assert (told["history_used"], told["history_dropped"]) == (3, 0)
+    assert told["forward_ms"] >= 0
 
 
 def test_a_context_may_be_named(http: httpx.Client) -> None:
@@ -229,5 +240,8 @@ def test_ids_may_be_texts() -> None:
         posts = [{"post_id": "a,b", "author_id": "d"}, {"post_id": "c", "author_id": "e"}]
         rows = client.post("/rank", json={"user_id": "u", "candidates": posts}).json()["candidates"]
         assert outputs["score"]["data"] == [row["score"] for row in rows]
+        wanted = [{"name": "post_id", "parameters": {"binary_data": True}}]
+        binary = client.post(INFER, json={"inputs": sent, "outputs": wanted})
+        assert binary.content[int(binary.headers["inference-header-content-length"]) :] == b"\3\0\0\0a,b\1\0\0\0c"
         described = client.get("/v2/models/fake").json()["inputs"]
         assert {tensor["datatype"] for tensor in described if tensor["name"].endswith("_id")} == {"BYTES"}

@@ -419,3 +419,11 @@ async def test_the_watch_goes_on_after_another_reload_has_kept_it_out(tmp_path: 
         go_on.set()
         await other
         await until(lambda: ranker.model().manifest.version == "v4")
+
+
+async def test_a_signal_reads_the_present_checkpoint_again(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    async with running(load=place.load, checkpoint=place.path) as ranker:
+        place.point("v2")
+        ranker.reloads.reload_soon()
+        await until(lambda: ranker.model().manifest.version == "v2")
