@@ -20,7 +20,7 @@ from app import schema
 from app.errors import InvalidRequest, MalformedJson, ServiceError, TooLarge
 from app.settings import Limits
 from tests.support import strategies
-from tests.support.bodies import good, in_columns
+from tests.support.bodies import good
 
 RANK = Decoder(schema.RankRequest)
 LIMITS = Limits()
@@ -92,14 +92,6 @@ def test_of_equal_keys_the_last_one_counts_wherever_the_problem_is() -> None:
     )
     assert problem_of(body)[0].startswith("candidates")
     assert problem_of(b'{"user_id":1,"weights":{"reply":"x"},"weights":"default","candidates":[]}')[0] == "weights"
-
-
-@pytest.mark.parametrize("shape", [list, in_columns])
-def test_too_many_items_are_refused_before_they_are_checked(shape: Any) -> None:
-    few = Limits(max_candidates=6, max_history=5)
-    for changes in ({"candidates": shape([POST | {"post_id": "no id"}] * 7)}, {"history": shape([POST] * 6)}):
-        with pytest.raises(TooLarge, match="items, and at most"):
-            schema.read(RANK, json.dumps(good(**changes)).encode(), few)
 
 
 def test_a_body_of_too_many_values_is_refused_before_it_is_read() -> None:

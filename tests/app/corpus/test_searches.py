@@ -189,8 +189,9 @@ async def test_what_waits_after_a_split_batch_is_answered_at_the_end(tmp_path: P
         await reached(gate)  # the first is tried by itself, and the others wait for that
         assert not await searches.stop(0.05)
         for task in tasks:
-            with pytest.raises(EngineDown, match="The process stops"):
+            with pytest.raises(EngineDown, match="The process stops") as refused:
                 await task
+            assert refused.value.retry_after_seconds is not None
         gate.opened.set()
 
 
@@ -595,19 +596,6 @@ async def test_the_end_waits_for_what_was_begun(tmp_path: Path) -> None:
     await asyncio.to_thread(engines[0].closed.wait, 5)
     with pytest.raises(CorpusNotLoaded):
         _ = ranker.corpus.served
-
-
-async def test_after_the_end_nobody_waits(tmp_path: Path) -> None:
-    settings, gate = settings_of(tmp_path), Gate()
-    load, _ = watched(settings, retrieve=gate)
-    async with running(settings, load) as searches:
-        searching = begun(searches, 1)
-        await reached(gate)
-        assert not await searches.stop(0.05)
-        with pytest.raises(EngineDown, match="The process stops") as refused:
-            await searching
-        assert refused.value.retry_after_seconds is not None
-        gate.opened.set()
 
 
 async def test_a_change_that_outlasts_the_end_is_whole(tmp_path: Path) -> None:
