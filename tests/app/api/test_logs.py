@@ -133,6 +133,14 @@ def test_a_reader_that_stalls_stops_nobody_and_its_lines_are_dropped_and_counted
     assert MOST_SUCCESSES < MOST_WAITING, "there is room for what goes wrong"
 
 
+def test_without_a_reader_the_process_goes_on() -> None:
+    ended = subprocess.run(
+        ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", LOG.format("") + "log.info('a'); print('on')"],
+        capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (0, b"on\n")
+
+
 def test_a_file_has_no_colours_and_a_terminal_has_unless_it_is_told_otherwise() -> None:
     plain = run("log.info('planted')", "format='console'").stderr
     assert plain.isascii()
