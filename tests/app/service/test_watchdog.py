@@ -33,7 +33,7 @@ async def main():
     ranker.watchdog.watch_loop(hung)
     ranker.start()
     await ranker.wait_ready()
-    await asyncio.sleep(0.7)
+    await asyncio.sleep(1.7)
     print("not yet", flush=True)
     time.sleep(20)
 
