@@ -22,9 +22,8 @@ from fastapi.routing import APIRoute
 from starlette.testclient import TestClient
 
 from app.main import create_app
-from app.settings import Retrieval, Settings
+from app.settings import Settings
 from loadtest.server import example, running, stop
-from tests.app.api.live import until
 from tests.support import corpora
 from tests.support.asgi import ADDRESS, served
 from tests.support.bodies import good
@@ -98,25 +97,6 @@ def test_every_refusal_is_listed_as_a_problem(document: dict[str, Any], path: st
         "not_ready draining engine_down deadline_exceeded non_finite_scores",
     ):
         assert [code for code in codes.split() if code not in text] == []
-
-
-def test_the_demo_takes_every_example(document: dict[str, Any]) -> None:
-    weights = ROOT / "weights"
-    retrieval = Retrieval(checkpoint=weights / "demo-towers", corpus=weights / "demo-posts")
-    app = create_app(Settings(checkpoint=weights / "demo", threads=1, retrieval=retrieval))
-    with TestClient(app, base_url=ADDRESS) as client:
-        until(lambda: client.get("/readyz").status_code == 200)
-        take_examples(document, client)
-
-
-def take_examples(document: dict[str, Any], client: TestClient) -> None:
-    for path in RANKING:
-        content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
-        assert content["examples"]
-        for one in content["examples"].values():
-            reply = client.post(path.replace("{name}", "demo"), json=one["value"])
-            assert reply.status_code == 200, reply.text
-            assert "error" not in reply.text
 
 
 @pytest.mark.parametrize(("root_path", "url"), [("", "."), ("/ranker", "/ranker")])
