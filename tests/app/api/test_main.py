@@ -1,4 +1,4 @@
-"""The application as a whole: its document, clients made from it, other servers, and what a port of its own takes away."""
+"""The application as a whole: its document, clients made from it, and other servers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from tests.support import corpora
 from tests.support.asgi import ADDRESS, served
 from tests.support.bodies import good
 
-ROOT = Path(__file__).parents[3]
 OPERATIONS = ("/livez", "/readyz", "/startupz", "/metrics", "/info")
 RANKING = ("/context", "/rank", "/rank/{name}", "/rank/batch", "/explain", "/retrieve", "/recommend")
 MODEL = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
