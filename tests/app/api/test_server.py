@@ -133,14 +133,6 @@ def test_a_start_that_gets_no_thread_ends_with_1_and_a_sentence(threads: int) ->
     assert ended.stderr.splitlines()[-1].startswith("python -m app: can't start new thread: the limit of processes")
 
 
-def test_a_checkpoint_that_cannot_be_loaded_ends_the_process_with_1_and_a_sentence(tmp_path: Path) -> None:
-    """One that is not there: tests/app/api/test_cli.py."""
-    (tmp_path / "manifest.json").write_text("{")
-    with started(checkpoint=str(tmp_path)) as running:
-        assert running.process.wait(90) == 1
-        assert str(tmp_path) in str([line["reason"] for line in running.log_lines if "reason" in line])
-
-
 def test_an_address_that_is_taken_ends_the_process_with_3() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -161,3 +161,4 @@ def test_a_checkpoint_that_cannot_be_loaded_ends_all(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
     with serving(tmp_path, workers=2, wait_ready=False) as server:
         assert server.wait(60) == 1
+        assert str(tmp_path) in str([line["reason"] for line in server.log_lines if "reason" in line])
