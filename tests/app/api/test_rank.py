@@ -175,7 +175,6 @@ INVALID: dict[str, tuple[Any, str]] = {
     "impression in ms": (good(impression_ts=1_780_000_000_000), "impression_ts"),
     "weights unknown action": (good(weights={MARK: 1}), "weights"),
     "weights text": (good(weights={"favorite": MARK}), "weights.favorite"),
-    "weights of an unknown action, text": (good(weights={MARK: MARK}), "weights"),
     "weights unknown set": (good(weights=MARK), "weights"),
     "weights huge": (good(weights={"favorite": 1e308}), "weights.favorite"),
     "weights twice": (good(weights={"favorite": 1, "0": 1}), "weights"),
@@ -193,7 +192,6 @@ INVALID: dict[str, tuple[Any, str]] = {
     "context and history": (good(context="0" * 32, user_id=...), "context"),
     "context too short": (good(context="0" * 31, user_id=..., history=...), "context"),
     "context with a line feed": (good(context="0" * 32 + "\n", user_id=..., history=...), "context"),
-    "context of another form": (good(context=MARK, user_id=..., history=...), "context"),
 }
 MALFORMED: dict[str, bytes] = {
     "text": MARK.encode(),
