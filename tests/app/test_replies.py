@@ -91,16 +91,6 @@ def test_every_number_survives_the_round_trip(count: int, words: Vocabulary) -> 
     assert [row["score"] for row in rows] == combine(given.probabilities, asked.weights).tolist()
 
 
-@pytest.mark.parametrize("changes", [{}, {"top_k": 7}, {"actions_wanted": ["reply"]}, {"actions_wanted": []}], ids=str)
-def test_both_forms_hold_the_same(changes: dict[str, Any]) -> None:
-    given = scores(20)
-    rows = written(wishes(**changes), given)["candidates"]
-    told = written(wishes(reply="columns", **changes), given)["candidates"]
-    for name in ("post_id", "score", "rank", "probabilities"):
-        assert told[name] == [row[name] for row in rows]
-    assert told["continuous"] == {"dwell_time": [row["continuous"]["dwell_time"] for row in rows]}
-
-
 @pytest.mark.parametrize("count", [1, 5, 39, 40, 99, 2**63 - 1])
 def test_ranks_count_from_the_best_and_top_k_is_the_head_of_the_whole(count: int) -> None:
     given = scores(40)

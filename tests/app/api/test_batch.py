@@ -96,6 +96,8 @@ def test_each_request_has_a_form_and_a_name_of_its_own(client: TestClient) -> No
     assert (objects["request_id"], columns["request_id"]) == ("one", "two")
     for name in ("post_id", "score", "rank", "probabilities"):
         assert columns["candidates"][name] == [row[name] for row in objects["candidates"]]
+    dwell = [row["continuous"]["dwell_time"] for row in objects["candidates"]]
+    assert columns["candidates"]["continuous"] == {"dwell_time": dwell}
     assert columns.keys() == objects.keys()
 
 

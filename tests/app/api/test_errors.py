@@ -11,7 +11,6 @@ import pytest
 from app import errors
 from app.errors import (
     Draining,
-    InvalidRequest,
     MethodNotAllowed,
     NotFound,
     Overloaded,
@@ -37,17 +36,6 @@ def test_a_code_means_one_status_and_one_class() -> None:
     for kind in kinds:
         assert errors.error_class(kind.code) is kind
     assert errors.error_class("unheard-of") is errors.InternalError
-
-
-@pytest.mark.parametrize(
-    ("field", "message", "sentence"),
-    [("user_id", "is required", "user_id: is required"), ("", "names one action twice", "names one action twice")],
-)
-def test_a_refusal_names_its_field(field: str, message: str, sentence: str) -> None:
-    problem = InvalidRequest(field, message).problem("r1")
-    assert problem["detail"] == sentence
-    assert problem["errors"] == [{"field": field, "message": message}]
-    assert (problem["status"], problem["code"], problem["request_id"]) == (422, "invalid_request", "r1")
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,7 @@ def test_a_refusal_has_a_status_a_code_no_word_of_the_caller_and_no_place(
     if status == 422:
         ((field,),) = [[error["field"] for error in content["errors"]]]
         assert field == INVALID[name.removeprefix("422 ")][1]
+        assert content["detail"] == f"{field}: {content['errors'][0]['message']}".removeprefix(": ")
         if name.endswith("in ms"):
             assert "Unix seconds" in content["detail"]
             assert "milliseconds" in content["detail"]
