@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import structlog
 from hypothesis import given, settings
 from msgspec.json import Decoder
 from msgspec.structs import replace as remade
 
 from app import columns, schema
-from app.columns import Vocabulary, Wishes, Words
+from app.columns import Vocabulary, Wishes
 from app.errors import InvalidRequest
 from model.inputs import Candidates, Context
 from tests.support import strategies
@@ -60,14 +59,14 @@ def assert_same(one: Any, other: Any) -> None:
         np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name), field.name, strict=True)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(strategies.valid)
 def test_both_forms_mean_the_same(body: dict[str, Any]) -> None:
     for one, other in zip(read(body)[:2], read(strategies.columnar(body))[:2], strict=True):
         assert_same(one, other)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(strategies.valid)
 def test_ids_keep_their_value_and_their_form(body: dict[str, Any]) -> None:
     _, candidates, _ = read(body)
@@ -150,10 +149,6 @@ def test_what_is_left_out_is_zero() -> None:
         )
 
 
-def test_a_long_dwell_counts_as_the_longest() -> None:
-    assert read(good(history=[POST | {"dwell_time": 1e300}]))[0].dwell_seconds.tolist() == [30.0]
-
-
 @pytest.mark.parametrize(
     ("name", "changes", "place"),
     [
@@ -161,26 +156,20 @@ def test_a_long_dwell_counts_as_the_longest() -> None:
         ("candidates", {"author_id": 2**64}, "author_id"),
         ("candidates", {"product_surface": 16}, "product_surface"),
         ("candidates", {"product_surface": -1}, "product_surface"),
-        ("candidates", {"product_surface": 2**70}, "product_surface"),
         ("candidates", {"created_at": -1}, "created_at"),
         ("candidates", {"created_at": 253_402_300_800}, "created_at"),
         ("candidates", {"created_at": 1_779_990_000_000}, "created_at"),
-        ("candidates", {"created_at": 2**70}, "created_at"),
-        ("history", {"post_id": -1}, "post_id"),
-        ("history", {"product_surface": 16}, "product_surface"),
         ("history", {"dwell_time": -0.1}, "dwell_time"),
         ("history", {"actions": ["favorite", "secretive"]}, "actions[1]"),
         ("history", {"actions": ["3"]}, "actions[0]"),
         ("history", {"actions": ["00"]}, "actions[0]"),
         ("history", {"actions": ["favorite", "0"]}, "actions"),
-        ("history", {"actions": ["reply", "reply"]}, "actions"),
         ("history", {"actions": {"favorite": 1, "0": 0}}, "actions"),
         ("history", {"actions": {"secretive": 1}}, "actions"),
         ("history", {"actions": {"reply": 1, "favorite": 1e7}}, "actions.favorite"),
         ("history", {"actions": {"favorite": -1}}, "actions.favorite"),
         ("history", {"actions": 8}, "actions"),
         ("history", {"actions": -1}, "actions"),
-        ("history", {"actions": 2**64}, "actions"),
     ],
     ids=str,
 )
@@ -192,31 +181,6 @@ def test_a_bad_value_is_told_by_its_place(name: str, changes: dict[str, Any], pl
     below = place.removeprefix(column)
     assert problem_of(good(**{name: in_columns(items)})) == (f"{name}.{column}[2]{below}", message)
     assert message.startswith(("must ", "names ", "every "))
-    assert "secretive" not in message
-
-
-def test_a_time_in_milliseconds_is_told_so() -> None:
-    _, message = problem_of(good(candidates=[POST | {"created_at": 1_779_990_000_000}]))
-    assert "Unix seconds" in message
-    assert "milliseconds" in message
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"user_id": "007"}, "user_id"),
-        ({"user_id": -1}, "user_id"),
-        ({"weights": {"secretive": 1}}, "weights"),
-        ({"weights": {"favorite": 1, "0": 1}}, "weights"),
-        ({"weights": {"favorite": 1, "reply": 1e308}}, "weights.reply"),
-        ({"actions_wanted": ["favorite", "secretive"]}, "actions_wanted[1]"),
-        ({"actions_wanted": ["favorite", "0"]}, "actions_wanted"),
-    ],
-    ids=str,
-)
-def test_a_bad_wish_is_told_by_its_place(changes: dict[str, Any], field: str) -> None:
-    found, message = problem_of(good(**changes))
-    assert found == field
     assert "secretive" not in message
 
 
@@ -237,37 +201,6 @@ def test_the_published_weights_count_what_the_checkpoint_has() -> None:
     )  # fmt: skip
     assert Vocabulary.of(other).sets["x-2026-09"].tolist() == [0.0, 0.5, 0.0]
     assert Vocabulary.of(other).sets.keys() == SCORE_WEIGHT_SETS.keys() == {*schema.WeightSet.__args__}  # type: ignore[attr-defined]
-
-
-def test_wishes_say_what_the_reply_shall_hold() -> None:
-    wishes = read(good(score="offset", reply="columns"))[2]
-    assert (wishes.top_k, wishes.wanted, wishes.has_offset) == (3, [2, 0], True)
-    assert (wishes.request_id, wishes.reply) == ("page-7", "columns")
-    plain = read({"user_id": 1, "candidates": [POST]})[2]
-    assert (plain.top_k, plain.wanted, plain.has_offset) == (None, None, False)
-    assert (plain.request_id, plain.reply, plain.warnings) == (None, "objects", [])
-
-
-def test_weights_of_zero_are_warned_of_where_the_caller_sends_none() -> None:
-    unweighted = Vocabulary.of(remade(MANIFEST, score_weights={"favorite": 0.0}, version=""))
-    (warning,) = read(good(weights=...), unweighted)[2].warnings
-    assert "score weights" in warning
-    assert not read(good(weights={}), unweighted)[2].warnings
-    assert not read(good(weights={"favorite": 1}), unweighted)[2].warnings
-    assert not read(good(weights="default"), unweighted)[2].warnings
-    words = Words()
-    with structlog.testing.capture_logs() as lines:
-        for _ in range(3):
-            words.log_once(unweighted, [warning])
-        words.log_once(WORDS, [warning])
-    assert [line["version"] for line in lines] == [unweighted.model["version"], "v1"]
-
-
-def test_a_vocabulary_is_made_once_for_each_manifest() -> None:
-    words, copy = Words(), remade(MANIFEST)
-    assert words.of(MANIFEST) is words.of(MANIFEST)
-    assert words.of(copy) is not words.of(MANIFEST)
-    assert words.of(copy) is words.of(copy)
 
 
 # ids that are texts

@@ -15,7 +15,6 @@ from msgspec.json import Decoder
 from app import columns, replies, schema
 from app.columns import Vocabulary, Wishes
 from app.interface import Ranked
-from app.telemetry.exchange import Exchange
 from model.inputs import Scores
 from model.ranking import combine
 from tests.support.bodies import good
@@ -92,16 +91,6 @@ def test_every_number_survives_the_round_trip(count: int, words: Vocabulary) -> 
     assert [row["score"] for row in rows] == combine(given.probabilities, asked.weights).tolist()
 
 
-@pytest.mark.parametrize("changes", [{}, {"top_k": 7}, {"actions_wanted": ["reply"]}, {"actions_wanted": []}], ids=str)
-def test_both_forms_hold_the_same(changes: dict[str, Any]) -> None:
-    given = scores(20)
-    rows = written(wishes(**changes), given)["candidates"]
-    told = written(wishes(reply="columns", **changes), given)["candidates"]
-    for name in ("post_id", "score", "rank", "probabilities"):
-        assert told[name] == [row[name] for row in rows]
-    assert told["continuous"] == {"dwell_time": [row["continuous"]["dwell_time"] for row in rows]}
-
-
 @pytest.mark.parametrize("count", [1, 5, 39, 40, 99, 2**63 - 1])
 def test_ranks_count_from_the_best_and_top_k_is_the_head_of_the_whole(count: int) -> None:
     given = scores(40)
@@ -144,29 +133,3 @@ def test_the_offset_lifts_every_score_above_0_and_keeps_the_order() -> None:
     assert [row["rank"] for row in lifted] == [row["rank"] for row in plain] == [3, 2, 1, 4]
     assert min(row["score"] for row in plain) < 0 < min(row["score"] for row in lifted)
     assert lifted[1]["score"] == 0.001
-
-
-@pytest.mark.parametrize("reply", ["objects", "columns"])
-def test_odd_texts_are_echoed(reply: str) -> None:
-    texts = ["a,b", '"', "\\", "é\x00", "],[", "plain"]
-    candidates = written(wishes(reply=reply), scores(6), texts)["candidates"]
-    found = candidates["post_id"] if reply == "columns" else [row["post_id"] for row in candidates]
-    assert found == texts
-
-
-def test_a_warning_is_told_at_the_end() -> None:
-    words = replace(WORDS, weights=np.zeros(3), weightless=frozenset({None}))
-    assert written(wishes(words, weights=...), scores(2))["warnings"] == [columns.ZERO_WEIGHTS]
-    assert "warnings" not in written(wishes(words), scores(2))
-
-
-def test_the_headers_say_where_the_time_went() -> None:
-    exchange = Exchange("id", 0.0, "POST", stages={"parse": 0.0015, "forward": 0.25})
-    assert replies.headers_of(MODEL, ranked(scores(1), "ab" * 16), exchange) == {
-        "X-Model-Version": "v1",
-        "X-Context-Cache": "hit",
-        "Server-Timing": "parse;dur=1.500, forward;dur=250.000",
-        "X-Context": "ab" * 16,
-    }
-    assert (exchange.version, exchange.cache) == ("v1", "hit")
-    assert "X-Context" not in replies.headers_of(MODEL, ranked(scores(1)), exchange)

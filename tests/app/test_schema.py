@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -21,7 +20,7 @@ from app import schema
 from app.errors import InvalidRequest, MalformedJson, ServiceError, TooLarge
 from app.settings import Limits
 from tests.support import strategies
-from tests.support.bodies import good, in_columns
+from tests.support.bodies import good
 
 RANK = Decoder(schema.RankRequest)
 LIMITS = Limits()
@@ -64,12 +63,6 @@ def test_a_number_is_never_made_of_something_else(name: str, value: Any) -> None
     assert message.startswith("expected ")
 
 
-def test_a_time_in_milliseconds_is_told_so() -> None:
-    _, message = problem_of(good(impression_ts=1_780_000_000_000))
-    assert "Unix seconds" in message
-    assert "milliseconds" in message
-
-
 @pytest.mark.parametrize(
     ("body", "field"),
     [
@@ -99,14 +92,6 @@ def test_of_equal_keys_the_last_one_counts_wherever_the_problem_is() -> None:
     )
     assert problem_of(body)[0].startswith("candidates")
     assert problem_of(b'{"user_id":1,"weights":{"reply":"x"},"weights":"default","candidates":[]}')[0] == "weights"
-
-
-@pytest.mark.parametrize("shape", [list, in_columns])
-def test_too_many_items_are_refused_before_they_are_checked(shape: Any) -> None:
-    few = Limits(max_candidates=6, max_history=5)
-    for changes in ({"candidates": shape([POST | {"post_id": "no id"}] * 7)}, {"history": shape([POST] * 6)}):
-        with pytest.raises(TooLarge, match="items, and at most"):
-            schema.read(RANK, json.dumps(good(**changes)).encode(), few)
 
 
 def test_a_body_of_too_many_values_is_refused_before_it_is_read() -> None:
@@ -174,32 +159,6 @@ def test_a_batch_is_split_where_its_requests_end() -> None:
         assert schema.split_batch(b'{"requests": [%b]}' % joined, 3) == (items[:count], False)
 
 
-@pytest.mark.parametrize(
-    ("body", "error"),
-    [
-        (b"[1,1,1,1]", TooLarge),
-        (b"[]", InvalidRequest),
-        (b"{}", InvalidRequest),
-        (b'"x"', InvalidRequest),
-        (b'{"requests":1}', InvalidRequest),
-        (b'{"requests":[]}', InvalidRequest),
-        (b'{"requests":[1],"x":1}', InvalidRequest),
-        (b"", MalformedJson),
-        (b'"x', MalformedJson),
-        (b"[1,NaN]", MalformedJson),
-        (b"[1] x", MalformedJson),
-        (b"[1,1,1,1,01]", MalformedJson),
-        (b'["\xff"]', MalformedJson),
-        (b'{"requests":["\xff"]}', MalformedJson),
-        (b"[" * 9000, MalformedJson),
-        (b'{"requests":1,', MalformedJson),
-    ],
-)
-def test_a_batch_that_cannot_be_split_is_refused_as_a_whole(body: bytes, error: type[ServiceError]) -> None:
-    with pytest.raises(error):
-        schema.split_batch(body, 3)
-
-
 # the document
 
 
@@ -208,28 +167,6 @@ def validator(kind: type) -> Any:
     types = plain.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)  # else 1.0 is one
     strict = jsonschema.validators.extend(plain, type_checker=types)
     return strict({"$ref": f"#/components/schemas/{kind.__name__}", "components": {"schemas": schema.components()}})
-
-
-def everywhere(value: Any) -> Iterator[Any]:
-    yield value
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from everywhere(inner)
-
-
-def test_every_field_is_described_and_every_schema_is_an_object() -> None:
-    components = schema.components()
-    names = {f"#/components/schemas/{name}" for name in components}
-    for name, component in components.items():
-        jsonschema.Draft202012Validator.check_schema(component)
-        assert component["description"], name
-        for field, about in component.get("properties", {}).items():
-            assert isinstance(about, dict), (name, field)
-            assert name in ("BatchRequest",) or about.get("description"), (name, field)
-    for value in everywhere(components):
-        if isinstance(value, dict) and "$ref" in value:
-            assert value["$ref"] in names
-        if isinstance(value, dict) and "enum" in value and isinstance(value["enum"], list):
-            assert value["type"] == "string"
 
 
 @pytest.mark.parametrize("kind", schema.EXAMPLES, ids=lambda kind: kind.__name__)
@@ -265,7 +202,7 @@ def says_reader(body: Any) -> bool:
     return True
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(strategies.nearly_valid())
 def test_what_the_document_allows_is_read(body: Any) -> None:
     """The reader may take more: what a checkpoint knows, and bounds of columns, are checked later."""

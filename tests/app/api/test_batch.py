@@ -23,7 +23,7 @@ from tests.support import rankers
 from tests.support.asgi import ADDRESS, served
 from tests.support.bodies import good
 from tests.support.fakes import FakeEngine, Gate
-from tests.support.rankers import figure, until
+from tests.support.rankers import figure
 
 JSON = {"content-type": "application/json"}
 BIG = [good(user_id=user, candidates=[{"post_id": n, "author_id": 1} for n in range(10)]) for user in range(1, 9)]
@@ -77,16 +77,27 @@ def test_a_body_that_is_no_json_in_one_place_is_refused_as_a_whole(client: TestC
 
 @pytest.mark.parametrize(
     ("body", "status"),
-    [(b"[]", 422), (b"{}", 422), (b'"x"', 422), (b'{"requests":[],"x":1}', 422), (b"[%b1]" % (b"1," * 64), 413)],
+    [
+        *(
+            (body, 422)
+            for body in (b"[]", b"{}", b'"x"', b'{"requests":1}', b'{"requests":[]}', b'{"requests":[1],"x":1}')
+        ),
+        *((body, 400) for body in (b"", b'"x', b"[1] x", b"[1,01]", b"[" * 9000, b'{"requests":1,')),
+        (b"[%b1]" % (b"1," * 64), 413),
+    ],
 )
 def test_what_is_no_batch_is_refused_as_a_whole(client: TestClient, body: bytes, status: int) -> None:
     assert client.post("/rank/batch", content=body, headers=JSON).status_code == status
 
 
-def test_each_request_has_a_form_of_its_own(client: TestClient) -> None:
-    objects, columns = client.post("/rank/batch", json=[good(), good(reply="columns")]).json()
+def test_each_request_has_a_form_and_a_name_of_its_own(client: TestClient) -> None:
+    items = [good(request_id="one"), good(request_id="two", reply="columns")]
+    objects, columns = client.post("/rank/batch", json=items).json()
+    assert (objects["request_id"], columns["request_id"]) == ("one", "two")
     for name in ("post_id", "score", "rank", "probabilities"):
         assert columns["candidates"][name] == [row[name] for row in objects["candidates"]]
+    dwell = [row["continuous"]["dwell_time"] for row in objects["candidates"]]
+    assert columns["candidates"]["continuous"] == {"dwell_time": dwell}
     assert columns.keys() == objects.keys()
 
 
@@ -105,15 +116,6 @@ def test_a_batch_of_failures_has_headers_too(client: TestClient) -> None:
         "v1",
         "miss",
     )
-
-
-@pytest.mark.parametrize("name", [None, "the-batch"])
-def test_a_batch_does_not_take_the_name_of_one_of_its_requests(client: TestClient, name: str | None) -> None:
-    items = [good(request_id="one"), good(request_id="two")]
-    reply = client.post("/rank/batch", json=items, headers={} if name is None else {"X-Request-ID": name})
-    assert [result["request_id"] for result in reply.json()] == ["one", "two"]
-    assert reply.headers["x-request-id"] not in ("one", "two")
-    assert name in (None, reply.headers["x-request-id"])
 
 
 def test_nan_fails_one_request_alone() -> None:
@@ -195,27 +197,6 @@ def test_other_requests_go_between_the_requests_of_a_batch() -> None:
     asyncio.run(main())
     assert all(later - earlier <= 1 for earlier, later in pairwise(queued)), [q for q in queued if q]
     assert max(queued) >= 1
-
-
-def test_a_batch_whose_client_leaves_is_dropped() -> None:
-    async def main() -> None:
-        gate = Gate()
-        engine = FakeEngine(before=gate)
-        async with rankers.running(engine) as ranker:
-            transport = httpx.ASGITransport(create_app(ranker.settings, ranker))
-            async with httpx.AsyncClient(transport=transport, base_url=ADDRESS) as client:
-                first = asyncio.create_task(client.post("/rank", json=good(user_id=1)))
-                await asyncio.to_thread(gate.entered.wait, 10)
-                batch = asyncio.create_task(client.post("/rank/batch", json=[good(user_id=2), good(user_id=3)]))
-                await until(lambda: ranker.admission.requests == 3)
-                batch.cancel()
-                await until(lambda: ranker.admission.requests == 1)
-                gate.opened.set()
-                assert (await first).status_code == 200
-            assert engine.forwards == [[1]]
-            assert figure(ranker, 'ranker_cancelled_total{stage="queue"}') == 2
-
-    asyncio.run(main())
 
 
 def test_requests_of_a_batch_share_forwards() -> None:

@@ -16,11 +16,9 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from app.api.caller import MOST_MEMBERS, Bodies
-from app.errors import Overloaded
+from app.api.caller import MOST_MEMBERS
 from app.main import create_app
 from app.settings import Auth, Deadline, Limits, Queue, Settings
-from app.telemetry.exchange import Exchange
 from tests.app.api.live import BODY, head, listening, read_reply, until
 from tests.support import rankers
 from tests.support.asgi import served
@@ -98,14 +96,10 @@ def test_a_key_cannot_fill_the_queue_for_others(share: float) -> None:
     [
         ("application/json", 200),
         ("Application/JSON; Charset=UTF-8", 200),
-        ('application/json; charset="utf-8";', 200),
         ("application/json;\tcharset=utf8", 200),
         ("application/json; v=1", 200),
-        ("application/json; odata.metadata=minimal", 200),
         ('application/json;profile="https://example.org/p"', 200),
         ("application/json; charset=utf-16", 415),
-        ("application/json; charset=iso-8859-1", 415),
-        ("application/octet-stream", 415),
         ("text/plain", 415),
         ("application/jsonp", 415),
         ("", 415),
@@ -115,12 +109,6 @@ def test_json_in_utf_8_is_taken_whatever_its_parameters(client: TestClient, sent
     reply = client.post("/rank", content=BODY, headers={"content-type": sent})
     assert reply.status_code == status
     assert status == 200 or reply.json()["code"] == "unsupported_media_type"
-
-
-def test_tensors_may_have_no_type_unless_a_web_page_sends_them(client: TestClient) -> None:
-    path = "/v2/models/fake/infer"
-    assert client.post(path, content=b"{}").json()["code"] == "invalid_request"
-    assert client.post(path, content=b"{}", headers={"origin": "http://evil.example"}).status_code == 415
 
 
 @pytest.mark.parametrize(
@@ -157,16 +145,6 @@ def test_gzip_of_any_number_of_members_is_inflated_to_the_limit(
 def test_a_length_beyond_the_limit_or_none_at_all_is_refused_before_the_body(client: TestClient, length: str) -> None:
     reply = client.post("/rank", content=b"{}", headers=JSON | {"content-length": length})
     assert (reply.status_code, reply.json()["code"]) == (413, "too_large")
-
-
-def test_a_body_that_does_not_say_its_length_is_read_to_the_limit(client: TestClient) -> None:
-    def chunks(count: int) -> Iterator[bytes]:
-        yield BODY
-        yield from [b" " * 100] * count
-
-    room = (4096 - len(BODY)) // 100
-    assert client.post("/rank", content=chunks(room), headers=JSON).status_code == 200
-    assert client.post("/rank", content=chunks(room + 1), headers=JSON).status_code == 413
 
 
 @pytest.mark.parametrize(
@@ -217,15 +195,6 @@ def test_all_bodies_together_have_a_limit_and_give_back_what_they_took() -> None
         assert read_reply(clients[64])[0] == 200
         for client in clients:
             client.close()
-
-
-def test_what_is_held_is_counted_to_the_byte() -> None:
-    bodies, exchange = Bodies(100), Exchange("r1", 0.0, "POST")
-    bodies.hold(exchange, 60)
-    with pytest.raises(Overloaded):
-        bodies.hold(exchange, 41)
-    bodies.hold(exchange, 40)
-    assert (bodies.used, exchange.body_bytes) == (100, 100)
 
 
 async def play(

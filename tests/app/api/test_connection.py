@@ -94,7 +94,8 @@ def test_javas_http_client_is_answered(live: Live, tmp_path: Path) -> None:
     )
     url = f"http://127.0.0.1:{live.port}/rank"
     assert JAVA is not None
-    ran = subprocess.run([JAVA, str(source), url, BODY.decode()], capture_output=True, text=True, timeout=90)
+    command = [JAVA, "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", str(source), url, BODY.decode()]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=90)
     lines = ran.stdout.splitlines()
     assert [line[:4] for line in lines] == ["200 ", "200 "], ran.stderr
     assert [len(json.loads(line[4:])["candidates"]) for line in lines] == [3, 3]

@@ -1,4 +1,4 @@
-"""POST /context, and handles in place of user and history: equal answers, refusals, counters, and whose they are."""
+"""POST /context, and handles in place of user and history: equal answers, refusals, counters. Of whose key: tests/e2e/test_contexts.py."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +13,7 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from app.settings import Limits
-from loadtest.generate.tensors import Inference, datatype, inference_of, masked
+from loadtest.generate.tensors import Inference, datatype, inference_of
 from tests.app.api.live import Live, listening
 from tests.support.asgi import served
 from tests.support.bodies import good
@@ -62,40 +61,47 @@ def test_health_and_metadata(client: triton.InferenceServerClient) -> None:
         tensors = {tensor["name"]: tensor for tensor in described["inputs"]}
         assert tensors["candidates.post_id"]["datatype"] == "UINT64"
         assert tensors["history.actions"]["shape"] == [-1, 3]
+        assert all(len(tensors[name]["shape"]) == array.ndim for name, array in ASKED.inputs.items())
+        outputs = {tensor["name"]: tensor["shape"] for tensor in described["outputs"]}
+        assert (outputs["probabilities"], outputs["continuous"]) == ([-1, 3], [-1, 1])
         assert described["versions"] == ["v1"]
 
 
+@pytest.mark.parametrize("actions", [["report", "favorite"], []])
 @pytest.mark.parametrize("compression", [None, "gzip"])
 @pytest.mark.parametrize("binary", [True, False])
 def test_every_way_in_gives_the_same_bits(
-    client: triton.InferenceServerClient, http: httpx.Client, binary: bool, compression: str | None
+    client: triton.InferenceServerClient, http: httpx.Client, binary: bool, compression: str | None, actions: list[str]
 ) -> None:
-    wanted = [
-        triton.InferRequestedOutput(name, binary_data=binary)
-        for name in ("post_id", "score", "rank", "probabilities", "continuous")
-    ]
+    body = good(top_k=2, actions_wanted=actions)
+    asked = inference_of(body, ACTIONS)
     result = client.infer(
         "fake",
-        inputs(ASKED, binary=binary),
-        outputs=wanted,
-        parameters=ASKED.parameters,
+        inputs(asked, binary=binary),
+        outputs=[
+            triton.InferRequestedOutput(name, binary_data=binary)
+            for name in ("post_id", "score", "rank", "probabilities", "continuous")
+        ],
+        parameters=asked.parameters,
+        request_id="page-7",
         request_compression_algorithm=compression,
     )
-    rows = http.post("/rank", json=good(request_id=...)).json()["candidates"]
+    reply = http.post("/rank", json=body).json()
+    rows = reply["candidates"]
     bits = np.array([row["probabilities"] for row in rows], np.float32).tobytes()
     assert result.as_numpy("probabilities").tobytes() == bits
+    assert result.as_numpy("probabilities").shape == (2, len(actions))
     assert result.as_numpy("score").tolist() == [row["score"] for row in rows]
     assert result.as_numpy("rank").tolist() == [row["rank"] for row in rows]
     assert result.as_numpy("post_id").tolist() == [int(row["post_id"]) for row in rows]
     dwell = [row["continuous"]["dwell_time"] for row in rows]
     assert result.as_numpy("continuous")[:, 0].tobytes() == np.array(dwell, np.float32).tobytes()
-
-
-def test_masks_give_the_bits_of_dense_actions(client: triton.InferenceServerClient) -> None:
-    history = [{"post_id": 1, "author_id": 1, "actions": ["favorite", "report"]}]
-    asked = inference_of(good(history=history, request_id=...), ACTIONS)
-    dense, bits = (client.infer("fake", inputs(each)).as_numpy("probabilities") for each in (asked, masked(asked)))
-    assert dense.tobytes() == bits.tobytes()
+    header = result.get_response()
+    assert (header["model_name"], header["model_version"], header["id"]) == ("fake", "v1", "page-7")
+    told = header["parameters"]
+    assert (told["actions"], told["continuous"], told["context"]) == (",".join(actions), "dwell_time", reply["context"])
+    assert (told["history_used"], told["history_dropped"]) == (3, 0)
+    assert told["forward_ms"] >= 0
 
 
 def test_a_context_may_be_named(http: httpx.Client) -> None:
@@ -211,25 +217,6 @@ def test_a_name_in_the_body_is_the_requests(client: triton.InferenceServerClient
     assert reply.headers["x-request-id"] == "page-8"
 
 
-def test_gzip_is_inflated(http: httpx.Client) -> None:
-    body, headers = ASKED.body(binary=True)
-    packed = http.post(INFER, content=gzip.compress(body), headers=headers | {"content-encoding": "gzip"})
-    assert packed.status_code == 200
-
-
-def test_no_path_makes_a_series(http: httpx.Client) -> None:
-    for number in range(5):
-        body, headers = ASKED.body(binary=True)
-        assert http.post(f"/v2/models/m{number}/infer", content=body, headers=headers).status_code == 404
-        assert http.get(f"/v2/models/fake/versions/{number}").status_code == 404
-        assert http.get(f"/v2/{number}").status_code == 404
-    lines = http.get("/metrics").text.splitlines()
-    routes = {line.split('route="')[1].split('"')[0] for line in lines if 'route="' in line}
-    assert "/v2/models/{name}/infer" in routes
-    assert "/v2/models/{name}/versions/{version}" in routes
-    assert not any(route.startswith(("/v2/models/m", "/v2/models/fake")) for route in routes)
-
-
 def test_methods_are_those_of_the_protocol(http: httpx.Client) -> None:
     reply = http.get(INFER)
     assert (reply.status_code, reply.headers["allow"], reply.json()["error"]) == (405, "POST", reply.json()["detail"])
@@ -253,5 +240,8 @@ def test_ids_may_be_texts() -> None:
         posts = [{"post_id": "a,b", "author_id": "d"}, {"post_id": "c", "author_id": "e"}]
         rows = client.post("/rank", json={"user_id": "u", "candidates": posts}).json()["candidates"]
         assert outputs["score"]["data"] == [row["score"] for row in rows]
+        wanted = [{"name": "post_id", "parameters": {"binary_data": True}}]
+        binary = client.post(INFER, json={"inputs": sent, "outputs": wanted})
+        assert binary.content[int(binary.headers["inference-header-content-length"]) :] == b"\3\0\0\0a,b\1\0\0\0c"
         described = client.get("/v2/models/fake").json()["inputs"]
         assert {tensor["datatype"] for tensor in described if tensor["name"].endswith("_id")} == {"BYTES"}

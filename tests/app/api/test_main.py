@@ -1,9 +1,10 @@
-"""The application as a whole: its document, clients made from it, other servers, and what a port of its own takes away."""
+"""The application as a whole: its document, clients made from it, and other servers."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -20,15 +21,13 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.testclient import TestClient
 
-from app.main import create_app, create_probe_app
-from app.settings import Explore, Probes, Retrieval, Settings
+from app.main import create_app
+from app.settings import Settings
 from loadtest.server import example, running, stop
-from tests.app.api.live import until
-from tests.support import corpora, rankers
+from tests.support import corpora
 from tests.support.asgi import ADDRESS, served
 from tests.support.bodies import good
 
-ROOT = Path(__file__).parents[3]
 OPERATIONS = ("/livez", "/readyz", "/startupz", "/metrics", "/info")
 RANKING = ("/context", "/rank", "/rank/{name}", "/rank/batch", "/explain", "/retrieve", "/recommend")
 MODEL = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
@@ -99,57 +98,6 @@ def test_every_refusal_is_listed_as_a_problem(document: dict[str, Any], path: st
         assert [code for code in codes.split() if code not in text] == []
 
 
-def references(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        yield from ([value["$ref"]] if "$ref" in value else [])
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            yield from references(item)
-
-
-def schemas(value: Any) -> Iterator[Any]:
-    """Every value that stands where a schema is asked for."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            if name in ("schema", "items"):
-                yield inner
-            elif name in ("properties", "$defs", "schemas"):
-                yield from inner.values()
-            elif name in ("anyOf", "oneOf", "allOf", "prefixItems"):
-                yield from inner
-            yield from schemas(inner)
-    elif isinstance(value, list):
-        for item in value:
-            yield from schemas(item)
-
-
-def test_every_reference_leads_somewhere_and_no_schema_is_false(document: dict[str, Any]) -> None:
-    found = set(references(document))
-    assert found
-    assert {reference.rpartition("/")[2] for reference in found} <= set(document["components"]["schemas"])
-    assert all(isinstance(schema, dict) for schema in schemas(document))
-
-
-def test_the_demo_takes_every_example(document: dict[str, Any]) -> None:
-    weights = ROOT / "weights"
-    retrieval = Retrieval(checkpoint=weights / "demo-towers", corpus=weights / "demo-posts")
-    app = create_app(Settings(checkpoint=weights / "demo", threads=1, retrieval=retrieval))
-    with TestClient(app, base_url=ADDRESS) as client:
-        until(lambda: client.get("/readyz").status_code == 200)
-        take_examples(document, client)
-
-
-def take_examples(document: dict[str, Any], client: TestClient) -> None:
-    for path in RANKING:
-        content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
-        assert content["examples"]
-        for one in content["examples"].values():
-            reply = client.post(path.replace("{name}", "demo"), json=one["value"])
-            assert reply.status_code == 200, reply.text
-            assert "error" not in reply.text
-
-
 @pytest.mark.parametrize(("root_path", "url"), [("", "."), ("/ranker", "/ranker")])
 def test_the_document_leads_to_where_a_proxy_has_put_the_service(root_path: str, url: str) -> None:
     with served(root_path=root_path) as (client, _):
@@ -196,32 +144,20 @@ def test_openapi_generator_reads_the_document(described: Path, tmp_path: Path) -
     run = "import sys, openapi_generator_cli; sys.exit(openapi_generator_cli.cli())"
     command = [sys.executable, "-c", run, "generate", "-g", "python", "-i", str(described)]
     made = subprocess.run(
-        [*command, "-o", str(tmp_path / "made")], capture_output=True, text=True, timeout=110, cwd=tmp_path
+        [*command, "-o", str(tmp_path / "made")],
+        env=os.environ | {"JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"},  # it runs for seconds
+        capture_output=True,
+        text=True,
+        timeout=110,
+        cwd=tmp_path,
     )
     assert made.returncode == 0, made.stdout + made.stderr
     assert (tmp_path / "made/openapi_client/api/ranking_api.py").is_file()
     assert (tmp_path / "made/openapi_client/models/rank_request.py").is_file()
 
 
-def test_metrics_move_to_a_port_of_their_own() -> None:
-    ranker = rankers.create(probes=Probes(port=9100))
-    apps = (create_app(ranker.settings, ranker), create_probe_app(ranker.settings, ranker))
-    moved = {"/metrics": 404, "/livez": 200, "/rank": 405, "/docs": 200}
-    there = {"/metrics": 200, "/livez": 200, "/info": 503, "/rank": 404, "/docs": 404, "/openapi.json": 404}
-    for app, paths in zip(apps, (moved, there), strict=True):
-        client = TestClient(app, base_url=ADDRESS)
-        assert {path: client.get(path).status_code for path in paths} == paths
-
-
-def test_explanations_are_not_there_where_they_are_off() -> None:
-    with served(explore=Explore(enabled=False)) as (client, _):
-        assert client.post("/explain", json=good(explain=[90])).status_code == 404
-        assert "/explain" not in client.get("/openapi.json").json()["paths"]
-
-
 SERVERS = {
     "uvicorn": ("--factory", "app.main:create_app", "--port", "{port}"),
-    "hypercorn": ("app.main:create_app()", "--bind", "127.0.0.1:{port}"),
     "granian": ("--interface", "asgi", "--factory", "app.main:create_app", "--port", "{port}"),
 }
 

@@ -56,13 +56,6 @@ def test_every_series_of_the_contract_is_exposed() -> None:
     assert "_created" not in text
 
 
-def test_registries_are_apart() -> None:
-    one, other = Metrics(), Metrics()
-    one.rejected.labels("draining").inc()
-    assert b'ranker_rejected_total{reason="draining"} 1.0' in one.render()
-    assert b'ranker_rejected_total{reason="draining"} 0.0' in other.render()
-
-
 def test_the_buckets_are_those_of_the_contract() -> None:
     expected = "0.0005 0.001 0.002 0.003 0.005 0.0075 0.01 0.015 0.02 0.03 0.05 0.075 0.1 0.15 0.25 0.5 1 2.5"
     assert " ".join(f"{bound:g}" for bound in metrics.LATENCY_SECONDS) == expected

@@ -123,8 +123,9 @@ def test_info_leaves_out_paths_that_compilers_and_drivers_name() -> None:
     )
     steps = [{"rung": "recorded", "reason": "RuntimeError: Failed to find C compiler, 5 of 7, see (/var/log/x)"}]
     engine.info.notes.update(rung="torch", steps_down=steps, fallback=said, row_sizes=[64, 128], share=0.5)
-    with served(engine) as (client, _):
+    with served(engine) as (client, ranker):
         notes = client.get("/info").json()["engine"]
+        assert rankers.figure(ranker, "ranker_engine_steps_down") == 1
     assert notes == {
         "rung": "torch",
         "steps_down": [{"rung": "recorded", "reason": "RuntimeError: Failed to find C compiler, 5 of 7, see (…)"}],

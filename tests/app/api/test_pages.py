@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from app.api.pages import MOST_CARRIED_BYTES, POLICY, WHAT_THERE_IS, Kept, carried
-from app.settings import Explore, Settings
+from app.settings import Explore
 from tests.support.asgi import served
 
 pytestmark = pytest.mark.anyio
@@ -97,15 +97,6 @@ def test_nothing_else_is_served(client: TestClient, name: str) -> None:
 
 def test_a_page_is_not_posted_to(client: TestClient) -> None:
     assert client.post("/explore").json()["code"] == "method_not_allowed"
-
-
-@pytest.mark.parametrize(
-    ("host", "is_on"),
-    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("::", False), ("10.0.0.7", False)],
-)
-def test_the_page_is_on_where_the_host_is_loopback_unless_it_is_said(host: str, is_on: bool) -> None:
-    assert Settings(host=host).explores is is_on
-    assert Settings(host=host, explore=Explore(enabled=not is_on)).explores is not is_on
 
 
 def test_names_of_another_checkpoint_are_not_shown(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from app.columns import Vocabulary
 from app.engine.loading import LoadedModel
 from app.engine.runners import Steps
 from app.main import create_app
-from app.service.ranker import create_ranker
+from app.service.ranker import LocalRanker, create_ranker
 from app.settings import Limits, Settings
 from app.telemetry.metrics import Metrics
 from tests.support import strategies
@@ -39,9 +39,14 @@ PLAIN = good(actions_wanted=..., top_k=..., weights=...)
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[TestClient]:
-    with served(limits=Limits(max_body_bytes=200_000, max_candidates=3000, max_history=200)) as (client, _):
-        yield client
+def running() -> Iterator[tuple[TestClient, LocalRanker]]:
+    with served(limits=Limits(max_body_bytes=200_000, max_candidates=3000, max_history=200)) as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def client(running: tuple[TestClient, LocalRanker]) -> TestClient:
+    return running[0]
 
 
 def rows_of(client: TestClient, body: Any, path: str = "/rank") -> list[dict[str, Any]]:
@@ -64,11 +69,6 @@ def test_a_reply_holds_what_the_contract_says(client: TestClient) -> None:
     assert content["request_id"] == reply.headers["x-request-id"] == "page-7"
     assert content["context"] == reply.headers["x-context"]
     assert (reply.headers["x-model-version"], reply.headers["x-context-cache"]) == ("v1", "miss")
-
-
-def test_a_request_that_its_header_names_keeps_that_name(client: TestClient) -> None:
-    reply = client.post("/rank", json=PLAIN, headers={"x-request-id": "Call-7:a/b"})
-    assert (reply.json()["request_id"], reply.headers["x-request-id"]) == ("page-7", "Call-7:a/b")
 
 
 def test_scores_are_the_engines_in_either_form(client: TestClient) -> None:
@@ -102,24 +102,10 @@ def test_durations_are_those_of_this_call() -> None:
 def test_a_model_is_asked_for_by_its_path(client: TestClient) -> None:
     for path in ("/rank/fake", "/rank/fake@v1"):
         assert rows_of(client, PLAIN, path) == rows_of(client, PLAIN)
-    for path in ("/rank/fake@v2", "/rank/v1", f"/rank/{MARK}"):
+    for path in ("/rank/fake@v2", "/rank/fake@", "/rank/@v1", "/rank/v1", f"/rank/{MARK}"):
         reply = client.post(path, json=PLAIN)
         assert (reply.status_code, reply.json()["code"]) == (404, "not_found")
         assert MARK not in reply.text
-
-
-def test_a_long_list_is_answered_whole(client: TestClient) -> None:
-    posts = {"post_id": [*range(1, 2501)], "author_id": [1] * 2500}
-    rows = rows_of(client, good(candidates=posts, top_k=...))
-    assert [row["post_id"] for row in rows] == posts["post_id"]
-    assert sorted(row["rank"] for row in rows) == posts["post_id"]
-
-
-def test_a_longer_history_than_the_window_is_counted() -> None:
-    with served() as (client, ranker):
-        content = client.post("/rank", json=good(history=[POST] * 20)).json()
-        assert (content["history_used"], content["history_dropped"]) == (16, 4)
-        assert figure(ranker, "ranker_history_truncated_total") == 1
 
 
 def test_weights_that_are_all_zero_are_warned_of() -> None:
@@ -135,7 +121,8 @@ def test_weights_that_are_all_zero_are_warned_of() -> None:
             content = client.post("/rank", json=good(weights=...)).json()
             assert [row["score"] for row in content["candidates"]] == [0.0, 0.0, 0.0]
             assert content["warnings"] == [columns.ZERO_WEIGHTS]
-        assert "warnings" not in client.post("/rank", json=good()).json()
+        for weights in ({}, {"favorite": 1}, "default"):
+            assert "warnings" not in client.post("/rank", json=good(weights=weights)).json()
     assert len([line for line in lines if line["event"] == "scores_mean_nothing"]) == 1
 
 
@@ -152,13 +139,10 @@ def event(**changes: Any) -> dict[str, Any]:
 
 INVALID: dict[str, tuple[Any, str]] = {
     "not an object": ([MARK], ""),
-    "a string": (MARK, ""),
     "null": (None, ""),
     "user missing": (good(user_id=...), "user_id"),
-    "user negative": (good(user_id=-1), "user_id"),
     "user 2^64": (good(user_id=2**64), "user_id"),
     "user text": (good(user_id=MARK), "user_id"),
-    "user true": (good(user_id=True), "user_id"),
     "unknown field": (good(**{MARK: 1}), ""),
     "unknown field that looks like a path": (good(**{f"a` - at `$.{MARK}": 1}), ""),
     "no candidates": (good(candidates=[]), "candidates"),
@@ -169,8 +153,6 @@ INVALID: dict[str, tuple[Any, str]] = {
     "candidates missing": (good(candidates=...), "candidates"),
     "candidate author missing": (good(candidates=[POST, {"post_id": 1}]), "candidates[1].author_id"),
     "candidate post text": (candidate(post_id=MARK), "candidates[1].post_id"),
-    "candidate post fraction": (candidate(post_id=1.0), "candidates[1].post_id"),
-    "candidate surface too high": (candidate(product_surface=16), "candidates[1].product_surface"),
     "candidate created in ms": (candidate(created_at=1_779_990_000_000), "candidates[1].created_at"),
     "candidate with dwell": (candidate(dwell_time=3), "candidates[1]"),
     "arrays unequal": (good(candidates={"post_id": [1, 2], "author_id": [1]}), "candidates"),
@@ -180,12 +162,9 @@ INVALID: dict[str, tuple[Any, str]] = {
     ),
     "arrays null entry": (good(candidates={"post_id": [1, None], "author_id": [1, 2]}), "candidates.post_id[1]"),
     "arrays bad entry": (good(candidates={"post_id": [1, MARK], "author_id": [1, 2]}), "candidates.post_id[1]"),
-    "history dwell negative": (event(dwell_time=-0.1), "history[0].dwell_time"),
     "action unknown": (event(actions=["favorite", MARK]), "history[0].actions[1]"),
     "action of a number": (event(actions=["favorite", 1]), "history[0].actions[1]"),
-    "action named twice": (event(actions=["favorite", "0"]), "history[0].actions"),
     "action text": (event(actions=MARK), "history[0].actions"),
-    "action map unknown": (event(actions={MARK: 1}), "history[0].actions"),
     "action map text": (event(actions={"favorite": MARK}), "history[0].actions.favorite"),
     "action map null in arrays": (
         good(history=in_columns([POST | {"actions": {"reply": None}}])),
@@ -196,7 +175,6 @@ INVALID: dict[str, tuple[Any, str]] = {
     "impression in ms": (good(impression_ts=1_780_000_000_000), "impression_ts"),
     "weights unknown action": (good(weights={MARK: 1}), "weights"),
     "weights text": (good(weights={"favorite": MARK}), "weights.favorite"),
-    "weights of an unknown action, text": (good(weights={MARK: MARK}), "weights"),
     "weights unknown set": (good(weights=MARK), "weights"),
     "weights huge": (good(weights={"favorite": 1e308}), "weights.favorite"),
     "weights twice": (good(weights={"favorite": 1, "0": 1}), "weights"),
@@ -214,30 +192,20 @@ INVALID: dict[str, tuple[Any, str]] = {
     "context and history": (good(context="0" * 32, user_id=...), "context"),
     "context too short": (good(context="0" * 31, user_id=..., history=...), "context"),
     "context with a line feed": (good(context="0" * 32 + "\n", user_id=..., history=...), "context"),
-    "context of another form": (good(context=MARK, user_id=..., history=...), "context"),
 }
 MALFORMED: dict[str, bytes] = {
     "text": MARK.encode(),
     "empty": b"",
-    "blank": b"  ",
     "garbage": b"{} x",
     "trailing comma": b'{"user_id": 1,}',
-    "single quotes": b"{'user_id': 1}",
-    "comment": b'{"user_id": 1} // yes',
     "NaN": b'{"user_id": NaN}',
-    "Infinity": b'{"impression_ts": Infinity}',
     "infinite as a double": b'{"impression_ts": 1e999}',
     "an integer that is infinite as a double": b'{"user_id": %b}' % (b"9" * 400),
     "leading zero": b'{"user_id": 01}',
-    "plus": b'{"user_id": +1}',
     "byte order mark": b"\xef\xbb\xbf{}",
     "UTF-16": '{"user_id": 1}'.encode("utf-16"),
-    "Latin-1": '{"user_id": "é"}'.encode("latin-1"),
-    "overlong UTF-8": b'{"user_id": "\xc0\xaf"}',
-    "raw surrogate": b'{"user_id": "\xed\xa0\x80"}',
     "lone high surrogate": b'{"user_id": "\\ud800zq9marker"}',
     "bad UTF-8": b'{"user_id": "zq9marker\xff"}',
-    "lone low surrogate": b'{"user_id": "\\udc00"}',
     "a lone surrogate in a key": b'{"\\ud800": 1}',
     "control character": b'{"user_id": "\x00"}',
     "cut off": b'{"user_id": 1, "candidates": [{"post_id": 1',
@@ -259,7 +227,10 @@ CASES = (
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_refusal_has_a_status_a_code_and_no_word_of_the_caller(client: TestClient, name: str) -> None:
+def test_a_refusal_has_a_status_a_code_no_word_of_the_caller_and_no_place(
+    running: tuple[TestClient, LocalRanker], name: str
+) -> None:
+    client, ranker = running
     body, status, code = CASES[name]
     with structlog.testing.capture_logs() as lines:
         reply = client.post("/rank", content=body, headers=JSON)
@@ -271,8 +242,13 @@ def test_a_refusal_has_a_status_a_code_and_no_word_of_the_caller(client: TestCli
     if status == 422:
         ((field,),) = [[error["field"] for error in content["errors"]]]
         assert field == INVALID[name.removeprefix("422 ")][1]
+        assert content["detail"] == f"{field}: {content['errors'][0]['message']}".removeprefix(": ")
+        if name.endswith("in ms"):
+            assert "Unix seconds" in content["detail"]
+            assert "milliseconds" in content["detail"]
     else:
         assert "errors" not in content
+    assert figure(ranker, "ranker_queue_requests") == 0
 
 
 def test_what_the_refused_were_made_of_is_good(client: TestClient) -> None:
@@ -280,14 +256,7 @@ def test_what_the_refused_were_made_of_is_good(client: TestClient) -> None:
         assert client.post("/rank", json=body).status_code == 200
 
 
-def test_nothing_refused_keeps_a_place() -> None:
-    with served() as (client, ranker):
-        for body, _, _ in CASES.values():
-            client.post("/rank", content=body, headers=JSON)
-        assert figure(ranker, "ranker_queue_requests") == 0
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(strategies.mutated() | strategies.nearly_valid().map(lambda body: json.dumps(body).encode()))
 def test_no_body_is_a_fault(client: TestClient, raw: bytes) -> None:
     reply = client.post("/rank", content=raw, headers=JSON)
@@ -302,7 +271,9 @@ def test_no_body_is_a_fault(client: TestClient, raw: bytes) -> None:
 
 
 def test_texts_are_echoed_and_nothing_else_is_an_id() -> None:
-    posts = [{"post_id": name, "author_id": "a"} for name in ("64f1c0ffee0ddba11ab1e042", "7", "a,b", 'é"')]
+    posts = [
+        {"post_id": name, "author_id": "a"} for name in ("64f1c0ffee0ddba11ab1e042", "7", "a,b", "],[", "\\", 'é"\x00')
+    ]
     body: dict[str, Any] = {"user_id": "user:1", "history": posts[:2], "candidates": posts}
     with served(load=fake_loader(ids="text")) as (client, _):
         assert [row["post_id"] for row in rows_of(client, body)] == [post["post_id"] for post in posts]
@@ -371,19 +342,3 @@ def test_numbers_are_the_same_bits_on_every_way_in(demo: TestClient) -> None:
     others = [many(7) | {"user_id": number} for number in range(3)]
     results = demo.post("/rank/batch", json=[others[0], body, others[1], by_handle, others[2]]).json()
     assert results[1]["candidates"] == results[3]["candidates"] == wanted
-
-
-@pytest.mark.parametrize("path", ["/rank", "/rank/batch", "/context"])
-def test_the_examples_of_the_document_work_when_pasted(demo: TestClient, path: str) -> None:
-    document = demo.get("/openapi.json").json()
-    operation = document["paths"][path]["post"]
-    examples = operation["requestBody"]["content"]["application/json"]["examples"]
-    assert examples
-    for example in examples.values():
-        reply = demo.post(path, json=example["value"])
-        assert reply.status_code == 200, reply.text
-        assert "error" not in reply.text
-    assert {"200", "400", "401", "404", "412", "413", "415", "422", "429", "500", "503", "504"} <= operation[
-        "responses"
-    ].keys()
-    assert operation["description"]

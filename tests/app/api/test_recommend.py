@@ -81,15 +81,12 @@ def test_fewer_posts_than_were_asked_for_are_ranked(running: tuple[TestClient, L
     assert figure(ranker, 'ranker_reply_probability_count{action="favorite"}') == counted + 1
 
 
-def test_nothing_was_ranked_in_no_time(client: TestClient) -> None:
-    content = client.post("/recommend", json=asked(topics=[])).json()
-    assert (content["candidates"], content["timings_ms"]["forward"]) == ([], 0)
-
-
 def test_a_handle_is_named_though_nothing_was_ranked(client: TestClient) -> None:
     handle = client.post("/context", json=asked()).json()["context"]
     reply = client.post("/recommend", json={"context": handle, "topics": []})
-    assert (reply.json()["candidates"], reply.json()["context"], reply.headers["x-context"]) == ([], handle, handle)
+    content = reply.json()
+    assert (content["candidates"], content["context"], reply.headers["x-context"]) == ([], handle, handle)
+    assert content["timings_ms"]["forward"] == 0
 
 
 @pytest.mark.parametrize(

@@ -28,18 +28,6 @@ def traced(headers: dict[bytes, bytes]) -> tuple[str, dict[str, object]]:
     return trace, {span.name: span for span in memory.get_finished_spans()}
 
 
-def test_the_callers_trace_is_continued_with_a_span_a_stage() -> None:
-    trace, spans = traced(PARENT)
-    assert trace == "0af7651916cd43dd8448eb211c80319c"
-    assert set(spans) == {"POST /rank", "parse", "queue", "forward", "serialize"}
-    root = spans["POST /rank"]
-    assert root.parent.span_id == 0xB7AD6B7169203331
-    assert root.end_time - root.start_time == 8_000_000
-    assert spans["forward"].parent.span_id == root.context.span_id
-    assert spans["forward"].end_time - spans["forward"].start_time == 3_000_000
-    assert spans["queue"].end_time == spans["forward"].start_time
-
-
 def test_without_a_parent_a_new_trace_begins_and_the_ratio_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     trace, spans = traced({})
     assert int(trace, 16)

@@ -68,15 +68,15 @@ def query(user: int = 1, k: int = 500, at_least: str = "") -> Query:
     return Query(context, k, Filters(NO_IDS), at_least=at_least)
 
 
-async def found(searches: Searches, asked: Query, served: ServedCorpus | None = None, deadline: float = FAR) -> Found:
-    return await searches.search(served or searches.served, asked, deadline, None)
+async def found(searches: Searches, asked: Query) -> Found:
+    return await searches.search(searches.served, asked, FAR, None)
 
 
 def begun(
-    searches: Searches, user: int, deadline: float = FAR, served: ServedCorpus | None = None
+    searches: Searches, user: int, deadline: float = FAR, served: ServedCorpus | None = None, key: str | None = None
 ) -> asyncio.Task[Found]:
     """A search of five posts that is under way."""
-    return asyncio.ensure_future(found(searches, query(user, 5), served, deadline))
+    return asyncio.ensure_future(searches.search(served or searches.served, query(user, 5), deadline, key))
 
 
 async def posts_of(searches: Searches) -> list[tuple[int, float]]:

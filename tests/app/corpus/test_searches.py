@@ -17,6 +17,7 @@ import structlog
 
 from app.corpus.changes import CorpusLoader, LoadedCorpus, corpus_loader
 from app.corpus.posts import read_change
+from app.engine.runners import RETRIEVAL_THREAD
 from app.errors import CorpusNotLoaded, DeadlineExceeded, EngineDown, Overloaded
 from app.interface import ReloadInProgress
 from app.settings import Queue, Settings
@@ -37,12 +38,15 @@ pytestmark = pytest.mark.anyio
 
 
 class Watched:
-    """An engine that says which users shared a scan. `before` runs before each call of the method that it is given for, and may wait or
-    raise. Scans seem long, so that none is computed in the event loop."""
+    """An engine that says which users shared a scan, and the thread of each. `before` runs before each call of the method that it is
+    given for, and may wait or raise. A scan seems to take `search_seconds`, so long that none is computed in the event loop, and to
+    encode users whom it does not know `encode_seconds`."""
 
     def __init__(self, engine: Any, before: dict[str, Callable[[Any], object]]) -> None:
         self._engine, self._before = engine, before
         self.scans: list[list[int]] = []
+        self.threads: list[str] = []
+        self.search_seconds, self.encode_seconds = 1.0, 1e-6
         self.closed = threading.Event()
 
     def __getattr__(self, name: str) -> Any:
@@ -56,9 +60,11 @@ class Watched:
 
     def retrieve(self, queries: Sequence[Query], users: Any) -> Answers:
         self.scans.append([query.context.user_id for query in queries])
+        self.threads.append(threading.current_thread().name.partition("_")[0])
         self._before.get("retrieve", id)(queries)
+        encode_seconds = self.encode_seconds if users.unknown else 0.0
         answers: Answers = self._engine.retrieve(queries, users)
-        return replace(answers, search_seconds=1.0)
+        return replace(answers, encode_seconds=encode_seconds, search_seconds=self.search_seconds)
 
     def close(self) -> None:
         self._engine.close()
@@ -103,22 +109,90 @@ async def test_those_who_wait_share_the_next_scan_and_get_what_they_would_get_al
         assert 'ranker_stage_duration_seconds_count{stage="queue"} 70.0' in searches.metrics.render().decode()
 
 
-async def test_what_nobody_waits_for_is_not_searched(tmp_path: Path) -> None:
-    settings, gate, clock = settings_of(tmp_path), Gate(), FakeClock()
+async def test_keys_take_turns(tmp_path: Path) -> None:
+    """One that has sent sixty at once is not ahead of another that comes behind it."""
+    settings, gate = settings_of(tmp_path), Gate()
     load, engines = watched(settings, retrieve=gate)
-    async with running(settings, load, clock) as searches:
-        first = begun(searches, 1)
+    async with running(settings, load) as searches:
+        tasks = [begun(searches, 99)]
         await reached(gate)
-        gone, late, patient = begun(searches, 2), begun(searches, 3, clock.now + 0.01), begun(searches, 4)
+        tasks += [begun(searches, user, key="greedy") for user in range(100, 160)]
         await asyncio.sleep(0)
-        gone.cancel()
-        clock.advance(1.0)
-        with pytest.raises(DeadlineExceeded):
-            await late
+        tasks += [begun(searches, user, key="modest") for user in range(1, 6)]
+        await asyncio.sleep(0)
         gate.opened.set()
-        await asyncio.gather(first, patient)
-        assert engines[0].scans == [[1], [4]]
-        assert 'ranker_cancelled_total{stage="queue"} 1.0' in searches.metrics.render().decode()
+        await asyncio.gather(*tasks)
+    assert engines[0].scans[1][:10] == [100, 1, 101, 2, 102, 3, 103, 4, 104, 5]
+
+
+@pytest.mark.parametrize(("seconds", "thread"), [(0.9e-3, "MainThread"), (1.1e-3, RETRIEVAL_THREAD)])
+async def test_a_short_search_is_computed_at_once(tmp_path: Path, seconds: float, thread: str) -> None:
+    settings = settings_of(tmp_path)
+    load, engines = watched(settings)
+    async with running(settings, load) as searches:
+        engines[0].search_seconds = seconds
+        for _ in range(3):
+            await begun(searches, 1)
+    assert engines[0].threads == [RETRIEVAL_THREAD, thread, thread], "the first is not foreseen"
+
+
+async def test_a_long_encoding_is_no_reason_to_hand_over_the_search_of_a_known_user(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path)
+    load, engines = watched(settings)
+    async with running(settings, load) as searches:
+        engines[0].search_seconds, engines[0].encode_seconds = 0.5e-3, 2e-3
+        for user in (1, 1, 2, 2):
+            await begun(searches, user)
+    assert engines[0].threads == [RETRIEVAL_THREAD, "MainThread", RETRIEVAL_THREAD, "MainThread"]
+
+
+async def test_a_user_who_cannot_be_looked_up_fails_alone(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path)
+    load, _ = watched(settings, look_up=lambda given: fail_for_user_3(given[0]))
+    async with running(settings, load) as searches:
+        ended = await asyncio.gather(*(begun(searches, user) for user in (2, 3, 4)), return_exceptions=True)
+    assert [isinstance(one, EngineDown) for one in ended] == [False, True, False]
+
+
+def fail_for_user_3(queries: Sequence[Query]) -> None:
+    if any(query.context.user_id == 3 for query in queries):
+        raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize(("seconds", "thread"), [(1e-4, "MainThread"), (1.0, RETRIEVAL_THREAD)])
+async def test_a_search_that_raises_fails_alone_wherever_it_is_computed(
+    tmp_path: Path, seconds: float, thread: str
+) -> None:
+    settings = settings_of(tmp_path)
+    load, engines = watched(settings, retrieve=fail_for_user_3)
+    async with running(settings, load) as searches:
+        engines[0].search_seconds = seconds
+        await begun(searches, 9)
+        ended = await asyncio.gather(*(begun(searches, user) for user in (1, 2, 3, 4)), return_exceptions=True)
+    assert [isinstance(one, EngineDown) for one in ended] == [False, False, True, False]
+    assert engines[0].scans[1:] == [[1, 2, 3, 4], [1], [2], [3], [4]]
+    assert set(engines[0].threads[1:]) == {thread}
+
+
+async def test_what_waits_after_a_split_batch_is_answered_at_the_end(tmp_path: Path) -> None:
+    gate = Gate()
+
+    def fail_together(queries: Sequence[Query]) -> None:
+        if len(queries) > 1:
+            raise RuntimeError("planted")
+        gate(queries)
+
+    settings = settings_of(tmp_path)
+    load, _ = watched(settings, retrieve=fail_together)
+    async with running(settings, load) as searches:
+        tasks = [begun(searches, user) for user in (1, 2, 3)]
+        await reached(gate)  # the first is tried by itself, and the others wait for that
+        assert not await searches.stop(0.05)
+        for task in tasks:
+            with pytest.raises(EngineDown, match="The process stops") as refused:
+                await task
+            assert refused.value.retry_after_seconds is not None
+        gate.opened.set()
 
 
 async def test_a_full_queue_and_a_deadline_that_cannot_be_met_are_refused(tmp_path: Path) -> None:
@@ -149,19 +223,6 @@ async def test_a_full_queue_and_a_deadline_that_cannot_be_met_are_refused(tmp_pa
         assert refused.value.retry_after_seconds
         gate.opened.set()
         await asyncio.gather(first, *others)
-
-
-async def test_a_search_that_raises_fails_alone(tmp_path: Path) -> None:
-    def fail(queries: Sequence[Query]) -> None:
-        if any(query.context.user_id == 3 for query in queries):
-            raise RuntimeError("planted")
-
-    settings = settings_of(tmp_path)
-    load, engines = watched(settings, retrieve=fail)
-    async with running(settings, load) as searches:
-        ended = await asyncio.gather(*(begun(searches, user) for user in (1, 2, 3, 4)), return_exceptions=True)
-        assert [isinstance(one, EngineDown) for one in ended] == [False, False, True, False]
-        assert engines[0].scans == [[1, 2, 3, 4], [1], [2], [3], [4]]
 
 
 async def test_searches_after_the_loss_of_their_engine_are_refused_until_another_corpus_is_loaded(
@@ -284,13 +345,10 @@ async def test_a_change_is_on_the_disk_and_seen_whole_by_the_next_search(tmp_pat
         assert (await again.change(change([3], []))).changes == 3
 
 
-@pytest.mark.parametrize("count", [30, 200])
-async def test_however_it_was_changed_a_restart_finds_the_same_posts_in_the_same_order(
-    tmp_path: Path, count: int
-) -> None:
+async def test_however_it_was_changed_a_restart_finds_the_same_posts_in_the_same_order(tmp_path: Path) -> None:
     settings = settings_of(tmp_path)
     async with running(settings) as searches:
-        for step in range(count):
+        for step in range(200):
             gone = [1000 + step - 20] if step % 3 else [step % 50 + 1]
             await searches.change(change(gone, [1000 + step] if step % 4 else [1000 + step, 60 + step % 20]))
         before, state = await posts_of(searches), searches.present()
@@ -336,18 +394,6 @@ async def test_a_snapshot_serves_what_the_corpus_serves(tmp_path: Path, ids: IdK
                 )
 
 
-async def test_text_ids_are_changed_and_found(tmp_path: Path) -> None:
-    corpora.written(tmp_path, ids="text")
-    bodies = b'{"upsert": [{"post_id": "new", "author_id": "author:5"}], "delete": ["post:1"]}', b'{"delete": ["new"]}'
-    for body, there in zip(bodies, ({"new"}, set[str]()), strict=True):
-        async with running(settings_of(tmp_path)) as searches:
-            await searches.change(read_change(body, "text"))
-        async with running(settings_of(tmp_path)) as searches:
-            texts = {post for post, _ in (await found(searches, query())).posts.texts}
-            assert texts & {"new", "post:1"} == there
-            assert len(texts) == 298 + len(there)
-
-
 async def test_changes_of_a_feed_are_made_once_together_and_only_behind_their_position(tmp_path: Path) -> None:
     """Another corpus may have taken the place of the one that they were read for."""
     async with running(settings_of(tmp_path, feed="redis://127.0.0.1:1/posts")) as searches:
@@ -371,6 +417,22 @@ async def test_searches_go_on_while_new_posts_are_indexed(tmp_path: Path) -> Non
         gate.opened.set()
         await changing
         assert {1, 900} & await ids_of(searches) == {900}
+
+
+async def test_nothing_is_searched_beside_a_change_of_the_engine(tmp_path: Path) -> None:
+    settings, gate = settings_of(tmp_path), Gate()
+    load, engines = watched(settings, change=gate)
+    async with running(settings, load) as searches:
+        engines[0].search_seconds = 1e-4  # else it would wait for its thread in any case
+        await begun(searches, 1)
+        changing = asyncio.ensure_future(searches.change(change([1], [])))
+        await reached(gate)
+        waits = begun(searches, 1)
+        await asyncio.sleep(0.01)
+        assert (engines[0].scans, waits.done()) == ([[1]], False)
+        gate.opened.set()
+        await changing
+        assert 1 not in (await waits).posts.post_ids
 
 
 async def test_more_changes_at_once_than_there_is_room_for_are_refused(tmp_path: Path) -> None:
@@ -497,19 +559,13 @@ async def test_a_change_beside_a_swap_is_made_in_what_the_swap_serves(tmp_path: 
         assert 1 not in await ids_of(searches)
 
 
-@pytest.mark.parametrize("kinds", [("uint64", "text"), ("text", "uint64")])
-async def test_a_change_of_the_other_kind_of_ids_is_refused(tmp_path: Path, kinds: tuple[IdKind, IdKind]) -> None:
+async def test_a_change_of_the_other_kind_of_ids_is_refused(tmp_path: Path) -> None:
     """It was read before a swap to a corpus with other ids."""
-    corpora.written(tmp_path, ids=kinds[0])
-    bodies = {
-        "uint64": b'{"upsert": [{"post_id": 900, "author_id": 5}], "delete": [1]}',
-        "text": b'{"upsert": [{"post_id": "post:900", "author_id": "author:5"}], "delete": ["post:1"]}',
-    }
-    right, other = (read_change(bodies[kind], kind) for kind in kinds)
+    corpora.written(tmp_path, ids="text")
     async with running(settings_of(tmp_path)) as searches:
         with pytest.raises(NotStored, match="another kind of ids"):
-            await searches.change(other)
-        assert (await searches.change(right)).mark.sequence == 1
+            await searches.change(change([1], [900]))
+        assert (await searches.change(read_change(b'{"delete": ["post:1"]}', "text"))).mark.sequence == 1
 
 
 # the end
@@ -540,19 +596,6 @@ async def test_the_end_waits_for_what_was_begun(tmp_path: Path) -> None:
     await asyncio.to_thread(engines[0].closed.wait, 5)
     with pytest.raises(CorpusNotLoaded):
         _ = ranker.corpus.served
-
-
-async def test_after_the_end_nobody_waits(tmp_path: Path) -> None:
-    settings, gate = settings_of(tmp_path), Gate()
-    load, _ = watched(settings, retrieve=gate)
-    async with running(settings, load) as searches:
-        searching = begun(searches, 1)
-        await reached(gate)
-        assert not await searches.stop(0.05)
-        with pytest.raises(EngineDown, match="The process stops") as refused:
-            await searching
-        assert refused.value.retry_after_seconds is not None
-        gate.opened.set()
 
 
 async def test_a_change_that_outlasts_the_end_is_whole(tmp_path: Path) -> None:

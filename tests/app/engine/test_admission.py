@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine import admission as rules
 from app.engine.admission import KEY_BURST_SECONDS, Admission, Refusal, Wait
 from app.engine.batching import Work
 from app.engine.forecast import Running
-from app.settings import Batching, Queue, Settings
+from app.settings import Batching, Queue
 from tests.support.fakes import FakeClock
 
 FAR = 1e9
@@ -45,14 +42,6 @@ def test_work_is_counted_and_not_requests() -> None:
     queue.remove(job(90, 100))
     assert queue.refusal(job(101, 1), IDLE) is None
     assert queue.refusal(job(1, 7001), IDLE) is None
-
-
-def test_there_are_no_more_requests_than_the_queue_may_hold() -> None:
-    queue = admission(max_requests=2)
-    queue.add(job(1, 0))
-    assert queue.refusal(job(1, 0), IDLE) is None
-    queue.add(job(1, 0))
-    assert queue.refusal(job(1, 0), IDLE) is not None
 
 
 def test_an_idle_engine_takes_whatever_one_request_may_be() -> None:
@@ -184,12 +173,6 @@ def test_no_key_keeps_a_newcomer_out() -> None:
     assert taken["greedy"] > taken["second"] > taken["third"]
 
 
-def test_with_a_share_of_one_a_key_may_fill_the_queue() -> None:
-    queue = admission(max_candidates=500, max_share_per_key=1.0)
-    queue.add(job(490, key="greedy"))
-    assert queue.refusal(job(10, key="greedy"), IDLE) is None
-
-
 def test_a_light_key_does_not_wait_for_a_heavy_one() -> None:
     queue = admission(Batching(max_candidates=100), max_wait_seconds=0.6, max_share_per_key=1.0)
     linear(queue, 0.001)
@@ -198,14 +181,6 @@ def test_a_light_key_does_not_wait_for_a_heavy_one() -> None:
         assert (queue.refusal(job(10, key=key), IDLE) is not None) == is_refused
         assert (queue.full(IDLE, key) is not None) == is_refused
     assert queue.wait(job(200, key="light"), IDLE).forwards == 2  # the heavy key is served as much meanwhile
-
-
-def test_many_light_keys_wait_for_each_other() -> None:
-    queue = admission(Batching(max_candidates=100))
-    linear(queue, 0.001)
-    for number in range(50):
-        queue.add(job(10, key=str(number)))
-    assert queue.wait(job(10, key="new"), IDLE).forwards == 5
 
 
 def test_a_key_waits_for_its_own_work_once_and_for_as_much_of_each_other() -> None:
@@ -247,13 +222,6 @@ def test_no_work_of_a_key_is_outside_its_rate() -> None:
         queue.remove(context)
     for work in (job(0, 60, key="k"), job(1, key="k")):
         assert refused(queue, work).reason == "key_rate"
-
-
-def test_the_table_of_rules_names_the_settings_and_their_defaults() -> None:
-    table = re.findall(r" ([\d.]+) +(\w+)\.(\w+)$", rules.__doc__ or "", re.M)
-    assert len(table) == 8
-    for default, group, name in table:
-        assert str(getattr(getattr(Settings(), group), name)) == default, name
 
 
 @given(

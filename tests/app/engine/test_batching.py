@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -106,13 +106,6 @@ def test_a_batch_may_grow_for_the_window_until_it_is_full() -> None:
     assert batcher.window_end() < 0
 
 
-def test_without_batching_each_forward_holds_one_chunk_of_one_request() -> None:
-    batcher: Batcher[Work] = Batcher(Batching(max_requests=1))
-    for _ in range(3):
-        batcher.add(job(10), 0.0)
-    assert [len(serve(batcher)) for _ in range(3)] == [1, 1, 1]
-
-
 def test_no_chunk_is_larger_than_a_forward() -> None:
     assert chunk_count(1000, Batching(chunk_candidates=512, max_candidates=100)) == 10
     assert chunk_count(1000, Batching(chunk_candidates=100, max_candidates=512)) == 10
@@ -183,12 +176,3 @@ def test_a_key_that_was_silent_earns_no_credit() -> None:
         batcher.add(job(100, key="late"), 0.0)
     served = [serve(batcher)[0].job.key for _ in range(20)]
     assert 9 <= served.count("late") <= 11  # half, not all
-
-
-@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8))
-def test_oldest_is_the_first_arrival_also_of_a_job_that_came_back(times: list[float]) -> None:
-    batcher: Batcher[Work] = Batcher(BATCHING)
-    for at in sorted(times):
-        batcher.add(job(200), at)
-    serve(batcher)
-    assert batcher.oldest() == min(times)

@@ -15,7 +15,7 @@ from app.service.ranker import LocalRanker
 from model.inputs import Context
 from model.retrieval.inputs import Filters, Query
 from tests.support.fakes import CONFIG, FakeEngine, fake_model, fake_request
-from tests.support.rankers import figure, running
+from tests.support.rankers import running
 
 RANKER = fake_model(FakeEngine()).checkpoint.manifest
 NOBODY = fake_request(0, history=0)[0]
@@ -78,14 +78,3 @@ def test_what_the_tower_would_read_otherwise_is_unknown(
 ) -> None:
     with pytest.raises(ContextUnknown):
         found(context, read_by, **asked)
-
-
-@pytest.mark.anyio
-async def test_a_handle_that_this_key_does_not_have_is_told_and_counted() -> None:
-    async with running() as ranker:
-        handle = await kept(ranker, fake_request(7)[0])
-        for wrong, key in (("0" * 32, "feed"), (handle, "other")):
-            with pytest.raises(ContextUnknown):
-                ranker.contexts.query(query(wrong), towers(), key)
-        assert ranker.contexts.query(query(handle), towers(), "feed").context.user_id == 7
-        assert figure(ranker, 'ranker_context_handles_total{result="unknown"}') == 2

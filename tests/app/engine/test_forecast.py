@@ -55,11 +55,3 @@ def test_offered_work_is_counted_in_full_forwards_a_second() -> None:
         offered.observe(step / 100, 0.25)
     assert offered.forwards_per_second(4.0) == pytest.approx(25, rel=0.05)
     assert offered.forwards_per_second(9.0) < 0.1  # silence is forgotten
-
-
-def test_a_request_that_was_refused_unread_counts_as_an_average_one() -> None:
-    read, unread = Offered(), Offered()
-    for step in range(600):
-        read.observe(step / 100, 0.25)
-        unread.observe(step / 100, 0.25 if step % 3 == 0 else None)
-    assert unread.forwards_per_second(6.0) == pytest.approx(read.forwards_per_second(6.0), rel=0.05)

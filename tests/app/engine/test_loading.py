@@ -45,7 +45,7 @@ def test_a_directory_without_a_checkpoint_is_refused_in_a_sentence(tmp_path: Pat
         checkpoint_loader(CPU)(tmp_path, Steps())
 
 
-@pytest.mark.parametrize("threads", [3, 5, 6])
+@pytest.mark.parametrize("threads", [3, 5])
 def test_without_a_compiler_a_machine_of_any_number_of_cores_starts_in_fp32(threads: int) -> None:
     """The warm-up checks that no bit depends on the batch; numbers that do not divide the work evenly showed that some did."""
     settings = Settings(device="cpu", backend="torch", dtype="float32", threads=threads)

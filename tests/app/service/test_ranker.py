@@ -7,9 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +17,14 @@ import pytest
 from app.engine.loading import LoadedModel
 from app.engine.runners import Steps
 from app.errors import (
-    ContextUnknown,
     DeadlineExceeded,
     Draining,
     EngineDown,
-    ModelNotFound,
-    NonFiniteScores,
     NotReady,
     Overloaded,
 )
-from app.interface import Health, Ranked
+from app.interface import Health
+from app.service.ranker import LocalRanker
 from app.settings import Batching, Deadline, Queue
 from model.engine import EngineError, Item, Outcome
 from tests.support.fakes import FakeClock, FakeEngine, Gate, fake_model, fake_request, is_right
@@ -52,94 +48,26 @@ async def test_every_caller_gets_its_own_scores() -> None:
 
 
 async def test_a_long_list_is_cut_and_joined_in_order_with_the_state_passed_on() -> None:
-    states: list[Any] = []
-    engine = FakeEngine(before=lambda items: states.extend(item.state for item in items))
-    async with running(engine, batching=Batching(chunk_candidates=100)) as ranker:
-        scores = (await rank(ranker, 3, 513)).scores
+    clock, states = FakeClock(), list[Any]()
+
+    def before(items: Sequence[Item]) -> None:
+        states.extend(item.state for item in items)
+        clock.advance(0.25)
+
+    async with running(engine := FakeEngine(before=before), clock, batching=Batching(chunk_candidates=100)) as ranker:
+        found = await rank(ranker, 3, 513)
+        scores = found.scores
         assert is_right(scores, 3)
         assert len(scores) == 513
         assert engine.chunks == [[86], [86], [86], [85], [85], [85]]
+        assert (found.queue_seconds, found.forward_seconds) == (0.0, 6 * 0.25)
         await asyncio.sleep(0)  # figures keep no reply waiting
         counts = {"batch_requests_count": 6, "batch_candidates_sum": 513, "candidates_scored_total": 513}
         assert {name: figure(ranker, f"ranker_{name}") for name in counts} == counts
     assert states == [None] + ["state"] * 5
 
 
-async def test_a_result_says_how_long_it_waited_and_computed_and_how_much_history_was_read() -> None:
-    clock = FakeClock()
-    engine = FakeEngine(before=lambda items: clock.advance(0.25))
-    async with running(engine, clock, batching=Batching(chunk_candidates=100)) as ranker:
-        for candidates, forwards in ((4, 1), (200, 2)):
-            found = await rank(ranker, 1, candidates)
-            assert (found.queue_seconds, found.forward_seconds) == (0.0, 0.25 * forwards)
-            assert (found.history_used, found.history_dropped, found.cache) == (2, 0, "miss")
-
-
-async def test_a_context_is_computed_without_candidates_and_named_by_its_handle_later() -> None:
-    engine = FakeEngine()
-    async with running(engine) as ranker:
-        handle = (await rank(ranker, 7, candidates=0, history=5, key="feed")).handle
-        _, posts = fake_request(7)
-        assert len(await ranker.context(ranker.model(), handle, "feed")) == 5
-
-        async def named(handle: str, key: str) -> Ranked:
-            with ranker.admit(ranker.model(), candidates=4, history=0, deadline=None, key=key) as job:
-                return await ranker.rank(job, handle, posts)
-
-        assert is_right((await named(handle, "feed")).scores, 7, history=5)
-        for wrong, key in (("0" * 32, "feed"), (handle, "other")):
-            with pytest.raises(ContextUnknown):
-                await named(wrong, key)
-        lookups = {
-            result: figure(ranker, f'ranker_context_handles_total{{result="{result}"}}')
-            for result in ("found", "unknown")
-        }
-        assert lookups == {"found": 2, "unknown": 2}
-        assert figure(ranker, "ranker_queue_requests") == 0
-
-
-async def test_fewer_candidates_than_were_admitted_are_ranked_and_more_are_not() -> None:
-    """As for a recommendation, whose number of posts is not known when it is admitted."""
-    async with running() as ranker:
-        for count in (2, 5):
-            context, posts = fake_request(3, count)
-            with ranker.admit(ranker.model(), candidates=4, history=2, deadline=None, key=None) as job:
-                if count > 4:
-                    with pytest.raises(ValueError, match="more candidates"):
-                        await ranker.rank(job, context, posts)
-                else:
-                    assert is_right((await ranker.rank(job, context, posts)).scores, 3)
-        assert figure(ranker, "ranker_queue_candidates") == 0
-
-
-async def test_a_job_is_ranked_once() -> None:
-    async with running() as ranker:
-        with ranker.admit(ranker.model(), candidates=4, history=2, deadline=None, key=None) as job:
-            await ranker.rank(job, *fake_request(1))
-            assert figure(ranker, "ranker_queue_requests") == 0  # its place is free before the block ends
-            with pytest.raises(ValueError, match="no place"):
-                await ranker.rank(job, *fake_request(1))
-
-
 # failures
-
-
-async def test_non_finite_scores_fail_that_request_only() -> None:
-    class Nan(FakeEngine):
-        def forward(self, items: Sequence[Item]) -> list[Outcome]:
-            outcomes = super().forward(items)
-            for item, outcome in zip(items, outcomes, strict=True):
-                if item.context.user_id == 2:
-                    outcome.scores.logits[0, 0] = float("nan")
-            return outcomes
-
-    async with running(Nan()) as ranker:
-        one, two, three = await asyncio.gather(*(rank(ranker, user) for user in (1, 2, 3)), return_exceptions=True)
-        assert not isinstance(one, BaseException)
-        assert is_right(one.scores, 1)
-        assert isinstance(two, NonFiniteScores)
-        assert not isinstance(three, BaseException)
-        assert is_right(three.scores, 3)
 
 
 async def test_a_batch_that_fails_is_split_once_and_the_innocent_get_their_scores() -> None:
@@ -176,7 +104,7 @@ async def test_an_engine_that_answers_for_others_than_it_was_asked_is_asked_for_
 
 @pytest.mark.parametrize(
     "error",
-    [EngineError("device lost", sticky=True), SystemExit("a thread's end"), KeyboardInterrupt("pressed")],
+    [EngineError("device lost", sticky=True), SystemExit("a thread's end")],
     ids=repr,
 )
 async def test_an_engine_that_is_lost_answers_everyone_and_is_fatal_once(error: BaseException) -> None:
@@ -223,25 +151,6 @@ async def test_an_engine_that_cannot_be_closed_keeps_no_end_waiting() -> None:
 # callers who go, deadlines
 
 
-async def test_a_caller_that_goes_away_in_the_queue_is_never_computed_and_leaves_no_trace() -> None:
-    async with busy() as now:
-        tasks = [asyncio.create_task(rank(now.ranker, user)) for user in range(2, 50)]
-        await asyncio.sleep(0.01)
-        for task in (now.first, *tasks[::2]):
-            task.cancel()
-        await asyncio.wait([now.first, *tasks[::2]])
-        assert figure(now.ranker, 'ranker_cancelled_total{stage="queue"}') == 24
-        assert figure(now.ranker, 'ranker_cancelled_total{stage="forward"}') == 1
-        now.gate.opened.set()
-        results = await asyncio.gather(now.first, *tasks, return_exceptions=True)
-        assert isinstance(results[0], asyncio.CancelledError)
-        for user, found in zip(range(3, 50, 2), results[2::2], strict=True):
-            assert not isinstance(found, BaseException)
-            assert is_right(found.scores, user)
-        assert not set(range(2, 50, 2)) & set(chain.from_iterable(now.engine.forwards))
-        assert figure(now.ranker, "ranker_queue_requests") == 0
-
-
 async def test_a_caller_that_goes_away_between_two_chunks_is_computed_no_further() -> None:
     async with busy(candidates=8, batching=Batching(chunk_candidates=4)) as now:
         now.first.cancel()
@@ -271,17 +180,6 @@ async def test_a_caller_that_goes_away_after_its_batch_was_split_is_not_computed
         assert engine.forwards == [[1], [3]]
 
 
-async def test_leaving_the_block_without_ranking_frees_the_place() -> None:
-    """As a request does whose features are refused."""
-    async with running() as ranker:
-        with ranker.admit(ranker.model(), candidates=5, history=2, deadline=None, key=None):
-            assert figure(ranker, "ranker_queue_candidates") == 5
-        assert figure(ranker, "ranker_queue_requests") == figure(ranker, "ranker_queue_candidates") == 0
-        with suppress(KeyError), ranker.admit(ranker.model(), candidates=5, history=2, deadline=None, key=None):
-            raise KeyError
-        assert figure(ranker, "ranker_queue_requests") == 0
-
-
 async def test_each_is_told_when_its_own_deadline_has_passed_in_whatever_order_they_came() -> None:
     """Also one that is being computed. What has expired in the queue is never computed."""
     async with busy(deadline=Deadline(default_seconds=0.3)) as now:
@@ -302,15 +200,6 @@ async def test_each_is_told_when_its_own_deadline_has_passed_in_whatever_order_t
         assert is_right((await patient).scores, 2)
         assert now.engine.forwards == [[1], [2]]
         assert figure(now.ranker, "ranker_queue_requests") == 0
-
-
-async def test_a_deadline_that_has_passed_on_arrival_is_refused_and_no_header_asks_for_ever() -> None:
-    async with busy(deadline=Deadline(max_seconds=0.1)) as now:
-        with pytest.raises(DeadlineExceeded, match="on arrival"):
-            await rank(now.ranker, 2, deadline=now.ranker.clock() - 1)
-        assert figure(now.ranker, 'ranker_rejected_total{reason="deadline"}') == 1
-        with pytest.raises(DeadlineExceeded):
-            await rank(now.ranker, 3, deadline=now.ranker.clock() + 1e9)
 
 
 @pytest.mark.parametrize("start", [0.0, 100 * 365.25 * 86400])
@@ -353,35 +242,9 @@ async def test_nothing_is_admitted_before_loading_nor_after_draining_and_each_sa
     assert figure(ranker, 'ranker_rejected_total{reason="draining"}') == 2
 
 
-async def test_a_model_is_found_by_the_names_of_what_serves() -> None:
-    async with running() as ranker:
-        for name in ("", "fake", "fake@v1"):
-            assert ranker.model(name).manifest.version == "v1"
-        for name in ("other", "fake@v2", "@v1", "fake@"):
-            with pytest.raises(ModelNotFound):
-                ranker.model(name)
-
-
-async def test_the_queue_is_bounded_in_work_and_says_when_to_come_back() -> None:
-    async with busy(candidates=60, queue=Queue(max_candidates=100, max_wait_seconds=0)) as now:
-        second = asyncio.create_task(rank(now.ranker, 2, 40))
-        await asyncio.sleep(0)
-        with pytest.raises(Overloaded) as refused:
-            await rank(now.ranker, 3, 1)
-        assert refused.value.retry_after_seconds is not None
-        assert refused.value.retry_after_seconds > 0
-        with pytest.raises(Overloaded):
-            now.ranker.check_open(None)  # from now on, before a request is read
-        assert figure(now.ranker, 'ranker_rejected_total{reason="queue_full"}') == 2
-        now.gate.opened.set()
-        assert is_right((await now.first).scores, 1)
-        assert is_right((await second).scores, 2)
-        now.ranker.check_open(None)
-
-
 async def test_refusals_are_counted_by_their_reason() -> None:
     queue = Queue(max_candidates=100, key_candidates_per_second=60.0)
-    async with busy(candidates=100, key="heavy", queue=queue) as now:
+    async with busy(candidates=100, key="heavy", queue=queue, clock=FakeClock()) as now:
 
         def refused(reason: str) -> float:
             return figure(now.ranker, f'ranker_rejected_total{{reason="{reason}"}}')
@@ -391,20 +254,13 @@ async def test_refusals_are_counted_by_their_reason() -> None:
         assert (refused("key_rate"), refused("queue_full")) == (1, 0)
         with pytest.raises(Overloaded, match="full"):
             now.ranker.check_open("light")
-        assert (refused("key_rate"), refused("queue_full"), refused("loop_overrun")) == (1, 1, 0)
-
-
-async def test_a_heavy_key_does_not_close_the_door_to_a_light_one() -> None:
-    queue = Queue(max_candidates=100, max_share_per_key=0.5, max_wait_seconds=0)
-    async with busy(candidates=50, key="heavy", queue=queue) as now:
-        with pytest.raises(Overloaded):
-            await rank(now.ranker, 2, 10, key="heavy")
-        with pytest.raises(Overloaded):
-            now.ranker.check_open("heavy")
-        now.ranker.check_open("light")
-        light = asyncio.create_task(rank(now.ranker, 3, 10, key="light"))
+        with pytest.raises(DeadlineExceeded, match="on arrival"):
+            await rank(now.ranker, 2, deadline=now.ranker.clock() - 1)
+        counted = [refused(reason) for reason in ("key_rate", "queue_full", "deadline", "loop_overrun")]
+        assert counted == [1, 1, 1, 0]
         now.gate.opened.set()
-        assert is_right((await light).scores, 3)
+        await now.first
+        now.ranker.check_open("light")
 
 
 async def test_a_loop_that_cannot_keep_up_refuses_before_reading_and_recovers() -> None:
@@ -476,69 +332,39 @@ async def test_a_checkpoint_that_cannot_be_loaded_is_fatal_and_says_why() -> Non
     assert len(told) == 1
 
 
-async def test_a_drain_while_loading_is_no_start() -> None:
-    go_on = threading.Event()
-
-    def load(path: Path, steps: Steps) -> LoadedModel:
-        assert go_on.wait(10)
-        return fake_model(FakeEngine())
-
-    ranker = create(load=load)
-    ranker.start()
-    ranker.begin_drain()
-    go_on.set()
-    await ranker.wait_ready()
-    assert (ranker.health().ready, ranker.health().started, ranker.health().draining) == (False, False, True)
-    await ranker.stop(1.0)
+async def test_the_end_tells_those_who_wait_when_its_time_is_over() -> None:
+    """It waits for them until then: tests/app/api/test_server.py."""
+    async with busy() as now:
+        queued = asyncio.create_task(rank(now.ranker, 2))
+        await asyncio.sleep(0)
+        stopped = asyncio.create_task(now.ranker.stop(0.05))
+        for waiting in (now.first, queued):
+            with pytest.raises(Draining):
+                await waiting
+        now.gate.opened.set()
+        assert not await stopped
 
 
-async def test_the_end_waits_for_admitted_requests_and_tells_the_rest_when_time_is_over() -> None:
-    for seconds in (10.0, 0.05):
-        async with busy() as now:
-            queued = asyncio.create_task(rank(now.ranker, 2))
-            await asyncio.sleep(0)
-            stopped = asyncio.create_task(now.ranker.stop(seconds))
-            if seconds > 1:
-                await asyncio.sleep(0.05)
-                now.gate.opened.set()
-                assert is_right((await now.first).scores, 1)
-                assert is_right((await queued).scores, 2)
-                assert await stopped
-            else:
-                for waiting in (now.first, queued):
-                    with pytest.raises(Draining):
-                        await waiting
-                now.gate.opened.set()
-                assert not await stopped
+def is_refused(ranker: LocalRanker) -> bool:
+    """Whether a request is told before it is read that the engine is down."""
+    try:
+        ranker.check_open(None)
+    except EngineDown:
+        return True
+    return False
 
 
 async def test_a_stall_is_seen_and_a_late_answer_reaches_nobody() -> None:
     async with busy(queue=Queue(stall_seconds=0.05), deadline=Deadline(default_seconds=0.1)) as now:
         assert now.ranker.health().ready
-        with pytest.raises(DeadlineExceeded):
-            await now.first
+        await until(lambda: is_refused(now.ranker))  # however often it is asked
         assert "finished no forward" in now.ranker.health().reason
         assert now.ranker.health().failed
-        with pytest.raises(EngineDown):
-            now.ranker.check_open(None)
+        with pytest.raises(DeadlineExceeded):
+            await now.first
         now.gate.opened.set()
         await until(lambda: now.ranker.health().ready)
         assert is_right((await rank(now.ranker, 2)).scores, 2)
-
-
-async def test_a_stall_is_seen_however_often_requests_come() -> None:
-    async with busy(queue=Queue(stall_seconds=0.05)) as now:
-
-        def is_refused() -> bool:
-            try:
-                now.ranker.check_open(None)
-            except EngineDown:
-                return True
-            return False
-
-        await until(is_refused)
-        now.gate.opened.set()
-        await now.first
 
 
 async def test_a_hang_answers_who_waits_and_is_fatal() -> None:
@@ -591,13 +417,6 @@ async def test_a_busy_engine_lets_the_batch_grow_for_the_window() -> None:
         assert now.engine.forwards == [[1], [2, 3]]
 
 
-async def test_a_way_of_computing_that_failed_its_checks_is_counted() -> None:
-    engine = FakeEngine()
-    engine.info.notes["steps_down"] = [{"rung": "recorded", "reason": "no compiler"}]
-    async with running(engine) as ranker:
-        assert figure(ranker, "ranker_engine_steps_down") == 1
-
-
 async def test_a_file_that_is_written_to_while_it_serves_answers_503(tmp_path: Path) -> None:
     """Also the request whose forward runs meanwhile: its scores may be of other numbers."""
     tables = tmp_path / "tables"
@@ -619,15 +438,7 @@ async def test_a_file_that_is_written_to_while_it_serves_answers_503(tmp_path: P
         with pytest.raises(EngineDown):
             await asked
         assert "tables was written to" in ranker.health().reason
-
-        def is_refused() -> bool:
-            try:
-                ranker.check_open(None)
-            except EngineDown:
-                return True
-            return False
-
-        await until(is_refused)
+        await until(lambda: is_refused(ranker))
 
 
 # attention
