@@ -20,10 +20,6 @@ class Window:
         self._jobs = self._candidates = self._tokens = 0
         self._left = asyncio.Event()
 
-    def __len__(self) -> int:
-        """How many requests are in the queue."""
-        return self._jobs
-
     async def enter(
         self, places: ExitStack, admit: Callable[[], AbstractContextManager[Job]], candidates: int, tokens: int
     ) -> Job:

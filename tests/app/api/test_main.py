@@ -158,6 +158,7 @@ def test_openapi_generator_reads_the_document(described: Path, tmp_path: Path) -
 
 SERVERS = {
     "uvicorn": ("--factory", "app.main:create_app", "--port", "{port}"),
+    "hypercorn": ("app.main:create_app()", "--bind", "127.0.0.1:{port}"),
     "granian": ("--interface", "asgi", "--factory", "app.main:create_app", "--port", "{port}"),
 }
 
