@@ -68,10 +68,8 @@ def test_a_context_that_was_computed_ahead_is_found_by_the_next_request(client: 
 @pytest.mark.parametrize(
     ("path", "more"),
     [
-        ("/rank", REST),
         ("/rank", {**REST, "reply": "columns", "top_k": 3, "request_id": "page-2"}),
         ("/explain", EXPLAIN),
-        ("/retrieve", {"k": 20}),
         ("/retrieve", {"k": 20, "exclude_history": False, "exclude": ["1"]}),
         ("/recommend", {"k": 20, "top_k": 5}),
     ],
