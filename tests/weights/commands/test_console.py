@@ -55,8 +55,8 @@ def test_a_seed_below_0_is_refused_by_every_command_that_has_one() -> None:
 
 @pytest.mark.parametrize(
     "take",
-    [lambda: np.empty(2**50), lambda: torch.empty(2**50), lambda: bytes(2**60)],
-    ids=["numpy", "torch", "python"],
+    [lambda: np.empty(2**50), lambda: torch.empty(2**50)],
+    ids=["numpy", "torch"],
 )
 def test_memory_that_runs_out_is_one_sentence(
     take: Callable[[], object], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -90,7 +90,7 @@ def test_a_mistake_of_ours_keeps_its_traceback() -> None:
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="not Linux")
 @pytest.mark.parametrize(
     ("command", "output", "code"),
-    [("--help", ">/dev/full", 1), ("inspect weights/demo --json", ">/dev/full", 1), ("inspect weights/demo", ">&-", 0)],
+    [("inspect weights/demo --json", ">/dev/full", 1), ("inspect weights/demo", ">&-", 0)],
 )
 def test_an_output_that_takes_nothing_is_one_sentence_and_a_closed_one_is_none(
     command: str, output: str, code: int
@@ -101,18 +101,15 @@ def test_an_output_that_takes_nothing_is_one_sentence_and_a_closed_one_is_none(
     assert (ended.returncode, ended.stderr) == (code, said)
 
 
-@pytest.mark.parametrize("in_bytes", [False, True])
-def test_a_terminal_has_a_bar(
-    in_bytes: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_has_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    with progress_bar(in_bytes=in_bytes) as update:
+    with progress_bar(in_bytes=True) as update:
         update("Verifying", 1024, 2048)
     output = capsys.readouterr()
     assert output.out == ""
     assert "Verifying" in output.err
-    assert ("KiB" in output.err) == in_bytes
+    assert "KiB" in output.err
 
 
 def test_a_file_has_a_line_every_half_minute(

@@ -60,7 +60,7 @@ def test_a_checkpoint_is_like_itself(directory: Path, world: World) -> None:
     assert all(each.calibration_errors[0] == each.calibration_errors[1] for each in same.actions.values())
 
 
-def test_figures_are_what_they_say(directory: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_what_they_say(directory: Path, world: World) -> None:
     found = compared(directory, world, "one", "worse")
     assert found.requests == 60
     assert found.pearson == pytest.approx(np.corrcoef(*found.scores)[0, 1])

@@ -17,8 +17,8 @@ from model.synthetic import random_ranker
 from tests.weights.training.small_run import WORLD, small_config
 from weights.evaluate.baselines import BASELINES
 from weights.evaluate.evaluation import METRICS, MODEL, OPTIMUM, Comparison, Evaluation, evaluate, headline_actions
-from weights.evaluate.metrics import Figure, log_loss
-from weights.evaluate.predict import ABLATIONS, predict, rows_of
+from weights.evaluate.metrics import Figure
+from weights.evaluate.predict import ABLATIONS, predict
 from weights.evaluate.report import figures, headline_table, write_evaluation
 from weights.tables import LogError
 from weights.training.demo import facts_of
@@ -46,15 +46,6 @@ def test_every_ablation_changes_predictions_and_none_does_not(world: World, rank
     for name in ABLATIONS:
         changed = predict(ranker, examples, requests, name).probabilities
         assert np.array_equal(changed, whole) == (name == "none"), name
-
-
-def test_predictions_stand_in_the_order_of_the_requests(world: World, ranker: Ranker) -> None:
-    examples = Examples(world.log, ranker.config)
-    requests = np.array([70, 3, 41])
-    found = predict(ranker, examples, requests).probabilities
-    alone = np.concatenate([predict(ranker, examples, requests[[place]]).probabilities for place in range(3)])
-    assert np.allclose(found, alone, atol=1e-5)
-    assert rows_of(examples, requests).tolist() == [r for i in requests.tolist() for r in examples.rows(i).tolist()]
 
 
 def test_the_optimum_is_the_best_and_the_model_of_random_weights_is_told_off(evaluation: Evaluation) -> None:
@@ -139,12 +130,3 @@ def test_the_verdict_names_the_closest_baseline_or_says_that_the_model_loses(eva
     assert "chance" not in told(won, won)
     assert told(won, lost).startswith("The model LOSES to popularity: by AUC within users of favorite it has -0.030")
     assert "both outcomes" in replace(evaluation, comparisons=[]).verdict()
-
-
-def test_the_true_probabilities_are_the_best_a_prediction_can_be(world: World) -> None:
-    test = world.log.take(world.log.impression_ts >= WORLD.test_ts)
-    truth = world.truth.probabilities
-    blurred = np.clip(truth * np.random.default_rng(4).uniform(0.7, 1.3, truth.shape), 0, 1)
-    column = test.action_names.index("dwell")
-    happened = test.actions[:, column]
-    assert log_loss(happened, truth[:, column]) < log_loss(happened, blurred[:, column])

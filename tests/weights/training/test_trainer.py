@@ -1,8 +1,6 @@
-"""The training loop learns, and stops when validation no longer improves."""
+"""The training loop leads where it always led, and stops when validation no longer improves."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,31 +8,12 @@ import torch
 
 pytest.importorskip("pyarrow")
 
-from model.ranker import Ranker
-from tests.weights.training.small_run import TRAINING, small_config, small_trainer
+from tests.weights.training.small_run import small_trainer
 from tests.weights.training.unchanged import assert_unchanged, moved
-from weights.training import initial
 from weights.training.examples import Examples
-from weights.training.run import reproducible, split, train
+from weights.training.run import reproducible, split
 from weights.training.settings import TrainSettings
-from weights.training.trainer import Status, Trainer, epoch_batches
-from weights.world.simulate import World
-
-
-def test_training_from_upstreams_initial_values_learns(world: World) -> None:
-    seen: list[Status] = []
-    train(world.log, small_config(), replace(TRAINING, epochs=1.5), report=seen.append)
-    first = next(status for status in seen if status.evaluated)
-    assert seen[-1].best < first.validation * 0.97
-    assert seen[-1].step == seen[-1].steps
-
-
-def test_a_run_starts_from_upstreams_initial_values(examples: Examples) -> None:
-    expected = Ranker(small_config())
-    initial.upstream(expected, torch.Generator().manual_seed(TRAINING.seed))
-    found = small_trainer(examples).ranker
-    for got, parameter in zip(found.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(got, parameter)
+from weights.training.trainer import Trainer, epoch_batches
 
 
 def test_the_run_stops_when_validation_stops_improving(examples: Examples) -> None:
