@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,10 +94,14 @@ def test_a_mistake_of_ours_keeps_its_traceback() -> None:
     [("inspect weights/demo --json", ">/dev/full", 1), ("inspect weights/demo", ">&-", 0)],
 )
 def test_an_output_that_takes_nothing_is_one_sentence_and_a_closed_one_is_none(
-    command: str, output: str, code: int
+    command: str, output: str, code: int, tmp_path: Path
 ) -> None:
+    """In a process that has none of the libraries of training."""
+    for name in ("pyarrow", "sklearn", "scipy", "jinja2"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name}')")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
     program = ["sh", "-c", f'exec "$@" {output}', "sh", sys.executable, "-m", "weights", *command.split()]
-    ended = subprocess.run(program, stderr=subprocess.PIPE, text=True, timeout=90)
+    ended = subprocess.run(program, env=environment, stderr=subprocess.PIPE, text=True, timeout=90)
     said = "python -m weights: [Errno 28] No space left on device\n" if code else ""
     assert (ended.returncode, ended.stderr) == (code, said)
 
