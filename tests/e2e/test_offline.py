@@ -38,6 +38,8 @@ def test_offline_and_online_give_the_same_bits(client: httpx.Client) -> None:
     scorer.close()
     offline = {name: scored[name].to_numpy() for name in scored.schema.names}
     compared = 0
+    assert len(scored) == len(table)
+    assert len(set(scored["score"].to_pylist())) > len(table) / 2
     for index in range(0, len(examples), 41):
         rows = examples.rows(index)
         reply = client.post("/rank", json=exact(examples, index)).json()["candidates"]
@@ -45,6 +47,8 @@ def test_offline_and_online_give_the_same_bits(client: httpx.Client) -> None:
         order = np.lexsort((score, np.array(reply["post_id"], np.uint64)))
         rows = rows[np.lexsort((offline["score"][rows], offline["post_id"][rows]))]  # one post may be shown twice
         assert score[order].tobytes() == offline["score"][rows].tobytes()
+        dwell = np.array(reply["continuous"]["dwell_time"], np.float32)
+        assert dwell[order].tobytes() == offline["dwell_time"][rows].tobytes()
         for column, name in enumerate(scorer.manifest.action_names):
             assert probabilities[order, column].tobytes() == offline[f"p.{name}"][rows].tobytes()
         compared += len(rows)

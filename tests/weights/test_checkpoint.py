@@ -133,19 +133,16 @@ def test_a_write_to_a_mapped_file_is_noticed_and_one_to_a_copied_file_does_no_ha
     assert "tables.user.safetensors was written to" in loaded.mapped.changed()
 
 
-def test_a_mapped_file_that_is_replaced_lives_on(large: Path) -> None:
-    loaded = load_checkpoint(large)
-    (large / "tables.user.safetensors").unlink()
-    assert loaded.mapped.changed() == ""
-
-
-def test_tables_are_mapped_while_the_ranker_lives(large: Path) -> None:
+def test_tables_are_mapped_while_the_ranker_lives_and_a_file_that_is_replaced_with_it(large: Path) -> None:
     def is_mapped() -> bool:
         return str(large / "tables.user.safetensors") in Path("/proc/self/maps").read_text()
 
-    ranker = load_checkpoint(large).ranker
+    loaded = load_checkpoint(large)
     assert is_mapped()
-    del ranker
+    (large / "tables.user.safetensors").unlink()
+    assert loaded.mapped.changed() == ""
+    assert is_mapped()
+    del loaded
     gc.collect()
     assert not is_mapped()
 

@@ -27,8 +27,7 @@ from tests.weights.call import call
 from tests.weights.training.small_run import small_config
 from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import load_checkpoint, save_checkpoint
-from weights.commands.training import given_values, time_of
-from weights.errors import CheckpointError
+from weights.commands.training import given_values
 from weights.evaluate.predict import predict
 from weights.format.manifest import ContinuousOutput
 from weights.training.examples import Examples
@@ -151,17 +150,6 @@ def test_score_weights_are_proposed_given_or_asked_for(log: Path, tmp_path: Path
     given = call("train", *options, "--score-weights", "zoomed=2,zapped=-0.5")
     assert given.exit_code == 0, given.output
     assert load_checkpoint(tmp_path / "out").manifest.score_weights == {"zoomed": 2.0, "zapped": -0.5}
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("1998-03-05", 889_056_000), ("1782345600", 1_782_345_600), ("soon", None), ("12345", None)]
-)
-def test_a_time_is_a_day_or_unix_seconds(text: str, seconds: int | None) -> None:
-    if seconds is None:
-        with pytest.raises(CheckpointError, match="neither a day such as 1998-03-05 nor Unix seconds"):
-            time_of(text)
-    else:
-        assert time_of(text) == seconds
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -14,14 +14,13 @@ import torch
 
 from model.batch import collate
 from model.config import ModelConfig, RetrievalConfig
-from model.retrieval.towers import Towers
 from tests import goldens, retrieval_goldens
 from tests.weights.published.layout import write_published
 from weights.checkpoint import Checkpoint, load_checkpoint
 from weights.errors import CheckpointError
 from weights.format.writer import TableDtype, write_checkpoint
 from weights.published.importer import PublishedModel, labels_for
-from weights.synthetic.random_weights import mini_config, random_model, random_ranker, retrieval_config
+from weights.synthetic.random_weights import mini_config, random_ranker
 
 
 def brought_in(source: Path, out: Path, tables: TableDtype = "float32", **options: Any) -> Checkpoint:
@@ -255,18 +254,3 @@ def test_a_retrieval_config_that_does_not_fit_is_refused(
     with pytest.raises(CheckpointError, match=sentence):
         retrieval_goldens.imported(copy, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("linear_projection", [True, False])
-def test_other_shapes_of_the_towers(linear_projection: bool, tmp_path: Path) -> None:
-    small = replace(mini_config(1, (30, 40, 50), hashes=3), layers=1, width=32, head_width=8, right_anchored=True)
-    config = retrieval_config(small, linear_projection=linear_projection)
-    write_published(tmp_path / "published", config, 4)
-    loaded = retrieval_goldens.imported(tmp_path / "published", tmp_path / "ours").towers
-    assert loaded.config == config
-    expected = random_model(config, 4)
-    assert isinstance(expected, Towers)
-    ids = np.arange(1, 9, dtype=np.uint64)
-    assert torch.equal(loaded.encode_posts(ids, ids), expected.encode_posts(ids, ids))
-    contexts = retrieval_goldens.contexts("retrieval-mlp-gqa", config)
-    assert torch.equal(loaded.encode_users(contexts), expected.encode_users(contexts))

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
@@ -21,10 +20,6 @@ from weights.actions import STANDARD_ACTIONS
 from weights.checkpoint import load_encoder, load_manifest
 from weights.corpus.importer import check_corpus
 from weights.corpus.store import load_corpus
-from weights.training.demo_example import EVENTS, OTHER_TOPICS, POST_AGE_HOURS, example_request
-from weights.world.behaviour import NEGATIVE_ACTIONS
-from weights.world.settings import SURFACES
-from weights.world.simulate import World
 
 DEMO, TOWERS, POSTS = (Path("weights", name) for name in ("demo", "demo-towers", "demo-posts"))
 MOST_BYTES = 12_000_000
@@ -189,32 +184,6 @@ def test_the_directories_are_small_and_the_report_is_of_this_checkpoint() -> Non
 def test_towers_and_posts_belong_together() -> None:
     encoder = load_encoder(TOWERS)
     check_corpus(load_corpus(POSTS, encoder.manifest), encoder)
-
-
-def test_an_example_is_a_reader_with_a_taste_and_a_complaint(world: World) -> None:
-    request, story = example_request(world)
-    topics = dict(zip(world.authors.ids.tolist(), world.authors.topic.tolist(), strict=True))
-    *events, report = request["history"]
-    about = [topics[int(event["author_id"])] for event in events]
-    taste = max(set(about), key=about.count)
-    assert about.count(taste) > EVENTS / 2
-    assert {event["product_surface"] for event in events}.isdisjoint([SURFACES.index("following")])
-    log = world.log
-    for event in events:  # each is of the log, with all that the user did, and no complaint
-        row = np.flatnonzero((log.user_id == int(request["user_id"])) & (log.post_id == int(event["post_id"])))
-        done = [{name for name, did in zip(log.action_names, log.actions[at], strict=True) if did} for at in row]
-        assert set(event["actions"]) in done
-        assert event["actions"]
-        assert not set(event["actions"]) & set(NEGATIVE_ACTIONS)
-    assert (len(events), report["actions"]) == (EVENTS, ["report"])
-    authors = [int(post["author_id"]) for post in request["candidates"]]
-    assert sorted(topics[author] for author in authors).count(taste) == 3
-    assert len({topics[author] for author in authors}) == 1 + OTHER_TOPICS
-    assert int(report["author_id"]) in authors
-    assert {request["impression_ts"] - post["created_at"] for post in request["candidates"]} == {POST_AGE_HOURS * 3600}
-    assert len(story["history"]) == 1 + EVENTS
-    again, _ = example_request(world)
-    assert again == request
 
 
 def test_what_is_recommended_is_what_the_user_reads_about(client: TestClient, example: dict[str, Any]) -> None:
