@@ -92,11 +92,12 @@ def test_a_deadline_that_passes_in_the_queue_drops_the_work(waiting: Server) -> 
 
 def test_one_caller_cannot_keep_another_from_the_engine() -> None:
     keys = {name: f"key-of-{name}" for name in ("greedy", "modest")}
+    large = [body(user, 1500) for user in range(16)]
     hashes = json.dumps({name: hashlib.sha256(key.encode()).hexdigest() for name, key in keys.items()})
     with serving(auth__keys=hashes, queue__max_candidates=8192, queue__max_wait_seconds=0) as server:
         greedy = {"authorization": f"Bearer {keys['greedy']}"}
         modest = {"authorization": f"Bearer {keys['modest']}", "content-type": "application/json"}
-        with callers(server, lambda turn: body(turn, 1500), 16, impatient=True, headers=greedy):
+        with callers(server, lambda turn: large[turn % 16], 16, impatient=True, headers=greedy):
             time.sleep(1)
             with httpx.Client(base_url=server.url, headers=modest, timeout=30) as client:
                 replies = [client.post("/rank", content=body(user, 8)) for user in range(20)]

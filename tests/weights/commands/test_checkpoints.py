@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ import pytest
 from tests import goldens
 from tests.weights.call import call
 from weights.checkpoint import load_checkpoint
-from weights.commands.console import label_of
 
 SOURCE = goldens.GOLDEN / "phoenix-jan-gqa" / "ranker"
 
@@ -134,17 +131,3 @@ def test_relabel_changes_names_and_leaves_the_weights(tmp_path: Path) -> None:
     assert refused.stderr == f"Checkpoint {out} is not written: needs 19 different action names, got 1 in 1.\n"
     assert load_checkpoint(out).manifest == after.manifest
     assert not list(out.glob(".*"))
-
-
-def test_it_runs_as_a_module(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["weights", "--help"])
-    with pytest.raises(SystemExit) as left:
-        runpy.run_module("weights", run_name="__main__")
-    assert left.value.code == 0
-    assert "python -m weights" in capsys.readouterr().out
-
-
-def test_a_directory_gives_a_usable_name(tmp_path: Path) -> None:
-    assert label_of(tmp_path / "mein Modell, März!") == "mein-Modell-M-rz"
-    assert label_of(tmp_path / ".phoenix_mini-1.2") == "phoenix_mini-1.2"
-    assert label_of(tmp_path / "§") == "checkpoint"
