@@ -242,7 +242,7 @@ def test_after_a_fork_no_connection_is_shared(listener: str) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-@pytest.mark.parametrize("no_proxy", [None, "127.0.0.1", "localhost,[::1]", "*"])
+@pytest.mark.parametrize("no_proxy", [None, "localhost,[::1]"])
 def test_the_environments_proxy_is_not_used_unless_asked(
     listener: str, monkeypatch: pytest.MonkeyPatch, no_proxy: str | None
 ) -> None:

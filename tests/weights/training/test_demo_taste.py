@@ -72,14 +72,6 @@ def best_first(body: dict[str, Any], values: list[float]) -> list[dict[str, Any]
     return [body["candidates"][index] for index in order]
 
 
-def assert_taste(body: dict[str, Any], ranked: list[dict[str, Any]]) -> None:
-    """Two authors of the liked topic stand first, then the four of other topics, and the reported one of the liked topic last."""
-    liked = NAMES["example"]["likes"]
-    assert topic(body["history"][-1]) == liked
-    assert [topic(post) == liked for post in ranked] == [True] * 2 + [False] * 4 + [True]
-    assert ranked[-1]["author_id"] == reported_of(body)
-
-
 def reported_of(body: dict[str, Any]) -> str:
     """The author whom the last event of the history reports."""
     last = body["history"][-1]
@@ -90,7 +82,11 @@ def reported_of(body: dict[str, Any]) -> str:
 def test_the_example_ranks_its_users_topic_first_and_the_reported_author_last(
     client: TestClient, example: dict[str, Any]
 ) -> None:
-    assert_taste(example, best_first(example, scores(client, example)))
+    """Two authors of the liked topic stand first, then the four of other topics, and the reported one of the liked topic last."""
+    liked, ranked = NAMES["example"]["likes"], best_first(example, scores(client, example))
+    assert topic(example["history"][-1]) == liked
+    assert [topic(post) == liked for post in ranked] == [True] * 2 + [False] * 4 + [True]
+    assert ranked[-1]["author_id"] == reported_of(example)
 
 
 def test_a_report_is_its_authors_alone(client: TestClient, example: dict[str, Any]) -> None:
