@@ -13,6 +13,7 @@ import pytest
 
 from loadtest.server import Server
 from tests.e2e.explorer import EXAMPLE, NAMES, NEEDED, Explorer, Json, ranked
+from weights.evaluate.compare import explorer_link
 
 pytestmark = [NEEDED, pytest.mark.slow]
 
@@ -97,6 +98,13 @@ def test_a_broken_link_says_so_and_opens_the_start(tab: Explorer, client: httpx.
     tab.page.locator("#notice").get_by_role("button", name="Close").click()
     assert tab.page.locator("#notice").is_hidden()
     assert tab.shown() == ranked(client, EXAMPLE)
+
+
+def test_a_link_of_a_comparison_opens_its_request(tab: Explorer, client: httpx.Client) -> None:
+    own = EXAMPLE | {"history": EXAMPLE["history"][3:]}
+    tab.open(explorer_link(f"{tab.url}/explore", own).partition("#")[2])
+    assert tab.page.locator("#notice").is_hidden()
+    assert tab.shown() == ranked(client, own)
 
 
 def test_a_link_of_an_earlier_page_still_opens(tab: Explorer, client: httpx.Client) -> None:
