@@ -13,7 +13,6 @@ import pytest
 
 from loadtest.server import Server
 from tests.e2e.explorer import EXAMPLE, NAMES, NEEDED, Explorer, Json, ranked
-from weights.evaluate.compare import explorer_link
 
 pytestmark = [NEEDED, pytest.mark.slow]
 
@@ -101,6 +100,9 @@ def test_a_broken_link_says_so_and_opens_the_start(tab: Explorer, client: httpx.
 
 
 def test_a_link_of_a_comparison_opens_its_request(tab: Explorer, client: httpx.Client) -> None:
+    pytest.importorskip("pyarrow")
+    from weights.evaluate.compare import explorer_link
+
     own = EXAMPLE | {"history": EXAMPLE["history"][3:]}
     tab.open(explorer_link(f"{tab.url}/explore", own).partition("#")[2])
     assert tab.page.locator("#notice").is_hidden()
