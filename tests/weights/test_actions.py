@@ -57,6 +57,7 @@ def test_score_weights_are_a_set_or_written_out_or_in_a_file(tmp_path: Path) -> 
         ("favourite=1", "no action 'favourite'; did you mean favorite?"),
         ("zzz=1", "there are favorite, reply, report"),
         ("favorite=1,favorite=2", "names favorite twice"),
+        ("favorite=much", "the weight of favorite must be a number"),
         ("favorite=nan", "the weight of favorite must be a number"),
         ("favorite", "neither a file nor a set of score weights (default, x-2026-09) nor weights such as favorite=1"),
     ],

@@ -14,7 +14,7 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from weights.tables import LogError, column_of, ids_of, open_table, place_of, tables_of
+from weights.tables import LogError, column_of, ids_of, open_table, tables_of
 from weights.training.log import COLUMNS, read_log
 
 IDS = [1, 2**53 + 1, 5281804507670857603, 2**63 - 1, 2**63, 2**63 + 12345, 2**64 - 1]
@@ -113,14 +113,3 @@ def test_a_file_that_git_lfs_has_not_fetched_is_named(tmp_path: Path) -> None:
     (tmp_path / "b.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 147583746\n")
     with pytest.raises(LogError, match=r"b\.parquet is a Git LFS pointer"):
         open_table(tmp_path, COLUMNS)
-
-
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_a_row_is_named_by_its_file_and_number(tmp_path: Path, suffix: str) -> None:
-    for name in ("a", "b"):
-        write(tmp_path / f"{name}{suffix}", [row()] * 5)
-    source = open_table(tmp_path, COLUMNS)
-    word = "line" if suffix == ".jsonl" else "row"
-    assert [place_of(source, each).rsplit("/")[-1] for each in (0, 4, 5)] == [
-        f"a{suffix}, {word} 1", f"a{suffix}, {word} 5", f"b{suffix}, {word} 1",
-    ]  # fmt: skip

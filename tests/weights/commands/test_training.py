@@ -101,8 +101,10 @@ def test_log_train_eval_and_example_from_the_command_line(log: Path, trained: tu
     assert manifest["training"]["choices"], "the manifest says how it was trained"
     assert manifest["architecture"]["width"] == small_config().width
     assert manifest["score_weights"] == default_score_weights(manifest["action_names"])
-    few = ("--ablation-requests", 5)
-    result = call("eval", "--checkpoint", checkpoint, "--log", log, "--out", tmp_path / "r", *few)
+    words = ("eval", "--checkpoint", checkpoint, "--log", log, "--out", tmp_path / "r", "--ablation-requests", 5)
+    late = call(*words, "--since", "2030-01-01")
+    assert (late.exit_code, "2026-06-01 … 2026-06-10" in late.stderr) == (1, True), late.output
+    result = call(*words)
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[0].startswith("The model LOSES to "), "it has hardly been trained"
     assert f"--since {manifest['training']['until_ts']} " in (tmp_path / "r/report.md").read_text()

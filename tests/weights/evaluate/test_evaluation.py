@@ -20,7 +20,6 @@ from weights.evaluate.evaluation import METRICS, MODEL, OPTIMUM, Comparison, Eva
 from weights.evaluate.metrics import Figure
 from weights.evaluate.predict import ABLATIONS, predict
 from weights.evaluate.report import figures, headline_table, write_evaluation
-from weights.tables import LogError
 from weights.training.demo import facts_of
 from weights.training.examples import Examples
 from weights.world.simulate import World
@@ -87,11 +86,6 @@ def test_what_a_log_cannot_have_is_not_printed(world: World, ranker: Ranker, tmp
     for word in ("optimum", "topic", "of requests", "dwell:", "nan"):
         assert word not in page
     assert {"way_to_optimum", "dwell_error_seconds"}.isdisjoint(figures(evaluation))
-
-
-def test_a_split_outside_the_log_is_refused_with_its_range(world: World, ranker: Ranker) -> None:
-    with pytest.raises(LogError, match="2026-06-01 … 2026-06-10"):
-        evaluate(ranker, world.log, WORLD.end_ts, {})
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
