@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +17,13 @@ from starlette.testclient import TestClient
 
 from app.main import create_app
 from app.settings import Settings
+from loadtest.server import wait_until
 from model.config import TRUNK_OPTIONS
 from model.presets import PRESETS, with_preset
 from model.ranker import Ranker
 from tests.support.asgi import ADDRESS
 from tests.weights.call import call
-from tests.weights.training.small_run import small_config
+from tests.weights.training.small_run import exact_body, small_config
 from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import load_checkpoint, save_checkpoint
 from weights.commands.training import given_values
@@ -41,34 +40,6 @@ TOLERANCE = 2e-5  # fp32, other order of sums
 
 def settings(values: list[str]) -> list[str]:
     return [word for value in values for word in ("--set", value)]
-
-
-def body_of(examples: Examples, index: int) -> dict[str, Any]:
-    """A request of the log as a caller would send it: the whole history, names for actions, seconds for times."""
-    log = examples.log
-    events = examples.events.take(np.arange(examples.first[index], examples.last[index]))
-    rows = examples.rows(index)
-
-    def ids(values: np.ndarray[Any, Any]) -> list[str]:
-        return [str(value) for value in values]
-
-    return {
-        "user_id": str(log.user_id[rows[0]]),
-        "history": {
-            "post_id": ids(events.post_id),
-            "author_id": ids(events.author_id),
-            "actions": [[n for n, done in zip(log.action_names, row, strict=True) if done] for row in events.actions],
-            "product_surface": events.product_surface.tolist(),
-            "dwell_time": events.dwell_seconds.astype(float).tolist(),
-        },
-        "candidates": {
-            "post_id": ids(log.post_id[rows]),
-            "author_id": ids(log.author_id[rows]),
-            "product_surface": log.product_surface[rows].tolist(),
-            "created_at": log.created_at[rows].tolist(),
-        },
-        "impression_ts": int(examples.times[index]),
-    }
 
 
 @pytest.fixture(scope="module")
@@ -169,15 +140,11 @@ def test_a_ranker_of_every_preset_trains_saves_verifies_serves_and_isolates(
     assert (name == "grok") == set(TRUNK_OPTIONS).isdisjoint(manifest["architecture"])
     indices = np.arange(len(examples) - 3, len(examples))
     expected = predict(load_checkpoint(out).ranker, examples, indices).probabilities
-    body = body_of(examples, int(indices[-1]))
+    bodies = [exact_body(examples, int(index)) for index in indices]
     with TestClient(create_app(Settings(checkpoint=out, dtype="float32", threads=1)), base_url=ADDRESS) as client:
-        for _ in range(600):
-            if client.get("/readyz").status_code == 200:
-                break
-            time.sleep(0.05)
-        answers = [client.post("/rank", json=body_of(examples, int(index))).json() for index in indices]
-        last = {key: [values[-1]] for key, values in body["candidates"].items()}
-        alone = client.post("/rank", json=body | {"candidates": last}).json()
+        wait_until(lambda: client.get("/readyz").status_code == 200, 120)
+        answers = [client.post("/rank", json=body).json() for body in bodies]
+        alone = client.post("/rank", json=bodies[-1] | {"candidates": bodies[-1]["candidates"][-1:]}).json()
         engine = client.get("/info").json()["engine"]
     found = np.array([row["probabilities"] for answer in answers for row in answer["candidates"]])
     assert np.abs(found - expected).max() < TOLERANCE
