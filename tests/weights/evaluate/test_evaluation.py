@@ -16,7 +16,7 @@ from model.ranker import Ranker
 from model.synthetic import random_ranker
 from tests.weights.training.small_run import WORLD, small_config
 from weights.evaluate.baselines import BASELINES
-from weights.evaluate.evaluation import METRICS, MODEL, OPTIMUM, Comparison, Evaluation, evaluate, headline_actions
+from weights.evaluate.evaluation import METRICS, MODEL, OPTIMUM, Comparison, Evaluation, evaluate
 from weights.evaluate.metrics import Figure
 from weights.evaluate.predict import ABLATIONS, predict
 from weights.evaluate.report import figures, headline_table, write_evaluation
@@ -99,17 +99,6 @@ def test_actions_that_are_rare_or_never_happen_have_a_report(world: World, ranke
     assert told["frequent_actions"] == []
     assert list(told["auc"]) == [log.action_names[0]]
     assert "nan" not in (tmp_path / "report.md").read_text()
-
-
-def test_the_score_is_for_the_frequent_actions_of_positive_weight(world: World) -> None:
-    names = world.log.action_names
-    by_name = {names[place]: world.log.actions[:, place].mean() for place in range(len(names))}
-    assert by_name["report"] < 0.01 < by_name["reply"] < by_name["favorite"]
-    weights = {"favorite": 1.0, "reply": 5.0, "follow_author": 1e-3, "not_interested": -5.0}
-    found = [names[place] for place in headline_actions(world.log, weights)]
-    assert set(found[:2]) == {"favorite", "reply"}
-    assert "not_interested" not in found
-    assert len(headline_actions(world.log, dict.fromkeys(names, 1.0))) == 5
 
 
 def test_the_verdict_names_the_closest_baseline_or_says_that_the_model_loses(evaluation: Evaluation) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,7 +12,7 @@ from tests.weights.training.unchanged import assert_unchanged, moved
 from weights.training.examples import Examples
 from weights.training.run import reproducible, split
 from weights.training.settings import TrainSettings
-from weights.training.trainer import Trainer, epoch_batches
+from weights.training.trainer import Trainer
 
 
 def test_the_run_stops_when_validation_stops_improving(examples: Examples) -> None:
@@ -33,16 +32,6 @@ def test_thirty_steps_of_the_default_settings_lead_where_they_always_led(example
     losses = {"loss": run.loss, "validation loss": run.validation_loss}
     counts = {"steps of the run": run.steps}
     assert_unchanged("ranker", losses | counts | moved(before, run.ranker.state_dict()))
-
-
-def test_an_epoch_has_every_request_once_in_batches_of_like_size() -> None:
-    sizes = np.random.default_rng(1).integers(1, 60, 1000)
-    batches = epoch_batches(sizes, 8, np.random.default_rng(2))
-    assert sorted(np.concatenate(batches).tolist()) == list(range(1000))
-    assert max(map(len, batches)) == 8
-    assert np.mean([np.ptp(sizes[batch]) for batch in batches]) < 10
-    again = epoch_batches(sizes, 8, np.random.default_rng(3))
-    assert [batch.tolist() for batch in batches] != [batch.tolist() for batch in again]
 
 
 def test_averaged_weights_follow_the_learned_ones_slowly(examples: Examples) -> None:
