@@ -65,15 +65,16 @@ def test_rank_is_what_the_service_says(ranker: RankerClient, client: httpx.Clien
 
 def test_a_batch_gives_a_ranking_or_an_error_for_each_request(ranker: RankerClient, client: httpx.Client) -> None:
     requests = [
-        RankingRequest(USER, CANDIDATES, HISTORY, impression_ts=NOW),
+        RankingRequest(USER, CANDIDATES, HISTORY, context=UNKNOWN, impression_ts=NOW),  # its history is sent
         RankingRequest(USER, CANDIDATES, context=UNKNOWN),
-        RankingRequest(USER, CANDIDATES, weights={"no such action": 1.0}),
+        RankingRequest(USER, CANDIDATES, top_k=0),
     ]
     ranking, unknown, refused = ranker.rank_batch(requests, timeout_seconds=30)
     assert isinstance(ranking, Ranking)
     assert same(ranking, client.post("/rank", json=EXAMPLE).json())
     assert isinstance(unknown, ContextUnknown)
     assert isinstance(refused, RequestRefused)
+    assert [field for field, _ in refused.errors] == ["top_k"]
 
 
 def test_explain_retrieve_and_recommend_are_what_the_service_says(ranker: RankerClient, client: httpx.Client) -> None:

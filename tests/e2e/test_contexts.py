@@ -68,10 +68,8 @@ def test_a_context_that_was_computed_ahead_is_found_by_the_next_request(client: 
 @pytest.mark.parametrize(
     ("path", "more"),
     [
-        ("/rank", REST),
         ("/rank", {**REST, "reply": "columns", "top_k": 3, "request_id": "page-2"}),
         ("/explain", EXPLAIN),
-        ("/retrieve", {"k": 20}),
         ("/retrieve", {"k": 20, "exclude_history": False, "exclude": ["1"]}),
         ("/recommend", {"k": 20, "top_k": 5}),
     ],
@@ -89,28 +87,6 @@ def test_a_batch_takes_whole_requests_and_handles(client: httpx.Client) -> None:
     named, whole, unknown = said(client.post("/rank/batch", json={"requests": bodies}))["results"]
     assert named == whole
     assert unknown["error"]["code"] == "context_unknown"
-
-
-def test_tensors_name_a_context_too(client: httpx.Client) -> None:
-    def infer(viewer: dict[str, Any]) -> httpx.Response:
-        tensors = ids("candidates", EXAMPLE["candidates"])
-        if "context" in viewer:
-            return client.post("/v2/models/demo/infer", json={"inputs": tensors, "parameters": viewer})
-        tensors += [tensor("user_id", [int(viewer["user_id"])]), *ids("history", viewer["history"])]
-        return client.post("/v2/models/demo/infer", json={"inputs": tensors})
-
-    def ids(part: str, posts: Any) -> list[dict[str, Any]]:
-        return [tensor(f"{part}.{name}", [int(post[name]) for post in posts]) for name in ("post_id", "author_id")]
-
-    def tensor(name: str, values: list[int]) -> dict[str, Any]:
-        return {"name": name, "datatype": "UINT64", "shape": [len(values)], "data": values}
-
-    whole = infer(VIEWER)
-    handle = whole.json()["parameters"]["context"]
-    named = infer({"context": handle})
-    assert named.json()["parameters"]["history_used"] == len(VIEWER["history"])
-    assert said(named) == said(whole)
-    assert infer({"context": UNKNOWN}).status_code == 412
 
 
 @pytest.mark.parametrize(

@@ -90,10 +90,9 @@ def test_every_example_of_the_document_is_answered_as_it_says(server: Server, do
     send_examples(server, document)
 
 
-@pytest.mark.parametrize("field", ["score", "probabilities", "post_id"])
-def test_a_reply_that_breaks_the_document_is_noticed(server: Server, document: dict[str, Any], field: str) -> None:
+def test_a_reply_that_breaks_the_document_is_noticed(server: Server, document: dict[str, Any]) -> None:
     other = copy.deepcopy(document)
-    other["components"]["schemas"]["RankedCandidate"]["properties"][field] = {"type": "boolean"}
+    other["components"]["schemas"]["RankedCandidate"]["properties"]["score"] = {"type": "boolean"}
     with pytest.raises(FailureGroup):
         send_examples(server, other)
 

@@ -36,10 +36,15 @@ def explained(client: httpx.Client) -> dict[str, Json]:
     return dict(zip(POSTS, reply["candidates"], strict=True))
 
 
-def test_the_terms_of_a_score_add_up_to_it(why: Explorer) -> None:
+def test_the_terms_of_a_score_add_up_to_it_and_to_its_lead_over_the_next(why: Explorer) -> None:
+    (_, _, first), (_, _, second), *_ = why.shown()
     terms = numbers(why.page.locator(".detail:visible .terms tbody tr td:nth-child(4)").all_inner_texts())
     assert len(terms) == 8
-    assert sum(terms) == pytest.approx(why.shown()[0][2], abs=TWO_DIGITS)
+    assert sum(terms) == pytest.approx(first, abs=TWO_DIGITS)
+    terms = numbers(why.page.locator(".next tbody tr td:nth-child(2)").all_inner_texts())
+    [total, *_] = numbers(why.page.locator(".next tfoot tr td:nth-child(2)").all_inner_texts())
+    assert sum(terms) == pytest.approx(first - second, abs=TWO_DIGITS)
+    assert total == pytest.approx(first - second, abs=THREE_DIGITS)
 
 
 @pytest.mark.parametrize("story", ["", "story=corpus"])
@@ -102,14 +107,6 @@ def test_groups_are_what_rank_says_without_all_their_events(why: Explorer, clien
         kept = [event for event, stays in zip(history, left[name], strict=True) if stays]
         without = {post: score for post, _, score in ranked(client, EXAMPLE | {"history": kept})}
         assert numbers([change])[0] == pytest.approx(whole - without[top], abs=THREE_DIGITS), name
-
-
-def test_why_above_the_next_is_the_difference_of_two_rows(why: Explorer) -> None:
-    (_, _, first), (_, _, second), *_ = why.shown()
-    terms = numbers(why.page.locator(".next tbody tr td:nth-child(2)").all_inner_texts())
-    [total, *_] = numbers(why.page.locator(".next tfoot tr td:nth-child(2)").all_inner_texts())
-    assert sum(terms) == pytest.approx(first - second, abs=TWO_DIGITS)
-    assert total == pytest.approx(first - second, abs=THREE_DIGITS)
 
 
 def test_a_large_part_that_is_not_covered_is_said_where_it_is(tab: Explorer, explained: dict[str, Json]) -> None:

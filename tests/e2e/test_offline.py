@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import httpx
 import numpy as np
 import pytest
@@ -13,21 +11,12 @@ pytest.importorskip("pyarrow")
 from loadtest.server import DEMO
 from model.create import EngineOptions
 from tests.weights.scoring.test_scorer import as_table
-from tests.weights.training.small_run import WORLD
+from tests.weights.training.small_run import WORLD, exact_body
 from weights.checkpoint import load_checkpoint
 from weights.scoring.scorer import Scorer
-from weights.training.example import request_body
 from weights.training.examples import Examples
 from weights.training.log import log_of
 from weights.world.simulate import simulate
-
-
-def exact(examples: Examples, index: int) -> dict[str, Any]:
-    """The body of a request of the log, with dwell times as the log has them, where examples for people round them."""
-    body, rows = request_body(examples, index), range(examples.oldest[index], examples.last[index])
-    for event, row in zip(body["history"], rows, strict=True):
-        event["dwell_time"] = float(examples.events.dwell_seconds[row])
-    return body | {"reply": "columns"}
 
 
 @pytest.mark.slow
@@ -38,13 +27,17 @@ def test_offline_and_online_give_the_same_bits(client: httpx.Client) -> None:
     scorer.close()
     offline = {name: scored[name].to_numpy() for name in scored.schema.names}
     compared = 0
+    assert len(scored) == len(table)
+    assert len(set(scored["score"].to_pylist())) > len(table) / 2
     for index in range(0, len(examples), 41):
         rows = examples.rows(index)
-        reply = client.post("/rank", json=exact(examples, index)).json()["candidates"]
+        reply = client.post("/rank", json=exact_body(examples, index) | {"reply": "columns"}).json()["candidates"]
         probabilities, score = np.array(reply["probabilities"], np.float32), np.array(reply["score"])
         order = np.lexsort((score, np.array(reply["post_id"], np.uint64)))
         rows = rows[np.lexsort((offline["score"][rows], offline["post_id"][rows]))]  # one post may be shown twice
         assert score[order].tobytes() == offline["score"][rows].tobytes()
+        dwell = np.array(reply["continuous"]["dwell_time"], np.float32)
+        assert dwell[order].tobytes() == offline["dwell_time"][rows].tobytes()
         for column, name in enumerate(scorer.manifest.action_names):
             assert probabilities[order, column].tobytes() == offline[f"p.{name}"][rows].tobytes()
         compared += len(rows)

@@ -39,15 +39,6 @@ def test_sigterm_under_load_loses_nothing_and_ends_with_0(duration: float) -> No
             assert answered > 20
 
 
-def test_after_kill_9_it_serves_again_on_the_same_port() -> None:
-    port = free_port()
-    with serving(port=port) as first:
-        first.process.kill()
-        first.process.wait(10)
-    with serving(port=port) as second:
-        assert second.post("/rank", example()).status_code == 200
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two checkpoints whose scores differ, below one folder."""

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 from typing import Any
-
-from msgspec.json import Decoder
-
-from app import columns, schema
-from model.inputs import Candidates, Context
-from weights.format.manifest import Manifest
 
 GOOD: dict[str, Any] = {
     "user_id": "1868434417286410240",
@@ -44,10 +37,3 @@ def in_columns(items: list[dict[str, Any]], **defaults: Any) -> dict[str, list[A
     missing = {"product_surface": 0, "actions": 0, "dwell_time": 0, "created_at": 0} | defaults
     names = dict.fromkeys(name for item in items for name in item)
     return {name: [item.get(name, missing.get(name)) for item in items] for name in names}
-
-
-def inputs_of(body: dict[str, Any], manifest: Manifest) -> tuple[Context, Candidates]:
-    """What the model of this checkpoint reads of a body of /rank."""
-    asked = schema.decode(Decoder(schema.RankRequest), json.dumps(body).encode())
-    words = columns.Vocabulary.of(manifest)
-    return columns.context_of(asked, words, manifest.config), columns.candidates_of(asked, words, manifest.config)

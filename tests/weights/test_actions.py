@@ -59,7 +59,6 @@ def test_score_weights_are_a_set_or_written_out_or_in_a_file(tmp_path: Path) -> 
         ("favorite=1,favorite=2", "names favorite twice"),
         ("favorite=much", "the weight of favorite must be a number"),
         ("favorite=nan", "the weight of favorite must be a number"),
-        ("favorite=2e9", "the weight of favorite must be a number"),
         ("favorite", "neither a file nor a set of score weights (default, x-2026-09) nor weights such as favorite=1"),
     ],
 )
@@ -76,8 +75,6 @@ def test_score_weights_that_cannot_be_meant_are_refused(given: str, sentence: st
         ("{", "cannot be read as JSON"),
         ('{"favorite": 1, "favorite": 2}', "names favorite twice"),
         ('{"favorite": null}', "the weight of favorite must be a number"),
-        ('{"favorite": "1"}', "the weight of favorite must be a number"),
-        ('{"likes": 1}', "no action 'likes'"),
     ],
 )
 def test_a_file_of_score_weights_is_named_in_its_refusal(tmp_path: Path, content: str, sentence: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import shutil
 import time
 from dataclasses import replace
@@ -14,8 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.batch import collate
-from tests import goldens
 from tests.weights.small import sign, write_small
 from weights.checkpoint import load_checkpoint, load_encoder, load_manifest, save_checkpoint
 from weights.errors import CheckpointError
@@ -39,6 +36,8 @@ def save(path: Path, **options: object) -> None:
 def test_a_saved_ranker_comes_back(tmp_path: Path, table_dtype: str) -> None:
     save(tmp_path / "c", table_dtype=table_dtype, score_weights={"action_3": -2}, version="7")
     loaded = load_checkpoint(tmp_path / "c")
+    save(tmp_path / "again", table_dtype=table_dtype, score_weights={"action_3": -2}, version="7")
+    assert load_manifest(tmp_path / "again").digest == loaded.manifest.digest
     assert loaded.manifest.version == "7"
     assert loaded.manifest.score_weights == {"action_3": -2.0}
     assert loaded.manifest.config == loaded.ranker.config == CONFIG
@@ -48,24 +47,6 @@ def test_a_saved_ranker_comes_back(tmp_path: Path, table_dtype: str) -> None:
         dtype = getattr(torch, table_dtype) if name.startswith("tables.") else torch.float32
         assert tensor.dtype == dtype
         assert torch.equal(tensor, original[name].to(dtype)), name
-
-
-def test_scores_survive_the_round_trip_bit_for_bit(tmp_path: Path) -> None:
-    save(tmp_path / "c")
-    batch = collate([goldens.features(goldens.requests("phoenix-mini")[3], CONFIG)], CONFIG)
-    original, loaded = random_ranker(CONFIG, 1), load_checkpoint(tmp_path / "c").ranker
-    for before, after in zip(original(batch), loaded(batch), strict=True):
-        assert before.abs().max() > 0.1
-        assert torch.equal(before, after)
-
-
-def test_the_same_weights_and_names_have_the_same_identity(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        save(tmp_path / name)
-    save(tmp_path / "c", score_weights={"action_0": 1.0})
-    digests = [load_manifest(tmp_path / name).digest for name in "abc"]
-    assert digests[0] == digests[1] != digests[2]
-    assert re.fullmatch("[0-9a-f]{12}", load_manifest(tmp_path / "a").version)
 
 
 def test_the_safetensors_library_reads_our_files_and_we_read_its(small: Path) -> None:
@@ -141,19 +122,16 @@ def test_a_write_to_a_mapped_file_is_noticed_and_one_to_a_copied_file_does_no_ha
     assert "tables.user.safetensors was written to" in loaded.mapped.changed()
 
 
-def test_a_mapped_file_that_is_replaced_lives_on(large: Path) -> None:
-    loaded = load_checkpoint(large)
-    (large / "tables.user.safetensors").unlink()
-    assert loaded.mapped.changed() == ""
-
-
-def test_tables_are_mapped_while_the_ranker_lives(large: Path) -> None:
+def test_tables_are_mapped_while_the_ranker_lives_and_a_file_that_is_replaced_with_it(large: Path) -> None:
     def is_mapped() -> bool:
         return str(large / "tables.user.safetensors") in Path("/proc/self/maps").read_text()
 
-    ranker = load_checkpoint(large).ranker
+    loaded = load_checkpoint(large)
     assert is_mapped()
-    del ranker
+    (large / "tables.user.safetensors").unlink()
+    assert loaded.mapped.changed() == ""
+    assert is_mapped()
+    del loaded
     gc.collect()
     assert not is_mapped()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +15,9 @@ import pyarrow.parquet as pq
 
 from tests.weights.call import run
 from weights.actions import SCORE_WEIGHT_SETS
-from weights.checkpoint import load_checkpoint, load_manifest
+from weights.checkpoint import load_manifest
 from weights.tables import LogError
 from weights.text_ids import text_id
-from weights.training.examples import Examples
 from weights.training.log import COLUMNS, ID_COLUMNS, Log, read_log, write_log
 from weights.world.simulate import World
 
@@ -69,7 +67,6 @@ def test_both_files_give_one_log_with_its_texts(logs: Path, tmp_path: Path) -> N
     [
         ("texts.parquet", "uint64", "column user_id holds texts, not integers"),
         ("integers.parquet", "text", "column user_id holds uint64, not texts"),
-        ("texts.jsonl", "uint64", "column user_id holds texts, not integers"),
     ],
 )
 def test_the_other_kind_is_refused(logs: Path, name: str, ids: str, sentence: str) -> None:
@@ -89,10 +86,6 @@ def test_training_makes_a_checkpoint_of_texts_with_the_weights_that_were_asked_f
     assert manifest.score_weights == {name: known[name] for name in manifest.action_names if name in known}
     code, said = run("train", "--start", tmp_path / "out", "--log", logs / "integers.parquet", "--out", tmp_path / "x")
     assert (code, "give --ids text" in said) == (1, True)
-    args = ("--checkpoint", tmp_path / "out", "--log", logs / "texts.parquet", "--since")
-    middle = int(read_log(logs / "texts.parquet", "text").impression_ts[ROWS // 2])
-    code, said = run("eval", *args, middle, "--ablation-requests", 3, "--out", tmp_path / "report")
-    assert code == 0, said
     assert run("relabel", tmp_path / "out", "--score-weights", "default")[0] == 0
     assert load_manifest(tmp_path / "out").score_weights["report"] == -20
 
@@ -123,11 +116,3 @@ def test_a_comparison_shows_and_links_texts(logs: Path, checkpoint: Path, tmp_pa
     assert run("random", "--out", tmp_path / "integers")[0] == 0
     args = ("--log", logs / "texts.parquet", "--out", tmp_path / "out")
     assert "no log has both" in run("compare", checkpoint, tmp_path / "integers", *args)[1]
-
-
-def test_the_model_reads_the_hash(logs: Path, checkpoint: Path) -> None:
-    loaded = load_checkpoint(checkpoint)
-    assert loaded.manifest.ids == "text"
-    log = read_log(logs / "texts.parquet", "text")
-    examples = Examples(replace(log), loaded.manifest.config)
-    assert examples.context(0).user_id == text_id(log.ids("user_id", examples.rows(0))[0])

@@ -8,8 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from email.utils import formatdate
 from typing import Any
 
@@ -19,13 +18,11 @@ import pytest
 from phoenix_ranker_client import (
     AsyncRankerClient,
     Candidate,
-    ContextUnknown,
     DeadlineExceeded,
     Event,
     RankerClient,
     RankerError,
     Ranking,
-    RankingRequest,
     RequestRefused,
     ServerFault,
     Unavailable,
@@ -168,32 +165,9 @@ def test_a_context_is_named_by_its_handle_and_sent_whole_where_it_is_unknown() -
     assert (third["user_id"], len(third["history"]["post_id"]), "context" in third) == (7, 2, False)
     assert script.requests[2].headers["x-request-id"] == "page-2"
     assert ranking.context == "h2"
-
-
-def test_a_handle_without_a_history_is_not_sent_whole_and_an_empty_history_is() -> None:
-    with pytest.raises(ContextUnknown):
-        client(Scripted(UNKNOWN)).rank(7, CANDIDATES, context="h1")
     script = Scripted(UNKNOWN, good())
     client(script).rank(7, CANDIDATES, (), context="h1")
-    assert script.bodies()[1]["history"]["post_id"] == []
-
-
-def test_a_batch_gives_a_ranking_or_an_error_for_each_request_and_sends_histories_whole() -> None:
-    error = {
-        "error": {
-            "status": 422,
-            "code": "invalid_request",
-            "detail": "why",
-            "errors": [{"field": "top_k", "message": "bad"}],
-        }
-    }
-    script = Scripted(httpx.Response(200, json={"results": [GOOD, error]}))
-    asked = [RankingRequest(7, CANDIDATES, HISTORY, context="h1"), RankingRequest(8, CANDIDATES, top_k=0)]
-    ranking, refused = client(script).rank_batch(asked)
-    assert isinstance(ranking, Ranking)
-    assert isinstance(refused, RequestRefused)
-    assert refused.errors == (("top_k", "bad"),)
-    assert [("context" in body, body["user_id"]) for body in script.bodies()[0]["requests"]] == [(False, 7), (False, 8)]
+    assert script.bodies()[1]["history"]["post_id"] == [], "an empty history is one"
 
 
 def test_a_replica_that_is_behind_is_asked_again() -> None:
@@ -217,10 +191,8 @@ def test_what_no_json_can_hold_is_refused_unsent() -> None:
     assert script.requests == []
 
 
-def test_one_async_client_serves_several_event_loops(listener: Callable[[], str]) -> None:
-    ranker = AsyncRankerClient(listener())
-    for _ in range(6):
-        assert asyncio.run(ranker.rank(7, CANDIDATES)).candidates[0].score == 0.5
+def test_one_async_client_serves_the_event_loops_of_several_threads(listener: str) -> None:
+    ranker = AsyncRankerClient(listener)
     found: list[float] = []
     threads = [
         threading.Thread(target=lambda: found.append(asyncio.run(ranker.rank(7, CANDIDATES)).candidates[0].score))
@@ -233,8 +205,8 @@ def test_one_async_client_serves_several_event_loops(listener: Callable[[], str]
     assert found == [0.5] * 4
 
 
-def test_connections_end_with_their_event_loop(listener: Callable[[], str]) -> None:
-    ranker = AsyncRankerClient(listener())
+def test_connections_end_with_their_event_loop(listener: str) -> None:
+    ranker = AsyncRankerClient(listener)
     before = open_sockets()
     for _ in range(20):
         asyncio.run(ranker.rank(7, CANDIDATES))
@@ -260,8 +232,8 @@ def open_sockets() -> int:
     return sum("socket:" in os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd"))
 
 
-def test_after_a_fork_no_connection_is_shared(listener: Callable[[], str]) -> None:
-    ranker = RankerClient(listener())
+def test_after_a_fork_no_connection_is_shared(listener: str) -> None:
+    ranker = RankerClient(listener)
     ranker.rank(7, CANDIDATES)
     child = os.fork()
     if not child:
@@ -270,19 +242,21 @@ def test_after_a_fork_no_connection_is_shared(listener: Callable[[], str]) -> No
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-@pytest.mark.parametrize("no_proxy", [None, "127.0.0.1", "localhost,[::1]", "*"])
+@pytest.mark.parametrize("no_proxy", [None, "localhost,[::1]"])
 def test_the_environments_proxy_is_not_used_unless_asked(
-    listener: Callable[[], str], monkeypatch: pytest.MonkeyPatch, no_proxy: str | None
+    listener: str, monkeypatch: pytest.MonkeyPatch, no_proxy: str | None
 ) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     if no_proxy is not None:
         monkeypatch.setenv("NO_PROXY", no_proxy)
-    url = listener()
-    with RankerClient(url) as ranker:
+    with RankerClient(listener) as ranker:
         assert ranker.rank(7, CANDIDATES).candidates
     if no_proxy is None:
-        with pytest.raises(Unavailable, match=f"{url}.*proxy"), RankerClient(url, trust_env=True, attempts=1) as ranker:
+        with (
+            pytest.raises(Unavailable, match=f"{listener}.*proxy"),
+            RankerClient(listener, trust_env=True, attempts=1) as ranker,
+        ):
             ranker.rank(7, CANDIDATES)
 
 
@@ -325,14 +299,8 @@ def test_the_deadline_bounds_a_server_that_hangs(is_async: bool) -> None:
 
 
 @pytest.fixture
-def listener() -> Iterator[Callable[[], str]]:
-    """Starts a server on a socket that answers every request, on connections that stay open; returns its URL."""
-    with serving_good() as url:
-        yield lambda: url
-
-
-@contextmanager
-def serving_good() -> Iterator[str]:
+def listener() -> Iterator[str]:
+    """The URL of a server that answers every request, on connections that stay open."""
     body = orjson.dumps(GOOD)
     reply = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ import pytest
 from tests import goldens
 from tests.weights.call import call
 from weights.checkpoint import load_checkpoint
-from weights.commands.console import label_of
 
 SOURCE = goldens.GOLDEN / "phoenix-jan-gqa" / "ranker"
 
@@ -32,19 +29,6 @@ def test_import_verify_inspect(tmp_path: Path) -> None:
     manifest = json.loads(call("inspect", out, "--json").stdout)
     assert manifest["digest"] in verified.stdout
     assert manifest["digest"] in shown.stdout
-
-
-def test_names_from_files(tmp_path: Path) -> None:
-    names = [f"custom_{index}" for index in range(19)]
-    (tmp_path / "names.json").write_text(json.dumps(names))
-    (tmp_path / "weights.json").write_text('{"custom_4": -3}')
-    out = tmp_path / "out"
-    options = ["--actions", tmp_path / "names.json", "--score-weights", tmp_path / "weights.json"]
-    assert call("import", SOURCE, "--out", out, "--name", "n", "--version", "1.2", *options).exit_code == 0
-    manifest = json.loads((out / "manifest.json").read_text())
-    assert (manifest["name"], manifest["version"]) == ("n", "1.2")
-    assert manifest["action_names"] == names
-    assert manifest["score_weights"] == {"custom_4": -3.0}
 
 
 def test_weights_on_the_command_line(tmp_path: Path) -> None:
@@ -71,18 +55,21 @@ def test_score_weights_that_are_all_zero_are_never_silent(tmp_path: Path) -> Non
     assert call("verify", "weights/demo-towers").stderr == "", "towers have no scores of actions"
 
 
-def test_names_that_are_not_known_are_pointed_out(tmp_path: Path) -> None:
-    (tmp_path / "names.json").write_text(json.dumps([f"custom_{index}" for index in range(19)]))
-    result = call("import", SOURCE, "--out", tmp_path / "out", "--actions", tmp_path / "names.json")
+def test_names_from_a_file_that_are_not_known_are_pointed_out(tmp_path: Path) -> None:
+    names = [f"custom_{index}" for index in range(19)]
+    (tmp_path / "names.json").write_text(json.dumps(names))
+    options = ("--name", "n", "--version", "1.2", "--actions", tmp_path / "names.json")
+    result = call("import", SOURCE, "--out", tmp_path / "out", *options)
     assert result.exit_code == 0
-    assert "every score of out is 0" in result.stderr
+    manifest = load_checkpoint(tmp_path / "out").manifest
+    assert (manifest.name, manifest.version, list(manifest.action_names)) == ("n", "1.2", names)
+    assert "every score of n is 0" in result.stderr
     assert "--score-weights ACTION=NUMBER" in result.stderr
 
 
 def test_refusals_are_one_sentence_and_code_1(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "list.json").write_text("[1, 2]")
-    (tmp_path / "null.json").write_text('{"favorite": null}')
     out = tmp_path / "out"
     for arguments in (
         ("verify", tmp_path),
@@ -94,7 +81,6 @@ def test_refusals_are_one_sentence_and_code_1(tmp_path: Path) -> None:
         ("import", SOURCE, "--out", out, "--actions", tmp_path / "missing.json"),
         ("import", SOURCE, "--out", out, "--actions", tmp_path / "list.json"),
         ("import", SOURCE, "--out", out, "--score-weights", tmp_path / "list.json"),
-        ("import", SOURCE, "--out", out, "--score-weights", tmp_path / "null.json"),
         ("import", SOURCE, "--out", tmp_path),
         ("random", "--out", tmp_path),
     ):
@@ -109,7 +95,6 @@ def test_refusals_are_one_sentence_and_code_1(tmp_path: Path) -> None:
     "arguments",
     [
         ("verify",),
-        ("import", "x"),
         ("import", "x", "--out", "y", "--tables", "int8"),
         ("nothing",),
         ("random", "--out", 300 * "x"),
@@ -137,9 +122,8 @@ def test_relabel_changes_names_and_leaves_the_weights(tmp_path: Path) -> None:
     assert after.manifest.version != before.manifest.version
     assert after.manifest.digest != before.manifest.digest
     assert after.manifest.files == before.manifest.files
-    for value in ('{"nothing": 1}', '{"report": null}', '{"report": "x"}', "[]"):
-        (tmp_path / "weights.json").write_text(value)
-        assert call("relabel", out, "--score-weights", tmp_path / "weights.json").exit_code == 1
+    (tmp_path / "weights.json").write_text('{"nothing": 1}')
+    assert call("relabel", out, "--score-weights", tmp_path / "weights.json").exit_code == 1
     (tmp_path / "names.json").write_text(json.dumps([[]] * 19))
     assert call("relabel", out, "--actions", tmp_path / "names.json").exit_code == 1
     (tmp_path / "names.json").write_text('["one"]')
@@ -147,17 +131,3 @@ def test_relabel_changes_names_and_leaves_the_weights(tmp_path: Path) -> None:
     assert refused.stderr == f"Checkpoint {out} is not written: needs 19 different action names, got 1 in 1.\n"
     assert load_checkpoint(out).manifest == after.manifest
     assert not list(out.glob(".*"))
-
-
-def test_it_runs_as_a_module(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["weights", "--help"])
-    with pytest.raises(SystemExit) as left:
-        runpy.run_module("weights", run_name="__main__")
-    assert left.value.code == 0
-    assert "python -m weights" in capsys.readouterr().out
-
-
-def test_a_directory_gives_a_usable_name(tmp_path: Path) -> None:
-    assert label_of(tmp_path / "mein Modell, März!") == "mein-Modell-M-rz"
-    assert label_of(tmp_path / ".phoenix_mini-1.2") == "phoenix_mini-1.2"
-    assert label_of(tmp_path / "§") == "checkpoint"

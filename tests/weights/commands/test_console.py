@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,8 +56,8 @@ def test_a_seed_below_0_is_refused_by_every_command_that_has_one() -> None:
 
 @pytest.mark.parametrize(
     "take",
-    [lambda: np.empty(2**50), lambda: torch.empty(2**50), lambda: bytes(2**60)],
-    ids=["numpy", "torch", "python"],
+    [lambda: np.empty(2**50), lambda: torch.empty(2**50)],
+    ids=["numpy", "torch"],
 )
 def test_memory_that_runs_out_is_one_sentence(
     take: Callable[[], object], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -90,29 +91,30 @@ def test_a_mistake_of_ours_keeps_its_traceback() -> None:
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="not Linux")
 @pytest.mark.parametrize(
     ("command", "output", "code"),
-    [("--help", ">/dev/full", 1), ("inspect weights/demo --json", ">/dev/full", 1), ("inspect weights/demo", ">&-", 0)],
+    [("inspect weights/demo --json", ">/dev/full", 1), ("inspect weights/demo", ">&-", 0)],
 )
 def test_an_output_that_takes_nothing_is_one_sentence_and_a_closed_one_is_none(
-    command: str, output: str, code: int
+    command: str, output: str, code: int, tmp_path: Path
 ) -> None:
+    """In a process that has none of the libraries of training."""
+    for name in ("pyarrow", "sklearn", "scipy", "jinja2"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name}')")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
     program = ["sh", "-c", f'exec "$@" {output}', "sh", sys.executable, "-m", "weights", *command.split()]
-    ended = subprocess.run(program, stderr=subprocess.PIPE, text=True, timeout=90)
+    ended = subprocess.run(program, env=environment, stderr=subprocess.PIPE, text=True, timeout=90)
     said = "python -m weights: [Errno 28] No space left on device\n" if code else ""
     assert (ended.returncode, ended.stderr) == (code, said)
 
 
-@pytest.mark.parametrize("in_bytes", [False, True])
-def test_a_terminal_has_a_bar(
-    in_bytes: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_has_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    with progress_bar(in_bytes=in_bytes) as update:
+    with progress_bar(in_bytes=True) as update:
         update("Verifying", 1024, 2048)
     output = capsys.readouterr()
     assert output.out == ""
     assert "Verifying" in output.err
-    assert ("KiB" in output.err) == in_bytes
+    assert "KiB" in output.err
 
 
 def test_a_file_has_a_line_every_half_minute(

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,90 +17,29 @@ from starlette.testclient import TestClient
 
 from app.main import create_app
 from app.settings import Settings
+from loadtest.server import wait_until
 from model.config import TRUNK_OPTIONS
-from model.create import EngineOptions, create_engine
-from model.engine import Item
 from model.presets import PRESETS, with_preset
 from model.ranker import Ranker
 from tests.support.asgi import ADDRESS
 from tests.weights.call import call
-from tests.weights.training.small_run import TRAINING, small_config
+from tests.weights.training.small_run import exact_body, small_config
 from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import load_checkpoint, save_checkpoint
-from weights.commands.training import given_values, time_of
-from weights.errors import CheckpointError
+from weights.commands.training import given_values
 from weights.evaluate.predict import predict
 from weights.format.manifest import ContinuousOutput
 from weights.training.examples import Examples
-from weights.training.run import train
 from weights.training.settings import settings_table
-from weights.world.simulate import World
 
 WORLD_SETTINGS = ["users=40", "new_users=4", "authors=24", "days=10", "test_days=2", "slots=12"]
 RUN_SETTINGS = ["epochs=0.2", "batch_contexts=16", "evaluate_every=5", "validation_requests=10"]
+LOG = "the log"
 TOLERANCE = 2e-5  # fp32, other order of sums
 
 
 def settings(values: list[str]) -> list[str]:
     return [word for value in values for word in ("--set", value)]
-
-
-@pytest.fixture(scope="module")
-def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Examples, np.ndarray[Any, Any]]:
-    """A checkpoint, the examples and the trainer's own probabilities of the last five requests."""
-    ranker = train(world.log, small_config(), replace(TRAINING, learning_rate=0.03, epochs=1), dwell_output=0)
-    examples = Examples(world.log, small_config())
-    requests = np.arange(len(examples) - 5, len(examples))
-    path = tmp_path_factory.mktemp("trained") / "checkpoint"
-    names = world.log.action_names
-    save_checkpoint(
-        path, ranker, name="t", action_names=names, continuous=[DWELL_TIME], score_weights=default_score_weights(names)
-    )  # fmt: skip
-    return path, examples, predict(ranker, examples, requests).probabilities
-
-
-def test_the_engine_of_the_saved_checkpoint_gives_the_trainers_scores(
-    trained: tuple[Path, Examples, np.ndarray[Any, Any]],
-) -> None:
-    path, examples, expected = trained
-    assert call("verify", path).exit_code == 0
-    engine = create_engine(load_checkpoint(path).ranker, EngineOptions(device="cpu", dtype="float32", threads=1))
-    engine.warm_up()
-    scores = []
-    for index in range(len(examples) - 5, len(examples)):
-        item = Item(examples.context(index), examples.candidates(examples.rows(index)))
-        scores.append(engine.forward([item])[0].scores.probabilities)
-    engine.close()
-    assert np.abs(np.concatenate(scores) - expected).max() < TOLERANCE
-    assert expected.std(0).max() > 0.05, "scores that are all alike would show nothing"
-
-
-def body_of(examples: Examples, index: int) -> dict[str, Any]:
-    """A request of the log as a caller would send it: the whole history, names for actions, seconds for times."""
-    log = examples.log
-    events = examples.events.take(np.arange(examples.first[index], examples.last[index]))
-    rows = examples.rows(index)
-
-    def ids(values: np.ndarray[Any, Any]) -> list[str]:
-        return [str(value) for value in values]
-
-    return {
-        "user_id": str(log.user_id[rows[0]]),
-        "history": {
-            "post_id": ids(events.post_id),
-            "author_id": ids(events.author_id),
-            "actions": [[n for n, done in zip(log.action_names, row, strict=True) if done] for row in events.actions],
-            "product_surface": events.product_surface.tolist(),
-            "dwell_time": events.dwell_seconds.astype(float).tolist(),
-        },
-        "candidates": {
-            "post_id": ids(log.post_id[rows]),
-            "author_id": ids(log.author_id[rows]),
-            "product_surface": log.product_surface[rows].tolist(),
-            "created_at": log.created_at[rows].tolist(),
-        },
-        "impression_ts": int(examples.times[index]),
-    }
 
 
 @pytest.fixture(scope="module")
@@ -117,38 +52,36 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "log.parquet"
 
 
-def test_world_log_train_eval_and_example_from_the_command_line(log: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def trained(log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A checkpoint that was trained on the log for a moment, and what the command printed."""
+    out = tmp_path_factory.mktemp("trained") / "checkpoint"
+    options = ("--config", log.with_name("config.json"), *settings(RUN_SETTINGS))
+    made = call("train", "--log", log, "--out", out, *options)
+    assert made.exit_code == 0, made.output
+    return out, made.stdout
+
+
+def test_log_train_eval_and_example_from_the_command_line(log: Path, trained: tuple[Path, str], tmp_path: Path) -> None:
+    checkpoint, printed = trained
     looked = call("log", log)
     assert looked.exit_code == 0, looked.output
-    names = json.dumps({"users": {}, "authors": {}, "posts": {}})
-    (tmp_path / "names.json").write_text(names)
-    options = ("--config", log.parent / "config.json", *settings(RUN_SETTINGS))
-    trained = call("train", "--log", log, "--out", tmp_path / "a", *options)
-    assert trained.exit_code == 0, trained.output
-    assert looked.stdout.splitlines()[0] == trained.stdout.splitlines()[0]
-    manifest = json.loads(call("inspect", tmp_path / "a", "--json").stdout)
+    assert looked.stdout.splitlines()[0] == printed.splitlines()[0]
+    (tmp_path / "names.json").write_text(json.dumps({"users": {}, "authors": {}, "posts": {}}))
+    manifest = json.loads(call("inspect", checkpoint, "--json").stdout)
     assert manifest["training"]["choices"], "the manifest says how it was trained"
     assert manifest["architecture"]["width"] == small_config().width
     assert manifest["score_weights"] == default_score_weights(manifest["action_names"])
-    result = call(
-        "eval", "--checkpoint", tmp_path / "a", "--log", log, "--out", tmp_path / "r", "--ablation-requests", 5
-    )
+    words = ("eval", "--checkpoint", checkpoint, "--log", log, "--out", tmp_path / "r", "--ablation-requests", 5)
+    late = call(*words, "--since", "2030-01-01")
+    assert (late.exit_code, "2026-06-01 … 2026-06-10" in late.stderr) == (1, True), late.output
+    result = call(*words)
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[0].startswith("The model LOSES to "), "it has hardly been trained"
     assert f"--since {manifest['training']['until_ts']} " in (tmp_path / "r/report.md").read_text()
-    made = call("example", tmp_path / "a", "--log", log, "--names", tmp_path / "names.json")
+    made = call("example", checkpoint, "--log", log, "--names", tmp_path / "names.json")
     assert made.exit_code == 0, made.output
-    assert call("verify", tmp_path / "a").exit_code == 0
-
-
-def test_a_world_is_evaluated_against_its_optimum(
-    log: Path, trained: tuple[Path, Examples, np.ndarray[Any, Any]], tmp_path: Path
-) -> None:
-    options = ("--world", log.parent, "--out", tmp_path / "report", "--ablation-requests", 5)
-    result = call("eval", "--checkpoint", trained[0], *options)
-    assert result.exit_code == 0, result.output
-    figures = json.loads((tmp_path / "report/figures.json").read_text())
-    assert 0 < figures["way_to_optimum"]["true affinity"] < 1
+    assert call("verify", checkpoint).exit_code == 0
 
 
 def test_settings_are_listed_and_all_of_them_can_be_given(log: Path) -> None:
@@ -192,17 +125,6 @@ def test_score_weights_are_proposed_given_or_asked_for(log: Path, tmp_path: Path
     assert load_checkpoint(tmp_path / "out").manifest.score_weights == {"zoomed": 2.0, "zapped": -0.5}
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("1998-03-05", 889_056_000), ("1782345600", 1_782_345_600), ("soon", None), ("12345", None)]
-)
-def test_a_time_is_a_day_or_unix_seconds(text: str, seconds: int | None) -> None:
-    if seconds is None:
-        with pytest.raises(CheckpointError, match="neither a day such as 1998-03-05 nor Unix seconds"):
-            time_of(text)
-    else:
-        assert time_of(text) == seconds
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_ranker_of_every_preset_trains_saves_verifies_serves_and_isolates(
     name: str, log: Path, examples: Examples, tmp_path: Path
@@ -218,15 +140,11 @@ def test_a_ranker_of_every_preset_trains_saves_verifies_serves_and_isolates(
     assert (name == "grok") == set(TRUNK_OPTIONS).isdisjoint(manifest["architecture"])
     indices = np.arange(len(examples) - 3, len(examples))
     expected = predict(load_checkpoint(out).ranker, examples, indices).probabilities
-    body = body_of(examples, int(indices[-1]))
+    bodies = [exact_body(examples, int(index)) for index in indices]
     with TestClient(create_app(Settings(checkpoint=out, dtype="float32", threads=1)), base_url=ADDRESS) as client:
-        for _ in range(600):
-            if client.get("/readyz").status_code == 200:
-                break
-            time.sleep(0.05)
-        answers = [client.post("/rank", json=body_of(examples, int(index))).json() for index in indices]
-        last = {key: [values[-1]] for key, values in body["candidates"].items()}
-        alone = client.post("/rank", json=body | {"candidates": last}).json()
+        wait_until(lambda: client.get("/readyz").status_code == 200, 120)
+        answers = [client.post("/rank", json=body).json() for body in bodies]
+        alone = client.post("/rank", json=bodies[-1] | {"candidates": bodies[-1]["candidates"][-1:]}).json()
         engine = client.get("/info").json()["engine"]
     found = np.array([row["probabilities"] for answer in answers for row in answer["candidates"]])
     assert np.abs(found - expected).max() < TOLERANCE
@@ -236,9 +154,7 @@ def test_a_ranker_of_every_preset_trains_saves_verifies_serves_and_isolates(
         assert "does not know this trunk's norm, " in engine["fallback"]
 
 
-def test_training_goes_on_from_a_checkpoint(
-    log: Path, trained: tuple[Path, Examples, np.ndarray[Any, Any]], tmp_path: Path
-) -> None:
+def test_training_goes_on_from_a_checkpoint(log: Path, trained: tuple[Path, str], tmp_path: Path) -> None:
     start = trained[0]
     arguments = ("train", "--log", log, "--out", tmp_path / "out", "--start", start)
     result = call(*arguments, *settings([*RUN_SETTINGS[1:], "epochs=0.01", "learning_rate=1e-6"]))
@@ -251,9 +167,7 @@ def test_training_goes_on_from_a_checkpoint(
     assert "--start brings its architecture along" in refused.stderr
 
 
-def test_the_dwell_is_learned_by_the_output_of_that_name(
-    log: Path, trained: tuple[Path, Examples, np.ndarray[Any, Any]], tmp_path: Path
-) -> None:
+def test_the_dwell_is_learned_by_the_output_of_that_name(log: Path, trained: tuple[Path, str], tmp_path: Path) -> None:
     one = load_checkpoint(trained[0])
     head = one.ranker.heads.continuous.weight
     two = Ranker(replace(one.manifest.config, continuous_actions=2))
@@ -296,41 +210,18 @@ def test_what_no_checkpoint_may_say_is_refused_before_the_training(odd: str, log
         (["train", "--log", "absent.parquet", "--out", "x", "--set", "epoch=3"], "did you mean epochs?"),
         (["log", "absent.parquet"], "absent.parquet is not there"),
         (["world", "--out", "x", "--set", "sheep=3"], "no setting 'sheep'"),
+        (["train", "--log", LOG, "--out", "x", "--set", "device=tpu"], "device must be cpu or cuda"),
+        (["train", "--log", LOG, "--out", "x", "--set", "history_length=0"], "history_length must be positive"),
+        (["train", "--log", LOG, "--out", "x", "--set", "has_post_age=perhaps"], "must be of type bool"),
         (["world", "--out", "x", "--set", "users=many"], "must be of type int"),
         (["eval", "--checkpoint", "x", "--out", "y"], "either --log or --world"),
     ],
 )
 def test_what_cannot_work_is_one_sentence_and_exit_code_1(
-    arguments: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], reason: str, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = call(*arguments)
-    assert result.exit_code == 1
-    assert reason in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
-def test_serving_and_verifying_need_none_of_the_training_libraries() -> None:
-    code = (
-        "import sys, weights.commands.checkpoints; print(sorted({'pyarrow', 'sklearn', 'jinja2'} & set(sys.modules)))"
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
-    )
-
-
-@pytest.mark.parametrize(
-    ("assignment", "reason"),
-    [
-        ("device=tpu", "device must be cpu or cuda"),
-        ("dtype=float16", "dtype must be float32 or bfloat16"),
-        ("history_length=0", "history_length must be positive"),
-        ("sheep=3", "no setting 'sheep'"),
-        ("has_post_age=perhaps", "must be of type bool"),
-    ],
-)
-def test_a_setting_that_cannot_be_is_one_sentence(assignment: str, reason: str, log: Path, tmp_path: Path) -> None:
-    result = call("train", "--log", log, "--out", tmp_path / "x", "--set", assignment)
+    result = call(*(log if word == LOG else word for word in arguments))
     assert result.exit_code == 1
     assert reason in result.stderr
     assert len(result.stderr.splitlines()) == 1

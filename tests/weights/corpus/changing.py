@@ -14,8 +14,10 @@ from typing import TextIO
 import numpy as np
 
 from model.retrieval.inputs import Change, Mark, NewPosts
+from tests.support import corpora
 from weights.checkpoint import load_manifest
-from weights.corpus.changes import load_changed, mark_after
+from weights.corpus.changes import load_changed, mark_after, read_changes
+from weights.corpus.store import load_corpus_manifest
 from weights.errors import CheckpointError
 
 WIDTH = 32
@@ -63,6 +65,16 @@ def first(count: int, mark: Mark) -> list[Change]:
     for number in range(count):
         changes.append(change(number, changes[-1].mark if changes else mark))
     return changes
+
+
+def check(corpus: Path, made: list[Change]) -> None:
+    """What is read back is what these changes leave, in order."""
+    manifest = load_corpus_manifest(corpus)
+    read = read_changes(corpus, manifest)
+    new, gone = after(made, set(corpora.columns()["post_ids"].view(np.uint64).tolist()))
+    assert list(content(read.posts).items()) == list(new.items())
+    assert set(read.delete.tolist()) == gone
+    assert read.mark == (made[-1].mark if made else manifest.first_mark)
 
 
 @contextmanager

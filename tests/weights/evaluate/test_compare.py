@@ -1,11 +1,8 @@
-"""`python -m weights compare`: figures against their definitions, controls that must differ, links that open the request."""
+"""`python -m weights compare`: figures against their definitions, controls that must differ. Its links: tests/e2e/test_explore_links.py."""
 
 from __future__ import annotations
 
 import json
-import re
-import zlib
-from base64 import urlsafe_b64decode
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +16,9 @@ from tests.weights.call import run
 from tests.weights.training.small_run import small_config
 from weights.actions import continuous_outputs
 from weights.checkpoint import load_checkpoint, save_checkpoint
-from weights.evaluate.compare import Comparison, compare, explorer_link
-from weights.training.example import request_body
-from weights.training.examples import Examples
+from weights.evaluate.compare import Comparison, compare
 from weights.training.log import write_log
 from weights.world.simulate import World
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +53,7 @@ def test_a_checkpoint_is_like_itself(directory: Path, world: World) -> None:
     assert all(each.calibration_errors[0] == each.calibration_errors[1] for each in same.actions.values())
 
 
-def test_figures_are_what_they_say(directory: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_what_they_say(directory: Path, world: World) -> None:
     found = compared(directory, world, "one", "worse")
     assert found.requests == 60
     assert found.pearson == pytest.approx(np.corrcoef(*found.scores)[0, 1])
@@ -79,24 +72,6 @@ def test_figures_are_what_they_say(directory: Path, world: World, monkeypatch: p
     assert len({each.calibration_errors for each in found.actions.values()}) > 3
 
 
-def test_a_link_holds_the_state_that_the_page_reads(examples: Examples) -> None:
-    body = request_body(examples, len(examples) - 1)
-    packed = explorer_link("http://host/explore", body).partition("#")[2]
-    state = json.loads(zlib.decompress(urlsafe_b64decode(packed + "=" * (-len(packed) % 4)), wbits=-15))
-    assert state["sides"] == [body]
-    page = (ROOT / "app/explore/assets/link.js").read_text()
-    checked, filled = (
-        re.search(found, page, re.DOTALL) for found in (r"const SHAPE = \{(.*?)\n\};", r"const state = \{(.*?)\.\.\.")
-    )
-    assert checked is not None
-    assert filled is not None
-    shape, defaults = set(re.findall(r"^  (\w+):", checked[1], re.MULTILINE)), set(re.findall(r"(\w+):", filled[1]))
-    assert len(shape) > 5
-    assert shape - defaults <= set(state) <= shape, "what the page asks of a link, and knows"
-    assert body["history"]
-    assert all(event["actions"] for event in body["history"]), "a history is what the user engaged with"
-
-
 def test_the_command_writes_the_page_and_refuses_in_a_sentence(directory: Path, tmp_path: Path) -> None:
     def call(*more: object) -> tuple[int, str]:
         return run("compare", directory / "one", directory / "worse", "--log", directory / "log.parquet", *more)
@@ -108,5 +83,9 @@ def test_the_command_writes_the_page_and_refuses_in_a_sentence(directory: Path, 
     assert [each["name"] for each in stored["checkpoints"]] == ["one", "worse"]
     page = (tmp_path / "out/report.md").read_text()
     assert page.count("](http://127.0.0.1:8000/explore#") == 10 == len(stored["changed"])
-    code, out = call("--out", tmp_path / "none", "--since", "2030-01-01")
-    assert (code, "no requests" in out) == (1, True)
+    histories = [event for each in stored["changed"] for event in each["body"]["history"]]
+    assert histories
+    assert all(event["actions"] for event in histories), "a history is what the user engaged with"
+    for since in ("2030-01-01", 1_893_456_000):
+        code, out = call("--out", tmp_path / "none", "--since", since)
+        assert (code, "no requests" in out) == (1, True)

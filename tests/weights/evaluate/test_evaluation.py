@@ -16,11 +16,10 @@ from model.ranker import Ranker
 from model.synthetic import random_ranker
 from tests.weights.training.small_run import WORLD, small_config
 from weights.evaluate.baselines import BASELINES
-from weights.evaluate.evaluation import METRICS, MODEL, OPTIMUM, Comparison, Evaluation, evaluate, headline_actions
-from weights.evaluate.metrics import Figure, log_loss
-from weights.evaluate.predict import ABLATIONS, predict, rows_of
+from weights.evaluate.evaluation import METRICS, MODEL, OPTIMUM, Comparison, Evaluation, evaluate
+from weights.evaluate.metrics import Figure
+from weights.evaluate.predict import ABLATIONS, predict
 from weights.evaluate.report import figures, headline_table, write_evaluation
-from weights.tables import LogError
 from weights.training.demo import facts_of
 from weights.training.examples import Examples
 from weights.world.simulate import World
@@ -46,15 +45,6 @@ def test_every_ablation_changes_predictions_and_none_does_not(world: World, rank
     for name in ABLATIONS:
         changed = predict(ranker, examples, requests, name).probabilities
         assert np.array_equal(changed, whole) == (name == "none"), name
-
-
-def test_predictions_stand_in_the_order_of_the_requests(world: World, ranker: Ranker) -> None:
-    examples = Examples(world.log, ranker.config)
-    requests = np.array([70, 3, 41])
-    found = predict(ranker, examples, requests).probabilities
-    alone = np.concatenate([predict(ranker, examples, requests[[place]]).probabilities for place in range(3)])
-    assert np.allclose(found, alone, atol=1e-5)
-    assert rows_of(examples, requests).tolist() == [r for i in requests.tolist() for r in examples.rows(i).tolist()]
 
 
 def test_the_optimum_is_the_best_and_the_model_of_random_weights_is_told_off(evaluation: Evaluation) -> None:
@@ -98,11 +88,6 @@ def test_what_a_log_cannot_have_is_not_printed(world: World, ranker: Ranker, tmp
     assert {"way_to_optimum", "dwell_error_seconds"}.isdisjoint(figures(evaluation))
 
 
-def test_a_split_outside_the_log_is_refused_with_its_range(world: World, ranker: Ranker) -> None:
-    with pytest.raises(LogError, match="2026-06-01 … 2026-06-10"):
-        evaluate(ranker, world.log, WORLD.end_ts, {})
-
-
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_actions_that_are_rare_or_never_happen_have_a_report(world: World, ranker: Ranker, tmp_path: Path) -> None:
     rare = np.zeros_like(world.log.actions)
@@ -114,17 +99,6 @@ def test_actions_that_are_rare_or_never_happen_have_a_report(world: World, ranke
     assert told["frequent_actions"] == []
     assert list(told["auc"]) == [log.action_names[0]]
     assert "nan" not in (tmp_path / "report.md").read_text()
-
-
-def test_the_score_is_for_the_frequent_actions_of_positive_weight(world: World) -> None:
-    names = world.log.action_names
-    by_name = {names[place]: world.log.actions[:, place].mean() for place in range(len(names))}
-    assert by_name["report"] < 0.01 < by_name["reply"] < by_name["favorite"]
-    weights = {"favorite": 1.0, "reply": 5.0, "follow_author": 1e-3, "not_interested": -5.0}
-    found = [names[place] for place in headline_actions(world.log, weights)]
-    assert set(found[:2]) == {"favorite", "reply"}
-    assert "not_interested" not in found
-    assert len(headline_actions(world.log, dict.fromkeys(names, 1.0))) == 5
 
 
 def test_the_verdict_names_the_closest_baseline_or_says_that_the_model_loses(evaluation: Evaluation) -> None:
@@ -139,12 +113,3 @@ def test_the_verdict_names_the_closest_baseline_or_says_that_the_model_loses(eva
     assert "chance" not in told(won, won)
     assert told(won, lost).startswith("The model LOSES to popularity: by AUC within users of favorite it has -0.030")
     assert "both outcomes" in replace(evaluation, comparisons=[]).verdict()
-
-
-def test_the_true_probabilities_are_the_best_a_prediction_can_be(world: World) -> None:
-    test = world.log.take(world.log.impression_ts >= WORLD.test_ts)
-    truth = world.truth.probabilities
-    blurred = np.clip(truth * np.random.default_rng(4).uniform(0.7, 1.3, truth.shape), 0, 1)
-    column = test.action_names.index("dwell")
-    happened = test.actions[:, column]
-    assert log_loss(happened, truth[:, column]) < log_loss(happened, blurred[:, column])

@@ -66,11 +66,6 @@ def test_ndcg_is_that_of_an_independent_implementation_whatever_the_order_of_row
         assert values == pytest.approx(expected)
 
 
-def test_a_list_of_one_or_of_equal_outcomes_has_nothing_to_order() -> None:
-    request, gain = np.array([1, 2, 2, 3, 3]), np.array([1.0, 0, 0, -1, 1])
-    assert metrics.ndcg(request, np.zeros(5), gain)[0].tolist() == [3]
-
-
 def test_a_pooled_auc_under_weights_is_that_of_the_repeated_rows() -> None:
     user, happened, score = scores(500)
     pooled = PooledAuc.of(happened, score, user)

@@ -9,18 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from weights.format.tensorfile import CHUNK_BYTES, is_finite, scan, stored_tensors, write_tensors
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
-def test_one_bad_number_is_seen(dtype: torch.dtype, value: float) -> None:
-    for place in (0, 1, 62, 99):
-        values = torch.randn(100).to(dtype)
-        values[:4] = torch.tensor([0.0, torch.finfo(dtype).max, torch.finfo(dtype).min, torch.finfo(dtype).tiny])
-        assert is_finite(values)
-        values[place] = value
-        assert not is_finite(values)
+from weights.format.tensorfile import CHUNK_BYTES, scan, stored_tensors, write_tensors
 
 
 def scanned(path: Path, keep: bytearray | None = None) -> tuple[str, str | None]:
@@ -38,21 +27,18 @@ def test_a_bad_number_in_any_chunk_is_named(tmp_path: Path, dtype: str, item_byt
     assert scanned(path) == scanned(path, kept) == (entry.sha256, None)
     data = sum(sizes.values()) * item_bytes
     assert kept[-data:] == path.read_bytes()[-data:]
+    infinity = torch.tensor([float("-inf")], dtype=getattr(torch, dtype)).view(torch.uint8).numpy().tobytes()
     for element in (0, CHUNK_BYTES // item_bytes, count - 1):
-        raw = bytearray(path.read_bytes())
-        start = len(raw) - (count - element) * item_bytes
-        raw[start : start + item_bytes] = b"\xff" * item_bytes
-        (tmp_path / "bad").write_bytes(raw)
-        assert scanned(tmp_path / "bad")[1] == "b"
-
-
-@pytest.mark.parametrize("name", ["a", "ab", "abc" * 20])
-def test_the_data_starts_on_a_cache_line(tmp_path: Path, name: str) -> None:
-    write_tensors(tmp_path / "x", {name: ("float32", (3, 5))}, lambda _: [torch.ones(3, 5)])
-    assert (8 + int.from_bytes((tmp_path / "x").read_bytes()[:8], "little")) % 64 == 0
+        for number in (b"\xff" * item_bytes, infinity):  # the first is a NaN
+            raw = bytearray(path.read_bytes())
+            start = len(raw) - (count - element) * item_bytes
+            raw[start : start + item_bytes] = number
+            (tmp_path / "bad").write_bytes(raw)
+            assert scanned(tmp_path / "bad")[1] == "b"
 
 
 def test_a_view_that_is_not_contiguous_is_written_in_its_order(tmp_path: Path) -> None:
     values = torch.arange(6.0).view(2, 3).T
     write_tensors(tmp_path / "x", {"a": ("float32", (3, 2))}, lambda _: [values])
     assert torch.equal(load_file(tmp_path / "x")["a"], values)
+    assert (8 + int.from_bytes((tmp_path / "x").read_bytes()[:8], "little")) % 64 == 0, "data starts on a cache line"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from weights.format.writer import write_checkpoint
 from weights.published.importer import labels_for
 from weights.synthetic.random_weights import mini_config, random_chunks
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 CONFIG = mini_config(0, (20, 21, 22))
 LABELS = labels_for(CONFIG, "x")
 
@@ -28,16 +29,12 @@ def write(path: Path, seed: int = 0, **options: object) -> str:
     return write_checkpoint(path, CONFIG, random_chunks(CONFIG, seed), LABELS, **options).digest  # type: ignore[arg-type]
 
 
-def test_an_empty_directory_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "c").mkdir()
-    digest = write(tmp_path / "c")
-    assert load_checkpoint(tmp_path / "c").manifest.digest == digest
-    assert os.listdir(tmp_path) == ["c"]
-
-
-def test_parents_are_made_and_other_users_may_read(tmp_path: Path) -> None:
+def test_an_empty_directory_is_taken_parents_are_made_and_other_users_may_read(tmp_path: Path) -> None:
     os.umask(0o022)
-    write(tmp_path / "a" / "b" / "c")
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty")
+    digest = write(tmp_path / "a" / "b" / "c")
+    assert load_checkpoint(tmp_path / "empty").manifest.digest == digest
     assert stat.S_IMODE((tmp_path / "a" / "b" / "c").stat().st_mode) == 0o755
     assert stat.S_IMODE((tmp_path / "a" / "b" / "c" / "manifest.json").stat().st_mode) == 0o644
 
@@ -154,20 +151,22 @@ def test_what_another_process_has_written_meanwhile_stays(tmp_path: Path) -> Non
 
 
 def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
-    filling = (
-        "import pathlib, sys, time; from weights.format.writer import written_beside\n"
-        "with written_beside(pathlib.Path(sys.argv[1])) as partial:\n"
-        "    (partial / 'half').write_text('much'); print(partial.name, flush=True); time.sleep(600)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", filling, str(tmp_path / "c")], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    half = process.stdout.readline().strip()
-    write(tmp_path / "other")
-    (tmp_path / "other").rename(tmp_path / "c2")
-    with writer.written_beside(tmp_path / "c") as partial:
-        assert sorted(os.listdir(tmp_path)) == sorted([half, partial.name, "c2"])
-    process.kill()
-    process.communicate()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        with writer.written_beside(tmp_path / "c") as partial:
+            (partial / "half").write_text("much")
+            os.write(writing, partial.name.encode())
+            time.sleep(600)
+    try:
+        half = os.read(reading, 200).decode()
+        write(tmp_path / "other")
+        (tmp_path / "other").rename(tmp_path / "c2")
+        with writer.written_beside(tmp_path / "c") as partial:
+            assert sorted(os.listdir(tmp_path)) == sorted([half, partial.name, "c2"])
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
     assert sorted(os.listdir(tmp_path)) == sorted([half, "c", "c2"])
     write(tmp_path / "c")
     assert sorted(os.listdir(tmp_path)) == ["c", "c2"]

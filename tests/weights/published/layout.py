@@ -9,26 +9,25 @@ from typing import Any
 
 from numpy.lib import format as npy
 
-from model.config import ModelConfig, RetrievalConfig
+from model.config import ModelConfig
 from weights.format.layout import expected_shapes, is_table
 from weights.published.importer import CONFIG_FILE, ENTITIES, OPTIONAL, PARAMS_FILE, SIZES, TABLES_FILE, published_name
 from weights.synthetic.random_weights import random_chunks
 
 
 def write_published(directory: Path, config: ModelConfig, seed: int) -> None:
-    """Write config.json and the two npz files of a random ranker, or of random towers, streaming the tables. `directory` must not exist."""
+    """Write config.json and the two npz files of a random ranker, streaming the tables. `directory` must not exist."""
     directory.mkdir(parents=True)
     (directory / CONFIG_FILE).write_text(json.dumps(published_keys(config), indent=1))
     chunks = random_chunks(config, seed)
     shapes = expected_shapes(config)
-    is_retrieval = isinstance(config, RetrievalConfig)
     for file, tables, method in (
         (PARAMS_FILE, False, zipfile.ZIP_DEFLATED),
         (TABLES_FILE, True, zipfile.ZIP_STORED),  # packed as in the release
     ):
         with zipfile.ZipFile(directory / file, "w", method) as archive:
             for name in (name for name in shapes if is_table(name) == tables):
-                info = zipfile.ZipInfo(f"{published_name(name, is_retrieval)}.npy")
+                info = zipfile.ZipInfo(f"{published_name(name, False)}.npy")
                 info.compress_type = method
                 with archive.open(info, "w", force_zip64=True) as member:
                     npy.write_array_header_1_0(member, {"descr": "<f4", "fortran_order": False, "shape": shapes[name]})
@@ -51,7 +50,6 @@ def published_keys(config: ModelConfig) -> dict[str, Any]:
     return {
         **{key: getattr(config, name) for key, name in SIZES.items()},
         **{key: getattr(config, name) for key, (name, _) in OPTIONAL.items() if key != "context_attention"},
-        **({"enable_linear_proj": config.linear_projection} if isinstance(config, RetrievalConfig) else {}),
         **sizes,
         "hash_params": hash_params,
     }

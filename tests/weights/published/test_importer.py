@@ -14,14 +14,13 @@ import torch
 
 from model.batch import collate
 from model.config import ModelConfig, RetrievalConfig
-from model.retrieval.towers import Towers
 from tests import goldens, retrieval_goldens
 from tests.weights.published.layout import write_published
 from weights.checkpoint import Checkpoint, load_checkpoint
 from weights.errors import CheckpointError
 from weights.format.writer import TableDtype, write_checkpoint
 from weights.published.importer import PublishedModel, labels_for
-from weights.synthetic.random_weights import mini_config, random_model, random_ranker, retrieval_config
+from weights.synthetic.random_weights import mini_config, random_ranker
 
 
 def brought_in(source: Path, out: Path, tables: TableDtype = "float32", **options: Any) -> Checkpoint:
@@ -73,15 +72,10 @@ def test_released_names(tmp_path: Path) -> None:
 
 
 OTHER_SHAPES: dict[str, dict[str, Any]] = {
-    "wider": {"width": 192, "query_heads": 6, "kv_heads": 3, "widening": 3.5},
-    "one_kv_head": {"kv_heads": 1, "attention_multiplier": 0.2},
-    "half_hour": {"post_age_granularity_minutes": 30, "product_surfaces": 5},
-    "odd_age": {"post_age_granularity_minutes": 7},
-    "two_actions": {"actions": 2, "continuous_actions": 1},
-    "may_without_head": {"continuous_actions": 0},
-    "dwell_only": {"has_post_age": False, "continuous_actions": 3},
-    "age_only": {"has_dwell": False, "right_anchored": True},
-    "short": {"history_length": 3, "candidate_length": 5, "layers": 1, "head_width": 8},
+    "wider": {"width": 192, "query_heads": 6, "kv_heads": 3, "widening": 3.5, "attention_multiplier": 0.2},
+    "odd_age": {"post_age_granularity_minutes": 7, "product_surfaces": 5, "continuous_actions": 0},
+    "dwell_only": {"has_post_age": False, "actions": 2, "continuous_actions": 3},
+    "age_only": {"has_dwell": False, "right_anchored": True, "history_length": 3, "candidate_length": 5, "layers": 1},
 }
 
 
@@ -91,9 +85,10 @@ def test_other_shapes_of_the_same_formats(name: str, tmp_path: Path) -> None:
     check(replace(config, **OTHER_SHAPES[name]), tmp_path)
 
 
-@pytest.mark.parametrize("hashes", [1, 3, 4])
-def test_other_numbers_of_hashes(hashes: int, tmp_path: Path) -> None:
-    check(replace(mini_config(1, (30, 40, 50), hashes=hashes), layers=1, width=32, head_width=8), tmp_path)
+def test_other_numbers_of_hashes(tmp_path: Path) -> None:
+    for hashes in (1, 4):
+        config = replace(mini_config(1, (30, 40, 50), hashes=hashes), layers=1, width=32, head_width=8)
+        check(config, tmp_path / str(hashes))
 
 
 def check(config: ModelConfig, tmp_path: Path) -> None:
@@ -147,12 +142,9 @@ def test_a_key_that_is_present_wins(january: Path, tmp_path: Path) -> None:
         ({"num_layers": 2}, r"no place: transformer/decoder_layer_2"),
         ({"num_layers": 4}, r"lacks array transformer/decoder_layer_3"),
         ({"num_kv_heads": 3}, "must be a multiple of kv_heads"),
-        ({"num_kv_heads": 4}, "asks"),
         ({"widening_factor": 2.0}, "asks"),
         ({"widening_factor": "4"}, "widening_factor must be of type float"),
-        ({"attn_output_multiplier": None}, "attn_output_multiplier must be of type float"),
         ({"emb_size": 10**12}, r"config\.json: width must be positive and at most 65536"),
-        ({"emb_size": -64}, "width must be positive"),
         ({"key_size": 15}, "head_width must be even"),
         ({"user_vocab_size": 501}, r"user_embeddings has shape \[500, 64\], config.json asks \[501, 64\]"),
         ({"num_user_hashes": 3}, "num_user_hashes is 3, but hash_params holds 2"),
@@ -167,7 +159,7 @@ def test_a_config_that_does_not_fit_is_refused(january: Path, tmp_path: Path, ch
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b'{"a": NaN}', b'{"a": 1, "a": 2}', b"\xff", b" " * (2**20 + 1)])
+@pytest.mark.parametrize("raw", [b"[]", b'{"a": NaN}', b'{"a": 1, "a": 2}', b"\xff", b" " * (2**20 + 1)])
 def test_a_config_that_is_no_json_object_is_refused(january: Path, tmp_path: Path, raw: bytes) -> None:
     (january / "config.json").write_bytes(raw)
     with pytest.raises(CheckpointError, match=r"config\.json"):
@@ -182,9 +174,6 @@ def test_an_unknown_array_is_named_and_may_be_left_out_on_purpose(january: Path,
     with pytest.raises(CheckpointError, match="no place: topic_embeddings"):
         brought_in(january, tmp_path / "out", ignore=["phoenix_model/surprise"])
     brought_in(january, tmp_path / "out", ignore=["phoenix_model/surprise", "topic_embeddings"])
-
-
-def test_a_slip_in_what_to_leave_out_is_named(january: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"neither a key of it nor an array is named surprize \(--ignore\)"):
         brought_in(january, tmp_path / "out", ignore=["surprize"])
 
@@ -195,24 +184,16 @@ def test_a_missing_array_is_named(january: Path, tmp_path: Path) -> None:
         brought_in(january, tmp_path / "out")
 
 
-@pytest.mark.parametrize("file", ["config.json", "model_params.npz", "embedding_tables.npz"])
+@pytest.mark.parametrize("file", ["config.json", "embedding_tables.npz"])
 def test_a_file_that_git_lfs_has_not_fetched_is_named(january: Path, tmp_path: Path, file: str) -> None:
     (january / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1475837465\n")
     with pytest.raises(CheckpointError, match=rf"{file}:? is a Git LFS pointer.*git lfs pull"):
         brought_in(january, tmp_path / "out")
 
 
-@pytest.mark.parametrize("file", ["model_params.npz", "embedding_tables.npz"])
-def test_a_file_that_is_missing_is_named(january: Path, file: str) -> None:
-    (january / file).unlink()
-    with pytest.raises(CheckpointError, match=f"is not the published layout: it lacks {file}"):
-        PublishedModel(january)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_values_that_are_not_finite_are_refused(january: Path, tmp_path: Path, value: float) -> None:
+def test_values_that_are_not_finite_are_refused(january: Path, tmp_path: Path) -> None:
     table = np.ones((501, 64), np.float32)
-    table[400, 3] = value
+    table[400, 3] = np.nan
     edit_params(january, "embedding_tables.npz", item_embeddings=table)
     with pytest.raises(CheckpointError, match="item_embeddings holds a NaN or an infinity"):
         brought_in(january, tmp_path / "out")
@@ -231,6 +212,10 @@ def test_other_directories_get_a_hint(january: Path, tmp_path: Path) -> None:
         PublishedModel(tmp_path)
     with pytest.raises(CheckpointError, match="is not a directory"):
         PublishedModel(tmp_path / "nothing")
+    (january / "model_params.npz").rename(tmp_path / "aside")
+    with pytest.raises(CheckpointError, match=r"is not the published layout: it lacks model_params\.npz"):
+        PublishedModel(january)
+    (tmp_path / "aside").rename(january / "model_params.npz")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"lacks config\.json, model_params\.npz, embedding_tables\.npz"):
         PublishedModel(tmp_path / "empty")
@@ -258,9 +243,7 @@ def test_the_retrieval_model_is_told_by_its_arrays(towers: Path, tmp_path: Path)
     [
         ("retrieval-mlp-gqa", {"enable_linear_proj": False}, "no place: .*candidate_tower_projection_1"),
         ("retrieval-mean-pool", {"enable_linear_proj": ...}, "lacks array .*candidate_tower_projection_1"),
-        ("retrieval-mlp-gqa", {"enable_linear_proj": 1}, "enable_linear_proj must be of type bool"),
         ("retrieval-mlp-gqa", {"context_attention": "bidirectional"}, "and is causal"),
-        ("retrieval-mlp-gqa", {"num_layers": 1000}, "num_layers is 1000, but"),
     ],
 )
 def test_a_retrieval_config_that_does_not_fit_is_refused(
@@ -271,18 +254,3 @@ def test_a_retrieval_config_that_does_not_fit_is_refused(
     with pytest.raises(CheckpointError, match=sentence):
         retrieval_goldens.imported(copy, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("linear_projection", [True, False])
-def test_other_shapes_of_the_towers(linear_projection: bool, tmp_path: Path) -> None:
-    small = replace(mini_config(1, (30, 40, 50), hashes=3), layers=1, width=32, head_width=8, right_anchored=True)
-    config = retrieval_config(small, linear_projection=linear_projection)
-    write_published(tmp_path / "published", config, 4)
-    loaded = retrieval_goldens.imported(tmp_path / "published", tmp_path / "ours").towers
-    assert loaded.config == config
-    expected = random_model(config, 4)
-    assert isinstance(expected, Towers)
-    ids = np.arange(1, 9, dtype=np.uint64)
-    assert torch.equal(loaded.encode_posts(ids, ids), expected.encode_posts(ids, ids))
-    contexts = retrieval_goldens.contexts("retrieval-mlp-gqa", config)
-    assert torch.equal(loaded.encode_users(contexts), expected.encode_users(contexts))

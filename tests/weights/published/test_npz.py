@@ -96,7 +96,6 @@ def bomb() -> bytes:
 
 ARCHIVES = {
     "not a zip": b"\x80\x04\x95pickle",
-    "empty": b"",
     "truncated": ARCHIVE[:-30],
     "directory of 4 GiB": patched(ARCHIVE, END, 12, struct.pack("<I", 2**32 - 2)),
     "member of 4 GiB": patched(ARCHIVE, ENTRY, 20, struct.pack("<II", 2**32 - 2, 2**32 - 2)),
@@ -109,23 +108,19 @@ ARCHIVES = {
     "no suffix": packed(("a.pkl", GOOD)),
     "objects": OBJECTS,
     "a single array": GOOD,
-    "a text": b"post_id,author_id\n1,2\n",
     "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 1475837465\n",
 }
 MEMBERS = {
     "not an array": b"PK",
-    "nothing": b"",
     "version 9": b"\x93NUMPY\x09\x00" + GOOD[8:],
     "short data": GOOD[:-5],
     "surplus data": GOOD + b"1234",
     "4 TiB": shaped((2**40,)),
-    "no integer": shaped((2**70, 2**70)),
     "negative length": shaped((-1, 4)),
     "pickle": shaped(SHAPE, "'|O'"),
     "fields": shaped(SHAPE, "[('x', '<f4')]"),
     "big endian": saved(np.ones(SHAPE, ">f4")),
     "double precision": saved(np.ones(SHAPE)),
-    "text": saved(np.array(["x"])),
     # what numpy's parser raises for these differs between versions of Python
     "code (ValueError)": shaped("__import__('os').getpid()"),
     "long header (ValueError)": shaped("(" + "1," * 20_000 + ")"),
@@ -134,7 +129,6 @@ MEMBERS = {
     "deep (TokenError on 3.12)": shaped("(" * 3000 + ")" * 3000),
     "null byte (TokenError on 3.12)": headed("{\0}"),
     "operators (RecursionError)": shaped("-" * 4000 + "1"),
-    "more operators (MemoryError)": shaped("~" * 8000 + "1"),
 }
 HOSTILE = ARCHIVES | {name: packed(("a.npy", raw)) for name, raw in MEMBERS.items()}
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from model.config import HashSpec, ModelConfig
+from weights.training.example import request_body
 from weights.training.examples import Examples
 from weights.training.run import split
 from weights.training.settings import TrainSettings, demo_config
@@ -41,3 +43,11 @@ def small_config() -> ModelConfig:
 def small_trainer(examples: Examples, **changes: object) -> Trainer:
     """A trainer before its first step; `changes` are fields of TrainSettings."""
     return Trainer(examples, *split(len(examples), 20), replace(TRAINING, **changes), dwell_output=0)
+
+
+def exact_body(examples: Examples, index: int) -> dict[str, Any]:
+    """The body of a request of the log, with dwell times as the log has them, where examples for people round them."""
+    body, rows = request_body(examples, index), range(examples.oldest[index], examples.last[index])
+    for event, row in zip(body["history"], rows, strict=True):
+        event["dwell_time"] = float(examples.events.dwell_seconds[row])
+    return body

@@ -16,6 +16,7 @@ from weights.actions import STANDARD_ACTIONS
 from weights.training.demo import make_demo
 from weights.training.towers import TowerSettings
 
+SMALL = replace(WORLD, users=16, new_users=2)
 TOWERS = TowerSettings(steps=20, batch_requests=16, warmup_steps=5)
 
 
@@ -24,7 +25,7 @@ def test_one_call_makes_checkpoint_report_example_towers_and_posts(tmp_path: Pat
     told: set[str] = set()
     manifest, summary = make_demo(
         tmp_path / "demo", tmp_path / "work", replace(TRAINING, epochs=0.2),
-        lambda what, done, total: told.add(what.partition(",")[0]), lambda status: None, WORLD, TOWERS,
+        lambda what, done, total: told.add(what.partition(",")[0]), lambda status: None, SMALL, TOWERS,
     )  # fmt: skip
     assert {"sessions", "scoring", "baselines", "towers"} <= told
     assert (manifest.name, manifest.action_names) == ("demo", STANDARD_ACTIONS)

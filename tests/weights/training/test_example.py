@@ -18,8 +18,7 @@ from weights.actions import DWELL_TIME
 from weights.checkpoint import save_checkpoint
 from weights.format.manifest import Manifest
 from weights.tables import LogError
-from weights.training.example import request_body, write_example
-from weights.training.examples import Examples
+from weights.training.example import write_example
 from weights.world.simulate import World
 
 
@@ -46,14 +45,6 @@ def test_the_example_is_a_recent_request_with_a_long_history(world: World, manif
     assert {post["post_id"] for post in met} <= set(named["posts"])
     assert {post["author_id"] for post in met} <= set(named["authors"])
     assert example["user_id"] in named["users"]
-
-
-def test_a_body_is_the_request_of_the_log(examples: Examples) -> None:
-    index = len(examples) - 1
-    body, context = request_body(examples, index), examples.context(index)
-    assert [int(event["post_id"]) for event in body["history"]] == context.post_ids.tolist()
-    assert [int(post["post_id"]) for post in body["candidates"]] == examples.log.post_id[examples.rows(index)].tolist()
-    assert int(body["user_id"]) == context.user_id
 
 
 def test_given_names_are_used_and_ids_stand_in_for_others(world: World, manifest: Manifest, tmp_path: Path) -> None:

@@ -29,15 +29,6 @@ def test_a_history_is_what_the_user_engaged_with_before_and_nothing_else(example
     assert checked > 100
 
 
-def test_labels_line_up_with_candidates_and_padding_is_not_shown(examples: Examples) -> None:
-    rows = [examples.rows(0), examples.rows(5)[:7]]
-    labels = examples.labels(rows)
-    assert labels.shown.sum(1).tolist() == [len(rows[0]), 7]
-    assert np.array_equal(labels.actions[1, :7].numpy(), examples.log.actions[rows[1]])
-    assert labels.dwell.max() <= 1
-    assert not labels.actions[1, 7:].any()
-
-
 def test_hidden_ids_replace_the_stated_share_and_nothing_else(examples: Examples) -> None:
     groups = [np.array([index]) for index in range(200, 264)]
     plain, _, _ = examples.training_batch(groups, np.random.default_rng(1), HiddenShares(), 64)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import subprocess
+import runpy
 import sys
 import zipfile
 from pathlib import Path
@@ -13,13 +15,7 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-from starlette.testclient import TestClient
-
-from app.main import create_app
-from app.settings import Settings
 from loadtest.server import serving
-from tests.app.api.live import until
-from tests.support.asgi import ADDRESS
 from tests.weights.call import call
 from weights.checkpoint import load_manifest
 from weights.training.log import read_log
@@ -73,10 +69,11 @@ def made(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(*arguments: object) -> str:
     """What the script prints."""
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return printed.getvalue()
 
 
 def test_the_log_has_each_rating_and_four_films_that_its_user_never_rated(made: Path) -> None:
@@ -107,46 +104,32 @@ def test_the_table_compares_with_baselines_on_all_and_on_rated_films(made: Path)
     assert all(len(row) == 8 and 0 < float(cell) < 1 for row in rows[2:] for cell in row[1:])
 
 
-def test_the_page_shows_film_titles_after_a_reload(made: Path) -> None:
-    settings = Settings(checkpoint=made / "ranker", dtype="float32", threads=1)
-    with TestClient(create_app(settings), base_url=ADDRESS) as client:
-        until(lambda: client.get("/readyz").status_code == 200)
-        before = client.get("/explore/checkpoint.json").json()
-        example = call("example", made / "ranker", "--log", made / "log.parquet", "--names", made / "names.json")
-        assert example.exit_code == 0, example.output
-        after = client.get("/explore/checkpoint.json").json()
-    assert before == {"example": None, "names": None}
-    assert after == {
-        "example": json.loads((made / "ranker/example.json").read_text()),
-        "names": json.loads((made / "ranker/names.json").read_text()),
-    }
-    post = after["example"]["candidates"][0]["post_id"]
-    assert after["names"]["posts"][post]["name"].startswith(f"{title(int(post))} (")
-    assert {"Animation", "Comedy", "Drama"} == set(after["names"]["topics"])
-
-
 @pytest.mark.slow
-def test_the_browser_draws_the_titles_and_keeps_them_in_their_column(made: Path) -> None:
+def test_the_page_shows_film_titles_after_a_reload_and_keeps_them_in_their_column(made: Path) -> None:
     explorer = pytest.importorskip("tests.e2e.explorer")
     if explorer.CHROMIUM is None:
         pytest.skip("needs Debian's chromium: .ci/debian chromium-headless-shell")
-    example = call("example", made / "ranker", "--log", made / "log.parquet", "--names", made / "names.json")
-    assert example.exit_code == 0, example.output
-    request = json.loads((made / "ranker/example.json").read_text())
-    names = json.loads((made / "names.json").read_text())["posts"]
     with (
         serving(made / "ranker", dtype="float32", threads=1) as server,
         explorer.chromium() as browser,
         explorer.Explorer(browser, server.url, viewport={"width": 1440, "height": 900}) as tab,
     ):
+        assert server.get("/explore/checkpoint.json").json() == {"example": None, "names": None}
+        example = call("example", made / "ranker", "--log", made / "log.parquet", "--names", made / "names.json")
+        assert example.exit_code == 0, example.output
+        request, told = (json.loads((made / f"ranker/{name}.json").read_text()) for name in ("example", "names"))
+        assert server.get("/explore/checkpoint.json").json() == {"example": request, "names": told}
+        assert {"Animation", "Comedy", "Drama"} == set(told["topics"])
+        names = json.loads((made / "names.json").read_text())["posts"]
         page = tab.open().page
         events = page.locator("#events .head strong")
         assert events.all_inner_texts() == [names[event["post_id"]] for event in reversed(request["history"])]
         shown = page.locator(".list .who strong").all_inner_texts()
         assert shown == [names[post] for post, _, _ in tab.shown()]
+        assert shown[0].startswith("Film ")
         tab.why()
-        told = page.locator(".reasons tbody th").all_inner_texts()
-        assert any(text.partition(" · ")[2] in names.values() for text in told), told
+        reasons = page.locator(".reasons tbody th").all_inner_texts()
+        assert any(text.partition(" · ")[2] in names.values() for text in reasons), reasons
         assert shown[1] in page.locator(".next caption").inner_text()
         column = page.locator("#history").bounding_box()
         ends = page.locator("#events .remove").evaluate_all("all => all.map(one => one.getBoundingClientRect().right)")

@@ -27,10 +27,10 @@ def test_training_leaves_torch_as_it_was(world: World) -> None:
     assert (torch.get_num_threads(), torch.get_deterministic_debug_mode()) == (threads, mode)
 
 
-@pytest.mark.parametrize("dwell", ["known", "seldom known", "known, and weights averaged"])
+@pytest.mark.parametrize("dwell", ["known", "seldom known, and weights averaged"])
 def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(dwell: str, world: World, tmp_path: Path) -> None:
     log, settings = world.log, replace(SHORT, averaging=0.5 if "averaged" in dwell else 0.0)
-    if dwell == "seldom known":  # its head has no gradient in some steps, and has done fewer than the others
+    if "seldom" in dwell:  # its head has no gradient in some steps, and has done fewer than the others
         seconds = np.where(log.request_id % 20 == 0, log.dwell_seconds, 0).astype(np.float32)
         log = replace(log, dwell_seconds=seconds)
 
@@ -61,7 +61,7 @@ def test_a_state_belongs_to_one_run_at_a_time(world: World, tmp_path: Path) -> N
     train(world.log, small_config(), replace(TRAINING, epochs=0.1), state=tmp_path, report=second)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"not a state", "another architecture"])
+@pytest.mark.parametrize("content", [None, b"not a state", "another architecture"])
 def test_a_state_that_cannot_go_on_is_refused(content: bytes | str | None, world: World, tmp_path: Path) -> None:
     if isinstance(content, str):
         train(world.log, replace(small_config(), width=32), replace(TRAINING, epochs=0.05), state=tmp_path)

@@ -20,8 +20,7 @@ from weights.corpus.store import load_corpus
 from weights.evaluate.retrieval import newest_posts, true_values
 from weights.synthetic.random_weights import random_ranker
 from weights.training.demo import make_towers
-from weights.training.examples import Examples
-from weights.training.towers import Pairs, TowerSettings, batch_loss, initial_towers, towers_config, train_towers
+from weights.training.towers import TowerSettings, initial_towers, towers_config, train_towers
 from weights.world.population import interest
 from weights.world.simulate import World
 
@@ -54,29 +53,6 @@ def test_fifteen_steps_of_the_default_settings_lead_where_they_always_led(world:
     towers, losses = trained(world, settings)
     ends = {"first loss": losses[0], "last loss": losses[-1]}
     assert_unchanged("towers", ends | moved(before.state_dict(), towers.state_dict()))
-
-
-def test_pairs_are_what_was_liked_and_what_was_left(world: World) -> None:
-    examples = Examples(world.log, towers_config(small_config()))
-    pairs = Pairs(examples)
-    requests, rows = pairs.draw(50, np.random.default_rng(1))
-    liked, left = rows[:50], rows[50:]
-    assert all(row in examples.rows(request) for request, row in zip(requests, liked, strict=True))
-    assert (pairs.worth[liked] > 0).all()
-    assert not examples.log.actions[left].any()
-    shares = np.exp(pairs.log_share)
-    assert shares.sum() == pytest.approx(1, abs=1e-3)
-    correction = pairs.correction(pairs.authors[[3, 0]])
-    assert correction.tolist() == pytest.approx(np.log(shares[[3, 0]]), abs=1e-4)
-
-
-def test_another_post_of_the_same_author_is_no_negative(world: World) -> None:
-    """With one author alone nothing is left to tell apart, so the loss is exactly 0."""
-    log = world.log
-    one = log.take(log.author_id == log.author_id[0])
-    pairs = Pairs(Examples(one, towers_config(small_config())))
-    towers = initial_towers(towers_config(small_config()), torch.Generator().manual_seed(1))
-    assert batch_loss(towers, pairs, SETTINGS, np.random.default_rng(1)).item() == 0
 
 
 def test_the_truth_at_the_end_of_the_world(world: World) -> None:

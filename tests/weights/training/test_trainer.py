@@ -1,40 +1,18 @@
-"""The training loop learns, and stops when validation no longer improves."""
+"""The training loop leads where it always led, and stops when validation no longer improves."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("pyarrow")
 
-from model.ranker import Ranker
-from tests.weights.training.small_run import TRAINING, small_config, small_trainer
+from tests.weights.training.small_run import small_trainer
 from tests.weights.training.unchanged import assert_unchanged, moved
-from weights.training import initial
 from weights.training.examples import Examples
-from weights.training.run import reproducible, split, train
+from weights.training.run import reproducible, split
 from weights.training.settings import TrainSettings
-from weights.training.trainer import Status, Trainer, epoch_batches
-from weights.world.simulate import World
-
-
-def test_training_from_upstreams_initial_values_learns(world: World) -> None:
-    seen: list[Status] = []
-    train(world.log, small_config(), replace(TRAINING, epochs=1.5), report=seen.append)
-    first = next(status for status in seen if status.evaluated)
-    assert seen[-1].best < first.validation * 0.97
-    assert seen[-1].step == seen[-1].steps
-
-
-def test_a_run_starts_from_upstreams_initial_values(examples: Examples) -> None:
-    expected = Ranker(small_config())
-    initial.upstream(expected, torch.Generator().manual_seed(TRAINING.seed))
-    found = small_trainer(examples).ranker
-    for got, parameter in zip(found.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(got, parameter)
+from weights.training.trainer import Trainer
 
 
 def test_the_run_stops_when_validation_stops_improving(examples: Examples) -> None:
@@ -54,16 +32,6 @@ def test_thirty_steps_of_the_default_settings_lead_where_they_always_led(example
     losses = {"loss": run.loss, "validation loss": run.validation_loss}
     counts = {"steps of the run": run.steps}
     assert_unchanged("ranker", losses | counts | moved(before, run.ranker.state_dict()))
-
-
-def test_an_epoch_has_every_request_once_in_batches_of_like_size() -> None:
-    sizes = np.random.default_rng(1).integers(1, 60, 1000)
-    batches = epoch_batches(sizes, 8, np.random.default_rng(2))
-    assert sorted(np.concatenate(batches).tolist()) == list(range(1000))
-    assert max(map(len, batches)) == 8
-    assert np.mean([np.ptp(sizes[batch]) for batch in batches]) < 10
-    again = epoch_batches(sizes, 8, np.random.default_rng(3))
-    assert [batch.tolist() for batch in batches] != [batch.tolist() for batch in again]
 
 
 def test_averaged_weights_follow_the_learned_ones_slowly(examples: Examples) -> None:

@@ -1,4 +1,4 @@
-"""The synthetic world: its probabilities are what it draws from, it is deterministic, and neither trivial nor hopeless."""
+"""The synthetic world: it is deterministic, its people do what they always did, and the demo was made from it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,10 @@ pytest.importorskip("pyarrow")
 from safetensors.numpy import load_file
 
 from tests.weights.training.unchanged import assert_unchanged
-from weights.evaluate.baselines import Past
-from weights.evaluate.metrics import auc
-from weights.world.behaviour import (
-    ACTION_NAMES,
-    DWELL_SPREAD,
-    Circumstances,
-    draw,
-    log_dwell,
-    recency,
-    true_probabilities,
-)
-from weights.world.population import draw_authors, draw_posts, draw_users, interest, regard_now
-from weights.world.settings import DAY_SECONDS, SURFACES, WorldSettings
+from weights.world.population import draw_authors, draw_posts, draw_users
+from weights.world.settings import SURFACES, WorldSettings
 from weights.world.simulate import World, simulate
-from weights.world.store import WORLD_NAME, load_facts, save_world
+from weights.world.store import save_world
 
 SMALL = WorldSettings(users=400, new_users=20)
 DEMO = Path(__file__).parents[3] / "weights"
@@ -37,13 +26,6 @@ DEMO = Path(__file__).parents[3] / "weights"
 @pytest.fixture(scope="module")
 def world() -> World:
     return simulate(SMALL)
-
-
-def some_circumstances(count: int, seed: int = 3) -> Circumstances:
-    rng = np.random.default_rng(seed)
-    columns = rng.standard_normal((3, count), np.float32)
-    follow = rng.integers(0, 2, count).astype(np.float32)
-    return Circumstances(columns[0], columns[1], columns[2], follow, rng.integers(0, len(SURFACES), count))
 
 
 def test_the_same_seed_makes_the_same_world_and_another_does_not(tmp_path: Path) -> None:
@@ -91,40 +73,6 @@ def test_people_of_the_default_world_do_what_they_always_did(world: World) -> No
     assert_unchanged("world", {name: float(value) for name, value in (shares | stated | surfaces | others).items()})
 
 
-def test_actions_happen_as_often_as_the_stated_probabilities_say() -> None:
-    one = some_circumstances(4)
-    many = Circumstances(*(np.repeat(getattr(one, name), 60_000) for name in Circumstances.__slots__))
-    happened, seconds = draw(many, np.random.default_rng(5))
-    stated = true_probabilities(one)
-    observed = happened.reshape(4, -1, len(ACTION_NAMES)).mean(1)
-    deviation = np.sqrt(stated * (1 - stated) / 60_000)
-    assert (np.abs(observed - stated) < 5 * deviation + 1e-6).all()
-    logs = np.log(seconds).reshape(4, -1)
-    assert np.allclose(logs.mean(1), log_dwell(one), atol=0.02)
-    assert np.allclose(logs.std(1), DWELL_SPREAD, atol=0.02)
-    # control: the probabilities of other circumstances do not fit
-    assert not (np.abs(observed - stated[::-1]) < 5 * deviation + 1e-6).all()
-
-
-@pytest.mark.parametrize("cause", ["appeal", "recency", "activity", "follow", "surface"])
-def test_every_stated_cause_moves_some_probability(cause: str) -> None:
-    given = some_circumstances(50)
-    changed = replace(given, **{cause: getattr(given, cause)[::-1]})
-    assert not np.allclose(true_probabilities(given), true_probabilities(changed))
-    assert np.array_equal(true_probabilities(given), true_probabilities(replace(given)))
-
-
-def test_young_posts_pull_more() -> None:
-    ages = np.array([0, 3600, 10 * 3600, 400 * 3600])
-    assert (np.diff(recency(ages)) < 0).all()
-
-
-def test_everybody_is_keen_on_two_topics() -> None:
-    latent = np.random.default_rng(1).standard_normal((500, 8)).astype(np.float32)
-    keen = interest(latent, SMALL) > (SMALL.interest_low + SMALL.interest_high) / 2
-    assert (keen.sum(1) == 2).all()
-
-
 def test_the_log_is_in_time_order_and_no_post_is_shown_before_it_was_written(world: World) -> None:
     log = world.log
     assert (np.diff(log.impression_ts) >= 0).all()
@@ -144,71 +92,3 @@ def test_new_users_and_new_posts_appear_in_the_test_period_only(world: World) ->
     unseen = ~np.isin(log.post_id[test], log.post_id[~test])
     assert 0.5 < unseen.mean() < 0.95
     assert 0.1 < test.mean() < 0.2
-
-
-def test_interests_drift(world: World) -> None:
-    early = simulate(replace(SMALL, days=5, test_days=1))
-    same = (interest(early.users.latent, SMALL) > 0.4) == (interest(world.users.latent, SMALL) > 0.4)
-    assert same.all(1).mean() < 0.95
-
-
-def test_a_turned_away_author_is_less_liked_afterwards(world: World) -> None:
-    log = world.log
-    reports = np.flatnonzero(log.actions[:, log.action_names.index("report")])
-    latest = {(log.user_id[row], log.author_id[row]): log.impression_ts[row] for row in reports}
-    test = np.flatnonzero(log.impression_ts >= SMALL.test_ts)
-    seconds = np.array(
-        [log.impression_ts[row] - latest.get((log.user_id[row], log.author_id[row]), 2**60) for row in test]
-    )
-    after = (seconds > 0) & (seconds < DAY_SECONDS)
-    assert after.sum() > 5
-    assert world.truth.affinity[after].mean() < world.truth.affinity[~after].mean() - 2
-
-
-def test_the_latest_telling_act_is_felt_for_days_and_then_forgotten(world: World) -> None:
-    user, author = (int(place[0]) for place in np.nonzero(world.users.regard == SMALL.reject_appeal))
-    felt = int(world.users.regard_ts[user, author])
-    days = np.array([0.0, 0.5, 1, 2, 4, 8])
-    seconds, users = felt + (days * DAY_SECONDS).astype(np.int64), np.full(len(days), user)
-    left = regard_now(world.users, users, np.full((len(days), 1), author), seconds, SMALL)[:, 0]
-    assert left[0] == SMALL.reject_appeal
-    assert (np.diff(left) > 0).all()
-    assert left[2] < 0.85 * SMALL.reject_appeal
-    assert left[-1] > 0.01 * SMALL.reject_appeal
-    levels = {SMALL.reject_appeal, SMALL.dislike_appeal, 0.0, SMALL.attach_appeal}
-    assert set(np.unique(world.users.regard).tolist()) == levels
-
-
-def test_some_users_prefer_young_posts_and_some_old_ones(world: World) -> None:
-    assert 0.2 < (world.users.freshness < 0).mean() < 0.5
-
-
-def test_neither_popularity_nor_affinity_is_enough(world: World) -> None:
-    log, test = world.log, world.log.impression_ts >= SMALL.test_ts
-    frequent = np.flatnonzero(log.actions[test].mean(0) >= 0.01)
-    assert len(frequent) >= 12
-    popularity = np.zeros((len(log), len(ACTION_NAMES)))
-    for place in frequent:
-        author = Past.of(log.author_id, log.request_id.astype(np.int64), log.actions[:, place], ~test)
-        popularity[:, place] = author.rate(float(log.actions[~test, place].mean()))
-    sources = {
-        "optimum": world.truth.probabilities,
-        "popularity": popularity[test],
-        "true affinity": np.repeat(world.truth.affinity[:, None], len(ACTION_NAMES), 1),
-    }
-    mean = {
-        source: float(np.mean([auc(log.actions[test, i], values[:, i]) for i in frequent])) - 0.5
-        for source, values in sources.items()
-    }
-    assert mean["optimum"] > 0.25
-    assert 0.1 * mean["optimum"] < mean["popularity"] < 0.5 * mean["optimum"]
-    assert mean["true affinity"] < 0.8 * mean["optimum"]
-
-
-def test_a_saved_world_reads_back(world: World, tmp_path: Path) -> None:
-    save_world(tmp_path, world)
-    facts = load_facts(tmp_path, world.log.action_names)
-    assert facts.test_ts == SMALL.test_ts
-    assert np.array_equal(facts.truth.probabilities, world.truth.probabilities)
-    named = json.loads((tmp_path / WORLD_NAME).read_text())
-    assert len({entry["name"] for entry in named["authors"].values()}) == SMALL.authors
