@@ -70,11 +70,11 @@ def test_a_forward_that_was_begun_gives_what_a_forward_gives() -> None:
 def test_threads_share_the_work_and_sleep_without_any() -> None:
     config, before = random_config(), set(os.listdir("/proc/self/task"))
     engine = NativeEngine(random_ranker(config), torch.float32, threads=3)
-    helpers = set(os.listdir("/proc/self/task")) - before
-    assert len(helpers) == 2
+    workers = set(os.listdir("/proc/self/task")) - before
+    assert len(workers) == 2
 
     def helped() -> float:
-        return sum(int(Path(f"/proc/self/task/{one}/schedstat").read_text().split()[0]) for one in helpers) / 1e9
+        return sum(int(Path(f"/proc/self/task/{one}/schedstat").read_text().split()[0]) for one in workers) / 1e9
 
     began, own = helped(), time.thread_time()
     for _ in range(20):
