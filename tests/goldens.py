@@ -39,29 +39,34 @@ def imported(name: str, out: Path) -> Path:
     return out
 
 
-def features(request: dict[str, Any], config: ModelConfig) -> tuple[Context, Candidates]:
-    """One recorded request as the model takes it."""
-    history, candidates = request["history"], request["candidates"]
+def context(request: dict[str, Any], config: ModelConfig) -> Context:
+    """One recorded user as the model takes it; what a recording lacks is 0."""
+    history = request["history"]
     actions = np.zeros((len(history), config.actions), np.float32)
     for row, event in zip(actions, history, strict=True):
         for index, value in event["actions"].items():
             row[int(index)] = value
-
-    def column(rows: list[dict[str, Any]], key: str, dtype: Any) -> Any:
-        return np.array([row[key] for row in rows], dtype)
-
-    context = Context(
+    return Context(
         request["user_id"],
-        column(history, "post_id", np.uint64),
-        column(history, "author_id", np.uint64),
+        _column(history, "post_id", np.uint64),
+        _column(history, "author_id", np.uint64),
         actions,
-        column(history, "product_surface", np.int64),
-        column(history, "dwell_time", np.float32),
+        _column(history, "product_surface", np.int64),
+        _column(history, "dwell_time", np.float32),
     )
-    ages = age_bucket(request["impression_ts"], column(candidates, "created_at", np.int64), config)
-    return context, Candidates(
-        column(candidates, "post_id", np.uint64),
-        column(candidates, "author_id", np.uint64),
-        column(candidates, "product_surface", np.int64),
+
+
+def features(request: dict[str, Any], config: ModelConfig) -> tuple[Context, Candidates]:
+    """One recorded request as the model takes it."""
+    candidates = request["candidates"]
+    ages = age_bucket(request["impression_ts"], _column(candidates, "created_at", np.int64), config)
+    return context(request, config), Candidates(
+        _column(candidates, "post_id", np.uint64),
+        _column(candidates, "author_id", np.uint64),
+        _column(candidates, "product_surface", np.int64),
         ages,
     )
+
+
+def _column(rows: list[dict[str, Any]], key: str, dtype: Any) -> Any:
+    return np.array([row.get(key, 0) for row in rows], dtype)

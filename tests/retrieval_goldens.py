@@ -10,7 +10,7 @@ import numpy as np
 
 from model.config import ModelConfig
 from model.inputs import Context
-from tests.goldens import GOLDEN
+from tests.goldens import GOLDEN, context
 from weights.checkpoint import Encoder, load_encoder
 from weights.format.writer import write_checkpoint
 from weights.published.importer import PublishedModel, labels_for
@@ -18,27 +18,6 @@ from weights.published.importer import PublishedModel, labels_for
 NAMES = ("retrieval-mean-pool", "retrieval-mlp-gqa")
 REQUESTS = 10
 PIPELINES = Path(__file__).resolve().parents[2] / "shared"  # 4 MB each: read where they lie beside the checkout
-
-
-def context(request: dict[str, Any], config: ModelConfig) -> Context:
-    """One recorded user as the model takes it; absent surfaces are 0."""
-    history = request["history"]
-    actions = np.zeros((len(history), config.actions), np.float32)
-    for row, event in zip(actions, history, strict=True):
-        for index, value in event["actions"].items():
-            row[int(index)] = value
-
-    def column(key: str, dtype: Any) -> Any:
-        return np.array([item.get(key, 0) for item in history], dtype)
-
-    return Context(
-        request["user_id"],
-        column("post_id", np.uint64),
-        column("author_id", np.uint64),
-        actions,
-        column("product_surface", np.int64),
-        np.zeros(len(history), np.float32),
-    )
 
 
 def contexts(name: str, config: ModelConfig) -> list[Context]:

@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from loadtest.geometries import GEOMETRIES
-from model.bounds import LARGEST
 from model.config import TRUNK_OPTIONS, ConfigError, HashSpec, ModelConfig, RetrievalConfig
 from model.presets import GROK, PRESETS, with_preset
 from tests.model.builders import random_config
@@ -47,7 +45,6 @@ def test_what_the_published_ranker_lacks_is_not_written() -> None:
     ("change", "message"),
     [
         ({"unheard_of": 1}, "unknown keys: unheard_of"),
-        ({"qk_norm": True}, "unknown keys: qk_norm"),
         ({"width": "128"}, "architecture.width must be of type int"),
         ({"layers": True}, "architecture.layers must be of type int"),
         ({"width": 0}, "width must be positive"),
@@ -57,21 +54,14 @@ def test_what_the_published_ranker_lacks_is_not_written() -> None:
         ({"rope_base": 10**300}, "rope_base must lie in 1e-30 … 1e.30, got 10000000000000000000…$"),
         ({"kv_heads": 3}, "multiple of kv_heads"),
         ({"head_width": 15}, "head_width must be even, got 15"),
-        ({"norm": "batch"}, "norm must be 'rms' or 'layer', got 'batch'"),
-        ({"positions": "alibi"}, "positions must be 'rope' or 'sinusoidal', got 'alibi'"),
         ({"activation": "relu" * 100}, "activation must be 'gelu_tanh' or 'gelu' or 'silu', got 'relu[relu]{59}$"),
         ({"attention_cap": "30"}, r"attention_cap must be of type float \| None, got str"),
         ({"positions": "sinusoidal", "width": 63}, "width must be even for sinusoidal positions, got 63"),
-        ({"gated": 1}, "gated must be of type bool, got int"),
-        ({"input_scale": 0.0}, "input_scale must lie in 1e-30 … 1e.30, got 0.0"),
         ({"input_scale": None}, "input_scale must be of type float, got NoneType"),
         ({"explicit_ffn_width": 0}, "explicit_ffn_width must be positive and at most 4194304, got 0"),
         ({"explicit_ffn_width": 2**23}, "explicit_ffn_width must be positive and at most 4194304, got 8388608"),
-        ({"context_attention": "sideways"}, "must be 'causal' or 'bidirectional'"),
         ({"user_hashes": 5}, "user_hashes must be an object"),
         ({"history_length": 10**6}, "history_length must be positive and at most 32768, got 1000000"),
-        ({"widening": 1e300}, "widening must be positive and at most 64"),
-        ({"widening": float("nan")}, "widening must be positive"),
         ({"continuous_actions": -1}, "continuous_actions must lie in 0 … 4096"),
         ({"max_post_age_minutes": 2**27}, "post_age_buckets must be positive and at most 65536"),
         (
@@ -104,11 +94,6 @@ def test_hash_functions_must_pair_up() -> None:
         values["user_hashes"]["scales"] = scales
         with pytest.raises(ConfigError, match=r"architecture.user_hashes.scales must be a list of integers"):
             ModelConfig.from_dict(values)
-
-
-@pytest.mark.parametrize("name", [name for name in LARGEST if "post_age" not in name])
-def test_every_bound_leaves_room_for_the_largest_geometry_that_is_measured(name: str) -> None:
-    assert 4 * max(getattr(config, name) for config in GEOMETRIES.values()) <= LARGEST[name]
 
 
 def test_a_model_of_70_billion_with_a_history_of_32_768_is_allowed() -> None:

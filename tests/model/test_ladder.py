@@ -45,13 +45,6 @@ class Kernels(PortableKernels):
         if fault == "hangs compiling":
             time.sleep(600)
 
-    def embed(self, *given):
-        if fault == "no memory":
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        if fault == "loses the device":
-            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-        super().embed(*given)
-
     def gate(self, *given):
         if fault == "hangs":
             time.sleep(600)
@@ -94,8 +87,6 @@ def plain(kernels: Any = "torch") -> Engine:
     ("fault", "said"),
     [
         ("does not compile", "NameError: softmix is not defined"),
-        ("no memory", "EngineError: the device is out of memory"),
-        ("loses the device", "the device failed: CUDA error: an illegal memory access"),
         ("other numbers", "logits differ from the definition's by"),
         ("kills the process", "the trial's process ended by signal 11"),
         ("hangs", "was not done after 4 s after it had compiled"),
@@ -278,9 +269,7 @@ def test_a_card_for_which_torch_has_no_kernels_gets_the_processors_engine(broken
     assert all(step["reason"] for step in notes["steps_down"])
 
 
-def test_a_card_without_memory_is_not_even_tried(
-    broken_card: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_card_without_memory_is_not_even_tried(broken_card: Any) -> None:
     broken_card(2**18)
     ranker = random_ranker(CONFIG)
     with pytest.raises(EngineError, match=r"does not fit: .* of memory are needed, and 0 MiB are free"):
@@ -290,11 +279,6 @@ def test_a_card_without_memory_is_not_even_tried(
     assert notes["rung"] == "cpu"
     assert all("does not fit" in step["reason"] for step in notes["steps_down"])
     assert time.monotonic() - started < 60
-    monkeypatch.setenv("PATH", "")  # no C++ compiler either
-    engine = create_engine(ranker, EngineOptions(kernel_directory=tmp_path))
-    notes = served(engine)
-    assert (engine.info.device, engine.info.backend, notes["rung"]) == ("cpu", "torch", "cpu")
-    assert "no C++ compiler found" in notes["fallback"]
 
 
 @pytest.mark.parametrize("home", [None, "/proc/nowhere"])
@@ -311,11 +295,3 @@ def test_without_a_home_directory_kernels_are_kept_in_a_temporary_one(
     use_private_cache_if_needed()
     assert os.environ["TRITON_CACHE_DIR"] == str(kept)
     monkeypatch.delenv("TRITON_CACHE_DIR")
-
-
-def test_where_a_home_directory_can_be_written_kernels_are_kept_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kept"))
-    use_private_cache_if_needed()
-    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "kept")

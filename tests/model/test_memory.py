@@ -96,18 +96,6 @@ def test_this_machine_says_something_sensible() -> None:
     assert shortage(2**60).startswith("1073741824.0 GiB of memory are needed, and ")
 
 
-def test_an_event_more_is_a_position_in_the_rotations_and_in_two_contexts() -> None:
-    few, more = (engine_bytes(random_ranker(random_config(history_length=length))) for length in (1, 2))
-    config = random_config()
-    keys, mixed = 2 * config.layers * config.kv_heads * config.head_width, config.query_heads * config.head_width
-    event = 2 * config.head_width + 2 * (keys + mixed + config.width)
-    assert more - few == 4 * event
-    ranker = random_ranker(random_config(history_length=1))
-    own = sum(values.numel() for name, values in ranker.named_parameters() if not name.startswith("tables."))
-    candidates = 2 * config.candidate_length * config.head_width
-    assert few == 4 * (own + 2 * event + candidates)  # a user and one event
-
-
 def test_what_an_engine_takes_is_what_is_counted() -> None:
     """The packed parameters of the native engine and the keys of a full context are both within what is asked for."""
     ranker = random_ranker(random_config(history_length=500))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from model.batch import collate, hash_rows
-from model.config import CandidatePositions, HashSpec
-from model.engine import Item
+from model.batch import collate
+from model.config import CandidatePositions
+from model.engine import Engine, Item
 from model.native.engine import NativeEngine
 from model.split.engine import SplitEngine
 from model.split.graphs import PlainRecorder
@@ -18,8 +18,6 @@ from model.tolerances import PARITY
 from tests import goldens
 from weights.checkpoint import Checkpoint, load_checkpoint
 
-CASES = [(name, index) for name in goldens.NAMES for index in range(len(goldens.requests(name)))]
-PADDING_ROWS = 65  # the published pipeline lays the three tables into one, after these rows
 PUBLISHED = 1.2e-5  # of any logit in fp32: 1.11e-5 was measured, 5.8e-6 by the plain definition
 RECORDED = {"sequential": "logits_fp32", "shared": "logits_alone_fp32"}
 
@@ -43,20 +41,20 @@ def plain(checkpoint: Checkpoint, positions: CandidatePositions, dtype: torch.dt
     return [(logits[0].numpy(), continuous[0].numpy()) for logits, continuous in outputs]
 
 
-def split(checkpoint: Checkpoint, positions: CandidatePositions, dtype: torch.dtype) -> Scores:
-    """All requests of a recording in one forward of the split engine."""
-    engine = SplitEngine(checkpoint.ranker, "cpu", dtype, positions, capacity=192, recorder=PlainRecorder())
+def together(engine: Engine, checkpoint: Checkpoint) -> Scores:
+    """All requests of a recording in one forward."""
     config = checkpoint.manifest.config
     items = [Item(*goldens.features(request, config)) for request in goldens.requests(checkpoint.manifest.name)]
     return [(outcome.scores.logits, outcome.scores.continuous) for outcome in engine.forward(items)]
+
+
+def split(checkpoint: Checkpoint, positions: CandidatePositions, dtype: torch.dtype) -> Scores:
+    engine = SplitEngine(checkpoint.ranker, "cpu", dtype, positions, capacity=192, recorder=PlainRecorder())
+    return together(engine, checkpoint)
 
 
 def native(checkpoint: Checkpoint, positions: CandidatePositions, dtype: torch.dtype) -> Scores:
-    """All requests of a recording in one forward of the native engine."""
-    engine = NativeEngine(checkpoint.ranker, dtype, positions, threads=2)
-    config = checkpoint.manifest.config
-    items = [Item(*goldens.features(request, config)) for request in goldens.requests(checkpoint.manifest.name)]
-    return [(outcome.scores.logits, outcome.scores.continuous) for outcome in engine.forward(items)]
+    return together(NativeEngine(checkpoint.ranker, dtype, positions, threads=2), checkpoint)
 
 
 def distance(left: Any, right: Any) -> float:
@@ -88,27 +86,3 @@ def test_the_tolerance_tells_the_position_modes_apart(name: str, checkpoints: di
     """Negative control: the wrong mode is far outside."""
     logits, _ = plain(checkpoints[name], "shared", torch.float32)[2]
     assert distance(logits, goldens.expected(name)["2/logits_fp32"]) > 1000 * PARITY[torch.float32].logits
-
-
-@pytest.mark.parametrize(("name", "index"), CASES)
-def test_hashes_are_equal(name: str, index: int, checkpoints: dict[str, Checkpoint]) -> None:
-    config = checkpoints[name].manifest.config
-    context, candidates = goldens.features(goldens.requests(name)[index], config)
-    posts_start = PADDING_ROWS + config.user_hashes.vocab_size
-    authors_start = posts_start + config.post_hashes.vocab_size
-
-    def unified(ids: Any, spec: HashSpec, start: int) -> Any:
-        rows = hash_rows(np.asarray(ids, np.uint64), spec)
-        return np.where(rows > 0, rows + start, 0)
-
-    for key, ids, spec, start in (
-        ("user_hashes", [context.user_id], config.user_hashes, PADDING_ROWS),
-        ("history_post_hashes", context.post_ids, config.post_hashes, posts_start),
-        ("history_author_hashes", context.author_ids, config.author_hashes, authors_start),
-        ("candidate_post_hashes", candidates.post_ids, config.post_hashes, posts_start),
-        ("candidate_author_hashes", candidates.author_ids, config.author_hashes, authors_start),
-    ):
-        recorded = goldens.expected(name)[f"{index}/{key}"]
-        rows = unified(ids, spec, start)
-        assert np.array_equal(recorded[: len(rows)], rows), key
-        assert not recorded[len(rows) :].any(), key

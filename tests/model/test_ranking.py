@@ -36,15 +36,6 @@ def test_scores_are_added_action_by_action(count: int) -> None:
     assert str(combine(np.zeros((2, 1), np.float32), np.array([-1.0]))) == "[0. 0.]"  # not -0
 
 
-def test_a_matrix_product_would_depend_on_the_batch() -> None:
-    random = np.random.default_rng(0)
-    probabilities, weights = random.random((512, 19), dtype=np.float32), random.normal(size=19)
-    together = probabilities.astype(np.float64) @ weights
-    alone = np.concatenate([probabilities[place : place + 1].astype(np.float64) @ weights for place in range(512)])
-    assert not np.array_equal(together, alone)  # why `combine` adds action by action
-    assert np.allclose(together, combine(probabilities, weights), rtol=1e-12)
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from([0.0, -0.0, 0.25, 0.5]), min_size=1, max_size=20))
 def test_equal_scores_keep_their_order(values: list[float]) -> None:

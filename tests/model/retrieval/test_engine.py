@@ -14,16 +14,16 @@ import torch
 
 from model.device import leave
 from model.engine import EngineError
-from model.inputs import Context, created_within
+from model.inputs import Context
 from model.native.build import HERE, build_kernel
 from model.native.kernel import Kernel
 from model.native.search import NativeIndex
 from model.native.tower import NativeTower
 from model.presets import with_preset
-from model.retrieval.corpus import KEPT_TOPICS, Corpus, without
+from model.retrieval.corpus import KEPT_TOPICS, Corpus
 from model.retrieval.engine import RetrievalEngine, RetrievalOptions, TorchTower
 from model.retrieval.inputs import Change, Filters, Mark, NewPosts, Query, Retrieved
-from model.retrieval.search import TorchIndex, bits_of
+from model.retrieval.search import TorchIndex
 from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
@@ -86,16 +86,6 @@ def test_the_corpus_is_searched_by_as_many_threads_as_wanted(encoder: Encoder, c
         running.append(len(os.listdir("/proc/self/task")))
         engine.close()
     assert running[1] == running[0] + 3
-
-
-def test_a_closed_user_tower_leaves_no_thread_and_serves_nobody(encoder: Encoder, contexts: list[Context]) -> None:
-    tower = NativeTower(encoder.towers, threads=3)
-    tower.encode(contexts[:2])
-    running = len(os.listdir("/proc/self/task"))
-    tower.close()
-    assert len(os.listdir("/proc/self/task")) < running
-    with pytest.raises(EngineError, match="closed"):
-        tower.encode(contexts[:1])
 
 
 def test_a_user_tower_with_a_trunk_that_the_kernel_refuses_is_served_by_torch(
@@ -227,20 +217,6 @@ def test_without_times_a_maximum_age_hides_all(engine: RetrievalEngine, contexts
     assert answer.topics == [None] * 50
 
 
-def test_an_age_limit_lets_no_post_from_the_future_pass(
-    engine: RetrievalEngine, contexts: list[Context], corpus: Corpus
-) -> None:
-    """But for five minutes, by which clocks differ. The corpus has a post a minute, from time 0, which is unknown."""
-    now, everything = 100 * 60, len(corpus)
-    for age, first in ((3000, 50), (now, 1), (10**9, 1)):
-        after, before = created_within(now, age)
-        (answer,) = engine.retrieve(
-            [wanted(contexts[4], everything, created_after=after, created_before=before)]
-        ).retrieved
-        minutes = set(range(first, 106)) - set(np.flatnonzero(corpus.hidden).tolist())
-        assert sorted(answer.created_at.tolist()) == [60 * minute for minute in sorted(minutes)]
-
-
 def test_any_of_many_topics_is_wanted(engine: RetrievalEngine, contexts: list[Context], corpus: Corpus) -> None:
     """More sets of topics than are remembered, each asked for twice."""
     (everything,) = engine.retrieve([wanted(contexts[4], len(corpus))]).retrieved
@@ -296,24 +272,14 @@ class NoCuda(TorchIndex):
         super().__init__(vectors, device, exhaustive=exhaustive)
 
 
-class NoMemory(TorchIndex):
-    """A device on which nothing fits."""
-
-    def __init__(self, vectors: Any, device: Any = "cpu", *, exhaustive: bool = False) -> None:
-        if device != "cpu":
-            raise torch.OutOfMemoryError("out of memory")
-        super().__init__(vectors, device, exhaustive=exhaustive)
-
-
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
         (OffByABit, "cpu:0: the search's rows and scores differ from the definition's on this device"),
-        (NoMemory, "cpu:0: out of memory"),
         (NoCuda, "cpu:0: AssertionError"),
     ],
 )
-def test_a_device_that_gives_other_bits_or_no_memory_searches_nothing(
+def test_a_device_that_fails_or_gives_other_bits_searches_nothing(
     encoder: Encoder, corpus: Corpus, contexts: list[Context], monkeypatch: pytest.MonkeyPatch, broken: Any, said: str
 ) -> None:
     on_device = RetrievalOptions(device="cpu:0")
@@ -348,7 +314,7 @@ def as_new(corpus: Corpus, rows: Any, ids: Any) -> NewPosts:
     return NewPosts(np.asarray(ids, np.uint64), corpus.author_ids[rows], created, topics, corpus.vectors[rows])
 
 
-@pytest.mark.parametrize("segment_rows", [1, 7, 4096])
+@pytest.mark.parametrize("segment_rows", [7, 4096])
 def test_changes_are_what_an_oracle_says(
     encoder: Encoder, corpus: Corpus, contexts: list[Context], segment_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,34 +411,16 @@ def test_a_change_needs_neither_compiler_nor_kernel_on_the_disk(
     assert 900_001 in made.retrieve([wanted(contexts[0], len(corpus))]).retrieved[0].post_ids
 
 
-def test_bits_without_posts_that_nobody_has_are_the_same_bits(corpus: Corpus) -> None:
-    bits = bits_of(~corpus.hidden)
-    assert without(bits, corpus, np.array([900_001], np.uint64)) is bits
-    assert without(bits, corpus, corpus.post_ids[3:4])[0] == bits[0] & ~np.uint64(1 << 3)
-
-
-@pytest.mark.parametrize("engine", ["native"], indirect=True)
-def test_a_change_that_no_index_can_be_made_for_changes_nothing(
-    engine: RetrievalEngine, corpus: Corpus, contexts: list[Context]
+def test_what_is_closed_leaves_no_thread_and_serves_nobody(
+    encoder: Encoder, corpus: Corpus, contexts: list[Context]
 ) -> None:
-    engine.change(Change(NONE, as_new(corpus, [40, 41], [900_001, 900_002]), Mark()))
-    before, state = engine.retrieve([wanted(contexts[0], 500)]).retrieved[0], (engine.posts, engine.changes)
-    posts = as_new(corpus, [42], [900_003])
-    gone = np.array([900_001], np.uint64)
-    with pytest.raises(ValueError, match="float32"):
-        engine.change(Change(gone, replace(posts, vectors=posts.vectors.astype(np.complex64)), Mark()))
-    assert same(engine.retrieve([wanted(contexts[0], 500)]).retrieved[0], before)
-    assert (engine.posts, engine.changes) == state
-    assert engine.change(Change(gone, posts, Mark())) == 1
-    after = engine.retrieve([wanted(contexts[0], 500)]).retrieved[0]
-    assert {900_001, 900_002, 900_003} & {*after.post_ids.tolist()} == {900_002, 900_003}
-
-
-def test_what_is_closed_serves_nobody(encoder: Encoder, corpus: Corpus, contexts: list[Context]) -> None:
-    engine = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=1))
+    engine = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=3))
     index = NativeIndex(corpus.vectors, threads=1)
+    engine.retrieve([wanted(contexts[0])])
+    running = len(os.listdir("/proc/self/task"))
     for closed in (engine, engine, index, index):
         closed.close()
+    assert len(os.listdir("/proc/self/task")) <= running - 4, "two of the tower and two of the search"
     with pytest.raises(EngineError, match="closed"):
         engine.tower.encode(contexts[:1])
     with pytest.raises(EngineError, match="closed"):
