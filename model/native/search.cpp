@@ -344,11 +344,6 @@ std::int64_t search_run(void* handle, ranker::Wish* wishes, std::int64_t count) 
     return ranker::guarded([&] { static_cast<ranker::Search*>(handle)->run(wishes, count); });
 }
 
-// The score of every row of `vectors`, for tests.
-void search_score(const float* vectors, std::int64_t rows, std::int64_t width, const float* query, float* scores) noexcept {
-    for (std::int64_t row = 0; row < rows; ++row) scores[row] = ranker::score(vectors + row * width, query, width);
-}
-
 #if defined(RANKER_TEST_HOOKS)
 void ranker_fail_after(std::int64_t steps) noexcept { ranker::steps_to_failure = steps; }
 #endif

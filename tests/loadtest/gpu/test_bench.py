@@ -56,6 +56,8 @@ def test_phases_run_one_by_one_and_leave_figures_behind(bench: Bench) -> None:
     ("fault", "phase", "said"),
     [
         ("kernel", "kernels", "gate in layer 0 (body), tile 1, row 70 differs from its definition, by 0.5"),
+        ("product", "kernels", "gives other bits every time"),
+        ("access", "kernels", "an illegal memory access was encountered (planted)"),
         ("hang", "bits", "hung: not done after"),
     ],
 )
