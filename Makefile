@@ -41,11 +41,12 @@ serve: $(VENV)/.serving ## start the service: PORT=8100 HOST=:: CHECKPOINT=path 
 demo: $(VENV)/.installed ## train weights/demo again; takes ten minutes on one core
 	$(BIN)/python -m weights train-demo --out weights/demo
 
-WORKERS ?= 3
+WORKERS ?= 4
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 test: $(VENV)/.installed ## run every test that needs no GPU
-	@.ci/debian chromium-headless-shell wrk haproxy redis-server prometheus docker-compose default-jdk-headless netcat-openbsd
+	@.ci/debian chromium-headless-shell wrk haproxy redis-server prometheus docker-compose default-jdk-headless netcat-openbsd \
+	  clang g++-aarch64-linux-gnu qemu-user
 	@mkdir -p .cache; set -o pipefail; $(PYTEST) $(ARGS) | tee .cache/test.log
 
 test-quick: $(VENV)/.installed ## run the tests that start no server or browser and compile nothing
