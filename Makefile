@@ -44,19 +44,20 @@ demo: $(VENV)/.installed ## train weights/demo again; takes ten minutes on one c
 WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-test: $(VENV)/.installed ## run every test that needs no GPU
-	@.ci/debian chromium-headless-shell wrk haproxy redis-server prometheus docker-compose default-jdk-headless netcat-openbsd \
-	  clang g++-aarch64-linux-gnu qemu-user
-	@mkdir -p .cache; set -o pipefail; $(PYTEST) $(ARGS) | tee .cache/test.log
+test: $(VENV)/.installed ## run the tests that need no GPU
+	@.ci/debian chromium-headless-shell wrk haproxy redis-server prometheus docker-compose default-jdk-headless netcat-openbsd
+	@mkdir -p .cache; set -o pipefail; $(PYTEST) --ignore=tests/builds $(ARGS) | tee .cache/test.log
 
 test-quick: $(VENV)/.installed ## run the tests that start no server or browser and compile nothing
 	$(PYTEST) -m "not slow" $(ARGS)
 
-check: $(VENV)/.installed ## check lint, format, types and the direction of imports
+check: $(VENV)/.installed ## lint and check types, then build the wheel, and the kernels with sanitizers and other compilers
+	@.ci/debian clang g++-aarch64-linux-gnu qemu-user
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(PYTEST) tests/builds
 
 bench: $(VENV)/.installed ## measure the engines and HTTP here: ARGS="--before DIR" takes turns with another checkout
 	@.ci/debian wrk

@@ -1,4 +1,4 @@
-// Runs forwards from a file and writes their scores to another, for processors that are emulated: tests/model/test_emulated.py
+// Runs forwards from a file and writes their scores to another, for processors that are emulated: tests/builds/test_emulated.py
 // lays out memory as an image, whose pointers are offsets until they are moved to where the image lies here.
 #include <cstdio>
 

@@ -19,7 +19,7 @@ from model.native.engine import NativeEngine
 from model.native.kernel import Kernel
 from model.presets import with_preset
 from model.synthetic import random_ranker
-from tests.model.sanitized import AS_IT_IS, ROOT, Plant, run_sanitized
+from tests.builds.sanitized import AS_IT_IS, ROOT, Plant, run_sanitized
 
 SOURCE = ROOT / "model/native/kernel.cpp"
 COMPOSITIONS = 5
@@ -53,7 +53,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     @cache
     def run_all(sanitizers: str) -> dict[str, tuple[int, str]]:
         directory = tmp_path_factory.mktemp("sanitized")
-        return run_sanitized(directory, SOURCE, "tests.model.test_sanitizers", sanitizers, PLANTS[sanitizers])
+        return run_sanitized(directory, SOURCE, "tests.builds.test_sanitizers", sanitizers, PLANTS[sanitizers])
 
     return lambda sanitizers, name: run_all(sanitizers)[name]
 

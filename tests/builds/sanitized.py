@@ -79,7 +79,7 @@ def run_on(module: str, sanitizers: str, library: Path, plants: int) -> subproce
         "ASAN_OPTIONS": "detect_leaks=0 malloc_context_size=0",  # the interpreter's own memory is not ours, and who asked is dear
         "TSAN_OPTIONS": "exitcode=66 halt_on_error=1",
     }  # fmt: skip
-    command = [sys.executable, "-m", "tests.model.sanitized", module, str(library), str(plants)]
+    command = [sys.executable, "-m", "tests.builds.sanitized", module, str(library), str(plants)]
     return subprocess.run(command, cwd=ROOT, env=os.environ | options, capture_output=True, text=True, timeout=110)
 
 
