@@ -20,8 +20,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from model.ranker import Ranker
+from weights.training.examples import Examples
 from weights.training.log import Log, write_log
 
 FOLDER = "recbole/dataset_example/ml-100k"
@@ -29,6 +32,7 @@ ACTIONS = ("favorite", "click", "not_interested")
 NEGATIVES = 4
 POPULARITY_POWER = 0.75
 EARLY_SHARE = 0.8  # of the ratings give the popularity: a log does not know what will be popular
+PANEL = 50
 OLDEST_TIME = 86_400  # Unix seconds: the service knows no time before 1970, so older films count as of then
 
 Ints = NDArray[np.int64]
@@ -120,12 +124,15 @@ def names_of(source: Path) -> dict[str, dict[str, str]]:
 
 
 def compared(log_path: Path, checkpoints: Sequence[Path]) -> list[list[str]]:
-    """Rows of the table: each checkpoint and each baseline, on all held-out impressions and on the rated films alone."""
+    """Rows of the table: each checkpoint and each baseline, on all held-out impressions and on the rated films alone.
+
+    A checkpoint has three rows: favorite; favorite ÷ click, the probability that a rated film is liked; and favorite's logit less
+    the user's level, which is the mean logit of favorite over PANEL popular films with the same history.
+    """
     from weights.checkpoint import load_checkpoint
     from weights.evaluate.baselines import baselines
     from weights.evaluate.evaluation import METRICS, Judge
     from weights.evaluate.predict import predict
-    from weights.training.examples import Examples
     from weights.training.log import read_log
 
     log, loaded = read_log(log_path), [load_checkpoint(path) for path in checkpoints]
@@ -133,12 +140,16 @@ def compared(log_path: Path, checkpoints: Sequence[Path]) -> list[list[str]]:
     examples, until = Examples(log, manifest.config), int(manifest.training["until_ts"])
     split = int(np.searchsorted(examples.times, until))
     requests, favorite = np.arange(split, len(examples)), ACTIONS.index("favorite")
-    sources = {
-        f"ours, {path.name}": predict(each.ranker, Examples(log, each.manifest.config), requests).probabilities[
-            :, favorite
-        ]
-        for path, each in zip(checkpoints, loaded, strict=True)
-    }
+    sources = dict[str, NDArray[np.floating]]()
+    for path, each in zip(checkpoints, loaded, strict=True):
+        own = Examples(log, each.manifest.config)
+        probabilities = predict(each.ranker, own, requests).probabilities
+        liked = probabilities[:, favorite].astype(float)
+        sources[path.name] = liked
+        sources[f"{path.name}, favorite ÷ click"] = liked / probabilities[:, ACTIONS.index("click")]
+        sources[f"{path.name}, less the user's level"] = np.log(liked / (1 - liked)) - levels(
+            each.ranker, own, requests
+        )
     sources |= {name: each[favorite] for name, each in baselines(examples, split, [favorite]).items()}
     test = log.take(log.impression_ts >= until)
     rated = test.actions[:, ACTIONS.index("click")]
@@ -150,6 +161,21 @@ def compared(log_path: Path, checkpoints: Sequence[Path]) -> list[list[str]]:
         figures = [*(whole[metric] for metric in METRICS), *(alone[metric] for metric in METRICS[:2])]
         rows.append([name, *(f"{each.value:.3f}" for each in figures)])
     return rows
+
+
+def levels(ranker: Ranker, examples: Examples, requests: Ints) -> NDArray[np.float64]:
+    """The user's level at each row of the requests: the mean logit of favorite over the PANEL films rated most before them."""
+    from model.batch import collate
+
+    before = examples.log.post_id[: examples.starts[requests[0]]]
+    _, first, rated = np.unique(before, return_index=True, return_counts=True)
+    panel = examples.candidates(first[np.argsort(-rated, kind="stable")[:PANEL]])
+    found = []
+    for part in np.array_split(requests, -(-len(requests) // PANEL)):
+        batch = collate([(examples.context(int(index)), panel) for index in part], examples.config)
+        with torch.inference_mode():
+            found.append(ranker(batch)[0][..., ACTIONS.index("favorite")].double().mean(1).numpy())
+    return np.repeat(np.concatenate(found), (examples.stops - examples.starts)[requests])
 
 
 def main() -> None:
