@@ -130,7 +130,7 @@ class Candidates:
         return len(self.post_ids)
 
     def check(self, config: ModelConfig) -> None:
-        """As `Context.check`."""
+        """Raises ValueError for surfaces and age buckets outside the model's tables, and slots beyond int32: engines check none."""
         surfaces, ages = config.product_surfaces, config.post_age_buckets
         if not _are_rows(self.surfaces, surfaces) or not _are_rows(self.age_buckets, ages):
             raise ValueError("candidates beyond the model's surfaces or ages")

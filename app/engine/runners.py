@@ -64,7 +64,7 @@ class Steps:
         self._stopped = threading.Event()
 
     def warming(self) -> None:
-        """Note that the checkpoint was read and the warm-up begins. Raises as `go_on`."""
+        """Note that the checkpoint was read and the warm-up begins. Raises EngineError once the load was cancelled."""
         self.go_on()
         self.is_warming = True
 

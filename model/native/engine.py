@@ -135,7 +135,7 @@ class NativeEngine:
         return outcomes
 
     def context_of(self, handle: str, caller: str) -> Context | None:
-        """As `Engine.context_of`."""
+        """The context of a handle given to this caller, None if it is no longer kept. Safe to call from any thread."""
         return self._cache.context_of(handle, caller, self.config)
 
     def cache_stats(self) -> CacheStats:

@@ -192,7 +192,7 @@ def _context_tokens(tokens: TokenBuilder, strip: int) -> dict[str, Tensor]:
 
 
 def _candidate_tokens(tokens: TokenBuilder, strip: int) -> dict[str, Tensor]:
-    """As `_context_tokens`."""
+    """The kernel's arrays for the tokens of candidates, by their names in the kernel."""
     feature = by_feature(tokens.candidate_projection, candidate_features(tokens.config))
     packed = {
         "candidate_projection": hash_strips([feature["post"], feature["author"]], strip),

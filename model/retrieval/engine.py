@@ -53,7 +53,7 @@ class TorchTower:
         self.notes: dict[str, Any] = {"backend": "torch", "dtype": str(dtype).removeprefix("torch."), "reason": note}
 
     def encode(self, contexts: Sequence[Context]) -> NDArray[np.float32]:
-        """As `Tower.encode`."""
+        """Unit vectors float32 `[B, D]`, one forward a user."""
         return np.concatenate([self._towers.encode_users([context], self._dtype).numpy() for context in contexts])
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ class Query:
     excludes_history: bool = False
 
     def check(self, config: ModelConfig) -> None:
-        """As `Context.check`; also raises ValueError for an invalid `k`, `least`, time or `at_least`."""
+        """Raises ValueError for an invalid `k`, `least`, time or `at_least`, and for a context that the model cannot take."""
         if not self.handle:
             self.context.check(config)
         times = [t for t in (self.filters.created_after, self.filters.created_before) if t is not None]

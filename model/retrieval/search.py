@@ -138,7 +138,7 @@ class TorchIndex:
         return len(self._vectors)
 
     def search(self, wishes: Sequence[Wish]) -> list[Found]:
-        """As `Index.search`. The wishes share one product with each block of rows."""
+        """The best rows of each wish, in order. The wishes share one product with each block of rows."""
         if not wishes:
             return []
         vectors = self._vectors

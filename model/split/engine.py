@@ -157,7 +157,7 @@ class SplitEngine:
         return 1 - counts.used / counts.computed if counts.computed else 0.0
 
     def context_of(self, handle: str, caller: str) -> Context | None:
-        """As `Engine.context_of`."""
+        """The context of a handle given to this caller, None if it is no longer kept. Safe to call from any thread."""
         return self._cache.context_of(handle, caller, self.config)
 
     def cache_stats(self) -> CacheStats:

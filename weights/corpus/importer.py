@@ -136,7 +136,7 @@ class PostsFile(Posts):
         self._archive.__exit__()
 
     def vectors(self, width: int) -> Iterator[Tensor]:
-        """As `Posts.vectors`."""
+        """The posts' representations in pieces, float32 `[n, width]`. Raises CheckpointError for another shape or type."""
         yield from torch.from_numpy(self._archive.array(REPRESENTATIONS, FLOAT32, (self.posts, width))).split(
             PIECE_ROWS
         )

@@ -122,7 +122,10 @@ def open_log(path: Path, ids: IdKind = "uint64") -> ds.FileSystemDataset:
 
 
 def log_of(table: pa.Table, where: str, ids: IdKind = "uint64", place: Callable[[int], str] | None = None) -> Log:
-    """As `read_log`, from a table; error messages name it `where`, and a row as `place` does."""
+    """Check the columns of a table and sort its rows by time, then request.
+
+    Raises LogError, which names the table `where`, and a row as `place` names it.
+    """
     actions = action_names(table.schema, where)
     texts = {name: texts_of(table, name, where) for name in ID_COLUMNS} if ids == "text" else {}
     columns: dict[str, Any] = {

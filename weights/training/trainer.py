@@ -229,8 +229,9 @@ class Trainer:
 def forward_shared(
     ranker: Ranker, batch: Batch, seen: Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """As `Ranker.forward`, for candidates of several requests that share a context: `seen` int64 `[B, C]` events of it, the oldest, came
-    before the candidate's request, and the candidate sees no others.
+    """Score candidates of several requests that share a context: logits float32 `[B, C, A]` and continuous values `[B, C, Z]`.
+
+    `seen` int64 `[B, C]`: so many events of the context, the oldest, came before the candidate's request; it sees no others.
 
     Exact where the context is causal: no event changes an earlier one. The candidate stands as far behind its own newest event as
     it does when served alone; only a right-anchored model has the user's token a few places nearer.
