@@ -77,9 +77,12 @@ def play(role: Role, settings: Settings) -> int:
         return server.run(settings, ranker, sockets, tells=role.worker == 1)
     from app.processes.engine_process import EngineProcess
     from app.service.ranker import create_ranker
+    from app.service.reload import resumed
 
+    paths_file = Path(role.path).with_name("loaded.json")
+    settings = resumed(settings, paths_file)
     local = create_ranker(settings, Metrics())
-    local.reloads.paths_file = Path(role.path).with_name("loaded.json")
+    local.reloads.paths_file = paths_file
     local.watchdog.watch_loop(server.hung)
     return server.run_engine(settings, EngineProcess(local, settings), role.path)
 

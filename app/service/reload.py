@@ -20,7 +20,7 @@ from app.errors import CorpusNotLoaded
 from app.interface import CheckpointNotFound, ReloadInProgress, ServedCorpus, ServedModel
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
-from weights.checkpoint import load_manifest
+from weights.checkpoint import CheckpointError, load_manifest
 from weights.corpus.store import load_corpus_manifest
 from weights.format.manifest import MANIFEST_NAME
 
@@ -224,6 +224,21 @@ async def _try(reload: Awaitable[object]) -> bool:
     except Exception:
         return True  # it has been logged and counted
     return True
+
+
+def resumed(settings: Settings, paths_file: Path) -> Settings:
+    """The settings with the paths that the process before this one loaded last; as they are if it left none that are still there."""
+    try:
+        checkpoint, towers, corpus = (path and Path(path) for path in json.loads(paths_file.read_bytes()))
+        load_manifest(checkpoint)
+    except FileNotFoundError:
+        return settings
+    except (OSError, CheckpointError) as error:
+        log.error("reload_not_kept", reason=str(error))
+        return settings
+    retrieval = settings.retrieval.model_copy(update={"checkpoint": towers, "corpus": corpus})
+    admin = settings.admin.model_copy(update={"root": _root(settings)})  # names still mean what they meant
+    return settings.model_copy(update={"checkpoint": checkpoint, "retrieval": retrieval, "admin": admin})
 
 
 def _root(settings: Settings) -> Path:
