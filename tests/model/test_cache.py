@@ -158,7 +158,7 @@ def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 
 def share(engine, history):
-    config, budget = random_config(), 32 * 2**20
+    config, budget = random_config(), 8 * 2**20
     engine = engine(random_ranker(config), cache_bytes=budget)
     none = random_candidates(config, 0)
     items = [Item(random_context(config, history, seed), none, caller="feed") for seed in range(20)]
