@@ -108,7 +108,7 @@ def test_a_product_of_another_size_is_caught() -> None:
 
 
 def test_padded_sizes_give_the_same_bits() -> None:
-    config = random_config()
+    config = random_config(layers=1)
     ranker = random_ranker(config)
     padded = SplitEngine(ranker, capacity=320, recorder=PlainRecorder(), cache_bytes=2**20)
     padded.warm_up()
@@ -141,7 +141,7 @@ class OneBadSize(Planted):
 @pytest.mark.parametrize(("bad_rows", "kept"), [(128, [64, 192, 256, 320]), (320, [320])])
 def test_sizes_with_other_bits_are_not_used(bad_rows: int, kept: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OneBadSize, "bad_rows", bad_rows)
-    config = random_config()
+    config = random_config(layers=1)
     engine = SplitEngine(random_ranker(config), kernels=OneBadSize.make, capacity=320, recorder=PlainRecorder())
     engine.warm_up()
     assert engine.info.notes["row_sizes"] == kept
@@ -248,7 +248,7 @@ class Crowded(PlainRecorder):
 
 @pytest.mark.parametrize("says_so", [True, False])
 def test_recordings_stop_where_memory_does_and_every_step_is_still_served(says_so: bool) -> None:
-    config = random_config()
+    config = random_config(layers=1)
     engine = SplitEngine(random_ranker(config), capacity=512, recorder=Crowded(5 + says_so, says_so=says_so))
     engine.warm_up()
     kept = [128, 256, 512] if says_so else [256, 512]
