@@ -56,10 +56,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A checkpoint that was trained on the log for a moment, and what the command printed."""
     out = tmp_path_factory.mktemp("trained") / "checkpoint"
-    weights = (
-        "--score-weights",
-        "favorite=1,report=-20",
-    )  # one action to be measured by, of which trees are grown for each
+    weights = ("--score-weights", "favorite=1,report=-20")  # eval grows trees for each action that a score is for
     options = ("--config", log.with_name("config.json"), *weights, *settings(RUN_SETTINGS))
     made = call("train", "--log", log, "--out", out, *options)
     assert made.exit_code == 0, made.output
