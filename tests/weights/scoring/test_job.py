@@ -92,9 +92,9 @@ def test_a_killed_job_is_taken_up_without_a_hole_or_a_row_twice(
                 os.kill(os.getpid(), signal.SIGKILL)
 
         arguments = (log, tmp_path / "killed", scorer, 0, PARTS, kill)
-        job = multiprocessing.get_context("fork").Process(target=score_log, args=arguments)
+        job = multiprocessing.get_context("fork").Process(target=score_log, args=arguments, daemon=True)
         job.start()
-        job.join()
+        job.join(60)
         assert job.exitcode == -signal.SIGKILL
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").glob("part-*.parquet")}
     score_log(log, tmp_path / "killed", scorer, 0, PARTS)
