@@ -165,10 +165,10 @@ def test_every_search_is_the_definition(corpus: Any, seed: int, count: int, widt
 
 def test_few_rows_are_scored_in_full() -> None:
     rng = np.random.default_rng(3)
-    vectors = crowded(rng, 50_000, 128)
+    vectors = crowded(rng, 20_000, 128)
     wishes = [Wish(vectors[place], 200) for place in (1, 2, 3)]
     expected = TorchIndex(vectors, exhaustive=True).search(wishes)
-    assert [wish.scored for wish in expected] == [50_000] * 3
+    assert [wish.scored for wish in expected] == [20_000] * 3
     for make in (NativeIndex, TorchIndex):
         found = make(vectors).search(wishes)
         assert all(map(same, found, expected))
