@@ -75,13 +75,6 @@ def test_refuses_with_the_field(change: dict[str, object], message: str) -> None
         ModelConfig.from_dict({**random_config().to_dict(), **change})
 
 
-def test_a_missing_key_is_named() -> None:
-    values = random_config().to_dict()
-    del values["query_heads"]
-    with pytest.raises(ConfigError, match="lacks query_heads"):
-        ModelConfig.from_dict(values)
-
-
 def test_hash_functions_must_pair_up() -> None:
     with pytest.raises(ConfigError, match="same non-zero length"):
         HashSpec((1, 2), (3,), 97, 10)

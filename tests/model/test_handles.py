@@ -38,7 +38,11 @@ def alone(config: ModelConfig, context: Context, caller: str | None = "feed") ->
     return Item(context, random_candidates(config, 0), caller=caller)
 
 
-@pytest.mark.parametrize("changes", [{}, {"has_dwell": False, "has_post_age": False}], ids=str)
+@pytest.mark.parametrize(
+    ("build", "changes"),
+    [(build, {}) for build in ENGINES] + [("native", {"has_dwell": False, "has_post_age": False})],
+    indirect=["build"],
+)
 def test_a_request_by_handle_has_the_bits_of_the_whole(build: Build, changes: dict[str, Any]) -> None:
     """With a cache that knows the context, its beginning, or has evicted it: from its columns alone."""
     config = random_config(**changes)

@@ -1,4 +1,4 @@
-"""What the C++ kernel does when memory, threads or numbers end.
+"""What the C++ kernels do when memory, threads or numbers end.
 
 Each case may hang or abort, so it runs in a process of its own: forks of one, since to import torch takes longer than the cases.
 """
@@ -44,6 +44,16 @@ def right(engine):
     pairs = zip(engine.forward(items), expected, strict=True)
     return all(same_bits(ours.scores, theirs.scores) for ours, theirs in pairs)
 
+def fails(steps, call, loaded=kernel):
+    loaded.library.ranker_fail_after(ctypes.c_int64(steps))
+    try:
+        return call()
+    except EngineError as error:
+        assert "not enough memory" in str(error)
+        return None
+    finally:
+        loaded.library.ranker_fail_after(ctypes.c_int64(-1))
+
 expected = make(1).forward(items)
 """
 
@@ -75,16 +85,6 @@ for place in ("surfaces", "age_buckets", "history", "first_slot"):
 """
 
 EVERYTHING_FAILS_ONCE = """
-def fails(steps, call):
-    kernel.library.ranker_fail_after(ctypes.c_int64(steps))
-    try:
-        return call()
-    except EngineError as error:
-        assert "not enough memory" in str(error)
-        return None
-    finally:
-        kernel.library.ranker_fail_after(ctypes.c_int64(-1))
-
 engines = [fails(steps, lambda: make(3)) for steps in range(120)]
 threads = [engine and engine.info.notes["threads"] for engine in engines]
 assert set(threads) == {None, 1, 2, 3} and threads[-1] == 3, threads
@@ -101,6 +101,25 @@ assert outcomes.count(None) > 10, "hardly anything failed, so this shows little"
 assert right(engine)
 """
 
+A_SEARCH_FAILS_ONCE = """
+import numpy as np
+from model.native.search import NativeIndex
+from model.retrieval.search import Wish
+
+rng = np.random.default_rng(0)
+vectors = rng.standard_normal((20_000, 32)).astype(np.float32)
+wishes = [Wish(query, 300) for query in rng.standard_normal((4, 32)).astype(np.float32)]
+sound = NativeIndex(vectors, threads=2, defines=["RANKER_TEST_HOOKS"])
+rows = lambda found: [each.rows.tolist() for each in found]
+expected = rows(sound.search(wishes))
+found = [fails(steps, lambda: sound.search(wishes), sound) for steps in range(200)]
+assert found.count(None) > 20, "hardly anything failed, so this shows little"
+assert all(one is None or rows(one) == expected for one in found)
+made = [fails(steps, lambda: NativeIndex(vectors, threads=2, defines=["RANKER_TEST_HOOKS"]), sound) for steps in range(30)]
+assert made.count(None) > 2 and made[-1] is not None
+assert rows(sound.search(wishes)) == expected
+"""
+
 A_RELOAD_WITHOUT_ROOM = """
 serving = make(2)
 pages = int(open("/proc/self/statm").read().split()[0])
@@ -115,6 +134,7 @@ assert right(serving)
 CASES = {
     "no counter of the pool has an edge": ACROSS_EVERY_EDGE,
     "no allocation or thread that fails ends the process": EVERYTHING_FAILS_ONCE,
+    "a search without memory says so, and the next one is right": A_SEARCH_FAILS_ONCE,
     "a reload that gets no threads leaves the serving engine alone": A_RELOAD_WITHOUT_ROOM,
     # what nobody hands over: `Context.check` and `Candidates.check` look before
     "a build with checks ends where it is given what no table has": CHECKED,

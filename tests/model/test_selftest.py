@@ -98,10 +98,3 @@ def test_a_score_that_depends_on_its_company_is_seen(among: str, said: str) -> N
     engine.sways = among
     with pytest.raises(EngineError, match=said):
         check_isolation(engine, (3, 5))
-
-
-def test_scores_that_are_not_numbers_are_refused() -> None:
-    ranker = random_ranker(random_config())
-    ranker.heads.actions.weight[3, 3] = float("nan")
-    with pytest.raises(EngineError, match="not finite numbers"):
-        check_isolation(NativeEngine(ranker, torch.float32, threads=1))

@@ -39,7 +39,8 @@ def test_a_server_whose_card_cannot_be_used_starts_and_says_so(tmp_path: Path) -
         info = server.get("/info").json()
         assert info["device"] == "cpu"
         assert [step["rung"] for step in info["engine"]["steps_down"]] == ["recorded", "torch"]
-        assert all(step["reason"] for step in info["engine"]["steps_down"])
+        assert (info["engine"]["rung"], info["backend"]) == ("cpu", "native")
+        assert all("CUDA" in step["reason"] for step in info["engine"]["steps_down"])
         assert info["retrieval"]["engine"]["search"]["not_on_device"].startswith("cuda: every way of ranking")
         assert server.metric("ranker_engine_steps_down") == 2
         assert server.post("/rank", example()).status_code == 200

@@ -324,7 +324,7 @@ def test_changes_are_what_an_oracle_says(
     changed, at_once = (RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=1)) for _ in range(2))
     deleted, new = set[int](), dict[int, int]()  # as a change that says all of it at once: a row for each new post
     live = {int(corpus.post_ids[row]): row for row in np.flatnonzero(~corpus.hidden)[::-1].tolist()}
-    for step in range(60):
+    for step in range(42):
         rows = chance.choice(np.flatnonzero(~corpus.hidden), chance.integers(1, 6), replace=False)
         known = [list(live)[place] for place in chance.choice(len(live), len(rows), replace=False)]
         if step % 3 == 2:
@@ -358,7 +358,7 @@ def test_changes_are_what_an_oracle_says(
                 p for p, s in zip(theirs.post_ids.tolist(), theirs.scores, strict=True) if s > last
             }
         oracle.close()
-    at_once.change(Change(np.array(list(deleted), np.uint64), as_new(corpus, list(new.values()), list(new)), Mark(60)))
+    at_once.change(Change(np.array(list(deleted), np.uint64), as_new(corpus, list(new.values()), list(new)), Mark(42)))
     assert (at_once.posts, at_once.changes, at_once.mark) == (changed.posts, changed.changes, changed.mark)
     asked = [wanted(context, len(corpus) + 500) for context in contexts]
     assert all(map(same, at_once.retrieve(asked).retrieved, changed.retrieve(asked).retrieved))

@@ -7,8 +7,6 @@ import faulthandler
 import mmap
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -167,10 +165,10 @@ def test_every_search_is_the_definition(corpus: Any, seed: int, count: int, widt
 
 def test_few_rows_are_scored_in_full() -> None:
     rng = np.random.default_rng(3)
-    vectors = crowded(rng, 50_000, 128)
+    vectors = crowded(rng, 20_000, 128)
     wishes = [Wish(vectors[place], 200) for place in (1, 2, 3)]
     expected = TorchIndex(vectors, exhaustive=True).search(wishes)
-    assert [wish.scored for wish in expected] == [50_000] * 3
+    assert [wish.scored for wish in expected] == [20_000] * 3
     for make in (NativeIndex, TorchIndex):
         found = make(vectors).search(wishes)
         assert all(map(same, found, expected))
@@ -289,47 +287,6 @@ def test_a_wish_that_does_not_fit_is_refused(make: Callable[[Rows], Index], chan
     assert len(index.search([Wish(**sound)])[0].rows) == 0
     with pytest.raises(ValueError, match=r"a wish needs|visible must be"):
         index.search([Wish(**(sound | changes))])
-
-
-EVERYTHING_FAILS_ONCE = """
-import ctypes
-import numpy as np
-from model.engine import EngineError
-from model.native.search import NativeIndex
-from model.retrieval.search import Wish
-
-rng = np.random.default_rng(0)
-vectors = rng.standard_normal((20_000, 32)).astype(np.float32)
-wishes = [Wish(query, 300) for query in rng.standard_normal((4, 32)).astype(np.float32)]
-sound = NativeIndex(vectors, threads=2, defines=["RANKER_TEST_HOOKS"])
-expected = [found.rows.tolist() for found in sound.search(wishes)]
-
-def fails(steps, call):
-    sound.library.ranker_fail_after(ctypes.c_int64(steps))
-    try:
-        return call()
-    except EngineError as error:
-        assert "not enough memory" in str(error)
-        return None
-    finally:
-        sound.library.ranker_fail_after(ctypes.c_int64(-1))
-
-found = [fails(steps, lambda: sound.search(wishes)) for steps in range(200)]
-assert sum(one is None for one in found) > 20, "hardly anything failed, so this shows little"
-assert all(one is None or [rows.rows.tolist() for rows in one] == expected for one in found)
-made = [fails(steps, lambda: NativeIndex(vectors, threads=2, defines=["RANKER_TEST_HOOKS"])) for steps in range(30)]
-assert sum(one is None for one in made) > 2 and made[-1] is not None
-assert [rows.rows.tolist() for rows in sound.search(wishes)] == expected
-print("done")
-"""
-
-
-def test_a_search_that_runs_out_of_memory_says_so_and_the_next_one_is_right() -> None:
-    """In a process of its own: it may abort."""
-    environment = os.environ | {"PYTHONPATH": str(GOLDEN.parents[1])}
-    command = [sys.executable, "-c", EVERYTHING_FAILS_ONCE]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
-    assert ended.stdout == "done\n", ended.stderr
 
 
 def test_blocks_of_rows_are_one_search(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,8 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A checkpoint that was trained on the log for a moment, and what the command printed."""
     out = tmp_path_factory.mktemp("trained") / "checkpoint"
-    options = ("--config", log.with_name("config.json"), *settings(RUN_SETTINGS))
+    weights = ("--score-weights", "favorite=1,report=-20")  # eval grows trees for each action that a score is for
+    options = ("--config", log.with_name("config.json"), *weights, *settings(RUN_SETTINGS))
     made = call("train", "--log", log, "--out", out, *options)
     assert made.exit_code == 0, made.output
     return out, made.stdout
@@ -71,7 +72,6 @@ def test_log_train_eval_and_example_from_the_command_line(log: Path, trained: tu
     manifest = json.loads(call("inspect", checkpoint, "--json").stdout)
     assert manifest["training"]["choices"], "the manifest says how it was trained"
     assert manifest["architecture"]["width"] == small_config().width
-    assert manifest["score_weights"] == default_score_weights(manifest["action_names"])
     words = ("eval", "--checkpoint", checkpoint, "--log", log, "--out", tmp_path / "r", "--ablation-requests", 5)
     late = call(*words, "--since", "2030-01-01")
     assert (late.exit_code, "2026-06-01 … 2026-06-10" in late.stderr) == (1, True), late.output
@@ -100,7 +100,9 @@ def test_some_fields_of_the_architecture_are_enough(log: Path, tmp_path: Path) -
     options = ("--config", tmp_path / "config.json", "--out", tmp_path / "out")
     trained = call("train", "--log", log, *options, *settings(["epochs=0.02", "validation_requests=4"]))
     assert trained.exit_code == 0, trained.output
-    config = load_checkpoint(tmp_path / "out").manifest.config
+    manifest = load_checkpoint(tmp_path / "out").manifest
+    assert manifest.score_weights == default_score_weights(manifest.action_names)
+    config = manifest.config
     assert (config.width, config.post_hashes.vocab_size, config.layers, config.post_hashes.count) == (32, 99, 2, 2)
 
 

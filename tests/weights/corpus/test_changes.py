@@ -108,7 +108,7 @@ def test_repeated_changes_do_not_grow_the_file(corpus: Path) -> None:
 def test_a_kill_at_any_moment_loses_and_undoes_nothing(paths: tuple[Path, Path]) -> None:
     """Of a process that makes changes as fast as it can. What it said before the end is there; one more change may be."""
     corpus, delay, known = paths[1], random.Random(1), 0
-    for _ in range(25):
+    for _ in range(15):
         with changing.process(*paths) as (child, output):
             said = [int(output.readline())]
             assert said[0] == known + 1, "it goes on where the last one ended"
@@ -118,7 +118,7 @@ def test_a_kill_at_any_moment_loses_and_undoes_nothing(paths: tuple[Path, Path])
         known = read_changes(corpus, load_corpus_manifest(corpus)).mark.sequence
         assert said[-1] <= known <= said[-1] + 1
         changing.check(corpus, changing.first(known, load_corpus_manifest(corpus).first_mark))
-    assert known >= 25
+    assert known >= 15
 
 
 def test_files_that_may_not_grow_take_no_change_and_lose_none(paths: tuple[Path, Path]) -> None:
@@ -189,7 +189,7 @@ def test_one_flipped_byte_is_refused_or_harmless(corpus: Path) -> None:
     made, path = written(corpus, 12), file_of(corpus)
     raw, refused = path.read_bytes(), 0
     with path.open("r+b", buffering=0) as file:
-        for at in (*range(100), *range(100, len(raw), 9)):
+        for at in (*range(100), *range(100, len(raw), 19)):
             os.pwrite(file.fileno(), bytes([raw[at] ^ 1 << at % 8]), at)
             try:
                 changing.check(corpus, made)
@@ -197,7 +197,7 @@ def test_one_flipped_byte_is_refused_or_harmless(corpus: Path) -> None:
                 refused += 1
             os.pwrite(file.fileno(), raw[at : at + 1], at)
     changing.check(corpus, made)
-    assert refused > 350
+    assert refused > 200
 
 
 def test_a_file_that_was_cut_is_refused(corpus: Path) -> None:

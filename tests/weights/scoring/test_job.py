@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -82,21 +80,25 @@ def test_a_directory_of_logs_is_one_log(scorer: Scorer, log: Path, whole: Any, t
     assert read(tmp_path / "out").equals(whole)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_killed_job_is_taken_up_without_a_hole_or_a_row_twice(
     scorer: Scorer, log: Path, finished: Path, tmp_path: Path
 ) -> None:
-    """Killed while it splits, and again between two partitions: the files are those of a run that nobody killed."""
-    command = [sys.executable, "-m", "weights", "score", "--checkpoint", str(DEMO), "--log", str(log)]
-    command += ["--partitions", str(PARTS), "--threads", "1", "--out", str(tmp_path / "killed")]
+    """Killed while it splits, and again while it scores the third partition: the files are those of a run that nobody killed."""
     for awaited in (".split.new", "part-00001.parquet"):
-        running = subprocess.Popen(command)
-        while not (tmp_path / "killed" / awaited).exists() and running.poll() is None:
-            time.sleep(0.001)
-        running.send_signal(signal.SIGKILL)
-        running.wait()
+
+        def kill(*_: object, awaited: Path = tmp_path / "killed" / awaited) -> None:
+            if awaited.exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        arguments = (log, tmp_path / "killed", scorer, 0, PARTS, kill)
+        job = multiprocessing.get_context("fork").Process(target=score_log, args=arguments, daemon=True)
+        job.start()
+        job.join(60)
+        assert job.exitcode == -signal.SIGKILL
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").glob("part-*.parquet")}
     score_log(log, tmp_path / "killed", scorer, 0, PARTS)
-    assert len(before) >= 1
+    assert len(before) == 2
     assert all(path.stat().st_mtime_ns == then for path, then in before.items())  # not computed again
     assert written(tmp_path / "killed") == written(finished)
 

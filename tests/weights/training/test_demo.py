@@ -16,7 +16,7 @@ from weights.actions import STANDARD_ACTIONS
 from weights.training.demo import make_demo
 from weights.training.towers import TowerSettings
 
-SMALL = replace(WORLD, users=16, new_users=2)
+SMALL = replace(WORLD, users=10, new_users=1, days=6)
 TOWERS = TowerSettings(steps=20, batch_requests=16, warmup_steps=5)
 
 

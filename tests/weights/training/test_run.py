@@ -18,7 +18,7 @@ from weights.training.state import STATE_NAME, StateError
 from weights.training.trainer import Status
 from weights.world.simulate import World
 
-SHORT = replace(TRAINING, epochs=0.4, evaluate_every=4)
+SHORT = replace(TRAINING, epochs=0.2, evaluate_every=4)
 
 
 def test_training_leaves_torch_as_it_was(world: World) -> None:
