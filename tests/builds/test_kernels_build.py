@@ -1,4 +1,5 @@
-"""Every kernel that an engine launches compiles for Ampere, Hopper and Blackwell, without a card."""
+"""Without a card: every kernel that an engine launches compiles for Ampere, Hopper and Blackwell, and passes the trial that a server
+makes before it uses a card, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from model.split.probe import Trial, try_in_child
+from tests.model.builders import random_config
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
@@ -73,3 +77,15 @@ def test_seven_kernels_compile_and_keep_their_numbers_in_registers(compiled: lis
     assert len(cases) == 6
     assert all(set(names) == SEVEN for names in cases.values())
     assert max(map(len, cases.values())) <= 22, "a start compiles few binaries"
+
+
+def test_the_kernels_pass_the_trial_of_a_start_in_the_interpreter(tmp_path: Path) -> None:
+    script = tmp_path / "interpreted.py"
+    script.write_text(
+        "import os\nos.environ['TRITON_INTERPRET'] = '1'\n"
+        "from model.split import probe\nfrom tests.model.builders import interpret_quickly\n"
+        "interpret_quickly()\nprobe.main()\n"
+    )
+    shape = random_config(layers=1, history_length=5, width=16, query_heads=1, kv_heads=1, actions=2)
+    trial = Trial(shape, "cpu", "float32", "shared", "triton")
+    assert try_in_child(trial, (sys.executable, str(script)), 240, 240) == ""
