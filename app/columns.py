@@ -43,10 +43,8 @@ NO_ACTION = "must name an action of this checkpoint, or be the decimal string of
 NAMED_TWICE = "names an action twice, by name or by index"
 NO_MASK = "must be a mask without bits beyond those of the {} actions"
 NO_SURFACE = "must be a surface of this checkpoint, an integer between 0 and {}"
-ZERO_WEIGHTS = (
-    "All score weights of this checkpoint are 0, so every score is 0 and the ranks mean nothing: send weights, or set score_weights in "
-    "the checkpoint's manifest."
-)
+NO_WEIGHTS = "All weights in force are 0, so every score is 0 and the ranks mean nothing."
+NO_WEIGHTS_KEPT = f"{NO_WEIGHTS} The checkpoint has none: send weights, or give it some with `phoenix-ranker relabel --score-weights`."
 MOST_WORDS = 4
 """Vocabularies that are kept: of a ranker and towers, and of those that they replaced."""
 
@@ -57,7 +55,6 @@ class Vocabulary:
 
     `index`: action names, and decimal strings, to columns. `ids`: what callers name users, posts and authors by. `weights`: of the
     checkpoint, float64 `[A]`. `sets`: published weights by name, float64 `[A]`, or `[A + Z]` where they weigh continuous outputs too.
-    `weightless`: the sets that are all 0 for this checkpoint; None stands for its own weights.
     `model`: name and version as replies tell them. `scales`: of the continuous outputs to their units, float32 `[Z]`.
     """
 
@@ -67,7 +64,6 @@ class Vocabulary:
     ids: IdKind
     weights: NDArray[np.float64]
     sets: Mapping[str, NDArray[np.float64]]
-    weightless: frozenset[str | None]
     model: Mapping[str, str]
     continuous_names: tuple[str, ...]
     scales: NDArray[np.float32]
@@ -79,7 +75,6 @@ class Vocabulary:
         columns = {name: column for column, name in enumerate(names)}
         weights = np.array([manifest.score_weights.get(name, 0.0) for name in names])
         sets = {name: _published(name, names, outputs) for name in SCORE_WEIGHT_SETS}
-        every = [(None, weights), *sets.items()]
         return cls(
             action_names=names,
             index={str(column): column for column in columns.values()} | columns,
@@ -87,7 +82,6 @@ class Vocabulary:
             ids=manifest.ids,
             weights=weights,
             sets=sets,
-            weightless=frozenset(name for name, each in every if not each.any()),
             model={"name": manifest.name, "version": manifest.version},
             continuous_names=outputs,
             scales=np.array([output.scale for output in manifest.continuous], np.float32),
@@ -120,11 +114,10 @@ class Words:
         return vocabulary
 
     def log_once(self, vocabulary: Vocabulary, warnings: Sequence[str]) -> None:
-        """Log warnings that replies carry, once for each checkpoint."""
-        if not any(vocabulary is told for told in self._told):
+        """Log once for each checkpoint that it has no weights, where a reply says so."""
+        if NO_WEIGHTS_KEPT in warnings and not any(vocabulary is told for told in self._told):
             self._told = [vocabulary, *self._told[: MOST_WORDS - 1]]
-            for warning in warnings:
-                log.warning("scores_mean_nothing", detail=warning, **vocabulary.model)
+            log.warning("scores_mean_nothing", detail=NO_WEIGHTS_KEPT, **vocabulary.model)
 
 
 @dataclass(slots=True)
@@ -194,13 +187,13 @@ def sent_history_ids(asked: UserRequest) -> list[int | str]:
 
 def wishes_of(asked: RankRequest | RecommendRequest, vocabulary: Vocabulary) -> Wishes:
     """Return what the request asks of the reply. Raises InvalidRequest."""
-    given, warnings = asked.weights, list[str]()
+    given = asked.weights
     if isinstance(given, dict):
         weights = _weights(given, vocabulary)
+    elif given is UNSET:
+        weights = vocabulary.weights
     else:
-        weights = vocabulary.weights if given is UNSET else vocabulary.sets[given]
-        if (None if given is UNSET else given) in vocabulary.weightless:
-            warnings.append(ZERO_WEIGHTS)
+        weights = vocabulary.sets[given]
     return Wishes(
         weights,
         None if asked.top_k is UNSET else asked.top_k,
@@ -208,8 +201,15 @@ def wishes_of(asked: RankRequest | RecommendRequest, vocabulary: Vocabulary) -> 
         asked.score == "offset",
         None if asked.request_id is UNSET else asked.request_id,
         asked.reply if isinstance(asked, RankRequest) else "objects",
-        warnings,
+        warnings_of(weights, vocabulary),
     )
+
+
+def warnings_of(weights: NDArray[np.floating], vocabulary: Vocabulary) -> list[str]:
+    """Return what a reply should warn of: weights `[A]` or `[A + Z]` that are all 0."""
+    if weights.any():
+        return []
+    return [NO_WEIGHTS_KEPT if weights is vocabulary.weights else NO_WEIGHTS]
 
 
 def columns_of(names: Sequence[str], index: Mapping[str, int], path: str) -> list[int]:

@@ -75,11 +75,12 @@ class Found(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class CorpusState:
-    """The corpus as it is now. `posts`: how many a search can return. `changes`: changes since the corpus was built. `deleted`: how many
-    posts the last change deleted by name. `mark`: which changes the corpus has ever had."""
+    """The corpus as it is now. `posts`: how many a search can return. `topics`: all that its posts have had. `changes`: changes since the
+    corpus was built. `deleted`: how many posts the last change deleted by name. `mark`: which changes the corpus has ever had."""
 
     corpus: CorpusManifest
     posts: int
+    topics: tuple[str, ...]
     changes: int
     deleted: int
     mark: Mark

@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import ipaddress
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,6 +82,12 @@ class Limits(Group):
         """Most post ids that one request may exclude."""
         return 5 * self.max_retrieved
 
+    @computed_field  # type: ignore[prop-decorator]
+    @cached_property
+    def max_values(self) -> int:
+        """Most values in one JSON body (numbers, texts, lists and objects): enough for an event of five fields and four actions."""
+        return max(30_000, 7 * self.max_candidates + 10 * self.max_history)
+
     @cached_property
     def batch_candidates(self) -> int:
         """Most candidates in all calls of /rank/batch that are being answered."""
@@ -96,7 +103,8 @@ class Queue(Group):
     """How much admitted work may wait for the engine. Beyond it, 429."""
 
     max_candidates: int = Field(default=32_768, ge=1)
-    """Most candidates waiting, and eight times as many context tokens (user and history). Default: bounds memory."""
+    """Most candidates waiting, and eight times as many context tokens (user and history). An idle service takes one request of any size.
+    Default: bounds memory."""
     max_requests: int = Field(default=4096, ge=1)
     """Most requests waiting, and four times the most searches. Default: bounds memory where requests are tiny."""
     max_wait_seconds: float = Field(default=0.5, ge=0)
@@ -111,6 +119,12 @@ class Queue(Group):
     """With work queued and no forward finished for this long, the process is not ready. Default: longer than any normal forward."""
     stall_exit_seconds: float = Field(default=30.0, gt=0)
     """After this long, waiting callers get 503 and the process exits, to be started again. Default: a hung device rarely recovers."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Queue:
+        if self.stall_seconds > self.stall_exit_seconds:
+            raise ValueError("queue.stall_seconds must not be above queue.stall_exit_seconds")
+        return self
 
     @cached_property
     def max_context_tokens(self) -> int:
@@ -155,6 +169,12 @@ class Deadline(Group):
     """For a request that names no deadline, and the longest for an explanation. Default: longer than any feed waits."""
     max_seconds: float = Field(default=60.0, gt=0)
     """No request gets longer, whatever its headers say. Default: a header must not hold a place in the queue for ever."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Deadline:
+        if self.default_seconds > self.max_seconds:
+            raise ValueError("deadline.default_seconds must not be above deadline.max_seconds")
+        return self
 
 
 class Retrieval(Group):
@@ -204,6 +224,9 @@ class Auth(Group):
     def _hashes(cls, keys: dict[str, SecretStr]) -> dict[str, SecretStr]:
         if not keys:
             raise ValueError(NO_KEY)
+        digests = [digest.get_secret_value().lower() for digest in keys.values()]
+        if len({*digests}) < len(digests):
+            raise ValueError("two names have the same key: which one a caller is could not be told")
         for name, digest in keys.items():
             if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
                 raise ValueError("a key's name is 1 to 64 letters, digits, dots, dashes or underscores")
@@ -300,12 +323,12 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     """Address to listen on, several of them separated by commas, or `*` for every IPv4 and IPv6 address. Default: the service is reachable
     from outside only by decision."""
-    hosts: str = Field(default="", pattern=r"^[^\s/@]*$")
+    hosts: str = ""
     """Names in `Host` that the service answers to, separated by commas; `*`: any. Default: loopback's names where `HOST` is loopback, so
     that no web page can reach it by a rebound name; any name elsewhere, since Kubernetes' probes ask by a pod's address."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port of the service; 0 takes a free one and logs it. Default: one service a machine."""
-    root_path: str = Field(default="", pattern=r"^(/[^\s?#]*[^/\s?#])?$")
+    root_path: str = ""
     """Path below which a proxy serves this, without a slash at its end. Default: none; pages and documents use relative addresses."""
     checkpoint: Path = Path("weights/demo")
     """Checkpoint directory to serve. Default: the one in the repository, so that a first start works."""
@@ -347,6 +370,20 @@ class Settings(BaseSettings):
     def _listable(cls, host: str) -> str:
         listen_hosts(host)
         return host
+
+    @field_validator("hosts")
+    @classmethod
+    def _names(cls, hosts: str) -> str:
+        if re.search(r"[\s/@]", hosts):
+            raise ValueError("must be names separated by commas, without blanks, / or @")
+        return hosts
+
+    @field_validator("root_path")
+    @classmethod
+    def _path(cls, path: str) -> str:
+        if path and not re.fullmatch(r"/[^\s?#]*[^/\s?#]", path):
+            raise ValueError("must begin with / and not end with it, without blanks, ? or #")
+        return path
 
     @model_validator(mode="after")
     def _ports_of_their_own(self) -> Settings:
@@ -400,8 +437,8 @@ def load_settings(
             )
     environ = os.environ if environ is None else environ
     _refuse_unknown(environ, list(known.values()))
-    if environ.get(f"{PREFIX}AUTH__KEYS") == "":  # other settings without a value are those that nobody has set
-        raise SettingsProblem(f"{PREFIX}AUTH__KEYS: {NO_KEY}")
+    if problem := _problem_of_keys(environ.get(f"{PREFIX}AUTH__KEYS")):
+        raise SettingsProblem(f"{PREFIX}AUTH__KEYS: {problem}")
     try:
         return Settings(_cli_parse_args=flags, _cli_prog_name=program)  # type: ignore[call-arg]  # of BaseSettings
     except ValidationError as error:
@@ -481,6 +518,22 @@ def _sentences(error: ValidationError) -> Iterator[str]:
         path = "__".join(str(part) for part in problem["loc"])
         name = f"{PREFIX}{path.upper()}: " if path else ""
         yield name + problem["msg"].removeprefix("Value error, ")
+
+
+def _problem_of_keys(text: str | None) -> str:
+    """What is wrong with the JSON of the keys and is lost once it is read; empty if nothing is."""
+    if text is None:
+        return ""
+    if not text:  # other settings without a value are those that nobody has set
+        return NO_KEY
+    found: list[str] = []
+    try:
+        json.loads(text, object_pairs_hook=lambda pairs: found.extend(name for name, _ in pairs))
+    except ValueError:
+        return 'must be JSON, such as {"feed": "9f86d0…"}'
+    if len({*found}) < len(found):
+        return "has one name twice: a second key of a caller needs a name of its own"
+    return ""
 
 
 def _require_sha256(digest: SecretStr, what: str) -> None:

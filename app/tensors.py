@@ -21,7 +21,7 @@ from msgspec.json import Decoder
 from numpy.typing import NDArray
 
 from app import schema
-from app.columns import NO_MASK, NO_SURFACE, ZERO_WEIGHTS, Vocabulary, Wishes, bits_of, columns_of, ids_of
+from app.columns import NO_MASK, NO_SURFACE, Vocabulary, Wishes, bits_of, columns_of, ids_of, warnings_of
 from app.errors import InvalidRequest
 from app.interface import Ranked
 from app.replies import names_of, rows_of
@@ -253,10 +253,9 @@ def _context(asked: TensorRequest, reader: _Reader, config: ModelConfig) -> Cont
 def _wishes(asked: TensorRequest, reader: _Reader) -> Wishes:
     parameters, words = asked.parameters, reader.words
     if "weights" in asked.inputs:
-        weights, warnings = reader.by_action("weights"), []
+        weights = reader.by_action("weights")
     else:
         weights = words.weights if parameters.weights is None else words.sets[parameters.weights]
-        warnings = [ZERO_WEIGHTS] if parameters.weights in words.weightless else []
     wanted = parameters.actions_wanted
     return Wishes(
         weights=weights,
@@ -264,7 +263,7 @@ def _wishes(asked: TensorRequest, reader: _Reader) -> Wishes:
         wanted=None if wanted is None else reader.columns("actions_wanted", wanted),
         has_offset=parameters.score == "offset",
         request_id=asked.request_id,
-        warnings=warnings,
+        warnings=warnings_of(weights, words),
     )
 
 

@@ -57,7 +57,7 @@ class KeyRing:
         if not self._digests:
             return None
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        sent = key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+        sent = key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
         digest, found = hashlib.sha256(sent).digest(), None
         for name, known in self._digests.items():
             if hmac.compare_digest(digest, known):
@@ -236,13 +236,15 @@ def timeout_seconds_of(headers: Headers) -> float | None:
 
     Envoy's header is a proxy's, so a bad one is no fault of the caller and does not count; 0 means no limit there.
     """
-    own, envoy = headers.get(b"x-request-timeout-ms"), headers.get(b"x-envoy-expected-rq-timeout-ms")
+    own, envoy = (
+        headers.get(name, b"").strip() for name in (b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms")
+    )
     seconds = None
-    if own is not None:
+    if b"x-request-timeout-ms" in headers:
         if not _is_count(own):
             raise InvalidRequest("X-Request-Timeout-Ms", "must be whole milliseconds")
         seconds = int(own) / 1000
-    if envoy is not None and _is_count(envoy) and int(envoy):
+    if _is_count(envoy) and int(envoy):
         seconds = int(envoy) / 1000 if seconds is None else min(seconds, int(envoy) / 1000)
     return seconds
 

@@ -204,7 +204,7 @@ def _retrieval(ranker: Ranker, state: CorpusState) -> dict[str, Any]:
             "position": state.mark.position,
             "hidden": served.hidden,
             "duplicates": served.duplicates,
-            "topics": list(corpus.topics),
+            "topics": list(state.topics),
             "has_times": "created_at" in corpus.tensors,
         },
         "engine": without_paths(served.notes),

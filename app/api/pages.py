@@ -17,7 +17,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from app.errors import NotFound
+from app import schema
+from app.errors import NotFound, ServiceError
+from app.interface import Ranker
 from app.settings import Settings
 from weights.format.manifest import MANIFEST_NAME
 
@@ -66,12 +68,12 @@ def pages(settings: Settings, document: Callable[[], dict[str, Any]]) -> APIRout
     router = APIRouter(include_in_schema=False)
     folders = FOLDERS if settings.explores else FOLDERS[:2]
     kept = {path.name: _file(path) for folder in folders for path in _files(*folder)}
-    described = Kept(lambda key: orjson.dumps(document()), "application/json")
+    described = Kept(lambda key: orjson.dumps(_speaking(document(), key)), "application/json")
     beside = Kept(lambda key: orjson.dumps(carried(settings.checkpoint, key.split()[0])), "application/json")
 
     @router.get("/openapi.json")
     async def openapi(request: Request) -> Response:
-        return await described.reply(request)
+        return await described.reply(request, _words(request.app.state.ranker))
 
     @router.get("/docs")
     async def docs(request: Request) -> Response:
@@ -101,6 +103,21 @@ def pages(settings: Settings, document: Callable[[], dict[str, Any]]) -> APIRout
             return await beside.reply(request, f"{digest} {_written(settings.checkpoint)}")
 
     return router
+
+
+def _words(ranker: Ranker) -> str:
+    """The actions of the checkpoint that serves and its kind of ids, with blanks between; X's before one does."""
+    try:
+        manifest = ranker.model().manifest
+    except ServiceError:
+        return " ".join((*schema.WORDS, "uint64"))
+    return " ".join((*manifest.action_names, manifest.ids))
+
+
+def _speaking(document: dict[str, Any], words: str) -> dict[str, Any]:
+    """The document with examples in these words."""
+    *actions, ids = words.split()
+    return schema.with_examples(document, actions, "text" if ids == "text" else "uint64")
 
 
 def carried(directory: Path, digest: str) -> dict[str, Any]:

@@ -33,7 +33,8 @@ class LoadedCorpus:
 
     def state(self, deleted: int = 0) -> CorpusState:
         """Return the present state of the corpus. `deleted` is how many posts the last change deleted by name."""
-        return CorpusState(self.served.corpus, self.engine.posts, self.engine.changes, deleted, self.engine.mark)
+        engine = self.engine
+        return CorpusState(self.served.corpus, engine.posts, engine.topics, engine.changes, deleted, engine.mark)
 
     def changed_file(self) -> str:
         """A sentence if a file that is served from was written to since it was read, else empty."""

@@ -47,9 +47,8 @@ def read_change(body: bytes | bytearray, ids: IdKind = "uint64") -> PostChange:
     change = PostChange(delete, rows, [*map(str, asked.delete)] if ids == "text" else [])
     try:
         change.check()
-    except ValueError:
-        rule = "must name posts to upsert or delete, each of them once, and none of the id 0"
-        raise InvalidRequest("", rule) from None
+    except ValueError as error:
+        raise InvalidRequest("", str(error)) from None
     return change
 
 

@@ -144,7 +144,7 @@ class Searches:
             "corpus": served.corpus.version,
             "changes": self._loaded.engine.changes,
         }
-        log.info("corpus_loaded", **said, posts=served.corpus.posts, hidden=served.hidden)
+        log.info("corpus_loaded", **said, posts=self._loaded.engine.posts, hidden=served.hidden)
         return served
 
     async def stop(self, timeout_seconds: float) -> bool:

@@ -4,9 +4,9 @@ A request is checked in two steps. `read` checks what holds for every checkpoint
 checks what one checkpoint knows: its actions, its surfaces, its kind of ids, and the bounds of every value.
 """
 
-from app.schema.document import EXAMPLES, PROBLEMS, body_of, components, problems_of, reply_of
+from app.schema.document import EXAMPLES, PROBLEMS, WORDS, body_of, components, problems_of, reply_of, with_examples
 from app.schema.fields import WeightSet, is_handle, is_request_id
-from app.schema.reading import MAX_VALUES, Limits, check_cost, decode, read, split_batch
+from app.schema.reading import Limits, check_cost, decode, read, split_batch
 from app.schema.replies import (
     BatchReply,
     ContextReply,
@@ -38,10 +38,10 @@ from app.schema.requests import (
 from app.schema.tensors import InferParameters, InferReply, InferRequest, InputTensor, WantedOutput
 
 __all__ = [
-    "DEFAULT_K", "EXAMPLES", "MAX_VALUES", "NO_USER", "PROBLEMS", "TWO_USERS", "BatchReply", "BatchRequest", "Candidate",
+    "DEFAULT_K", "EXAMPLES", "NO_USER", "PROBLEMS", "TWO_USERS", "WORDS", "BatchReply", "BatchRequest", "Candidate",
     "CandidateColumns", "ContextReply", "ContextRequest", "ExplainReply", "ExplainRequest", "HistoryColumns", "HistoryItem",
     "InferParameters", "InferReply", "InferRequest", "InputTensor", "Items", "Limits", "PostUpsert", "PostsChange", "RankReply",
     "RankRequest", "RecommendReply", "RecommendRequest", "RetrieveReply", "RetrieveRequest", "UserRequest", "WantedOutput",
     "WeightSet", "body_of", "check_cost", "components", "count_of", "decode", "is_handle", "is_request_id", "problems_of", "read",
-    "reply_of", "split_batch",
+    "reply_of", "split_batch", "with_examples",
 ]  # fmt: skip

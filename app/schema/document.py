@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -29,48 +30,79 @@ from app.schema.requests import (
     RetrieveRequest,
 )
 from app.schema.tensors import InferReply, InferRequest
+from weights.text_ids import IdKind
 
-_ITEM = {"post_id": 17, "author_id": 5, "actions": ["favorite", "dwell"], "product_surface": 0, "dwell_time": 12.5}
-_USER = {"user_id": "1868434417286410240", "history": [_ITEM]}
-_OBJECTS: dict[str, Any] = _USER | {
-    "candidates": [
-        {"post_id": 90, "author_id": 7, "product_surface": 0, "created_at": 1779990000},
-        {"post_id": "9223372036854775808", "author_id": "5", "created_at": 1779900000},
-    ],
-    "impression_ts": 1780000000,
-    "weights": {"favorite": 1.0, "reply": 5.0},
-}
-_COLUMNS: dict[str, Any] = {
-    "user_id": "1868434417286410240",
-    "history": {"post_id": [17, 18], "author_id": [5, 6], "actions": [["favorite", "dwell"], ["reply"]]},
-    "candidates": {"post_id": [90, 91, 92], "author_id": [7, 5, 6], "created_at": [1779990000, 1779900000, 0]},
-    "impression_ts": 1780000000,
-    "top_k": 2,
-    "actions_wanted": ["favorite"],
-}
-_TENSORS: dict[str, Any] = {
-    "inputs": [
-        {"name": "user_id", "datatype": "UINT64", "shape": [1], "data": [1868434417286410240]},
-        {"name": "candidates.post_id", "datatype": "UINT64", "shape": [2], "data": [90, 9223372036854775808]},
-        {"name": "candidates.author_id", "datatype": "UINT64", "shape": [2], "data": [7, 5]},
-        {"name": "history.post_id", "datatype": "UINT64", "shape": [1], "data": [17]},
-        {"name": "history.author_id", "datatype": "UINT64", "shape": [1], "data": [5]},
-        {"name": "history.actions", "datatype": "FP32", "shape": [1, 2], "data": [1.0, 1.0]},
-    ],
-    "outputs": [{"name": "post_id"}, {"name": "score"}],
-    "parameters": {"actions": "favorite,dwell", "impression_ts": 1780000000},
-}
-EXAMPLES: dict[type[Struct], dict[str, dict[str, Any]]] = {
-    ContextRequest: {"user and history": _USER},
-    RankRequest: {"objects": _OBJECTS, "columns": _COLUMNS},
-    BatchRequest: {"two requests": {"requests": [_OBJECTS, _COLUMNS]}},
-    ExplainRequest: {"objects": _OBJECTS | {"explain": [90]}},
-    RetrieveRequest: {"posts": _USER | {"k": 20, "exclude": ["18"], "min_score": -0.5}},
-    RecommendRequest: {"posts": _USER | {"k": 50, "top_k": 5, "actions_wanted": ["favorite"]}},
-    InferRequest: {"tensors": _TENSORS},
-}
-"""Bodies for `/docs`, by the kind of request; the demo checkpoint takes all of them."""
+WORDS = ("favorite", "dwell", "reply")
+"""Actions of the examples, where the checkpoint has them."""
+Examples = dict[type[Struct], dict[str, dict[str, Any]]]
 
+
+def examples_of(actions: Sequence[str], ids: IdKind) -> Examples:
+    """Bodies for `/docs`, by the kind of request, which a checkpoint with these actions and ids takes."""
+    named = sorted(actions, key=lambda name: WORDS.index(name) if name in WORDS else len(WORDS))[: len(WORDS)]
+    first, second, third = (named[place % len(named)] for place in range(len(WORDS)))
+    two = list(dict.fromkeys((first, second)))
+    is_text = ids == "text"
+    user: Any = "user-1" if is_text else "1868434417286410240"
+    seen, other, new, newest, last = (
+        ("post-17", "post-18", "post-90", "post-91", "post-92") if is_text else (17, 18, 90, 91, 92)
+    )
+    author, writer, third_author = ("author-5", "author-7", "author-6") if is_text else (5, 7, 6)
+    item = {"post_id": seen, "author_id": author, "actions": two, "product_surface": 0, "dwell_time": 12.5}
+    viewer = {"user_id": user, "history": [item]}
+    objects: dict[str, Any] = viewer | {
+        "candidates": [
+            {"post_id": new, "author_id": writer, "product_surface": 0, "created_at": 1779990000},
+            {
+                "post_id": newest if is_text else "9223372036854775808",
+                "author_id": str(author),
+                "created_at": 1779900000,
+            },
+        ],
+        "impression_ts": 1780000000,
+        "weights": {third: 5.0} | {first: 1.0},
+    }
+    columns: dict[str, Any] = {
+        "user_id": user,
+        "history": {"post_id": [seen, other], "author_id": [author, third_author], "actions": [two, [third]]},
+        "candidates": {
+            "post_id": [new, newest, last],
+            "author_id": [writer, author, third_author],
+            "created_at": [1779990000, 1779900000, 0],
+        },
+        "impression_ts": 1780000000,
+        "top_k": 2,
+        "actions_wanted": [first],
+    }
+    named_by = {"uint64": "UINT64", "text": "BYTES"}[ids]
+
+    def tensor(name: str, *data: Any) -> dict[str, Any]:
+        return {"name": name, "datatype": named_by, "shape": [len(data)], "data": [*data]}
+
+    tensors: dict[str, Any] = {
+        "inputs": [
+            tensor("user_id", user if is_text else int(user)),
+            tensor("candidates.post_id", new, newest if is_text else 9223372036854775808),
+            tensor("candidates.author_id", writer, author),
+            tensor("history.post_id", seen),
+            tensor("history.author_id", author),
+            {"name": "history.actions", "datatype": "FP32", "shape": [1, len(two)], "data": [1.0] * len(two)},
+        ],
+        "outputs": [{"name": "post_id"}, {"name": "score"}],
+        "parameters": {"actions": ",".join(two), "impression_ts": 1780000000},
+    }
+    return {
+        ContextRequest: {"user and history": viewer},
+        RankRequest: {"objects": objects, "columns": columns},
+        BatchRequest: {"two requests": {"requests": [objects, columns]}},
+        ExplainRequest: {"objects": objects | {"explain": [new]}},
+        RetrieveRequest: {"posts": viewer | {"k": 20, "exclude": [str(other)], "min_score": -0.5}},
+        RecommendRequest: {"posts": viewer | {"k": 50, "top_k": 5, "actions_wanted": [first]}},
+        InferRequest: {"tensors": tensors},
+    }
+
+
+EXAMPLES = examples_of(WORDS, "uint64")
 REPLIES = (
     RankReply, ContextReply, BatchReply, ExplainReply, RetrieveReply, RecommendReply, InferReply, Problem, Failed,
 )  # fmt: skip
@@ -122,13 +154,27 @@ def _type_choices(schema: Any) -> None:
 
 def body_of(kind: type[Struct], further: Mapping[str, str] | None = None) -> dict[str, Any]:
     """`openapi_extra` of a route that takes this request: its schema, examples and headers. `further`: headers with their descriptions."""
-    examples = {name: {"summary": name.capitalize(), "value": value} for name, value in EXAMPLES[kind].items()}
-    content = {"schema": {"$ref": REF.format(name=kind.__name__)}, "examples": examples}
+    content = {"schema": {"$ref": REF.format(name=kind.__name__)}, "examples": _told(EXAMPLES[kind])}
     headers = [
         {"name": name, "in": "header", "required": False, "schema": {"type": "string"}, "description": text}
         for name, text in (_HEADERS_IN | dict(further or {})).items()
     ]
     return {"requestBody": {"required": True, "content": {"application/json": content}}, "parameters": headers}
+
+
+def with_examples(document: dict[str, Any], actions: Sequence[str], ids: IdKind) -> dict[str, Any]:
+    """The document with examples that a checkpoint with these actions and ids takes, as a copy."""
+    document, found = copy.deepcopy(document), examples_of(actions, ids)
+    by_name = {REF.format(name=kind.__name__): examples for kind, examples in found.items()}
+    for operation in (each for path in document["paths"].values() for each in path.values()):
+        for content in operation.get("requestBody", {}).get("content", {}).values():
+            if (examples := by_name.get(content["schema"].get("$ref"))) is not None:
+                content["examples"] = _told(examples)
+    return document
+
+
+def _told(examples: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: {"summary": name.capitalize(), "value": value} for name, value in examples.items()}
 
 
 def reply_of(kind: type[Struct], description: str) -> dict[int | str, dict[str, Any]]:

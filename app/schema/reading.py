@@ -15,8 +15,6 @@ from msgspec import UNSET, inspect
 from app.errors import InvalidRequest, MalformedJson, TooLarge
 from app.schema.requests import Request
 
-MAX_VALUES = 30_000
-"""JSON values in one request, more where more candidates are allowed; it bounds the time of reading one to some milliseconds."""
 LONG_BODY_BYTES = 256 * 1024
 MAX_DIGITS = 512
 """Digits of one number in a body longer than `LONG_BODY_BYTES`; in a shorter one long numbers take no time worth a look."""
@@ -41,6 +39,10 @@ class Limits(Protocol):
     def max_excluded(self) -> int:
         """Excluded posts."""
 
+    @property
+    def max_values(self) -> int:
+        """JSON values."""
+
 
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 
@@ -51,7 +53,7 @@ def read(decoder: msgspec.json.Decoder[R], body: bytes | bytearray, limits: Limi
     Raises TooLarge before it decodes a body that would be slow to read, and for more items than the limits allow; MalformedJson;
     InvalidRequest.
     """
-    check_cost(body, max(MAX_VALUES, 7 * limits.max_candidates))
+    check_cost(body, limits.max_values)
     asked = decode(decoder, body, actions)
     most = {"candidates": limits.max_candidates, "history": limits.max_history, "exclude": limits.max_excluded}
     for name, count in asked.sizes().items():

@@ -20,8 +20,9 @@ from app.errors import CorpusNotLoaded
 from app.interface import CheckpointNotFound, ReloadInProgress, ServedCorpus, ServedModel
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
-from weights.checkpoint import CheckpointError, load_manifest
+from weights.checkpoint import load_manifest
 from weights.corpus.store import load_corpus_manifest
+from weights.errors import CheckpointError
 from weights.format.manifest import MANIFEST_NAME
 
 MAX_NAME_LENGTH = 512

@@ -121,6 +121,12 @@ class RetrievalEngine:
         """The corpus without its changes."""
         return self._segments[0].corpus
 
+    @property
+    def topics(self) -> tuple[str, ...]:
+        """The names of all topics, those of changes last."""
+        names = (name for segment in self._segments for name in segment.corpus.topic_names)
+        return tuple(dict.fromkeys(names))
+
     def warm_up(self) -> None:
         """Touch what a request touches, and compare some posts and their scores with the definition. Raises EngineError."""
         corpus = self.corpus

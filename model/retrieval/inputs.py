@@ -171,8 +171,14 @@ class PostChange:
             raise ValueError("a change with text ids for only some of its posts")
         posts, times = rows.post_ids.tolist(), rows.created_at.tolist()
         ids = {*posts, *self.delete.tolist()}
-        if not ids or len(ids) < len(posts) + len(self.delete) or 0 in posts or min(times, default=0) < 0:
-            raise ValueError("a change must name at least one post, each id once and not 0, with times from 1970 on")
+        if not ids:
+            raise ValueError("must name at least one post to upsert or delete")
+        if 0 in ids:
+            raise ValueError("must not name the post 0")
+        if len(ids) < len(posts) + len(self.delete):
+            raise ValueError("must name each post once")
+        if min(times, default=0) < 0:
+            raise ValueError("must have times from 1970 on")
 
 
 @dataclass(slots=True, eq=False)

@@ -95,7 +95,7 @@ def test_of_equal_keys_the_last_one_counts_wherever_the_problem_is() -> None:
 
 
 def test_a_body_of_too_many_values_is_refused_before_it_is_read() -> None:
-    most = schema.MAX_VALUES
+    most = LIMITS.max_values
     schema.read(RANK, json.dumps(good(candidates=[POST] * 4096)).encode(), LIMITS)
     for piece in (b",", b"[", b"{", b"\\"):
         with pytest.raises(TooLarge, match="values"):
@@ -104,10 +104,17 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_read() -> None:
             schema.read(RANK, piece * most, LIMITS)
 
 
+def test_a_body_within_the_other_limits_is_not_refused_for_its_values() -> None:
+    event = POST | {"product_surface": 1, "dwell_time": 1.5, "actions": ["favorite", "reply", "report", "0"]}
+    schema.read(RANK, json.dumps(good(candidates=[POST] * 4096, history=[event] * 2048)).encode(), LIMITS)
+    longer = Limits(max_history=8192)
+    schema.read(RANK, json.dumps(good(history=[event] * 8000)).encode(), longer)
+
+
 def filled(head: bytes, pieces: bytes, tail: bytes, last: bytes = b"") -> bytes:
     """As many of `pieces` as a body may hold, between head and tail."""
     count = min(
-        (2**20 - len(head + tail + last)) // (len(pieces) + 1), schema.MAX_VALUES // (1 + pieces.count(b",")) - 20
+        (2**20 - len(head + tail + last)) // (len(pieces) + 1), LIMITS.max_values // (1 + pieces.count(b",")) - 20
     )
     return head + b",".join([pieces] * count + ([last] if last else [])) + tail
 

@@ -3,6 +3,7 @@
 /** A story of the example: its title, what it says, the request, what to try (null once it is done).
  * @type {Record<string, Story>} */
 export const STORIES = {
+  __proto__: null, // a name in a link is no property of every object
   report: {
     title: "A report",
     text: (app, request) => `${app.names.user(request.user_id)}, has ${against(app, request).join(" an author. Remove ")}, and see what it cost that author's posts.`,

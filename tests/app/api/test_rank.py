@@ -120,9 +120,11 @@ def test_weights_that_are_all_zero_are_warned_of() -> None:
         for _ in range(2):
             content = client.post("/rank", json=good(weights=...)).json()
             assert [row["score"] for row in content["candidates"]] == [0.0, 0.0, 0.0]
-            assert content["warnings"] == [columns.ZERO_WEIGHTS]
-        for weights in ({}, {"favorite": 1}, "default"):
+            assert "relabel --score-weights" in content["warnings"][0]
+        for weights in ({"favorite": 1}, "default"):
             assert "warnings" not in client.post("/rank", json=good(weights=weights)).json()
+        for weights in ({}, {"favorite": 0}):  # the caller's own: told, and not logged
+            assert client.post("/rank", json=good(weights=weights)).json()["warnings"] == [columns.NO_WEIGHTS]
     assert len([line for line in lines if line["event"] == "scores_mean_nothing"]) == 1
 
 

@@ -256,7 +256,7 @@ async def test_what_cannot_be_read_is_counted_said_and_kept_and_stops_nobody(
         "{": "truncated",
         "": "empty|truncated",
         '{"upsert": 3}': "upsert: ",
-        '{"upsert": [{"post_id": 0, "author_id": 1}]}': "none of the id 0",
+        '{"upsert": [{"post_id": 0, "author_id": 1}]}': "must not name the post 0",
         '{"upsert": [{"post_id": 5, "author_id": 1, "created_at": 1780000000000}]}': "Unix seconds.*milliseconds",
         '{"delete": [1], "more": 2}': "unknown field",
         "[]": "",
