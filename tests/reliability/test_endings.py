@@ -22,21 +22,18 @@ TOKEN = "a token of this test"
 
 
 def body(user: int) -> bytes:
-    return json.dumps(example(16) | {"user_id": user % 50}).encode()
+    return json.dumps(example(16) | {"user_id": user % 10}).encode()
 
 
 def test_sigterm_under_load_loses_nothing_and_ends_with_0(duration: float) -> None:
     for _ in range(max(1, int(duration / 3))):
         with serving(drain__delay_seconds=1) as server:
-            with callers(server, body, 8) as replies:
-                time.sleep(0.5)
+            with callers(server, body, 8, pause=0.01) as replies:
+                wait_until(lambda: len(replies.all) > 20)
                 server.signal(signal.SIGTERM)
-                time.sleep(0.3)
-                assert server.get("/readyz").status_code == 503  # told at once
+                wait_until(lambda: server.get("/readyz").status_code == 503, 0.5)  # told at once
                 assert server.wait() == 0
-                answered = len(replies.all)
-            assert {status for status, *_ in replies.all} <= {200, 503}
-            assert answered > 20
+            assert replies.statuses <= {200, 503}
 
 
 @pytest.fixture(scope="module")
@@ -80,24 +77,24 @@ def test_a_reload_under_load_loses_no_request_mixes_no_versions_and_refuses_a_da
         for name in ("two", "one"):
             assert reload(settings["admin__port"], name).status_code == 200
             version = server.get("/info").json()["model"]["version"]
-            known[version] = [scores_of(server, user) for user in range(50)]
+            known[version] = [scores_of(server, user) for user in range(10)]
         assert len(known) == 2
 
-        with callers(server, body, 8) as replies:
-            until = time.monotonic() + duration
+        with callers(server, body, 8, pause=0.01) as replies:
+            until = time.monotonic() + duration / 2
             while time.monotonic() < until:
                 for name in ("two", "one"):
                     assert reload(settings["admin__port"], name).status_code == 200
         assert replies.broken == 0
-        assert {status for status, *_ in replies.all} == {200}
+        assert replies.statuses == {200}
         right = {version: {tuple(scores) for scores in lists} for version, lists in known.items()}
-        for _, _, content in replies.all:
-            reply = json.loads(content)
+        for each in replies.all:
+            reply = each.json()
             assert tuple(each["score"] for each in reply["candidates"]) in right[reply["model"]["version"]]
         refused = reload(settings["admin__port"], damage(root).name)
         assert (refused.status_code, refused.json()["code"]) == (422, "checkpoint_refused")
         assert "params.safetensors" in refused.json()["detail"]
-        assert [scores_of(server, user) for user in range(50)] == known[version], "the old one serves on"
+        assert [scores_of(server, user) for user in range(10)] == known[version], "the old one serves on"
         assert server.metric('ranker_reloads_total{result="failure"}') == 1
 
 
@@ -110,21 +107,3 @@ def damage(root: Path) -> Path:
     data[-1] ^= 1
     file.write_bytes(data)
     return broken
-
-
-def test_callers_that_vanish_leave_nothing_behind() -> None:
-    with serving() as server:
-        for _ in range(200):
-            with server.connect() as sock:
-                sent = body(1)
-                head = (
-                    b"POST /rank HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-                    % len(sent)
-                )
-                sock.sendall(head + sent)
-        wait_until(
-            lambda: server.metric("ranker_queue_requests") == 0 and server.metric("ranker_queue_candidates") == 0
-        )
-        assert server.post("/rank", example()).status_code == 200
-        threads = server.status_field("Threads")
-        assert threads < 40
