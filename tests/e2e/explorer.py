@@ -25,12 +25,17 @@ NAMES: Json = json.loads((DEMO / "names.json").read_text())
 WEIGHTS: dict[str, float] = json.loads((DEMO / "manifest.json").read_text())["score_weights"]
 WATCH = """addEventListener('securitypolicyviolation',
   event => console.error('CSP', event.violatedDirective, event.blockedURI))"""
-# Text beside a drawn bar is judged too. Of many elements that look alike axe is shown two.
+# Text beside a drawn bar is judged too. Of many elements that look alike axe is shown a few.
 AXE = {
     "resultTypes": ["violations"],
     "checks": {"color-contrast": {"options": {"ignorePseudo": True, "ignoreUnicode": False}}},
 }
-ALIKE = ["#events li:nth-child(n+3)", "#candidates li:nth-child(n+3)"]
+ALIKE = [
+    "#events li:nth-child(n+3)",
+    "#candidates li:nth-child(n+3)",
+    ".reasons tr:nth-child(n+5)",
+    ".list:nth-of-type(2)",
+]
 
 
 @contextmanager

@@ -28,7 +28,8 @@ from phoenix_ranker_client import (
 )
 
 from loadtest.machine import ROOT
-from loadtest.server import Server, example
+from loadtest.server import example
+from tests.app.api.live import Live
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +43,7 @@ CLIENT = ROOT / "app" / "client"
 
 
 @pytest.fixture
-def ranker(server: Server) -> Any:
+def ranker(server: Live) -> Any:
     with RankerClient(server.url) as client:
         yield client
 
@@ -108,7 +109,7 @@ def test_a_handle_stands_for_the_history_and_the_whole_is_sent_where_it_is_unkno
         ranker.rank(USER, CANDIDATES, context=UNKNOWN, timeout_seconds=30)
 
 
-def test_one_async_client_says_the_same_in_several_event_loops(server: Server, client: httpx.Client) -> None:
+def test_one_async_client_says_the_same_in_several_event_loops(server: Live, client: httpx.Client) -> None:
     ranker = AsyncRankerClient(server.url)
     reply = client.post("/rank", json=EXAMPLE).json()
 
@@ -146,7 +147,7 @@ def test_the_wheel_and_the_sdist_hold_the_client_and_nothing_else(built: Path) -
 
 
 def test_the_example_of_its_readme_runs_where_nothing_of_the_server_is(
-    built: Path, server: Server, tmp_path: Path
+    built: Path, server: Live, tmp_path: Path
 ) -> None:
     """In an environment with the wheel and what it asks for alone."""
     venv.create(tmp_path, symlinks=True)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from loadtest.server import Server
+from tests.app.api.live import Live
 from tests.e2e.explorer import EXAMPLE, NAMES, NEEDED, Explorer, Json, ranked
 
 pytestmark = [NEEDED, pytest.mark.slow]
@@ -60,7 +60,7 @@ def test_each_other_story_is_a_link_with_one_thing_to_try_that_moves_the_list(
     assert tab.page.locator("#try").count() == 0
 
 
-def test_a_link_restores_all_that_stands_there(tab: Explorer, browser: Any, server: Server) -> None:
+def test_a_link_restores_all_that_stands_there(tab: Explorer, browser: Any, server: Live) -> None:
     tab.open().settle(lambda: tab.page.locator('[data-action="dwell"]').fill("3"))
     tab.forget(3)
     tab.click("Compare")

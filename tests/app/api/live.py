@@ -55,7 +55,7 @@ def listening(engine: Any = None, **groups: Any) -> Iterator[Live]:
     """A ready server around this engine, by default a `FakeEngine`. `groups` are of its settings."""
     settings = Settings(**{"port": 0, **groups})
     ranker = rankers.create(engine, **{name: getattr(settings, name) for name in type(settings).model_fields})
-    with _started(settings, ranker) as live:
+    with ready(settings, ranker) as live:
         yield live
 
 
@@ -63,13 +63,14 @@ def listening(engine: Any = None, **groups: Any) -> Iterator[Live]:
 def demo(directory: Path, **groups: Any) -> Iterator[Live]:
     """A ready server of the demo with its posts, which are copied below the directory: a corpus belongs to one process at a time."""
     retrieval = Retrieval(checkpoint=TOWERS, corpus=shutil.copytree(POSTS, directory / "posts"))
-    settings = Settings(**{"port": 0, "checkpoint": DEMO, "retrieval": retrieval, "threads": 1, **groups})
-    with _started(settings, create_ranker(settings, Metrics())) as live:
+    with ready(Settings(**{"port": 0, "checkpoint": DEMO, "retrieval": retrieval, "threads": 1, **groups})) as live:
         yield live
 
 
 @contextmanager
-def _started(settings: Settings, ranker: LocalRanker) -> Iterator[Live]:
+def ready(settings: Settings, ranker: LocalRanker | None = None) -> Iterator[Live]:
+    """A ready server of these settings, by default around the ranker that they describe."""
+    ranker = ranker or create_ranker(settings, Metrics())
     sockets, sides = server.bind(settings.host, settings.port), server.side_ports(settings, ranker)
     running = server.Server(create_app(settings, ranker), sockets, ranker, settings)
 
