@@ -57,7 +57,11 @@ def same(ranking: Ranking, reply: dict[str, Any]) -> bool:
 def test_rank_is_what_the_service_says(ranker: RankerClient, client: httpx.Client) -> None:
     reply = client.post("/rank", json=EXAMPLE).json()
     ranking = ranker.rank(USER, CANDIDATES, HISTORY, impression_ts=NOW, timeout_seconds=30)
-    assert same(ranking, reply)
+    asked = AsyncRankerClient(str(client.base_url)).rank(
+        USER, CANDIDATES, HISTORY, impression_ts=NOW, timeout_seconds=30
+    )
+    for each in (ranking, asyncio.run(asked)):
+        assert same(each, reply)
     assert ranking.actions == reply["actions"]
     assert (ranking.model_name, ranking.model_version) == ("demo", reply["model"]["version"])
     best = ranker.rank(USER, CANDIDATES, HISTORY, impression_ts=NOW, top_k=2, timeout_seconds=30)
@@ -107,24 +111,6 @@ def test_a_handle_stands_for_the_history_and_the_whole_is_sent_where_it_is_unkno
         assert found.posts == ranker.retrieve(USER, HISTORY, timeout_seconds=30).posts
     with pytest.raises(ContextUnknown):
         ranker.rank(USER, CANDIDATES, context=UNKNOWN, timeout_seconds=30)
-
-
-def test_one_async_client_says_the_same_in_several_event_loops(server: Live, client: httpx.Client) -> None:
-    ranker = AsyncRankerClient(server.url)
-    reply = client.post("/rank", json=EXAMPLE).json()
-
-    async def several() -> list[Ranking]:
-        calls = (ranker.rank(USER, CANDIDATES, HISTORY, impression_ts=NOW, timeout_seconds=30) for _ in range(4))
-        return await asyncio.gather(*calls)
-
-    for _ in range(2):
-        assert all(same(ranking, reply) for ranking in asyncio.run(several()))
-
-    async def last() -> Ranking:
-        async with ranker:
-            return await ranker.rank(USER, CANDIDATES, HISTORY, impression_ts=NOW, timeout_seconds=30)
-
-    assert same(asyncio.run(last()), reply)
 
 
 @pytest.fixture(scope="module")

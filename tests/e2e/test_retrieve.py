@@ -35,21 +35,35 @@ def said(reply: httpx.Response) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"k": 50}, {"k": 60, "exclude_history": False, "history": example()["history"] * 6}],
-    ids=["short", "long"],
+    [
+        {"k": 50},
+        {"k": 60, "exclude_history": False, "history": example()["history"] * 6},
+        {
+            "k": 60,
+            "topics": ["chess", "football"],
+            "exclude": [3, 4],
+            "weights": {"favorite": 2, "report": -1.5},
+            "actions_wanted": ["report", "favorite"],
+        },
+    ],
+    ids=["short", "long", "with every option"],
 )
 def test_recommend_is_retrieve_and_then_rank(client: httpx.Client, options: dict[str, Any]) -> None:
     """Also with a history beyond the window."""
     info = client.get("/info").json()
     for user in users(5):
         asked = user | options
-        viewer = {name: asked[name] for name in ("user_id", "history", "impression_ts")}
-        posts = said(client.post("/retrieve", json=asked))["posts"]
+        viewer = {
+            name: value for name, value in asked.items() if name not in ("k", "exclude_history", "topics", "exclude")
+        }
+        search = {name: value for name, value in asked.items() if name not in ("weights", "actions_wanted")}
+        posts = said(client.post("/retrieve", json=search))["posts"]
         candidates = [{key: post[key] for key in ("post_id", "author_id", "created_at")} for post in posts]
         ranked = said(client.post("/rank", json=viewer | {"candidates": candidates, "top_k": len(posts)}))
         reply = client.post("/recommend", json=asked)
         joined = said(reply)
         assert reply.headers["x-model-version"] == info["model"]["version"]
+        assert joined["actions"] == ranked["actions"]
         assert joined["models"] == {"ranker": info["model"], "retrieval": info["retrieval"]["model"]}
         extra = {post["post_id"]: {"retrieval_score": post["score"], "retrieval_rank": post["rank"]} for post in posts}
         assert joined["candidates"] == [row | extra[row["post_id"]] for row in ranked["candidates"]]
