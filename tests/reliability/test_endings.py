@@ -8,12 +8,14 @@ import shutil
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
+from pydantic import SecretStr
 
-from loadtest.server import DEMO, PLAIN, Server, example, free_port, serving, wait_until
+from app.settings import Admin, Settings
+from loadtest.server import DEMO, PLAIN, example, free_port, serving, wait_until
+from tests.app.api.live import QUIET, ready
 from tests.support.clients import callers
 from weights.checkpoint import load_checkpoint, save_checkpoint
 
@@ -21,8 +23,11 @@ pytestmark = pytest.mark.slow
 TOKEN = "a token of this test"
 
 
-def body(user: int) -> bytes:
-    return json.dumps(example(16) | {"user_id": user % 10}).encode()
+BODIES = [json.dumps(example(16) | {"user_id": user}).encode() for user in range(10)]
+
+
+def body(turn: int) -> bytes:
+    return BODIES[turn % 10]
 
 
 def test_sigterm_under_load_loses_nothing_and_ends_with_0(duration: float) -> None:
@@ -31,7 +36,7 @@ def test_sigterm_under_load_loses_nothing_and_ends_with_0(duration: float) -> No
             with callers(server, body, 8, pause=0.01) as replies:
                 wait_until(lambda: len(replies.all) > 20)
                 server.signal(signal.SIGTERM)
-                wait_until(lambda: server.get("/readyz").status_code == 503, 0.5)  # told at once
+                wait_until(lambda: server.get("/readyz").status_code == 503, 0.9)  # told at once
                 assert server.wait() == 0
             assert replies.statuses <= {200, 503}
 
@@ -54,48 +59,45 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def admin(**settings: Any) -> dict[str, Any]:
-    return {"admin__port": free_port(), "admin__token_sha256": hashlib.sha256(TOKEN.encode()).hexdigest()} | settings
-
-
-def reload(port: int, checkpoint: str) -> httpx.Response:
-    headers = {"authorization": f"Bearer {TOKEN}"}
-    body = {"checkpoint": checkpoint}
-    return httpx.post(f"http://127.0.0.1:{port}/admin/reload", json=body, headers=headers, timeout=60, verify=PLAIN)
-
-
-def scores_of(server: Server, user: int) -> list[float]:
-    return [each["score"] for each in server.post("/rank", body(user)).json()["candidates"]]
-
-
 def test_a_reload_under_load_loses_no_request_mixes_no_versions_and_refuses_a_damaged_one(
     root: Path, duration: float
 ) -> None:
-    settings = admin(admin__root=root)
-    with serving(root / "one", **settings) as server:
-        known: dict[str, list[list[float]]] = {}
+    admin = Admin(port=free_port(), token_sha256=SecretStr(hashlib.sha256(TOKEN.encode()).hexdigest()), root=root)
+    with (
+        ready(Settings(port=0, checkpoint=root / "one", admin=admin, logs=QUIET)) as live,
+        httpx.Client(base_url=live.url, verify=PLAIN, headers={"content-type": "application/json"}) as client,
+    ):
+
+        def reload(name: str) -> httpx.Response:
+            url, headers = f"http://127.0.0.1:{admin.port}/admin/reload", {"authorization": f"Bearer {TOKEN}"}
+            return httpx.post(url, json={"checkpoint": name}, headers=headers, timeout=60, verify=PLAIN)
+
+        def scores() -> list[tuple[float, ...]]:
+            replies = [client.post("/rank", content=each).json() for each in BODIES]
+            return [tuple(each["score"] for each in reply["candidates"]) for reply in replies]
+
+        known: dict[str, list[tuple[float, ...]]] = {}
         for name in ("two", "one"):
-            assert reload(settings["admin__port"], name).status_code == 200
-            version = server.get("/info").json()["model"]["version"]
-            known[version] = [scores_of(server, user) for user in range(10)]
+            assert reload(name).status_code == 200
+            version = client.get("/info").json()["model"]["version"]
+            known[version] = scores()
         assert len(known) == 2
 
-        with callers(server, body, 8, pause=0.01) as replies:
+        with callers(live, body, 8, pause=0.01) as replies:
             until = time.monotonic() + duration / 2
             while time.monotonic() < until:
                 for name in ("two", "one"):
-                    assert reload(settings["admin__port"], name).status_code == 200
+                    assert reload(name).status_code == 200
         assert replies.broken == 0
         assert replies.statuses == {200}
-        right = {version: {tuple(scores) for scores in lists} for version, lists in known.items()}
         for each in replies.all:
             reply = each.json()
-            assert tuple(each["score"] for each in reply["candidates"]) in right[reply["model"]["version"]]
-        refused = reload(settings["admin__port"], damage(root).name)
+            assert tuple(row["score"] for row in reply["candidates"]) in known[reply["model"]["version"]]
+        refused = reload(damage(root).name)
         assert (refused.status_code, refused.json()["code"]) == (422, "checkpoint_refused")
         assert "params.safetensors" in refused.json()["detail"]
-        assert [scores_of(server, user) for user in range(10)] == known[version], "the old one serves on"
-        assert server.metric('ranker_reloads_total{result="failure"}') == 1
+        assert scores() == known[version], "the old one serves on"
+        assert live.figure('ranker_reloads_total{result="failure"}') == 1
 
 
 def damage(root: Path) -> Path:

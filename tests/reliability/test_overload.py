@@ -13,8 +13,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from pydantic import SecretStr
 
-from loadtest.server import PLAIN, Server, example, serving, wait_until
+from app.settings import Auth, Queue, Settings
+from loadtest.server import DEMO, PLAIN, Server, example, serving, wait_until
+from tests.app.api.live import QUIET, Live, ready
 from tests.support.clients import at_once, callers
 
 pytestmark = pytest.mark.slow
@@ -35,11 +38,12 @@ KEYS = {name: f"key-of-{name}" for name in ("greedy", "modest")}
 
 
 @pytest.fixture(scope="module")
-def waiting() -> Iterator[Server]:
+def waiting() -> Iterator[Live]:
     """A server whose queue is bounded by nothing but its size and deadlines, for two callers with keys."""
-    hashes = json.dumps({name: hashlib.sha256(key.encode()).hexdigest() for name, key in KEYS.items()})
-    with serving(threads=1, queue__max_wait_seconds=0, auth__keys=hashes) as server:
-        yield server
+    auth = Auth(keys={name: SecretStr(hashlib.sha256(key.encode()).hexdigest()) for name, key in KEYS.items()})
+    queue = Queue(max_wait_seconds=0)
+    with ready(Settings(port=0, checkpoint=DEMO, threads=1, queue=queue, auth=auth, logs=QUIET)) as live:
+        yield live
 
 
 def authorization(name: str) -> dict[str, str]:
@@ -71,33 +75,33 @@ def test_the_excess_is_refused_and_what_is_admitted_is_answered_in_time(server: 
     assert server.metric("ranker_queue_requests") == 0
 
 
-def test_probes_and_metrics_answer_while_the_engine_is_busy(waiting: Server, duration: float) -> None:
+def test_probes_and_metrics_answer_while_the_engine_is_busy(waiting: Live, duration: float) -> None:
     large = [body(user, 2000) for user in range(4)]
     with callers(waiting, lambda turn: large[turn % 4], 4, headers=authorization("greedy")) as replies:
         taken, until = [], time.monotonic() + duration / 3
         while time.monotonic() < until:
             for path in ("/livez", "/readyz", "/metrics"):
                 began = time.monotonic()
-                assert waiting.get(path).status_code == 200
+                assert httpx.get(waiting.url + path, timeout=30, verify=PLAIN).status_code == 200
                 taken.append(time.monotonic() - began)
     assert statistics.median(taken) < PROBE_SECONDS
     assert replies.of(200)
 
 
-def test_a_deadline_that_passes_in_the_queue_drops_the_work(waiting: Server) -> None:
-    before = waiting.metric("ranker_candidates_scored_total")
+def test_a_deadline_that_passes_in_the_queue_drops_the_work(waiting: Live) -> None:
+    before = waiting.figure("ranker_candidates_scored_total")
     bodies = [body(user, 1000) for user in range(16)]
     replies = at_once(waiting, bodies, x_request_timeout_ms="80", **authorization("greedy"))
     late = [reply for reply in replies if reply.status == 504]
     assert {reply.status for reply in replies} <= {200, 504}
     assert late
     assert all(reply.json()["code"] == "deadline_exceeded" for reply in late)
-    scored = waiting.metric("ranker_candidates_scored_total") - before
+    scored = waiting.figure("ranker_candidates_scored_total") - before
     assert scored < 1000 * len(replies)  # some were never computed
     assert scored >= 1000 * (len(replies) - len(late))
 
 
-def test_one_caller_cannot_keep_another_from_the_engine(waiting: Server) -> None:
+def test_one_caller_cannot_keep_another_from_the_engine(waiting: Live) -> None:
     large = [body(user, 1500) for user in range(16)]
     greedy, modest = authorization("greedy"), authorization("modest")
     with (
@@ -106,8 +110,8 @@ def test_one_caller_cannot_keep_another_from_the_engine(waiting: Server) -> None
     ):
         wait_until(lambda: refused.of(429))
         replies = [client.post("/rank", json=example(8) | {"user_id": user}) for user in range(20)]
-    assert [reply.status_code for reply in replies] == [200] * 20
-    assert waiting.get("/readyz").status_code == 200
+        assert [reply.status_code for reply in replies] == [200] * 20
+        assert client.get("/readyz").status_code == 200
 
 
 def test_slow_senders_are_cut_off_and_others_are_served(server: Server) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loadtest.server import Server
+from tests.app.api.live import Live
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Replies:
 
 @contextmanager
 def callers(
-    server: Server,
+    server: Server | Live,
     bodies: Callable[[int], bytes],
     count: int,
     *,
@@ -84,7 +85,7 @@ def callers(
             thread.join(60)
 
 
-def at_once(server: Server, bodies: Sequence[bytes], **headers: str) -> list[Reply]:
+def at_once(server: Server | Live, bodies: Sequence[bytes], **headers: str) -> list[Reply]:
     """Send all bodies at the same time, each on a connection of its own."""
     given = {name.replace("_", "-"): value for name, value in headers.items()}
 
@@ -96,7 +97,7 @@ def at_once(server: Server, bodies: Sequence[bytes], **headers: str) -> list[Rep
         return list(pool.map(send, bodies))
 
 
-def _connection(server: Server) -> http.client.HTTPConnection:
+def _connection(server: Server | Live) -> http.client.HTTPConnection:
     return http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
 
 

@@ -19,7 +19,7 @@ import uvloop
 from app import server
 from app.main import create_app
 from app.service.ranker import LocalRanker, create_ranker
-from app.settings import Retrieval, Settings
+from app.settings import Logs, Retrieval, Settings
 from app.telemetry.metrics import Metrics
 from loadtest.server import DEMO, POSTS, TOWERS
 from tests.support import rankers
@@ -27,6 +27,7 @@ from tests.support.bodies import good
 
 BODY = json.dumps(good()).encode()
 JSON = {"content-type": "application/json"}
+QUIET = Logs(success_sample=0.0)
 
 
 @dataclass
@@ -63,7 +64,8 @@ def listening(engine: Any = None, **groups: Any) -> Iterator[Live]:
 def demo(directory: Path, **groups: Any) -> Iterator[Live]:
     """A ready server of the demo with its posts, which are copied below the directory: a corpus belongs to one process at a time."""
     retrieval = Retrieval(checkpoint=TOWERS, corpus=shutil.copytree(POSTS, directory / "posts"))
-    with ready(Settings(**{"port": 0, "checkpoint": DEMO, "retrieval": retrieval, "threads": 1, **groups})) as live:
+    given = {"port": 0, "checkpoint": DEMO, "retrieval": retrieval, "threads": 1, "logs": QUIET, **groups}
+    with ready(Settings(**given)) as live:
         yield live
 
 
