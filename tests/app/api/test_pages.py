@@ -1,4 +1,4 @@
-"""What the pages' routes answer, around a fake engine. What the pages do is shown by a browser: tests/e2e/test_explore.py."""
+"""What the pages' routes answer, around a fake engine. What the pages do is shown by a browser: tests/e2e/explore."""
 
 from __future__ import annotations
 

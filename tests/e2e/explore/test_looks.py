@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.app.api.live import Live
-from tests.e2e.explorer import EXAMPLE, NEEDED, Explorer, ranked
+from tests.e2e.explore.explorer import EXAMPLE, NEEDED, Explorer, ranked
 
 Image = pytest.importorskip("PIL.Image", reason="needs pillow, which matplotlib brings")
 pytestmark = [NEEDED, pytest.mark.slow]

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.app.api.live import Live
-from tests.e2e.explorer import EXAMPLE, NAMES, NEEDED, Explorer, Json, ranked
+from tests.e2e.explore.explorer import EXAMPLE, NAMES, NEEDED, Explorer, Json, ranked
 
 pytestmark = [NEEDED, pytest.mark.slow]
 
@@ -38,11 +38,11 @@ def test_the_first_story_is_an_event_to_remove(tab: Explorer, client: httpx.Clie
     tab.open()
     reported = NAMES["authors"][EXAMPLE["history"][-1]["author_id"]]["name"]
     names = tab.page.locator(".list li strong")
-    assert (names.count(), names.last.inner_text()) == (len(EXAMPLE["candidates"]), reported)
+    assert (names.count(), names.last.text_content()) == (len(EXAMPLE["candidates"]), reported)
     tried = tab.page.locator("#events .try")
     assert "try removing this" in tried.inner_text()
     tab.settle(lambda: tried.get_by_role("button", name="Remove the event").click())
-    assert names.first.inner_text() == reported
+    assert names.first.text_content() == reported
     assert tab.shown() == ranked(client, EXAMPLE | {"history": EXAMPLE["history"][:-1]})
     assert tab.page.locator("#events .try, #try").count() == 0, "the story is over"
 

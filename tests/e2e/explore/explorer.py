@@ -111,6 +111,7 @@ class Explorer:
         self.page.locator(button).click()
         return str(self.page.evaluate("navigator.clipboard.readText()"))
 
+    # Rows out of sight are not laid out (content-visibility), and have no inner text: read their text_content.
     def shown(self, side: int = 0) -> list[tuple[str, int, float]]:
         """Post, rank and score of each row, from the top."""
         self.page.locator(".list[data-drawn]").nth(side).wait_for()
