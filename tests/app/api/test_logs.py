@@ -30,10 +30,10 @@ log = structlog.get_logger("x")
 
 @pytest.fixture
 def lines() -> Iterator[io.StringIO]:
-    stream = io.StringIO()
+    before, stream = structlog.get_config(), io.StringIO()
     configure(Logs(format="json"), stream)
     yield stream
-    structlog.reset_defaults()
+    structlog.configure(**before)
 
 
 def said(lines: io.StringIO) -> list[dict[str, object]]:

@@ -147,6 +147,8 @@ INVALID: dict[str, tuple[Any, str]] = {
     "candidates empty arrays": (good(candidates={"post_id": [], "author_id": []}), "candidates"),
     "candidate no object": (good(candidates=[POST, MARK]), "candidates[1]"),
     "candidate unknown field": (candidate(**{MARK: 1}), "candidates[1]"),
+    "candidate unknown field that looks like a path": (good(candidates=[{f"a` - at `$.{MARK}": 1}]), "candidates[0]"),
+    "arrays unknown field": (good(candidates={"post_id": [1], MARK: [1]}), "candidates"),
     "candidates missing": (good(candidates=...), "candidates"),
     "candidate author missing": (good(candidates=[POST, {"post_id": 1}]), "candidates[1].author_id"),
     "candidate post text": (candidate(post_id=MARK), "candidates[1].post_id"),
@@ -240,6 +242,9 @@ def test_a_refusal_has_a_status_a_code_no_word_of_the_caller_and_no_place(
         ((field,),) = [[error["field"] for error in content["errors"]]]
         assert field == INVALID[name.removeprefix("422 ")][1]
         assert content["detail"] == f"{field}: {content['errors'][0]['message']}".removeprefix(": ")
+        if "unknown field" in name:
+            known = "post_id, author_id" if field else "user_id, history"
+            assert content["errors"][0]["message"].startswith(f"has an unknown field; known are {known}")
         if name.endswith("in ms"):
             assert "Unix seconds" in content["detail"]
             assert "milliseconds" in content["detail"]
