@@ -14,10 +14,10 @@ import pytest
 from pydantic import SecretStr
 
 from app.settings import Admin, Settings
-from loadtest.server import DEMO, PLAIN, example, free_port, serving, wait_until
+from loadtest.server import PLAIN, example, free_port, serving, wait_until
 from tests.app.api.live import QUIET, ready
+from tests.support.checkpoints import one_and_two
 from tests.support.clients import callers
-from weights.checkpoint import load_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.slow
 TOKEN = "a token of this test"
@@ -41,27 +41,10 @@ def test_sigterm_under_load_loses_nothing_and_ends_with_0(duration: float) -> No
             assert replies.statuses <= {200, 503}
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two checkpoints whose scores differ, below one folder."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    shutil.copytree(DEMO, folder / "one", ignore=shutil.ignore_patterns("report"))
-    found = load_checkpoint(DEMO)
-    manifest = found.manifest
-    for parameter in found.ranker.parameters():
-        parameter.data.mul_(0.9)
-    labels = {
-        "action_names": manifest.action_names,
-        "continuous": manifest.continuous,
-        "score_weights": manifest.score_weights,
-    }
-    save_checkpoint(folder / "two", found.ranker, name="two", version="two", **labels)
-    return folder
-
-
 def test_a_reload_under_load_loses_no_request_mixes_no_versions_and_refuses_a_damaged_one(
-    root: Path, duration: float
+    tmp_path: Path, duration: float
 ) -> None:
+    root = one_and_two(tmp_path)
     admin = Admin(port=free_port(), token_sha256=SecretStr(hashlib.sha256(TOKEN.encode()).hexdigest()), root=root)
     with (
         ready(Settings(port=0, checkpoint=root / "one", admin=admin, logs=QUIET)) as live,

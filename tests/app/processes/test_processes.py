@@ -19,7 +19,8 @@ from app.main import create_app
 from app.settings import Retrieval, Settings
 from loadtest.server import DEMO, POSTS, TOWERS, Server, example, free_port, serving, wait_until
 from tests.support.asgi import ADDRESS
-from tests.support.clients import Replies, callers
+from tests.support.checkpoints import one_and_two
+from tests.support.clients import Replies, Reply, callers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 TOKEN = "a token of this test"
@@ -40,10 +41,11 @@ def admin_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def several(admin_port: int) -> Iterator[Server]:
-    digest = hashlib.sha256(TOKEN.encode()).hexdigest()
-    settings = {"admin__port": admin_port, "admin__token_sha256": digest, "drain__delay_seconds": 2}
-    with serving(retrieval=True, workers=2, **settings) as server:
+def several(admin_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = one_and_two(tmp_path_factory.mktemp("checkpoints"))
+    settings: dict[str, Any] = {"admin__port": admin_port, "admin__root": root, "drain__delay_seconds": 2}
+    settings["admin__token_sha256"] = hashlib.sha256(TOKEN.encode()).hexdigest()
+    with serving(root / "one", retrieval=True, workers=2, **settings) as server:
         yield server
 
 
@@ -111,13 +113,25 @@ def test_metrics_hold_the_workers_and_the_engine_with_labels(several: Server) ->
 
 
 def test_a_reload_on_the_admin_port_reaches_every_worker(several: Server, admin_port: int) -> None:
-    headers = {"authorization": f"Bearer {TOKEN}"}
+    url, headers = f"http://127.0.0.1:{admin_port}/admin/reload", {"authorization": f"Bearer {TOKEN}"}
     with asking(several) as replies:
-        reply = httpx.post(f"http://127.0.0.1:{admin_port}/admin/reload", json={}, headers=headers, timeout=60)
-        assert reply.status_code == 200, reply.text
-        more(replies)
+        for name in ("two", "one"):
+            reply = httpx.post(url, json={"checkpoint": name}, headers=headers, timeout=60)
+            assert (reply.status_code, reply.json()["result"]) == (200, "reloaded"), reply.text
+            version = reply.json()["model"]["version"]
+            wait_until(lambda version=version: versions(several) == {version})
+            more(replies)
     assert replies.statuses == {200}
     assert replies.broken == 0
+    scores: dict[str, Any] = {}
+    for content in map(Reply.json, replies.all):
+        assert scores.setdefault(content["model"]["version"], content["candidates"]) == content["candidates"]
+    assert len(scores) == 2
+
+
+def versions(server: Server) -> set[str]:
+    """Those that twelve connections are told, which come to either worker."""
+    return {server.get("/info").json()["model"]["version"] for _ in range(12)}
 
 
 @contextmanager
