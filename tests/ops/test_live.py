@@ -14,6 +14,7 @@ from urllib.parse import urlencode
 import httpx
 import pytest
 import yaml
+from pydantic import SecretStr
 
 from app.settings import Reload, Retrieval, Settings
 from loadtest.machine import ROOT
@@ -49,7 +50,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     root = tmp_path_factory.mktemp("service")
     with RedisServer(root / "redis") as redis:
         corpus = shutil.copytree(POSTS, root / "corpus")
-        retrieval = Retrieval(checkpoint=TOWERS, corpus=corpus, feed=redis.address())
+        retrieval = Retrieval(checkpoint=TOWERS, corpus=corpus, feed=SecretStr(redis.address()))
         settings = Settings(port=0, checkpoint=DEMO, retrieval=retrieval, reload=Reload(watch_seconds=1))
         with ready(settings) as live:
             yield live
