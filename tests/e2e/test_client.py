@@ -138,17 +138,8 @@ def test_the_example_of_its_readme_runs_where_nothing_of_the_server_is(
     """In an environment with the wheel and what it asks for alone."""
     venv.create(tmp_path, symlinks=True)
     python, (wheel,) = tmp_path / "bin/python", built.glob("*.whl")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        str(wheel),
-    ]
+    words = ["install", "--quiet", "--disable-pip-version-check", str(wheel)]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), *words]
     done = subprocess.run(pip, capture_output=True, text=True, timeout=110)
     if done.returncode:
         pytest.skip(f"pip reaches no package index from here: {done.stderr[-200:]}")
