@@ -83,7 +83,7 @@ def ready(settings: Settings, ranker: LocalRanker | None = None) -> Iterator[Liv
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        until(lambda: running.started and ranker.health().ready)
+        until(lambda: running.started and ranker.health().ready, 100)  # the first one may compile the kernels
         yield Live(sockets[0].getsockname()[1], ranker, running)
     finally:
         running.should_exit = True
