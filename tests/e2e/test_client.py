@@ -57,10 +57,12 @@ def same(ranking: Ranking, reply: dict[str, Any]) -> bool:
 def test_rank_is_what_the_service_says(ranker: RankerClient, client: httpx.Client) -> None:
     reply = client.post("/rank", json=EXAMPLE).json()
     ranking = ranker.rank(USER, CANDIDATES, HISTORY, impression_ts=NOW, timeout_seconds=30)
-    asked = AsyncRankerClient(str(client.base_url)).rank(
-        USER, CANDIDATES, HISTORY, impression_ts=NOW, timeout_seconds=30
-    )
-    for each in (ranking, asyncio.run(asked)):
+
+    async def beside() -> Ranking:
+        async with AsyncRankerClient(str(client.base_url)) as other:
+            return await other.rank(USER, CANDIDATES, HISTORY, impression_ts=NOW, timeout_seconds=30)
+
+    for each in (ranking, asyncio.run(beside())):
         assert same(each, reply)
     assert ranking.actions == reply["actions"]
     assert (ranking.model_name, ranking.model_version) == ("demo", reply["model"]["version"])
