@@ -38,7 +38,12 @@ def test_what_was_acknowledged_is_seen_at_once_and_survives_a_kill(tmp_path: Pat
     towers, corpus = corpora.written(tmp_path, actions=STANDARD_ACTIONS)
     admin_port, digest = free_port(), hashlib.sha256(TOKEN.encode()).hexdigest()
     settings: dict[str, Any] = {"threads": 1, "retrieval__checkpoint": towers, "retrieval__corpus": corpus}
-    settings |= {"admin__port": admin_port, "admin__token_sha256": digest, "logs__success_sample": 0}
+    settings |= {
+        "port": free_port(),
+        "admin__port": admin_port,
+        "admin__token_sha256": digest,
+        "logs__success_sample": 0,
+    }
     gone: set[str] = set()  # acknowledged as deleted, never to come back
     stop, came_back = threading.Event(), list[str]()
     with serving(**settings) as server, httpx.Client(base_url=server.url, timeout=60) as client:
@@ -78,7 +83,7 @@ def test_what_was_acknowledged_is_seen_at_once_and_survives_a_kill(tmp_path: Pat
         server.wait()
     retrieval = Retrieval(checkpoint=towers, corpus=corpus)
     with (
-        ready(Settings(port=0, checkpoint=DEMO, threads=1, retrieval=retrieval)) as again,
+        ready(Settings(port=settings["port"], checkpoint=DEMO, threads=1, retrieval=retrieval)) as again,
         httpx.Client(base_url=again.url, timeout=60) as client,
     ):
         assert ids(found(client, 3)) == live
