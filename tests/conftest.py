@@ -8,11 +8,16 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+import structlog
 
 # Read when torch is loaded: two of its threads that spin while they wait for each other take twenty times the processor time of the work.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 hypothesis.settings.register_profile("shared machine", deadline=None)  # a neighbour's load is no fault of an example
 hypothesis.settings.load_profile("shared machine")
+
+# By default a traceback is drawn with the source of every frame, which takes longer than most tests.
+plain = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
+structlog.configure(processors=[structlog.processors.add_log_level, plain])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

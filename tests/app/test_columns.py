@@ -77,15 +77,6 @@ def test_ids_keep_their_value_and_their_form(body: dict[str, Any]) -> None:
     assert candidates.author_ids.tolist() == [int(candidate["author_id"]) for candidate in body["candidates"]]
 
 
-def test_integers_and_their_strings_are_the_same_ids() -> None:
-    numbers = [0, 1, 2**63, 2**64 - 1]
-    forms: list[list[int | str]] = [[*numbers], [*map(str, numbers)], [0, "1", 2**63, str(2**64 - 1)]]
-    for sent in forms:
-        found = columns.ids_of(sent, "uint64", "exclude")
-        assert found.tolist() == numbers
-        assert found.dtype == np.uint64
-
-
 @pytest.mark.parametrize(
     "value", [-1, 2**64, 2**70, "18446744073709551616", "", "00", "01", "-1", "1,2", "1\\", '"', "]", "1.0", " 7", "+7", "1e3", "\u0661"]
 )  # fmt: skip

@@ -63,24 +63,6 @@ def test_a_number_is_never_made_of_something_else(name: str, value: Any) -> None
     assert message.startswith("expected ")
 
 
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [
-        (good(secretive=1), ""),
-        (good(candidates=[POST, POST | {"secretive": 1}]), "candidates[1]"),
-        (good(candidates={"post_id": [1], "secretive": [1]}), "candidates"),
-        ({"user_id": 1, "s` - at `$.secretive": 1}, ""),
-        (good(candidates=[{"s` - at `$.secretive": 1}]), "candidates[0]"),
-    ],
-)
-def test_an_unknown_field_is_told_by_the_known_ones_and_never_repeated(body: Any, field: str) -> None:
-    found, message = problem_of(body)
-    assert found == field
-    assert message.startswith("has an unknown field; known are ")
-    assert ("post_id, author_id" if field else "user_id, history") in message
-    assert "secretive" not in message
-
-
 def test_a_choice_is_told_by_what_there_is() -> None:
     assert problem_of(good(weights="x"))[1] == "must be one of default, x-2026-09"
     assert problem_of(good(score="mean"))[1] == "must be one of offset, sum"

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from loadtest.machine import ROOT
-from loadtest.server import Server
+from tests.app.api.live import Live
 
 pytestmark = pytest.mark.slow
 PAGE = (ROOT / "docs" / "api.md").read_text()
@@ -24,7 +24,7 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("number", range(len(blocks("bash"))))
-def test_every_curl_on_the_page_is_answered(server: Server, number: int) -> None:
+def test_every_curl_on_the_page_is_answered(server: Live, number: int) -> None:
     command = blocks("bash")[number].replace(ADDRESS, f"127.0.0.1:{server.port}")
     command = re.sub(r"\bcurl\b", "curl --fail-with-body", command)
     done = subprocess.run(["bash", "-euc", command], capture_output=True, text=True, timeout=60)
@@ -33,7 +33,7 @@ def test_every_curl_on_the_page_is_answered(server: Server, number: int) -> None
 
 
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
-def test_every_program_on_the_page_runs(server: Server, number: int) -> None:
+def test_every_program_on_the_page_runs(server: Live, number: int) -> None:
     program = blocks("python")[number].replace(ADDRESS, f"127.0.0.1:{server.port}")
     program = re.sub(r"timeout_seconds=[0-9.]+", "timeout_seconds=30", program)
     environment = {"PYTHONPATH": str(ROOT / "app" / "client")}

@@ -12,18 +12,20 @@ from typing import Any
 import httpx
 import pytest
 
-from loadtest.server import Server, free_port, serving
+from app.settings import Retrieval, Settings
+from loadtest.server import DEMO, free_port, serving
+from tests.app.api.live import ready
 from tests.support import corpora
 from weights.actions import STANDARD_ACTIONS
 
 pytestmark = pytest.mark.slow
 TOKEN = "token"
-CHANGES = 12
+CHANGES = 8
 
 
-def found(server: Server, user: int, **options: Any) -> list[dict[str, Any]]:
+def found(client: httpx.Client, user: int, **options: Any) -> list[dict[str, Any]]:
     """All posts that a search can return."""
-    reply = server.post("/retrieve", {"user_id": user, "k": 2000, **options}).raise_for_status()
+    reply = client.post("/retrieve", json={"user_id": user, "k": 2000, **options}).raise_for_status()
     posts: list[dict[str, Any]] = reply.json()["posts"]
     return posts
 
@@ -35,18 +37,24 @@ def ids(posts: list[dict[str, Any]]) -> set[str]:
 def test_what_was_acknowledged_is_seen_at_once_and_survives_a_kill(tmp_path: Path) -> None:
     towers, corpus = corpora.written(tmp_path, actions=STANDARD_ACTIONS)
     admin_port, digest = free_port(), hashlib.sha256(TOKEN.encode()).hexdigest()
-    settings: dict[str, Any] = {"threads": 1, "retrieval__checkpoint": towers, "retrieval__corpus": corpus, "admin__port": admin_port,
-                                "port": free_port(), "admin__token_sha256": digest, "logs__success_sample": 0}  # fmt: skip
+    settings: dict[str, Any] = {"threads": 1, "retrieval__checkpoint": towers, "retrieval__corpus": corpus}
+    settings |= {
+        "port": free_port(),
+        "admin__port": admin_port,
+        "admin__token_sha256": digest,
+        "logs__success_sample": 0,
+    }
     gone: set[str] = set()  # acknowledged as deleted, never to come back
     stop, came_back = threading.Event(), list[str]()
-    with serving(**settings) as server:
-        live = ids(found(server, 3))
+    with serving(**settings) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        live = ids(found(client, 3))
         assert len(live) > 200
 
         def search(user: int) -> None:
             while not stop.is_set():
                 before = set(gone)
-                came_back.extend(ids(found(server, user)) & before)
+                came_back.extend(ids(found(client, user)) & before)
+                stop.wait(0.01)
 
         threads = [threading.Thread(target=search, args=(user,)) for user in (1, 2)]
         for thread in threads:
@@ -64,15 +72,19 @@ def test_what_was_acknowledged_is_seen_at_once_and_survives_a_kill(tmp_path: Pat
                     live = (live - set(leave)) | set(come)
                     gone |= set(leave)
                     assert (reply["deleted"], reply["corpus"]["posts"]) == (2, len(live))
-                    assert ids(found(server, 9, topics=["new"])) >= set(come)
+                    assert ids(found(client, 9, topics=["new"])) >= set(come)
         finally:
             stop.set()
             for thread in threads:
                 thread.join()
         assert came_back == []
-        before = found(server, 3)
+        before = found(client, 3)
         server.signal(signal.SIGKILL)
         server.wait()
-    with serving(**settings) as server:  # on the same port
-        assert ids(found(server, 3)) == live
-        assert found(server, 3) == before, "ids, order and bits"
+    retrieval = Retrieval(checkpoint=towers, corpus=corpus)
+    with (
+        ready(Settings(port=settings["port"], checkpoint=DEMO, threads=1, retrieval=retrieval)) as again,
+        httpx.Client(base_url=again.url, timeout=60) as client,
+    ):
+        assert ids(found(client, 3)) == live
+        assert found(client, 3) == before, "ids, order and bits"

@@ -28,7 +28,8 @@ from phoenix_ranker_client import (
 )
 
 from loadtest.machine import ROOT
-from loadtest.server import Server, example
+from loadtest.server import example
+from tests.app.api.live import Live
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +43,7 @@ CLIENT = ROOT / "app" / "client"
 
 
 @pytest.fixture
-def ranker(server: Server) -> Any:
+def ranker(server: Live) -> Any:
     with RankerClient(server.url) as client:
         yield client
 
@@ -56,7 +57,13 @@ def same(ranking: Ranking, reply: dict[str, Any]) -> bool:
 def test_rank_is_what_the_service_says(ranker: RankerClient, client: httpx.Client) -> None:
     reply = client.post("/rank", json=EXAMPLE).json()
     ranking = ranker.rank(USER, CANDIDATES, HISTORY, impression_ts=NOW, timeout_seconds=30)
-    assert same(ranking, reply)
+
+    async def beside() -> Ranking:
+        async with AsyncRankerClient(str(client.base_url)) as other:
+            return await other.rank(USER, CANDIDATES, HISTORY, impression_ts=NOW, timeout_seconds=30)
+
+    for each in (ranking, asyncio.run(beside())):
+        assert same(each, reply)
     assert ranking.actions == reply["actions"]
     assert (ranking.model_name, ranking.model_version) == ("demo", reply["model"]["version"])
     best = ranker.rank(USER, CANDIDATES, HISTORY, impression_ts=NOW, top_k=2, timeout_seconds=30)
@@ -108,24 +115,6 @@ def test_a_handle_stands_for_the_history_and_the_whole_is_sent_where_it_is_unkno
         ranker.rank(USER, CANDIDATES, context=UNKNOWN, timeout_seconds=30)
 
 
-def test_one_async_client_says_the_same_in_several_event_loops(server: Server, client: httpx.Client) -> None:
-    ranker = AsyncRankerClient(server.url)
-    reply = client.post("/rank", json=EXAMPLE).json()
-
-    async def several() -> list[Ranking]:
-        calls = (ranker.rank(USER, CANDIDATES, HISTORY, impression_ts=NOW, timeout_seconds=30) for _ in range(4))
-        return await asyncio.gather(*calls)
-
-    for _ in range(2):
-        assert all(same(ranking, reply) for ranking in asyncio.run(several()))
-
-    async def last() -> Ranking:
-        async with ranker:
-            return await ranker.rank(USER, CANDIDATES, HISTORY, impression_ts=NOW, timeout_seconds=30)
-
-    assert same(asyncio.run(last()), reply)
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the client's sdist and wheel."""
@@ -146,22 +135,13 @@ def test_the_wheel_and_the_sdist_hold_the_client_and_nothing_else(built: Path) -
 
 
 def test_the_example_of_its_readme_runs_where_nothing_of_the_server_is(
-    built: Path, server: Server, tmp_path: Path
+    built: Path, server: Live, tmp_path: Path
 ) -> None:
     """In an environment with the wheel and what it asks for alone."""
     venv.create(tmp_path, symlinks=True)
     python, (wheel,) = tmp_path / "bin/python", built.glob("*.whl")
-    pip: list[str | Path] = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        wheel,
-    ]
+    words = ["install", "--quiet", "--disable-pip-version-check", str(wheel)]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), *words]
     done = subprocess.run(pip, capture_output=True, text=True, timeout=110)
     if done.returncode:
         pytest.skip(f"pip reaches no package index from here: {done.stderr[-200:]}")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import signal
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from loadtest.server import Server, example, serving, wait_until
+from loadtest.server import example, free_port
+from tests.app.api.live import demo
 
 pytestmark = pytest.mark.slow
 
@@ -23,16 +22,23 @@ UNKNOWN = "0123456789abcdef" * 2
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """A service of its own, with two callers: `feed` and `other`."""
-    keys = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("feed", "other")}
-    with serving(retrieval=True, threads=1, auth__keys=json.dumps(keys), explore__enabled="true") as server:
-        yield server
+def admin_port() -> int:
+    return free_port()
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, headers={"X-API-Key": "feed"}, timeout=60) as client:
+def client(tmp_path_factory: pytest.TempPathFactory, admin_port: int) -> Iterator[httpx.Client]:
+    """Of a service with two callers, `feed` and `other`, and an administrator."""
+    digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("feed", "other", "admin")}
+    groups = {
+        "auth": {"keys": {name: digests[name] for name in ("feed", "other")}},
+        "admin": {"port": admin_port, "token_sha256": digests["admin"]},
+        "explore": {"enabled": True},
+    }
+    with (
+        demo(tmp_path_factory.mktemp("demo"), **groups) as live,
+        httpx.Client(base_url=live.url, headers={"X-API-Key": "feed"}, timeout=60) as client,
+    ):
         yield client
 
 
@@ -100,12 +106,12 @@ def test_a_handle_belongs_to_the_api_key_that_made_it(client: httpx.Client, path
     assert client.post("/context", json=VIEWER, headers={"X-API-Key": "nobody's"}).status_code == 401
 
 
-def test_no_handle_survives_a_reload(server: Server, client: httpx.Client) -> None:
-    """Not even of the same checkpoint. Last, since it loads anew."""
+def test_no_handle_survives_a_reload(client: httpx.Client, admin_port: int) -> None:
+    """Not even of the same checkpoint."""
     body = {**REST, "context": handle_of(client)}
     assert client.post("/rank", json=body).status_code == 200
-    server.signal(signal.SIGHUP)
-    wait_until(lambda: client.post("/rank", json=body).status_code != 200, 120, server)
+    admin = {"authorization": "Bearer admin"}
+    httpx.post(f"http://127.0.0.1:{admin_port}/admin/reload", json={}, headers=admin, timeout=60).raise_for_status()
     refused = client.post("/rank", json=body)
     assert (refused.status_code, refused.json()["code"]) == (412, "context_unknown")
     assert client.post("/rank", json=EXAMPLE).json()["context"] != body["context"]

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
 from app.main import create_app
 from app.settings import Settings
-from loadtest.server import serving, wait_until
+from loadtest.server import wait_until
 from tests import goldens
 from tests.support.asgi import ADDRESS
 from tests.support.bodies import in_columns
@@ -32,18 +31,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module", params=[(name, mode) for name in goldens.NAMES for mode in OUTPUTS], ids="-".join)
-def golden(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterator[tuple[str, str, Any]]:
-    """Name, mode, and a client of the service: a process for one golden, the application in this process for the others."""
+def golden(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterator[tuple[str, str, TestClient]]:
+    """Name, mode, and a client of the application around this checkpoint."""
     name, mode = request.param
-    options: dict[str, Any] = {"dtype": "float32", "candidate_positions": mode, "threads": 1}
-    if name == "phoenix-mini":
-        with serving(checkpoints[name], **options) as server:
-            yield name, mode, httpx.Client(base_url=server.url, timeout=60)
-    else:
-        app = create_app(Settings(checkpoint=checkpoints[name], **options))
-        with TestClient(app, base_url=ADDRESS) as client:
-            wait_until(lambda: client.get("/readyz").status_code == 200, 120)
-            yield name, mode, client
+    app = create_app(Settings(checkpoint=checkpoints[name], dtype="float32", candidate_positions=mode, threads=1))
+    with TestClient(app, base_url=ADDRESS) as client:
+        wait_until(lambda: client.get("/readyz").status_code == 200, 120)
+        yield name, mode, client
 
 
 def as_text(body: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +67,7 @@ def sigmoid(logits: Any) -> Any:
     return 1 / (1 + np.exp(-logits.astype(np.float64)))
 
 
-def test_rank_equals_the_published_pipeline(golden: tuple[str, str, Any]) -> None:
+def test_rank_equals_the_published_pipeline(golden: tuple[str, str, TestClient]) -> None:
     name, mode, client = golden
     expected = goldens.expected(name)
     for index, body in enumerate(goldens.requests(name)):

@@ -8,9 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
+import structlog
+from starlette.testclient import TestClient
 
-from loadtest.server import TOWERS, example, serving
+from app.main import create_app
+from app.settings import Retrieval, Settings
+from loadtest.server import DEMO, TOWERS, example, wait_until
 from tests.support import corpora
+from tests.support.asgi import ADDRESS
 
 pytestmark = pytest.mark.slow
 
@@ -30,21 +35,35 @@ def said(reply: httpx.Response) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"k": 50}, {"k": 60, "exclude_history": False, "history": example()["history"] * 6}],
-    ids=["short", "long"],
+    [
+        {"k": 50},
+        {"k": 60, "exclude_history": False, "history": example()["history"] * 6},
+        {
+            "k": 60,
+            "topics": ["chess", "football"],
+            "exclude": [3, 4],
+            "weights": {"favorite": 2, "report": -1.5},
+            "actions_wanted": ["report", "favorite"],
+        },
+    ],
+    ids=["short", "long", "with every option"],
 )
 def test_recommend_is_retrieve_and_then_rank(client: httpx.Client, options: dict[str, Any]) -> None:
     """Also with a history beyond the window."""
     info = client.get("/info").json()
     for user in users(5):
         asked = user | options
-        viewer = {name: asked[name] for name in ("user_id", "history", "impression_ts")}
-        posts = said(client.post("/retrieve", json=asked))["posts"]
+        viewer = {
+            name: value for name, value in asked.items() if name not in ("k", "exclude_history", "topics", "exclude")
+        }
+        search = {name: value for name, value in asked.items() if name not in ("weights", "actions_wanted")}
+        posts = said(client.post("/retrieve", json=search))["posts"]
         candidates = [{key: post[key] for key in ("post_id", "author_id", "created_at")} for post in posts]
         ranked = said(client.post("/rank", json=viewer | {"candidates": candidates, "top_k": len(posts)}))
         reply = client.post("/recommend", json=asked)
         joined = said(reply)
         assert reply.headers["x-model-version"] == info["model"]["version"]
+        assert joined["actions"] == ranked["actions"]
         assert joined["models"] == {"ranker": info["model"], "retrieval": info["retrieval"]["model"]}
         extra = {post["post_id"]: {"retrieval_score": post["score"], "retrieval_rank": post["rank"]} for post in posts}
         assert joined["candidates"] == [row | extra[row["post_id"]] for row in ranked["candidates"]]
@@ -72,9 +91,9 @@ def test_pages_without_what_was_seen_go_through_the_whole_corpus(client: httpx.C
     assert len(seen) == len(set(seen)) == posts
 
 
-def test_a_corpus_of_other_towers_ends_the_start(tmp_path: Path) -> None:
+def test_a_corpus_of_other_towers_is_never_ready(tmp_path: Path) -> None:
     _, corpus = corpora.written(tmp_path)
-    settings: dict[str, Any] = {"threads": 1, "retrieval__checkpoint": TOWERS, "retrieval__corpus": corpus}
-    with serving(wait_ready=False, **settings) as server:
-        assert server.wait(120) == 1
-        assert "were made by towers v1" in server.log_text
+    settings = Settings(checkpoint=DEMO, threads=1, retrieval=Retrieval(checkpoint=TOWERS, corpus=corpus))
+    with structlog.testing.capture_logs() as lines, TestClient(create_app(settings), base_url=ADDRESS) as client:
+        wait_until(lambda: any("were made by towers v1" in line.get("reason", "") for line in lines), 60)
+        assert client.get("/readyz").status_code == 503

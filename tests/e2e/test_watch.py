@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from structlog.testing import capture_logs
 
-from loadtest.server import DEMO, Server, example, serving, wait_until
+from app.settings import Reload, Retrieval, Settings
+from loadtest.server import DEMO, example, wait_until
+from tests.app.api.live import ready
 from tests.support import corpora
 from weights.actions import STANDARD_ACTIONS
 from weights.checkpoint import load_checkpoint, save_checkpoint
@@ -31,23 +36,24 @@ class Watched:
     """A service that watches the links `towers` and `posts` of `root`; the directories that they may lead to, by version."""
 
     root: Path
-    server: Server
+    client: httpx.Client
     directories: dict[str, tuple[Path, Path]]
+    log: Sequence[Mapping[str, Any]]
     answers: dict[str, Any] = field(default_factory=dict)
 
     def version(self) -> str:
-        retrieval = self.server.get("/info").json()["retrieval"]
+        retrieval = self.client.get("/info").json()["retrieval"]
         assert retrieval["model"]["version"] == retrieval["corpus"]["version"]
         version: str = retrieval["corpus"]["version"]
         return version
 
     def refusals(self) -> list[str]:
         """Why reloads were refused."""
-        return [line["reason"] for line in self.server.log_lines if line["event"] == "reload_failed"]
+        return [line["reason"] for line in self.log if line["event"] == "reload_failed"]
 
     def answers_as(self, version: str) -> bool:
         """Whether replies name this version, and are those of the first time that it served."""
-        replies = [self.server.post("/retrieve", {"user_id": user, "k": 50}) for user in range(1, 6)]
+        replies = [self.client.post("/retrieve", json={"user_id": user, "k": 50}) for user in range(1, 6)]
         found = [reply.raise_for_status().json() for reply in replies]
         assert {(each["model"]["version"], each["corpus"]["version"]) for each in found} == {(version, version)}
         posts = [each["posts"] for each in found]
@@ -61,21 +67,28 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     links = root / "towers", root / "posts"
     for link, place in zip(links, both["a"], strict=True):
         point(link, place)
-    settings: dict[str, Any] = {"retrieval__checkpoint": links[0], "retrieval__corpus": links[1]}
-    with serving(threads=1, reload__watch_seconds=0.25, **settings) as server:
-        yield Watched(root, server, both)
+    with watching(DEMO, retrieval=Retrieval(checkpoint=links[0], corpus=links[1])) as client, capture_logs() as log:
+        yield Watched(root, client, both, log)
+
+
+@contextmanager
+def watching(checkpoint: Path, **groups: Any) -> Iterator[httpx.Client]:
+    """A client of a service that looks at its directories four times a second."""
+    settings = Settings(port=0, checkpoint=checkpoint, threads=1, reload=Reload(watch_seconds=0.25), **groups)
+    with ready(settings) as live, httpx.Client(base_url=live.url, timeout=60) as client:
+        yield client
 
 
 def test_towers_and_posts_are_served_once_both_links_lead_there(watched: Watched) -> None:
     towers, posts = watched.directories["b"]
     assert watched.answers_as("a")
     point(watched.root / "posts", posts)
-    wait_until(watched.refusals, SECONDS, watched.server)
+    wait_until(watched.refusals, SECONDS)
     assert "were made by towers b" in watched.refusals()[-1]
     assert watched.version() == "a"
     assert watched.answers_as("a")
     point(watched.root / "towers", towers)
-    wait_until(lambda: watched.version() == "b", SECONDS, watched.server)
+    wait_until(lambda: watched.version() == "b", SECONDS)
     assert watched.answers_as("b")
     assert watched.answers["a"] != watched.answers["b"]
     assert len(watched.refusals()) == 1, "what was refused is not tried again"
@@ -90,10 +103,10 @@ def test_damaged_posts_are_refused_with_their_file_and_the_next_ones_are_served(
     (damaged / "vectors.safetensors").write_bytes(vectors)
     point(watched.root / "posts", damaged)
     point(watched.root / "towers", towers)
-    wait_until(lambda: "vectors.safetensors" in watched.refusals()[-1], SECONDS, watched.server)
+    wait_until(lambda: "vectors.safetensors" in watched.refusals()[-1], SECONDS)
     assert watched.answers_as("b")
     point(watched.root / "posts", posts)
-    wait_until(lambda: watched.version() == "a", SECONDS, watched.server)
+    wait_until(lambda: watched.version() == "a", SECONDS)
     assert watched.answers_as("a")
 
 
@@ -110,10 +123,10 @@ def test_after_a_new_checkpoint_requests_speak_its_words(tmp_path: Path) -> None
     def body(action: str) -> dict[str, Any]:
         return {**example(), "weights": {action: 1.0}, "history": []}
 
-    with serving(place, threads=1, reload__watch_seconds=0.25) as server:
-        assert [server.post("/rank", body(word)).status_code for word in ("favorite", "action_0")] == [200, 422]
+    with watching(place) as client:
+        assert [client.post("/rank", json=body(word)).status_code for word in ("favorite", "action_0")] == [200, 422]
         place.rename(tmp_path / "old")
         fresh.rename(place)
-        wait_until(lambda: server.get("/info").json()["model"]["name"] == "other", SECONDS, server)
-        assert [server.post("/rank", body(word)).status_code for word in ("favorite", "action_0")] == [422, 200]
-        assert server.post("/rank", body("action_0")).json()["actions"] == names
+        wait_until(lambda: client.get("/info").json()["model"]["name"] == "other", SECONDS)
+        assert [client.post("/rank", json=body(word)).status_code for word in ("favorite", "action_0")] == [422, 200]
+        assert client.post("/rank", json=body("action_0")).json()["actions"] == names

@@ -43,13 +43,8 @@ def test_haproxy_takes_its_configuration() -> None:
 
 def test_kubernetes_takes_every_object() -> None:
     objects = [*yaml.safe_load_all((DOCKER / "kubernetes/ranker.yaml").read_text())]
-    assert [each["kind"] for each in objects] == [
-        "Deployment",
-        "Service",
-        "Service",
-        "HorizontalPodAutoscaler",
-        "PodDisruptionBudget",
-    ]
+    kinds = ["Deployment", "Service", "Service", "HorizontalPodAutoscaler", "PodDisruptionBudget"]
+    assert [each["kind"] for each in objects] == kinds
     for each in objects:
         kubernetes_validate.validate(each, "1.31", strict=True)
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -59,18 +54,8 @@ def test_kubernetes_takes_every_object() -> None:
 def test_compose_takes_its_file() -> None:
     lines = (DOCKER / "compose.yaml").read_text().splitlines(keepends=True)
     text = "".join(line for line in lines if not line.startswith("name:"))  # Debian's Compose is older than this field
-    command = [
-        "docker-compose",
-        "--project-directory",
-        DOCKER,
-        "-f",
-        "-",
-        "--profile",
-        "cpu",
-        "--profile",
-        "cuda",
-        "config",
-    ]
+    profiles = ["--profile", "cpu", "--profile", "cuda"]
+    command = ["docker-compose", "--project-directory", DOCKER, "-f", "-", *profiles, "config"]
     done = run(*command, text=text)
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout)["services"].keys() == {"ranker-cpu", "ranker-cuda", "prometheus", "grafana"}

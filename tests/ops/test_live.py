@@ -11,11 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlencode
 
+import httpx
 import pytest
 import yaml
+from pydantic import SecretStr
 
+from app.settings import Reload, Retrieval, Settings
 from loadtest.machine import ROOT
-from loadtest.server import Server, example, running, serving
+from loadtest.server import DEMO, POSTS, TOWERS, Server, example, running
+from tests.app.api.live import Live, head, ready
 from tests.support.redis import RedisServer
 
 RULES = yaml.safe_load((ROOT / "docker/prometheus/rules.yml").read_text())["groups"][0]["rules"]
@@ -40,22 +44,20 @@ def expressions() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     if not RedisServer.is_installed():
         pytest.skip("redis-server is not installed; make test installs it on Debian")
-    corpus = tmp_path_factory.mktemp("corpus") / "posts"
-    shutil.copytree(ROOT / "weights/demo-posts", corpus)
-    with (
-        RedisServer(tmp_path_factory.mktemp("redis")) as redis,
-        serving(
-            retrieval=True, retrieval__corpus=corpus, retrieval__feed=redis.address(), reload__watch_seconds=1
-        ) as server,
-    ):
-        yield server
+    root = tmp_path_factory.mktemp("service")
+    with RedisServer(root / "redis") as redis:
+        corpus = shutil.copytree(POSTS, root / "corpus")
+        retrieval = Retrieval(checkpoint=TOWERS, corpus=corpus, feed=SecretStr(redis.address()))
+        settings = Settings(port=0, checkpoint=DEMO, retrieval=retrieval, reload=Reload(watch_seconds=1))
+        with ready(settings) as live:
+            yield live
 
 
 @pytest.fixture(scope="module")
-def prometheus(service: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def prometheus(service: Live, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed; make test installs it on Debian")
     folder: Path = tmp_path_factory.mktemp("prometheus")
@@ -80,25 +82,20 @@ def prometheus(service: Server, tmp_path_factory: pytest.TempPathFactory) -> Ite
         load.join()
 
 
-def offer(service: Server, stop: threading.Event) -> None:
+def offer(service: Live, stop: threading.Event) -> None:
     """Rankings, searches, refusals, a caller that goes away, until told to stop."""
     body = example()
     search = {name: value for name, value in body.items() if name != "candidates"}
-    while not stop.is_set():
-        for path, asked in (
-            ("/rank", body),
-            ("/rank/batch", {"requests": [body]}),
-            ("/retrieve", search),
-            ("/recommend", search),
-            ("/rank", {}),
-        ):
-            service.post(path, asked)
-        service.post("/rank", body, x_request_timeout_ms="0")
-        with service.connect() as leaver:
-            leaver.sendall(
-                b"POST /rank HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
-            )
-        stop.wait(0.1)
+    paths = {"/rank/batch": {"requests": [body]}, "/retrieve": search, "/recommend": search}
+    with httpx.Client(base_url=service.url, timeout=60) as client:
+        while not stop.is_set():
+            for path, asked in paths.items():
+                client.post(path, json=asked)
+            for asked, headers in ((body, {}), (body, {"x-request-timeout-ms": "0"}), ({}, {})):
+                client.post("/rank", json=asked, headers=headers)
+            with service.connect() as leaver:
+                leaver.sendall(head(length=9) + b"{")
+            stop.wait(0.1)
 
 
 @pytest.mark.slow

@@ -8,97 +8,79 @@ import shutil
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
+from pydantic import SecretStr
 
-from loadtest.server import DEMO, PLAIN, Server, example, free_port, serving, wait_until
+from app.settings import Admin, Settings
+from loadtest.server import PLAIN, example, free_port, serving, wait_until
+from tests.app.api.live import QUIET, ready
+from tests.support.checkpoints import one_and_two
 from tests.support.clients import callers
-from weights.checkpoint import load_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.slow
 TOKEN = "a token of this test"
 
 
-def body(user: int) -> bytes:
-    return json.dumps(example(16) | {"user_id": user % 50}).encode()
+BODIES = [json.dumps(example(16) | {"user_id": user}).encode() for user in range(10)]
+
+
+def body(turn: int) -> bytes:
+    return BODIES[turn % 10]
 
 
 def test_sigterm_under_load_loses_nothing_and_ends_with_0(duration: float) -> None:
     for _ in range(max(1, int(duration / 3))):
         with serving(drain__delay_seconds=1) as server:
-            with callers(server, body, 8) as replies:
-                time.sleep(0.5)
+            with callers(server, body, 8, pause=0.01) as replies:
+                wait_until(lambda: len(replies.all) > 20)
                 server.signal(signal.SIGTERM)
-                time.sleep(0.3)
-                assert server.get("/readyz").status_code == 503  # told at once
+                wait_until(lambda: server.get("/readyz").status_code == 503, 0.9)  # told at once
                 assert server.wait() == 0
-                answered = len(replies.all)
-            assert {status for status, *_ in replies.all} <= {200, 503}
-            assert answered > 20
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two checkpoints whose scores differ, below one folder."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    shutil.copytree(DEMO, folder / "one", ignore=shutil.ignore_patterns("report"))
-    found = load_checkpoint(DEMO)
-    manifest = found.manifest
-    for parameter in found.ranker.parameters():
-        parameter.data.mul_(0.9)
-    labels = {
-        "action_names": manifest.action_names,
-        "continuous": manifest.continuous,
-        "score_weights": manifest.score_weights,
-    }
-    save_checkpoint(folder / "two", found.ranker, name="two", version="two", **labels)
-    return folder
-
-
-def admin(**settings: Any) -> dict[str, Any]:
-    return {"admin__port": free_port(), "admin__token_sha256": hashlib.sha256(TOKEN.encode()).hexdigest()} | settings
-
-
-def reload(port: int, checkpoint: str) -> httpx.Response:
-    headers = {"authorization": f"Bearer {TOKEN}"}
-    body = {"checkpoint": checkpoint}
-    return httpx.post(f"http://127.0.0.1:{port}/admin/reload", json=body, headers=headers, timeout=60, verify=PLAIN)
-
-
-def scores_of(server: Server, user: int) -> list[float]:
-    return [each["score"] for each in server.post("/rank", body(user)).json()["candidates"]]
+            assert replies.statuses <= {200, 503}
 
 
 def test_a_reload_under_load_loses_no_request_mixes_no_versions_and_refuses_a_damaged_one(
-    root: Path, duration: float
+    tmp_path: Path, duration: float
 ) -> None:
-    settings = admin(admin__root=root)
-    with serving(root / "one", **settings) as server:
-        known: dict[str, list[list[float]]] = {}
+    root = one_and_two(tmp_path)
+    admin = Admin(port=free_port(), token_sha256=SecretStr(hashlib.sha256(TOKEN.encode()).hexdigest()), root=root)
+    with (
+        ready(Settings(port=0, checkpoint=root / "one", admin=admin, logs=QUIET)) as live,
+        httpx.Client(base_url=live.url, verify=PLAIN, headers={"content-type": "application/json"}) as client,
+    ):
+
+        def reload(name: str) -> httpx.Response:
+            url, headers = f"http://127.0.0.1:{admin.port}/admin/reload", {"authorization": f"Bearer {TOKEN}"}
+            return httpx.post(url, json={"checkpoint": name}, headers=headers, timeout=60, verify=PLAIN)
+
+        def scores() -> list[tuple[float, ...]]:
+            replies = [client.post("/rank", content=each).json() for each in BODIES]
+            return [tuple(each["score"] for each in reply["candidates"]) for reply in replies]
+
+        known: dict[str, list[tuple[float, ...]]] = {}
         for name in ("two", "one"):
-            assert reload(settings["admin__port"], name).status_code == 200
-            version = server.get("/info").json()["model"]["version"]
-            known[version] = [scores_of(server, user) for user in range(50)]
+            assert reload(name).status_code == 200
+            version = client.get("/info").json()["model"]["version"]
+            known[version] = scores()
         assert len(known) == 2
 
-        with callers(server, body, 8) as replies:
-            until = time.monotonic() + duration
+        with callers(live, body, 8, pause=0.01) as replies:
+            until = time.monotonic() + duration / 2
             while time.monotonic() < until:
                 for name in ("two", "one"):
-                    assert reload(settings["admin__port"], name).status_code == 200
+                    assert reload(name).status_code == 200
         assert replies.broken == 0
-        assert {status for status, *_ in replies.all} == {200}
-        right = {version: {tuple(scores) for scores in lists} for version, lists in known.items()}
-        for _, _, content in replies.all:
-            reply = json.loads(content)
-            assert tuple(each["score"] for each in reply["candidates"]) in right[reply["model"]["version"]]
-        refused = reload(settings["admin__port"], damage(root).name)
+        assert replies.statuses == {200}
+        for each in replies.all:
+            reply = each.json()
+            assert tuple(row["score"] for row in reply["candidates"]) in known[reply["model"]["version"]]
+        refused = reload(damage(root).name)
         assert (refused.status_code, refused.json()["code"]) == (422, "checkpoint_refused")
         assert "params.safetensors" in refused.json()["detail"]
-        assert [scores_of(server, user) for user in range(50)] == known[version], "the old one serves on"
-        assert server.metric('ranker_reloads_total{result="failure"}') == 1
+        assert scores() == known[version], "the old one serves on"
+        assert live.figure('ranker_reloads_total{result="failure"}') == 1
 
 
 def damage(root: Path) -> Path:
@@ -110,21 +92,3 @@ def damage(root: Path) -> Path:
     data[-1] ^= 1
     file.write_bytes(data)
     return broken
-
-
-def test_callers_that_vanish_leave_nothing_behind() -> None:
-    with serving() as server:
-        for _ in range(200):
-            with server.connect() as sock:
-                sent = body(1)
-                head = (
-                    b"POST /rank HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-                    % len(sent)
-                )
-                sock.sendall(head + sent)
-        wait_until(
-            lambda: server.metric("ranker_queue_requests") == 0 and server.metric("ranker_queue_candidates") == 0
-        )
-        assert server.post("/rank", example()).status_code == 200
-        threads = server.status_field("Threads")
-        assert threads < 40

@@ -10,14 +10,13 @@ import base64
 import gzip
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from loadtest.server import Server, serving
+from tests.app.api.live import demo
 
 RECORDING = Path(__file__).with_name("recording.jsonl.gz")
 TOLERANCE = 2e-5  # another processor has other vectors, and so another last bit
@@ -50,20 +49,14 @@ def recorded() -> list[dict[str, Any]]:
     return [json.loads(line) for line in gzip.decompress(RECORDING.read_bytes()).splitlines()]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(retrieval=True, dtype="float32") as running:
-        yield running
-
-
 def send(client: httpx.Client, call: dict[str, Any]) -> httpx.Response:
     body = base64.b64decode(call["body64"]) if "body64" in call else call["body"].encode()
     return client.request(call["method"], call["path"], content=body or None, headers=call["headers"])
 
 
 @pytest.mark.slow
-def test_every_recorded_request_gets_its_recorded_reply(server: Server) -> None:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+def test_every_recorded_request_gets_its_recorded_reply(tmp_path: Path) -> None:
+    with demo(tmp_path, dtype="float32") as live, httpx.Client(base_url=live.url, timeout=60) as client:
         differences = [
             f"{number} {call['source']} {call['path'][:60]}: {problem}"
             for number, call in enumerate(recorded())

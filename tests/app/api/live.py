@@ -1,28 +1,33 @@
-"""A real server in a thread of the test's process, around a fake engine, and raw sockets to it. Not a test itself."""
+"""A real server in a thread of the test's process, around a fake engine or the demo, and raw sockets to it. Not a test itself."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from app import server
 from app.main import create_app
-from app.service.ranker import LocalRanker
-from app.settings import Settings
+from app.service.ranker import LocalRanker, create_ranker
+from app.settings import Logs, Retrieval, Settings
+from app.telemetry.metrics import Metrics
+from loadtest.server import DEMO, POSTS, TOWERS
 from tests.support import rankers
 from tests.support.bodies import good
 
 BODY = json.dumps(good()).encode()
 JSON = {"content-type": "application/json"}
+QUIET = Logs(success_sample=0.0)
 
 
 @dataclass
@@ -32,6 +37,10 @@ class Live:
     port: int
     ranker: LocalRanker
     server: server.Server
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def connect(self, seconds: float = 10.0) -> socket.socket:
         """A connection whose reads time out after this long."""
@@ -47,17 +56,34 @@ def listening(engine: Any = None, **groups: Any) -> Iterator[Live]:
     """A ready server around this engine, by default a `FakeEngine`. `groups` are of its settings."""
     settings = Settings(**{"port": 0, **groups})
     ranker = rankers.create(engine, **{name: getattr(settings, name) for name in type(settings).model_fields})
-    sockets = server.bind(settings.host, settings.port)
+    with ready(settings, ranker) as live:
+        yield live
+
+
+@contextmanager
+def demo(directory: Path, **groups: Any) -> Iterator[Live]:
+    """A ready server of the demo with its posts, which are copied below the directory: a corpus belongs to one process at a time."""
+    retrieval = Retrieval(checkpoint=TOWERS, corpus=shutil.copytree(POSTS, directory / "posts"))
+    given = {"port": 0, "checkpoint": DEMO, "retrieval": retrieval, "threads": 1, "logs": QUIET, **groups}
+    with ready(Settings(**given)) as live:
+        yield live
+
+
+@contextmanager
+def ready(settings: Settings, ranker: LocalRanker | None = None) -> Iterator[Live]:
+    """A ready server of these settings, by default around the ranker that they describe."""
+    ranker = ranker or create_ranker(settings, Metrics())
+    sockets, sides = server.bind(settings.host, settings.port), server.side_ports(settings, ranker)
     running = server.Server(create_app(settings, ranker), sockets, ranker, settings)
 
     def run() -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(server.serve(running, []))
+            runner.run(server.serve(running, sides))
 
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        until(lambda: running.started and ranker.health().ready)
+        until(lambda: running.started and ranker.health().ready, 100)  # the first one may compile the kernels
         yield Live(sockets[0].getsockname()[1], ranker, running)
     finally:
         running.should_exit = True

@@ -80,6 +80,7 @@ CALLS: dict[str, tuple[list[str], dict[str, str]]] = {
 }
 EACH_IN_A_FORK = """
 import json, os, sys
+import app.settings, app.telemetry.logs  # once for all, as below
 from app.cli import main
 folder, calls = sys.argv[1], json.loads(sys.argv[2])
 for number, (words, variables) in enumerate(calls):

@@ -251,18 +251,6 @@ def test_an_explanation_rests_between_its_turns(monkeypatch: pytest.MonkeyPatch)
         assert 0.45 <= time.monotonic() - began < 0.9, "it rests until half of its time is over, and no longer"
 
 
-def test_a_context_may_be_named(client: TestClient) -> None:
-    body = asked(client, history=4)
-    named = [body["candidates"][0]["post_id"]]
-    context = {name: body.pop(name) for name in ("user_id", "history")}
-    handle = client.post("/context", json=context).json()["context"]
-    whole, by_handle = (
-        client.post("/explain", json=body | {"explain": named} | said).json() for said in (context, {"context": handle})
-    )
-    assert whole["candidates"] == by_handle["candidates"]
-    assert whole["events"] == by_handle["events"]
-
-
 def test_a_refusal_for_want_of_a_place_reads_nothing() -> None:
     """Neither the body nor its end: one that sends its headers alone is told at once, and holds no place before."""
     gate, whole = Gate(), json.dumps(question()).encode()

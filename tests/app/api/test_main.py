@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
+import logging
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,13 +19,16 @@ from typing import Any
 
 import httpx
 import pytest
+import structlog
+import uvicorn
+from anyio.from_thread import start_blocking_portal
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.testclient import TestClient
 
 from app.main import create_app
 from app.settings import Settings
-from loadtest.server import example, running, stop
+from loadtest.server import example, free_port, running, stop, wait_until
 from tests.support import corpora
 from tests.support.asgi import ADDRESS, served
 from tests.support.bodies import good
@@ -156,33 +161,80 @@ def test_openapi_generator_reads_the_document(described: Path, tmp_path: Path) -
     assert (tmp_path / "made/openapi_client/models/rank_request.py").is_file()
 
 
-SERVERS = {
-    "uvicorn": ("--factory", "app.main:create_app", "--port", "{port}"),
-    "hypercorn": ("app.main:create_app()", "--bind", "127.0.0.1:{port}"),
-    "granian": ("--interface", "asgi", "--factory", "app.main:create_app", "--port", "{port}"),
-}
+async def with_uvicorn(port: int, stopped: asyncio.Event) -> None:
+    server = uvicorn.Server(uvicorn.Config("app.main:create_app", factory=True, port=port, log_config=None))
+    serving = asyncio.ensure_future(server.serve())
+    await stopped.wait()
+    server.should_exit = True
+    await serving
+
+
+async def with_hypercorn(port: int, stopped: asyncio.Event) -> None:
+    hypercorn = pytest.importorskip("hypercorn.asyncio")
+    config = hypercorn.Config.from_mapping(bind=f"127.0.0.1:{port}")
+    await hypercorn.serve(create_app(), config, shutdown_trigger=stopped.wait)
+
+
+@pytest.fixture
+def logs_as_before() -> Iterator[None]:
+    """An application without settings sets up the logs of its process."""
+    before, root = structlog.get_config(), logging.getLogger()
+    handlers = root.handlers
+    yield
+    structlog.configure(**before)
+    root.handlers = handlers
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SERVERS)
-def test_other_servers_serve_the_same_application(name: str) -> None:
-    if find_spec(name) is None:
-        pytest.skip(f"{name} is not installed")
-    body = example()
+@pytest.mark.usefixtures("logs_as_before")
+@pytest.mark.parametrize("serve", [with_uvicorn, with_hypercorn])
+def test_other_servers_serve_the_same_application(
+    serve: Callable[[int, asyncio.Event], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANKER_THREADS", "1")
+    port = free_port()
+    with start_blocking_portal() as portal:
+        stopped = portal.call(asyncio.Event)
+        served = portal.start_task_soon(serve, port, stopped)
+        try:
+            wait_until(lambda: served.done() or is_ready(port), 60)
+            ranks_as_ours_does(f"http://127.0.0.1:{port}")
+        finally:
+            portal.call(stopped.set)
+            served.result(30)
+
+
+def is_ready(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/readyz").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("granian") is None, reason="needs granian")
+def test_granian_serves_it_with_its_log() -> None:
+    command = [sys.executable, "-m", "granian", "--interface", "asgi", "--factory", "app.main:create_app"]
     settings = {"RANKER_THREADS": "1", "RANKER_DRAIN__TIMEOUT_SECONDS": "5"}
-    with running([sys.executable, "-m", name, *SERVERS[name]], settings) as server:
-        replies = {path: server.get(path).status_code for path in ("/readyz", "/docs", "/metrics", "/nowhere")}
-        assert replies == {"/readyz": 200, "/docs": 200, "/metrics": 200, "/nowhere": 404}
-        assert (head := httpx.head(f"{server.url}/livez")).status_code == 200
-        assert head.content == b""
-        ranked = server.post("/rank", body)
-        assert (ranked.status_code, len(ranked.json()["candidates"])) == (200, len(body["candidates"]))
-        assert server.post("/rank", {}).json()["code"] == "invalid_request"
+    with running([*command, "--port", "{port}"], settings) as server:
+        ranks_as_ours_does(server.url)
         stop(server)
         assert '"event":"request"' in server.log_text
         assert "Traceback" not in server.log_text
 
 
+def ranks_as_ours_does(url: str) -> None:
+    body = example()
+    with httpx.Client(base_url=url, timeout=30) as client:
+        replies = {path: client.get(path).status_code for path in ("/readyz", "/docs", "/metrics", "/nowhere")}
+        assert replies == {"/readyz": 200, "/docs": 200, "/metrics": 200, "/nowhere": 404}
+        assert ((head := client.head("/livez")).status_code, head.content) == (200, b"")
+        ranked = client.post("/rank", json=body)
+        assert (ranked.status_code, len(ranked.json()["candidates"])) == (200, len(body["candidates"]))
+        assert client.post("/rank", json={}).json()["code"] == "invalid_request"
+
+
+@pytest.mark.usefixtures("logs_as_before")
 def test_without_settings_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANKER_ROOT_PATH", "/below")
     assert create_app().openapi()["servers"] == [{"url": "/below"}]

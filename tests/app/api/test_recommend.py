@@ -1,4 +1,4 @@
-"""POST /recommend around a fake ranker: bit for bit what /retrieve and then /rank say. With real models: tests/e2e/test_retrieve.py."""
+"""POST /recommend around a fake ranker. That it is /retrieve and then /rank: tests/e2e/test_retrieve.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from app.service.ranker import LocalRanker
 from app.settings import Auth, Limits, Queue
 from tests.support import corpora
 from tests.support.asgi import served
-from tests.support.corpora import NOW, asked, posts_of
+from tests.support.corpora import asked, posts_of
 from tests.support.fakes import FakeEngine, fake_loader
 from tests.support.rankers import figure
 from weights.text_ids import IdKind
@@ -32,44 +32,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClie
 @pytest.fixture
 def client(running: tuple[TestClient, LocalRanker]) -> TestClient:
     return running[0]
-
-
-OPTIONS = {
-    "impression_ts": NOW,
-    "weights": {"favorite": 2.0, "report": -1.5},
-    "actions_wanted": ["report", "favorite"],
-}
-
-
-def expected(client: TestClient, viewer: dict[str, Any], options: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """What /retrieve and then /rank say, as /recommend should."""
-    retrieval = {name: value for name, value in changes.items() if name != "top_k"}
-    posts = client.post("/retrieve", json=viewer | retrieval).json()["posts"]
-    candidates = [{key: post[key] for key in ("post_id", "author_id", "created_at")} for post in posts]
-    top_k = changes.get("top_k", len(posts))
-    ranked: dict[str, Any] = client.post(
-        "/rank", json=viewer | options | {"candidates": candidates, "top_k": top_k}
-    ).json()
-    found = {post["post_id"]: post for post in posts}
-    for row in ranked["candidates"]:
-        post = found[row["post_id"]]
-        row |= {"retrieval_score": post["score"], "retrieval_rank": post["rank"]}
-    return ranked
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, {"k": 7}, {"k": 30, "topics": ["sport", "art"], "exclude": [3, 4]}, {"k": 90, "top_k": 5}]
-)
-def test_it_is_retrieve_and_then_rank(client: TestClient, changes: dict[str, Any]) -> None:
-    """Bit for bit, with every option that both have."""
-    joined = client.post("/recommend", json=asked(**OPTIONS, **changes))
-    assert joined.status_code == 200, joined.text
-    content, wanted = joined.json(), expected(client, asked(), OPTIONS, **changes)
-    assert content["candidates"] == wanted["candidates"]
-    assert content["actions"] == ["report", "favorite"]
-    assert content["models"] == {"retrieval": {"name": "towers", "version": "v1"}, "ranker": wanted["model"]}
-    assert content["corpus"]["version"] == "v1"
-    assert list(content["timings_ms"]) == ["parse", "queue", "encode", "search", "forward"]
 
 
 def test_fewer_posts_than_were_asked_for_are_ranked(running: tuple[TestClient, LocalRanker]) -> None:

@@ -180,17 +180,6 @@ def test_nothing_visible_is_an_empty_list(client: TestClient, path: str) -> None
     assert content["visible"] == 0
 
 
-@BOTH
-def test_by_the_handle_of_a_context_the_reply_is_the_same(client: TestClient, path: str) -> None:
-    viewer = asked(history=[EVENT | {"post_id": number} for number in range(1, 13)])
-    handle = client.post("/context", json=viewer).json()["context"]
-    whole, named = (client.post(path, json=said | {"k": 5}).json() for said in (viewer, {"context": handle}))
-    assert whole["history_used"] + whole["history_dropped"] == 12
-    assert named | {"timings_ms": 0} == whole | {"timings_ms": 0, "context": handle}
-    unknown = client.post(path, json={"context": "0" * 32})
-    assert (unknown.status_code, unknown.json()["code"]) == (412, "context_unknown")
-
-
 WRONG: list[tuple[dict[str, Any], int, str]] = [
     ({"user_id": ...}, 422, "user_id: is required"),
     ({"user_id": -1}, 422, "user_id: must be an unsigned"),

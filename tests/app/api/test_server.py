@@ -13,12 +13,14 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager, closing
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import structlog
 
 from app import server
 from app.interface import Health
@@ -134,18 +136,24 @@ def test_a_start_that_gets_no_thread_ends_with_1_and_a_sentence(threads: int) ->
 
 
 def test_an_address_that_is_taken_ends_the_process_with_3() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        unchanged_file_limit(),
+        structlog.testing.capture_logs() as lines,
+    ):
         port = taken.getsockname()[1]
-        with started(port=port) as running:
-            assert running.process.wait(90) == 3
-            assert event(running, "cannot_listen")["port"] == port
+        assert server.run(Settings(port=port), rankers.create()) == 3
+    assert [line["port"] for line in lines if line["event"] == "cannot_listen"] == [port]
 
 
-def test_settings_that_cannot_be_used_end_the_process_with_2_and_a_sentence() -> None:
-    command = [sys.executable, "-m", "app", "--host", "[::1]:80"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2
-    assert ended.stderr == "python -m app: RANKER_HOST: [::1]:80 is not an IPv6 address; a port is set by itself\n"
+@contextmanager
+def unchanged_file_limit() -> Iterator[int]:
+    """The hard limit of open files; both limits are as before at the end."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        yield before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("started_before", [True, False])
@@ -283,10 +291,7 @@ def test_a_host_that_is_not_there_is_an_error_that_leaves_nothing_open() -> None
 
 
 def test_the_process_may_hold_more_connections_than_the_shell_allows() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
-    try:
+    with unchanged_file_limit() as most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
         server.raise_file_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)

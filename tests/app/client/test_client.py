@@ -208,10 +208,10 @@ def test_one_async_client_serves_the_event_loops_of_several_threads(listener: st
 def test_connections_end_with_their_event_loop(listener: str) -> None:
     ranker = AsyncRankerClient(listener)
     before = open_sockets()
-    for _ in range(20):
+    for _ in range(8):
         asyncio.run(ranker.rank(7, CANDIDATES))
     few_are_open(before)
-    for _ in range(20):
+    for _ in range(8):
         loop = asyncio.new_event_loop()
         loop.run_until_complete(ranker.rank(7, CANDIDATES))
         loop.close()  # leaves generators as they are

@@ -94,18 +94,6 @@ TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_a_batch_may_grow_for_the_window_until_it_is_full() -> None:
-    batcher: Batcher[Work] = Batcher(
-        Batching(max_requests=4, max_candidates=100, chunk_candidates=50, window_seconds=0.01)
-    )
-    assert batcher.window_end() < 0  # nothing to wait for
-    batcher.add(job(10), 1.0)
-    batcher.add(job(40), 2.0)
-    assert batcher.window_end() == pytest.approx(1.01)  # the oldest has waited longest
-    batcher.add(job(50), 2.0)
-    assert batcher.window_end() < 0
-
-
 def test_no_chunk_is_larger_than_a_forward() -> None:
     assert chunk_count(1000, Batching(chunk_candidates=512, max_candidates=100)) == 10
     assert chunk_count(1000, Batching(chunk_candidates=100, max_candidates=512)) == 10

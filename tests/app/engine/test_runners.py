@@ -114,24 +114,9 @@ async def test_an_error_of_either_way_is_the_requests_own(clock: FakeClock, seco
         assert [10 + place for place, found in enumerate(results) if isinstance(found, EngineDown)] == [13]
 
 
-async def test_a_sticky_error_at_the_end_of_a_forward_is_fatal(clock: FakeClock) -> None:
+async def test_a_sticky_error_is_fatal_and_the_descriptor_is_let_go_once(clock: FakeClock) -> None:
+    """The process ends after it; the number of the descriptor may be a connection's by then."""
     engine, told = Overlapping(clock, 1.0), list[str]()
-
-    def fault(items: Sequence[Item]) -> None:
-        raise EngineError("planted", sticky=True)
-
-    engine.fault = fault
-    async with running(engine, clock) as ranker:
-        ranker.on_fatal = told.append
-        with pytest.raises(EngineDown):
-            await rank(ranker, 1)
-        await until(lambda: bool(told))
-        assert ranker.health().reason == told[0] == "The engine is lost; the log says why."
-
-
-async def test_a_descriptor_is_let_go_once(clock: FakeClock) -> None:
-    """After a lost engine the process ends; the number of its descriptor may be a connection's by then."""
-    engine = Overlapping(clock, 1.0)
 
     def fault(items: Sequence[Item]) -> None:
         raise EngineError("planted", sticky=True)
@@ -139,8 +124,11 @@ async def test_a_descriptor_is_let_go_once(clock: FakeClock) -> None:
     engine.fault = fault
     loop, heard = asyncio.get_running_loop(), asyncio.Event()
     async with running(engine, clock) as ranker:
+        ranker.on_fatal = told.append
         with pytest.raises(EngineDown):
             await rank(ranker, 1)
+        await until(lambda: bool(told))
+        assert ranker.health().reason == told[0] == "The engine is lost; the log says why."
         assert await asyncio.to_thread(engine.closed.wait, 5)
         reader, writer = os.pipe()  # which takes the numbers that have become free
         loop.add_reader(reader, heard.set)

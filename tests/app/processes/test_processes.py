@@ -6,9 +6,8 @@ import hashlib
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from app.main import create_app
 from app.settings import Retrieval, Settings
 from loadtest.server import DEMO, POSTS, TOWERS, Server, example, free_port, serving, wait_until
 from tests.support.asgi import ADDRESS
-from tests.support.clients import callers
+from tests.support.checkpoints import one_and_two
+from tests.support.clients import Replies, Reply, callers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 TOKEN = "a token of this test"
@@ -41,10 +41,11 @@ def admin_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def several(admin_port: int) -> Iterator[Server]:
-    digest = hashlib.sha256(TOKEN.encode()).hexdigest()
-    settings = {"admin__port": admin_port, "admin__token_sha256": digest, "drain__delay_seconds": 2}
-    with serving(retrieval=True, workers=2, **settings) as server:
+def several(admin_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = one_and_two(tmp_path_factory.mktemp("checkpoints"))
+    settings: dict[str, Any] = {"admin__port": admin_port, "admin__root": root, "drain__delay_seconds": 2}
+    settings["admin__token_sha256"] = hashlib.sha256(TOKEN.encode()).hexdigest()
+    with serving(root / "one", retrieval=True, workers=2, **settings) as server:
         yield server
 
 
@@ -112,49 +113,70 @@ def test_metrics_hold_the_workers_and_the_engine_with_labels(several: Server) ->
 
 
 def test_a_reload_on_the_admin_port_reaches_every_worker(several: Server, admin_port: int) -> None:
-    headers = {"authorization": f"Bearer {TOKEN}"}
-    with callers(several, lambda turn: json.dumps(example()).encode(), 4) as replies:
-        time.sleep(0.5)
-        reply = httpx.post(f"http://127.0.0.1:{admin_port}/admin/reload", json={}, headers=headers, timeout=60)
-        assert reply.status_code == 200, reply.text
-        time.sleep(0.5)
-    assert {status for status, *_ in replies.all} == {200}
+    url, headers = f"http://127.0.0.1:{admin_port}/admin/reload", {"authorization": f"Bearer {TOKEN}"}
+    with asking(several) as replies:
+        for name in ("two", "one"):
+            reply = httpx.post(url, json={"checkpoint": name}, headers=headers, timeout=60)
+            assert (reply.status_code, reply.json()["result"]) == (200, "reloaded"), reply.text
+            version = reply.json()["model"]["version"]
+            wait_until(lambda version=version: versions(several) == {version})
+            more(replies)
+    assert replies.statuses == {200}
     assert replies.broken == 0
+    scores: dict[str, Any] = {}
+    for content in map(Reply.json, replies.all):
+        assert scores.setdefault(content["model"]["version"], content["candidates"]) == content["candidates"]
+    assert len(scores) == 2
+
+
+def versions(server: Server) -> set[str]:
+    """Those that twelve connections are told, which come to either worker."""
+    return {server.get("/info").json()["model"]["version"] for _ in range(12)}
+
+
+@contextmanager
+def asking(server: Server) -> Iterator[Replies]:
+    """Four callers of /rank, as soon as they have their first answers."""
+    with callers(server, lambda turn: json.dumps(example()).encode(), 4, pause=0.01) as replies:
+        more(replies)
+        yield replies
+
+
+def more(replies: Replies) -> None:
+    """Wait for forty more rankings."""
+    enough = len(replies.of(200)) + 40
+    wait_until(lambda: len(replies.of(200)) >= enough)
 
 
 def test_a_killed_worker_is_started_again_and_the_others_serve_on(several: Server) -> None:
-    with callers(several, lambda turn: json.dumps(example()).encode(), 4) as replies:
-        time.sleep(0.3)
+    with asking(several) as replies:
         before = children(several)["worker"]
         os.kill(before[0], signal.SIGKILL)
         wait_until(lambda: len(children(several)["worker"]) == 2 and before[0] not in children(several)["worker"], 30)
-        time.sleep(0.5)
-    assert {status for status, *_ in replies.all} <= {200, 503}
+        more(replies)
+    assert replies.statuses <= {200, 503}
     assert replies.broken <= 4  # at most what it was answering
     assert several.post("/rank", example()).status_code == 200
 
 
 def test_a_killed_engine_process_is_started_again_and_nothing_is_answered_wrong(several: Server) -> None:
     right = several.post("/rank", example()).json()["candidates"]
-    with callers(several, lambda turn: json.dumps(example()).encode(), 4) as replies:
-        time.sleep(0.3)
+    with asking(several) as replies:
         os.kill(children(several)["engine"][0], signal.SIGKILL)
         wait_until(lambda: several.get("/readyz").status_code == 503, 10)
         wait_until(lambda: several.get("/readyz").status_code == 200, 90)
-        time.sleep(1.5)
-    assert {status for status, *_ in replies.all} <= {200, 503}
+        more(replies)
+    assert replies.statuses <= {200, 503}
     assert replies.broken == 0
-    answered = [json.loads(content)["candidates"] for status, _, content in replies.all if status == 200]
-    assert all(each == right for each in answered)
+    assert all(reply.json()["candidates"] == right for reply in replies.of(200))
 
 
 def test_sigterm_drains_and_ends_with_0(several: Server) -> None:
     """The last one that needs them."""
-    with callers(several, lambda turn: json.dumps(example()).encode(), 4) as replies:
-        time.sleep(0.5)
+    with asking(several) as replies:
         several.signal(signal.SIGTERM)
         assert several.wait() == 0
-    assert {status for status, *_ in replies.all} <= {200, 503}
+    assert replies.statuses <= {200, 503}
 
 
 def test_a_checkpoint_that_cannot_be_loaded_ends_all(tmp_path: Path) -> None:

@@ -202,16 +202,6 @@ async def test_each_is_told_when_its_own_deadline_has_passed_in_whatever_order_t
         assert figure(now.ranker, "ranker_queue_requests") == 0
 
 
-@pytest.mark.parametrize("start", [0.0, 100 * 365.25 * 86400])
-async def test_a_clock_of_a_hundred_years_serves_and_keeps_deadlines(start: float) -> None:
-    began = time.monotonic()
-    async with busy(clock=lambda: start + time.monotonic() - began) as now:
-        with pytest.raises(DeadlineExceeded):
-            await rank(now.ranker, 2, deadline=now.ranker.clock() + 0.05)
-        now.gate.opened.set()
-        assert is_right((await rank(now.ranker, 3)).scores, 3)
-
-
 # admission
 
 

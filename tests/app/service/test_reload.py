@@ -52,34 +52,7 @@ def reloads(ranker: LocalRanker) -> dict[str, float]:
     return {result: count for result, count in counts.items() if count}
 
 
-# what serves
-
-
-async def test_a_swap_under_load_loses_nobody_and_each_reply_has_the_scores_of_its_version(root: Path) -> None:
-    async with running(load=load_by_name, **settings_of(root)) as ranker:
-        versions: set[int] = set()
-        stop = asyncio.Event()
-
-        async def caller(user: int) -> None:
-            context, posts = fake_request(user)
-            while not stop.is_set():
-                model = ranker.model()
-                with ranker.admit(model, candidates=4, history=2, deadline=None, key=None) as job:
-                    await asyncio.sleep(0)  # while a body is read, say
-                    found = await ranker.rank(job, context, posts)
-                version = int(model.manifest.version[1:])
-                assert is_right(found.scores, user, version)
-                versions.add(version)
-
-        callers = [asyncio.create_task(caller(user)) for user in range(1, 20)]
-        for _ in range(10):
-            for name in ("nested/v2", "v1"):
-                await ranker.reloads.reload(name)
-                await asyncio.sleep(0.005)
-        stop.set()
-        await asyncio.gather(*callers)
-        assert versions == {1, 2}
-        assert figure(ranker, "ranker_queue_requests") == 0
+# what serves. Under load: tests/reliability/test_endings.py
 
 
 async def test_the_old_engine_is_freed_when_its_last_request_is_answered(root: Path) -> None:

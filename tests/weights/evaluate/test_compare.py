@@ -1,4 +1,4 @@
-"""`python -m weights compare`: figures against their definitions, controls that must differ. Its links: tests/e2e/test_explore_links.py."""
+"""`python -m weights compare`: figures against their definitions, controls that must differ. Its links: tests/e2e/explore/test_links.py."""
 
 from __future__ import annotations
 

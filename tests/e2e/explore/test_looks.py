@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from loadtest.server import Server
-from tests.e2e.explorer import EXAMPLE, NEEDED, Explorer, ranked
+from tests.app.api.live import Live
+from tests.e2e.explore.explorer import EXAMPLE, NEEDED, Explorer, ranked
 
 Image = pytest.importorskip("PIL.Image", reason="needs pillow, which matplotlib brings")
 pytestmark = [NEEDED, pytest.mark.slow]
@@ -50,12 +50,12 @@ ROOM = """all => all.map(one => {
   return range.getBoundingClientRect().width <= one.clientWidth })"""
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1440, "light")])
-def test_axe_finds_nothing_in_any_state(browser: Any, server: Server, width: int, scheme: str) -> None:
-    with Explorer(browser, server.url, viewport={"width": width, "height": 900}, color_scheme=scheme) as tab:
+def test_axe_finds_nothing_in_any_state_in_either_colours(browser: Any, server: Live) -> None:
+    with Explorer(browser, server.url) as tab:
         page = tab.open().page
 
         def everything_open() -> None:
+            tab.forget()
             tab.why()
             page.locator(".attention summary").click()
             page.get_by_role("button", name="Sweep the weight of reply").click()
@@ -72,7 +72,6 @@ def test_axe_finds_nothing_in_any_state(browser: Any, server: Server, width: int
                 page.wait_for_selector(part)
 
         states = {
-            "edited": tab.forget,
             "everything open": everything_open,
             "corpus": lambda: tab.open("story=corpus"),
             "request": lambda: page.get_by_role("button", name="Request…").click(),
@@ -80,8 +79,11 @@ def test_axe_finds_nothing_in_any_state(browser: Any, server: Server, width: int
         }
         for name, reach in states.items():
             reach()
-            found = tab.faults()
-            assert found == [], (name, json.dumps(found, indent=1)[:2500])
+            for width, scheme in ((390, "dark"), (1440, "light")):
+                page.set_viewport_size({"width": width, "height": 900})
+                page.emulate_media(color_scheme=scheme)
+                found = tab.faults()
+                assert found == [], (name, scheme, json.dumps(found, indent=1)[:2500])
 
 
 def test_axe_finds_what_is_planted(tab: Explorer) -> None:
@@ -89,7 +91,7 @@ def test_axe_finds_what_is_planted(tab: Explorer) -> None:
     assert {fault["id"]: len(fault["nodes"]) for fault in tab.faults()} == {"select-name": 1, "color-contrast": 1}
 
 
-def test_nothing_overlaps_is_cut_or_is_too_wide(browser: Any, server: Server) -> None:
+def test_nothing_overlaps_is_cut_or_is_too_wide(browser: Any, server: Live) -> None:
     with Explorer(browser, server.url) as tab:
         tab.open()
         steps: tuple[Callable[[], Any], ...] = (lambda: None, lambda: tab.click("Compare"), tab.why)
@@ -106,7 +108,7 @@ def test_nothing_overlaps_is_cut_or_is_too_wide(browser: Any, server: Server) ->
             assert fits == [True] * len(EXAMPLE["candidates"]), width
 
 
-def test_on_a_phone_the_list_stays_in_sight_and_targets_are_large(browser: Any, server: Server) -> None:
+def test_on_a_phone_the_list_stays_in_sight_and_targets_are_large(browser: Any, server: Live) -> None:
     with Explorer(browser, server.url, viewport={"width": 390, "height": 844}, has_touch=True) as tab:
         tab.open().page.locator("#posts > summary").click()
         assert tab.page.evaluate(SMALL) == []
@@ -142,7 +144,7 @@ def test_moves_are_animated_unless_less_motion_is_asked_for(tab: Explorer) -> No
         assert (tab.page.evaluate("document.getAnimations().length") > 0) == (motion == "no-preference")
 
 
-def test_the_first_load_and_a_slow_answer_are_marked(browser: Any, server: Server) -> None:
+def test_the_first_load_and_a_slow_answer_are_marked(browser: Any, server: Live) -> None:
     held: list[Any] = []
     with Explorer(browser, server.url) as tab:
         tab.page.route("**/rank", lambda route: held.append(route))
@@ -154,7 +156,7 @@ def test_the_first_load_and_a_slow_answer_are_marked(browser: Any, server: Serve
         assert tab.page.locator("#skeleton, #lists[aria-busy]").count() == 0
 
 
-def test_the_description_of_the_api_needs_nothing_from_elsewhere(browser: Any, server: Server) -> None:
+def test_the_description_of_the_api_needs_nothing_from_elsewhere(browser: Any, server: Live) -> None:
     with Explorer(browser, server.url) as tab:
         tab.page.goto(f"{server.url}/docs")
         tab.page.wait_for_selector(".opblock-summary-path")
@@ -169,7 +171,7 @@ def test_the_description_of_the_api_needs_nothing_from_elsewhere(browser: Any, s
         assert all(url.startswith((server.url, "data:", "about:")) for url in tab.asked)
 
 
-def test_a_script_of_the_page_or_a_call_elsewhere_is_stopped(browser: Any, server: Server) -> None:
+def test_a_script_of_the_page_or_a_call_elsewhere_is_stopped(browser: Any, server: Live) -> None:
     with Explorer(browser, server.url) as tab:
         script = "Object.assign(document.createElement('script'), {textContent: 'window.ran = 1'})"
         tab.open().page.evaluate(f"document.body.append({script})")
@@ -188,7 +190,7 @@ def picture(tab: Explorer, name: str) -> None:
 
 
 @pytest.mark.skipif("SCREENSHOTS" not in os.environ, reason="writes pictures where SCREENSHOTS says")
-def test_pictures(browser: Any, server: Server) -> None:
+def test_pictures(browser: Any, server: Live) -> None:
     with Explorer(browser, server.url, viewport={"width": 1440, "height": 900}, color_scheme="light") as tab:
         tab.open().forget()
         tab.why()

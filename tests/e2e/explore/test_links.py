@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from loadtest.server import Server
-from tests.e2e.explorer import EXAMPLE, NAMES, NEEDED, Explorer, Json, ranked
+from tests.app.api.live import Live
+from tests.e2e.explore.explorer import EXAMPLE, NAMES, NEEDED, Explorer, Json, ranked
 
 pytestmark = [NEEDED, pytest.mark.slow]
 
@@ -38,11 +38,11 @@ def test_the_first_story_is_an_event_to_remove(tab: Explorer, client: httpx.Clie
     tab.open()
     reported = NAMES["authors"][EXAMPLE["history"][-1]["author_id"]]["name"]
     names = tab.page.locator(".list li strong")
-    assert (names.count(), names.last.inner_text()) == (len(EXAMPLE["candidates"]), reported)
+    assert (names.count(), names.last.text_content()) == (len(EXAMPLE["candidates"]), reported)
     tried = tab.page.locator("#events .try")
     assert "try removing this" in tried.inner_text()
     tab.settle(lambda: tried.get_by_role("button", name="Remove the event").click())
-    assert names.first.inner_text() == reported
+    assert names.first.text_content() == reported
     assert tab.shown() == ranked(client, EXAMPLE | {"history": EXAMPLE["history"][:-1]})
     assert tab.page.locator("#events .try, #try").count() == 0, "the story is over"
 
@@ -60,7 +60,7 @@ def test_each_other_story_is_a_link_with_one_thing_to_try_that_moves_the_list(
     assert tab.page.locator("#try").count() == 0
 
 
-def test_a_link_restores_all_that_stands_there(tab: Explorer, browser: Any, server: Server) -> None:
+def test_a_link_restores_all_that_stands_there(tab: Explorer, browser: Any, server: Live) -> None:
     tab.open().settle(lambda: tab.page.locator('[data-action="dwell"]').fill("3"))
     tab.forget(3)
     tab.click("Compare")

@@ -20,7 +20,7 @@ from pydantic import SecretStr
 
 from app.settings import Auth, Queue
 from tests.app.api.live import listening
-from tests.e2e.explorer import EXAMPLE, NAMES, NEEDED, WEIGHTS, Explorer, Json, ranked
+from tests.e2e.explore.explorer import EXAMPLE, NAMES, NEEDED, WEIGHTS, Explorer, Json, ranked
 from tests.support.bodies import good
 from tests.support.fakes import FakeEngine, Gate
 
@@ -215,7 +215,7 @@ def test_undo_and_redo_by_buttons_and_keys(tab: Explorer, client: httpx.Client) 
 def test_an_edit_is_told_in_a_sentence(tab: Explorer) -> None:
     tab.open().forget()
     told = tab.page.locator("#caption").inner_text()
-    gained = tab.page.locator(".list li").first.locator(".delta").inner_text()
+    gained = tab.page.locator(".list li").first.locator(".delta").text_content()
     assert told.startswith(
         f"{gained}: removed the report of Kaja Moreau, and Kaja Moreau rises 6 places, from 7th to 1st"
     )
@@ -226,7 +226,7 @@ def test_an_edit_is_told_in_a_sentence(tab: Explorer) -> None:
     for _ in range(2):
         tab.click("Reset weights")
     assert "nothing changed; every score has the same bits" in tab.page.locator("#caption").inner_text()
-    assert set(tab.page.locator(".list .delta").all_inner_texts()) == {"="}
+    assert set(tab.page.locator(".list .delta").all_text_contents()) == {"="}
 
 
 def test_the_corpus_shows_the_best_post_of_each_author(tab: Explorer, client: httpx.Client) -> None:

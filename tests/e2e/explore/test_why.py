@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.e2e.explorer import EXAMPLE, NAMES, NEEDED, Explorer, Json, ranked
+from tests.e2e.explore.explorer import EXAMPLE, NAMES, NEEDED, Explorer, Json, ranked
 
 pytestmark = [NEEDED, pytest.mark.slow]
 POSTS = [post["post_id"] for post in EXAMPLE["candidates"]]

@@ -25,12 +25,17 @@ NAMES: Json = json.loads((DEMO / "names.json").read_text())
 WEIGHTS: dict[str, float] = json.loads((DEMO / "manifest.json").read_text())["score_weights"]
 WATCH = """addEventListener('securitypolicyviolation',
   event => console.error('CSP', event.violatedDirective, event.blockedURI))"""
-# Text beside a drawn bar is judged too. Of many elements that look alike axe is shown two.
+# Text beside a drawn bar is judged too. Of many elements that look alike axe is shown a few.
 AXE = {
     "resultTypes": ["violations"],
     "checks": {"color-contrast": {"options": {"ignorePseudo": True, "ignoreUnicode": False}}},
 }
-ALIKE = ["#events li:nth-child(n+3)", "#candidates li:nth-child(n+3)"]
+ALIKE = [
+    "#events li:nth-child(n+3)",
+    "#candidates li:nth-child(n+3)",
+    ".reasons tr:nth-child(n+5)",
+    ".list:nth-of-type(2)",
+]
 
 
 @contextmanager
@@ -106,6 +111,7 @@ class Explorer:
         self.page.locator(button).click()
         return str(self.page.evaluate("navigator.clipboard.readText()"))
 
+    # Rows out of sight are not laid out (content-visibility), and have no inner text: read their text_content.
     def shown(self, side: int = 0) -> list[tuple[str, int, float]]:
         """Post, rank and score of each row, from the top."""
         self.page.locator(".list[data-drawn]").nth(side).wait_for()
