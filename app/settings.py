@@ -168,13 +168,7 @@ class Deadline(Group):
     default_seconds: float = Field(default=10.0, gt=0)
     """For a request that names no deadline, and the longest for an explanation. Default: longer than any feed waits."""
     max_seconds: float = Field(default=60.0, gt=0)
-    """No request gets longer, whatever its headers say. Default: a header must not hold a place in the queue for ever."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Deadline:
-        if self.default_seconds > self.max_seconds:
-            raise ValueError("deadline.default_seconds must not be above deadline.max_seconds")
-        return self
+    """No request gets longer, whatever its headers or the default say. Default: a header must not hold a place in the queue for ever."""
 
 
 class Retrieval(Group):

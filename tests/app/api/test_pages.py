@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.requests import Request
@@ -17,6 +18,7 @@ from starlette.testclient import TestClient
 from app.api.pages import MOST_CARRIED_BYTES, POLICY, WHAT_THERE_IS, Kept, carried
 from app.settings import Explore
 from tests.support.asgi import served
+from tests.support.fakes import FakeEngine, fake_loader
 
 pytestmark = pytest.mark.anyio
 DEMO = Path(__file__).parents[3] / "weights" / "demo"
@@ -65,6 +67,29 @@ def test_without_the_page_the_root_lists_what_there_is(without: TestClient) -> N
     known = without.get("/openapi.json").json()["paths"]
     for path in WHAT_THERE_IS.values():
         assert path in known or without.get(path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"ids": "text"},
+        {"actions": ("like", "skip", "buy")},
+        {"actions": ("reply", "favorite", "bookmark"), "ids": "text"},
+    ],
+)
+def test_every_example_of_the_document_works_on_the_checkpoint_that_serves(words: dict[str, Any]) -> None:
+    with served(load=fake_loader(FakeEngine(), **words)) as (client, _):
+        asked = 0
+        for path, operations in client.get("/openapi.json").json()["paths"].items():
+            content = operations.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json", {})
+            for example in content.get("examples", {}).values():
+                url = path.replace("{name}", "fake").replace("{version}", "v1")
+                reply = client.post(url, json=example["value"])
+                wanted = (503,) if path in ("/retrieve", "/recommend") else (200,)  # they have no corpus here
+                assert reply.status_code in wanted, (path, reply.text)
+                assert '"error"' not in reply.text or reply.status_code == 503, reply.text
+                asked += 1
+        assert asked >= 10
 
 
 @pytest.mark.parametrize("path", ["/explore", "/assets/explore.js", "/explore/checkpoint.json"])

@@ -73,7 +73,7 @@ def test_a_caller_may_insist_on_a_change(tmp_path: Path) -> None:
             assert (behind.status_code, behind.json()["code"]) == (503, "corpus_behind")
             assert behind.headers["retry-after"] == "1"
             assert client.post(path, json=asked(), headers={"x-corpus-at-least": "0"}).status_code == 200
-        rows = PostRows(np.array([901], np.uint64), np.array([1], np.uint64), np.zeros(1, np.int64), [None])
+        rows = PostRows(np.array([901], np.uint64), np.array([1], np.uint64), np.zeros(1, np.int64), ["chess"])
         assert client.portal is not None
         changed = client.portal.call(ranker.corpus.change, PostChange(np.array([5], np.uint64), rows))
         for path in ("/retrieve", "/recommend"):
@@ -84,6 +84,7 @@ def test_a_caller_may_insist_on_a_change(tmp_path: Path) -> None:
             assert reply.headers["x-corpus-version"] == f"v1+1.{changed.mark.digest[:8]}"
         about = client.get("/info").json()["retrieval"]["corpus"]
         assert (about["sequence"], about["changes_digest"], about["posts"]) == (1, changed.mark.digest, 299)
+        assert about["topics"] == [*corpora.TOPICS, "chess"]
 
 
 def test_each_post_has_the_topic_of_the_corpus(client: TestClient) -> None:

@@ -85,7 +85,6 @@ def test_names_that_kubernetes_injects_are_explained() -> None:
         ("RANKER_AUTH__KEYS", f'{{"a": "{DIGEST}", "b": "{DIGEST}"}}'),
         ("RANKER_AUTH__KEYS", f'{{"a": "{DIGEST}", "a": "{OTHER_DIGEST}"}}'),
         ("RANKER_QUEUE__STALL_SECONDS", "31"),
-        ("RANKER_DEADLINE__DEFAULT_SECONDS", "61"),
         ("RANKER_ADMIN__PORT", "9"),
         ("RANKER_RETRIEVAL__FEED", "redis://reader:secret/x@redis:6379/posts"),
         ("RANKER_RETRIEVAL__FEED", "redis://redis:secret/posts"),

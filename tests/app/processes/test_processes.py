@@ -113,12 +113,9 @@ def test_metrics_hold_the_workers_and_the_engine_with_labels(several: Server) ->
 
 
 def test_a_reload_on_the_admin_port_reaches_every_worker(several: Server, admin_port: int) -> None:
-    url, headers = f"http://127.0.0.1:{admin_port}/admin/reload", {"authorization": f"Bearer {TOKEN}"}
     with asking(several) as replies:
         for name in ("two", "one"):
-            reply = httpx.post(url, json={"checkpoint": name}, headers=headers, timeout=60)
-            assert (reply.status_code, reply.json()["result"]) == (200, "reloaded"), reply.text
-            version = reply.json()["model"]["version"]
+            version = reloaded(admin_port, name)
             wait_until(lambda version=version: versions(several) == {version})
             more(replies)
     assert replies.statuses == {200}
@@ -127,6 +124,15 @@ def test_a_reload_on_the_admin_port_reaches_every_worker(several: Server, admin_
     for content in map(Reply.json, replies.all):
         assert scores.setdefault(content["model"]["version"], content["candidates"]) == content["candidates"]
     assert len(scores) == 2
+
+
+def reloaded(admin_port: int, name: str) -> str:
+    """Have another checkpoint served; its version."""
+    url, headers = f"http://127.0.0.1:{admin_port}/admin/reload", {"authorization": f"Bearer {TOKEN}"}
+    reply = httpx.post(url, json={"checkpoint": name}, headers=headers, timeout=60)
+    assert (reply.status_code, reply.json()["result"]) == (200, "reloaded"), reply.text
+    version: str = reply.json()["model"]["version"]
+    return version
 
 
 def versions(server: Server) -> set[str]:
@@ -159,7 +165,9 @@ def test_a_killed_worker_is_started_again_and_the_others_serve_on(several: Serve
     assert several.post("/rank", example()).status_code == 200
 
 
-def test_a_killed_engine_process_is_started_again_and_nothing_is_answered_wrong(several: Server) -> None:
+def test_a_killed_engine_process_is_started_again_with_what_it_served(several: Server, admin_port: int) -> None:
+    version = reloaded(admin_port, "two")
+    wait_until(lambda: versions(several) == {version})
     right = several.post("/rank", example()).json()["candidates"]
     with asking(several) as replies:
         os.kill(children(several)["engine"][0], signal.SIGKILL)
@@ -169,6 +177,7 @@ def test_a_killed_engine_process_is_started_again_and_nothing_is_answered_wrong(
     assert replies.statuses <= {200, 503}
     assert replies.broken == 0
     assert all(reply.json()["candidates"] == right for reply in replies.of(200))
+    assert versions(several) == {version}
 
 
 def test_sigterm_drains_and_ends_with_0(several: Server) -> None:

@@ -20,6 +20,7 @@ from app.engine.runners import Steps
 from app.errors import Draining, NotReady
 from app.interface import CheckpointNotFound, ReloadInProgress
 from app.service.ranker import LocalRanker
+from app.service.reload import resumed
 from app.settings import Admin, Reload, Settings
 from model.engine import EngineError
 from model.synthetic import random_request
@@ -176,6 +177,23 @@ async def test_what_was_loaded_last_is_kept_for_the_next_engine_process(root: Pa
         assert ranker.model().manifest.version == "v1"
         kept = [line for line in lines if line["event"] == "reload_not_kept"]
         assert [line["reason"] for line in kept] == ["No such file or directory"]
+
+
+def test_the_next_engine_process_begins_with_what_was_kept_if_it_is_still_there(root: Path, tmp_path: Path) -> None:
+    settings, file = Settings(**settings_of(root)), tmp_path / "engine.json"
+    assert resumed(settings, file) == settings
+    file.write_text(json.dumps([str(DEMO), "towers", "posts"]))
+    found = resumed(settings, file)
+    assert (found.checkpoint, found.retrieval.checkpoint, found.retrieval.corpus) == (
+        DEMO,
+        Path("towers"),
+        Path("posts"),
+    )
+    assert found.admin.root == root, "names of reloads mean what they meant"
+    file.write_text(json.dumps([str(tmp_path / "gone"), None, None]))
+    with structlog.testing.capture_logs() as lines:
+        assert resumed(settings, file) == settings
+    assert [line["event"] for line in lines] == ["reload_not_kept"]
 
 
 # loads that do not end

@@ -86,6 +86,7 @@ BROKEN = {
     "odd events": (with_side(history=[{"post_id": "x", "author_id": "1"}]), "an event has no valid “post_id”"),
     "no history": (with_side(history=5), "request"),
     "no such story": ("story=nowhere", "no story “nowhere”"),
+    "what every object has": ("story=constructor", "no story “constructor”"),
 }
 
 
