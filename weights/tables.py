@@ -23,7 +23,8 @@ ID_TYPES: dict[IdKind, pa.DataType] = {"uint64": pa.uint64(), "text": pa.string(
 
 
 ID_COLUMNS = ("user_id", "post_id", "author_id", "post_ids", "author_ids")
-CHECKS: dict[str, Callable[[NDArray[Any]], Problem | None]] = {
+Check = Callable[[NDArray[Any]], Problem | None]
+CHECKS: dict[str, Check] = {
     **dict.fromkeys(("impression_ts", "created_at"), problem_of_times),
     **dict.fromkeys(ID_COLUMNS, problem_of_stored_ids),
     "dwell_seconds": problem_of_dwells,
@@ -77,10 +78,12 @@ def _declared(field: pa.Field, columns: Mapping[str, pa.DataType]) -> pa.Field:
     return field.with_type(wanted) if fits or is_.is_null(field.type) else field
 
 
-def check_values(columns: Mapping[str, NDArray[Any]], place: Callable[[int], str]) -> None:
+def check_values(
+    columns: Mapping[str, NDArray[Any]], place: Callable[[int], str], checks: Mapping[str, Check] = CHECKS
+) -> None:
     """Raises LogError for the first value in these columns, by name, that a request may not have either. `place` names a row."""
     for name, column in columns.items():
-        if name in CHECKS and (problem := CHECKS[name](column)):
+        if name in checks and (problem := checks[name](column)):
             raise LogError(f"{place(problem[0])}: {name} {problem[1]}")
 
 

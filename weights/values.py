@@ -8,6 +8,7 @@ reads on behind a name: "created_at must be Unix seconds, …".
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,13 @@ MAX_ID = 2**64 - 1
 MAX_TIME = 253_402_300_799
 """Unix seconds of the last second of the year 9999. Milliseconds, microseconds and nanoseconds of any day since 1978 lie above it."""
 MAX_ACTION_VALUE = 1e6
+_ACTION_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")  # never a number: a decimal string in a request is an index
 MAX_SCORE_WEIGHT = 1e9
 """Bound of a score weight's magnitude, in manifests and in requests."""
 
 TIME_RULE = f"must be Unix seconds, an integer between 0 and {MAX_TIME} (0: unknown)"
 DWELL_RULE = "must be seconds, a finite number of at least 0 (0: unknown)"
+ACTION_NAME_RULE = "must be letters, digits and underscores, a letter first, at most 64"
 ACTION_VALUE_RULE = f"must be a number between 0 and {MAX_ACTION_VALUE:g}"
 SCORE_WEIGHT_RULE = f"must be a number between {-MAX_SCORE_WEIGHT:g} and {MAX_SCORE_WEIGHT:g}"
 FLAG_RULE = "must be true or false, or 1 or 0"
@@ -59,6 +62,11 @@ def action_problem(value: Any) -> str | None:
     return None if _is_number(value) and 0 <= value <= MAX_ACTION_VALUE else ACTION_VALUE_RULE
 
 
+def action_name_problem(value: Any) -> str | None:
+    """What is wrong with the name of an action or of a continuous output."""
+    return None if type(value) is str and _ACTION_NAME.fullmatch(value) else ACTION_NAME_RULE
+
+
 def score_weight_problem(value: Any) -> str | None:
     """What is wrong with a weight of the combined score."""
     return None if _is_number(value) and abs(value) <= MAX_SCORE_WEIGHT else SCORE_WEIGHT_RULE
@@ -91,6 +99,12 @@ def problem_of_dwells(column: NDArray[Any]) -> Problem | None:
     """`dwell_problem` of a column of numbers."""
     row = _first(~(np.isfinite(column) & (column >= 0)))
     return None if row is None else (row, DWELL_RULE)
+
+
+def problem_of_surfaces(column: NDArray[np.int64], surfaces: int) -> Problem | None:
+    """What is wrong with a column of product surfaces, for a model that knows this many."""
+    row = _first((column < 0) | (column >= surfaces))
+    return None if row is None else (row, f"must be an integer between 0 and {surfaces - 1}")
 
 
 def problem_of_actions(column: NDArray[Any]) -> Problem | None:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 REFUSED = (ValueError, OSError)  # LogError, StateError and ConfigError are ValueErrors
-ROWS = ("user_rows", "post_rows", "author_rows")
+TABLES = ("user_rows", "post_rows", "author_rows")
 PLAIN = {"int": int, "float": float, "bool": bool}
 
 Set = Annotated[
@@ -92,7 +92,8 @@ def log_(
         from weights.training.log import read_log
 
         given = _given(until, set_)
-        for line in _plan(read_log(log, ids), 1, given).lines():
+        surfaces = _base(given[2]).product_surfaces
+        for line in _plan(read_log(log, ids, surfaces), 1, given).lines():
             say(line)
 
 
@@ -102,9 +103,9 @@ def _print_settings(wanted: bool) -> None:
 
         from weights.training.settings import settings_table
 
-        table = Table("setting", "default", "meaning")
-        for name, default, meaning in settings_table():
-            table.add_row(name, str(default), meaning)
+        table = Table("setting", "default", "what it may be", "meaning")
+        for name, default, values, meaning in settings_table():
+            table.add_row(name, str(default), values, meaning)
         show(table)
         raise typer.Exit
 
@@ -155,7 +156,8 @@ def train(
             raise CheckpointError("--start brings its architecture along: give neither --config nor --preset.")
         given, changed = _given(until, set_), read_json(config, dict) if config else {}
         begun = _begun(start, ids) if start else None
-        impressions = read_log(log, ids)
+        known = begun.manifest.config if begun else _architecture(_base(given[2]), changed, preset)
+        impressions = read_log(log, ids, known.product_surfaces)
         impressions = aligned(impressions, begun.manifest.action_names) if begun else impressions
         plan = _plan(impressions, seed, given)
         architecture = begun.manifest.config if begun else _architecture(plan.config, changed, preset)
@@ -194,6 +196,13 @@ def _given(until: str, set_: list[str] | None) -> Given:
     """Read before the log is, which can take minutes. Raises CheckpointError."""
     hold_out = until != "all"
     return time_of(until) if until and hold_out else None, hold_out, given_values(set_)
+
+
+def _base(given: Mapping[str, Any]) -> ModelConfig:
+    """The architecture as far as it is known before the log is read. Raises ConfigError for given values that cannot be."""
+    from weights.training.settings import demo_config, replaced
+
+    return replaced(demo_config(1), given)
 
 
 def _plan(log: Log, seed: int, given: Given) -> Plan:
@@ -261,7 +270,7 @@ def eval_(
         loaded = load_checkpoint(checkpoint)
         manifest = loaded.manifest
         source = world_directory / LOG_NAME if world_directory else Path(str(log))
-        impressions = aligned(read_log(source, manifest.ids), manifest.action_names)
+        impressions = aligned(read_log(source, manifest.ids, manifest.config.product_surfaces), manifest.action_names)
         facts = load_facts(world_directory, impressions.action_names) if world_directory else None
         test_ts = facts.test_ts if facts else _since(since, manifest)
         with progress_bar() as bar:
@@ -307,7 +316,7 @@ def example(
         from weights.training.log import aligned, read_log
 
         manifest = load_checkpoint(checkpoint).manifest
-        impressions = aligned(read_log(log, manifest.ids), manifest.action_names)
+        impressions = aligned(read_log(log, manifest.ids, manifest.config.product_surfaces), manifest.action_names)
         request = write_example(checkpoint, manifest, impressions, read_json(names, dict) if names else {}, user)
     say(f"{checkpoint} holds {EXAMPLE_NAME}, request {request} of the log, and {NAMES_NAME}")
 
@@ -354,7 +363,8 @@ def compare(
         pair = load_checkpoint(first), load_checkpoint(second)
         if pair[0].manifest.ids != pair[1].manifest.ids:
             raise CheckpointError("The ids of one are integers and those of the other texts: no log has both.")
-        impressions = read_log(log, pair[0].manifest.ids)
+        surfaces = min(each.manifest.config.product_surfaces for each in pair)
+        impressions = read_log(log, pair[0].manifest.ids, surfaces)
         logs = aligned(impressions, pair[0].manifest.action_names), aligned(impressions, pair[1].manifest.action_names)
         with progress_bar() as bar:
             found = compared(pair, logs, time_of(since) if since else 0, requests, seed, bar)
@@ -387,8 +397,9 @@ def train_demo(
 
 
 def given_values(assignments: list[str] | None) -> dict[str, Any]:
-    """`NAME=VALUE` of settings of a run and of the architecture, parsed. Raises CheckpointError for an unknown name or a bad value."""
-    from weights.training.settings import TrainSettings
+    """`NAME=VALUE` of settings of a run and of the architecture, parsed. Raises CheckpointError for an unknown name or a value of another
+    type, ValueError for a value that a setting of a run or a number of rows may not have."""
+    from weights.training.settings import ROWS, TrainSettings, check, replaced
 
     kinds: dict[str, type] = {name: type(getattr(TrainSettings(), name)) for name in _names(TrainSettings)}
     kinds |= {
@@ -396,7 +407,11 @@ def given_values(assignments: list[str] | None) -> dict[str, Any]:
         for each in fields(ModelConfig)
         if str(each.type) in PLAIN and each.name != "actions"
     }
-    return _parsed(assignments, kinds | dict.fromkeys(ROWS, int))
+    values = _parsed(assignments, kinds | dict.fromkeys(TABLES, int))
+    replaced(TrainSettings(), values)
+    for name in set(TABLES) & set(values):
+        check(name, values[name], ROWS)
+    return values
 
 
 def with_settings(settings: T, assignments: list[str] | None) -> T:

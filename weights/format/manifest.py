@@ -17,14 +17,13 @@ from model.config import ConfigError, ModelConfig, RetrievalConfig
 from weights.errors import CheckpointError
 from weights.git_lfs import pointer_problem
 from weights.text_ids import IdKind
-from weights.values import score_weight_problem
+from weights.values import action_name_problem, score_weight_problem
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 16 * 2**20
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # goes unescaped into headers, metric labels and logs
-_ACTION = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")  # never a number: a decimal string in a request is an index
 
 if TYPE_CHECKING:
     Config = ModelConfig
@@ -163,10 +162,8 @@ class Manifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     def _check_actions(self) -> None:
         names = self.action_names
         for name in names:
-            if not isinstance(name, str) or not _ACTION.fullmatch(name):
-                raise CheckpointError(
-                    f"action name {str(name)[:64]!r} must be letters, digits and underscores, a letter first"
-                )
+            if problem := action_name_problem(name):
+                raise CheckpointError(f"action name {str(name)[:64]!r} {problem}")
         if len(names) != self.config.actions or len(set(names)) != len(names):
             raise CheckpointError(
                 f"needs {self.config.actions} different action names, got {len(set(names))} in {len(names)}"
@@ -184,7 +181,7 @@ class Manifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, 
                 f"needs {self.config.continuous_actions} different continuous outputs, got {len(set(names))} in {len(names)}"
             )
         for output in self.continuous:
-            if not _ACTION.fullmatch(output.name) or len(output.unit) > 16:
+            if action_name_problem(output.name) or len(output.unit) > 16:
                 raise CheckpointError(f"continuous output {output.name[:64]!r} has a bad name or unit")
             if not 1 / MAX_FACTOR <= output.scale <= MAX_FACTOR:
                 raise CheckpointError(

@@ -20,11 +20,11 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from weights.format.manifest import Manifest
 from weights.format.writer import alone_in, name_whole, write_whole
 from weights.scoring.scorer import NAMING, Scorer
 from weights.tables import LogError, check_unchanged, check_values, column_of, files_of, ids_of, place_of, tables_of
-from weights.text_ids import IdKind
-from weights.training.log import COLUMNS, ID_COLUMNS, action_names, open_log
+from weights.training.log import COLUMNS, ID_COLUMNS, action_names, log_checks, open_log
 
 PARTITION_ROWS = 500_000
 ROUND_ROWS = 1_000_000
@@ -82,7 +82,7 @@ def score_log(
         parts, split = [out / f"part-{number:05}.parquet" for number in range(job.partitions)], out / ".split"
         todo = {part: split / f"{part.stem}.arrow" for part in parts if not part.exists()}
         if not all(piece.exists() for piece in todo.values()):
-            _split(source, split, job, scorer.manifest.ids, progress)
+            _split(source, split, job, scorer.manifest, progress)
         tables = {part: _read(piece) for part, piece in todo.items()}  # mapped, not read
         done = rows - sum(map(len, tables.values()))
         for part, table in tables.items():
@@ -128,7 +128,7 @@ def _claim(out: Path, job: Job) -> None:
         raise JobError(f"{out} belongs to another job ({', '.join(differing)} differ): choose another place")
 
 
-def _split(source: ds.FileSystemDataset, split: Path, job: Job, ids: IdKind, progress: Progress) -> None:
+def _split(source: ds.FileSystemDataset, split: Path, job: Job, manifest: Manifest, progress: Progress) -> None:
     """Check the values of the log, and write the rows of each user to one file. After a kill, the next run starts this again."""
     unfinished = split.with_name(".split.new")
     for left in (unfinished, split):
@@ -138,7 +138,7 @@ def _split(source: ds.FileSystemDataset, split: Path, job: Job, ids: IdKind, pro
     writers = [pa.ipc.new_file(file, source.schema) for file in files]
     done = 0
     for table in tables_of(source, ROUND_ROWS):
-        users = _checked(table, source, done, ids)
+        users = _checked(table, source, done, manifest)
         where = partition_of(users, job.partitions)
         order = np.argsort(where, kind="stable")
         sorted_table, edges = table.take(order), np.searchsorted(where[order], np.arange(job.partitions + 1))
@@ -153,14 +153,14 @@ def _split(source: ds.FileSystemDataset, split: Path, job: Job, ids: IdKind, pro
     name_whole(unfinished, split)
 
 
-def _checked(table: pa.Table, source: ds.FileSystemDataset, before: int, ids: IdKind) -> NDArray[np.uint64]:
+def _checked(table: pa.Table, source: ds.FileSystemDataset, before: int, manifest: Manifest) -> NDArray[np.uint64]:
     """The users of a piece of the log that begins behind `before` rows. Raises LogError for a value that a request may not have."""
-    where = source.files[0]
+    where, ids = source.files[0], manifest.ids
     columns = {
         name: ids_of(table, name, ids, where) if name in ID_COLUMNS else column_of(table, name, kind, where)
         for name, kind in COLUMNS.items()
     }
-    check_values(columns, lambda row: place_of(source, before + row))
+    check_values(columns, lambda row: place_of(source, before + row), log_checks(manifest.config.product_surfaces))
     return columns["user_id"]
 
 

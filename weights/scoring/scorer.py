@@ -87,9 +87,9 @@ class Scorer:
 
     def prepare(self, table: pa.Table, since_ts: int = 0, where: str = "The table") -> Prepared:
         """The first half of `score_table`. It needs no engine, so any thread may call it."""
-        examples = Examples(
-            aligned(log_of(table, where, self.manifest.ids), self.manifest.action_names), self.manifest.config
-        )
+        config = self.manifest.config
+        log = log_of(table, where, self.manifest.ids, config.product_surfaces)
+        examples = Examples(aligned(log, self.manifest.action_names), config)
         requests = np.flatnonzero(examples.times >= since_ts)
         requests = requests[_waves(examples, requests, self._batch_tokens)]
         counts = examples.stops[requests] - examples.starts[requests]

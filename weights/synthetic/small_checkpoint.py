@@ -43,7 +43,7 @@ def example_request(seed: int, impression_ts: int = 1_780_000_000, ids: IdKind =
 def write_small_checkpoint(path: Path, seed: int, *, ids: IdKind = "uint64", replace: bool = False) -> Manifest:
     """Write the checkpoint; equal seeds give equal bytes. Raises CheckpointError if `path` is in use."""
     config = mini_config(seed, (1000, 1001, 503), continuous_actions=1)
-    labels = Labels("demo", STANDARD_ACTIONS, (DWELL_TIME,), default_score_weights(STANDARD_ACTIONS), ids=ids)
+    labels = Labels("random", STANDARD_ACTIONS, (DWELL_TIME,), default_score_weights(STANDARD_ACTIONS), ids=ids)
     return write_checkpoint(
         path,
         config,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from weights.actions import default_score_weights
 from weights.tables import LogError
 from weights.training.log import Log, date_of
 from weights.training.run import check_split
-from weights.training.settings import TrainSettings, demo_config, hashes
+from weights.training.settings import TrainSettings, demo_config, hashes, replaced
 
 NEWEST_SHARE = 0.2
 """Of the log is held out, and so much of the rest, its newest part, says how many ids will be new there."""
@@ -109,15 +109,11 @@ def plan(
         _summary(log),
         choices,
         until,
-        replace(config, **_of(config, values)),
-        replace(TrainSettings(seed=seed), **_of(TrainSettings(), values)),
+        replaced(config, values),
+        replaced(TrainSettings(seed=seed), values),
         weights,
         dict(given or {}),
     )
-
-
-def _of(owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {each.name: values[each.name] for each in fields(owner) if each.name in values}
 
 
 def _check_learnable(log: Log, what: str) -> None:
@@ -193,7 +189,8 @@ def _ages(log: Log) -> Choice:
     known = (log.created_at > 0) & (log.impression_ts >= log.created_at)
     minutes = (log.impression_ts - log.created_at)[known] / 60
     if not len(minutes):
-        return Choice("no created_at", "no post ages", {"has_post_age": False})
+        seen = "every created_at is later than its impression_ts" if log.created_at.any() else "no created_at"
+        return Choice(seen, "no post ages", {"has_post_age": False})
     covered = float(np.quantile(minutes, AGES_COVERED))
     fitting = [name for name, size in AGE_UNITS.items() if size * AGE_BUCKETS >= covered]
     unit = fitting[0] if fitting else list(AGE_UNITS)[-1]

@@ -15,8 +15,21 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from weights.tables import ID_TYPES, LogError, check_values, column_of, hashed, open_table, place_of, texts_of
+from model.bounds import LARGEST
+from weights.tables import (
+    CHECKS,
+    ID_TYPES,
+    Check,
+    LogError,
+    check_values,
+    column_of,
+    hashed,
+    open_table,
+    place_of,
+    texts_of,
+)
 from weights.text_ids import IdKind
+from weights.values import action_name_problem, problem_of_surfaces
 
 ACTION_PREFIX = "action."
 COLUMNS = {
@@ -95,8 +108,8 @@ def write_log(path: Path, log: Log) -> None:
     pq.write_table(pa.table(arrays), path, compression="zstd")
 
 
-def read_log(path: Path, ids: IdKind = "uint64") -> Log:
-    """Read and check a log, sorted by time, then request.
+def read_log(path: Path, ids: IdKind = "uint64", surfaces: int = LARGEST["product_surfaces"]) -> Log:
+    """Read and check a log, sorted by time, then request. `surfaces`: how many product surfaces the model knows.
 
     Raises LogError for a missing or unusable column, and for a log of more than MAX_IMPRESSIONS or too large for this machine's memory.
     """
@@ -107,7 +120,7 @@ def read_log(path: Path, ids: IdKind = "uint64") -> Log:
             f"{path} holds {rows:,} impressions, and at most {MAX_IMPRESSIONS:,} are read: keep the newest days"
         )
     try:
-        return log_of(source.to_table(), str(path), ids, partial(place_of, source))
+        return log_of(source.to_table(), str(path), ids, surfaces, partial(place_of, source))
     except MemoryError as error:
         raise LogError(
             f"{path} holds {rows:,} impressions, too many for this machine's memory: keep the newest days"
@@ -121,7 +134,13 @@ def open_log(path: Path, ids: IdKind = "uint64") -> ds.FileSystemDataset:
     return open_table(path, COLUMNS | dict.fromkeys(ID_COLUMNS, ID_TYPES[ids]))
 
 
-def log_of(table: pa.Table, where: str, ids: IdKind = "uint64", place: Callable[[int], str] | None = None) -> Log:
+def log_of(
+    table: pa.Table,
+    where: str,
+    ids: IdKind = "uint64",
+    surfaces: int = LARGEST["product_surfaces"],
+    place: Callable[[int], str] | None = None,
+) -> Log:
     """Check the columns of a table and sort its rows by time, then request.
 
     Raises LogError, which names the table `where`, and a row as `place` names it.
@@ -136,19 +155,26 @@ def log_of(table: pa.Table, where: str, ids: IdKind = "uint64", place: Callable[
         raise LogError(f"{where} holds no impressions: it needs one row for each post that was shown to a user")
     flags = [column_of(table, ACTION_PREFIX + name, pa.bool_(), where) for name in actions]
     log = Log(**columns, actions=np.stack(flags, 1), action_names=actions, texts=texts)
-    check_values(columns, place or (lambda row: f"{where}, row {row + 1}"))
-    if (log.product_surface < 0).any():
-        raise LogError(f"{where}: column product_surface must not be negative")
+    check_values(columns, place or (lambda row: f"{where}, row {row + 1}"), log_checks(surfaces))
     log = log.take(np.lexsort((log.request_id, log.impression_ts)))
     _check_requests(log, where)
     return log
 
 
+def log_checks(surfaces: int) -> dict[str, Check]:
+    """How the values of a log's columns are checked, by name, for a model that knows so many product surfaces."""
+    return CHECKS | {"product_surface": partial(problem_of_surfaces, surfaces=surfaces)}
+
+
 def action_names(schema: pa.Schema, where: str) -> tuple[str, ...]:
-    """The actions of a log with these columns. Raises LogError if there are none, or for unknown columns."""
+    """The actions of a log with these columns. Raises LogError if there are none, for a name that no checkpoint may have, and for
+    unknown columns."""
     actions = tuple(name.removeprefix(ACTION_PREFIX) for name in schema.names if name.startswith(ACTION_PREFIX))
     if not actions:
         raise LogError(f"{where} has no column {ACTION_PREFIX}…: one boolean column an action is needed")
+    for name in actions:
+        if problem := action_name_problem(name):
+            raise LogError(f"{where}: the action name {name[:64]!r} {problem}")
     unknown = set(schema.names) - set(COLUMNS) - {ACTION_PREFIX + name for name in actions}
     if unknown:
         raise LogError(f"{where} has unknown columns: {', '.join(sorted(unknown))}")

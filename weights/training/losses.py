@@ -24,4 +24,6 @@ def dwell_loss(dwell: Tensor, labels: Labels) -> Tensor:
     known = labels.shown & labels.dwelt
     if not bool(known.any()):
         return dwell.new_zeros(())
+    if bool(dwell[known].isnan().any()):  # torch would raise, and on a card end the process
+        return dwell[known].sum()
     return torch.as_tensor(functional.binary_cross_entropy(dwell[known], labels.dwell[known], reduction="sum"))

@@ -44,7 +44,7 @@ def train(
 
     Equal arguments give equal bits on one machine and build: algorithms are deterministic, the thread count is fixed.
     Raises LogError for a split outside the log or a log too small to split, StateError if `resume` finds no state in `state`,
-    ValueError if `device` is not available.
+    ValueError if `device` is not available, TrainingError if the validation loss never was finite.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda needs a card and a build of torch for it")

@@ -2,66 +2,136 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from model.config import HashSpec, ModelConfig
 
 MERSENNE_61 = 2**61 - 1
 
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """The finite numbers from `low` to `high`, without the one of these two that is `excluded`."""
+
+    low: int
+    high: int
+    excluded: int | None = None
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high and value != self.excluded
+
+    def __str__(self) -> str:
+        low = f"{'above' if self.excluded == self.low else 'at least'} {self.low:,}"
+        return f"{low} and {'below' if self.excluded == self.high else 'at most'} {self.high:,}"
+
+
+SHARE, FACTOR, WEIGHT = Within(0, 1), Within(0, 1000, excluded=0), Within(0, 1000)
+COUNT = Within(1, 1_000_000)
+ROWS = Within(2, 2**31 - 1)
+"""Rows of an embedding table; row 0 is padding."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """How a run learns. Each field says what it is: `settings_table` prints them, and `--set NAME=VALUE` changes them.
+    """How a run learns. Each field says what it is and what it may be: `settings_table` prints them, and `--set NAME=VALUE` changes them.
 
-    Raises ValueError for a `device` or `dtype` that does not exist.
+    Raises ValueError for a value that a field may not have; the message names the field.
     """
 
-    seed: Annotated[int, "of initial values, order and hidden ids"] = 1
+    seed: Annotated[int, "of initial values, order and hidden ids", Within(0, 2**64 - 1)] = 1
     epochs: Annotated[
-        float, "passes over the training period, at most; the weights with the best validation loss are kept"
+        float,
+        "passes over the training period, at most; the weights with the best validation loss are kept",
+        Within(0, 10_000, excluded=0),
     ] = 2.4
-    batch_contexts: Annotated[int, "contexts in a step; those of like length are batched together"] = 32
-    max_candidates: Annotated[int, "of one context; a longer request loses random candidates, anew in each epoch"] = 64
+    batch_contexts: Annotated[int, "contexts in a step; those of like length are batched together", COUNT] = 32
+    max_candidates: Annotated[
+        int, "of one context; a longer request loses random candidates, anew in each epoch", COUNT
+    ] = 64
     shared_events: Annotated[
-        int, "successive requests of a user share a context while at most so many events lie between"
+        int,
+        "successive requests of a user share a context while at most so many events lie between",
+        Within(0, COUNT.high),
     ] = 0
-    hidden_user_share: Annotated[float, "users shown as unknown: half under an id never seen, half without one"] = 0.1
-    hidden_post_share: Annotated[float, "posts shown under an id never seen, as new ones are when served"] = 0.85
-    hidden_author_share: Annotated[float, "authors shown under an id never seen"] = 0.0
-    hidden_event_share: Annotated[float, "events left out of the histories, so that no single one decides"] = 0.0
-    learning_rate: Annotated[float, "of AdamW at its highest; it falls as half a cosine"] = 3e-3
-    warmup_steps: Annotated[int, "steps in which the rate rises from 0"] = 100
+    hidden_user_share: Annotated[
+        float, "users shown as unknown: half under an id never seen, half without one", SHARE
+    ] = 0.1
+    hidden_post_share: Annotated[float, "posts shown under an id never seen, as new ones are when served", SHARE] = 0.85
+    hidden_author_share: Annotated[float, "authors shown under an id never seen", SHARE] = 0.0
+    hidden_event_share: Annotated[float, "events left out of the histories, so that no single one decides", SHARE] = 0.0
+    learning_rate: Annotated[float, "of AdamW at its highest; it falls as half a cosine", Within(0, 1, excluded=0)] = (
+        3e-3
+    )
+    warmup_steps: Annotated[int, "steps in which the rate rises from 0", COUNT] = 100
     norm_rate: Annotated[
-        float, "factor of the rate for outer and final norm scales, which start from 0 and have far to go"
+        float, "factor of the rate for outer and final norm scales, which start from 0 and have far to go", FACTOR
     ] = 8.0
     attention_rate: Annotated[
-        float, "factor of the rate for queries and keys, whose initial values are worth keeping"
+        float, "factor of the rate for queries and keys, whose initial values are worth keeping", FACTOR
     ] = 0.1
-    weight_decay: Annotated[float, "of the matrices"] = 0.01
-    table_decay: Annotated[float, "of the embedding tables"] = 0.0
-    averaging: Annotated[float, "share of the old average that the kept weights hold at each step; 0: no average"] = 0.0
-    gradient_norm: Annotated[float, "gradients are scaled down to this norm"] = 1.0
-    dwell_weight: Annotated[float, "of the dwell's loss, where 1 puts it on a par with one action"] = 1.0
-    evaluate_every: Annotated[int, "steps between two looks at the validation requests"] = 250
-    validation_requests: Annotated[int, "requests of the last 3 % of the training period that validate, at most"] = 600
-    patience: Annotated[int, "looks in a row without a better validation loss that end the run"] = 8
+    weight_decay: Annotated[float, "of the matrices", WEIGHT] = 0.01
+    table_decay: Annotated[float, "of the embedding tables", WEIGHT] = 0.0
+    averaging: Annotated[
+        float,
+        "share of the old average that the kept weights hold at each step; 0: no average",
+        Within(0, 1, excluded=1),
+    ] = 0.0
+    gradient_norm: Annotated[float, "gradients are scaled down to this norm", Within(0, 1_000_000, excluded=0)] = 1.0
+    dwell_weight: Annotated[float, "of the dwell's loss, where 1 puts it on a par with one action", WEIGHT] = 1.0
+    evaluate_every: Annotated[int, "steps between two looks at the validation requests", COUNT] = 250
+    validation_requests: Annotated[
+        int, "requests of the last 3 % of the training period that validate, at most", COUNT
+    ] = 600
+    patience: Annotated[int, "looks in a row without a better validation loss that end the run", COUNT] = 8
     device: Annotated[Literal["cpu", "cuda"], "where the run computes"] = "cpu"
     dtype: Annotated[
         Literal["float32", "bfloat16"], "of the trunk's activations; weights, moments and losses are float32"
     ] = "float32"
-    threads: Annotated[int, "a second gains little at this size, and other counts give other bits"] = 1
+    threads: Annotated[int, "a second gains little at this size, and other counts give other bits", Within(1, 256)] = 1
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(TrainSettings).items():
-            if (known := get_args(kind)) and getattr(self, name) not in known:
-                raise ValueError(f"{name} must be {' or '.join(known)}, got {getattr(self, name)!r}")
+        for name, (allowed, _) in _rules().items():
+            check(name, getattr(self, name), allowed)
 
 
-def settings_table() -> list[tuple[str, Any, str]]:
-    """Name, default and meaning of every setting."""
-    meanings = get_type_hints(TrainSettings, include_extras=True)
-    return [(each.name, each.default, meanings[each.name].__metadata__[0]) for each in fields(TrainSettings)]
+def check(name: str, value: object, allowed: Within | tuple[str, ...]) -> None:
+    """Raises ValueError, which names the setting, for a value that it may not have."""
+    if value not in allowed:  # type: ignore[operator]
+        raise ValueError(f"{name} must be {_words(allowed)}, got {value!r:.64}")
+
+
+def settings_table() -> list[tuple[str, Any, str, str]]:
+    """Name, default, possible values and meaning of every setting."""
+    rules = _rules()
+    return [
+        (each.name, each.default, _words(rules[each.name][0]), rules[each.name][1]) for each in fields(TrainSettings)
+    ]
+
+
+@cache
+def _rules() -> dict[str, tuple[Within | tuple[str, ...], str]]:
+    """What each setting may be, and what it means."""
+    rules = {}
+    for name, hint in get_type_hints(TrainSettings, include_extras=True).items():
+        kind, meaning, *within = get_args(hint)
+        rules[name] = (within[0] if within else get_args(kind)), meaning
+    return rules
+
+
+def _words(allowed: Within | tuple[str, ...]) -> str:
+    return str(allowed) if isinstance(allowed, Within) else " or ".join(allowed)
+
+
+def replaced(owner: T, values: Mapping[str, Any]) -> T:
+    """A dataclass with those of the values that are named like its fields."""
+    mine = {each.name: values[each.name] for each in fields(owner) if each.name in values}  # type: ignore[arg-type]
+    return replace(owner, **mine)  # type: ignore[type-var]
 
 
 def hashes(vocab_size: int, salt: int) -> HashSpec:

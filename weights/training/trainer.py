@@ -28,6 +28,10 @@ VALIDATION_BATCH = 32
 LIKE_SIZES = 16  # batches whose requests are sorted by size together: less padding, and still mixed
 
 
+class TrainingError(ValueError):
+    """A run that ended without weights worth keeping; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Status:
     """Progress of the run: steps done and in all, the latest training loss, the latest and best validation loss (NaN and
@@ -117,7 +121,10 @@ class Trainer:
         return self.step >= self.steps or self.looks_without_improvement >= self.settings.patience
 
     def run(self, report: Callable[[Status], None], save: Callable[[Trainer], None]) -> Ranker:
-        """Train to the end; `report` is called after every step, `save` after every look. Returns the best ranker."""
+        """Train to the end; `report` is called after every step, `save` after every look. Returns the best ranker.
+
+        Raises TrainingError if the validation loss never was finite.
+        """
         while not self.finished:
             self.advance()
             looked = self.step % self.settings.evaluate_every == 0 or self.step == self.steps
@@ -125,6 +132,11 @@ class Trainer:
                 self.evaluate()
                 save(self)
             report(Status(self.step, self.steps, self.loss, self.validation_loss, self.best_loss, looked))
+        if not self.best:
+            raise TrainingError(
+                f"The validation loss never was a finite number in {self.step} steps, so there is nothing to keep: "
+                "lower the rates or the decays"
+            )
         self.ranker.load_state_dict(self.best)
         return self.ranker
 

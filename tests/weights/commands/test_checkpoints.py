@@ -50,7 +50,7 @@ def test_score_weights_that_are_all_zero_are_never_silent(tmp_path: Path) -> Non
     for command in ("verify", "inspect"):
         said = call(command, tmp_path / "out")
         assert said.exit_code == 0
-        assert "every score of demo is 0, because none of its actions has a weight" in said.stderr
+        assert "every score of random is 0, because none of its actions has a weight" in said.stderr
     assert json.loads(call("inspect", tmp_path / "out", "--json").stdout)["score_weights"] == {"favorite": 0.0}
     assert call("verify", "weights/demo-towers").stderr == "", "towers have no scores of actions"
 

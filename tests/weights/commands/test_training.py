@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from starlette.testclient import TestClient
@@ -87,8 +89,9 @@ def test_log_train_eval_and_example_from_the_command_line(log: Path, trained: tu
 def test_settings_are_listed_and_all_of_them_can_be_given(log: Path) -> None:
     listed = call("train", "--settings")
     assert listed.exit_code == 0
-    for name, default, meaning in settings_table():
+    for name, default, values, meaning in settings_table():
         assert name in listed.stdout
+        assert values.split(" and ")[0] in listed.stdout
         assert meaning.split(",")[0].split(":")[0][:20] in listed.stdout
         assert given_values([f"{name}={default}"]) == {name: default}
     looked = call("log", log, *settings(["epochs=1.5", "history_length=31", "has_post_age=false", "post_rows=4096"]))
@@ -185,20 +188,165 @@ def test_the_dwell_is_learned_by_the_output_of_that_name(log: Path, trained: tup
     assert moved[0] == 0 < moved[1]
 
 
-@pytest.mark.parametrize("odd", ["name", "action", "place"])
+@pytest.mark.parametrize("odd", ["name", "place"])
 def test_what_no_checkpoint_may_say_is_refused_before_the_training(odd: str, log: Path, tmp_path: Path) -> None:
-    table, out = pq.read_table(log), tmp_path / "out"
-    names = [f"{name} too" if name == "action.report" and odd == "action" else name for name in table.column_names]
-    pq.write_table(table.rename_columns(names), tmp_path / "log.parquet")
+    out = tmp_path / "out"
     (tmp_path / "log.txt").write_text("not a checkpoint's")
     place = ("--out", tmp_path if odd == "place" else out, "--replace", "--state", tmp_path / "state")
     options = ("--config", log.with_name("config.json"), "--name", "a b" if odd == "name" else "a")
-    result = call("train", "--log", tmp_path / "log.parquet", *options, *place, *settings(RUN_SETTINGS))
+    result = call("train", "--log", log, *options, *place, *settings(RUN_SETTINGS))
     assert result.exit_code == 1
     assert "is not written: " in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not out.exists()
     assert not (tmp_path / "state").exists(), "nothing was trained"
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("batch_contexts=0", "batch_contexts must be at least 1 and at most 1,000,000, got 0"),
+        ("max_candidates=0", "max_candidates must be at least 1 and at most 1,000,000, got 0"),
+        ("evaluate_every=0", "evaluate_every must be at least 1 and at most 1,000,000, got 0"),
+        ("warmup_steps=0", "warmup_steps must be at least 1 and at most 1,000,000, got 0"),
+        ("patience=0", "patience must be at least 1 and at most 1,000,000, got 0"),
+        ("epochs=nan", "epochs must be above 0 and at most 10,000, got nan"),
+        ("epochs=0", "epochs must be above 0 and at most 10,000, got 0.0"),
+        ("epochs=-1", "epochs must be above 0 and at most 10,000, got -1.0"),
+        ("hidden_post_share=2", "hidden_post_share must be at least 0 and at most 1, got 2.0"),
+        ("learning_rate=1e9", "learning_rate must be above 0 and at most 1, got 1000000000.0"),
+        ("learning_rate=-1", "learning_rate must be above 0 and at most 1, got -1.0"),
+        ("learning_rate=nan", "learning_rate must be above 0 and at most 1, got nan"),
+        ("averaging=1", "averaging must be at least 0 and below 1, got 1.0"),
+        ("dtype=float16", "dtype must be float32 or bfloat16, got 'float16'"),
+        ("post_rows=0", "post_rows must be at least 2 and at most 2,147,483,647, got 0"),
+        ("product_surfaces=0", "product_surfaces must be positive and at most 65536, got 0"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_by_name_before_the_log_is_read(
+    value: str, reason: str, log: Path, tmp_path: Path
+) -> None:
+    for file in (log, tmp_path / "absent.parquet"):
+        options = ("--config", log.with_name("config.json"), "--out", tmp_path / "out")
+        for result in (
+            call("train", "--log", file, *options, *settings([*RUN_SETTINGS, value])),
+            call("log", file, *settings([value])),
+        ):
+            assert (result.exit_code, result.stderr) == (1, f"{reason}\n"), result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_number_has_bounds(log: Path) -> None:
+    numbers = [(name, default) for name, default, _, _ in settings_table() if isinstance(default, int | float)]
+    assert len(numbers) > 20
+    for name, default in numbers:
+        for far in ("-1", 10**30, *(("nan", "inf") if isinstance(default, float) else ())):
+            result = call("log", log, "--set", f"{name}={far}")
+            assert result.exit_code == 1, f"{name}={far}"
+            assert re.fullmatch(rf"{name} must be (at least|above) .*, got .*\n", result.stderr), result.output
+
+
+def test_the_ends_of_the_bounds_train(log: Path, tmp_path: Path) -> None:
+    ends = [
+        "shared_events=0",
+        "warmup_steps=1",
+        "batch_contexts=1000000",
+        "max_candidates=1",
+        "patience=1",
+        "threads=1",
+    ]
+    ends += [f"hidden_{kind}_share=1" for kind in ("user", "post", "author", "event")]
+    ends += [
+        "validation_requests=1",
+        "evaluate_every=1000000",
+        "dwell_weight=0",
+        "epochs=2",
+        "seed=18446744073709551615",
+    ]
+    options = ("--config", log.with_name("config.json"), "--out", tmp_path / "out")
+    result = call("train", "--log", log, *options, *settings(ends))
+    assert result.exit_code == 0, result.output
+
+
+def test_a_training_whose_validation_loss_never_was_finite_leaves_no_checkpoint(log: Path, tmp_path: Path) -> None:
+    wild = ["learning_rate=1", "weight_decay=100", "table_decay=100", "warmup_steps=1", "epochs=3", "batch_contexts=8"]
+    options = ("--config", log.with_name("config.json"), "--out", tmp_path / "out")
+    result = call("train", "--log", log, *options, *settings([*wild, "evaluate_every=1000", "validation_requests=10"]))
+    assert result.exit_code == 1, result.output
+    assert result.stderr.startswith("The validation loss never was a finite number")
+    assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["add-to-cart", "a b", "", "1st", "é", "a" * 65])
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_an_action_that_no_checkpoint_may_name_is_refused_when_the_log_is_read(
+    name: str, suffix: str, log: Path, tmp_path: Path
+) -> None:
+    changed = {"action.report": f"action.{name}"}
+    table, path = pq.read_table(log).slice(0, 200), tmp_path / f"log.{suffix}"
+    table = table.rename_columns([changed.get(column, column) for column in table.column_names])
+    write(path, table)
+    told = (
+        f"{path}: the action name {name[:64]!r} must be letters, digits and underscores, a letter first, at most 64\n"
+    )
+    for command in commands_that_read(path, tmp_path):
+        result = call(*command)
+        assert (result.exit_code, result.stderr) == (1, told), result.output
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_surface_beyond_the_architectures_is_refused_with_its_file_and_row(
+    suffix: str, log: Path, trained: tuple[Path, str], tmp_path: Path
+) -> None:
+    table, path = pq.read_table(log), tmp_path / f"log.{suffix}"
+    surfaces = table["product_surface"].to_pylist()
+    surfaces[41] = 16
+    place = table.column_names.index("product_surface")
+    write(path, table.set_column(place, "product_surface", pa.array(surfaces)))
+    row = "line" if suffix == "jsonl" else "row"
+    told = f"{path}, {row} 42: product_surface must be an integer between 0 and 15\n"
+    out = ("--log", path, "--out", tmp_path / "scores")
+    known = (
+        ("eval", "--checkpoint", trained[0], *out),
+        ("score", "--checkpoint", trained[0], *out),
+        ("train", "--log", path, "--out", tmp_path / "on", "--start", trained[0]),
+        ("compare", trained[0], trained[0], *out),
+        ("example", trained[0], "--log", path),
+    )
+    for command in (*commands_that_read(path, tmp_path), *known):
+        result = call(*command)
+        assert (result.exit_code, result.stderr) == (1, told), command
+    assert call("log", path, "--set", "product_surfaces=17").exit_code == 0
+    (tmp_path / "config.json").write_text('{"product_surfaces": 17}')
+    few = settings(["epochs=0.02", "validation_requests=4", "width=16"])
+    wider = ("train", "--log", path, "--out", tmp_path / "out", "--config", tmp_path / "config.json", *few)
+    assert call(*wider).exit_code == 0
+    scored = call("score", "--checkpoint", tmp_path / "out", "--log", path, "--out", tmp_path / "scored")
+    assert scored.exit_code == 0, scored.output
+
+
+def write(path: Path, table: pa.Table) -> None:
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        path.write_text("\n".join(map(json.dumps, table.to_pylist())))
+
+
+def commands_that_read(log: Path, directory: Path) -> tuple[tuple[object, ...], ...]:
+    few = settings([*RUN_SETTINGS, "width=16"])
+    return ("log", log), ("train", "--log", log, "--out", directory / "no", *few)
+
+
+def test_posts_that_are_all_newer_than_their_impressions_are_said_to_be(log: Path, tmp_path: Path) -> None:
+    table = pq.read_table(log)
+    later = pa.array([time + 60 for time in table["impression_ts"].to_pylist()])
+    place = table.column_names.index("created_at")
+    pq.write_table(table.set_column(place, "created_at", later), tmp_path / "log.parquet")
+    looked = call("log", tmp_path / "log.parquet")
+    assert looked.exit_code == 0, looked.output
+    line = next(line for line in looked.stdout.splitlines() if "no post ages" in line)
+    assert line.split(" → ")[0].strip() == "every created_at is later than its impression_ts"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 pytest.importorskip("pyarrow")
 
 from model.synthetic import random_ranker
+from weights.tables import LogError
 from weights.training.examples import Examples, HiddenShares
 from weights.training.trainer import forward_shared
 
@@ -74,3 +77,12 @@ def test_requests_that_share_a_context_are_scored_as_each_alone(examples: Exampl
     torch.testing.assert_close(shared[labels.shown], torch.cat(alone), atol=2e-5, rtol=0)
     later = seen.amax(1, keepdim=True).expand_as(seen)
     assert (forward_shared(ranker, batch, later)[0] - shared)[labels.shown].abs().max() > 1e-3, "who sees later events"
+
+
+@pytest.mark.parametrize(
+    ("field", "reason"),
+    [("actions", "19 actions, the architecture 2"), ("product_surfaces", "surface must be below 2")],
+)
+def test_a_log_that_does_not_fit_the_architecture_is_refused(field: str, reason: str, examples: Examples) -> None:
+    with pytest.raises(LogError, match=reason):
+        Examples(examples.log, replace(examples.config, **{field: 2}))

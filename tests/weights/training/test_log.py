@@ -60,7 +60,7 @@ REFUSED: dict[str, Callable[[pa.Table], pa.Table]] = {
     "row 2: dwell_seconds must be seconds, a finite": lambda t: replaced(
         t, "dwell_seconds", pa.array([1.0, float("nan"), 3.0], pa.float32())
     ),
-    "product_surface must not be negative": lambda t: replaced(t, "product_surface", pa.array([0, -1, 2])),
+    "row 2: product_surface must be an integer between 0 and 65535": lambda t: replaced(t, "product_surface", pa.array([0, -1, 2])),
     "one request_id differ in user_id": lambda t: replaced(t, "user_id", pa.array([5, 6, 7], pa.uint64())),
     "holds no impressions": lambda t: t.slice(0, 0),
 }  # fmt: skip

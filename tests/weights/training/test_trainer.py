@@ -16,7 +16,7 @@ from weights.training.trainer import Trainer
 
 
 def test_the_run_stops_when_validation_stops_improving(examples: Examples) -> None:
-    run = small_trainer(examples, epochs=50, evaluate_every=2, patience=3, learning_rate=0.0)
+    run = small_trainer(examples, epochs=50, evaluate_every=2, patience=3, learning_rate=1e-30)
     run.run(lambda status: None, lambda current: None)
     assert run.step == 2 * (1 + 3)
     assert run.step < run.steps
