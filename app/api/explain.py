@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, islice
 
 import numpy as np
@@ -24,9 +23,9 @@ from app.api.caller import Caller, CallerInfo, CallerRoute, cancelled_with
 from app.api.rank import JSON, admitted, note
 from app.api.window import Window
 from app.columns import Vocabulary
-from app.errors import Overloaded, TooLarge
+from app.errors import DeadlineExceeded, Overloaded, TooLarge
 from app.explanation import MAX_EXPLAINED, Question, render
-from app.interface import Ranked, Ranker, ServedModel
+from app.interface import Job, Ranked, Ranker, ServedModel
 from app.schema import PROBLEMS, ExplainReply, ExplainRequest
 from model.inputs import Candidates, Context, Scores
 
@@ -117,6 +116,8 @@ class Explaining:
     caller: CallerInfo
     model: ServedModel
     question: Question
+    has_begun: bool = False
+    """Whether one of its contexts was admitted."""
 
     async def run(self) -> tuple[Ranked, list[Scores], NDArray[np.float32]]:
         """Return the ranking that is explained, the scores without each of `Question.contexts`, and the attention of `render`."""
@@ -163,9 +164,16 @@ class Explaining:
 
     async def _one(self, window: Window, lock: asyncio.Lock, context: Context, candidates: Candidates) -> Ranked:
         sizes = {"candidates": len(candidates), "history": len(context)}
+        clock, deadline = self.state.ranker.clock, self.caller.deadline
+
+        def admit() -> AbstractContextManager[Job]:
+            if self.has_begun and deadline is not None and clock() >= deadline:
+                raise DeadlineExceeded  # in its midst: admission would call it a refusal on arrival
+            return admitted(self.state, self.caller, self.model, **sizes)
+
         with ExitStack() as places:
             async with lock:
-                admit = partial(admitted, self.state, self.caller, self.model, **sizes)
                 job = await window.enter(places, admit, sizes["candidates"], 1 + sizes["history"])
+                self.has_begun = True
             ranked: Ranked = await self.state.ranker.rank(job, context, candidates)
             return ranked
