@@ -41,7 +41,7 @@ serve: $(VENV)/.serving ## start the service: PORT=8100 HOST=:: CHECKPOINT=path 
 demo: $(VENV)/.installed ## train weights/demo again; takes ten minutes on one core
 	$(BIN)/python -m weights train-demo --out weights/demo
 
-WORKERS ?= 3
+WORKERS ?= 4
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 test: $(VENV)/.installed ## run the tests that need no GPU

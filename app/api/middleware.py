@@ -61,7 +61,7 @@ class RequestMiddleware:
         root_path: str = "",
         success_sample: float = 1.0,
         tracer: RequestTracer | None = None,
-        draw: Callable[[], float] = random.random,
+        draw: Callable[[], float] = _ids.random,
     ) -> None:
         self.app = app
         self.metrics = metrics
