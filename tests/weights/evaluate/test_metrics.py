@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
-from sklearn.metrics import ndcg_score, roc_auc_score
 
 from weights.evaluate import metrics
 from weights.evaluate.metrics import Means, PooledAuc, Sampled
+
+
+@pytest.fixture
+def sklearn_metrics() -> Any:
+    """Imported when a test asks for it: that takes two seconds, in every process that collects the tests."""
+    return pytest.importorskip("sklearn.metrics")
 
 
 def scores(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -42,23 +49,27 @@ def test_auc_is_nan_where_it_has_no_meaning() -> None:
     assert metrics.auc(np.array([False, True]), np.array([0.0, 1.0])) == 1
 
 
-def test_auc_within_groups_is_that_of_each_group() -> None:
+def test_auc_within_groups_is_that_of_each_group(sklearn_metrics: Any) -> None:
     group, happened, score = scores(600)
     happened[group == 3] = False
     found, values = metrics.auc_within(group, happened, score)
     assert 3 not in found
     assert len(found) > 25
     for each, value in zip(found, values, strict=True):
-        assert value == pytest.approx(roc_auc_score(happened[group == each], score[group == each]))
+        assert value == pytest.approx(sklearn_metrics.roc_auc_score(happened[group == each], score[group == each]))
 
 
 @pytest.mark.parametrize("k", [None, 3])
-def test_ndcg_is_that_of_an_independent_implementation_whatever_the_order_of_rows(k: int | None) -> None:
+def test_ndcg_is_that_of_an_independent_implementation_whatever_the_order_of_rows(
+    k: int | None, sklearn_metrics: Any
+) -> None:
     rng = np.random.default_rng(2)
     request = np.repeat(np.arange(50), 8)
     score, gain = rng.random(400), rng.integers(0, 3, 400) / 8
     gain[:8] = 0.25  # nothing to order
-    expected = [ndcg_score(gain[at : at + 8][None], score[at : at + 8][None], k=k) for at in range(8, 400, 8)]
+    expected = [
+        sklearn_metrics.ndcg_score(gain[at : at + 8][None], score[at : at + 8][None], k=k) for at in range(8, 400, 8)
+    ]
     mixed = rng.permutation(400)
     for rows in (np.arange(400), mixed):
         found, values = metrics.ndcg(request[rows], score[rows], gain[rows], k)
@@ -66,14 +77,14 @@ def test_ndcg_is_that_of_an_independent_implementation_whatever_the_order_of_row
         assert values == pytest.approx(expected)
 
 
-def test_a_pooled_auc_under_weights_is_that_of_the_repeated_rows() -> None:
+def test_a_pooled_auc_under_weights_is_that_of_the_repeated_rows(sklearn_metrics: Any) -> None:
     user, happened, score = scores(500)
     pooled = PooledAuc.of(happened, score, user)
     draws = np.random.default_rng(3).multinomial(30, np.full(30, 1 / 30), 5).astype(np.float64)
     for drawn, value in zip(draws, pooled.under(draws), strict=True):
         rows = np.repeat(np.arange(500), drawn[user].astype(int))
-        assert value == pytest.approx(roc_auc_score(happened[rows], score[rows]))
-    assert Sampled.of(pooled, draws).value == pytest.approx(roc_auc_score(happened, score))
+        assert value == pytest.approx(sklearn_metrics.roc_auc_score(happened[rows], score[rows]))
+    assert Sampled.of(pooled, draws).value == pytest.approx(sklearn_metrics.roc_auc_score(happened, score))
 
 
 def test_an_interval_holds_the_truth_about_as_often_as_it_says() -> None:
