@@ -54,16 +54,20 @@ def start(arguments: Sequence[str], program: str) -> int:
         settings = load_settings(arguments, program=program)
         logs.configure(settings.logs)
         log = structlog.get_logger("app")
+        if settings.workers > 1:
+            from app.processes import parent
+
+            if (
+                role := parent.inherited()
+            ) is not None:  # another checkpoint may have been loaded since the parent began
+                return parent.play(role, settings)
         if problem := problem_of(settings.checkpoint):  # said before anything listens
             log.error("fatal", reason=f"{settings.checkpoint.absolute()} {problem}")
             return EXIT_FAILED
         if not logs.are_for_people(settings.logs):
             log.info("settings", **settings.effective())
         if settings.workers > 1:
-            from app.processes import parent
-
-            role = parent.inherited()
-            return parent.run(settings, arguments) if role is None else parent.play(role, settings)
+            return parent.run(settings, arguments)
         gc.disable()  # until the first load has ended
         from app import server
 

@@ -43,7 +43,7 @@ NO_ACTION = "must name an action of this checkpoint, or be the decimal string of
 NAMED_TWICE = "names an action twice, by name or by index"
 NO_MASK = "must be a mask without bits beyond those of the {} actions"
 NO_SURFACE = "must be a surface of this checkpoint, an integer between 0 and {}"
-NO_WEIGHTS = "All weights in force are 0, so every score is 0 and the ranks mean nothing."
+NO_WEIGHTS = "All weights in force are 0, so all scores are equal and the ranks mean nothing."
 NO_WEIGHTS_KEPT = f"{NO_WEIGHTS} The checkpoint has none: send weights, or give it some with `phoenix-ranker relabel --score-weights`."
 MOST_WORDS = 4
 """Vocabularies that are kept: of a ranker and towers, and of those that they replaced."""

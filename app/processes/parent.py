@@ -28,6 +28,7 @@ from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START, EXIT_USAGE
 from app.settings import Settings
 from app.telemetry import logs
 
+PATHS_FILE = "loaded.json"  # beside the engine process's socket: what a reload loaded last
 VARIABLE = "_RANKER_ROLE"  # not a setting: nobody sets it by hand
 PR_SET_PDEATHSIG = 1
 LOOK_SECONDS = 0.05
@@ -79,7 +80,7 @@ def play(role: Role, settings: Settings) -> int:
     from app.service.ranker import create_ranker
     from app.service.reload import resumed
 
-    paths_file = Path(role.path).with_name("loaded.json")
+    paths_file = Path(role.path).with_name(PATHS_FILE)
     settings = resumed(settings, paths_file)
     local = create_ranker(settings, Metrics())
     local.reloads.paths_file = paths_file
@@ -169,14 +170,26 @@ class Parent:
             code = child.ended()
             if code is not None:
                 log.error("process_ended", worker=child.number, exit_code=code)
-                if child is self.engine and (
+                if child is self.engine and code == EXIT_FAILED and self._forget_reload():
+                    child.again()
+                elif child is self.engine and (
                     code in (EXIT_FAILED, EXIT_USAGE, EXIT_START) or self.settings.engine_loss == "exit"
                 ):
                     return code if 0 < code < EXIT_ENGINE_LOST else EXIT_ENGINE_LOST
-                child.again()
+                else:
+                    child.again()
             if child.process is None and time.monotonic() >= child.start_at:
                 child.start()
         return 0
+
+    def _forget_reload(self) -> bool:
+        """Have the next engine process load what the settings name. False if the one that failed did so too."""
+        try:
+            Path(self.path).with_name(PATHS_FILE).unlink()
+        except FileNotFoundError:
+            return False
+        log.error("reload_not_kept", reason="what was loaded last cannot be loaded again")
+        return True
 
     def _stop(self) -> int:
         """Drain the workers, then end the engine process. Return 1 where one did not end in order."""

@@ -35,6 +35,7 @@ CONNECT_SECONDS = 0.02  # between two attempts
 RETRY_AFTER_SECONDS = 2.0  # while the engine process starts
 GRACE_SECONDS = 0.25  # after a deadline, for the engine process to answer first
 SILENT_SECONDS = 4.0  # the longest time without a sign of life, which comes once a second
+REPLACED_KEPT = 4  # models and corpora that no longer serve, for requests under way
 STARTING = State(Health(False, False, False, False, "The engine process is starting."))
 ENDED = State(Health(False, False, True, False, "The engine process has ended."))
 
@@ -160,7 +161,8 @@ class RemoteRanker:
     def _known(self, number: int, make: Callable[[], Any]) -> Known:
         if number not in self._numbers:
             self._numbers[number] = make()
-            for old in sorted(self._numbers)[:-4]:
+            serving = {known.number for known in (self._model, self._towers) if known is not None}
+            for old in sorted(self._numbers.keys() - serving)[:-REPLACED_KEPT]:
                 del self._numbers[old]
         return Known(number, self._numbers[number])
 

@@ -155,6 +155,10 @@ def train(
         if start and (config or preset):
             raise CheckpointError("--start brings its architecture along: give neither --config nor --preset.")
         given, changed = _given(until, set_), read_json(config, dict) if config else {}
+        if start and (shape := given[2].keys() & {*_names(ModelConfig), *TABLES}):
+            raise CheckpointError(
+                f"--start brings its architecture along: leave {', '.join(sorted(shape))} out of --set."
+            )
         begun = _begun(start, ids) if start else None
         known = begun.manifest.config if begun else _architecture(_base(given[2]), changed, preset)
         impressions = read_log(log, ids, known.product_surfaces)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -41,8 +42,16 @@ def admin_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def several(admin_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    root = one_and_two(tmp_path_factory.mktemp("checkpoints"))
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What reloads may name."""
+    folder = one_and_two(tmp_path_factory.mktemp("checkpoints"))
+    shutil.copytree(TOWERS, folder / "towers")
+    shutil.copytree(POSTS, folder / "posts")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def several(admin_port: int, root: Path) -> Iterator[Server]:
     settings: dict[str, Any] = {"admin__port": admin_port, "admin__root": root, "drain__delay_seconds": 2}
     settings["admin__token_sha256"] = hashlib.sha256(TOKEN.encode()).hexdigest()
     with serving(root / "one", retrieval=True, workers=2, **settings) as server:
@@ -154,6 +163,21 @@ def more(replies: Replies) -> None:
     wait_until(lambda: len(replies.of(200)) >= enough)
 
 
+def test_however_often_posts_are_loaded_again_the_checkpoint_that_serves_ranks(
+    several: Server, admin_port: int
+) -> None:
+    """And the other way round: a worker forgets what was replaced, never what serves."""
+    url, headers = f"http://127.0.0.1:{admin_port}/admin/reload", {"authorization": f"Bearer {TOKEN}"}
+    search = {name: value for name, value in example().items() if name != "candidates"} | {"k": 9}
+    posts = {"retrieval": "towers", "corpus": "posts"}
+    for body in (posts, {}, posts):
+        for _ in range(6):
+            assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200
+        for _ in range(8):  # connections come to either worker
+            assert several.post("/rank", example()).status_code == 200
+            assert several.post("/retrieve", search).status_code == 200
+
+
 def test_a_killed_worker_is_started_again_and_the_others_serve_on(several: Server) -> None:
     with asking(several) as replies:
         before = children(several)["worker"]
@@ -178,6 +202,29 @@ def test_a_killed_engine_process_is_started_again_with_what_it_served(several: S
     assert replies.broken == 0
     assert all(reply.json()["candidates"] == right for reply in replies.of(200))
     assert versions(several) == {version}
+
+
+def test_damage_to_what_was_reloaded_brings_back_what_the_settings_name(
+    several: Server, admin_port: int, root: Path
+) -> None:
+    first, second = reloaded(admin_port, "one"), reloaded(admin_port, "two")
+    (root / "one").rename(
+        root / "away"
+    )  # what the settings name is gone: the engine process begins with what it served
+    engine_killed(several)
+    assert versions(several) == {second}
+    (root / "away").rename(root / "one")
+    (root / "two" / "params.safetensors").write_bytes(b"damaged")
+    engine_killed(several)
+    assert versions(several) == {first}
+    assert any(line["event"] == "reload_not_kept" for line in several.log_lines)
+
+
+def engine_killed(server: Server) -> None:
+    """Wait for the next one to be ready."""
+    os.kill(children(server)["engine"][0], signal.SIGKILL)
+    wait_until(lambda: server.get("/readyz").status_code == 503, 10)
+    wait_until(lambda: server.get("/readyz").status_code == 200, 90)
 
 
 def test_sigterm_drains_and_ends_with_0(several: Server) -> None:

@@ -355,6 +355,7 @@ def test_posts_that_are_all_newer_than_their_impressions_are_said_to_be(log: Pat
         (["train", "--log", "absent.parquet", "--out", "x"], "absent.parquet is not there"),
         (["train", "--log", "a", "--out", "x", "--resume"], "needs --state"),
         (["train", "--log", "a", "--out", "x", "--start", "b", "--preset", "gemma"], "--start brings its architecture"),
+        (["train", "--log", "a", "--out", "x", "--start", "b", "--set", "layers=1"], "leave layers out of --set"),
         (["train", "--log", "absent.parquet", "--out", "x", "--until", "tomorrow"], "'tomorrow' is neither a day"),
         (["train", "--log", "absent.parquet", "--out", "x", "--config", "none.json"], "none.json cannot be read"),
         (["train", "--log", "absent.parquet", "--out", "x", "--set", "epoch=3"], "did you mean epochs?"),
