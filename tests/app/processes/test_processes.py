@@ -139,7 +139,7 @@ def reloaded(admin_port: int, name: str) -> str:
     """Have another checkpoint served; its version."""
     url, headers = f"http://127.0.0.1:{admin_port}/admin/reload", {"authorization": f"Bearer {TOKEN}"}
     reply = httpx.post(url, json={"checkpoint": name}, headers=headers, timeout=60)
-    assert (reply.status_code, reply.json()["result"]) == (200, "reloaded"), reply.text
+    assert reply.status_code == 200, reply.text
     version: str = reply.json()["model"]["version"]
     return version
 
