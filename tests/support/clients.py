@@ -103,6 +103,8 @@ def _connection(server: Server | Live) -> http.client.HTTPConnection:
 
 def _send(connection: http.client.HTTPConnection, path: str, body: bytes, headers: Mapping[str, str]) -> Reply:
     began = time.perf_counter()
+    if connection.sock is None:
+        connection.connect()
     with suppress(BrokenPipeError, ConnectionResetError):  # a refusal may come before the whole body was sent
         connection.request("POST", path, body, {"content-type": "application/json", **headers})
     reply = connection.getresponse()
