@@ -54,6 +54,10 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="NAME=VALUE of a setting; can be given more than once. `train --settings` lists them."),
 ]
+WorldSet = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="NAME=VALUE of a setting of the world; can be given more than once."),
+]
 LogFile = Annotated[Path, typer.Option("--log", help="Log of impressions, Parquet or JSON lines: docs/training.md.")]
 Until = Annotated[
     str,
@@ -64,7 +68,7 @@ Until = Annotated[
 
 
 @app.command()
-def world(out: Out, seed: Seed = 1, set_: Set = None) -> None:
+def world(out: Out, seed: Seed = 1, set_: WorldSet = None) -> None:
     """Draw a synthetic world: a log of impressions, the true probabilities beside it, and names."""
     with refusals(*REFUSED):
         from weights.world.settings import WorldSettings
@@ -340,6 +344,7 @@ def eval_retrieval(
     checkpoint: Annotated[Path, typer.Option(help="The ranker that was trained on the world.")],
     towers: Annotated[Path, typer.Option(help="The retrieval checkpoint trained on the same world.")],
     seed: Annotated[int, typer.Option(min=0, help="Seed of the world, as given to `train-demo`.")] = 1,
+    set_: WorldSet = None,
 ) -> None:
     """Draw the demo's world again and print how many of the truly best posts retrieval finds for users it was not trained on."""
     with refusals(*REFUSED):
@@ -350,7 +355,7 @@ def eval_retrieval(
 
         ranker, encoder = load_checkpoint(checkpoint), load_encoder(towers)
         with progress_bar() as bar:
-            world = simulate(WorldSettings(seed=seed), partial(bar, "sessions"))
+            world = simulate(with_settings(WorldSettings(seed=seed), set_), partial(bar, "sessions"))
         posts = newest_posts(world, CORPUS_DAYS)
         found = evaluate_retrieval(world, encoder.towers, ranker.ranker, posts, ranker.manifest.score_weights)
     show(as_table(found), 120)
