@@ -325,6 +325,8 @@ async def test_others_come_in_between_the_pieces_of_a_reply() -> None:
         async with httpx.AsyncClient(transport=transport, base_url=ADDRESS) as client:
             watching = asyncio.ensure_future(watch())
             reply = await client.post("/explain", json=OF_260 | {"explain": OF_260["candidates"]["post_id"]})
+            looks = len(held)
+            await rankers.until(lambda: len(held) > looks)
             watching.cancel()
     assert reply.status_code == 200
     assert max(held) < rankers.figure(ranker, 'ranker_stage_duration_seconds_sum{stage="serialize"}') / 2
