@@ -65,7 +65,9 @@ def test_a_link_restores_all_that_stands_there(tab: Explorer, browser: Any, serv
     tab.forget(3)
     tab.click("Compare")
     tab.settle(lambda: tab.page.locator("#user").select_option("0"))
-    tab.page.locator(".list").first.get_by_role("button", name="Why").first.click()
+    with tab.page.expect_response("**/explain") as explained:  # one explanation runs at a time
+        tab.page.locator(".list").first.get_by_role("button", name="Why").first.click()
+    assert explained.value.finished() is None
     tab.page.wait_for_timeout(500)  # the link follows 120 ms after
     link = tab.copied("#link")
     with Explorer(browser, server.url) as other:
