@@ -30,6 +30,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
+from app.api.caller import CUT_OFF
 from app.api.connection import Connection, State, sweep
 from app.api.operations import Scrapes
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START
@@ -182,6 +183,8 @@ class Server(Port):
             self.exit_code = self.exit_code or EXIT_FAILED
             self.config.timeout_graceful_shutdown = 0
             log.error("drain_timeout", connections=len(self.server_state.connections))
+            for task in list(self.server_state.tasks):
+                task.cancel(CUT_OFF)
         await super().shutdown(sockets)
         log.info("stopped", exit_code=self.exit_code)
 

@@ -201,13 +201,23 @@ def is_listening(port: int) -> bool:
     return True
 
 
-def test_a_request_that_outlasts_the_drain_is_given_up_and_the_exit_code_says_so() -> None:
+def test_requests_that_outlast_the_drain_are_told_to_ask_elsewhere_and_the_exit_code_says_so() -> None:
     gate = Gate()
-    with listening(FakeEngine(before=gate), drain={"timeout_seconds": 0.2}) as live, live.connect() as client:
-        client.sendall(head() + BODY)
+    with listening(FakeEngine(before=gate), drain={"timeout_seconds": 0.2}) as live:
+        waiting, sending = live.connect(), live.connect()
+        waiting.sendall(head() + BODY)
+        sending.sendall(head() + BODY[:-1])
         assert gate.entered.wait(10)
         live.server.should_exit = True
         until(lambda: live.server.exit_code == 1)
+        for client in (waiting, sending):
+            status, headers, body = read_reply(client)
+            assert (status, headers["connection"], headers["content-type"]) == (
+                503,
+                "close",
+                "application/problem+json",
+            )
+            assert (json.loads(body)["code"], int(headers["retry-after"])) == ("draining", 5)
         gate.opened.set()
 
 
