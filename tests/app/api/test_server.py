@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
+import os
 import re
 import resource
 import signal
@@ -298,6 +300,29 @@ def test_a_host_that_is_not_there_is_an_error_that_leaves_nothing_open() -> None
         server.bind("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(OSError, match="known"):
         server.bind("nowhere.invalid", 0)
+    with pytest.raises(OSError, match="in use"):
+        server.bind("0.0.0.0,127.0.0.1", 0)
+    with closing(socket.socket()) as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))  # another process that is about to listen
+        [sock] = server.bind("127.0.0.1", other.getsockname()[1])
+        with closing(sock), pytest.raises(OSError, match="in use"):
+            other.listen()
+
+
+def test_without_ipv6_in_the_kernel_every_address_is_every_ipv4_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ipv4Alone(socket.socket):
+        def __init__(self, family: int = socket.AF_INET, *rest: Any, **named: Any) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+            super().__init__(family, *rest, **named)
+
+    monkeypatch.setattr(socket, "socket", Ipv4Alone)
+    [sock] = server.bind("*", 0)
+    with closing(sock):
+        assert is_listening(sock.getsockname()[1])
+    with pytest.raises(OSError, match="not supported"):
+        server.bind("::1", 0)
 
 
 def test_the_process_may_hold_more_connections_than_the_shell_allows() -> None:
