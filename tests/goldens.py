@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,14 @@ def expected(name: str) -> dict[str, np.ndarray[Any, Any]]:
         return dict(arrays)
 
 
-def imported(name: str, out: Path) -> Path:
-    """One golden, imported into a checkpoint directory as a user would."""
+def imported(name: str, out: Path, **changes: Any) -> Path:
+    """One golden, imported into a checkpoint directory as a user would. `changes` are of its architecture, such as a shorter window."""
     from weights.format.writer import write_checkpoint
     from weights.published.importer import PublishedModel, labels_for
 
     with PublishedModel(GOLDEN / name / "ranker") as ranker:
-        write_checkpoint(out, ranker.config, ranker.chunks, labels_for(ranker.config, name))
+        config = replace(ranker.config, **changes)
+        write_checkpoint(out, config, ranker.chunks, labels_for(config, name))
     return out
 
 

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from app.settings import SettingsProblem, Tracing
 from app.telemetry.exchange import Exchange
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import SpanProcessor
 
 STAGES = ("parse", "queue", "forward", "serialize")  # in the order in which a request passes them
 SERVICE_NAME = "phoenix-ranking-server"
 EXPORT_SECONDS = 2.0  # a collector that is down delays the end of the process by no more
 
 
-def create_tracer(settings: Tracing, processor: SpanProcessor | None = None) -> RequestTracer | None:
+def create_tracer(settings: Tracing) -> RequestTracer | None:
     """A tracer that exports to the collector in OpenTelemetry's own variables, or None where tracing is off. Raises SettingsProblem."""
     if not settings.enabled:
         return None
     try:
-        return RequestTracer(processor)
+        return RequestTracer()
     except ImportError as error:
         raise SettingsProblem(f"RANKER_TRACING__ENABLED needs the `tracing` extra: {error}") from error
 
@@ -30,7 +26,7 @@ def create_tracer(settings: Tracing, processor: SpanProcessor | None = None) -> 
 class RequestTracer:
     """Turns a finished exchange into a span with one child per stage."""
 
-    def __init__(self, processor: SpanProcessor | None = None) -> None:
+    def __init__(self) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -38,9 +34,7 @@ class RequestTracer:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider = TracerProvider(resource=Resource.create({"service.name": SERVICE_NAME}))
-        if processor is None:
-            processor = BatchSpanProcessor(OTLPSpanExporter(timeout=EXPORT_SECONDS))
-        self._provider.add_span_processor(processor)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(timeout=EXPORT_SECONDS)))
         self._tracer = self._provider.get_tracer(SERVICE_NAME)
         self._propagator = TraceContextTextMapPropagator()
 

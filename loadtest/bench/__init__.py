@@ -1,4 +1,4 @@
-"""`make bench`: engines beside their plain definition and the limit of the machine, and HTTP beside another checkout, in turns."""
+"""`make bench`: engines beside their plain definition and the limit of the machine, HTTP beside another checkout, in turns, and limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loadtest.rows import Row, publish
 
 
 def measure(
-    only: Annotated[Literal["all", "engines", "http"], typer.Option(help="What to measure.")] = "all",
+    only: Annotated[Literal["all", "engines", "http", "limits"], typer.Option(help="What to measure.")] = "all",
     before: Annotated[
         Path | None, typer.Option(help="Another checkout, with its own .venv or ours, for HTTP in turns.")
     ] = None,
@@ -30,14 +30,19 @@ def measure(
         rows.append(found)
         print(f"{found.what}: {found.figure:.3g} {found.unit}", file=sys.stderr, flush=True)
 
-    if only != "http":
+    if only in ("all", "engines"):
         from loadtest.bench.engines import engine_rows
 
         for row in engine_rows(dtype, rounds):
             add(row)
-    if only != "engines":
+    if only in ("all", "http"):
         from loadtest.bench.http import http_rows
 
         for row in http_rows(before, rounds, seconds, workers):
+            add(row)
+    if only in ("all", "limits"):
+        from loadtest.bench.limits import limit_rows
+
+        for row in limit_rows(rounds, seconds):
             add(row)
     publish(rows, rounds=rounds, before=None if before is None else str(before.name))

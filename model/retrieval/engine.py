@@ -87,6 +87,9 @@ class Users(NamedTuple):
     seconds: float
 
 
+DeviceIndex = Callable[[NDArray[np.float32], str], Index]
+"""Makes an index of vectors, float32 `[n, D]`, on a device. What it raises is taken for a fault of the device."""
+
 Added = tuple[Segment | None, int]
 """The segment of a change's new posts, and how many of the last segments it replaces, whose posts it then holds too."""
 
@@ -94,10 +97,18 @@ Added = tuple[Segment | None, int]
 class RetrievalEngine:
     """Two towers and the corpus that their candidate tower made. Used by one thread at a time, except `cache_stats` and `prepare`.
 
+    `on_device` makes the corpus's index where `options.device` is not `cpu`.
     Raises ValueError for a corpus of another width, EngineError if the options cannot run here.
     """
 
-    def __init__(self, towers: Towers, corpus: Corpus, options: RetrievalOptions = RetrievalOptions()) -> None:
+    def __init__(
+        self,
+        towers: Towers,
+        corpus: Corpus,
+        options: RetrievalOptions = RetrievalOptions(),
+        *,
+        on_device: DeviceIndex = TorchIndex,
+    ) -> None:
         if corpus.width != towers.config.width:
             raise ValueError(f"the corpus has vectors of width {corpus.width}, the towers of {towers.config.width}")
         self.config = towers.config
@@ -107,7 +118,7 @@ class RetrievalEngine:
         self.tower = self._make_tower(dtype)
         self.notes: dict[str, Any] = {"user_tower": self.tower.notes}
         self._library: ctypes.CDLL | None = None  # of the first native index, for all the others
-        self._segments = [Segment(corpus, self._main_index(corpus.vectors))]
+        self._segments = [Segment(corpus, self._main_index(corpus.vectors, on_device))]
         self.posts = len(corpus) - int(corpus.hidden.sum())
         """Rows that a search without filters can return."""
         self.changes = 0
@@ -252,15 +263,15 @@ class RetrievalEngine:
                 raise
             return TorchTower(self.towers, dtype, str(error))
 
-    def _main_index(self, vectors: NDArray[np.float32]) -> Index:
+    def _main_index(self, vectors: NDArray[np.float32], on_device: DeviceIndex) -> Index:
         """The corpus's index on the requested device, or in this process's memory if that fails. The bits are the same."""
         device, reason = self.options.device, ""
         if device != "cpu" and self.options.backend != "native" and is_left(device):
             reason = f"{device}: every way of ranking there failed its checks"
         elif device != "cpu" and self.options.backend != "native":
             try:
-                self._check_search(vectors, lambda some: TorchIndex(some, device))
-                index = TorchIndex(vectors, device)
+                self._check_search(vectors, lambda some: on_device(some, device))
+                index = on_device(vectors, device)
                 self.notes["search"] = {"backend": "torch", "device": device}
                 return index
             except Exception as error:  # what a broken card raises is not known

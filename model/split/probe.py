@@ -176,8 +176,8 @@ def use_private_cache_if_needed() -> None:
 _kept: list[Any] = []
 
 
-def main() -> None:
-    """Be the child."""
+def main(kind: type[Trial] = Trial) -> None:
+    """Be the child, which reads a trial of this kind."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a server that is killed leaves none behind
     signal.alarm(int(COMPILE_SECONDS + CHECK_SECONDS))
@@ -185,7 +185,7 @@ def main() -> None:
     os.dup2(2, 1)  # libraries may print
     reason = ""
     try:
-        examine(Trial.from_json(sys.stdin.read()), lambda: print(COMPILED.decode(), end="", file=answer, flush=True))
+        examine(kind.from_json(sys.stdin.read()), lambda: print(COMPILED.decode(), end="", file=answer, flush=True))
     except Exception as error:
         reason = sentence(error)
     print(json.dumps({"reason": reason}), file=answer, flush=True)

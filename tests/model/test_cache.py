@@ -16,10 +16,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.bits import Compositions, small_config
+from loadtest.bits import small_config
 from model.cache import ENTRY_BYTES, HANDLE_BYTES, ContextCache, ContextKey
 from model.engine import Item
 from model.native.engine import NativeEngine
+from model.selftest import same_bits
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -189,15 +190,24 @@ def test_what_an_engine_keeps_stays_within_its_budget() -> None:
     assert all(0.4 < share < 1.5 for share in shares), shares
 
 
-def test_keys_whose_hashes_collide_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the comparison of bytes tells them apart. The control: where they count as equal, one user's context serves another."""
-    monkeypatch.setattr(ContextKey, "__hash__", lambda self: 7)
-    ranker = random_ranker(small_config())
-    draws = Compositions(NativeEngine(ranker, torch.bfloat16), seed=3, pool=24)
-    for cache_bytes in (30_000, 10**7):
+def test_keys_whose_hashes_collide_change_no_bit() -> None:
+    """Python hashes an integer modulo 2^61 − 1, so eight users with one history have one hash: only the comparison tells them apart."""
+    config = small_config()
+    longest = random_context(config, 60, user_id=7)
+    users = [replace(longest, user_id=7 + place * sys.hash_info.modulus) for place in range(8)]
+    contexts = [user.first(length) for user in users for length in (3, 60)]
+    assert len({hash(ContextKey.of(context, config)) for context in contexts}) == 2
+    ranker, candidates = random_ranker(config), random_candidates(config, 5)
+    alone = NativeEngine(ranker, torch.bfloat16)
+    expected = [alone.forward([Item(context, candidates)])[0].scores for context in contexts]
+    assert len({scores.logits.tobytes() for scores in expected}) == len(contexts)
+    chance = np.random.default_rng(3)
+    for cache_bytes in (60_000, 10**7):
         engine = NativeEngine(ranker, torch.bfloat16, cache_bytes=cache_bytes)
-        assert sum(draws.check(engine)[1] for _ in range(60)) == 0
-        assert engine.cache_stats().bytes <= cache_bytes
-    monkeypatch.setattr(ContextKey, "__eq__", lambda self, other: True)
-    engine = NativeEngine(ranker, torch.bfloat16, cache_bytes=10**7)
-    assert sum(draws.check(engine)[1] for _ in range(20)) > 0
+        for _ in range(40):
+            drawn = chance.integers(len(contexts), size=4)
+            outcomes = engine.forward([Item(contexts[place], candidates) for place in drawn])
+            assert all(same_bits(o.scores, expected[place]) for o, place in zip(outcomes, drawn, strict=True))
+        stats = engine.cache_stats()
+        assert min(stats.hits, stats.prefixes) > 0
+        assert (stats.evictions > 0) == (cache_bytes < 10**7)

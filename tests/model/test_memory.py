@@ -59,10 +59,8 @@ def test_where_nobody_says_there_is_no_bound(tmp_path: Path) -> None:
     ("said", "threads"),
     [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("9900000 100000", 8), ("", 8), (None, 8)],
 )
-def test_a_control_group_limits_the_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, threads: int
-) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+def test_a_control_group_limits_the_threads(tmp_path: Path, said: str | None, threads: int) -> None:
+    torch.set_num_threads(8)  # tests/conftest.py sets them back
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     if said is not None:
         (tmp_path / "sys/fs/cgroup/cpu.max").write_text(said + "\n")
@@ -73,10 +71,10 @@ def test_a_control_group_limits_the_threads(
     ("group", "is_seen"), [("/system.slice/ranker.service", True), ("/", False), ("/../other", False)]
 )
 def test_a_service_is_held_to_the_limits_of_its_own_group_and_of_those_around(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, is_seen: bool
+    tmp_path: Path, group: str, is_seen: bool
 ) -> None:
     """As systemd sets them with `MemoryMax` and `CPUQuota`: the group of the whole machine has no limit."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    torch.set_num_threads(8)
     root = machine(tmp_path, 8 * GIB)
     (root / "proc/self").mkdir()
     (root / "proc/self/cgroup").write_text(f"1:name=systemd:/elsewhere\n0::{group}\n")

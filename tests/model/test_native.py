@@ -23,7 +23,7 @@ from model.config import HashSpec, ModelConfig
 from model.create import EngineOptions, create_engine
 from model.dense import DenseEngine
 from model.engine import EngineError, Item
-from model.native import build, packing
+from model.native import packing
 from model.native.build import KernelUnavailable, build_kernel
 from model.native.engine import NativeEngine
 from model.native.kernel import load_kernel, open_library
@@ -161,9 +161,9 @@ def test_fp32_has_the_same_bits_at_every_width_of_vectors(variant: str) -> None:
         assert same_bits(ours.scores, theirs.scores)
 
 
-def test_without_wide_vectors_auto_takes_the_torch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor of before AVX2, by the flags of the compiler. Who asks for the kernel has it all the same, with the same numbers."""
-    monkeypatch.setitem(build.MARCH, "auto", "-march=x86-64")
+@pytest.mark.usefixtures("before_avx2")
+def test_without_wide_vectors_auto_takes_the_torch_engine() -> None:
+    """Who asks for the kernel has it all the same, with the same numbers."""
     ranker = random_ranker(random_config())
     engine = create_engine(ranker, EngineOptions(device="cpu"))
     assert engine.info.backend == "torch"

@@ -411,16 +411,15 @@ def test_a_device_that_is_lost_while_serving_is_said_to_need_a_new_process(rung:
     assert raised.value.sticky
 
 
-def test_so_is_one_that_the_definition_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_is_one_that_the_definition_runs_on() -> None:
     ranker = random_ranker(random_config())
-    asked = [item(ranker.config, 3, 2)]
 
     def lost(*given: Any) -> Any:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(type(ranker), "forward", lost)
+    ranker.register_forward_pre_hook(lost)
     with pytest.raises(EngineError, match="the device failed") as raised:
-        DenseEngine(ranker, torch.float32).forward(asked)
+        DenseEngine(ranker, torch.float32).forward([item(ranker.config, 3, 2)])
     assert raised.value.sticky
 
 

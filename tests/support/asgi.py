@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
+from app.corpus.changes import CorpusLoader
 from app.engine.loading import Loader
 from app.main import create_app
 from app.service.ranker import LocalRanker
@@ -18,10 +19,10 @@ ADDRESS = "http://127.0.0.1"
 
 @contextmanager
 def served(
-    engine: Any = None, *, load: Loader | None = None, **groups: Any
+    engine: Any = None, *, load: Loader | None = None, load_corpus: CorpusLoader | None = None, **groups: Any
 ) -> Iterator[tuple[TestClient, LocalRanker]]:
     """A client of the application around this engine, by default a `FakeEngine`, once it is ready. `groups` are of its settings."""
-    ranker = rankers.create(engine, load=load, **groups)
+    ranker = rankers.create(engine, load=load, load_corpus=load_corpus, **groups)
     app = create_app(ranker.settings, ranker)
     with TestClient(app, base_url=ADDRESS, raise_server_exceptions=False) as client:
         assert client.portal is not None

@@ -93,13 +93,18 @@ def expected(context: Context, candidates: Candidates, version: int = 1) -> Scor
 
 
 def fake_model(
-    engine: Any, version: str = "v1", *, actions: Sequence[str] = ACTIONS, ids: IdKind = "uint64"
+    engine: Any,
+    version: str = "v1",
+    *,
+    actions: Sequence[str] = ACTIONS,
+    ids: IdKind = "uint64",
+    config: ModelConfig = CONFIG,
 ) -> LoadedModel:
     """The engine with the manifest of a checkpoint named `fake`, as a loader returns it."""
     manifest = Manifest(
         name="fake",
         version=version,
-        config=CONFIG,
+        config=config,
         action_names=tuple(actions),
         continuous=(ContinuousOutput("dwell_time", 30.0, "s"),),
         score_weights={actions[0]: 1.0, actions[2]: -2.0},
@@ -107,7 +112,7 @@ def fake_model(
         tensors={},
         ids=ids,
     )
-    return LoadedModel(Checkpoint(Path("fake"), manifest, Ranker(CONFIG)), engine)
+    return LoadedModel(Checkpoint(Path("fake"), manifest, Ranker(config)), engine)
 
 
 def fake_loader(engine: Any = None, version: str = "v1", **manifest: Any) -> Loader:

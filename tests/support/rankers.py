@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from app.corpus.changes import corpus_loader
+from app.corpus.changes import CorpusLoader, corpus_loader
 from app.engine.loading import Loader
 from app.interface import Ranked
 from app.service.ranker import LocalRanker
@@ -20,12 +20,18 @@ from tests.support.fakes import FakeEngine, Gate, fake_loader, fake_request
 
 
 def create(
-    engine: Any = None, clock: Callable[[], float] = time.monotonic, *, load: Loader | None = None, **groups: Any
+    engine: Any = None,
+    clock: Callable[[], float] = time.monotonic,
+    *,
+    load: Loader | None = None,
+    load_corpus: CorpusLoader | None = None,
+    **groups: Any,
 ) -> LocalRanker:
     """A ranker that has not begun to load this engine, by default a `FakeEngine`. `groups` are of its settings; with `retrieval` it loads
     that corpus."""
     settings = Settings(**groups)
-    load_corpus = None if settings.retrieval.corpus is None else corpus_loader(settings)
+    if load_corpus is None and settings.retrieval.corpus is not None:
+        load_corpus = corpus_loader(settings)
     load = load or fake_loader(engine or FakeEngine())
     return LocalRanker(settings, Metrics(), load=load, load_corpus=load_corpus, clock=clock)
 

@@ -54,6 +54,10 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="NAME=VALUE of a setting; can be given more than once. `train --settings` lists them."),
 ]
+WorldSet = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="NAME=VALUE of a setting of the world; can be given more than once."),
+]
 LogFile = Annotated[Path, typer.Option("--log", help="Log of impressions, Parquet or JSON lines: docs/training.md.")]
 Until = Annotated[
     str,
@@ -64,7 +68,7 @@ Until = Annotated[
 
 
 @app.command()
-def world(out: Out, seed: Seed = 1, set_: Set = None) -> None:
+def world(out: Out, seed: Seed = 1, set_: WorldSet = None) -> None:
     """Draw a synthetic world: a log of impressions, the true probabilities beside it, and names."""
     with refusals(*REFUSED):
         from weights.world.settings import WorldSettings
@@ -119,7 +123,7 @@ def train(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="JSON file with some fields of the architecture, as in a manifest, which may be the file. They replace those chosen."
+            help="JSON file with fields of the architecture; a manifest is one. They replace those chosen, and --set wins over them."
         ),
     ] = None,
     preset: Annotated[Preset | None, typer.Option(help="Another trunk for the architecture.")] = None,
@@ -154,7 +158,8 @@ def train(
             raise CheckpointError(f"{out} exists already; choose another place or give --replace.")
         if start and (config or preset):
             raise CheckpointError("--start brings its architecture along: give neither --config nor --preset.")
-        given, changed = _given(until, set_), read_json(config, dict) if config else {}
+        given = _given(until, set_)
+        changed = _changed(read_json(config, dict) if config else {}, given[2])
         if start and (shape := given[2].keys() & {*_names(ModelConfig), *TABLES}):
             raise CheckpointError(
                 f"--start brings its architecture along: leave {', '.join(sorted(shape))} out of --set."
@@ -232,10 +237,19 @@ def _begun(start: Path, ids: IdKind) -> Checkpoint:
     return begun
 
 
+def _changed(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `--config`, without those that `--set` gives: it is the closer word. Raises CheckpointError."""
+    fields = config.get("architecture", config)
+    if not isinstance(fields, dict):
+        raise CheckpointError("The architecture in --config must be a JSON object.")
+    decided = given.keys() | {name.replace("_rows", "_hashes") for name in TABLES if name in given}
+    return {name: value for name, value in fields.items() if name not in decided}
+
+
 def _architecture(chosen: ModelConfig, changed: Mapping[str, Any], preset: Preset | None) -> ModelConfig:
     """The chosen architecture with the fields of `--config`, then with the trunk of a preset."""
     values = chosen.to_dict()
-    for field, value in changed.get("architecture", changed).items():
+    for field, value in changed.items():
         inner = values.get(field)
         values[field] = inner | value if isinstance(inner, dict) and isinstance(value, dict) else value
     architecture = ModelConfig.from_dict(values)
@@ -330,6 +344,7 @@ def eval_retrieval(
     checkpoint: Annotated[Path, typer.Option(help="The ranker that was trained on the world.")],
     towers: Annotated[Path, typer.Option(help="The retrieval checkpoint trained on the same world.")],
     seed: Annotated[int, typer.Option(min=0, help="Seed of the world, as given to `train-demo`.")] = 1,
+    set_: WorldSet = None,
 ) -> None:
     """Draw the demo's world again and print how many of the truly best posts retrieval finds for users it was not trained on."""
     with refusals(*REFUSED):
@@ -340,7 +355,7 @@ def eval_retrieval(
 
         ranker, encoder = load_checkpoint(checkpoint), load_encoder(towers)
         with progress_bar() as bar:
-            world = simulate(WorldSettings(seed=seed), partial(bar, "sessions"))
+            world = simulate(with_settings(WorldSettings(seed=seed), set_), partial(bar, "sessions"))
         posts = newest_posts(world, CORPUS_DAYS)
         found = evaluate_retrieval(world, encoder.towers, ranker.ranker, posts, ranker.manifest.score_weights)
     show(as_table(found), 120)

@@ -17,6 +17,7 @@ from typing import Any
 import uvloop
 
 from app import server
+from app.corpus.changes import CorpusLoader
 from app.main import create_app
 from app.service.ranker import LocalRanker, create_ranker
 from app.settings import Logs, Retrieval, Settings
@@ -28,6 +29,7 @@ from tests.support.bodies import good
 BODY = json.dumps(good()).encode()
 JSON = {"content-type": "application/json"}
 QUIET = Logs(success_sample=0.0)
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
 @dataclass
@@ -52,11 +54,16 @@ class Live:
 
 
 @contextmanager
-def listening(engine: Any = None, **groups: Any) -> Iterator[Live]:
-    """A ready server around this engine, by default a `FakeEngine`. `groups` are of its settings."""
-    settings = Settings(**{"port": 0, **groups})
-    ranker = rankers.create(engine, **{name: getattr(settings, name) for name in type(settings).model_fields})
-    with ready(settings, ranker) as live:
+def listening(
+    engine: Any = None,
+    *,
+    load_corpus: CorpusLoader | None = None,
+    loop: LoopFactory = uvloop.new_event_loop,
+    **groups: Any,
+) -> Iterator[Live]:
+    """A ready server around this engine, by default a `FakeEngine`, in this event loop. `groups` are of its settings."""
+    ranker = rankers.create(engine, load_corpus=load_corpus, **{"port": 0, **groups})
+    with ready(ranker.settings, ranker, loop) as live:
         yield live
 
 
@@ -70,14 +77,16 @@ def demo(directory: Path, **groups: Any) -> Iterator[Live]:
 
 
 @contextmanager
-def ready(settings: Settings, ranker: LocalRanker | None = None) -> Iterator[Live]:
+def ready(
+    settings: Settings, ranker: LocalRanker | None = None, loop: LoopFactory = uvloop.new_event_loop
+) -> Iterator[Live]:
     """A ready server of these settings, by default around the ranker that they describe."""
     ranker = ranker or create_ranker(settings, Metrics())
     sockets, sides = server.bind(settings.host, settings.port), server.side_ports(settings, ranker)
     running = server.Server(create_app(settings, ranker), sockets, ranker, settings)
 
     def run() -> None:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=loop) as runner:
             runner.run(server.serve(running, sides))
 
     thread = threading.Thread(target=run)

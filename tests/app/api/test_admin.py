@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +25,6 @@ from app.service.ranker import LocalRanker
 from app.settings import Admin, Retrieval
 from tests.support import corpora, rankers
 from tests.support.fakes import Gate, load_by_name
-from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 
 TOKEN = "correct horse"
 GOOD = {"host": "localhost:9000", "authorization": f"Bearer {TOKEN}"}
@@ -212,29 +213,35 @@ def test_a_change_that_is_not_right_changes_nothing(retrieval: Running, body: di
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "code", "seconds"),
+    ("how", "status", "code", "seconds", "said"),
     [
-        (StorageFull("The disk is full."), 507, "storage_full", "30"),
-        (LogLost("The changes are gone."), 503, "log_lost", "30"),
-        (NotStored("Another process writes."), 503, "not_stored", "5"),
-        (CheckpointError("The file is torn."), 422, "checkpoint_refused", None),
+        ("the disk is full", 507, "storage_full", "30", "No space left on device"),
+        ("its file is gone", 503, "log_lost", "30", "was removed or replaced under this process"),
+        ("the corpus was replaced", 503, "not_stored", "5", "was replaced on the disk; read it again"),
     ],
 )
 def test_a_change_that_cannot_be_stored_is_refused_with_the_reason(
-    retrieval: Running,
-    monkeypatch: pytest.MonkeyPatch,
-    error: CheckpointError,
-    status: int,
-    code: str,
-    seconds: str | None,
+    retrieval: Running, monkeypatch: pytest.MonkeyPatch, how: str, status: int, code: str, seconds: str, said: str
 ) -> None:
-    async def fail(change: object) -> None:
-        raise error
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(retrieval[1].corpus, "change", fail)
-    reply = retrieval[0].post("/admin/posts", json={"delete": [1]}, headers=GOOD)
-    assert (reply.status_code, reply.json()["code"], reply.json()["detail"]) == (status, code, str(error))
-    assert reply.headers.get("retry-after") == seconds
+    client, ranker = retrieval
+    corpus = ranker.settings.retrieval.corpus
+    assert corpus is not None
+    if how == "the disk is full":
+        monkeypatch.setattr(os, "fsync", full)
+    else:
+        assert change(client, delete=[1])[0] == 200
+        [lost] = corpus.glob("changes-*.sqlite") if how == "its file is gone" else [corpus / "manifest.json"]
+        shutil.copy(lost, corpus / "copy")
+        lost.unlink()
+        if how == "the corpus was replaced":
+            (corpus / "copy").rename(lost)
+    reply = client.post("/admin/posts", json={"delete": [2]}, headers=GOOD)
+    assert (reply.status_code, reply.json()["code"]) == (status, code)
+    assert said in reply.json()["detail"]
+    assert reply.headers["retry-after"] == seconds
 
 
 def test_towers_and_corpus_are_changed_as_one(retrieval: Running, tmp_path: Path) -> None:

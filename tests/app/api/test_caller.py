@@ -19,6 +19,7 @@ from starlette.testclient import TestClient
 from app.api.caller import MOST_MEMBERS
 from app.main import create_app
 from app.settings import Auth, Deadline, Limits, Queue, Settings
+from model.inputs import Context
 from tests.app.api.live import BODY, head, listening, read_reply, until
 from tests.support import rankers
 from tests.support.asgi import served
@@ -280,15 +281,14 @@ def test_a_body_in_many_pieces_is_one_body_and_a_long_one_is_refused_while_it_is
 
 
 @pytest.mark.parametrize("path", ["/rank", "/rank/batch"])
-def test_a_request_that_gets_no_memory_is_told_so_and_leaves_its_place(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def fail(*_: object) -> None:
-        raise MemoryError
+def test_a_request_that_gets_no_memory_is_told_so_and_leaves_its_place(path: str) -> None:
+    class Full(FakeEngine):
+        def context_of(self, handle: str, caller: str) -> Context | None:
+            raise MemoryError
 
-    with served() as (client, ranker):
-        monkeypatch.setattr(ranker, "rank", fail)
-        reply = client.post(path, json=good() if path == "/rank" else {"requests": [good()]})
+    with served(Full()) as (client, ranker):
+        body = {"context": "0" * 32, "candidates": good()["candidates"]}
+        reply = client.post(path, json=body if path == "/rank" else {"requests": [body]})
         problem = reply.json() if path == "/rank" else reply.json()["results"][0]["error"]
         assert (problem["status"], problem["code"]) == (503, "engine_down")
         assert path != "/rank" or reply.headers["retry-after"] == "1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app.api import connection
@@ -224,25 +226,54 @@ def is_cut(client: socket.socket) -> bool:
         return True
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /rank HTTP/1.1\r\nhost: a\r\n", head() + b"{", b"\r\n"])
-def test_slow_senders_are_cut_off(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    """The head has 5 s, the body 30 s; here a twentieth of it."""
-    monkeypatch.setattr(connection, "HEAD_SECONDS", connection.HEAD_SECONDS / 20)
-    monkeypatch.setattr(connection, "BODY_SECONDS", connection.BODY_SECONDS / 20)
-    with listening() as live, live.connect() as client, live.connect() as other:
-        client.sendall(sent)
-        other.sendall(head() + BODY)
-        assert read_reply(other)[0] == 200
-        assert is_cut(client)
+class Ahead(uvloop.Loop):
+    """An event loop whose clock a test puts forward by so many seconds."""
+
+    seconds = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.seconds
 
 
-def test_an_empty_line_behind_a_reply_does_not_keep_a_connection_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEAD_SECONDS", connection.HEAD_SECONDS / 20)
-    with listening() as live, live.connect() as client:
+WHOLE = b"\r\n" + head() + BODY
+
+
+@pytest.mark.parametrize(
+    ("sent", "seconds"),
+    [(0, 5.0), (2, 5.0), (40, 5.0), (len(WHOLE) - len(BODY) + 1, 30.0)],
+    ids=["nothing", "an empty line", "headers", "body"],
+)
+def test_slow_senders_are_cut_off_and_not_before_their_time_is_over(sent: int, seconds: float) -> None:
+    """From the connect the headers have 5 s, then the body has 30 s."""
+    loop = Ahead()
+    with listening(loop=lambda: loop) as live, live.connect() as slow, live.connect() as late:
+        slow.sendall(WHOLE[:sent])
+        late.sendall(WHOLE[:sent])
+        ask(live)  # by now the others have been read
+        loop.seconds += seconds - 3
+        asyncio.run_coroutine_threadsafe(live.server.sweep(), loop).result(10)
+        late.sendall(WHOLE[sent:])
+        assert read_reply(late)[0] == 200
+        loop.seconds += 3
+        assert is_cut(slow)
+
+
+def test_an_empty_line_behind_a_reply_does_not_keep_a_connection_for_ever() -> None:
+    loop = Ahead()
+    with listening(loop=lambda: loop) as live, live.connect() as client:
         client.sendall(head() + BODY)
         assert read_reply(client)[0] == 200
         client.sendall(b"\r\n")
+        ask(live)
+        loop.seconds += 5
         assert is_cut(client)
+
+
+def ask(live: Live) -> None:
+    """A request on a connection of its own."""
+    with live.connect() as client:
+        client.sendall(head() + BODY)
+        assert read_reply(client)[0] == 200
 
 
 def test_a_caller_that_writes_all_before_it_reads_gets_its_413(live: Live) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,8 +17,6 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from app import explanation
-from app.api import explain
 from app.errors import DeadlineExceeded
 from app.main import create_app
 from app.schema import ExplainReply
@@ -25,7 +26,7 @@ from tests.goldens import imported
 from tests.support import rankers
 from tests.support.asgi import ADDRESS, served
 from tests.support.bodies import good, in_columns
-from tests.support.fakes import FakeEngine, Gate, fake_loader
+from tests.support.fakes import CONFIG, FakeEngine, Gate, fake_loader
 
 pytestmark = pytest.mark.anyio
 
@@ -34,9 +35,8 @@ def question(**changes: Any) -> dict[str, Any]:
     return good(**({"explain": [90, "9223372036854775809"]} | changes))
 
 
-def real(name: str, tmp_path_factory: pytest.TempPathFactory, **groups: Any) -> Iterator[TestClient]:
+def real(path: Path, **groups: Any) -> Iterator[TestClient]:
     """A service around a small published ranker whose weights are not zero."""
-    path = imported(name, tmp_path_factory.mktemp("explain") / "ranker")
     app = create_app(Settings(checkpoint=path, threads=1, **groups))
     with TestClient(app, base_url=ADDRESS) as client:
         until(lambda: client.get("/readyz").status_code == 200, 120)
@@ -45,15 +45,14 @@ def real(name: str, tmp_path_factory: pytest.TempPathFactory, **groups: Any) -> 
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
-    yield from real("phoenix-mini", tmp_path_factory)
+    yield from real(imported("phoenix-mini", tmp_path_factory.mktemp("explain") / "ranker"))
 
 
 @pytest.fixture(scope="module", params=[("phoenix-right-anchored", "shared"), ("phoenix-mini", "sequential")])
 def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     name, positions = request.param
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(explanation, "MAX_EXPLAINED_EVENTS", 6)
-        yield from real(name, tmp_path_factory, candidate_positions=positions)
+    path = imported(name, tmp_path_factory.mktemp("explain") / "ranker", history_length=6)
+    yield from real(path, candidate_positions=positions)
 
 
 def figure(client: TestClient, series: str) -> float:
@@ -242,13 +241,25 @@ def test_a_call_whose_time_ends_in_its_midst_was_not_refused_on_arrival() -> Non
         assert figure(client, 'ranker_rejected_total{reason="deadline"}') == 0
 
 
-def test_an_explanation_rests_between_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixteen contexts without any rest would take a fraction of the time."""
-    monkeypatch.setattr(explain, "REST_TIMES", 1e3)
-    with served() as (client, _):
+def test_an_explanation_leaves_the_engine_to_others_for_twice_as_long_as_it_takes_it() -> None:
+    """It ranks six contexts one by one and rests five times."""
+    with served(FakeEngine(before=lambda items: time.sleep(0.02))) as (client, _):
+        began = time.monotonic()
+        assert client.post("/explain", json=question()).status_code == 200
+        assert time.monotonic() - began >= 0.02 * 6 + 0.04 * 5
+
+
+def test_an_explanation_rests_until_half_of_its_time_is_over_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seem_slow(items: object) -> None:
+        nonlocal ahead
+        ahead += 1e3
+
+    ahead, real = 0.0, time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: real() + ahead)
+    with served(FakeEngine(before=seem_slow)) as (client, _):
         began = time.monotonic()
         assert client.post("/explain", json=question(), headers={"x-request-timeout-ms": "900"}).status_code == 200
-        assert 0.45 <= time.monotonic() - began < 0.9, "it rests until half of its time is over, and no longer"
+        assert 0.45 <= time.monotonic() - began < 0.9
 
 
 def test_a_refusal_for_want_of_a_place_reads_nothing() -> None:
@@ -272,31 +283,50 @@ def test_a_refusal_for_want_of_a_place_reads_nothing() -> None:
 
 
 def test_a_caller_without_a_key_does_not_hear_whether_one_runs() -> None:
-    gate, keys = Gate(), Auth(keys={"a": "9f" * 32})  # type: ignore[dict-item]
-    with served(FakeEngine(before=gate), auth=keys) as (client, _):
-        client.app.state.explains = True  # type: ignore[attr-defined]
-        assert client.post("/explain", json=question()).status_code == 401
+    gate, whole = Gate(), json.dumps(question()).encode()
+    keys = Auth(keys={"a": hashlib.sha256(b"key").hexdigest()})  # type: ignore[dict-item]
+    with listening(FakeEngine(before=gate), auth=keys) as live, live.connect() as first, live.connect() as stranger:
+        first.sendall(head(path="/explain", headers={"x-api-key": "key"}, length=len(whole)) + whole)
+        assert gate.entered.wait(10)
+        stranger.sendall(head(path="/explain", length=len(whole)) + whole)
+        assert read_reply(stranger)[0] == 401
         gate.opened.set()
+        assert read_reply(first)[0] == 200
 
 
-async def test_others_come_in_between_the_pieces_of_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns, seen, render = [0], list[int](), explanation.render
+LONG = fake_loader(config=replace(CONFIG, history_length=300))  # a window that holds more events than are left out
+OF_260: dict[str, Any] = {
+    "user_id": 7,
+    "history": {"post_id": list(range(1, 261)), "author_id": [1] * 260},
+    "candidates": {"post_id": list(range(1001, 1033)), "author_id": [1] * 32},
+}
 
-    def watched(*given: Any) -> Iterator[bytes]:
-        for piece in render(*given):
-            seen.append(turns[0])
-            yield piece
 
-    monkeypatch.setattr("app.api.explain.render", watched)
-    async with rankers.running() as ranker:
+def test_of_a_long_history_the_newest_events_are_left_out() -> None:
+    with served(load=LONG) as (client, _):
+        reply = client.post("/explain", json=OF_260 | {"explain": [1001]}).json()
+    assert reply["events"]["place"] == list(range(4, 260))
+    assert reply["events"]["post_id"] == [str(place + 1) for place in range(4, 260)]
+    assert len(reply["candidates"][0]["change"]["events"]["score"]) == 256
+
+
+async def test_others_come_in_between_the_pieces_of_a_reply() -> None:
+    async def watch() -> None:
+        before = time.thread_time()
+        while True:
+            await asyncio.sleep(0.001)
+            now = time.thread_time()
+            held.append(now - before)
+            before = now
+
+    held = list[float]()
+    async with rankers.running(load=LONG) as ranker:
         transport = httpx.ASGITransport(create_app(ranker.settings, ranker))
-        loop = asyncio.get_running_loop()
-
-        def turn() -> None:
-            turns[0] += 1
-            loop.call_soon(turn)
-
-        turn()
         async with httpx.AsyncClient(transport=transport, base_url=ADDRESS) as client:
-            assert (await client.post("/explain", json=question())).status_code == 200
-    assert len(set(seen)) == len(seen) >= 2
+            watching = asyncio.ensure_future(watch())
+            reply = await client.post("/explain", json=OF_260 | {"explain": OF_260["candidates"]["post_id"]})
+            looks = len(held)
+            await rankers.until(lambda: len(held) > looks)
+            watching.cancel()
+    assert reply.status_code == 200
+    assert max(held) < rankers.figure(ranker, 'ranker_stage_duration_seconds_sum{stage="serialize"}') / 2

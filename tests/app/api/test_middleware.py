@@ -22,7 +22,8 @@ from app.main import create_app
 from app.service.ranker import LocalRanker
 from app.settings import Auth, Logs, Settings, Tracing
 from app.telemetry import logs
-from app.telemetry.tracing import create_tracer
+from model.inputs import Context
+from tests.app.api.collector import collecting
 from tests.app.api.live import BODY, Live, listening
 from tests.app.api.test_caller import play
 from tests.support import corpora, rankers
@@ -298,12 +299,13 @@ def test_paths_make_no_series(running: Running) -> None:
     assert samples(ranker).keys() != before  # a series that is new would have been noticed
 
 
-def test_a_fault_of_ours_is_a_500_that_says_nothing_and_a_line_that_says_where(
-    running: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(running[1], "health", lambda: {}["what the caller sent"])
-    with structlog.testing.capture_logs() as lines:
-        reply = running[0].get("/readyz")
+def test_a_fault_of_ours_is_a_500_that_says_nothing_and_a_line_that_says_where() -> None:
+    class Faulty(FakeEngine):
+        def context_of(self, handle: str, caller: str) -> Context | None:
+            raise KeyError("what the caller sent")
+
+    with served(Faulty()) as (client, _), structlog.testing.capture_logs() as lines:
+        reply = client.post("/rank", json={"context": "0" * 32, "candidates": good()["candidates"]})
     assert (reply.status_code, reply.json()["code"]) == (500, "internal")
     fault, request = lines
     assert (fault["event"], fault["error"], fault["request_id"]) == ("fault", "KeyError", request["request_id"])
@@ -372,25 +374,18 @@ def test_every_request_is_one_line_of_ascii_with_nothing_of_its_body(
     assert SECRET not in line
 
 
-def test_a_request_over_http_has_its_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_over_http_has_its_spans() -> None:
     pytest.importorskip("opentelemetry.sdk.trace", reason="the tracing extra is not installed")
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    memory = InMemorySpanExporter()
-    tracer = create_tracer(Tracing(enabled=True), SimpleSpanProcessor(memory))
-    monkeypatch.setattr("app.main.create_tracer", lambda asked: tracer if asked.enabled else None)
-    with served(tracing=Tracing(enabled=True)) as (client, _):
-        memory.clear()
-        began = time.monotonic()
-        reply = client.post("/rank", json=good(), headers={"traceparent": f"00-{7:032x}-{5:016x}-01"})
-        took = time.monotonic() - began
-    assert memory.export(()) is SpanExportResult.FAILURE, "it has been closed, after what waited in it was sent"
-    spans = {span.name: span for span in memory.get_finished_spans()}
-    assert set(spans) >= {"POST /rank", "parse", "queue", "forward", "serialize"}
+    with collecting() as spans:
+        with served(tracing=Tracing(enabled=True)) as (client, _):
+            began = time.monotonic()
+            reply = client.post("/rank", json=good(), headers={"traceparent": f"00-{7:032x}-{5:016x}-01"})
+            took = time.monotonic() - began
+        assert set(spans) >= {"POST /rank", "parse", "queue", "forward", "serialize"}, "what waits is sent at the end"
     root = spans["POST /rank"]
-    assert (root.context.trace_id, root.parent.span_id) == (7, 5)
-    assert root.attributes["ranker.request_id"] == reply.headers["x-request-id"]
-    assert 0 < root.end_time - root.start_time < took * 1e9
-    assert spans["forward"].parent.span_id == root.context.span_id
-    assert spans["queue"].end_time == spans["forward"].start_time
+    assert (root.trace_id.hex(), root.parent_span_id.hex()) == (f"{7:032x}", f"{5:016x}")
+    attributes = {each.key: each.value for each in root.attributes}
+    assert attributes["ranker.request_id"].string_value == reply.headers["x-request-id"]
+    assert 0 < root.end_time_unix_nano - root.start_time_unix_nano < took * 1e9
+    assert spans["forward"].parent_span_id == root.span_id
+    assert spans["queue"].end_time_unix_nano == spans["forward"].start_time_unix_nano

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from app.service.ranker import LocalRanker
-from app.settings import Deadline, Limits, Queue
+from app.settings import Deadline, Limits, Queue, Settings
 from model.inputs import CLOCK_SKEW_SECONDS, Context
-from model.retrieval.engine import RetrievalEngine, Users
-from model.retrieval.inputs import Answers, PostChange, PostRows, Query
+from model.retrieval.inputs import PostChange, PostRows
 from tests.app.api.live import head, listening, read_reply, until
+from tests.app.corpus.serving import watched
 from tests.support import corpora
 from tests.support.asgi import served
 from tests.support.corpora import EVENT, asked, posts_of
@@ -235,35 +234,25 @@ def test_a_request_without_k_asks_for_no_more_than_is_allowed(tmp_path: Path) ->
 
 
 @BOTH
-def test_no_search_gets_longer_than_the_settings_allow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    held, search = threading.Event(), RetrievalEngine.retrieve
-    deadline = Deadline(max_seconds=0.2)
-    with served(retrieval=corpora.setting(tmp_path), deadline=deadline) as (client, _):
-        monkeypatch.setattr("app.engine.runners.SHORT_SEARCH_SECONDS", 0.0)
-        monkeypatch.setattr(RetrievalEngine, "retrieve", lambda *given: (held.wait(3), search(*given))[1])
+def test_no_search_gets_longer_than_the_settings_allow(tmp_path: Path, path: str) -> None:
+    retrieval, gate = corpora.setting(tmp_path), Gate()
+    load, _ = watched(Settings(retrieval=retrieval), retrieve=gate)
+    with served(retrieval=retrieval, load_corpus=load, deadline=Deadline(max_seconds=0.2)) as (client, _):
         reply = client.post(path, json=asked(), headers={"x-request-timeout-ms": "60000"})
+        gate.opened.set()
         assert (reply.status_code, reply.json()["code"]) == (504, "deadline_exceeded")
-        held.set()
 
 
 @BOTH
-def test_a_search_whose_client_leaves_is_not_made(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, search, made = Gate(), RetrievalEngine.retrieve, list[int]()
-
-    def held(engine: RetrievalEngine, queries: list[Query], users: Users) -> Answers:
-        made.extend(query.context.user_id for query in queries)
-        gate(())
-        return search(engine, queries, users)
+def test_a_search_whose_client_leaves_is_not_made(path: str, tmp_path: Path) -> None:
+    retrieval, gate = corpora.setting(tmp_path), Gate()
+    load, engines = watched(Settings(retrieval=retrieval), retrieve=gate)
 
     def request(user: int) -> bytes:
         body = json.dumps(asked(user_id=user)).encode()
         return head(path=path, length=len(body)) + body
 
-    monkeypatch.setattr("app.engine.runners.SHORT_SEARCH_SECONDS", 0.0)
-    with listening(retrieval=corpora.setting(tmp_path)) as live, live.connect() as first:
-        monkeypatch.setattr(RetrievalEngine, "retrieve", held)
+    with listening(retrieval=retrieval, load_corpus=load) as live, live.connect() as first:
         first.sendall(request(1))
         assert gate.entered.wait(10)
         with live.connect() as leaving:
@@ -274,7 +263,7 @@ def test_a_search_whose_client_leaves_is_not_made(path: str, tmp_path: Path, mon
         assert read_reply(first)[0] == 200
         first.sendall(request(3))
         assert read_reply(first)[0] == 200
-    assert made == [1, 3]
+    assert engines[0].scans == [[1], [3]]
 
 
 @BOTH
@@ -301,17 +290,16 @@ def test_info_and_metrics_say_what_is_served(running: tuple[TestClient, LocalRan
     assert scored == visible > 0
 
 
-def test_a_search_that_hangs_costs_readiness_and_then_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_that_hangs_costs_readiness_and_then_the_process(tmp_path: Path) -> None:
     """As a forward that hangs does: who waits gets 504 at the deadline, new ones 503, and the process ends."""
-    gate = Gate()
+    retrieval, gate = corpora.setting(tmp_path), Gate()
+    load, _ = watched(Settings(retrieval=retrieval), retrieve=gate)
     queue, fatal = Queue(stall_seconds=0.2, stall_exit_seconds=1.0), list[str]()
-    with served(retrieval=corpora.setting(tmp_path), queue=queue) as (client, ranker):
+    with served(retrieval=retrieval, load_corpus=load, queue=queue) as (client, ranker):
         ranker.on_fatal = fatal.append
+        gate.opened.set()
         assert posts_of(client)
-        monkeypatch.setattr(RetrievalEngine, "retrieve", lambda *given: gate(()))
-        monkeypatch.setattr("app.engine.runners.SHORT_SEARCH_SECONDS", 0.0)
+        gate.opened.clear()
         late = client.post("/retrieve", json=asked(), headers={"x-request-timeout-ms": "400"})
         assert (late.status_code, late.json()["code"]) == (504, "deadline_exceeded")
         ready = client.get("/readyz")

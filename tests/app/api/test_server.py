@@ -25,18 +25,21 @@ import pytest
 import structlog
 
 from app import server
-from app.interface import Health
+from app.engine.loading import LoadedModel
+from app.engine.runners import Steps
+from app.errors import EngineDown
 from app.main import create_app
 from app.settings import Settings
 from loadtest.server import PLAIN, Server, answers, example, serving, wait_until
+from model.engine import EngineError
 from tests.app.api.live import BODY, head, listening, read_reply, until
 from tests.support import rankers
 from tests.support.fakes import FakeEngine, Gate
+from weights.errors import CheckpointError
 
 pytestmark = pytest.mark.slow
 TOKEN = hashlib.sha256(b"token").hexdigest()
 HAS_IPV6 = Path("/proc/net/if_inet6").exists() and "0" * 31 + "1" in Path("/proc/net/if_inet6").read_text()
-NOT_STARTED = Health(False, False, True, False, "The checkpoint was refused.")
 
 
 def started(*command: str, **settings: Any) -> AbstractContextManager[Server]:
@@ -158,23 +161,27 @@ def unchanged_file_limit() -> Iterator[int]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-@pytest.mark.parametrize("started_before", [True, False])
-def test_the_loss_of_the_engine_and_a_failed_first_load_have_their_exit_codes(started_before: bool) -> None:
+@pytest.mark.parametrize(("fault", "code"), [("engine", 70), ("load", 1)])
+def test_the_loss_of_the_engine_and_a_failed_first_load_have_their_exit_codes(fault: str, code: int) -> None:
+    def lose(items: object) -> None:
+        raise EngineError("planted", sticky=True)
+
+    def refuse(path: Path, steps: Steps) -> LoadedModel:
+        raise CheckpointError("planted")
+
     async def scenario() -> int:
-        ranker = rankers.create()
+        ranker = rankers.create(FakeEngine(before=lose), load=refuse if fault == "load" else None)
         sockets = server.bind("127.0.0.1", 0)
         running = server.Server(create_app(Settings(), ranker), sockets, ranker, ranker.settings)
         serving = asyncio.ensure_future(server.serve(running, []))
-        if started_before:
+        if fault == "engine":
             await rankers.until(lambda: ranker.health().ready)
-        else:
-            await rankers.until(lambda: running.started)
-            ranker.health = lambda: NOT_STARTED  # type: ignore[method-assign]
-        ranker.on_fatal("planted")
+            with pytest.raises(EngineDown):
+                await rankers.rank(ranker, 1)
         await serving
         return running.exit_code
 
-    assert asyncio.run(scenario()) == (70 if started_before else 1)
+    assert asyncio.run(scenario()) == code
 
 
 def test_what_was_begun_is_answered_before_the_end_and_nothing_new_is_accepted() -> None:

@@ -1,24 +1,26 @@
-"""Searches over a small corpus, as a ranker of one process has them, and requests to them. Not a test itself."""
+"""Searches over a small corpus, as a ranker of one process has them, engines that wait or fail, and requests. Not a test itself."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from app.corpus.changes import CorpusLoader, corpus_loader
+from app.corpus.changes import CorpusLoader, LoadedCorpus, corpus_loader
 from app.corpus.searches import Searches
 from app.interface import Found, ServedCorpus
 from app.service.ranker import LocalRanker
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
 from model.inputs import Context
-from model.retrieval.inputs import Filters, PostChange, PostRows, Query
+from model.retrieval.inputs import Answers, Filters, PostChange, PostRows, Query
 from tests.support import corpora
 from tests.support.fakes import fake_loader
 
@@ -45,6 +47,53 @@ def create(
     """A ranker that has not begun to load; its ranking side is a fake."""
     load = load or corpus_loader(settings)
     return LocalRanker(settings, Metrics(), load=fake_loader(), load_corpus=load, clock=clock)
+
+
+class Watched:
+    """An engine that says which users shared a scan, and the thread of each. `before` runs before each call of the method that it is
+    given for, and may wait or raise. A scan seems to take `search_seconds`, so long that none is computed in the event loop, and to
+    encode users whom it does not know `encode_seconds`."""
+
+    def __init__(self, engine: Any, before: dict[str, Callable[[Any], object]]) -> None:
+        self._engine, self._before = engine, before
+        self.scans: list[list[int]] = []
+        self.threads: list[str] = []
+        self.search_seconds, self.encode_seconds = 1.0, 1e-6
+        self.closed = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._engine, name)
+        if name not in self._before:
+            return found
+        return lambda *arguments: (self._before[name](arguments), found(*arguments))[1]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self)[name] = value
+
+    def retrieve(self, queries: Sequence[Query], users: Any) -> Answers:
+        self.scans.append([query.context.user_id for query in queries])
+        self.threads.append(threading.current_thread().name.partition("_")[0])
+        self._before.get("retrieve", id)(queries)
+        encode_seconds = self.encode_seconds if users.unknown else 0.0
+        answers: Answers = self._engine.retrieve(queries, users)
+        return replace(answers, encode_seconds=encode_seconds, search_seconds=self.search_seconds)
+
+    def close(self) -> None:
+        self._engine.close()
+        self.closed.set()
+
+
+def watched(settings: Settings, **before: Callable[[Any], object]) -> tuple[CorpusLoader, list[Watched]]:
+    """A loader of watched engines, and the list that it puts them into."""
+    engines: list[Watched] = []
+    load = corpus_loader(settings)
+
+    def loading(checkpoint: Path, corpus: Path, serving: LoadedCorpus | None) -> LoadedCorpus:
+        loaded = load(checkpoint, corpus, serving)
+        engines.append(Watched(loaded.engine, before))
+        return replace(loaded, engine=engines[-1])  # type: ignore[arg-type]
+
+    return loading, engines
 
 
 @asynccontextmanager

@@ -7,82 +7,48 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import structlog
+import torch
 
-from app.corpus.changes import CorpusLoader, LoadedCorpus, corpus_loader
+from app.corpus.changes import LoadedCorpus, corpus_loader
 from app.corpus.posts import read_change
 from app.engine.runners import RETRIEVAL_THREAD
 from app.errors import CorpusNotLoaded, DeadlineExceeded, EngineDown, Overloaded
 from app.interface import ReloadInProgress
 from app.settings import Queue, Settings
 from model.engine import EngineError
-from model.retrieval.inputs import Answers, Query
-from tests.app.corpus.serving import begun, change, create, found, ids_of, posts_of, query, running, settings_of
+from model.retrieval.inputs import Query
+from tests.app.corpus.serving import (
+    begun,
+    change,
+    create,
+    found,
+    ids_of,
+    posts_of,
+    query,
+    running,
+    settings_of,
+    watched,
+)
 from tests.support import corpora
 from tests.support.fakes import FakeClock, Gate
 from tests.support.rankers import until
-from weights.checkpoint import load_manifest
+from weights.checkpoint import load_encoder, load_manifest
 from weights.corpus.changes import load_changed, read_changes
+from weights.corpus.importer import encode
 from weights.corpus.snapshot import write_snapshot
-from weights.corpus.store import load_corpus_manifest
+from weights.corpus.store import CorpusLabels, load_corpus_manifest, write_corpus
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 from weights.text_ids import IdKind
 
 pytestmark = pytest.mark.anyio
-
-
-class Watched:
-    """An engine that says which users shared a scan, and the thread of each. `before` runs before each call of the method that it is
-    given for, and may wait or raise. A scan seems to take `search_seconds`, so long that none is computed in the event loop, and to
-    encode users whom it does not know `encode_seconds`."""
-
-    def __init__(self, engine: Any, before: dict[str, Callable[[Any], object]]) -> None:
-        self._engine, self._before = engine, before
-        self.scans: list[list[int]] = []
-        self.threads: list[str] = []
-        self.search_seconds, self.encode_seconds = 1.0, 1e-6
-        self.closed = threading.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._engine, name)
-        if name not in self._before:
-            return found
-        return lambda *arguments: (self._before[name](arguments), found(*arguments))[1]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        vars(self)[name] = value
-
-    def retrieve(self, queries: Sequence[Query], users: Any) -> Answers:
-        self.scans.append([query.context.user_id for query in queries])
-        self.threads.append(threading.current_thread().name.partition("_")[0])
-        self._before.get("retrieve", id)(queries)
-        encode_seconds = self.encode_seconds if users.unknown else 0.0
-        answers: Answers = self._engine.retrieve(queries, users)
-        return replace(answers, encode_seconds=encode_seconds, search_seconds=self.search_seconds)
-
-    def close(self) -> None:
-        self._engine.close()
-        self.closed.set()
-
-
-def watched(settings: Settings, **before: Callable[[Any], object]) -> tuple[CorpusLoader, list[Watched]]:
-    """A loader of watched engines, and the list that it puts them into."""
-    engines: list[Watched] = []
-    load = corpus_loader(settings)
-
-    def loading(checkpoint: Path, corpus: Path, serving: LoadedCorpus | None) -> LoadedCorpus:
-        loaded = load(checkpoint, corpus, serving)
-        engines.append(Watched(loaded.engine, before))
-        return replace(loaded, engine=engines[-1])  # type: ignore[arg-type]
-
-    return loading, engines
 
 
 async def reached(gate: Gate) -> None:
@@ -253,13 +219,11 @@ async def test_searches_after_the_loss_of_their_engine_are_refused_until_another
         assert len((await begun(searches, 1)).posts) == 5
 
 
-async def test_writing_into_files_that_are_mapped_costs_all_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_writing_into_files_that_are_mapped_costs_all_answers(tmp_path: Path) -> None:
     """Until what is there is right again and read again; and no change is made from wrong numbers."""
-    monkeypatch.setattr("weights.format.reader.COPIED_BYTES", 0)
+    write_mapped_corpus(tmp_path)
     async with running(settings_of(tmp_path)) as searches:
-        await searches.change(change([1], [900]))
+        await searches.change(change([1], [900_000]))
         vectors = tmp_path / "corpus-v1" / "vectors.safetensors"
         raw = vectors.read_bytes()
         with vectors.open("r+b") as file:
@@ -272,6 +236,20 @@ async def test_writing_into_files_that_are_mapped_costs_all_answers(
         vectors.write_bytes(raw)
         await searches.swap(tmp_path / "towers-v1", tmp_path / "corpus-v1")
         assert (await searches.change(change([2], []))).changes == 2
+
+
+def write_mapped_corpus(root: Path) -> None:
+    """A corpus for `settings_of(root)` whose vectors are too long to be copied into memory."""
+    checkpoint, corpus = corpora.written(root)
+    encoder, ids = load_encoder(checkpoint), np.arange(1, 140_001, dtype=np.uint64)
+    columns = {
+        "post_ids": torch.from_numpy(ids.view(np.int64)),
+        "author_ids": torch.from_numpy(ids.view(np.int64)),
+        "vectors": encode(encoder, ids, ids),
+    }
+    shutil.rmtree(corpus)
+    labels, names = CorpusLabels("posts", "v1"), ["post_ids", "author_ids"]
+    write_corpus(corpus, labels, encoder, len(ids), names, lambda name: [columns[name]])
 
 
 # swaps

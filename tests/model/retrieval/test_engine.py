@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from model.device import leave
 from model.engine import EngineError
 from model.inputs import Context
 from model.native.build import HERE, build_kernel
-from model.native.kernel import Kernel
 from model.native.search import NativeIndex
 from model.native.tower import NativeTower
 from model.presets import with_preset
 from model.retrieval.corpus import KEPT_TOPICS, Corpus
-from model.retrieval.engine import RetrievalEngine, RetrievalOptions, TorchTower
+from model.retrieval.engine import SEGMENT_ROWS, DeviceIndex, RetrievalEngine, RetrievalOptions, TorchTower
 from model.retrieval.inputs import Change, Filters, Mark, NewPosts, Query, Retrieved
-from model.retrieval.search import TorchIndex
+from model.retrieval.search import Found, Index, TorchIndex, Wish
 from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
@@ -236,75 +237,73 @@ def test_the_corpus_of_other_towers_is_refused(encoder: Encoder, corpus: Corpus)
         RetrievalEngine(encoder.towers, narrow)
 
 
-def test_what_runs_instead_is_said_with_the_reason(
+@pytest.mark.usefixtures("before_avx2")
+def test_without_wide_vectors_users_are_encoded_by_torch(encoder: Encoder, corpus: Corpus) -> None:
+    engine = RetrievalEngine(encoder.towers, corpus)
+    assert engine.notes["user_tower"]["backend"] == "torch"
+    assert "AVX2" in engine.notes["user_tower"]["reason"]
+    assert engine.notes["search"] == {"backend": "native"}
+
+
+def test_without_a_compiler_torch_encodes_and_searches(
     encoder: Encoder, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert RetrievalEngine(encoder.towers, corpus).notes["user_tower"]["backend"] == "native"
-    with monkeypatch.context() as patch:
-        patch.setattr(Kernel, "vectors", lambda self: "plain")
-        engine = RetrievalEngine(encoder.towers, corpus)
-        assert "AVX2" in engine.notes["user_tower"]["reason"]
-        assert engine.notes["search"] == {"backend": "native"}
-    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setenv("PATH", "")
     engine = RetrievalEngine(encoder.towers, corpus)
     engine.warm_up()
-    assert all("install g++" in engine.notes[what]["reason"] for what in ("user_tower", "search"))
+    for what in ("user_tower", "search"):
+        assert engine.notes[what]["backend"] == "torch"
+        assert "install g++" in engine.notes[what]["reason"]
 
 
 class OffByABit(TorchIndex):
-    """A device whose scores differ from the definition's in their last bit."""
+    """On a device whose scores differ from the definition's in their last bit."""
 
-    def __init__(self, vectors: Any, device: Any = "cpu", *, exhaustive: bool = False) -> None:
-        super().__init__(vectors, device, exhaustive=exhaustive)
-        self.honest = exhaustive
-
-    def search(self, wishes: Any) -> Any:
-        found = super().search(wishes)
-        return found if self.honest else [replace(one, scores=np.nextafter(one.scores, 2)) for one in found]
+    def search(self, wishes: Sequence[Wish]) -> list[Found]:
+        return [replace(one, scores=np.nextafter(one.scores, np.float32(2))) for one in super().search(wishes)]
 
 
-class NoCuda(TorchIndex):
-    """As torch says it where it was built without CUDA, with an error that is no RuntimeError."""
-
-    def __init__(self, vectors: Any, device: Any = "cpu", *, exhaustive: bool = False) -> None:
-        if device != "cpu":
-            raise AssertionError
-        super().__init__(vectors, device, exhaustive=exhaustive)
+def no_cuda(vectors: Any, device: str) -> Index:
+    """As torch says it where it was built without CUDA, with an error that is no RuntimeError and has no text."""
+    raise AssertionError
 
 
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
         (OffByABit, "cpu:0: the search's rows and scores differ from the definition's on this device"),
-        (NoCuda, "cpu:0: AssertionError"),
+        (no_cuda, "cpu:0: AssertionError"),
     ],
 )
 def test_a_device_that_fails_or_gives_other_bits_searches_nothing(
-    encoder: Encoder, corpus: Corpus, contexts: list[Context], monkeypatch: pytest.MonkeyPatch, broken: Any, said: str
+    encoder: Encoder, corpus: Corpus, contexts: list[Context], broken: DeviceIndex, said: str
 ) -> None:
-    on_device = RetrievalOptions(device="cpu:0")
+    options = RetrievalOptions(device="cpu:0")
     expected = RetrievalEngine(encoder.towers, corpus).retrieve([wanted(contexts[0])]).retrieved[0]
-    assert RetrievalEngine(encoder.towers, corpus, on_device).notes["search"] == {"backend": "torch", "device": "cpu:0"}
-    with monkeypatch.context() as patch:
-        patch.setattr("model.retrieval.engine.TorchIndex", broken)
-        engine = RetrievalEngine(encoder.towers, corpus, on_device)
+    assert RetrievalEngine(encoder.towers, corpus, options).notes["search"] == {"backend": "torch", "device": "cpu:0"}
+    engine = RetrievalEngine(encoder.towers, corpus, options, on_device=broken)
     engine.warm_up()
     assert engine.notes["search"] == {"backend": "native", "not_on_device": said}
     assert same(engine.retrieve([wanted(contexts[0])]).retrieved[0], expected)
 
 
-def test_a_device_on_which_nothing_ranks_is_not_searched_on(
-    encoder: Encoder, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_on_which_nothing_ranks_is_not_searched_on(encoder: Encoder, corpus: Corpus) -> None:
     """A search that hangs there would hang the server; ranking was tried in a child process."""
-    monkeypatch.setattr("model.retrieval.engine.TorchIndex", None)
+    made = []
+
+    def counted(vectors: NDArray[np.float32], device: str) -> Index:
+        made.append(device)
+        return TorchIndex(vectors, device)
+
     leave(torch.device("cpu"), is_left=True)
     try:
-        engine = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(device="cpu:0"))
+        engine = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(device="cpu:0"), on_device=counted)
     finally:
         leave(torch.device("cpu"), is_left=False)
     said = "cpu:0: every way of ranking there failed its checks"
     assert engine.notes["search"] == {"backend": "native", "not_on_device": said}
+    assert made == []
 
 
 def as_new(corpus: Corpus, rows: Any, ids: Any) -> NewPosts:
@@ -314,19 +313,26 @@ def as_new(corpus: Corpus, rows: Any, ids: Any) -> NewPosts:
     return NewPosts(np.asarray(ids, np.uint64), corpus.author_ids[rows], created, topics, corpus.vectors[rows])
 
 
-@pytest.mark.parametrize("segment_rows", [7, 4096])
-def test_changes_are_what_an_oracle_says(
-    encoder: Encoder, corpus: Corpus, contexts: list[Context], segment_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After each change a search equals one of a corpus that holds the same posts and was never changed, in ids and bits."""
-    monkeypatch.setattr("model.retrieval.engine.SEGMENT_ROWS", segment_rows)
+def random_corpus(posts: int) -> Corpus:
+    """With unit vectors as wide as those of the towers."""
+    vectors = np.random.default_rng(0).standard_normal((posts, 64), np.float32)
+    ids = np.arange(1, posts + 1, dtype=np.uint64)
+    return Corpus("x", "1", "d", ids, ids, vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
+
+
+@pytest.mark.parametrize("most", [5, SEGMENT_ROWS // 2])
+def test_changes_are_what_an_oracle_says(encoder: Encoder, corpus: Corpus, contexts: list[Context], most: int) -> None:
+    """After each change of at most so many posts, a search equals one of a corpus that holds the same posts and was never changed, in
+    ids and bits. Small changes share one segment, large ones fill several."""
+    corpus = corpus if most == 5 else random_corpus(6 * most)
     chance = np.random.default_rng(1)
     changed, at_once = (RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=1)) for _ in range(2))
     deleted, new = set[int](), dict[int, int]()  # as a change that says all of it at once: a row for each new post
+    segments = []
     live = {int(corpus.post_ids[row]): row for row in np.flatnonzero(~corpus.hidden)[::-1].tolist()}
     for step in range(42):
-        rows = chance.choice(np.flatnonzero(~corpus.hidden), chance.integers(1, 6), replace=False)
-        known = [list(live)[place] for place in chance.choice(len(live), len(rows), replace=False)]
+        rows = chance.choice(np.flatnonzero(~corpus.hidden), chance.integers(1, most + 1), replace=False)
+        known = chance.choice(np.array(list(live), np.uint64), len(rows), replace=False).tolist()
         if step % 3 == 2:
             gone = [*known, 10**15]
             nothing = as_new(corpus, np.empty(0, np.int64), [])
@@ -336,7 +342,7 @@ def test_changes_are_what_an_oracle_says(
                 new.pop(post, None)
             deleted.update(gone)
         else:
-            ids = [known[place] if chance.random() < 0.4 else 10**12 + step * 10 + place for place in range(len(rows))]
+            ids = [post if chance.random() < 0.4 else 10**12 + step * 10**6 + at for at, post in enumerate(known)]
             change = Change(NONE, as_new(corpus, rows, ids), Mark(step + 1))
             changed.change(change, changed.prepare(change) if step % 2 else None)
             live |= dict(zip(ids, rows.tolist(), strict=True))
@@ -345,6 +351,7 @@ def test_changes_are_what_an_oracle_says(
                 new[post] = row
             deleted.difference_update(ids)
         assert (changed.posts, changed.changes) == (len(live), step + 1)
+        segments.append(len(changed.segment_rows) - 1)
         posts = np.array(list(live), np.uint64)
         plain = replace(corpus, post_ids=posts, author_ids=corpus.author_ids[list(live.values())],
                         vectors=np.ascontiguousarray(corpus.vectors[list(live.values())]), topics=None, created_at=None)  # fmt: skip
@@ -360,27 +367,28 @@ def test_changes_are_what_an_oracle_says(
         oracle.close()
     at_once.change(Change(np.array(list(deleted), np.uint64), as_new(corpus, list(new.values()), list(new)), Mark(42)))
     assert (at_once.posts, at_once.changes, at_once.mark) == (changed.posts, changed.changes, changed.mark)
-    asked = [wanted(context, len(corpus) + 500) for context in contexts]
+    assert max(segments) == (1 if most == 5 else 3)
+    asked = [wanted(context, changed.posts) for context in contexts]
     assert all(map(same, at_once.retrieve(asked).retrieved, changed.retrieve(asked).retrieved))
 
 
-def test_deleted_and_replaced_posts_take_no_memory_for_long(
-    encoder: Encoder, corpus: Corpus, contexts: list[Context], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deleted_and_replaced_posts_take_no_memory_for_long(encoder: Encoder) -> None:
     """Posts come and go for a long time: at most twice the posts that are there are kept, however many there were."""
-    monkeypatch.setattr("model.retrieval.engine.SEGMENT_ROWS", 8)
+    corpus = random_corpus(SEGMENT_ROWS // 4)
+    rows, steps, kept = np.arange(len(corpus)), 100, 25
     engine, rows_made = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=1)), 0
-    rows = np.flatnonzero(~corpus.hidden)
-    for step in range(400):
-        gone = np.array([10**12 + step - 100], np.uint64)
-        change = Change(gone, as_new(corpus, [rows[step % len(rows)]], [10**12 + step]), Mark(step + 1))
+    for step in range(steps):
+        first = 10**12 + step * len(rows)
+        change = Change(
+            (first - kept * len(rows) + rows).astype(np.uint64), as_new(corpus, rows, first + rows), Mark(step + 1)
+        )
         added = engine.prepare(change)
         rows_made += len(added[0].corpus) if added[0] else 0
         engine.change(change, added)
-        new = min(step + 1, 100)
+        new = len(rows) * min(step + 1, kept)
         assert engine.posts == len(rows) + new
-        assert sum(engine.segment_rows[1:]) <= 2 * new + 16
-    assert rows_made < 400 * 20, "a post is seldom indexed again"
+        assert sum(engine.segment_rows[1:]) <= 2 * (new + SEGMENT_ROWS)
+    assert rows_made < 8 * steps * len(rows), "a post is seldom indexed again"
     assert len(engine.segment_rows) < 8
 
 

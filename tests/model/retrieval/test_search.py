@@ -17,10 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from model.native import build
 from model.native.search import NativeIndex
-from model.retrieval.corpus import worst_norm
-from model.retrieval.search import Found, Index, TorchIndex, Wish, bits_of
+from model.retrieval.corpus import ROWS_PER_STEP, worst_norm
+from model.retrieval.search import BLOCK_ROWS, Found, Index, TorchIndex, Wish, bits_of
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
 from tests.goldens import GOLDEN
@@ -81,13 +80,13 @@ def test_queries_that_are_copied_live_as_long_as_the_search() -> None:
     index.close()
 
 
-@pytest.mark.parametrize("row", [3, 4])
-def test_the_row_whose_length_is_farthest_from_1_is_found(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.retrieval.corpus.ROWS_PER_STEP", 4)
-    rows = unit(np.random.default_rng(1).standard_normal((10, 8), np.float32))
-    rows[[2, 7]] = 0
+@pytest.mark.parametrize("row", [ROWS_PER_STEP - 1, ROWS_PER_STEP])
+def test_the_row_whose_length_is_farthest_from_1_is_found(row: int) -> None:
+    """A row that is too long follows, in the next step or in the same one."""
+    rows = isotropic(np.random.default_rng(1), 2 * ROWS_PER_STEP + 2, 8)
+    rows[[2, ROWS_PER_STEP + 3]] = 0
     assert worst_norm(rows)[1] == pytest.approx(1)
-    rows[5] *= 1.1
+    rows[ROWS_PER_STEP + 1] *= 1.1
     rows[row] *= 0.8
     assert worst_norm(rows) == (row, pytest.approx(0.8, rel=1e-6))
     rows[row, 1] = np.nan
@@ -251,9 +250,9 @@ def test_a_score_depends_on_neither_row_nor_corpus(make: Callable[[Rows], Index]
     assert all(score.tobytes() == bits[order[row]] for row, score in zip(moved.rows, moved.scores, strict=True))
 
 
-def test_without_wide_vectors_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("before_avx2")
+def test_without_wide_vectors_it_is_the_same() -> None:
     """The plain code that other processors run, down to the bits."""
-    monkeypatch.setitem(build.MARCH, "auto", "-march=x86-64")
     rng = np.random.default_rng(6)
     vectors = odd(rng, 3001, 50)
     wishes = wishes_for(rng, vectors, 9)
@@ -289,12 +288,11 @@ def test_a_wish_that_does_not_fit_is_refused(make: Callable[[Rows], Index], chan
         index.search([Wish(**(sound | changes))])
 
 
-def test_blocks_of_rows_are_one_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_rows_are_one_search() -> None:
     rng = np.random.default_rng(97)
-    vectors = with_duplicates(rng, 1003, 48)
+    vectors = with_duplicates(rng, 2 * BLOCK_ROWS + 97, 16)
     wishes = wishes_for(rng, vectors, 9)
     expected = TorchIndex(vectors, exhaustive=True).search(wishes)
-    monkeypatch.setattr("model.retrieval.search.BLOCK_ROWS", 97)
     index = TorchIndex(vectors)
     assert all(map(same, index.search(wishes), expected))
     assert all(same(index.search([wish])[0], one) for wish, one in zip(wishes, expected, strict=True))

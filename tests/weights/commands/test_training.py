@@ -98,15 +98,21 @@ def test_settings_are_listed_and_all_of_them_can_be_given(log: Path) -> None:
     assert looked.stdout.splitlines()[-1] == "given: epochs=1.5, history_length=31, has_post_age=False, post_rows=4096"
 
 
-def test_some_fields_of_the_architecture_are_enough(log: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architecture": {"width": 32, "post_hashes": {"vocab_size": 99}}}')
+def test_some_fields_of_the_architecture_are_enough_and_set_wins(log: Path, tmp_path: Path) -> None:
+    fields = {"width": 32, "post_hashes": {"vocab_size": 99}, "user_hashes": {"vocab_size": 99}, "history_length": 40}
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": fields}))
     options = ("--config", tmp_path / "config.json", "--out", tmp_path / "out")
-    trained = call("train", "--log", log, *options, *settings(["epochs=0.02", "validation_requests=4"]))
+    few = settings(["epochs=0.02", "validation_requests=4", "history_length=31", "user_rows=77"])
+    trained = call("train", "--log", log, *options, *few)
     assert trained.exit_code == 0, trained.output
     manifest = load_checkpoint(tmp_path / "out").manifest
     assert manifest.score_weights == default_score_weights(manifest.action_names)
     config = manifest.config
     assert (config.width, config.post_hashes.vocab_size, config.layers, config.post_hashes.count) == (32, 99, 2, 2)
+    assert (config.history_length, config.user_hashes.vocab_size) == (31, 77)
+    (tmp_path / "config.json").write_text('{"architecture": 3}')
+    refused = call("train", "--log", log, *options, "--replace")
+    assert (refused.exit_code, refused.stderr) == (1, "The architecture in --config must be a JSON object.\n")
 
 
 def test_score_weights_are_proposed_given_or_asked_for(log: Path, tmp_path: Path) -> None:

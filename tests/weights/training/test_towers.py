@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from model.retrieval.towers import Towers
@@ -67,9 +67,7 @@ def test_the_truth_at_the_end_of_the_world(world: World) -> None:
     assert values[keen, favourite].mean() > 1.5 * values[~keen, favourite].mean()
 
 
-def test_towers_and_posts_are_written_beside_the_demo(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_towers_and_posts_are_written_beside_the_demo(world: World, tmp_path: Path) -> None:
     ranker = random_ranker(small_config(), 1)
     names = world.log.action_names
     manifest = save_checkpoint(
@@ -85,8 +83,8 @@ def test_towers_and_posts_are_written_beside_the_demo(
     assert (len(stored.corpus), len(stored.corpus.topic_names)) == (found["posts"], 8)
     assert found["recall of towers"][0] > found["recall of random"][0]
     assert load_checkpoint(tmp_path / "demo").manifest == manifest
-    monkeypatch.setattr("weights.world.settings.WorldSettings", lambda seed: world.settings)
-    printed = call("eval-retrieval", "--checkpoint", tmp_path / "demo", "--towers", tmp_path / "demo-towers")
+    chosen = [f"--set={name}={value}" for name, value in asdict(world.settings).items()]
+    printed = call("eval-retrieval", "--checkpoint", tmp_path / "demo", "--towers", tmp_path / "demo-towers", *chosen)
     assert printed.exit_code == 0, printed.output
     assert json.loads(printed.output.splitlines()[-1]) == found
     assert f"{found['recall of popularity'][1]:.3f}" in printed.output
