@@ -23,13 +23,14 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import uvicorn
 import uvloop
 from fastapi import FastAPI
 
+from app.api.caller import CUT_OFF
 from app.api.connection import Connection, State, sweep
 from app.api.operations import Scrapes
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START
@@ -182,6 +183,8 @@ class Server(Port):
             self.exit_code = self.exit_code or EXIT_FAILED
             self.config.timeout_graceful_shutdown = 0
             log.error("drain_timeout", connections=len(self.server_state.connections))
+            for task in list(self.server_state.tasks):
+                task.cancel(CUT_OFF)
         await super().shutdown(sockets)
         log.info("stopped", exit_code=self.exit_code)
 
@@ -301,29 +304,46 @@ async def serve(server: Server, sides: Sequence[Port]) -> None:
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """A socket for each address that `host` names, all on one port. Raises OSError unless every family that the machine has is bound."""
+    """A socket that listens for each address that `host` names, all on one port. Raises OSError unless every family that the machine has
+    is bound."""
     found: list[socket.socket] = []
     failed: OSError | None = None
-    for each in listen_hosts(host):
-        for family, _, _, _, address in socket.getaddrinfo(
-            each, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
-            try:
-                opened = socket.socket(family, socket.SOCK_STREAM)
-                found.append(opened)
-                opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                opened.bind((address[0], port, *address[2:]))
-                port = opened.getsockname()[1]  # the same for all where it was 0
-            except OSError as error:
-                if error.errno not in NO_FAMILY:
-                    raise
-                failed = error
-                found.pop().close()
-    if failed is not None and not found:
-        raise failed
+    try:
+        for each in listen_hosts(host):
+            for family, _, _, _, address in socket.getaddrinfo(
+                each, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            ):
+                try:
+                    found.append(_listening(family, (address[0], port, *address[2:])))
+                except OSError as error:
+                    if error.errno not in NO_FAMILY:
+                        raise
+                    failed = error
+                else:
+                    port = found[-1].getsockname()[1]  # the same for all where it was 0
+        if failed is not None and not found:
+            raise failed
+    except OSError:
+        for opened in found:
+            opened.close()
+        raise
     return found
+
+
+def _listening(family: int, address: tuple[Any, ...]) -> socket.socket:
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        opened.bind(address)
+        opened.listen(
+            BACKLOG
+        )  # two may bind one address, and only one may listen there; connections wait until they are accepted
+    except OSError:
+        opened.close()
+        raise
+    return opened
 
 
 def tell(settings: Settings, host: str, port: int) -> None:

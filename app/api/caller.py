@@ -37,6 +37,7 @@ TENSORS = frozenset({JSON, BINARY, b""})  # clients of the Open Inference Protoc
 GZIP = 16 + zlib.MAX_WBITS
 MOST_MEMBERS = 64  # of a gzip body
 CANCELS = "ranker.cancels"  # extension of a server that cancels a request's task when its client has gone
+CUT_OFF = "The drain timed out."  # message of the cancellation where the client still waits
 
 
 class CallerGone(Exception):
@@ -242,7 +243,7 @@ def timeout_seconds_of(headers: Headers) -> float | None:
     seconds = None
     if b"x-request-timeout-ms" in headers:
         if not _is_count(own):
-            raise InvalidRequest("X-Request-Timeout-Ms", "must be whole milliseconds")
+            raise InvalidRequest("X-Request-Timeout-Ms", "must be whole milliseconds, at most 12 digits")
         seconds = int(own) / 1000
     if _is_count(envoy) and int(envoy):
         seconds = int(envoy) / 1000 if seconds is None else min(seconds, int(envoy) / 1000)

@@ -19,9 +19,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api.caller import CANCELS, Bodies, CallerGone
+from app.api.caller import CANCELS, CUT_OFF, Bodies, CallerGone
 from app.errors import (
     BadRequest,
+    Draining,
     InternalError,
     InvalidRequest,
     MethodNotAllowed,
@@ -41,6 +42,7 @@ OTHER = "other"
 UNMATCHED = "unmatched"
 CLIENT_GONE = 499  # the status under which a disconnect is logged and counted
 MOST_DRAINED_BYTES = 64 * 2**20
+CUT_OFF_SECONDS = 5.0  # a guess of when another process listens here
 REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:@/+=-]{1,128}")
 
 log = structlog.get_logger("app.api.middleware")
@@ -99,10 +101,14 @@ class RequestMiddleware:
             await self.app(scope, receive, reply)
         except CallerGone:
             exchange.status = 0
-        except asyncio.CancelledError:
-            exchange.status = 0
-            if CANCELS not in scope.get("extensions", ()):
-                raise
+        except asyncio.CancelledError as end:
+            if CUT_OFF in end.args and not exchange.status:
+                exchange.code = Draining.code
+                await self._reply(Draining(retry_after_seconds=CUT_OFF_SECONDS), exchange, scope, reply)
+            else:
+                exchange.status = 0
+                if CANCELS not in scope.get("extensions", ()):
+                    raise
         except Exception as error:
             await self._tell(error, exchange, scope, receive, reply)
         finally:
@@ -119,6 +125,9 @@ class RequestMiddleware:
             raise error
         if not exchange.is_read and _closes(scope):
             await drain(receive)
+        await self._reply(problem, exchange, scope, reply)
+
+    async def _reply(self, problem: ServiceError, exchange: Exchange, scope: Scope, reply: Send) -> None:
         status, headers, body = problem_reply(problem, exchange.request_id, scope["path"].removeprefix(self.root_path))
         await reply({"type": "http.response.start", "status": status, "headers": headers})
         await reply({"type": "http.response.body", "body": body})

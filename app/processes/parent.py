@@ -220,8 +220,6 @@ def run(settings: Settings, arguments: Sequence[str]) -> int:
     except OSError as error:
         log.error("cannot_listen", host=settings.host, port=settings.port, reason=error.strerror)
         return EXIT_START
-    for each in sockets:
-        each.listen(2048)  # connections wait here until a worker accepts them
     with tempfile.TemporaryDirectory(prefix="ranker-") as folder:
         code = Parent(settings, arguments, sockets, f"{folder}/engine").run()
     logs.drain()

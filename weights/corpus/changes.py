@@ -123,7 +123,8 @@ class Changes:
         return found is not None and not self._lock.closed and os.path.samestat(found, os.fstat(self._lock.fileno()))
 
     def record(self, changes: Sequence[Change]) -> None:
-        """Write changes in order, and return once they are on the disk. If this raises, none of them was made."""
+        """Write changes in order, and return once they are on the disk. If this raises, the corpus that lies in the directory has none of
+        them; one that was replaced meanwhile may have all."""
         if not self._may_change:
             raise StorageFull(
                 "This process may not change the corpus: the directory is read-only, or shared with other processes."
@@ -139,7 +140,13 @@ class Changes:
                 state = self._put(database, state, change)
             database.execute("DELETE FROM state")
             database.execute(SAVE_STATE, (*state, _digest(state)))
+            self._check_place()
             database.execute("COMMIT")
+            if not self.is_in(self._stored.path):
+                raise NotStored(
+                    "The corpus was replaced on the disk while the change was written: only the one that was replaced has it. Make the "
+                    "change again."
+                )
             self._check_place()
         except BaseException as error:
             self._disconnect()  # which rolls back

@@ -13,7 +13,6 @@ from weights.text_ids import MAX_TEXT_BYTES
 
 KIND = "corpus"
 MAX_POSTS = 2**31 - 1
-MAX_TOPICS = 10_000
 VECTORS = "vectors"
 TEXTS = "texts"
 COLUMNS: dict[str, Dtype] = {"post_ids": "int64", "author_ids": "int64", "created_at": "int64", "topics": "int32"}
@@ -61,8 +60,8 @@ class CorpusManifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         if not 0 < self.posts <= MAX_POSTS:
             raise CheckpointError(f"holds {self.posts} posts; 1 to {MAX_POSTS} are supported")
-        if len(self.topics) > MAX_TOPICS or len(set(self.topics)) < len(self.topics):
-            raise CheckpointError(f"must name at most {MAX_TOPICS} topics, each once")
+        if len(set(self.topics)) < len(self.topics):
+            raise CheckpointError("must name each topic once")
         if any(not 0 < len(topic) <= 100 for topic in self.topics):
             raise CheckpointError("has a topic that is no text of 1 to 100 characters")
         sequence, digest, position = self.mark

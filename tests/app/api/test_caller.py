@@ -167,7 +167,9 @@ def test_a_deadline_comes_by_header(client: TestClient, headers: dict[str, str],
     reply = client.post("/rank", content=BODY, headers=JSON | headers)
     assert reply.status_code == status
     if status == 422:
-        assert reply.json()["errors"] == [{"field": "X-Request-Timeout-Ms", "message": "must be whole milliseconds"}]
+        assert reply.json()["errors"] == [
+            {"field": "X-Request-Timeout-Ms", "message": "must be whole milliseconds, at most 12 digits"}
+        ]
 
 
 def test_the_shorter_of_two_timeouts_counts() -> None:

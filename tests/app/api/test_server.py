@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
+import os
 import re
 import resource
 import signal
@@ -208,13 +210,23 @@ def is_listening(port: int) -> bool:
     return True
 
 
-def test_a_request_that_outlasts_the_drain_is_given_up_and_the_exit_code_says_so() -> None:
+def test_requests_that_outlast_the_drain_are_told_to_ask_elsewhere_and_the_exit_code_says_so() -> None:
     gate = Gate()
-    with listening(FakeEngine(before=gate), drain={"timeout_seconds": 0.2}) as live, live.connect() as client:
-        client.sendall(head() + BODY)
+    with listening(FakeEngine(before=gate), drain={"timeout_seconds": 0.2}) as live:
+        waiting, sending = live.connect(), live.connect()
+        waiting.sendall(head() + BODY)
+        sending.sendall(head() + BODY[:-1])
         assert gate.entered.wait(10)
         live.server.should_exit = True
         until(lambda: live.server.exit_code == 1)
+        for client in (waiting, sending):
+            status, headers, body = read_reply(client)
+            assert (status, headers["connection"], headers["content-type"]) == (
+                503,
+                "close",
+                "application/problem+json",
+            )
+            assert (json.loads(body)["code"], int(headers["retry-after"])) == ("draining", 5)
         gate.opened.set()
 
 
@@ -295,6 +307,29 @@ def test_a_host_that_is_not_there_is_an_error_that_leaves_nothing_open() -> None
         server.bind("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(OSError, match="known"):
         server.bind("nowhere.invalid", 0)
+    with pytest.raises(OSError, match="in use"):
+        server.bind("0.0.0.0,127.0.0.1", 0)
+    with closing(socket.socket()) as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))  # another process that is about to listen
+        [sock] = server.bind("127.0.0.1", other.getsockname()[1])
+        with closing(sock), pytest.raises(OSError, match="in use"):
+            other.listen()
+
+
+def test_without_ipv6_in_the_kernel_every_address_is_every_ipv4_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ipv4Alone(socket.socket):
+        def __init__(self, family: int = socket.AF_INET, *rest: Any, **named: Any) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+            super().__init__(family, *rest, **named)
+
+    monkeypatch.setattr(socket, "socket", Ipv4Alone)
+    [sock] = server.bind("*", 0)
+    with closing(sock):
+        assert is_listening(sock.getsockname()[1])
+    with pytest.raises(OSError, match="not supported"):
+        server.bind("::1", 0)
 
 
 def test_the_process_may_hold_more_connections_than_the_shell_allows() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import threading
@@ -368,6 +369,20 @@ async def test_a_snapshot_serves_what_the_corpus_serves(tmp_path: Path, ids: IdK
                     theirs.created_at.tolist(),
                     theirs.texts,
                 )
+
+
+async def test_a_snapshot_holds_as_many_topics_as_changes_bring(tmp_path: Path) -> None:
+    async with running(settings_of(tmp_path)) as searches:
+        posts = [{"post_id": 1000 + place, "author_id": 2, "topic": f"topic {place}"} for place in range(10_001)]
+        for part in (posts[:9000], posts[9000:]):
+            await searches.change(read_change(json.dumps({"upsert": part}).encode(), "uint64"))
+        (tmp_path / "copy").mkdir()
+        await asyncio.to_thread(write_snapshot, tmp_path / "corpus-v1", tmp_path / "copy" / "corpus-v1")
+    shutil.copytree(tmp_path / "towers-v1", tmp_path / "copy" / "towers-v1")
+    async with running(settings_of(tmp_path / "copy")) as copy:
+        asked = query()
+        asked.filters.topics = ("topic 10000",)
+        assert (await found(copy, asked)).posts.post_ids.tolist() == [11_000]
 
 
 async def test_changes_of_a_feed_are_made_once_together_and_only_behind_their_position(tmp_path: Path) -> None:

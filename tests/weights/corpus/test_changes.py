@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -329,6 +330,32 @@ def test_a_corpus_that_was_replaced_takes_no_change(corpus: Path, tmp_path: Path
     assert read.mark == made[0].mark
     other.close()
     changes.close()
+
+
+def test_a_link_that_is_turned_while_a_change_is_written_is_told(corpus: Path, tmp_path: Path) -> None:
+    """A reader keeps the transaction from its end until the link is turned."""
+    link = tmp_path / "link"
+    link.symlink_to(corpus)
+    shutil.copytree(corpus, tmp_path / "next")
+    _, changes, _ = load_changed(link, load_manifest(corpus.with_name("towers-v1")))
+    made = changing.first(2, changes.mark)
+    changes.record(made[:1])
+    with closing(sqlite3.connect(file_of(corpus), isolation_level=None)) as reader, ThreadPoolExecutor() as pool:
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM posts").fetchone()
+        recording = pool.submit(changes.record, made[1:])
+        journal = Path(f"{file_of(corpus)}-journal")
+        while not (journal.exists() and journal.stat().st_size):
+            time.sleep(0.001)
+        time.sleep(0.1)
+        link.unlink()
+        link.symlink_to(tmp_path / "next")
+        reader.execute("COMMIT")
+        with pytest.raises(NotStored, match="only the one that was replaced has it"):
+            recording.result(10)
+    changes.close()
+    changing.check(corpus, made)
+    changing.check(tmp_path / "next", [])
 
 
 def test_what_belongs_to_another_corpus_is_refused(corpus: Path, tmp_path: Path) -> None:
