@@ -37,6 +37,11 @@ MIB = 2**20
 ADMIN_HOST = "127.0.0.1"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 ANY_ADDRESS = {"0.0.0.0", "::"}  # noqa: S104  # compared with, not bound
+OWN_PATHS = {
+    "admin", "assets", "context", "docs", "explain", "explore", "info", "livez", "metrics", "openapi.json", "rank", "readyz",
+    "recommend", "retrieve", "startupz", "v2",
+}  # fmt: skip
+"""First parts of the service's paths. Below one of them it could not tell whether a proxy has taken the root path off."""
 NO_KEY = "it names no key, and everybody could ask: remove it to serve without keys"
 
 
@@ -371,6 +376,10 @@ class Settings(BaseSettings):
     def _path(cls, path: str) -> str:
         if path and not re.fullmatch(r"/[^\s?#]*[^/\s?#]", path):
             raise ValueError("must begin with / and not end with it, without blanks, ? or #")
+        if path.partition("/")[2].partition("/")[0] in OWN_PATHS:
+            raise ValueError(
+                "must not begin with a path of the service's own: choose another first part, such as /ranker"
+            )
         return path
 
     @model_validator(mode="after")

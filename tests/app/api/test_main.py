@@ -112,6 +112,16 @@ def test_the_document_leads_to_where_a_proxy_has_put_the_service(root_path: str,
             assert client.get(f"{below}/docs").status_code == 200
 
 
+def test_a_root_path_is_none_of_the_services_own(document: dict[str, Any]) -> None:
+    """A proxy may take it off or not, and nobody could tell `/rank/a` from `/a` below `/rank`."""
+    for path in {
+        "/" + each.split("/")[1] for each in ("/admin/reload", "/explore", "/docs", "/assets", *document["paths"])
+    } - {"/"}:
+        with pytest.raises(ValueError, match="the service's own"):
+            Settings(root_path=f"{path}/a")
+        Settings(root_path=f"{path}er")
+
+
 @pytest.fixture
 def described(tmp_path: Path, document: dict[str, Any]) -> Path:
     place = tmp_path / "openapi.json"
