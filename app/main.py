@@ -25,8 +25,8 @@ from app.telemetry.metrics import Metrics
 from app.telemetry.tracing import create_tracer
 
 DESCRIPTION = (
-    "Ranks feed candidates for one user with a Grok transformer. Every candidate is scored as if it were alone: for one "
-    "checkpoint its numbers are the same bits whatever else is in the request."
+    "Ranks the posts of a feed for one user with a Grok transformer. Each candidate is scored as if it were alone: with the same "
+    "checkpoint its scores have the same bits, whatever else is in the request."
 )
 
 
