@@ -117,7 +117,7 @@ class Queue(Group):
     may hold."""
     key_candidates_per_second: float = Field(default=0.0, ge=0)
     """Candidates per second that one API key may send, with bursts of two seconds' worth; a context alone counts as one candidate. 0 means
-    no limit, which is enough among trusted callers."""
+    no limit: among trusted callers the shares are enough."""
     stall_seconds: float = Field(default=4.0, gt=0)
     """If work is queued and no forward pass has finished for this long, the process is not ready. The default is longer than any normal
     forward pass."""
