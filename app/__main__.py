@@ -14,8 +14,8 @@ from pathlib import Path
 from app.exits import EXIT_FAILED, EXIT_USAGE
 
 NO_CHECKPOINT = (
-    "it has no manifest.json; phoenix-ranker serve without a checkpoint serves the demo, phoenix-ranker import makes a checkpoint of a "
-    "published one"
+    "it has no manifest.json; phoenix-ranker serve without a checkpoint serves the demo, phoenix-ranker import converts a published "
+    "checkpoint"
 )
 NO_THREAD = "can't start new thread"  # Python's words; it has no type of its own
 

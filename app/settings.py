@@ -477,7 +477,7 @@ def listen_hosts(host: str) -> list[str]:
             try:
                 found.append(str(ipaddress.IPv6Address(bare)))
             except ValueError:
-                raise ValueError(f"{part} is not an IPv6 address; a port is set by itself") from None
+                raise ValueError(f"{part} is not an IPv6 address; set the port separately") from None
         elif re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?", bare):
             found.append(bare)
         else:

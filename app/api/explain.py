@@ -98,7 +98,7 @@ async def _question(state: State, caller: CallerInfo, model: ServedModel, words:
     """Read and check a request. Raises MalformedJson, TooLarge, InvalidRequest or ContextUnknown."""
     asked = schema.read(EXPLAIN, caller.body, state.settings.limits, words.index)
     if len(asked.explain) > MAX_EXPLAINED:
-        raise TooLarge(f"explain: {len(asked.explain)} items, and at most {MAX_EXPLAINED} are taken.")
+        raise TooLarge(f"explain: {len(asked.explain)} items, but at most {MAX_EXPLAINED} are allowed.")
     exchange, sizes = caller.exchange, asked.sizes()
     exchange.candidates, exchange.history = sizes["candidates"], sizes["history"]
     handle = None if asked.context is UNSET else asked.context

@@ -267,7 +267,7 @@ class Batch:
         if self._candidates + candidates > self._limits.max_batch_candidates:
             raise TooLarge(f"The batch holds more than {self._limits.max_batch_candidates} candidates.")
         if self._all_candidates() + candidates > self._limits.batch_candidates:
-            raise Overloaded("Too many candidates of batches are being answered.", retry_after_seconds=1.0)
+            raise Overloaded("Too many candidates of batches are being ranked.", retry_after_seconds=1.0)
         self._candidates += candidates
         self._state.batch_candidates = self._all_candidates() + candidates
 

@@ -279,7 +279,7 @@ def test_a_training_whose_validation_loss_never_was_finite_leaves_no_checkpoint(
     options = ("--config", log.with_name("config.json"), "--out", tmp_path / "out")
     result = call("train", "--log", log, *options, *settings([*wild, "evaluate_every=1000", "validation_requests=10"]))
     assert result.exit_code == 1, result.output
-    assert result.stderr.startswith("The validation loss never was a finite number")
+    assert result.stderr.startswith("The validation loss was never a finite number")
     assert len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
