@@ -1,7 +1,7 @@
-"""Tensors of the Open Inference Protocol ↔ the columns of a ranking. Their data is JSON, or binary behind the JSON.
+"""Tensors of the Open Inference Protocol ↔ the columns of a ranking. Their data is JSON, or binary after the JSON.
 
 A tensor has the name of its field in the columns form of `/rank`; `INPUTS` and `OUTPUTS` are all there are. What other servers of the
-protocol pass over is passed over. What would change a number silently is refused: an unknown tensor, another shape or datatype.
+protocol ignore is ignored here too. What would change a number silently is refused: an unknown tensor, another shape or datatype.
 """
 
 from __future__ import annotations
