@@ -129,8 +129,8 @@ class Evaluation:
             worst = min(self.losses, key=lambda each: each.gain.value)
             those = sorted({each.baseline for each in self.losses})
             return (
-                f"The model LOSES to {', '.join(those)}. On {worst.metric} of {worst.action} it has {worst.gain.value:+.3f} "
-                f"({worst.gain.low:+.3f} … {worst.gain.high:+.3f}) against {worst.baseline}, and it does not win {len(self.losses)} of "
+                f"The model LOSES to {', '.join(those)}. On {worst.metric} of {worst.action} its lead over {worst.baseline} is "
+                f"{worst.gain.value:+.3f} ({worst.gain.low:+.3f} … {worst.gain.high:+.3f}), and it loses or ties {len(self.losses)} of "
                 f"{len(self.comparisons)} comparisons. Do not serve it in place of these."
             )
         closest = min(self.comparisons, key=lambda each: each.gain.value)
