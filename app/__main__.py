@@ -14,8 +14,8 @@ from pathlib import Path
 from app.exits import EXIT_FAILED, EXIT_USAGE
 
 NO_CHECKPOINT = (
-    "it has no manifest.json; phoenix-ranker serve without a checkpoint serves the demo, phoenix-ranker import makes a checkpoint of a "
-    "published one"
+    "it has no manifest.json; phoenix-ranker serve without a checkpoint serves the demo, phoenix-ranker import converts a published "
+    "checkpoint"
 )
 NO_THREAD = "can't start new thread"  # Python's words; it has no type of its own
 
@@ -86,7 +86,7 @@ def start(arguments: Sequence[str], program: str) -> int:
 def problem_of(checkpoint: Path) -> str:
     """Why a directory cannot be served; empty if it looks like a checkpoint."""
     try:
-        return "" if (checkpoint / "manifest.json").is_file() else f"is no checkpoint: {NO_CHECKPOINT}"
+        return "" if (checkpoint / "manifest.json").is_file() else f"is not a checkpoint: {NO_CHECKPOINT}"
     except OSError as error:  # such as a folder that may not be entered
         return f"cannot be read: {error.strerror}"
 

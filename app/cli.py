@@ -1,4 +1,4 @@
-"""`phoenix-ranker`: one command to serve a checkpoint and to make one. What a part needs is imported when it runs."""
+"""`phoenix-ranker`: one command to serve checkpoints and to make them. What a part needs is imported when it runs."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ DEMO = {
     "retrieval.corpus": ROOT / "weights/demo-posts",
 }
 OF_WEIGHTS = {
-    "fetch": "Copy a checkpoint or a corpus from a path or a URL, checked.",
+    "fetch": "Copy a checkpoint or a corpus from a path or a URL, and check it.",
     "import": "Convert a published checkpoint.",
     "verify": "Check every byte of a checkpoint.",
     "inspect": "Describe a checkpoint.",
     "relabel": "Change the names, version or score weights of a checkpoint.",
-    "log": "Say what a log of impressions holds, and what training would decide from it.",
+    "log": "Show what a log of impressions holds, and what training would decide from it.",
     "train": "Train a checkpoint from a log of impressions.",
     "eval": "Evaluate a checkpoint on a test period.",
     "score": "Score every impression of a log as /rank would have.",
-    "example": "Make the example and the names that the page of a running server shows.",
+    "example": "Write the example request and the names that the page of a running server shows.",
     "world": "Draw a synthetic log of impressions whose best ranking is known.",
     "compare": "Compare two checkpoints on the requests of a log.",
     "corpus": "Make, check and describe the posts that retrieval searches.",
 }
-"""Commands of `python -m weights`, which has more; they need torch, so `--help` shows these lines without importing them."""
+"""Commands of `python -m weights`, which has more. They need torch, so `--help` shows these lines without importing them."""
 
 
 class Commands(TyperGroup):
-    """Loads a command of `weights` when it runs; what is listed until then is its line in OF_WEIGHTS."""
+    """Loads a command of `weights` only when it runs. `--help` lists it by its line in OF_WEIGHTS."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that was asked for."""
@@ -55,14 +55,14 @@ cli = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Ranks a feed with the Grok transformer: serve a checkpoint, make one.",
-    epilog="More about checkpoints: python -P -m weights --help",
+    help="Ranks a feed with the Grok transformer: make checkpoints, and serve them.",
+    epilog="More commands for checkpoints: python -P -m weights --help",
 )
 
 
 @cli.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve() -> None:
-    """Serve a checkpoint, or without one the demo: `phoenix-ranker serve --help` lists the settings."""
+    """Serve a checkpoint, or the demo if you name none. `phoenix-ranker serve --help` lists the settings."""
 
 
 def _listed() -> None:
@@ -85,7 +85,7 @@ def main() -> NoReturn:
 
 
 def with_demo(arguments: Sequence[str], environ: Any) -> list[str]:
-    """The settings on the command line; a first word is the checkpoint, and without any the demo and its posts are served."""
+    """The settings on the command line. A first word is the checkpoint; without a checkpoint, the demo and its posts are served."""
     given = list(arguments)
     if given and not given[0].startswith("-"):
         given[:1] = ["--checkpoint", given[0]]
@@ -100,7 +100,7 @@ def with_demo(arguments: Sequence[str], environ: Any) -> list[str]:
 @cli.command()
 def info(
     directory: Annotated[
-        Path | None, typer.Argument(help="A checkpoint or corpus; without one: this installation.")
+        Path | None, typer.Argument(help="A checkpoint or corpus. Without one: this installation.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -1,6 +1,6 @@
 """A decoded request → what the model and the reply need, as numpy columns, checked against one checkpoint.
 
-Each column is made and checked by one call, in either form of the posts. Only where a column is bad is its first bad value looked for.
+Each column is made and checked by one call, in either form of the posts. Only if a column is bad, its first bad value is searched for.
 """
 
 from __future__ import annotations

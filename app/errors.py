@@ -76,13 +76,13 @@ class MalformedJson(ServiceError, status=400, code="malformed_json", title="Malf
 
 
 class BadRequest(ServiceError, status=400, code="bad_request"):
-    """The request cannot be read at all: a body that says it is gzip and is not, say."""
+    """The request cannot be read at all, for example because its body is marked as gzip but is not."""
 
     default_detail = "The request cannot be read."
 
 
 class Unauthorized(ServiceError, status=401, code="unauthorized"):
-    """API keys are configured, and the request sent none of them."""
+    """The service requires an API key, and the request has no valid one."""
 
     default_detail = "A valid API key is required: Authorization: Bearer KEY."
     headers: Mapping[str, str] = {"WWW-Authenticate": "Bearer"}
@@ -107,7 +107,7 @@ class MethodNotAllowed(ServiceError, status=405, code="method_not_allowed"):
 
 
 class ChangedByFeed(ServiceError, status=409, code="changed_by_feed"):
-    """The posts of this process change by its feed alone, or replicas would differ."""
+    """Only the feed may change the posts of this process; otherwise replicas would differ."""
 
     default_detail = (
         "Posts change only through the feed in retrieval.feed: send the change there, and every replica applies it."
@@ -121,7 +121,7 @@ class ReloadBusy(ServiceError, status=409, code="reload_in_progress"):
 
 
 class ContextUnknown(ServiceError, status=412, code="context_unknown"):
-    """No context of this caller has this handle here. Handles name what is in a cache, so the request is to be sent whole."""
+    """The handle is not in this cache for this API key. Send the whole request, with user and history."""
 
     default_detail = "This handle is unknown or has expired: send the user and the history."
 
@@ -133,7 +133,7 @@ class TooLarge(ServiceError, status=413, code="too_large"):
 
 
 class UnsupportedMediaType(ServiceError, status=415, code="unsupported_media_type"):
-    """The body is of another media type or charset, or compressed otherwise than with gzip."""
+    """The body has a media type, charset or compression that this endpoint does not take."""
 
     default_detail = "This path does not take the body's media type: send application/json in UTF-8, for example."
 
@@ -146,7 +146,7 @@ class UnsupportedCoding(UnsupportedMediaType):
 
 
 class InvalidRequest(ServiceError, status=422, code="invalid_request"):
-    """Valid JSON that is not a valid request; names the first field that is wrong."""
+    """The body is valid JSON but not a valid request; `errors` has the first field that is wrong."""
 
     default_detail = "The request is not valid."
 
@@ -156,7 +156,7 @@ class InvalidRequest(ServiceError, status=422, code="invalid_request"):
 
 
 class ReloadRefused(ServiceError, status=422, code="checkpoint_refused"):
-    """The checkpoint was refused; the one that served before serves on."""
+    """The checkpoint was refused; the old one keeps serving."""
 
 
 class Overloaded(ServiceError, status=429, code="overloaded"):
@@ -190,7 +190,7 @@ class EngineDown(ServiceError, status=503, code="engine_down"):
 
 
 class ChangeNotStored(ServiceError, status=503, code="not_stored"):
-    """A change of posts, or a corpus with its changes, could not be put on the disk. Nothing has changed."""
+    """A change of posts, or a corpus with its changes, could not be written to disk. Nothing was changed."""
 
 
 class CorpusNotLoaded(ServiceError, status=503, code="corpus_not_loaded"):
@@ -200,17 +200,17 @@ class CorpusNotLoaded(ServiceError, status=503, code="corpus_not_loaded"):
 
 
 class CorpusBehind(ServiceError, status=503, code="corpus_behind"):
-    """The corpus of this process has not had the change that the request wants to see."""
+    """The corpus of this process does not have the change yet that the request asks for."""
 
     default_detail = "This process has not yet applied the change that X-Corpus-At-Least names."
 
 
 class LogLost(ServiceError, status=503, code="log_lost", title="Log of changes lost"):
-    """The log of changes is gone, cut or replaced beside the process that serves them: nothing was changed."""
+    """The log of changes was removed, cut or replaced while the process served it. Nothing was changed."""
 
 
 class DeadlineExceeded(ServiceError, status=504, code="deadline_exceeded"):
-    """The caller's time was over before the scores were there."""
+    """The deadline passed before the scores were computed."""
 
     default_detail = "The deadline passed before the scores were computed."
 

@@ -1,4 +1,4 @@
-"""Exit codes, and what each tells who started the process. The table that goes with them is in `app.server`."""
+"""Exit codes of the process. `app.server` has a table of what leads to each."""
 
 EXIT_FAILED = 1  # the first load, or the drain
 EXIT_USAGE = 2  # settings that cannot be used

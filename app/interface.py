@@ -1,4 +1,4 @@
-"""The seam between a request and its ranking: all that the HTTP side knows of the service. Imports neither torch nor HTTP.
+"""The interface between HTTP and ranking: everything that the HTTP side knows of the service. Imports neither torch nor HTTP.
 
 `app.service.ranker.LocalRanker` computes in this process, `app.processes.remote.RemoteRanker` asks the engine process.
 """
@@ -33,8 +33,8 @@ class ServedModel:
 class Ranked(msgspec.Struct, frozen=True, eq=False):
     """The result of one ranking.
 
-    `queue_seconds`: until its first forward; `forward_seconds`: summed over its chunks. `handle`: names its context for later requests of
-    the same API key; empty where the cache does not keep it. `history_used`: events that the model has seen; `history_dropped`: older
+    `queue_seconds`: until its first forward pass; `forward_seconds`: summed over its chunks. `handle`: names its context for later requests
+    of the same API key; empty if the cache does not keep it. `history_used`: events that the model has seen; `history_dropped`: older
     ones that did not fit its window.
     """
 
@@ -76,7 +76,8 @@ class Found(msgspec.Struct, frozen=True, eq=False):
 @dataclass(frozen=True, slots=True)
 class CorpusState:
     """The corpus as it is now. `posts`: how many a search can return. `topics`: all that its posts have had. `changes`: changes since the
-    corpus was built. `deleted`: how many posts the last change deleted by name. `mark`: which changes the corpus has ever had."""
+    corpus was built. `deleted`: how many posts the last change deleted by name. `mark`: the changes that the corpus has ever had, as their
+    number and a digest."""
 
     corpus: CorpusManifest
     posts: int
@@ -89,7 +90,7 @@ class CorpusState:
 @dataclass(frozen=True, slots=True)
 class Health:
     """What the probes say. `reason` is a sentence, empty when ready. `started`: a model has been loaded and warmed up. `feed`: why the feed
-    of posts cannot be read; that alone does not make the process unready before its posts are too old."""
+    of posts cannot be read; the process stays ready until its posts are too old."""
 
     ready: bool
     started: bool
@@ -100,7 +101,7 @@ class Health:
 
 
 class CheckpointNotFound(LookupError):
-    """No checkpoint of that name lies below the root. Says nothing about what else may lie there."""
+    """There is no checkpoint of that name below the root. Says nothing about what else may be there."""
 
 
 class ReloadInProgress(RuntimeError):
@@ -117,7 +118,7 @@ class Job(Protocol):
 
     @property
     def model(self) -> ServedModel:
-        """The version that will score it, whatever is loaded meanwhile."""
+        """The version that will score it, even if another one is loaded meanwhile."""
         ...
 
 
@@ -132,20 +133,20 @@ class Corpus(Protocol):
     async def search(self, served: ServedCorpus, query: Query, deadline: float, key: str | None) -> Found:
         """Return the best posts of `served` for a request of this API key. Cancelling it drops the work.
 
-        Raises Overloaded, DeadlineExceeded, EngineDown, CorpusBehind, CorpusNotLoaded where `served` is gone, and ContextUnknown, also
-        where less of the context is kept than the user tower reads.
+        Raises Overloaded, DeadlineExceeded, EngineDown, CorpusBehind, CorpusNotLoaded if `served` is gone, and ContextUnknown, also if the
+        cache keeps less of the context than the user tower reads.
         """
         ...
 
     async def change(self, change: PostChange) -> CorpusState:
-        """Change the corpus that serves, in one step that every search sees whole. The change is on the disk when this returns.
+        """Change the corpus that serves, in one step: a search sees all of the change or none. It is on disk when this returns.
 
-        Raises CorpusNotLoaded, ChangedByFeed, Overloaded, EngineDown, or CheckpointError where it cannot be written: then nothing changed.
+        Raises CorpusNotLoaded, ChangedByFeed, Overloaded, EngineDown, or CheckpointError if it cannot be written: then nothing changed.
         """
         ...
 
     async def state(self) -> CorpusState | None:
-        """Return the present state of the corpus, None where none is served."""
+        """Return the present state of the corpus, None if none is served."""
         ...
 
 
@@ -162,7 +163,7 @@ class Reloads(Protocol):
     async def reload_corpus(self, checkpoint: str | None = None, corpus: str | None = None) -> ServedCorpus:
         """Serve this retrieval checkpoint and this corpus together; None means the present one, read again.
 
-        Raises what `reload` raises, and CorpusNotLoaded where one is neither named nor served.
+        Raises what `reload` raises, and CorpusNotLoaded if one is neither named nor served.
         """
         ...
 
@@ -187,7 +188,7 @@ class Ranker(Protocol):
         ...
 
     def start(self) -> None:
-        """Begin to load in the background, and to watch for new checkpoints where the settings say so. A second call does nothing."""
+        """Begin to load in the background, and to watch for new checkpoints if the settings say so. A second call does nothing."""
         ...
 
     def begin_drain(self) -> None:
@@ -199,22 +200,22 @@ class Ranker(Protocol):
         ...
 
     def has_running_threads(self) -> bool:
-        """Whether native code still runs for which an orderly exit would wait."""
+        """Whether threads still run native code, which an orderly exit would wait for."""
         ...
 
     def health(self) -> Health:
-        """Whether requests may be sent here, and why not."""
+        """Whether requests may be sent here, and if not, why."""
         ...
 
     def model(self, name: str = "") -> ServedModel:
         """Return the version that serves new requests. `name` is "" for whatever serves, "name" or "name@version".
 
-        Raises NotReady while nothing is loaded, ModelNotFound where another model serves.
+        Raises NotReady while nothing is loaded, ModelNotFound if another model serves.
         """
         ...
 
     def check_open(self, key: str | None) -> None:
-        """Raise what every request of this API key would get now, before it is read: NotReady, Draining, EngineDown or Overloaded."""
+        """Raise the error that any request of this API key would get now, before it is read: NotReady, Draining, EngineDown, Overloaded."""
         ...
 
     def admit(
@@ -230,7 +231,7 @@ class Ranker(Protocol):
     async def rank(self, job: Job, context: Context | str, candidates: Candidates) -> Ranked:
         """Score the candidates, in their order. Without candidates the context alone is computed. `context`: a str is a handle.
 
-        Its place is free when this ends; cancelling it drops the work.
+        This frees its place in the queue when it ends; cancelling it drops the work.
         Raises ContextUnknown, DeadlineExceeded, EngineDown or NonFiniteScores.
         """
         ...
@@ -249,7 +250,7 @@ class Ranker(Protocol):
         ...
 
     async def exposition(self) -> bytes:
-        """Return every metric, of all processes of the service. Raises EngineDown where they cannot be had."""
+        """Return every metric, of all processes of the service. Raises EngineDown if they cannot be collected."""
         ...
 
 

@@ -25,15 +25,15 @@ from app.telemetry.metrics import Metrics
 from app.telemetry.tracing import create_tracer
 
 DESCRIPTION = (
-    "Ranks feed candidates for one user with a Grok transformer. Every candidate is scored as if it were alone: for one "
-    "checkpoint its numbers are the same bits whatever else is in the request."
+    "Ranks the posts of a feed for one user with a Grok transformer. Each candidate is scored as if it were alone: with the same "
+    "checkpoint its scores have the same bits, whatever else is in the request."
 )
 
 
 def create_app(settings: Settings | None = None, ranker: Ranker | None = None) -> FastAPI:
-    """Every endpoint of the service's port. Its lifespan loads, warms and drains the ranker.
+    """The application with every endpoint of the main port. Its lifespan loads the ranker, warms it up and drains it.
 
-    Without settings they are read from the environment. Raises SettingsProblem where one cannot be used.
+    Without `settings`, they are read from the environment. Raises SettingsProblem if one cannot be used.
     """
     if settings is None:
         settings = load_settings()
@@ -65,14 +65,14 @@ def create_app(settings: Settings | None = None, ranker: Ranker | None = None) -
 
 
 def create_probe_app(settings: Settings, ranker: Ranker) -> FastAPI:
-    """Probes, metrics and /info alone, for a port that the outside does not see."""
+    """Only probes, metrics and /info, for a port that is not open to the outside."""
     app = _application(settings, ranker, settings.allowed_hosts(settings.probes.host, is_main=False))
     _include(app, [operations.probes, operations.metrics, operations.info])
     return app
 
 
 def create_admin_app(settings: Settings, ranker: ReloadableRanker) -> FastAPI:
-    """Reloads and changes of posts, for the loopback port."""
+    """Reloads and changes of posts, for the admin port on loopback."""
     app = _application(settings, ranker, settings.allowed_hosts(ADMIN_HOST, is_main=False))
     app.state.operator = admin.Operator(settings.admin)
     _include(app, [admin.router])

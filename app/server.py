@@ -1,4 +1,4 @@
-"""The process: uvicorn's server with our listeners, signals, drain and exit codes. Not for what a request means.
+"""The process: uvicorn's server with our listeners, signals, drain and exit codes. Knows nothing of what a request means.
 
 what comes                    what the process does                                                      exits with
 SIGTERM, SIGINT               readiness 503; serves for the drain delay; closes its listeners; answers   0

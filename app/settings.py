@@ -1,7 +1,7 @@
 """Every setting, declared once with its documentation, and the only reader of `RANKER_` names.
 
-After "Default:" stands why the default is what it is. docs/operations.md has a table of them.
-The model's architecture comes with the checkpoint and is no setting.
+Each text ends with the reason for the default. docs/operations.md has a table of them.
+The model's architecture comes with the checkpoint and is not a setting.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OWN_PATHS = {
     "recommend", "retrieve", "startupz", "v2",
 }  # fmt: skip
 """First parts of the service's paths. Below one of them it could not tell whether a proxy has taken the root path off."""
-NO_KEY = "it names no key, and everybody could ask: remove it to serve without keys"
+NO_KEY = "it holds no key, so everybody could call: remove it to serve without keys"
 
 
 class SettingsProblem(ValueError):
@@ -59,15 +59,17 @@ class Limits(Group):
     """How large one request may be. A larger one gets 413."""
 
     max_body_bytes: int = Field(default=MIB, ge=1024, le=2**40)
-    """Longest body in bytes. All bodies of requests that are being answered may together be 64 times as long.
-    Default: 4 096 candidates and 1 000 history items fit as objects."""
+    """Longest body in bytes. The bodies of all requests that are being answered may add up to 64 times as much.
+    The default has room for 4 096 candidates and 1 000 history items as objects."""
     max_candidates: int = Field(default=4096, ge=1)
     """Most candidates in one request. A call of /rank/batch may hold four times as many, all such calls together sixteen times as many.
-    Default: several times the longest list of the published service."""
+    The default is several times the longest list of the published service."""
     max_history: int = Field(default=2048, ge=1)
-    """Most history items in one request. The model reads the newest ones that fit its window. Default: longer than any window so far."""
+    """Most history items in one request. The model reads the newest ones that fit its window. The default is longer than any window so
+    far."""
     max_retrieved: int = Field(default=2000, ge=1)
-    """Most posts that one request may retrieve; it may exclude five times as many. Default: twice what the published service ranks."""
+    """Most posts that one request may retrieve; it may exclude five times as many. The default is twice what the published service
+    ranks."""
 
     @computed_field  # type: ignore[prop-decorator]
     @cached_property
@@ -108,22 +110,25 @@ class Queue(Group):
     """How much admitted work may wait for the engine. Beyond it, 429."""
 
     max_candidates: int = Field(default=32_768, ge=1)
-    """Most candidates waiting, and eight times as many context tokens (user and history). An idle service takes one request of any size.
-    Default: bounds memory."""
+    """Most candidates that may wait, and eight times as many context tokens (user and history). An idle service takes one request of any
+    size. The default limits memory."""
     max_requests: int = Field(default=4096, ge=1)
-    """Most requests waiting, and four times the most searches. Default: bounds memory where requests are tiny."""
+    """Most requests that may wait, and a quarter as many searches. The default limits memory if requests are tiny."""
     max_wait_seconds: float = Field(default=0.5, ge=0)
-    """Longest predicted wait for the first forward; 0 sets no bound. A request that can join the next forward is never refused for it.
-    Default: a ranking that comes later is of no use to a feed; see [Capacity](#capacity)."""
+    """Longest predicted wait for the first forward pass; 0 means no limit. A request that can join the next forward pass is never refused
+    for its wait. A ranking that is later than the default is of no use to a feed: see "Capacity" in docs/operations.md."""
     max_share_per_key: float = Field(default=0.5, gt=0, le=1)
-    """Share of the queue that one API key may fill. Default: half for one caller alone, and less for each the fuller the queue is."""
+    """Share of the queue that one API key may fill. By default a key that is alone may fill half. The fuller the queue, the less each key
+    may hold."""
     key_candidates_per_second: float = Field(default=0.0, ge=0)
-    """Rate limit of one API key, with bursts of two seconds' worth; a context alone counts as one candidate. 0 sets none.
-    Default: shares are enough among trusted callers."""
+    """Candidates per second that one API key may send, with bursts of two seconds' worth; a context alone counts as one candidate. 0 means
+    no limit: among trusted callers the shares are enough."""
     stall_seconds: float = Field(default=4.0, gt=0)
-    """With work queued and no forward finished for this long, the process is not ready. Default: longer than any normal forward."""
+    """If work is queued and no forward pass has finished for this long, the process is not ready. The default is longer than any normal
+    forward pass."""
     stall_exit_seconds: float = Field(default=30.0, gt=0)
-    """After this long, waiting callers get 503 and the process exits, to be started again. Default: a hung device rarely recovers."""
+    """If that lasts for this long, waiting callers get 503 and the process exits, so that it is started again: a hung device rarely
+    recovers."""
 
     @cached_property
     def max_context_tokens(self) -> int:
@@ -132,20 +137,21 @@ class Queue(Group):
 
 
 class Batching(Group):
-    """How waiting requests share a forward."""
+    """How waiting requests share a forward pass."""
 
     max_requests: int = Field(default=64, ge=1)
-    """Requests in one forward; 1 turns sharing off. Default: handling each request costs time too."""
+    """Most requests in one forward pass; 1 turns sharing off. There is a limit because each request costs time too."""
     max_candidates: int = Field(default=2048, ge=1)
-    """Candidates in one forward; eight times as many context tokens fit. Default: one forward stays far below the deadline."""
+    """Most candidates in one forward pass, and eight times as many context tokens. With the default, a forward pass stays far below the
+    deadline."""
     chunk_candidates: int = Field(default=512, ge=1)
-    """Longer candidate lists are cut into chunks of this many. Default: a small request waits for one chunk of a long list only."""
+    """Longer candidate lists are cut into chunks of this many, so that a small request only waits for one chunk of a long list."""
     window_seconds: float = Field(default=0.0, ge=0, le=1)
-    """How long a busy engine lets the next forward grow; an idle one never waits. Default: none. Try 0.001 on CUDA under load."""
+    """How long a busy engine lets the next batch grow; an idle engine never waits. Try 0.001 on CUDA under load."""
 
     @cached_property
     def max_context_tokens(self) -> int:
-        """Context tokens in one forward."""
+        """Most context tokens in one forward pass."""
         return 8 * self.max_candidates
 
 
@@ -153,11 +159,11 @@ class Cache(Group):
     """The context cache: keys and values of users seen before."""
 
     bytes: int | None = Field(default=None, ge=0)
-    """Its size on the engine's device; 0 turns it off. Default: 256 MiB on a CPU, an eighth of a GPU's memory."""
+    """Size of the context cache on the engine's device; 0 turns it off. By default 256 MiB on a CPU, or an eighth of a GPU's memory."""
 
     @cached_property
     def host_bytes(self) -> int:
-        """The most that it takes where it is on the CPU."""
+        """The most memory that it takes if it is on the CPU."""
         return 256 * MIB if self.bytes is None else self.bytes
 
 
@@ -165,23 +171,24 @@ class Deadline(Group):
     """How long a request may take, from its first byte to its scores. Its headers may ask for another deadline."""
 
     default_seconds: float = Field(default=10.0, gt=0)
-    """For a request that names no deadline, and the longest for an explanation. Default: longer than any feed waits."""
+    """Deadline of a request that does not name one, and the longest for an explanation. The default is longer than any feed waits."""
     max_seconds: float = Field(default=60.0, gt=0)
-    """No request gets longer, whatever its headers or the default say. Default: a header must not hold a place in the queue for ever."""
+    """No request gets longer than this, whatever its headers or the default say, so that no header holds a place in the queue for ever."""
 
 
 class Retrieval(Group):
     """Finding posts for a user in a corpus. Without a checkpoint and a corpus, /retrieve and /recommend answer 503."""
 
     checkpoint: Path | None = None
-    """Directory of the retrieval checkpoint (the two towers). Default: none; most services only rank."""
+    """Directory of the retrieval checkpoint (the two towers). By default there is none: most services only rank."""
     corpus: Path | None = None
-    """Directory of the corpus: posts as vectors of that checkpoint. Default: none; set both or neither."""
+    """Directory of the corpus: posts as vectors of that checkpoint. Set both or neither."""
     feed: SecretStr | None = None
-    """[Where changes of posts come from](deploy.md#changes-of-posts): `redis://HOST:PORT/STREAM`. Default: none; changes come by the
-    admin interface, to this process alone."""
+    """Where changes of posts come from: `redis://HOST:PORT/STREAM` (see docs/deploy.md). Without a feed, changes come through the admin
+    interface, to this process only."""
     feed_lag_seconds: float = Field(default=300.0, gt=0)
-    """How far behind its feed this process may be and be ready. Default: an outage of the feed of five minutes takes no replica away."""
+    """How far behind its feed this process may be and still be ready. With the default, a feed that is down for five minutes takes no
+    replica out."""
 
     @model_validator(mode="after")
     def _whole(self) -> Retrieval:
@@ -201,16 +208,19 @@ class Drain(Group):
     """What happens between SIGTERM and the end."""
 
     delay_seconds: float = Field(default=5.0, ge=0)
-    """How long requests are still taken after readiness has become 503. Default: a balancer that probes every two seconds notices."""
+    """How long requests are still taken after readiness has become 503. The default is enough for a load balancer that probes every two
+    seconds."""
     timeout_seconds: float = Field(default=30.0, gt=0)
-    """How long admitted requests may then take. Default: the longest likely deadline. A supervisor must wait for longer than both."""
+    """How long admitted requests may then take. The default is the longest likely deadline. A supervisor must wait longer than both times
+    together."""
 
 
 class Auth(Group):
-    """API keys. Without any, no key is asked for."""
+    """API keys. Without any, no key is required."""
 
     keys: dict[str, SecretStr] = Field(default={})
-    """Name of the caller → SHA-256 of its key in hex: `{"feed": "9f86d0…"}`. Only the name is logged. Default: none, everybody may ask."""
+    """Name of the caller → SHA-256 of its key in hex: `{"feed": "9f86d0…"}`. Only the name is logged. By default there are
+    none, and everybody may call."""
 
     @field_validator("keys")
     @classmethod
@@ -219,7 +229,7 @@ class Auth(Group):
             raise ValueError(NO_KEY)
         digests = [digest.get_secret_value().lower() for digest in keys.values()]
         if len({*digests}) < len(digests):
-            raise ValueError("two names have the same key: which one a caller is could not be told")
+            raise ValueError("two names have the same key, so these callers could not be told apart")
         for name, digest in keys.items():
             if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
                 raise ValueError("a key's name is 1 to 64 letters, digits, dots, dashes or underscores")
@@ -228,14 +238,15 @@ class Auth(Group):
 
 
 class Admin(Group):
-    """The admin interface, on 127.0.0.1. It exists only where a port and a token are set."""
+    """The admin interface, on 127.0.0.1. It only exists if a port and a token are set."""
 
     port: int | None = Field(default=None, ge=0, le=65535)
-    """Port of the admin interface. Default: none; it is off unless it is needed."""
+    """Port of the admin interface, on 127.0.0.1. By default it is off."""
     token_sha256: SecretStr | None = None
-    """SHA-256 of the bearer token in hex. Default: none. The configuration never holds the token itself."""
+    """SHA-256 of the bearer token in hex. The configuration never holds the token itself."""
     root: Path | None = None
-    """A reload may name checkpoints below this. Default: the parent of the first checkpoint, or that itself if the parent is `/`."""
+    """A reload may name checkpoints below this directory. By default the parent of the first checkpoint, or the checkpoint itself if the
+    parent is `/`."""
 
     @model_validator(mode="after")
     def _guarded(self) -> Admin:
@@ -247,12 +258,13 @@ class Admin(Group):
 
 
 class Probes(Group):
-    """A port of its own for probes and metrics."""
+    """A separate port for probes and metrics."""
 
     host: str = "127.0.0.1"
-    """Address of the probes' port. Default: as for `HOST`."""
+    """Address of the port for probes. By default it can only be reached from this machine."""
     port: int | None = Field(default=None, ge=0, le=65535)
-    """With a port, probes, /info and /metrics answer there, and /metrics no longer on the main port. Default: none; one port is simpler."""
+    """With this port, probes, /info and /metrics also answer there, and /metrics no longer on the main port. By default there is none,
+    because one port is simpler."""
 
     @field_validator("host")
     @classmethod
@@ -262,10 +274,10 @@ class Probes(Group):
 
 
 class Explore(Group):
-    """Pages and replies that show people why a ranking is as it is."""
+    """Pages and replies that show why a ranking is as it is."""
 
     enabled: bool | None = None
-    """Whether /explore and /explain answer. Default: only where `HOST` is loopback: an [explanation](explore.md) costs as much as a hundred
+    """Whether /explore and /explain answer. By default only if `HOST` is loopback, because an explanation costs as much as a hundred
     requests."""
 
 
@@ -273,32 +285,35 @@ class Reload(Group):
     """How checkpoints are loaded, and when the process looks for a new one."""
 
     watch_seconds: float = Field(default=0.0, ge=0)
-    """How often the checkpoint's directory is checked for a new manifest; 0 means never. Default: reloads are asked for."""
+    """How often the checkpoint's directory is checked for a new manifest; 0 means never. By default somebody asks for
+    each reload."""
     timeout_seconds: float = Field(default=900.0, gt=0)
-    """How long a load may take, the first one too, before it is given up. Default: a hundred gigabytes from a slow disk."""
+    """How long a load, including the first one, may take before it is given up. The default is enough for a hundred gigabytes from a slow
+    disk."""
 
 
 class Logs(Group):
     """What is written to standard error."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe level that is written. Default: one line a request."""
+    """Lowest level that is written. The default writes one line for each request."""
     format: Literal["auto", "json", "console"] = "auto"
-    """One JSON object a line, or lines for people. Default: `auto` is for people on a terminal, else JSON."""
+    """`json` writes one JSON object per line, `console` readable text. `auto` is `console` on a terminal, otherwise `json`."""
     success_sample: float = Field(default=1.0, ge=0, le=1)
-    """Share of successful requests that get a line; failures always do. Default: all. Lower it where the volume costs too much."""
+    """Share of successful requests that get a line; failures always get one. By default all; lower it if that is too much."""
 
 
 class Tracing(Group):
     """OpenTelemetry spans; needs the `tracing` extra. The collector and the sampling are set with OpenTelemetry's own variables."""
 
     enabled: bool = False
-    """Whether spans are made. Set the collector in `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`, and the share of requests without a sampled parent
-    in `OTEL_TRACES_SAMPLER_ARG` with `OTEL_TRACES_SAMPLER=parentbased_traceidratio`. Default: off costs nothing."""
+    """Whether spans are made. Set the collector in `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`. To sample a share of the requests that have no
+    sampled parent, set `OTEL_TRACES_SAMPLER=parentbased_traceidratio` and the share in `OTEL_TRACES_SAMPLER_ARG`. By default it is off and
+    costs nothing."""
 
 
 class Settings(BaseSettings):
-    """All settings. Read once, at start, by `load_settings`; then passed down."""
+    """All settings, read once at the start. In the environment, --queue.max-requests is RANKER_QUEUE__MAX_REQUESTS. Flags win."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
@@ -314,34 +329,36 @@ class Settings(BaseSettings):
     )
 
     host: str = "127.0.0.1"
-    """Address to listen on, several of them separated by commas, or `*` for every IPv4 and IPv6 address. Default: the service is reachable
-    from outside only by decision."""
+    """Address to listen on; several are separated by commas, and `*` is every IPv4 and IPv6 address. By default the service can only be
+    reached from this machine."""
     hosts: str = ""
-    """Names in `Host` that the service answers to, separated by commas; `*`: any. Default: loopback's names where `HOST` is loopback, so
-    that no web page can reach it by a rebound name; any name elsewhere, since Kubernetes' probes ask by a pod's address."""
+    """Names in the `Host` header that the service accepts, separated by commas; `*` is any. By default, if `HOST` is loopback, only
+    loopback's names, so that no web page can reach it by DNS rebinding; otherwise any, because Kubernetes' probes use a pod's address."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """Port of the service; 0 takes a free one and logs it. Default: one service a machine."""
+    """Port of the service; 0 takes a free one and logs it."""
     root_path: str = ""
-    """Path below which a proxy serves this, without a slash at its end. Default: none; pages and documents use relative addresses."""
+    """Path below which a proxy serves this, without a slash at the end. Rarely needed: pages and documents use relative addresses."""
     checkpoint: Path = Path("weights/demo")
-    """Checkpoint directory to serve. Default: the one in the repository, so that a first start works."""
+    """Checkpoint directory to serve. By default the one in the repository, so that a first start works."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs and the corpus is searched. Default: CUDA where there is a GPU."""
+    """Where the model runs and the corpus is searched. By default CUDA if there is a GPU."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Data type of the trunk. Default: the faster one on this device; `/info` says which and why."""
+    """Data type of the trunk. By default the faster one on this device; `/info` says which and why."""
     backend: Literal["auto", "dense", "native", "native-avx2", "torch"] = "auto"
-    """Engine that runs the model. `dense` is the slow reference. `native` uses the processor's widest vectors; `native-avx2` gives every
-    x86-64 machine of a mixed fleet the same kernel. Default: the fastest that runs here."""
+    """Engine that runs the model. `dense` is the slow reference. `native` uses the processor's widest vectors; `native-avx2` uses the same
+    kernel on every x86-64 machine of a mixed fleet. By default the fastest that runs here."""
     candidate_positions: Literal["shared", "sequential"] = "shared"
-    """`sequential` gives the published pipeline's numbers, which depend on a candidate's slot. Default: scores do not depend on it."""
+    """`sequential` gives the published pipeline's numbers, which depend on a candidate's place in the list. By default scores do not
+    depend on it."""
     threads: int = Field(default=0, ge=0, le=1024)
-    """CPU threads of the engine; 0: as many as it may use. Default: it knows its control group's limit. Set it where cores are shared."""
+    """CPU threads of the engine; 0 means as many as it may use, which takes the limit of its control group into account. Set it if cores
+    are shared."""
     workers: int = Field(default=0, ge=0, le=64)
-    """HTTP workers before one engine process; 0 or 1: one process does both. Default: enough until HTTP fills a core:
-    [more](#several-processes)."""
+    """HTTP workers in front of one engine process; with 0 or 1, one process does both. That is enough until HTTP fills a core: see
+    "Several processes" in docs/operations.md."""
     engine_loss: Literal["restart", "exit"] = "restart"
-    """With several workers, what happens when the engine process ends: it is started again, or all exit with code 70. Default: workers
-    answer 503 until it is back."""
+    """With several workers, what happens if the engine process ends: `restart` starts it again, and workers answer 503 until it is back;
+    `exit` ends all processes with code 70."""
 
     limits: Limits = Limits()
     queue: Queue = Queue()
@@ -403,8 +420,8 @@ class Settings(BaseSettings):
         return is_loopback(self.host)
 
     def allowed_hosts(self, host: str, *, is_main: bool = True) -> list[str]:
-        """The names in `Host` that a port on this address answers to; `*` for any. HOSTS are the main port's, and more for others on
-        loopback."""
+        """The names in `Host` that a port on this address accepts; `*` for any. HOSTS apply to the main port, and are added on other ports
+        of loopback."""
         names = [name for name in self.hosts.split(",") if name and (is_main or is_loopback(host))]
         if "*" in names or (names and is_main):
             return names
@@ -419,7 +436,7 @@ class Settings(BaseSettings):
 def load_settings(
     argv: Sequence[str] = (), environ: Mapping[str, str] | None = None, program: str = "python -m app"
 ) -> Settings:
-    """Settings from flags, then the environment, then defaults. `environ` is only looked at for unknown names.
+    """Settings from flags, then the environment, then defaults. `environ` is only searched for unknown names.
 
     Raises SettingsProblem for a `RANKER_` name or a flag that is unknown, and for a value that does not fit.
     """
@@ -469,7 +486,7 @@ def listen_hosts(host: str) -> list[str]:
             try:
                 found.append(str(ipaddress.IPv6Address(bare)))
             except ValueError:
-                raise ValueError(f"{part} is not an IPv6 address; a port is set by itself") from None
+                raise ValueError(f"{part} is not an IPv6 address; set the port separately") from None
         elif re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?", bare):
             found.append(bare)
         else:
@@ -535,4 +552,4 @@ def _require_sha256(digest: SecretStr, what: str) -> None:
     if not re.fullmatch(r"[0-9a-fA-F]{64}", digest.get_secret_value()):
         raise ValueError(f"{what} must be a SHA-256 in hex, 64 digits: printf %s KEY | sha256sum")
     if digest.get_secret_value().lower() == hashlib.sha256().hexdigest():
-        raise ValueError(f"{what} is the SHA-256 of nothing, which whoever sends no key would match: was KEY set?")
+        raise ValueError(f"{what} is the SHA-256 of nothing, so a caller without a key would match it: was KEY set?")

@@ -1,7 +1,7 @@
-"""Tensors of the Open Inference Protocol ↔ the columns of a ranking. Their data is JSON, or binary behind the JSON.
+"""Tensors of the Open Inference Protocol ↔ the columns of a ranking. Their data is JSON, or binary after the JSON.
 
 A tensor has the name of its field in the columns form of `/rank`; `INPUTS` and `OUTPUTS` are all there are. What other servers of the
-protocol pass over is passed over. What would change a number silently is refused: an unknown tensor, another shape or datatype.
+protocol ignore is ignored here too. What would change a number silently is refused: an unknown tensor, another shape or datatype.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _check_names(inputs: Mapping[str, Tensor], parameters: InferParameters) -> N
             if name not in inputs:
                 raise InvalidRequest(name, "is required")
     if parameters.weights is not None and "weights" in inputs:
-        raise InvalidRequest("parameters.weights", "names weights, and a tensor of weights is there as well")
+        raise InvalidRequest("parameters.weights", "must not be given together with the tensor weights")
 
 
 def _wanted(outputs: Sequence[WantedOutput], *, is_binary: bool) -> dict[str, bool]:
@@ -337,7 +337,7 @@ class _Reader:
             shape = shape[:1]
         if shape != tuple(self._sizes[axis] for axis in spec.axes):
             axes = ", ".join(spec.axes)
-            raise InvalidRequest(name, f"must have the shape [{axes}], as long on each axis as other tensors are")
+            raise InvalidRequest(name, f"must have the shape [{axes}], with the same sizes as the other tensors")
         found = _from_json(name, tensor, shape) if tensor.is_json else _from_bytes(name, tensor, shape)
         if (problem := spec.problem(found)) is not None:
             raise InvalidRequest(f"{name}[{problem[0]}]", problem[1])
@@ -349,12 +349,12 @@ def _from_bytes(name: str, tensor: Tensor, shape: tuple[int, ...]) -> NDArray[An
     if tensor.datatype == "BYTES":
         return _texts(name, tensor.data, count)
     if len(tensor.data) != count * dtype.itemsize:
-        raise InvalidRequest(name, f"must hold {dtype.itemsize} bytes a value, as many as its shape says")
+        raise InvalidRequest(name, f"must hold {dtype.itemsize} bytes for each value, as many values as its shape says")
     return np.array(np.frombuffer(tensor.data, dtype).reshape(shape))  # a copy: aligned, and the body may go
 
 
 def _texts(name: str, data: memoryview, count: int) -> NDArray[Any]:
-    """Texts, each behind its length in 4 bytes."""
+    """Texts, each after its length in 4 bytes."""
     texts: list[str] = []
     place = 0
     with suppress(UnicodeDecodeError):
@@ -363,7 +363,7 @@ def _texts(name: str, data: memoryview, count: int) -> NDArray[Any]:
             texts.append(str(data[start:place], "utf-8"))
         if len(texts) == count and place == len(data):
             return np.array(texts, object)
-    raise InvalidRequest(name, "must hold texts in UTF-8, each behind its length in 4 bytes, as many as its shape says")
+    raise InvalidRequest(name, "must hold texts in UTF-8, each after its length in 4 bytes, as many as its shape says")
 
 
 def _from_json(name: str, tensor: Tensor, shape: tuple[int, ...]) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""The architecture of one checkpoint, as frozen values. Not for settings of the service.
+"""The architecture of one checkpoint, as frozen values. Settings of the service are in `app.settings`.
 
 Dimension letters, the same in the whole project: `B` requests, `H` history slots, `S = 1 + H` context (user + history),
 `C` candidates, `T = S + C`, `D` model width, `N` query heads, `G` key/value heads, `K` head width, `F` feed-forward width,

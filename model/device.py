@@ -1,4 +1,4 @@
-"""What CUDA says when a device fails, and what is done then. On a CPU nothing of it happens."""
+"""What CUDA says when a device fails, and what is done then. None of this happens on a CPU."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Ids = NDArray[np.uint64]
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 CLOCK_SKEW_SECONDS = 300  # how far ahead of the impression a post may seem to be created
-FEW = 64  # numbers that Python compares sooner than numpy begins
+FEW = 64  # up to this many numbers, Python compares faster than numpy
 
 
 @dataclass(slots=True, eq=False)
@@ -43,8 +43,8 @@ class Context:
         return len(self.post_ids)
 
     def check(self, config: ModelConfig) -> None:
-        """Raises ValueError for columns of different lengths, a history longer than the model's, and numbers outside its tables:
-        engines check none of these."""
+        """Raise ValueError for columns of different lengths, a history longer than the model's, and numbers outside its tables. Engines do
+        not check these."""
         events = len(self.post_ids)
         if not events == len(self.author_ids) == len(self.surfaces) == len(
             self.dwell_seconds
@@ -115,7 +115,7 @@ class Candidates:
     first_slot: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ValueError for columns of unequal length or not 64 bits wide: engines join the columns of many requests as bytes."""
+        """Raise ValueError for columns of unequal length or not 64 bits wide: engines join the columns of many requests as bytes."""
         size = 8 * len(self.post_ids)
         if (
             not size
@@ -130,7 +130,7 @@ class Candidates:
         return len(self.post_ids)
 
     def check(self, config: ModelConfig) -> None:
-        """Raises ValueError for surfaces and age buckets outside the model's tables, and slots beyond int32: engines check none."""
+        """Raise ValueError for surfaces and age buckets outside the model's tables, and slots beyond int32. Engines do not check these."""
         surfaces, ages = config.product_surfaces, config.post_age_buckets
         if not _are_rows(self.surfaces, surfaces) or not _are_rows(self.age_buckets, ages):
             raise ValueError("candidates beyond the model's surfaces or ages")

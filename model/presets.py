@@ -52,7 +52,7 @@ def _differences(config: ModelConfig, name: str) -> dict[str, Any]:
     if name == "vanilla":
         if config.width % config.query_heads:
             raise ConfigError(
-                f"vanilla cuts width ({config.width}) into query_heads ({config.query_heads}), which leaves a rest"
+                f"vanilla divides width ({config.width}) by query_heads ({config.query_heads}), which leaves a remainder"
             )
         head_width = config.width // config.query_heads
         return {

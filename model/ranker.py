@@ -1,4 +1,5 @@
-"""The Phoenix ranker: hash embeddings to tokens, the trunk, and the heads. The plain definition, in any dtype, with gradients.
+"""The Phoenix ranker as a plain PyTorch module, in any dtype, with gradients: hash embeddings to tokens, the trunk, and the heads.
+Every engine is tested against it.
 
 `PhoenixModel` of the published code is `Ranker` here; `block_user_reduce`, `block_history_reduce`, `block_candidate_reduce` and
 `build_inputs` have their names. Its `proj_mat_1`, `_2`, `_3` project users, candidates and history, and its `unembeddings` are the heads.
@@ -36,13 +37,13 @@ def look_up(table: Tensor, rows: Tensor) -> Tensor:
 
 
 def history_features(config: ModelConfig) -> dict[str, int]:
-    """What a history item is made of, in the order of its rows in `history_projection`, and how many rows each feature has."""
+    """The features of a history item, in the order of their rows in `history_projection`, each with its number of rows."""
     features = _entities(config) | {"actions": config.width, "surface": config.width}
     return features | ({"dwell": config.width} if config.has_dwell else {})
 
 
 def candidate_features(config: ModelConfig) -> dict[str, int]:
-    """What a candidate is made of, in the order of its rows in `candidate_projection`, and how many rows each feature has."""
+    """The features of a candidate, in the order of their rows in `candidate_projection`, each with its number of rows."""
     features = _entities(config) | {"surface": config.width}
     return features | ({"post_age": config.width} if config.has_post_age else {})
 
@@ -120,7 +121,7 @@ class TokenBuilder(nn.Module):
 
 
 class Heads(nn.Module):
-    """Final norm, then logits of the discrete actions and, where there are any, sigmoids of the continuous ones, in fp32."""
+    """Final norm, then logits of the discrete actions and, if there are any, sigmoids of the continuous ones, in fp32."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -138,7 +139,7 @@ class Heads(nn.Module):
 
 
 class Ranker(nn.Module):
-    """The whole model. Its `state_dict` names and shapes are the checkpoint's tensors; all weights start at 0, as upstream."""
+    """The whole model. Its `state_dict` names and shapes are the checkpoint's tensors; all weights start at 0, as in the published code."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

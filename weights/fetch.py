@@ -100,7 +100,7 @@ def copied(source: Any, path: str, target: Path, entry: FileEntry) -> Iterator[i
 def point(link: Path, name: str) -> None:
     """Point a link elsewhere in one step: a reader sees the old directory or the new one. Raises CheckpointError if it is not a link."""
     if link.exists() and not link.is_symlink():
-        raise CheckpointError(f"{link} is there and is no link")
+        raise CheckpointError(f"{link} exists and is not a link")
     fresh = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
     try:
         fresh.symlink_to(name)

@@ -25,7 +25,7 @@ from model.engine import EngineError
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 
 WANTED = 'must be {"checkpoint": "name"}, {"retrieval": "name", "corpus": "name"} or {}'
-NOT_BELOW_ROOT = "No checkpoint or corpus of that name lies below the configured root."
+NOT_BELOW_ROOT = "There is no checkpoint or corpus of that name below the configured root."
 MAX_BODY_BYTES = 4 * 2**20
 FULL_SECONDS, RETRY_SECONDS = 30.0, 5.0  # somebody has to look at a full disk
 
@@ -76,7 +76,7 @@ Body = Annotated[bytes, Depends(read_operator)]
 
 @router.post("/admin/reload", response_class=Response)
 async def reload(request: Request, body: Body) -> Response:
-    """Serve another checkpoint, or the present one read again; or another retrieval checkpoint and corpus, both as one."""
+    """Serve another checkpoint, or read the current one again. Or do so for the retrieval checkpoint and the corpus, both in one step."""
     ranker: ReloadableRanker = request.app.state.ranker
     wanted = schema.decode(RELOAD, body or b"{}")
     names = [None if name is UNSET else name for name in (wanted.checkpoint, wanted.retrieval, wanted.corpus)]
@@ -92,7 +92,7 @@ async def reload(request: Request, body: Body) -> Response:
         except CheckpointNotFound:
             if names != [None, None, None]:
                 raise NotFound(NOT_BELOW_ROOT) from None
-            raise ReloadRefused("The checkpoint that serves lies no longer below the configured root.") from None
+            raise ReloadRefused("The current checkpoint is no longer below the configured root.") from None
 
 
 async def _reload_checkpoint(ranker: ReloadableRanker, name: str | None) -> dict[str, Any]:
@@ -117,8 +117,8 @@ async def _reload_corpus(ranker: ReloadableRanker, retrieval: str | None, corpus
 
 @router.post("/admin/posts", response_class=Response)
 async def posts(request: Request, body: Body) -> Response:
-    """Change the posts of the corpus: `{"upsert": [{"post_id", "author_id", "created_at", "topic"}], "delete": [ids]}`. The change is on
-    the disk, and every search that begins from then on sees it."""
+    """Change the posts of the corpus: `{"upsert": [{"post_id", "author_id", "created_at", "topic"}], "delete": [ids]}`. When the reply is
+    sent, the change is on disk, and every search that begins after that sees it."""
     corpus = request.app.state.ranker.corpus
     change = read_change(body, corpus.served.corpus.ids)
     with _problems():

@@ -78,7 +78,7 @@ class Bodies:
     def hold(self, exchange: Exchange, count: int) -> None:
         """Hold this much for a request, until the middleware gives it back at the request's end. Raises Overloaded."""
         if self.used + count > self.limit:
-            raise Overloaded("Too many bytes of requests are being read.", retry_after_seconds=1.0)
+            raise Overloaded("Too many bytes of request bodies are being read.", retry_after_seconds=1.0)
         self.used += count
         exchange.body_bytes += count
 
@@ -228,7 +228,7 @@ def inflate(body: bytes, limit: int) -> bytes:
             break
         body, members = inflater.unused_data, members + 1
     if body or not members:
-        raise BadRequest(f"The body is not whole gzip of at most {MOST_MEMBERS} members.")
+        raise BadRequest(f"The gzip body is incomplete, or has more than {MOST_MEMBERS} members.")
     return bytes(plain)
 
 

@@ -39,7 +39,8 @@ router = APIRouter(tags=["ranking"], route_class=CallerRoute)
 
 
 async def check_room(request: Request) -> None:
-    """Refuse before the body is read: for want of a key first, then of the place. Raises Unauthorized or Overloaded."""
+    """Refuse before the body is read: first a caller without a key, then one while another explanation runs. Raises Unauthorized or
+    Overloaded."""
     state = request.app.state
     state.keys.caller(dict(request.scope["headers"]))
     _check_free(state)
@@ -50,12 +51,12 @@ async def check_room(request: Request) -> None:
     dependencies=[Depends(check_room)],
     openapi_extra=schema.body_of(ExplainRequest),
     response_class=Response,
-    responses=schema.reply_of(ExplainReply, "Why candidates have their ranks.") | PROBLEMS,
+    responses=schema.reply_of(ExplainReply, "Why candidates rank where they do.") | PROBLEMS,
 )
 async def explain(request: Request, caller: Caller) -> Response:
-    """Explain candidates of a ranking: what each history item changes when it is left out, and what the model attends to.
+    """Explain why candidates rank where they do: how the result changes without each history item, and what the model attends to.
 
-    Each left-out item costs a ranking of its own, so this takes hundreds of times as long as `/rank`; one runs at a time.
+    Each item costs a ranking of its own, so this can take hundreds of times as long as `/rank`. Only one call runs at a time.
     """
     state, exchange = request.app.state, caller.exchange
     ranker: Ranker = state.ranker
@@ -90,14 +91,14 @@ def _only_one(state: State) -> Iterator[None]:
 
 def _check_free(state: State) -> None:
     if getattr(state, "explains", False):
-        raise Overloaded("As many explanations as may run at once are running.", retry_after_seconds=1.0)
+        raise Overloaded("Another explanation is running; only one runs at a time.", retry_after_seconds=1.0)
 
 
 async def _question(state: State, caller: CallerInfo, model: ServedModel, words: Vocabulary) -> Question:
     """Read and check a request. Raises MalformedJson, TooLarge, InvalidRequest or ContextUnknown."""
     asked = schema.read(EXPLAIN, caller.body, state.settings.limits, words.index)
     if len(asked.explain) > MAX_EXPLAINED:
-        raise TooLarge(f"explain: {len(asked.explain)} items, and at most {MAX_EXPLAINED} are taken.")
+        raise TooLarge(f"explain: {len(asked.explain)} items, but at most {MAX_EXPLAINED} are allowed.")
     exchange, sizes = caller.exchange, asked.sizes()
     exchange.candidates, exchange.history = sizes["candidates"], sizes["history"]
     handle = None if asked.context is UNSET else asked.context

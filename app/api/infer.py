@@ -32,36 +32,36 @@ router = APIRouter(prefix="/v2", tags=["open inference protocol"], route_class=C
 
 
 class ServerMetadata(Described):
-    """What the server is."""
+    """The server and what it supports."""
 
     name: str
     """Name of the distribution."""
     version: str
     """Version of the distribution."""
     extensions: list[str]
-    """Extensions of the protocol that are spoken."""
+    """Extensions of the protocol that it supports."""
 
 
 class TensorMetadata(Described):
-    """One tensor; a size of -1 is the request's."""
+    """One tensor; a size of -1 depends on the request."""
 
     name: str
     """Name of the tensor."""
     datatype: str
-    """The protocol's name of the type of its elements."""
+    """The protocol's name for the type of its elements."""
     shape: list[int]
     """Its sizes."""
 
 
 class ModelMetadata(Described):
-    """What the model takes and gives."""
+    """The model's inputs and outputs."""
 
     name: str
     """Name of the checkpoint."""
     versions: list[str]
     """The version that serves."""
     platform: str
-    """What computes."""
+    """Name of the software that serves it."""
     inputs: list[TensorMetadata]
     """Tensors that a request may hold."""
     outputs: list[TensorMetadata]
@@ -74,14 +74,14 @@ class Live(Described):
     """The process is alive."""
 
     live: bool
-    """True: a process that is not alive says nothing."""
+    """Always true: a process that is not alive does not answer."""
 
 
 class Ready(Described):
     """Requests may be sent here."""
 
     ready: bool
-    """True: else the reply is a problem."""
+    """Always true: otherwise the reply is an error."""
 
 
 class ModelReady(Ready):
@@ -101,19 +101,19 @@ def _told(kind: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 
 @router.get("", responses=_told(ServerMetadata), response_class=Response)
 async def server() -> Response:
-    """The server's name, version and extensions of the protocol."""
+    """The server's name and version, and the extensions of the protocol that it supports."""
     return _json({"name": DISTRIBUTION, "version": version_of(DISTRIBUTION), "extensions": ["binary_tensor_data"]})
 
 
 @router.get("/health/live", responses=_told(Live), response_class=Response)
 async def live() -> Response:
-    """The process is alive, as `/livez` says."""
+    """The process is alive, as in `/livez`."""
     return _json({"live": True})
 
 
 @router.get("/health/ready", responses=_told(Ready) | NOT_NOW, response_class=Response)
 async def ready(request: Request) -> Response:
-    """Requests may be sent here, as `/readyz` says."""
+    """Requests may be sent here, as in `/readyz`."""
     check_ready(request.app.state.ranker)
     return _json({"ready": True})
 
@@ -128,7 +128,7 @@ async def metadata(request: Request, name: str, version: str = "") -> Response:
 @router.get(f"{MODEL}/ready", responses=_told(ModelReady) | NO_MODEL, response_class=Response)
 @router.get(f"{VERSION}/ready", responses=_told(ModelReady) | NO_MODEL, response_class=Response)
 async def model_ready(request: Request, name: str, version: str = "") -> Response:
-    """Requests for this model may be sent here, as `/readyz` says; 404 where another model or version serves."""
+    """Requests for this model may be sent here, as in `/readyz`; 404 if another model or version serves."""
     ranker: Ranker = request.app.state.ranker
     check_ready(ranker)
     return _json({"name": _model(ranker, name, version).manifest.name, "ready": True})
@@ -146,7 +146,7 @@ INFERRED["openapi_extra"]["requestBody"]["content"][BINARY] = {"schema": {"type"
 @router.post(f"{MODEL}/infer", **INFERRED)
 @router.post(f"{VERSION}/infer", **INFERRED)
 async def infer(request: Request, caller: TensorCaller, name: str, version: str = "") -> Response:
-    """Rank one user's candidates as `/rank` does, with tensors in and out: in JSON, or binary behind the JSON."""
+    """Rank one user's candidates as `/rank` does, with tensors in and out: in JSON, or as binary data after the JSON."""
     state, exchange = request.app.state, caller.exchange
     model = _model(state.ranker, name, version)
     with exchange.measured("parse"):

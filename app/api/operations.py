@@ -1,4 +1,4 @@
-"""The endpoints for operators: probes, metrics, and what runs here. None asks for a key; none tells a path or a secret."""
+"""The endpoints for operators: probes, metrics, and what runs here. They need no key, and never reveal a path or a secret."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Described(BaseModel):
 
 
 class Status(Described):
-    """A probe's positive reply."""
+    """The reply of a probe that succeeds."""
 
     status: str
     """`alive`, `ready` or `started`."""
     engine: str | None = None
-    """On CUDA, the way of computing that passed its checks; `/readyz` alone."""
+    """Only `/readyz` on CUDA: which engine passed its checks."""
     feed: str | None = None
-    """Why the feed of posts cannot be read, if so; `/readyz` alone."""
+    """Only `/readyz`, and only if the feed of posts cannot be read: why."""
 
 
 class Info(Described):
@@ -59,29 +59,29 @@ class Info(Described):
     architecture: dict[str, Any]
     """Sizes and switches of the model."""
     ids: str
-    """What users, posts and authors are named by: `uint64` or `text`."""
+    """Which kind of id users, posts and authors have: `uint64` or `text`."""
     actions: list[str]
     """Names of the probability columns."""
     continuous: list[dict[str, str]]
-    """Name and unit of the quantities that are predicted beside them."""
+    """Name and unit of each continuous output."""
     weights: dict[str, float]
-    """The weights of a request that brings none."""
+    """The score weights for requests that send none."""
     device: str
     """`cpu` or `cuda`."""
     dtype: str
-    """What the weights are computed in."""
+    """Data type of the trunk."""
     backend: str
-    """Which engine computes."""
+    """Which engine runs the model."""
     candidate_positions: str
     """`shared` or `sequential`."""
     engine: dict[str, Any]
-    """What the engine says of itself."""
+    """What the engine reports about itself."""
     retrieval: dict[str, Any] | None
-    """The retrieval checkpoint and its corpus; null where none is served."""
+    """The retrieval checkpoint and its corpus; null if none is served."""
     limits: dict[str, int]
     """What a request may hold."""
     settings: dict[str, Any]
-    """The settings in force, but for keys, tokens and paths."""
+    """The settings in force, without keys, tokens and paths."""
     build: dict[str, str]
     """Versions of the service, Python and torch."""
 
@@ -104,7 +104,7 @@ async def livez() -> Response:
 
 @probes.get("/readyz", responses=answers(Status) | NOT_NOW, response_class=Response)
 async def readyz(request: Request) -> Response:
-    """Requests may be sent here. 503 with the reason while loading, warming or draining, or when the engine has work and finishes none."""
+    """Requests may be sent here. 503 with the reason while the process loads, warms up or drains, or if its engine is stuck."""
     ranker: Ranker = request.app.state.ranker
     feed = check_ready(ranker).feed
     rung = ranker.model().engine.notes.get("rung")
@@ -113,20 +113,20 @@ async def readyz(request: Request) -> Response:
 
 @probes.get("/startupz", responses=answers(Status) | NOT_NOW, response_class=Response)
 async def startupz(request: Request) -> Response:
-    """Warm-up is done: 503 until the first checkpoint is loaded and warm, 200 from then on."""
+    """Warm-up is done: 503 until the first checkpoint is loaded and warmed up, 200 from then on."""
     health = request.app.state.ranker.health()
     if not health.started:
         raise NotReady(health.reason, retry_after_seconds=PROBE_RETRY_SECONDS)
     return replies({"status": "started"})
 
 
-@metrics.get("/metrics", responses={200: {"content": {CONTENT_TYPE: {}}}}, response_class=Response)
+@metrics.get("/metrics", summary="Metrics", responses={200: {"content": {CONTENT_TYPE: {}}}}, response_class=Response)
 async def scrape(request: Request) -> Response:
-    """Prometheus exposition: all series, prefix `ranker_`."""
+    """All metrics in the Prometheus text format. Their names begin with `ranker_`."""
     return Response(await request.app.state.scrapes.get(), headers={"content-type": CONTENT_TYPE})
 
 
-@info.get("/info", responses=answers(Info) | NOT_NOW, response_class=Response)
+@info.get("/info", summary="Info", responses=answers(Info) | NOT_NOW, response_class=Response)
 async def what_runs(request: Request) -> Response:
     """What runs here: model, checkpoint, architecture, action names, limits, device, dtype, build."""
     ranker: Ranker = request.app.state.ranker
@@ -164,8 +164,8 @@ def describe(ranker: Ranker, corpus: CorpusState | None) -> dict[str, Any]:
 
 
 def without_paths(notes: Any) -> Any:
-    """What an engine notes of itself, for whoever asks: of a text its first line, and paths of this machine as `…`. Compilers and drivers
-    name them; the log has the whole."""
+    """An engine's notes as `/info` may show them: only the first line of each text, with paths of this machine replaced by `…`. Compilers
+    and drivers name such paths; the log has the whole text."""
     if isinstance(notes, dict):
         return {name: without_paths(value) for name, value in notes.items()}
     if isinstance(notes, list | tuple):

@@ -1,4 +1,4 @@
-"""Ranking over HTTP: one request, several in one call, and contexts computed ahead."""
+"""Ranking over HTTP: one request, several in one call, and contexts computed in advance."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ router = APIRouter(tags=["ranking"], route_class=CallerRoute)
     "/rank", operation_id="rank", openapi_extra=schema.body_of(RankRequest), response_class=Response, responses=RANKED
 )
 async def rank(request: Request, caller: Caller) -> Response:
-    """Rank one user's candidates. Each is scored as if it were alone: its numbers depend on the user, the history and itself."""
+    """Rank one user's candidates. Each is scored as if it were alone: its numbers depend only on the user, the history and itself."""
     return await _rank(request, caller)
 
 
@@ -50,10 +50,10 @@ async def rank(request: Request, caller: Caller) -> Response:
     operation_id="rank_batch",
     openapi_extra=schema.body_of(BatchRequest),
     response_class=Response,
-    responses=schema.reply_of(BatchReply, "One entry a request, in order.") | PROBLEMS,
+    responses=schema.reply_of(BatchReply, "One entry for each request, in order.") | PROBLEMS,
 )
 async def rank_batch(request: Request, caller: Caller) -> Response:
-    """Rank several requests, each on its own terms. One that fails carries its own problem, and the others have their scores."""
+    """Rank several requests in one call. The status is 200 even if some of them fail: those have an `error`, the others their scores."""
     state, exchange = request.app.state, caller.exchange
     exchange.is_named_by_caller = True  # or by nobody: the name of one of its requests is not the call's
     with exchange.measured("parse"):
@@ -78,7 +78,7 @@ async def rank_batch(request: Request, caller: Caller) -> Response:
     responses=RANKED,
 )
 async def rank_with(request: Request, caller: Caller, name: str) -> Response:
-    """Rank with the checkpoint of this name, or name@version; 404 where another one serves."""
+    """Rank only with the checkpoint of this `name` or `name@version`; 404 if another one serves."""
     return await _rank(request, caller, name)
 
 
@@ -90,7 +90,8 @@ async def rank_with(request: Request, caller: Caller, name: str) -> Response:
     responses=schema.reply_of(ContextReply, "The handle of the context.") | PROBLEMS,
 )
 async def context(request: Request, caller: Caller) -> Response:
-    """Compute the context of a user and a history ahead, so that later requests can name it. It is kept in a cache: see 412."""
+    """Compute the context of a user and a history in advance. Later requests can name it by its handle, as long as it stays in the cache
+    (see 412)."""
     state, exchange = request.app.state, caller.exchange
     model: ServedModel = state.ranker.model()
     vocabulary: Vocabulary = state.words.of(model.manifest)
@@ -266,7 +267,7 @@ class Batch:
         if self._candidates + candidates > self._limits.max_batch_candidates:
             raise TooLarge(f"The batch holds more than {self._limits.max_batch_candidates} candidates.")
         if self._all_candidates() + candidates > self._limits.batch_candidates:
-            raise Overloaded("Too many candidates of batches are being answered.", retry_after_seconds=1.0)
+            raise Overloaded("Too many candidates of batches are being ranked.", retry_after_seconds=1.0)
         self._candidates += candidates
         self._state.batch_candidates = self._all_candidates() + candidates
 

@@ -32,7 +32,7 @@ from weights.format.manifest import Manifest
 RETRIEVE, RECOMMEND = Decoder(RetrieveRequest), Decoder(RecommendRequest)
 AT_LEAST_HEADER, VERSION_HEADER = "X-Corpus-At-Least", "X-Corpus-Version"
 HEADERS = {
-    AT_LEAST_HEADER: "A change that the corpus must have had, by its sequence or position in the feed; else 503."
+    AT_LEAST_HEADER: "A change that the corpus must already have, by its sequence or its position in the feed; otherwise 503."
 }
 NO_CORPUS = PROBLEMS | schema.problems_of(NotReady, Draining, EngineDown, CorpusNotLoaded, CorpusBehind)
 NOBODY = "is 0 and the history has no posts, so nothing is known about this user"
@@ -47,7 +47,7 @@ router = APIRouter(tags=["retrieval"], route_class=CallerRoute)
     responses=schema.reply_of(RetrieveReply, "The best posts.") | NO_CORPUS,
 )
 async def retrieve(request: Request, caller: Caller) -> Response:
-    """Find the best posts of the corpus for one user. A post's score depends on the user, the history and the post, on nothing else."""
+    """Find the best posts of the corpus for one user. A post's score depends only on the user, the history and the post."""
     state, exchange = request.app.state, caller.exchange
     corpus: Corpus = state.ranker.corpus
     served = corpus.served
@@ -72,12 +72,12 @@ async def retrieve(request: Request, caller: Caller) -> Response:
     responses=schema.reply_of(RecommendReply, "The best posts, ranked.") | NO_CORPUS,
 )
 async def recommend(request: Request, caller: Caller) -> Response:
-    """Find posts as `/retrieve` does, and rank them as `/rank` does: bit for bit what the two say one after the other."""
+    """Find posts as `/retrieve` does and rank them as `/rank` does, in one call. The scores have the same bits as from the two calls."""
     state, exchange = request.app.state, caller.exchange
     ranker: Ranker = state.ranker
     model, served = ranker.model(), ranker.corpus.served
     if served.manifest.ids != model.manifest.ids:
-        raise CorpusNotLoaded("No corpus is served whose ids are of the same kind as the ranking model's.")
+        raise CorpusNotLoaded("The posts cannot be ranked: the corpus has ids of another kind than the ranking model.")
     caller = replace(caller, deadline=_deadline(state, caller))  # one for both stages
     with exchange.measured("parse"):
         asked = schema.read(RECOMMEND, caller.body, state.settings.limits, state.words.of(model.manifest).index)

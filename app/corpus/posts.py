@@ -32,7 +32,7 @@ def read_change(body: bytes | bytearray, ids: IdKind = "uint64") -> PostChange:
     asked = schema.decode(POSTS, body)
     posts, count = asked.upsert, len(asked.upsert) + len(asked.delete)
     if count > MAX_POSTS:
-        raise TooLarge(f"{count} posts, and at most {MAX_POSTS} are changed at once.")
+        raise TooLarge(f"{count} posts, but at most {MAX_POSTS} can be changed at once.")
     for row, post in enumerate(posts):
         if problem := time_problem(post.created_at):
             raise InvalidRequest(f"upsert[{row}].created_at", problem)

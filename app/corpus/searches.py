@@ -209,7 +209,7 @@ class Searches:
         async with self._changing:
             loaded = self._loaded
             if loaded is self._behind:
-                raise EngineDown("An earlier change is on the disk and not served yet.", retry_after_seconds=1.0)
+                raise EngineDown("An earlier change is on disk but not served yet.", retry_after_seconds=1.0)
             if self.feed is not None and loaded.changes.mark.position != after:
                 return loaded.state()
             scheduler: Scheduler[SearchJob] | None = self.versions.current
@@ -226,7 +226,7 @@ class Searches:
                 self._behind = loaded
                 log.error("change_not_made", exc_info=error)
                 self._begin(self._read_again(loaded))
-                raise EngineDown("The change is on the disk and not served yet.", retry_after_seconds=5.0) from error
+                raise EngineDown("The change is on disk but not served yet.", retry_after_seconds=5.0) from error
         if not change.mark.sequence % MILESTONE:
             self.milestone = change.mark
         return state

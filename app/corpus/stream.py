@@ -115,13 +115,13 @@ class RedisStream:
         deleted = info.get("max-deleted-entry-id", b"0-0").decode()  # by XDEL; Redis 7 says it
         if position and _numbers(deleted) > _numbers(position):
             raise FeedError(
-                f"The stream no longer holds {deleted}, which was deleted behind {position}, which was read last: begin with a newer "
+                f"The stream no longer holds {deleted}, which was deleted after {position}, the last one that was read: begin with a newer "
                 "snapshot of the corpus."
             )
         if position and not is_there and not (is_empty and last == position):
             raise FeedError(
-                f"The stream no longer holds {position}, which was read last, and ends at {last}: begin with a newer snapshot of the "
-                "corpus, or restore the stream."
+                f"The stream no longer holds {position}, the last one that was read, and ends at {last}: begin with a newer snapshot "
+                "of the corpus, or restore the stream."
             )
         if not position and info.get("entries-added", length) != length:
             raise FeedError(
@@ -171,7 +171,7 @@ def _told() -> Iterator[None]:
         if isinstance(error, exceptions.ResponseError):
             is_other = str(error).startswith("WRONGTYPE")
             raise FeedError(
-                "The feed's name is that of something other than a stream."
+                "The name of the feed belongs to something that is not a stream."
                 if is_other
                 else "Redis refuses the command."
             ) from None

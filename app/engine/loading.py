@@ -52,7 +52,7 @@ class LoadedModel:
         }
 
     def steps_down(self) -> int:
-        """How many faster ways of computing failed their checks here; 0 for an engine that has only one way."""
+        """How many faster engines failed their checks here; 0 if there are none."""
         return len(self.engine.info.notes.get("steps_down", ()))
 
     def device_memory_bytes(self) -> int | None:
@@ -92,7 +92,7 @@ def checkpoint_loader(settings: Settings) -> Loader:
 
 
 def log_refusals(notes: Mapping[str, Any]) -> None:
-    """Log what an engine's notes tell of faster ways of computing that cannot be taken here, paths and all: `/info` leaves those out."""
+    """Log from an engine's notes why faster engines cannot be used here. The log has the paths, which `/info` leaves out."""
     steps = [*notes.get("steps_down", ())]
     for part in (notes, notes.get("user_tower", {}), notes.get("search", {})):
         steps += [{"rung": "native", "reason": part[name]} for name in ("fallback", "reason") if name in part]

@@ -1,4 +1,4 @@
-"""What FastAPI's document says of bodies and replies: their schemas, examples, headers and problems."""
+"""The parts of the OpenAPI document that describe bodies and replies: schemas, examples, headers and errors."""
 
 from __future__ import annotations
 
@@ -124,16 +124,16 @@ _PROBLEM_KINDS: tuple[type[errors.ServiceError], ...] = (
     errors.DeadlineExceeded,
 )
 _HEADERS_IN = {
-    "X-Request-ID": "A name for this call, echoed; made when it is missing or may not go into a header.",
-    "X-Request-Timeout-Ms": "How long the caller waits, in whole milliseconds; then 504. `x-envoy-expected-rq-timeout-ms` is read too.",
+    "X-Request-ID": "A name for this call, echoed and logged: 1 to 128 letters, digits or `_.:@/+=-`. Otherwise the service makes one.",
+    "X-Request-Timeout-Ms": "How long you wait, in whole milliseconds; after that you get 504. `x-envoy-expected-rq-timeout-ms` works too.",
     "traceparent": "W3C trace context.",
 }
 _HEADERS_OUT = {
-    "X-Request-ID": "The call's name.",
+    "X-Request-ID": "The name of this call in the log.",
     "X-Model-Version": "Version of the checkpoint.",
-    "X-Context": "The handle of the context in the cache, where one was ranked for.",
-    "X-Context-Cache": "`hit` when the user's context came whole from the cache, else `miss`.",
-    "Server-Timing": "Milliseconds of parse, queue, forward and serialize.",
+    "X-Context": "The handle of the ranking model's context, if the cache keeps it; for a batch, if it has one ranking.",
+    "X-Context-Cache": "`hit` if all of the user's context came from the cache, otherwise `miss`.",
+    "Server-Timing": "Milliseconds by stage: `parse`, `queue`, `forward`, `serialize`.",
 }
 
 
@@ -145,7 +145,7 @@ def components() -> dict[str, Any]:
 
 
 def _type_choices(schema: Any) -> None:
-    """Say of every choice that it is a string; generators of clients want to know."""
+    """Give every enum the type `string`, which client generators need."""
     if isinstance(schema, dict) and isinstance(schema.get("enum"), list):
         schema["type"] = "string"
     for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
@@ -153,7 +153,7 @@ def _type_choices(schema: Any) -> None:
 
 
 def body_of(kind: type[Struct], further: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """`openapi_extra` of a route that takes this request: its schema, examples and headers. `further`: headers with their descriptions."""
+    """`openapi_extra` of a route that takes this request: its schema, examples and headers. `further`: more headers by name."""
     content = {"schema": {"$ref": REF.format(name=kind.__name__)}, "examples": _told(EXAMPLES[kind])}
     headers = [
         {"name": name, "in": "header", "required": False, "schema": {"type": "string"}, "description": text}
@@ -185,7 +185,7 @@ def reply_of(kind: type[Struct], description: str) -> dict[int | str, dict[str, 
 
 
 def problems_of(*kinds: type[errors.ServiceError]) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route that answers with these problems."""
+    """`responses` of a route that can answer with these errors."""
     content = {PROBLEM_TYPE: {"schema": {"$ref": REF.format(name="Problem")}}}
     found: dict[int | str, dict[str, Any]] = {}
     for kind in sorted(kinds, key=lambda kind: kind.status):

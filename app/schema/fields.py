@@ -1,4 +1,4 @@
-"""Types of the fields that several requests and replies have: what JSON may hold there, and what `/docs` says of it."""
+"""Types of the fields that several requests and replies share: what JSON may hold there, and how `/docs` describes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_COUNT = 2**63 - 1
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:@/+=-]{1,128}$"
 REQUEST_ID_RULE = "must be 1 to 128 letters, digits or any of _ . : @ / + = -"
 HANDLE_PATTERN = r"^[0-9a-f]{32}$"
-HANDLE_RULE = "must be a handle as POST /context and replies give it: 32 lower-case hexadecimal digits"
+HANDLE_RULE = "must be a handle from POST /context or from a reply: 32 lower-case hexadecimal digits"
 
 REF = "#/components/schemas/{name}"
 """Where the document has the schema of this name."""
@@ -48,29 +48,41 @@ WeightSet = Literal["default", "x-2026-09"]
 _IntegerId = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_ID})]
 _TextId = Annotated[str, Meta(extra_json_schema={"minLength": 1, "maxLength": MAX_TEXT_BYTES})]
 Id = _IntegerId | _TextId
-_ID = "A 64-bit integer without sign or its decimal string; a text of 1 to 128 bytes where `ids` in `/info` is `text`."
+_ID = "An unsigned 64-bit integer, or the same as a decimal string. If `ids` in `/info` is `text`: a string of 1 to 128 bytes."
 Time = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_TIME})]
 Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 ActionValue = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_ACTION_VALUE})]
 ScoreWeight = Annotated[float, Meta(extra_json_schema={"minimum": -MAX_SCORE_WEIGHT, "maximum": MAX_SCORE_WEIGHT})]
 Actions = list[str] | dict[str, ActionValue] | _IntegerId
 
-PostId = Annotated[Id, about(f"{_ID} Echoed as it came. 0 is padding and carries no embedding.", 90)]
+PostId = Annotated[Id, about(f"{_ID} Replies have it in the same form. 0 means no post.", 90)]
 AuthorId = Annotated[Id, about(f"{_ID} 0 means unknown.", 7)]
-Surface = Annotated[int, about("Where the post is or was shown: an index below `product_surfaces`.", 0, minimum=0)]
+Surface = Annotated[
+    int,
+    about("Where the post is or was shown: an index below `architecture.product_surfaces` of `/info`.", 0, minimum=0),
+]
 ActionsTaken = Annotated[
     Actions,
     about(
-        "Names of the actions taken, or name → value; a decimal string is an index. Or one integer: bit a is action a.",
+        "The actions taken: a list of names, or an object of name → value. A decimal string is taken as an index. Or one integer "
+        "as a mask: bit a is action a of `/info`.",
         ["favorite", "dwell"],
     ),
 ]
 Dwell = Annotated[
     float,
-    about("Seconds spent on the post; 0 where unknown. Checked and ignored without a dwell input.", 12.5, minimum=0),
+    about(
+        "Seconds spent on the post; 0 if unknown. Checked, but ignored by a checkpoint without a dwell input.",
+        12.5,
+        minimum=0,
+    ),
 ]
 CreatedAt = Annotated[
-    Time, about("Unix seconds; 0 where unknown. Checked and ignored without a post-age input.", 1779990000)
+    Time,
+    about(
+        "When the post was created, in Unix seconds; 0 if unknown. Checked, but ignored by a checkpoint without a post-age input.",
+        1779990000,
+    ),
 ]
 UserId = Annotated[Id, about(f"{_ID} 0 means anonymous.", "1868434417286410240")]
 RequestName = Annotated[
@@ -79,17 +91,17 @@ RequestName = Annotated[
 ]
 Weights = Annotated[
     dict[str, ScoreWeight] | WeightSet | UnsetType,
-    about("Weights of the combined score by action, in place of the checkpoint's own; or the name of published ones."),
+    about("Score weights by action, in place of the checkpoint's own; or the name of a published set of weights."),
 ]
 Score = Annotated[
     Literal["sum", "offset"],
     about(
-        "What the combined score is: the weighted sum s, or with its published offset, which lifts it above 0: s + 0.001, and where s is "
-        "negative (s + N) / T · 0.001, with the sums N of the negative weights' and T of all weights' magnitudes."
+        "`sum`: the sum s of weight × probability. `offset`: the form that X uses, which keeps the order and lifts every score above 0: "
+        "s + 0.001 if s ≥ 0, otherwise (s + N) / T · 0.001. N is the sum of the magnitudes of the negative weights, T that of all weights."
     ),
 ]
 Wanted = Annotated[
     list[str] | UnsetType,
-    about("Which actions' probabilities to return, in this order; all of them when missing.", ["favorite"]),
+    about("Return only the probabilities of these actions, in this order. Default: all actions.", ["favorite"]),
 ]
 Topic = Annotated[str, Meta(max_length=100)]

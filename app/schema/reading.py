@@ -58,7 +58,7 @@ def read(decoder: msgspec.json.Decoder[R], body: bytes | bytearray, limits: Limi
     most = {"candidates": limits.max_candidates, "history": limits.max_history, "exclude": limits.max_excluded}
     for name, count in asked.sizes().items():
         if count > most[name]:
-            raise TooLarge(f"{name}: {count} items, and at most {most[name]} are taken.")
+            raise TooLarge(f"{name}: {count} items, but at most {most[name]} are allowed.")
     asked.check()
     return asked
 
@@ -108,7 +108,7 @@ def split_batch(body: bytes | bytearray, most: int) -> tuple[list[bytes], bool]:
     if not found:
         raise InvalidRequest("requests", NO_REQUESTS)
     if len(found) > most:
-        raise TooLarge(f"requests: at most {most} are taken.")
+        raise TooLarge(f"requests: at most {most} are allowed.")
     return found, is_bare
 
 

@@ -1,4 +1,4 @@
-"""Bodies of the endpoints that rank and retrieve, and of changes of posts. `app.columns` checks what one checkpoint knows."""
+"""Bodies of the endpoints that rank and retrieve, and of changes of posts. `app.columns` checks what depends on the checkpoint."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from app.schema.fields import (
 from weights.values import MAX_TIME, time_problem
 
 DEFAULT_K = 200
-NO_USER = "is required, or context in its place"
-TWO_USERS = "stands in place of user_id and history, which must not be there as well"
+NO_USER = "is required, unless context is given"
+TWO_USERS = "replaces user_id and history, so they must not be given too"
 
 
 class Post(Strict, gc=False):
@@ -48,7 +48,7 @@ class Post(Strict, gc=False):
 
 
 class HistoryItem(Post, gc=False):
-    """A post that the user has met before, and what the user did."""
+    """A post that the user has seen, and what the user did."""
 
     actions: ActionsTaken = 0
     dwell_time: Dwell = 0.0
@@ -60,11 +60,11 @@ class Candidate(Post, gc=False):
     created_at: CreatedAt = 0
 
 
-_EACH = about("One entry a post, in the order of the other arrays.")
+_EACH = about("One entry for each post, in the same order as the other arrays.")
 
 
 class HistoryColumns(Strict):
-    """History items in arrays of equal length, one entry an item: the fast form. The fields mean what they mean in `HistoryItem`."""
+    """The history as arrays of equal length, one entry for each item: shorter and faster to read. The fields are those of `HistoryItem`."""
 
     post_id: Annotated[list[PostId], _EACH]
     author_id: Annotated[list[AuthorId], _EACH]
@@ -74,7 +74,7 @@ class HistoryColumns(Strict):
 
 
 class CandidateColumns(Strict):
-    """Candidates in arrays of equal length, one entry a candidate: the fast form. The fields mean what they mean in `Candidate`."""
+    """The candidates as arrays of equal length, one entry for each: shorter and faster to read. The fields are those of `Candidate`."""
 
     post_id: Annotated[list[PostId], _EACH]
     author_id: Annotated[list[AuthorId], _EACH]
@@ -84,7 +84,10 @@ class CandidateColumns(Strict):
 
 History = Annotated[
     list[HistoryItem] | HistoryColumns,
-    about("Oldest → newest, in either form. Beyond the model's window the newest are kept."),
+    about(
+        "What the user did, oldest first: a list of objects, or one object of equal-length arrays. If it is longer than the model's "
+        "window, the newest items are used."
+    ),
 ]
 Candidates = Annotated[
     list[Candidate] | CandidateColumns,
@@ -99,18 +102,18 @@ def count_of(items: Items) -> int:
 
 
 class Request(Strict, kw_only=True):
-    """A body. `sizes` counts what a limit of the same name bounds, and `check` raises InvalidRequest for what types cannot say."""
+    """A body. `sizes` counts what a limit of the same name bounds, and `check` raises InvalidRequest for what types cannot express."""
 
     def sizes(self) -> dict[str, int]:
         """The numbers of items by field."""
         return {}
 
     def check(self) -> None:
-        """Raise InvalidRequest for the first thing that is wrong, for whatever checkpoint."""
+        """Raise InvalidRequest for the first thing that is wrong with any checkpoint."""
 
 
 class ContextRequest(Request, kw_only=True):
-    """A user and that user's history, to be computed ahead of requests that name them by a handle."""
+    """A user and that user's history, whose context is computed in advance. Later requests name it by a handle."""
 
     user_id: UserId
     history: History = msgspec.field(default_factory=list)
@@ -134,13 +137,17 @@ class UserRequest(Request, kw_only=True):
     context: Annotated[
         str | UnsetType,
         about(
-            "The handle of a context, in place of `user_id` and `history`: `POST /context` and replies give it.",
+            "The handle of a context, in place of `user_id` and `history`. It comes from `POST /context` or an earlier reply.",
             "0" * 32,
             pattern=HANDLE_PATTERN,
         ),
     ] = UNSET
     impression_ts: Annotated[
-        Time, about("Unix seconds from which ages are counted; 0 or missing: every age is unknown.", 1780000000)
+        Time,
+        about(
+            "When the posts are shown, in Unix seconds: their ages are counted from it. If it is 0 or missing, every age is unknown.",
+            1780000000,
+        ),
     ] = 0
     request_id: RequestName = UNSET
 
@@ -170,7 +177,7 @@ class RankRequest(UserRequest, kw_only=True):
     candidates: Candidates
     reply: Annotated[
         Literal["objects", "columns"],
-        about("Form of the reply's `candidates`: objects, or arrays, which are shorter and faster."),
+        about("Form of the reply's `candidates`: `objects`, or `columns`, which are shorter and faster to read."),
     ] = "objects"
     weights: Weights = UNSET
     score: Score = "sum"
@@ -191,45 +198,52 @@ class RankRequest(UserRequest, kw_only=True):
 
 
 class ExplainRequest(RankRequest, kw_only=True):
-    """A request of /rank, and which of its candidates to explain."""
+    """A body of /rank, and which of its candidates to explain."""
 
     explain: Annotated[
         list[Id],
         Meta(min_length=1),
-        about("Post ids of candidates; where several have the same one, the first is meant.", [90]),
+        about("Post ids of candidates. If several candidates have the same id, the first one is explained.", [90]),
     ]
 
 
 class BatchRequest(Strict):
-    """Requests that are ranked together, each on its own terms."""
+    """Several rankings in one call."""
 
     requests: Annotated[
-        list[RankRequest], Meta(min_length=1), about("A bare array of them is taken as well, and answered by one.")
+        list[RankRequest],
+        Meta(min_length=1),
+        about("The bodies of /rank. If you send a plain array of them instead, you get a plain array back."),
     ]
 
 
 class RetrieveRequest(UserRequest, kw_only=True):
-    """One user, that user's history, and which posts of the corpus may come back."""
+    """One user, that user's history, and which posts of the corpus may be returned."""
 
     k: Annotated[
         Annotated[int, Meta(ge=1)] | UnsetType,
         about(
-            "How many posts to return at most; fewer where the server allows fewer, or the filters leave fewer.",
+            f"How many posts to return at most. If the filters leave fewer, you get fewer. The default is {DEFAULT_K}, or the server's "
+            "limit if that is lower.",
             default=DEFAULT_K,
         ),
     ] = UNSET
-    exclude: Annotated[list[Id], about("Posts that must not come back.", ["18"])] = msgspec.field(default_factory=list)
-    exclude_history: Annotated[bool, about("Whether the posts of the history are excluded as well.")] = True
+    exclude: Annotated[list[Id], about("Posts that must not be returned.", ["18"])] = msgspec.field(
+        default_factory=list
+    )
+    exclude_history: Annotated[bool, about("Whether to exclude the posts of the history too.")] = True
     topics: Annotated[
         Annotated[list[Topic], Meta(max_length=1000)] | UnsetType,
-        about("Posts of any of these topics alone. A name that the corpus does not have matches nothing."),
+        about("Only posts of any of these topics. A name that the corpus does not have matches nothing."),
     ] = UNSET
     min_score: Annotated[
-        Annotated[float, Meta(ge=-1, le=1)] | UnsetType, about("Posts with this score or a higher one alone.")
+        Annotated[float, Meta(ge=-1, le=1)] | UnsetType, about("Only posts with at least this score.")
     ] = UNSET
     max_age_seconds: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_TIME)] | UnsetType,
-        about("Posts created at most this long before `impression_ts`, which it needs; none of an unknown time."),
+        about(
+            "Only posts created at most this long before `impression_ts`, which is then required. Posts of unknown age are left out."
+        ),
     ] = UNSET
 
     def sizes(self) -> dict[str, int]:
@@ -244,16 +258,18 @@ class RetrieveRequest(UserRequest, kw_only=True):
 
 
 class RecommendRequest(RetrieveRequest, kw_only=True):
-    """What to retrieve, and how the posts are then scored."""
+    """Which posts to retrieve, and how to score them."""
 
     weights: Weights = UNSET
     score: Score = "sum"
-    top_k: Annotated[Count | UnsetType, about("Return this many of the retrieved posts; all when missing.")] = UNSET
+    top_k: Annotated[
+        Count | UnsetType, about("Return only this many of the retrieved posts, best first. Default: all.")
+    ] = UNSET
     actions_wanted: Wanted = UNSET
 
 
 class PostUpsert(Strict):
-    """A post that comes into a corpus."""
+    """A post to add to a corpus, or to replace in it."""
 
     post_id: PostId
     author_id: AuthorId
@@ -262,7 +278,7 @@ class PostUpsert(Strict):
 
 
 class PostsChange(Request, kw_only=True):
-    """A change of a corpus: posts that come or are replaced, and ids of posts that go."""
+    """A change of a corpus: posts to add or replace, and ids of posts to delete."""
 
     upsert: list[PostUpsert] = msgspec.field(default_factory=list)
     delete: list[Id] = msgspec.field(default_factory=list)

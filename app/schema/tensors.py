@@ -26,70 +26,83 @@ from app.schema.requests import Request
 from weights.values import time_problem
 
 MOST_INPUTS = 22
-"""Twice as many as there are, so that an unknown tensor is told by its place."""
+"""Twice as many as there are, so that the error for an unknown tensor can say which one it is."""
 MOST_OUTPUTS = 10
 
 Size = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 
 
 class InputParameters(Struct):
-    """Others, such as `content_type`, are passed over."""
+    """Other parameters, such as `content_type`, are ignored."""
 
     binary_data_size: Annotated[
         Size | None,
-        about("Bytes of this tensor's data behind the JSON: see `Inference-Header-Content-Length`. Not with `data`."),
+        about(
+            "How many bytes this tensor has in the binary data after the JSON (see `Inference-Header-Content-Length`). Not together "
+            "with `data`."
+        ),
     ] = None
 
 
 class InputTensor(Struct):
-    """One tensor of a request, by the name of its field in the columns form of `/rank`."""
+    """One tensor of a request, named after its field in the columns form of `/rank`."""
 
-    name: Annotated[str, about("Which one: `GET /v2/models/{name}` lists them.", "candidates.post_id")]
-    datatype: Annotated[str, about("`UINT64`, `BYTES`, `INT64`, `FP32` or `FP64`, as the metadata says.", "UINT64")]
+    name: Annotated[str, about("Name of the tensor; `GET /v2/models/{name}` lists them.", "candidates.post_id")]
+    datatype: Annotated[str, about("`UINT64`, `BYTES`, `INT64`, `FP32` or `FP64`, as in the metadata.", "UINT64")]
     shape: Annotated[
         list[Size],
         Meta(max_length=8),
-        about("As the metadata says, with this request's sizes; `[n, 1]` is `[n]`.", [2]),
+        about("As in the metadata, with the sizes of this request. `[n, 1]` is taken as `[n]`.", [2]),
     ]
     parameters: Annotated[InputParameters | None, about("How its data is sent.")] = None
     data: Annotated[
         msgspec.Raw,
-        about("The values in row-major order, flat or nested; not with binary data.", type="array", items={}),
+        about("The values in row-major order, flat or nested. Not together with binary data.", type="array", items={}),
     ] = msgspec.field(default_factory=msgspec.Raw)
 
 
 class OutputParameters(Struct):
-    """Others are passed over."""
+    """Other parameters are ignored."""
 
-    binary_data: Annotated[bool | None, about("Whether its data is to be binary, whatever the request says.")] = None
+    binary_data: Annotated[
+        bool | None, about("Whether this output is binary. Takes precedence over the request's `binary_data_output`.")
+    ] = None
 
 
 class WantedOutput(Struct):
-    """One tensor that the caller wants."""
+    """One tensor that you want in the reply."""
 
     name: Annotated[str, about("`post_id`, `score`, `rank`, `probabilities` or `continuous`.", "score")]
     parameters: Annotated[OutputParameters | None, about("How it is to be sent.")] = None
 
 
 class InferParameters(Strict):
-    """Fields of `/rank` that are not tensors, under the same names; action names are separated by commas. A parameter that nobody knows
-    is an error here, since a misspelt one would change numbers."""
+    """Fields of `/rank` that are not tensors, under the same names. Action names are separated by commas. An unknown parameter is refused,
+    because a misspelt one would change numbers silently."""
 
     actions: Annotated[
-        str | None, about("What the columns of `history.actions` and `weights` are; the checkpoint's when missing.")
+        str | None,
+        about("The actions of the columns of `history.actions` and `weights`. Default: all of the checkpoint's."),
     ] = None
     actions_wanted: Annotated[
-        str | None, about("Which actions' probabilities to return; all of them when missing.")
+        str | None, about("Return only the probabilities of these actions. Default: all actions.")
     ] = None
-    weights: Annotated[WeightSet | None, about("The name of published weights; not with the tensor `weights`.")] = None
+    weights: Annotated[
+        WeightSet | None,
+        about("The name of a published set of weights. Not together with the tensor `weights`."),
+    ] = None
     score: Score = "sum"
     top_k: Annotated[Count | None, about("Sort the reply by score, best first, and keep this many.")] = None
     context: Annotated[
         str | None, about("The handle of a context, in place of `user_id` and history.", pattern=HANDLE_PATTERN)
     ] = None
-    impression_ts: Annotated[Time, about("Unix seconds from which ages are counted.")] = 0
-    timeout: Annotated[Size | None, about("Microseconds that the caller waits.")] = None
-    binary_data_output: Annotated[bool | None, about("Whether outputs are binary that do not say.")] = None
+    impression_ts: Annotated[
+        Time, about("When the posts are shown, in Unix seconds: their ages are counted from it.")
+    ] = 0
+    timeout: Annotated[Size | None, about("How many microseconds you wait.")] = None
+    binary_data_output: Annotated[
+        bool | None, about("Whether outputs are binary, unless an output itself says otherwise.")
+    ] = None
     content_type: Annotated[Any, about("Has no effect.")] = None
     headers: Annotated[Any, about("Has no effect.")] = None
     priority: Annotated[Any, about("Has no effect.")] = None
@@ -99,18 +112,22 @@ class InferParameters(Strict):
 
 
 class InferRequest(Request, forbid_unknown_fields=False, kw_only=True):
-    """A ranking as tensors. Fields that are not listed are passed over, as other servers of the protocol do."""
+    """A ranking as tensors. Fields that are not listed are ignored, as other servers of the protocol do."""
 
     inputs: Annotated[
         list[InputTensor],
         Meta(max_length=MOST_INPUTS),
-        about("`user_id`, `candidates.post_id` and `candidates.author_id` are required; no `user_id` with `context`."),
+        about(
+            "`candidates.post_id` and `candidates.author_id` are required. So is `user_id`, unless there is the parameter `context`, which "
+            "replaces it."
+        ),
     ]
     outputs: Annotated[
-        Annotated[list[WantedOutput], Meta(max_length=MOST_OUTPUTS)] | None, about("All of them when missing.")
+        Annotated[list[WantedOutput], Meta(max_length=MOST_OUTPUTS)] | None,
+        about("Which tensors you want. Default: all."),
     ] = None
     id: Annotated[str | None, about("A name for this request, echoed and used in logs.", "feed-17")] = None
-    model_name: Annotated[str | None, about("Must be the path's.")] = None
+    model_name: Annotated[str | None, about("Must be the name in the path, or left out.")] = None
     parameters: Annotated[InferParameters | None, about("Fields that are not tensors.")] = None
 
     def sizes(self) -> dict[str, int]:
@@ -130,11 +147,11 @@ class InferRequest(Request, forbid_unknown_fields=False, kw_only=True):
 
 
 class OutputTensor(Strict):
-    """One tensor of a reply, a row a candidate."""
+    """One tensor of a reply, with one row for each candidate."""
 
-    name: Annotated[str, about("As it was wanted.")]
-    datatype: Annotated[str, about("As the metadata says.")]
-    shape: Annotated[list[int], about("As the metadata says, with this request's sizes.")]
+    name: Annotated[str, about("Name of the tensor.")]
+    datatype: Annotated[str, about("As in the metadata.")]
+    shape: Annotated[list[int], about("As in the metadata, with the sizes of this request.")]
     parameters: Annotated[InputParameters | UnsetType, about("Only with binary data.")] = UNSET
     data: Annotated[
         list[float | str] | UnsetType, about("The values, flat and row-major; only without binary data.")
@@ -146,9 +163,9 @@ class InferReply(Strict, kw_only=True):
 
     model_name: Annotated[str, about("Name of the checkpoint.")]
     model_version: Annotated[str, about("Version of the checkpoint.")]
-    id: Annotated[str | UnsetType, about("The request's own, if it had one.")] = UNSET
+    id: Annotated[str | UnsetType, about("The `id` of the request, if it had one.")] = UNSET
     parameters: Annotated[
         dict[str, str | int | float],
         about("Names of the columns, `history_used`, `history_dropped`, and milliseconds by stage."),
     ]
-    outputs: Annotated[list[OutputTensor], about("In the order in which they were wanted.")]
+    outputs: Annotated[list[OutputTensor], about("In the order in which you asked for them.")]

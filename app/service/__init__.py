@@ -1,1 +1,1 @@
-"""The ranking service without HTTP: admission, life, health, swaps; `interface` is what HTTP sees of it."""
+"""The ranking service without HTTP: admission, start and stop, health, reloads. HTTP sees it through `app.interface`."""

@@ -1,6 +1,6 @@
 """Predicts how long the event loop takes to answer what it has in hand. Knows no engine.
 
-With a small model the Python around it runs out before the engine does: then requests wait for the loop, and `engine.admission`, which
+With a small model, the Python around the engine is the bottleneck: requests wait for the loop, and `engine.admission`, which only
 predicts the wait for the engine, would admit far too many.
 """
 

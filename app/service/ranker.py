@@ -133,8 +133,8 @@ class LocalRanker:
     async def serve(self, path: Path) -> ServedModel:
         """Load and warm the checkpoint at `path` beside the one that serves, then serve new requests with it.
 
-        Requests admitted before finish on the old one, whose memory is then freed. Raises CheckpointError, EngineError, ReloadInProgress
-        or Draining; the old one keeps serving.
+        Requests that were already admitted finish on the old one, whose memory is then freed. Raises CheckpointError, EngineError,
+        ReloadInProgress or Draining; then the old one keeps serving.
         """
         scheduler = await self.versions.load(functools.partial(self._load, path))
         if self._is_draining:
@@ -178,7 +178,7 @@ class LocalRanker:
     # admission
 
     def model(self, name: str = "") -> ServedModel:
-        """Return the version that serves new requests. Raises NotReady, or ModelNotFound where `name` (or name@version) is another's."""
+        """Return the version that serves new requests. Raises NotReady, or ModelNotFound if `name` (or name@version) is not its name."""
         if self.versions.current is None:
             raise NotReady(self._reason, retry_after_seconds=RETRY_AFTER_START_SECONDS)
         served: ServedModel = self.versions.current.model.served
@@ -188,7 +188,7 @@ class LocalRanker:
         return served
 
     def check_open(self, key: str | None = None) -> None:
-        """Raise what every request of this API key would get now: NotReady, Draining, EngineDown or Overloaded. Reads no request."""
+        """Raise the error that any request of this API key would get now: NotReady, Draining, EngineDown or Overloaded."""
         self._asked_at = now = self.clock()
         if not self._is_ticking:
             self._tick()

@@ -60,7 +60,7 @@ class Reloader:
     async def reload(self, name: str | None = None) -> ServedModel:
         """Serve the checkpoint of this name below the root, or read the present one again, following a changed link.
 
-        Raises CheckpointNotFound, CheckpointError, EngineError, ReloadInProgress or Draining; the old one then serves on.
+        Raises CheckpointNotFound, CheckpointError, EngineError, ReloadInProgress or Draining; then the old one keeps serving.
         """
         path = self.checkpoint if name is None else self._resolve(name)
         async with self._recorded(self._model_identity, checkpoint=str(path)) as said:

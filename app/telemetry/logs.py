@@ -1,4 +1,4 @@
-"""What is written to standard error, one line an event, by a thread of its own. Never what a caller sent."""
+"""What is written to standard error: one line for each event, by a separate thread. Never what a caller sent."""
 
 from __future__ import annotations
 

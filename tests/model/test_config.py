@@ -133,5 +133,5 @@ def test_shapes_that_a_trunk_cannot_have_are_refused() -> None:
     with pytest.raises(ConfigError, match="history_length must be at most 4094, got 4095"):
         with_preset(random_config(history_length=4095), "gemma2")
     assert with_preset(random_config(history_length=4094), "gemma2").attention_cap == 50
-    with pytest.raises(ConfigError, match=r"cuts width \(66\) into query_heads \(4\)"):
+    with pytest.raises(ConfigError, match=r"divides width \(66\) by query_heads \(4\)"):
         with_preset(random_config(width=66), "vanilla")

@@ -18,7 +18,7 @@ from weights.checkpoint import load_checkpoint, load_manifest
 from weights.errors import CheckpointError
 
 PARAMS, USER, POST = "params.safetensors", "tables.user.safetensors", "tables.post.safetensors"
-NO_HEADER, NO_MANIFEST = f"{PARAMS} is no readable safetensors file", "manifest.json is not as it should be"
+NO_HEADER, NO_MANIFEST = f"{PARAMS} is not a readable safetensors file", "manifest.json is not as it should be"
 ACTIONS = "heads.actions"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d" * 32 + b"\nsize 1475837465\n"
 

@@ -119,7 +119,7 @@ def test_a_flipped_bit_anywhere_is_refused_and_the_link_stays(tmp_path: Path) ->
         ("/nowhere", {}, "cannot be read"),
         ("s4://nowhere", {}, "Protocol not known"),
         (str(DEMO), {"digest": "0" * 64}, "its digest is"),
-        (str(DEMO), {"link": "taken"}, "is there and is no link"),
+        (str(DEMO), {"link": "taken"}, "exists and is not a link"),
         (str(DEMO), {"link": "../elsewhere"}, "must be a plain name"),
     ],
 )

@@ -50,27 +50,31 @@ app.add_typer(corpus.app, name="corpus")
 @app.command("import")
 def import_(
     source: Annotated[
-        Path, typer.Argument(help="The ranker or retrieval directory of a download: config.json, two npz files.")
+        Path,
+        typer.Argument(help="The ranker or retrieval directory of a download, with config.json and two npz files."),
     ],
     out: Annotated[Path, out_option("Checkpoint directory to write.")],
     name: Name = "",
     version: Version = "",
-    tables: Annotated[TableDtype, typer.Option(help="How to store embeddings; bfloat16 halves them.")] = "float32",
+    tables: Annotated[
+        TableDtype, typer.Option(help="How to store embeddings; bfloat16 halves their size.")
+    ] = "float32",
     actions: Annotated[
         Path | None,
-        typer.Option(help="JSON file: list of action names in output order. Default: the release's known ones."),
+        typer.Option(help="JSON file with a list of action names, in output order. Default: the names of the release."),
     ] = None,
     score_weights: ScoreWeights = "default",
     ids: Ids = "uint64",
     context_attention: Annotated[
-        ContextAttention | None, typer.Option(help="Overrides config.json. Default: what it says, else causal.")
+        ContextAttention | None,
+        typer.Option(help="Overrides config.json. Default: what config.json says, otherwise causal."),
     ] = None,
     ignore: Annotated[
-        list[str] | None, typer.Option(help="A config key or array that may be left out; can be given more than once.")
+        list[str] | None, typer.Option(help="A config key or an array to ignore; can be given more than once.")
     ] = None,
     replace: Replace = False,
 ) -> None:
-    """Convert a published checkpoint. Unpickles nothing, refuses unknown keys and arrays."""
+    """Convert a published checkpoint. Unpickles nothing, and refuses unknown keys and arrays."""
     started = time.perf_counter()
     with (
         refusals(),
@@ -96,13 +100,15 @@ def import_(
         f"{config.width}, {config.actions} actions, {outputs}; {time.perf_counter() - started:.1f} s"
     )
     if manifest.score_weights:
-        say(f"Score: {score_weights_text(manifest.score_weights)} (--score-weights, or `relabel` later, sets others)")
+        say(
+            f"Score: {score_weights_text(manifest.score_weights)} (change it with --score-weights, or later with `relabel`)"
+        )
     warn_of_zero_scores(manifest)
 
 
 @app.command()
 def verify(directory: Directory) -> None:
-    """Read every byte and check the manifest, digests, tensors and finite numbers. Prints one sentence and exits with 1 if refused."""
+    """Read every byte and check the manifest, digests and tensors, and that all numbers are finite. Exits with 1 if anything is wrong."""
     started = time.perf_counter()
     with refusals(), progress_bar(in_bytes=True) as bar:
         manifest = checkpoint.load_any(directory, partial(bar, "Verifying")).manifest
@@ -117,8 +123,8 @@ def verify(directory: Directory) -> None:
 @app.command()
 def fetch(
     url: Annotated[str, typer.Argument(help="A checkpoint or corpus: a path, or https://, s3://, gs://, hf://.")],
-    out: Annotated[Path, out_option("Where checkpoints are kept, each named NAME@VERSION, such as /weights.")],
-    link: Annotated[str, typer.Option(help="Name of the link in --out that is to point to it.")] = "current",
+    out: Annotated[Path, out_option("Directory that keeps checkpoints, each named NAME@VERSION, such as /weights.")],
+    link: Annotated[str, typer.Option(help="Name of the link in --out that will point to it.")] = "current",
     digest: Annotated[str, typer.Option(help="Refuse any other digest.")] = "",
 ) -> None:
     """Copy a checkpoint or a corpus, check every byte, and point a link to it in one step."""
@@ -153,10 +159,12 @@ def relabel(
     directory: Directory,
     name: Annotated[str, typer.Option(help="New name.")] = "",
     version: Version = "",
-    actions: Annotated[Path | None, typer.Option(help="JSON file: list of action names in output order.")] = None,
+    actions: Annotated[
+        Path | None, typer.Option(help="JSON file with a list of action names, in output order.")
+    ] = None,
     score_weights: ScoreWeights = "",
 ) -> None:
-    """Change names or default weights of a checkpoint in place. The weights stay; version and digest change."""
+    """Change the names or the score weights of a checkpoint in place. The model's weights stay; version and digest change."""
     with refusals():
         changes: dict[str, Any] = {"version": version}
         if name:
@@ -175,7 +183,7 @@ def relabel(
 
 @app.command("random")
 def random_(out: Out, seed: Seed = 0, ids: Ids = "uint64", replace: Replace = False) -> None:
-    """Write the small random checkpoint with its example request."""
+    """Write a small random checkpoint with an example request."""
     with refusals():
         manifest = write_small_checkpoint(out, seed, ids=ids, replace=replace)
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")

@@ -46,9 +46,9 @@ app = typer.Typer(
 )
 
 Seed = Annotated[int, typer.Option(min=0, help="The same seed gives the same bytes.")]
-Name = Annotated[str, typer.Option(help="What it is called; the directory's name where not given.")]
-Version = Annotated[str, typer.Option(help="Version; a short digest where not given.")]
-Replace = Annotated[bool, typer.Option("--replace", help="Replace the checkpoint or corpus that is there.")]
+Name = Annotated[str, typer.Option(help="Name. Default: the name of the directory.")]
+Version = Annotated[str, typer.Option(help="Version. Default: a short digest.")]
+Replace = Annotated[bool, typer.Option("--replace", help="Replace a checkpoint or corpus that is already there.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the manifest as one JSON object.")]
 Directory = Annotated[Path, typer.Argument(help="A checkpoint directory.")]
 Ids = Annotated[IdKind, typer.Option(help="Kind of the ids of users, posts and authors: integers or texts.")]
@@ -62,9 +62,9 @@ ScoreWeights = Annotated[
 
 
 def run(app: typer.Typer, program: str) -> NoReturn:
-    """Run a command line and exit. A usage error prints one sentence on standard error and exits with 2; usage is printed on request.
+    """Run a command line and exit. A usage error prints one sentence on standard error and exits with 2; only --help prints the usage.
 
-    What cannot be read or written, standard output included, is one sentence as well, and exits with 1; so is memory that runs out.
+    A file or a stream that cannot be read or written, or memory that runs out, is also one sentence, and exits with 1.
     """
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     try:

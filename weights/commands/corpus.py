@@ -36,7 +36,9 @@ app = typer.Typer(
 )
 
 Encoder = Annotated[Path, typer.Option(help="The retrieval checkpoint.")]
-Topics = Annotated[Path | None, typer.Option(help="Text file with the topic of each row, one a line, empty for none.")]
+Topics = Annotated[
+    Path | None, typer.Option(help="Text file with the topic of each row, one per line; an empty line for none.")
+]
 Position = Annotated[
     str,
     typer.Option(
@@ -67,7 +69,7 @@ def build(
     posts: Annotated[
         Path,
         typer.Argument(
-            help="npz, Parquet or JSON lines (.jsonl): post_ids, author_ids, perhaps created_at and topics. Texts: not npz."
+            help="npz, Parquet or JSON lines (.jsonl) with post_ids, author_ids, perhaps created_at and topics. Not npz if ids are texts."
         ),
     ],
     encoder: Encoder,
@@ -116,10 +118,10 @@ def _opened(source: Path, ids: IdKind, topics: Path | None) -> Posts:
 def verify(
     directory: Directory,
     encoder: Annotated[
-        Path | None, typer.Option(help="A retrieval checkpoint: encode every post anew and compare.")
+        Path | None, typer.Option(help="A retrieval checkpoint: encode every post again and compare.")
     ] = None,
 ) -> None:
-    """Read every byte and check the manifest, digests, vector lengths and changes. Prints one sentence and exits with 1 if refused."""
+    """Read every byte and check the manifest, digests, vector lengths and changes. Exits with 1 if anything is wrong."""
     started = time.perf_counter()
     with refusals(), progress_bar() as bar:
         towers = load_encoder(encoder) if encoder else None
@@ -139,13 +141,13 @@ def verify(
 @app.command()
 def snapshot(
     directory: Directory,
-    out: Annotated[Path, typer.Option(help="Where to write it; nothing may be there.")],
+    out: Annotated[Path, typer.Option(help="Directory to write; it must not exist yet.")],
 ) -> None:
     """Write a corpus with its changes as a new one, for a new replica to start from. A service may change the corpus meanwhile."""
     with refusals():
         manifest = write_snapshot(directory, out)
     mark = manifest.first_mark
-    position = f"; it goes on behind {mark.position} in its feed" if mark.position else ""
+    position = f"; it continues after {mark.position} in its feed" if mark.position else ""
     say(
         f"{out} holds {manifest.name} {manifest.version}, {manifest.posts} posts, after {mark.sequence} changes{position}"
     )
@@ -161,7 +163,7 @@ def convert(directory: Directory) -> None:
 
 @app.command()
 def inspect(directory: Directory, as_json: AsJson = False) -> None:
-    """Show the manifest of a corpus, and how it was changed since. `verify` also reads the vectors."""
+    """Show the manifest of a corpus, and its changes since. `verify` also reads the vectors."""
     with refusals():
         manifest = load_corpus_manifest(directory)
         change = read_changes(directory, manifest)

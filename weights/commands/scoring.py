@@ -19,16 +19,17 @@ def score(
     log: Annotated[
         Path,
         typer.Option(
-            help="Impressions: a Parquet or JSON lines file, or a directory of such; columns: docs/training.md."
+            help="Log of impressions, Parquet or JSON lines, or a directory of such files; see docs/training.md."
         ),
     ],
     out: Annotated[Path, out_option("Directory to write. An interrupted run resumes there.")],
     actions: Annotated[
         str | None, typer.Option(help="Actions whose probabilities to write, separated by commas. Default: all.")
     ] = None,
-    since: Annotated[int, typer.Option(help="Unix seconds: earlier requests are history alone.")] = 0,
+    since: Annotated[int, typer.Option(help="Unix seconds: earlier requests are only used as history.")] = 0,
     partitions: Annotated[
-        int, typer.Option(min=0, help="Files to write, each with whole users; 0: one for half a million rows.")
+        int,
+        typer.Option(min=0, help="How many files to write, each with whole users; 0: one for every half million rows."),
     ] = 0,
     threads: Annotated[int, typer.Option(min=0, help="Threads of the engine; 0: one per core.")] = 0,
 ) -> None:

@@ -58,11 +58,13 @@ WorldSet = Annotated[
     list[str] | None,
     typer.Option("--set", help="NAME=VALUE of a setting of the world; can be given more than once."),
 ]
-LogFile = Annotated[Path, typer.Option("--log", help="Log of impressions, Parquet or JSON lines: docs/training.md.")]
+LogFile = Annotated[
+    Path, typer.Option("--log", help="Log of impressions, Parquet or JSON lines; see docs/training.md.")
+]
 Until = Annotated[
     str,
     typer.Option(
-        help="Train on earlier requests only: a day (1998-03-05), Unix seconds, or all. Without it a fifth is held out."
+        help="Train only on requests before this: a day (1998-03-05), Unix seconds, or all. Default: hold out the newest fifth."
     ),
 ]
 
@@ -86,7 +88,7 @@ def world(out: Out, seed: Seed = 1, set_: WorldSet = None) -> None:
 
 @app.command("log")
 def log_(
-    log: Annotated[Path, typer.Argument(help="Log of impressions, Parquet or JSON lines: docs/training.md.")],
+    log: Annotated[Path, typer.Argument(help="Log of impressions, Parquet or JSON lines; see docs/training.md.")],
     until: Until = "",
     set_: Set = None,
     ids: Ids = "uint64",
@@ -123,11 +125,13 @@ def train(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="JSON file with fields of the architecture; a manifest is one. They replace those chosen, and --set wins over them."
+            help="JSON file with fields of the architecture, such as a manifest. They replace the chosen ones; --set wins over them."
         ),
     ] = None,
     preset: Annotated[Preset | None, typer.Option(help="Another trunk for the architecture.")] = None,
-    start: Annotated[Path | None, typer.Option(help="Checkpoint whose architecture and weights to begin with.")] = None,
+    start: Annotated[
+        Path | None, typer.Option(help="Checkpoint to start from, with its architecture and its weights.")
+    ] = None,
     state: Annotated[Path | None, typer.Option(help="Directory that keeps the state of the run, for --resume.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --state.")] = False,
     seed: Seed = 1,
@@ -135,7 +139,7 @@ def train(
     score_weights: Annotated[
         str,
         typer.Option(
-            help="Weights of the score: favorite=1,report=-20, a JSON file, or the name of a set. Proposed if not given."
+            help="Weights of the score: favorite=1,report=-20, a JSON file, or the name of a set. Default: proposed from the log."
         ),
     ] = "",
     ids: Ids = "uint64",
@@ -147,7 +151,7 @@ def train(
         ),
     ] = False,
 ) -> None:
-    """Train a checkpoint from a log: look at it, decide, say why, and learn with the model code that serves."""
+    """Train a checkpoint from a log: look at the log, decide how to train, say why, and train with the model code that serves."""
     with refusals(*REFUSED):
         from weights.training.log import aligned, read_log
         from weights.training.run import train as run
@@ -157,12 +161,12 @@ def train(
         if out.exists() and not replace_existing:
             raise CheckpointError(f"{out} exists already; choose another place or give --replace.")
         if start and (config or preset):
-            raise CheckpointError("--start brings its architecture along: give neither --config nor --preset.")
+            raise CheckpointError("--start comes with its own architecture: give neither --config nor --preset.")
         given = _given(until, set_)
         changed = _changed(read_json(config, dict) if config else {}, given[2])
         if start and (shape := given[2].keys() & {*_names(ModelConfig), *TABLES}):
             raise CheckpointError(
-                f"--start brings its architecture along: leave {', '.join(sorted(shape))} out of --set."
+                f"--start comes with its own architecture: leave {', '.join(sorted(shape))} out of --set."
             )
         begun = _begun(start, ids) if start else None
         known = begun.manifest.config if begun else _architecture(_base(given[2]), changed, preset)
@@ -177,7 +181,7 @@ def train(
         if not any(weights.values()):
             example = f"{impressions.action_names[0]}=1"
             raise CheckpointError(
-                f"The score would be 0 for every post: say what it is for, such as --score-weights {example}."
+                f"The score would be 0 for every post: choose its weights, for example --score-weights {example}."
             )
         labels: dict[str, Any] = {
             "name": name, "action_names": impressions.action_names, "score_weights": weights, "ids": ids,
@@ -194,7 +198,7 @@ def train(
         manifest = save_checkpoint(out, ranker, **labels, replace=replace_existing)
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
     if plan.until_ts is not None:
-        say(f"How good it is: phoenix-ranker eval --checkpoint {out} --log {log} --out {out}-report")
+        say(f"To evaluate it: phoenix-ranker eval --checkpoint {out} --log {log} --out {out}-report")
 
 
 Given = tuple[int | None, bool, dict[str, Any]]
@@ -276,7 +280,7 @@ def eval_(
     ] = None,
     ablation_requests: Annotated[int, typer.Option(min=1, help="Requests that each ablation is measured on.")] = 2000,
 ) -> None:
-    """Evaluate a checkpoint on a period that it was not trained on, beside simple baselines that read the same history."""
+    """Evaluate a checkpoint on a period that it was not trained on, next to simple baselines that read the same history."""
     with refusals(*REFUSED):
         if (world_directory is None) == (log is None):
             raise CheckpointError("Give either --log or --world.")
@@ -312,7 +316,7 @@ def _since(since: str, manifest: Manifest) -> int:
     until = manifest.training.get("until_ts")
     if type(until) is not int:
         raise CheckpointError(
-            "The checkpoint does not say where its training ended: give --since, a time from which it saw nothing."
+            "The checkpoint does not say where its training ended: give --since, a time after which it saw nothing."
         )
     return until
 
@@ -325,10 +329,10 @@ def example(
         Path | None, typer.Option(help="JSON file: users, authors and posts, each an object of id → name.")
     ] = None,
     user: Annotated[
-        str | None, typer.Option(help="Whose request; the one with the longest recent history if not given.")
+        str | None, typer.Option(help="Whose request. Default: the one with the longest recent history.")
     ] = None,
 ) -> None:
-    """Make the example request and the names that the page of a running server shows, from the log. A reload of the page finds them."""
+    """Write the example request and the names that the page of a running server shows, from the log. Then reload the page."""
     with refusals(*REFUSED):
         from weights.training.example import EXAMPLE_NAME, NAMES_NAME, write_example
         from weights.training.log import aligned, read_log
@@ -364,12 +368,12 @@ def eval_retrieval(
 
 @app.command()
 def compare(
-    first: Annotated[Path, typer.Argument(help="A checkpoint directory: for example the one that serves now.")],
-    second: Annotated[Path, typer.Argument(help="Another one: what might serve next.")],
+    first: Annotated[Path, typer.Argument(help="A checkpoint directory, for example the one that serves now.")],
+    second: Annotated[Path, typer.Argument(help="Another one, for example the one that might serve next.")],
     log: LogFile,
     out: Annotated[Path, out_option("Directory for report.md and figures.json.")],
-    since: Annotated[str, typer.Option(help="A day or Unix seconds: the requests from then on.")] = "",
-    requests: Annotated[int, typer.Option(min=1, help="Most requests, drawn by --seed.")] = 2000,
+    since: Annotated[str, typer.Option(help="Only requests from then on: a day or Unix seconds.")] = "",
+    requests: Annotated[int, typer.Option(min=1, help="At most this many requests, drawn with --seed.")] = 2000,
     seed: Seed = 1,
     explorer: Annotated[str, typer.Option(help="URL of a server's page, for links.")] = "http://127.0.0.1:8000/explore",
 ) -> None:

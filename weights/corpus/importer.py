@@ -150,7 +150,7 @@ class PostsFile(Posts):
         if dtype not in _IDS or shape != (self.posts,):
             raise CheckpointError(
                 f"{self._archive.path}: array {name} has shape {list(shape)} of {dtype.str}, a corpus has one number of "
-                "64 bits a post."
+                "64 bits for each post."
             )
 
     def _has_topics(self) -> bool:

@@ -63,7 +63,7 @@ class CorpusManifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=
         if len(set(self.topics)) < len(self.topics):
             raise CheckpointError("must name each topic once")
         if any(not 0 < len(topic) <= 100 for topic in self.topics):
-            raise CheckpointError("has a topic that is no text of 1 to 100 characters")
+            raise CheckpointError("has a topic that is not a text of 1 to 100 characters")
         sequence, digest, position = self.mark
         if sequence < 0 or not re.fullmatch("([0-9a-f]{32})?", digest):
             raise CheckpointError(f"has an invalid mark: sequence {sequence}, digest {digest[:40]!r}")
@@ -117,7 +117,7 @@ class CorpusManifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=
     def fields_of(cls, values: dict[str, Any]) -> dict[str, Any]:
         """See `Document.fields_of`."""
         if values.pop("kind", None) != KIND:
-            raise CheckpointError("describes no corpus, but a checkpoint or something else")
+            raise CheckpointError("describes a checkpoint or something else, not a corpus")
         mark = values.get("mark")
         if isinstance(mark, dict) and mark.keys() == set(Mark._fields):
             values["mark"] = [mark[name] for name in Mark._fields]

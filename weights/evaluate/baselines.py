@@ -13,9 +13,9 @@ from weights.training.log import Log
 
 POPULARITY, FACTORS, BOOSTED = "popularity", "factorisation", "boosted trees"
 BASELINES = {
-    POPULARITY: "the action's rate of the post before the split, drawn towards its author's",
-    FACTORS: "logistic regression on popularity and on the likeness of the post to the user's history (truncated SVD)",
-    BOOSTED: "gradient boosting on popularity, likeness and counts of the user's history",
+    POPULARITY: "the post's rate of the action before the split, pulled towards its author's rate",
+    FACTORS: "logistic regression on popularity and on how similar the post is to the user's history (truncated SVD)",
+    BOOSTED: "gradient boosting on popularity, similarity and counts of the user's history",
 }
 FEATURES = (
     "post rate", "post count", "author rate", "author count", "user rate", "user count", "user's rate of the author",

@@ -153,8 +153,8 @@ def _changed(examples: Examples, index: int, tau: float, scores: tuple[Floats, F
 TEMPLATE = """
 # {{ names[0] }} → {{ names[1] }}
 
-{{ comparison.requests }} requests with {{ comparison.impressions }} impressions of one log, by the plain path in float32.
-Each score has its own checkpoint's weights.
+{{ comparison.requests }} requests with {{ comparison.impressions }} impressions of one log, computed with the plain PyTorch model in
+float32. Each checkpoint's scores use its own score weights.
 
 {{ table(["", "figure"], rows) }}
 
@@ -164,7 +164,7 @@ Each score has its own checkpoint's weights.
 
 ## The requests that changed most
 
-By Kendall's τ of both orders. Each opens in the page of a running server, ranked by the checkpoint that it serves.
+By Kendall's τ of the two orders. Each link opens the request in the page of a running server, ranked by the checkpoint that it serves.
 
 {{ table(["request", "τ", "best post"], changed) }}
 """
@@ -197,7 +197,7 @@ def _page(pair: tuple[Manifest, Manifest], comparison: Comparison, explorer: str
         ["correlation of scores (Spearman)", f"{comparison.spearman:.4f}"],
         ["correlation of scores within a request, mean of requests", f"{comparison.correlation:.4f}"],
         ["Kendall's τ of the order, mean of requests", f"{comparison.kendall:.4f}"],
-        *([f"best {k} that both have", f"{share:.1%}"] for k, share in comparison.overlap.items()),
+        *([f"share of the best {k} that both have", f"{share:.1%}"] for k, share in comparison.overlap.items()),
         ["NDCG of the score", f"{comparison.ndcg[0]:.4f} → {comparison.ndcg[1]:.4f}"],
     ]
     actions = [

@@ -31,7 +31,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The model against a baseline by one metric of one action: what the model has more, with its interval."""
+    """The model against a baseline on one metric of one action: the model's lead, with its interval."""
 
     action: str
     metric: str
@@ -124,21 +124,21 @@ class Evaluation:
     def verdict(self) -> str:
         """One sentence: whether the model is worth serving, by the metrics that say how it orders."""
         if not self.comparisons:
-            return "Nothing can be said of the order: no action of the score has both outcomes in the test period."
+            return "Nothing can be said about the order: no action of the score has both outcomes in the test period."
         if self.losses:
             worst = min(self.losses, key=lambda each: each.gain.value)
             those = sorted({each.baseline for each in self.losses})
             return (
-                f"The model LOSES to {', '.join(those)}: by {worst.metric} of {worst.action} it has {worst.gain.value:+.3f} "
-                f"({worst.gain.low:+.3f} … {worst.gain.high:+.3f}) against {worst.baseline}, and {len(self.losses)} of "
-                f"{len(self.comparisons)} comparisons are not won. Do not serve it in place of these."
+                f"The model LOSES to {', '.join(those)}. On {worst.metric} of {worst.action} its lead over {worst.baseline} is "
+                f"{worst.gain.value:+.3f} ({worst.gain.low:+.3f} … {worst.gain.high:+.3f}), and it loses or ties {len(self.losses)} of "
+                f"{len(self.comparisons)} comparisons. Do not serve it in place of these."
             )
         closest = min(self.comparisons, key=lambda each: each.gain.value)
         doubtful = sum(each.gain.low <= 0 for each in self.comparisons)
         caveat = f"; {doubtful} of {len(self.comparisons)} leads may be chance" if doubtful else ""
         return (
-            f"The model is ahead of every baseline by every metric; closest is {closest.baseline} by {closest.metric} of "
-            f"{closest.action}, {closest.gain.value:+.3f} ({closest.gain.low:+.3f} … {closest.gain.high:+.3f}){caveat}."
+            f"The model is ahead of every baseline on every metric. The closest is {closest.baseline} on {closest.metric} of "
+            f"{closest.action}: {closest.gain.value:+.3f} ({closest.gain.low:+.3f} … {closest.gain.high:+.3f}){caveat}."
         )
 
 

@@ -17,8 +17,8 @@ from weights.report import plain, rendered, write_report
 EXPLANATIONS = {
     MODEL: "the checkpoint",
     **BASELINES,
-    TRUE_AFFINITY: "the world's own interest in topic and author: what an affinity ranking could know at best",
-    OPTIMUM: "the probabilities that the world drew from: nothing can do better",
+    TRUE_AFFINITY: "the user's true interest in topic and author: the most that an affinity ranking could know",
+    OPTIMUM: "the true probabilities of the world: nothing can do better",
 }
 
 TEMPLATE = """
@@ -32,7 +32,8 @@ TEMPLATE = """
 {{ command }}
 ```
 
-Intervals hold 95 % of {{ resamples }} resamples of the users. Within users and requests, and NDCG: the mean over those with both outcomes.
+Intervals hold 95 % of {{ resamples }} resamples of the users. AUC within users or requests, and NDCG, are means over the users or requests
+that have both outcomes.
 {% for action, sources in evaluation.figures.items() %}
 
 ## {{ action }}, {{ evaluation.shares[action] | percent }} of impressions
@@ -45,16 +46,16 @@ Intervals hold 95 % of {{ resamples }} resamples of the users. Within users and 
 {% endfor %}
 {% if evaluation.score %}
 
-The served score, by what the actions that followed are worth: {{ score }}.
+The served score, with the weights of the actions that followed as relevance: {{ score }}.
 
 {% endif %}
 {% if ways %}
 
 ## Against the optimum
 
-Over the {{ evaluation.frequent | length }} actions with at least 1 % positives, and the way from 0.5 to the optimum:
+Mean AUC over the {{ evaluation.frequent | length }} actions with at least 1 % positives, and its share of the optimum's lead over 0.5:
 
-{{ table(["ranked by", "mean AUC", "of the way"], ways) }}
+{{ table(["ranked by", "mean AUC", "share of the lead"], ways) }}
 {% endif %}
 
 ## All actions
@@ -66,17 +67,17 @@ Mean calibration error of the actions with at least 1 % positives: {{ evaluation
 {% endif %}
 {% if evaluation.dwell_error_seconds %}
 {% set model, mean = evaluation.dwell_error_seconds %}
-Root mean squared error of the dwell: {{ model | number(2) }} s, of always predicting its mean {{ mean | number(2) }} s.
+Root mean squared error of the dwell: {{ model | number(2) }} s; always predicting the mean has {{ mean | number(2) }} s.
 {% endif %}
 
 ## What the model uses
 
-On a sample of the requests. Shuffled history deals the histories out among the requests; shuffled order mixes the events of each;
-no user is user id 0.
+On a sample of the requests. *Shuffled history* gives each request the history of another one, *shuffled order* shuffles the events of each
+history, and *no user* sets the user id to 0.
 
 {{ table(["taken away", "mean AUC", "mean log-loss"], ablations) }}
 
-## Who is new
+## New and known
 
 {{ table(["impressions", "share"] + group_sources, groups) }}
 

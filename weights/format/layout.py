@@ -61,7 +61,7 @@ def check_tensors(listed: Mapping[str, TensorEntry], expected: Mapping[str, tupl
     for name, entry in listed.items():
         if entry.shape != expected[name]:
             raise CheckpointError(
-                f"{entry.file} has tensor {name} of shape {list(entry.shape)}, the architecture asks {list(expected[name])}"
+                f"{entry.file} has tensor {name} of shape {list(entry.shape)}, the architecture asks for {list(expected[name])}"
             )
         if entry.dtype != "float32" and not is_table(name):
             raise CheckpointError(f"{entry.file} has tensor {name} as {entry.dtype}; parameters must be float32")

@@ -71,7 +71,7 @@ def stored_tensors(file: FileIO, file_bytes: int) -> dict[str, StoredTensor]:
         with safe_open(f"/dev/fd/{file.fileno()}", "np") as opened:  # not by name: another file may have it by now
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
     except SafetensorError as error:
-        raise CheckpointError(f"is no readable safetensors file ({str(error)[:200]})") from error
+        raise CheckpointError(f"is not a readable safetensors file ({str(error)[:200]})") from error
     described = {}
     for name, slice_ in slices.items():
         if (stored := slice_.get_dtype()) not in _STORED:

@@ -114,7 +114,7 @@ class PublishedModel:
             given = parse_json_object(raw)
             if absent := set(ignore).difference(given, self._params.names, self._tables.names):
                 raise CheckpointError(
-                    f"neither a key of it nor an array is named {', '.join(sorted(absent))} (--ignore)"
+                    f"has no key, and the download no array, called {', '.join(sorted(absent))} (--ignore)"
                 )
             values = {key: value for key, value in given.items() if key not in ignore}
             config = self._retrieval(values) if self._is_retrieval else self._variant(published_config(values))

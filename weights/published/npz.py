@@ -31,19 +31,19 @@ class NpzFile:
             if problem := pointer_problem(head):
                 raise CheckpointError(f"{path} {problem}.")
             if not head.startswith(_ZIP):  # numpy would take it for a pickle, and say how to load that
-                raise CheckpointError(f"{path} is no npz archive.")
+                raise CheckpointError(f"{path} is not an npz archive.")
             self._archive: Any = np.load(path, allow_pickle=False)
         except CheckpointError:
             raise
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {reason_of(error)}.") from error
         except Exception as error:  # a broken archive raises more than BadZipFile
-            raise CheckpointError(f"{path} is no readable npz archive: {_reason(error)}.") from error
+            raise CheckpointError(f"{path} is not a readable npz archive: {_reason(error)}.") from error
         self.names = tuple(self._archive.files)
         """Array names in the order of the archive."""
         if len(set(self.names)) < len(self.names):
             self._archive.close()
-            raise CheckpointError(f"{path} holds two arrays of one name.")
+            raise CheckpointError(f"{path} holds two arrays with the same name.")
 
     def __enter__(self) -> NpzFile:
         return self
@@ -78,7 +78,7 @@ class NpzFile:
         if stored != dtype:
             raise self._error(name, f"holds {stored.str}; only {dtype.name} is read, and Python objects never are")
         if found != shape:
-            raise self._error(name, f"has shape {list(found)}, {list(shape)} is asked for")
+            raise self._error(name, f"has shape {list(found)}, {list(shape)} is expected")
         try:
             return np.asarray(self._archive[name], order="C")
         except Exception as error:  # a wrong checksum, a stream that cannot be unpacked, memory

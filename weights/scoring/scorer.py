@@ -107,7 +107,7 @@ class Scorer:
             for scores in found:
                 if not scores.is_finite():
                     request = log.request_id[rows[stop]]
-                    raise EngineError(f"{prepared.where}: request {request} gives scores that are no numbers")
+                    raise EngineError(f"{prepared.where}: request {request} gives scores that are not numbers")
                 stop += len(scores)
             probabilities = np.concatenate([scores.probabilities for scores in found])
             score[done:stop] = combine(probabilities, self._weights)

@@ -1,4 +1,4 @@
-"""Looks at a log and decides from it how to train, each choice with its reason. Trains nothing."""
+"""Looks at a log and decides from it how to train, with a reason for each choice. Trains nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weights.training.run import check_split
 from weights.training.settings import TrainSettings, demo_config, hashes, replaced
 
 NEWEST_SHARE = 0.2
-"""Of the log is held out, and so much of the rest, its newest part, says how many ids will be new there."""
+"""This share of the log is held out. The newest part of the rest, the same share, tells how many ids will be new there."""
 MOSTLY_HIDDEN = 0.5  # posts are hidden so often that their own table says little
 AGE_BUCKETS = 80
 AGES_COVERED = 0.85  # of the impressions have an age within the buckets; older posts share the last one
@@ -120,11 +120,11 @@ def _check_learnable(log: Log, what: str) -> None:
     """Raises LogError for a log of one request, one user or one time, or without two different outcomes."""
     found = f"{what} ({log.span}) holds"
     if len(np.unique(log.request_id)) < 2:
-        raise LogError(f"{found} one request: a model needs many, of many users")
+        raise LogError(f"{found} only one request: a model needs many, of many users")
     if len(np.unique(log.user_id)) < 2:
-        raise LogError(f"{found} one user: a model needs many")
+        raise LogError(f"{found} only one user: a model needs many")
     if log.impression_ts[0] == log.impression_ts[-1]:
-        raise LogError(f"{found} one time: no history comes before it")
+        raise LogError(f"{found} only one time: no history comes before it")
     if not log.actions.any():
         raise LogError(f"{found} no action that was ever taken: there is nothing to tell posts apart by")
     if log.actions.all():
@@ -146,7 +146,7 @@ def _split(log: Log, until_ts: int | None, hold_out: bool) -> tuple[int | None, 
         before = float((log.impression_ts < until_ts).mean())
         return until_ts, Choice(f"split given: {date_of(until_ts)}", f"train on {before:.0%}, hold out the rest")
     if not hold_out:
-        return None, Choice("no split wanted", "train on the whole log; nothing is left to evaluate on")
+        return None, Choice("no split requested", "train on the whole log; nothing is left to evaluate on")
     until = int(log.impression_ts[int(len(log) * (1 - NEWEST_SHARE))])
     if until == log.impression_ts[0]:
         until = int(log.impression_ts[log.impression_ts > until][0])
@@ -167,9 +167,9 @@ def _hidden(new: Mapping[str, float]) -> Choice:
     bounds = {"user": (0.1, 0.5), "post": (0.02, 0.85), "author": (0.0, 0.5)}
     shares = {kind: round(float(np.clip(new[kind], *bounds[kind])), 2) for kind in bounds}
     seen = ", ".join(f"{1 - new[kind]:.0%} of {kind}s" for kind in ("post", "author", "user"))
-    decided = ", ".join(f"of {kind}s {shares[kind]:.0%}" for kind in ("post", "author", "user"))
+    decided = ", ".join(f"{shares[kind]:.0%} of {kind}s" for kind in ("post", "author", "user"))
     values = {f"hidden_{kind}_share": share for kind, share in shares.items()}
-    return Choice(f"newest fifth to train on: {seen} were seen before", f"hide ids {decided}", values)
+    return Choice(f"newest fifth of the training period: {seen} known", f"hide the ids of {decided}", values)
 
 
 def _tables(log: Log, new: Mapping[str, float]) -> Choice:
@@ -220,14 +220,14 @@ def _dwell(log: Log) -> Choice:
 
 
 def _learning(log: Log, new: Mapping[str, float]) -> Choice:
-    """How long and how to learn: where posts are known, their likeness must be learned, and the model must not learn them by heart."""
+    """How long and how to learn. Where posts are known, the model must learn what they have in common, and not each one by heart."""
     passes = np.clip(PASSED_IMPRESSIONS / len(log), *PASSES)
     seen = f"{len(log):,} impressions to train on, {1 - new['post']:.0%} of posts known"
-    told = f"{passes:.2g} passes at most, fewer if validation stops improving"
+    told = f"at most {passes:.2g} passes, fewer if validation stops improving"
     values = {"epochs": round(float(passes), 1)}
     if new["post"] >= MOSTLY_HIDDEN:
         return Choice(seen, told, values)
-    return Choice(seen, f"{told}; learn how posts are alike, not by heart", values | LIKENESS)
+    return Choice(seen, f"{told}; learn what posts have in common, not each by heart", values | LIKENESS)
 
 
 def _constant(log: Log) -> list[Choice]:
@@ -242,9 +242,9 @@ def _constant(log: Log) -> list[Choice]:
 
 
 def propose_score_weights(log: Log) -> tuple[dict[str, float], Choice]:
-    """What the score should be, from the names of the actions and how often they are taken; no weights if the names do not tell.
+    """Score weights that suit the names of the actions and how often they are taken; no weights if the names do not tell.
 
-    A log of X's actions is scored as X scores; any other by one action: the surest sign that a post was wanted.
+    A log with X's actions gets X's weights. Any other is scored by one action, the surest sign that a post was wanted.
     """
     shares = dict(zip(log.action_names, log.actions.mean(0).tolist(), strict=True))
     taken = ", ".join(
@@ -261,7 +261,7 @@ def propose_score_weights(log: Log) -> tuple[dict[str, float], Choice]:
     )
     seen = f"actions {taken}"
     if not wanted:
-        return {}, Choice(seen, "score: undecided; say it with --score-weights ACTION=1")
+        return {}, Choice(seen, "score: undecided; choose it with --score-weights ACTION=1")
     return {wanted[0]: 1.0}, Choice(seen, f"score: 1.0 {wanted[0]} (--score-weights {wanted[0]}=1,… for another)")
 
 

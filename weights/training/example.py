@@ -83,7 +83,7 @@ def _request(examples: Examples, user: str | None) -> int:
         fits &= np.array(examples.log.ids("user_id", examples.starts)) == user
     if not fits.any():
         who = "of this user " if user is not None else ""
-        raise LogError(f"no request {who}has a history and two candidates; the log goes over {examples.log.span}")
+        raise LogError(f"no request {who}has a history and two candidates; the log covers {examples.log.span}")
     return int(np.argmax(np.where(fits, events * 1000 + np.minimum(sizes, 999), -1)))
 
 

@@ -117,7 +117,7 @@ def read_log(path: Path, ids: IdKind = "uint64", surfaces: int = LARGEST["produc
     rows = source.count_rows()
     if rows > MAX_IMPRESSIONS:
         raise LogError(
-            f"{path} holds {rows:,} impressions, and at most {MAX_IMPRESSIONS:,} are read: keep the newest days"
+            f"{path} holds {rows:,} impressions, but at most {MAX_IMPRESSIONS:,} are read: keep the newest days"
         )
     try:
         return log_of(source.to_table(), str(path), ids, surfaces, partial(place_of, source))
@@ -171,7 +171,7 @@ def action_names(schema: pa.Schema, where: str) -> tuple[str, ...]:
     unknown columns."""
     actions = tuple(name.removeprefix(ACTION_PREFIX) for name in schema.names if name.startswith(ACTION_PREFIX))
     if not actions:
-        raise LogError(f"{where} has no column {ACTION_PREFIX}…: one boolean column an action is needed")
+        raise LogError(f"{where} has no column {ACTION_PREFIX}…: it needs one boolean column for each action")
     for name in actions:
         if problem := action_name_problem(name):
             raise LogError(f"{where}: the action name {name[:64]!r} {problem}")

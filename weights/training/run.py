@@ -47,7 +47,7 @@ def train(
     ValueError if `device` is not available, TrainingError if the validation loss never was finite.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda needs a card and a build of torch for it")
+        raise ValueError("device=cuda needs a GPU and a build of torch for it")
     if until_ts is not None:
         check_split(log, until_ts)
     examples = Examples(log, config)
@@ -77,11 +77,9 @@ def reproducible(threads: int) -> Iterator[None]:
 def check_split(log: Log, split_ts: int) -> None:
     """Raises LogError for a time that leaves no request before it, or none from it on; the message names the log's range."""
     if problem := time_problem(split_ts):
-        raise LogError(f"the time of the split {problem}; the log goes over {log.span}")
+        raise LogError(f"the time of the split {problem}; the log covers {log.span}")
     if not log.impression_ts[0] < split_ts <= log.impression_ts[-1]:
-        raise LogError(
-            f"the split at {split_ts} ({date_of(split_ts)}) lies outside the log, which goes over {log.span}"
-        )
+        raise LogError(f"the split at {split_ts} ({date_of(split_ts)}) lies outside the log, which covers {log.span}")
 
 
 def split(requests: int, validation_requests: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -44,56 +44,73 @@ class TrainSettings:
     Raises ValueError for a value that a field may not have; the message names the field.
     """
 
-    seed: Annotated[int, "of initial values, order and hidden ids", Within(0, 2**64 - 1)] = 1
+    seed: Annotated[
+        int, "seed of the initial values, the order of requests and the hidden ids", Within(0, 2**64 - 1)
+    ] = 1
     epochs: Annotated[
         float,
-        "passes over the training period, at most; the weights with the best validation loss are kept",
+        "most passes over the training period; the weights with the best validation loss are kept",
         Within(0, 10_000, excluded=0),
     ] = 2.4
-    batch_contexts: Annotated[int, "contexts in a step; those of like length are batched together", COUNT] = 32
+    batch_contexts: Annotated[int, "contexts in a step; contexts of similar length are batched together", COUNT] = 32
     max_candidates: Annotated[
-        int, "of one context; a longer request loses random candidates, anew in each epoch", COUNT
+        int, "most candidates of one context; a longer request loses random candidates, others in each epoch", COUNT
     ] = 64
     shared_events: Annotated[
         int,
-        "successive requests of a user share a context while at most so many events lie between",
+        "successive requests of a user share a context as long as at most this many events lie between them",
         Within(0, COUNT.high),
     ] = 0
     hidden_user_share: Annotated[
-        float, "users shown as unknown: half under an id never seen, half without one", SHARE
+        float, "share of users shown as unknown: half of them under an id never seen, half without an id", SHARE
     ] = 0.1
-    hidden_post_share: Annotated[float, "posts shown under an id never seen, as new ones are when served", SHARE] = 0.85
-    hidden_author_share: Annotated[float, "authors shown under an id never seen", SHARE] = 0.0
-    hidden_event_share: Annotated[float, "events left out of the histories, so that no single one decides", SHARE] = 0.0
-    learning_rate: Annotated[float, "of AdamW at its highest; it falls as half a cosine", Within(0, 1, excluded=0)] = (
-        3e-3
-    )
-    warmup_steps: Annotated[int, "steps in which the rate rises from 0", COUNT] = 100
+    hidden_post_share: Annotated[
+        float, "share of posts shown under an id never seen, like new posts when the model serves", SHARE
+    ] = 0.85
+    hidden_author_share: Annotated[float, "share of authors shown under an id never seen", SHARE] = 0.0
+    hidden_event_share: Annotated[
+        float, "share of events left out of the histories, so that no single event decides", SHARE
+    ] = 0.0
+    learning_rate: Annotated[
+        float, "highest learning rate of AdamW; after the warm-up it falls as half a cosine", Within(0, 1, excluded=0)
+    ] = 3e-3
+    warmup_steps: Annotated[int, "steps in which the learning rate rises from 0", COUNT] = 100
     norm_rate: Annotated[
-        float, "factor of the rate for outer and final norm scales, which start from 0 and have far to go", FACTOR
+        float,
+        "factor of the learning rate for the outer and final norm scales, which start at 0 and have far to go",
+        FACTOR,
     ] = 8.0
     attention_rate: Annotated[
-        float, "factor of the rate for queries and keys, whose initial values are worth keeping", FACTOR
+        float, "factor of the learning rate for queries and keys, whose initial values are worth keeping", FACTOR
     ] = 0.1
-    weight_decay: Annotated[float, "of the matrices", WEIGHT] = 0.01
-    table_decay: Annotated[float, "of the embedding tables", WEIGHT] = 0.0
+    weight_decay: Annotated[float, "weight decay of the matrices", WEIGHT] = 0.01
+    table_decay: Annotated[float, "weight decay of the embedding tables", WEIGHT] = 0.0
     averaging: Annotated[
         float,
-        "share of the old average that the kept weights hold at each step; 0: no average",
+        "the kept weights are a moving average with this share of the old average at each step; 0: no average",
         Within(0, 1, excluded=1),
     ] = 0.0
-    gradient_norm: Annotated[float, "gradients are scaled down to this norm", Within(0, 1_000_000, excluded=0)] = 1.0
-    dwell_weight: Annotated[float, "of the dwell's loss, where 1 puts it on a par with one action", WEIGHT] = 1.0
-    evaluate_every: Annotated[int, "steps between two looks at the validation requests", COUNT] = 250
+    gradient_norm: Annotated[
+        float, "gradients with a larger norm are scaled down to this one", Within(0, 1_000_000, excluded=0)
+    ] = 1.0
+    dwell_weight: Annotated[float, "weight of the dwell loss; with 1 it counts as much as one action", WEIGHT] = 1.0
+    evaluate_every: Annotated[int, "steps between two evaluations on the validation requests", COUNT] = 250
     validation_requests: Annotated[
-        int, "requests of the last 3 % of the training period that validate, at most", COUNT
+        int, "most validation requests, taken from the last 3 % of the training period", COUNT
     ] = 600
-    patience: Annotated[int, "looks in a row without a better validation loss that end the run", COUNT] = 8
+    patience: Annotated[
+        int, "the run ends after this many evaluations in a row without a better validation loss", COUNT
+    ] = 8
     device: Annotated[Literal["cpu", "cuda"], "where the run computes"] = "cpu"
     dtype: Annotated[
-        Literal["float32", "bfloat16"], "of the trunk's activations; weights, moments and losses are float32"
+        Literal["float32", "bfloat16"],
+        "data type of the trunk's activations; weights, moments and losses are float32",
     ] = "float32"
-    threads: Annotated[int, "a second gains little at this size, and other counts give other bits", Within(1, 256)] = 1
+    threads: Annotated[
+        int,
+        "CPU threads; a second one gains little at this size, and other counts give other bits",
+        Within(1, 256),
+    ] = 1
 
     def __post_init__(self) -> None:
         for name, (allowed, _) in _rules().items():
@@ -101,7 +118,7 @@ class TrainSettings:
 
 
 def check(name: str, value: object, allowed: Within | tuple[str, ...]) -> None:
-    """Raises ValueError, which names the setting, for a value that it may not have."""
+    """Raise ValueError, which names the setting, for a value that it may not have."""
     if value not in allowed:  # type: ignore[operator]
         raise ValueError(f"{name} must be {_words(allowed)}, got {value!r:.64}")
 

@@ -134,7 +134,7 @@ class Trainer:
             report(Status(self.step, self.steps, self.loss, self.validation_loss, self.best_loss, looked))
         if not self.best:
             raise TrainingError(
-                f"The validation loss never was a finite number in {self.step} steps, so there is nothing to keep: "
+                f"The validation loss was never a finite number in {self.step} steps, so there is nothing to keep: "
                 "lower the rates or the decays"
             )
         self.ranker.load_state_dict(self.best)

@@ -35,7 +35,7 @@ class WorldSettings:
     surface_taste_sd: float = 0.4
     follows: int = 10
     follow_appeal: float = 0.7
-    freshness_mean: float = 0.3  # how much users like new posts; below 0: prefers older ones
+    freshness_mean: float = 0.3  # how much users like new posts; below 0: they prefer older ones
     freshness_sd: float = 1.0
     regard_days: float = 3.0  # how long an act towards an author has an effect, roughly
     attach_appeal: float = 1.0  # after a reply, repost, quote, look at the profile or follow

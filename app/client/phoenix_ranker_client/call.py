@@ -124,7 +124,7 @@ class Call(Generic[T]):
             raise self._too_late(f"{self.shown} gave no reply in time.") from error
         except httpx.InvalidURL as error:  # it may quote a piece of a password
             also = ", or HTTP_PROXY or NO_PROXY in the environment" if trust_env else ""
-            detail = f"{self.shown}{also} is no valid address."
+            detail = f"{self.shown}{also} is not a valid address."
             raise RequestRefused(0, "invalid_request", detail, self.request_id) from error
         except (httpx.LocalProtocolError, UnicodeEncodeError) as error:
             raise RequestRefused(

@@ -40,7 +40,7 @@ function pictures({ heads, user, itself }, { places, history }, view) {
   return h(
     "div",
     {},
-    h("p", { class: "soft" }, `Left of the first line the user, between the lines the events, oldest first, right the post itself. All have one scale; the highest is ${(100 * most).toFixed(0)} %.`),
+    h("p", { class: "soft" }, `From left to right: the user, the events between the lines (oldest first), and the post itself. All have the same scale; the highest is ${(100 * most).toFixed(0)} %.`),
     h("div", { class: "heads-grid", vars: { "--heads": heads[0].length } }, grid),
     mask(1 + places.length, view.count, view.slot),
   );
@@ -63,6 +63,6 @@ function mask(context, posts, chosen) {
     "figure",
     { class: "mask" },
     h("svg", { viewBox: `0 0 ${MASK} ${MASK}`, role: "img", "aria-label": label }, past, box(0, context, context, drawn), itself, row, lines),
-    h("figcaption", { class: "soft" }, `${label}. Rows ask, columns are looked at; the dark row is this post. Move a post in “The posts to rank”: no other score changes a bit.`),
+    h("figcaption", { class: "soft" }, `${label}. Each row looks at the marked columns; the dark row is this post. Move a post in “The posts to rank”: no other score changes a bit.`),
   );
 }

@@ -34,7 +34,7 @@ export function drawHeat(app) {
   );
   byId("heat").replaceChildren(table);
   byId("heat-note").textContent =
-    `A cell: the score of the post above with this event less the score without it. Blue raised it, red lowered it; the darkest is ${largest.toFixed(3)}. ` +
+    `Each cell is the score of the post above with this event, minus its score without it. Blue raised it, red lowered it; the darkest is ${largest.toFixed(3)}. ` +
     "Newest event first; the numbers are those of the history.";
 }
 

@@ -61,7 +61,7 @@ function kept(/** @type {any} */ request, /** @type {string[]} */ actions) {
   try {
     found = normal(request, actions);
   } catch {
-    throw new Error("it holds something else than a request");
+    throw new Error("it holds something other than a request");
   }
   check(found, REQUEST, "its request");
   for (const event of found.history) check(event, { ...POST, actions: isNumbers }, "an event");

@@ -6,7 +6,7 @@ const LEFT_OUT = ["top_k", "actions_wanted", "reply", "request_id", "score"]; //
 /** A request as the page keeps it: lists of objects, ids as text, actions and weights by name with their values.
  * @param {any} request @param {string[]} actions @returns {Side} */
 export function normal(request, actions) {
-  if (request.context !== undefined) throw new Error("a context is in the service alone; give user_id and history in its place");
+  if (request.context !== undefined) throw new Error("a context exists only in the service; give user_id and history instead");
   if (typeof request.weights === "string") throw new Error("give each weight by its action, since the page draws and moves them");
   const kept = without(request, LEFT_OUT);
   const named = (/** @type {any} */ taken) =>

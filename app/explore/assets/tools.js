@@ -95,10 +95,10 @@ function openRequest(/** @type {App} */ app) {
       app.use(parse(text.value));
       byId("request").close();
     } catch (error) {
-      told.textContent = `This is no request: ${/** @type {Error} */ (error).message}`;
+      told.textContent = `This is not a request: ${/** @type {Error} */ (error).message}`;
     }
   };
-  const about = "As for /rank; without candidates, as for /recommend. It is sent from this page to this service alone.";
+  const about = "A body of /rank, or without candidates of /recommend. This page sends it only to this service.";
   const press = h("div", { class: "tools" }, closing("Cancel"), h("button", { class: "main", id: "use" }, "Use it"));
   show(h("form", { onsubmit: use }, h("h2", { id: "request-title" }, "A request of your own"), h("p", { class: "soft" }, about), text, told, press));
 }
@@ -113,5 +113,5 @@ export function askForKey(again) {
     again();
   };
   const press = h("div", { class: "tools" }, h("button", { class: "main" }, "Use it"));
-  show(h("form", { onsubmit: use }, h("h2", { id: "request-title" }, "This service wants an API key"), h("label", { class: "field" }, "Key", key), press));
+  show(h("form", { onsubmit: use }, h("h2", { id: "request-title" }, "This service requires an API key"), h("label", { class: "field" }, "Key", key), press));
 }

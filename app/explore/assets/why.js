@@ -7,7 +7,7 @@ import { meaning, number, ordinal, percent, signed, taken, words } from "./names
 const SHOWN = 7;
 const MUCH = 0.3; // of all at once that is not covered, from which on it is said
 const NOTE =
-  "Each change is the score with this one thing less the score without it; “all at once” leaves out user and history, and “not covered” is what the others lack to it. Attention is where the model looked, not what moved the score.";
+  "Each change is the score with this one thing minus the score without it. “All at once” leaves out user and history; “not covered” is the part of it that the other changes do not account for. Attention is where the model looked, not what moved the score.";
 
 /** The panels below a row. @param {Shown} post @param {View} view @returns {any[]} */
 export function details(post, view) {
@@ -26,7 +26,7 @@ export function details(post, view) {
   return h(
     "p",
     { class: "warning", role: "note" },
-    `${Math.round(100 * share)} % of what user and history do together is not covered by leaving out one thing at a time: events say the same. `,
+    `${Math.round(100 * share)} % of what user and history do together is not covered by leaving out one thing at a time, because events carry the same information. `,
     "Do not read the rows as parts of a whole; the groups below leave out several at once.",
   );
 }

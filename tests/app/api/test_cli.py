@@ -60,7 +60,7 @@ def test_the_help_lists_what_the_commands_say_of_themselves_without_importing_th
 SLIPS: list[tuple[list[str], int, str]] = [
     (["serve", "--nonsense"], 2, "--nonsense is not a setting; the nearest one is --"),
     (["serve", "--port", "x"], 2, "RANKER_PORT"),
-    (["serve", "nowhere"], 1, f'{{"reason":"{ROOT}/nowhere is no checkpoint: it has no manifest.json; phoenix-ranker '
+    (["serve", "nowhere"], 1, f'{{"reason":"{ROOT}/nowhere is not a checkpoint: it has no manifest.json; phoenix-ranker '
      "serve without a checkpoint serves the demo"),
     (["serve", 256 * "x"], 1, "xx cannot be read: File name too long"),
     (["import"], 2, "phoenix-ranker import: Missing argument 'source'; see phoenix-ranker import --help"),

@@ -129,7 +129,7 @@ def test_a_binary_reply_says_where_its_json_ends(http: httpx.Client) -> None:
 def test_errors_are_those_of_rank(client: triton.InferenceServerClient, http: httpx.Client) -> None:
     with pytest.raises(InferenceServerException) as caught:
         client.infer("fake", inputs(ASKED)[1:], parameters=ASKED.parameters)
-    assert (caught.value.status(), caught.value.message()) == ("422", "user_id: is required, or context in its place")
+    assert (caught.value.status(), caught.value.message()) == ("422", "user_id: is required, unless context is given")
     with pytest.raises(InferenceServerException) as caught:
         client.infer("other", inputs(ASKED))
     assert caught.value.status() == "404"

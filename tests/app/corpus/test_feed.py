@@ -104,7 +104,7 @@ def test_what_was_trimmed_or_deleted_behind_a_position_is_said(redis: RedisServe
         stream.after("", 10, 0.01)
     client.xdel("posts", places[3])
     assert [entry.body for entry in stream.after(places[4], 10, 0.01)] == [b"f"], "what was read before is nobody's gap"
-    with pytest.raises(FeedError, match=f"no longer holds {places[3]}, which was deleted behind {places[2]}"):
+    with pytest.raises(FeedError, match=f"no longer holds {places[3]}, which was deleted after {places[2]}"):
         stream.after(places[2], 10, 0.01)
     client.xtrim("posts", maxlen=0, approximate=False)
     assert stream.after(places[-1], 10, 0.01) == [], "nothing came behind the last one"
@@ -162,7 +162,7 @@ def test_no_failure_repeats_a_piece_of_the_address(tmp_path: Path) -> None:
             (right.replace("1%3F", "2%3F"), "Redis refuses the feed's user or password."),
             (f"redis://{host}/posts", "Redis refuses the feed's user or password."),
             (f"redis://reader:word@{host}/posts", "Redis does not allow the feed's user to do this."),
-            (right.replace("/posts", "/strings"), "The feed's name is that of something other than a stream."),
+            (right.replace("/posts", "/strings"), "The name of the feed belongs to something that is not a stream."),
             (right.replace("/posts", "/99/posts"), "Redis refuses the command."),
             (
                 right.replace("127.0.0.1", "no-such-host.invalid"),

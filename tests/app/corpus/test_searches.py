@@ -464,7 +464,7 @@ async def test_a_change_on_the_disk_that_the_engine_lacks_is_read_again_by_itsel
     load, _ = watched(settings, change=fail)
     async with running(settings, load) as searches:
         served = searches.served
-        with pytest.raises(EngineDown, match="is on the disk and not served yet") as late:
+        with pytest.raises(EngineDown, match="is on disk but not served yet") as late:
             await searches.change(change([1], []))
         assert late.value.retry_after_seconds == 5.0
         with suppress(EngineDown):  # made when the corpus has been read again, or refused until then
@@ -598,7 +598,7 @@ async def test_a_change_that_outlasts_the_end_is_whole(tmp_path: Path) -> None:
         assert not await searches.stop(0.05)
         assert not changing.done()
         gate.opened.set()
-        with pytest.raises(EngineDown, match="is on the disk and not served yet"):
+        with pytest.raises(EngineDown, match="is on disk but not served yet"):
             await changing
     read = read_changes(tmp_path / "corpus-v1", load_corpus_manifest(tmp_path / "corpus-v1"))
     assert (read.delete.tolist(), read.posts.post_ids.tolist()) == ([1], [900])

@@ -163,9 +163,9 @@ def test_a_request_of_ones_own_may_be_in_any_form_that_rank_reads(tab: Explorer,
 
 
 REFUSED: dict[str, str | Json] = {
-    "no request": "{",
+    "This is not a request": "{",
     "give each weight by its action": EXAMPLE | {"weights": "x-2026-09"},
-    "give user_id and history in its place": EXAMPLE | {"context": "2f5ddb690f8f80243917d06266bae65e"},
+    "give user_id and history instead": EXAMPLE | {"context": "2f5ddb690f8f80243917d06266bae65e"},
     "has bits beyond the 19 actions": EXAMPLE | {"history": [{"post_id": "1", "author_id": "1", "actions": 2**19}]},
 }
 

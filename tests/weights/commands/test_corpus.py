@@ -86,7 +86,7 @@ def test_a_snapshot_has_the_posts_and_goes_on_behind_the_changes(towers: Path, t
     gone = before.post_ids[[3, 5]]
     mark = change(corpus, *gone.tolist())
     code, said = run("corpus", "snapshot", corpus, "--out", copy)
-    there = "posts, after 1 changes; it goes on behind 1764000000000-3 in its feed"
+    there = "posts, after 1 changes; it continues after 1764000000000-3 in its feed"
     assert (code, there in said) == (0, True), said
     after = load_corpus(copy).corpus
     kept = ~before.hidden & ~np.isin(before.post_ids, gone)

@@ -127,7 +127,7 @@ def test_score_weights_are_proposed_given_or_asked_for(log: Path, tmp_path: Path
     asked = call("train", *options)
     assert asked.exit_code == 1
     assert asked.stderr.strip() == (
-        "The score would be 0 for every post: say what it is for, such as --score-weights zapped=1."
+        "The score would be 0 for every post: choose its weights, for example --score-weights zapped=1."
     )
     assert "score: undecided" in call("log", tmp_path / "log.parquet").stdout
     assert call("train", *options, "--score-weights", "zapped=0").exit_code == 1
@@ -175,7 +175,7 @@ def test_training_goes_on_from_a_checkpoint(log: Path, trained: tuple[Path, str]
     assert 0 < max(moved) < 1e-3
     refused = call(*arguments, "--replace", "--preset", "gemma")
     assert refused.exit_code == 1
-    assert "--start brings its architecture along" in refused.stderr
+    assert "--start comes with its own architecture" in refused.stderr
 
 
 def test_the_dwell_is_learned_by_the_output_of_that_name(log: Path, trained: tuple[Path, str], tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_training_whose_validation_loss_never_was_finite_leaves_no_checkpoint(
     options = ("--config", log.with_name("config.json"), "--out", tmp_path / "out")
     result = call("train", "--log", log, *options, *settings([*wild, "evaluate_every=1000", "validation_requests=10"]))
     assert result.exit_code == 1, result.output
-    assert result.stderr.startswith("The validation loss never was a finite number")
+    assert result.stderr.startswith("The validation loss was never a finite number")
     assert len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
@@ -360,7 +360,10 @@ def test_posts_that_are_all_newer_than_their_impressions_are_said_to_be(log: Pat
     [
         (["train", "--log", "absent.parquet", "--out", "x"], "absent.parquet is not there"),
         (["train", "--log", "a", "--out", "x", "--resume"], "needs --state"),
-        (["train", "--log", "a", "--out", "x", "--start", "b", "--preset", "gemma"], "--start brings its architecture"),
+        (
+            ["train", "--log", "a", "--out", "x", "--start", "b", "--preset", "gemma"],
+            "--start comes with its own architecture",
+        ),
         (["train", "--log", "a", "--out", "x", "--start", "b", "--set", "layers=1"], "leave layers out of --set"),
         (["train", "--log", "absent.parquet", "--out", "x", "--until", "tomorrow"], "'tomorrow' is neither a day"),
         (["train", "--log", "absent.parquet", "--out", "x", "--config", "none.json"], "none.json cannot be read"),

@@ -80,12 +80,12 @@ def test_zero_rows_and_duplicates_are_hidden_and_counted(encoder: Encoder, tmp_p
 
 
 def test_a_checkpoint_is_neither_loaded_nor_replaced(encoder: Encoder, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="describes no corpus"):
+    with pytest.raises(CheckpointError, match="not a corpus"):
         load_corpus(encoder.path)
     towers = encoder.towers
     assert isinstance(towers, Towers)
     save_checkpoint(tmp_path / "x", towers, name="x", action_names=[f"a{i}" for i in range(7)])
-    with pytest.raises(CheckpointError, match="describes no corpus"):
+    with pytest.raises(CheckpointError, match="not a corpus"):
         write(tmp_path / "x", encoder, arrays(), replace=True)
     write(tmp_path / "corpus", encoder, arrays())
     with pytest.raises(CheckpointError, match="describes a corpus, not a model"):
@@ -198,8 +198,8 @@ def test_a_mark_that_no_change_leaves_is_refused(encoder: Encoder, tmp_path: Pat
         ({"posts": 0}, "holds 0 posts"),
         ({"width": 47}, "in a file, dtype or shape that a corpus does not have"),
         ({"topics": ["a", "a"]}, "each topic once"),
-        ({"topics": ["a", ""]}, "no text of 1 to 100"),
-        ({"topics": ["a", "b" * 101]}, "no text of 1 to 100"),
+        ({"topics": ["a", ""]}, "not a text of 1 to 100"),
+        ({"topics": ["a", "b" * 101]}, "not a text of 1 to 100"),
         ({"topics": ["a", "b", "c" * 100]}, None),
         ({"tensors": {}}, "does not list all tensors"),
     ],

@@ -108,8 +108,10 @@ def test_the_verdict_names_the_closest_baseline_or_says_that_the_model_loses(eva
 
     won, doubtful, lost = Figure(0.2, 0.1, 0.3), Figure(0.01, -0.02, 0.04), Figure(-0.03, -0.05, -0.01)
     assert told(won, doubtful).startswith("The model is ahead of every baseline")
-    assert "AUC within users of favorite, +0.010" in told(won, doubtful)
+    assert "AUC within users of favorite: +0.010" in told(won, doubtful)
     assert "1 of 2 leads may be chance" in told(won, doubtful)
     assert "chance" not in told(won, won)
-    assert told(won, lost).startswith("The model LOSES to popularity: by AUC within users of favorite it has -0.030")
+    assert told(won, lost).startswith(
+        "The model LOSES to popularity. On AUC within users of favorite its lead over popularity is -0.030"
+    )
     assert "both outcomes" in replace(evaluation, comparisons=[]).verdict()

@@ -162,7 +162,7 @@ def test_the_sentence_names_file_and_array_and_what_is_wrong(tmp_path: Path) -> 
     path = tmp_path / "x.npz"
     np.savez(path, a=np.ones((3, 4), np.float32))
     with NpzFile(path) as archive:
-        with pytest.raises(CheckpointError, match=r"x\.npz: array a has shape \[3, 4\], \[4, 3\] is asked for"):
+        with pytest.raises(CheckpointError, match=r"x\.npz: array a has shape \[3, 4\], \[4, 3\] is expected"):
             archive.array("a", FLOAT32, (4, 3))
         with pytest.raises(CheckpointError, match=r"x\.npz lacks array b"):
             archive.array("b", FLOAT32, (4, 3))

@@ -113,6 +113,6 @@ def test_scores_that_are_no_numbers_name_their_request(table: Any) -> None:
     checkpoint.ranker.tables.user[torch.from_numpy(rows)] = torch.nan
     broken = Scorer(checkpoint, OPTIONS)
     first = table.filter(users == user).sort_by("impression_ts")["request_id"][0]
-    with pytest.raises(EngineError, match=f"request {first} gives scores that are no numbers"):
+    with pytest.raises(EngineError, match=f"request {first} gives scores that are not numbers"):
         broken.score_table(table)
     broken.close()

@@ -67,13 +67,13 @@ def test_ids_are_hidden_as_often_as_new_ones_come(log: Log) -> None:
     new = replace(log, post_id=np.arange(1, len(log) + 1, dtype=np.uint64))
     made = plan(new)
     assert made.settings.hidden_post_share == 0.85
-    assert "newest fifth to train on: 0% of posts" in decided(made, "newest fifth")
+    assert "newest fifth of the training period: 0% of posts" in decided(made, "newest fifth")
     assert made.config.post_hashes.vocab_size == 2048, "a table of ids that are mostly hidden says little"
     few = replace(log, post_id=log.post_id % np.uint64(40) + np.uint64(1))
     assert plan(few).settings.hidden_post_share == 0.02
     strangers = replace(log, user_id=log.request_id)
     assert plan(strangers).settings.hidden_user_share == 0.5
-    assert "0% of users were seen before" in decided(plan(strangers), "newest fifth")
+    assert "0% of users known" in decided(plan(strangers), "newest fifth")
 
 
 def test_tables_have_room_for_the_ids_that_are_told_apart(log: Log) -> None:
@@ -169,9 +169,9 @@ def of_one(name: str) -> Callable[[Log], Log]:
 
 
 USELESS: dict[str, Callable[[Log], Log]] = {
-    "one request": of_one("request_id"),
-    "one user": of_one("user_id"),
-    "one time": lambda log: replace(log, impression_ts=np.full(len(log), 1_780_272_000)),
+    "only one request": of_one("request_id"),
+    "only one user": of_one("user_id"),
+    "only one time": lambda log: replace(log, impression_ts=np.full(len(log), 1_780_272_000)),
     "no action that was ever taken": lambda log: replace(log, actions=np.zeros_like(log.actions)),
     "no action that was ever not taken": lambda log: replace(log, actions=np.ones_like(log.actions)),
 }
@@ -186,5 +186,5 @@ def test_a_log_that_teaches_nothing_is_refused_with_its_range(reason: str, log: 
 def test_a_training_period_that_teaches_nothing_is_refused_with_its_range(log: Log) -> None:
     """The log as a whole would do."""
     times = np.unique(log.impression_ts)
-    with pytest.raises(LogError, match=r"^the training period \(2026-06-01, Unix seconds .*\) holds one "):
+    with pytest.raises(LogError, match=r"^the training period \(2026-06-01, Unix seconds .*\) holds only one "):
         plan(log, until_ts=int(times[1]))

@@ -142,7 +142,7 @@ def test_an_unknown_user_who_favorites_a_topic_gets_that_topic(
 
 def test_the_report_keeps_its_promises() -> None:
     figures = json.loads((DEMO / "report/figures.json").read_text())
-    assert figures["verdict"].startswith("The model is ahead of every baseline by every metric")
+    assert figures["verdict"].startswith("The model is ahead of every baseline on every metric")
     way = figures["way_to_optimum"]
     assert way["model"] >= 0.96
     assert way["true affinity"] <= 0.8

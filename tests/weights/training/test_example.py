@@ -75,7 +75,5 @@ def test_a_log_of_many_authors_has_no_topics(world: World, manifest: Manifest, t
 def test_a_user_can_be_asked_for(world: World, manifest: Manifest, tmp_path: Path) -> None:
     user = str(world.log.user_id[0])
     assert written(world, manifest, tmp_path / "out", user=user)[0]["user_id"] == user
-    with pytest.raises(
-        LogError, match="no request of this user has a history and two candidates; the log goes over 2026"
-    ):
+    with pytest.raises(LogError, match="no request of this user has a history and two candidates; the log covers 2026"):
         write_example(tmp_path / "out", manifest, world.log, {}, "12")

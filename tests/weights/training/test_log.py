@@ -91,6 +91,6 @@ def test_a_log_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> 
     for number in range(24):
         (tmp_path / f"again-{number}.parquet").hardlink_to(tmp_path / f"{MAX_IMPRESSIONS // 25}.parquet")
     with pytest.raises(
-        LogError, match=r"25,000,001 impressions, and at most 25,000,000 are read: keep the newest days"
+        LogError, match=r"25,000,001 impressions, but at most 25,000,000 are read: keep the newest days"
     ):
         read_log(tmp_path)
