@@ -37,6 +37,9 @@ TENSORS = frozenset({JSON, BINARY, b""})  # clients of the Open Inference Protoc
 GZIP = 16 + zlib.MAX_WBITS
 MOST_MEMBERS = 64  # of a gzip body
 CANCELS = "ranker.cancels"  # extension of a server that cancels a request's task when its client has gone
+LONG_BODY = (
+    65_536  # bytes; others were admitted while these came, and decoding them for nothing costs more than asking again
+)
 CUT_OFF = "The drain timed out."  # message of the cancellation where the client still waits
 
 
@@ -113,6 +116,8 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
         seconds = timeout_seconds_of(headers)
         deadline = None if seconds is None else state.ranker.clock() + seconds
         body = await read_body(request.receive, exchange, state.bodies, limit)
+        if len(body) > LONG_BODY:
+            state.ranker.check_open(key)
         if is_gzip:
             packed, body = len(body), inflate(body, limit)
             state.bodies.hold(exchange, max(0, len(body) - packed))

@@ -301,3 +301,32 @@ def test_refused_before_its_body_is_read_a_request_reads_none() -> None:
     app = create_app(ranker.settings, ranker)
     start, body = asyncio.run(play(app, []))
     assert (start["status"], json.loads(body["body"])["code"]) == (503, "not_ready")
+
+
+def test_a_long_body_that_came_while_the_queue_filled_is_not_decoded() -> None:
+    """It is not JSON, and nobody finds out."""
+    gate, stop, long = Gate(), threading.Event(), b"{" * 100_000
+    with listening(FakeEngine(before=gate), queue=Queue(max_requests=1)) as live, ThreadPoolExecutor() as pool:
+
+        def fill() -> None:
+            with live.connect() as others:
+                while not stop.is_set():
+                    others.sendall(head() + BODY)
+                    assert read_reply(others)[0] == 429
+
+        with live.connect() as first, live.connect() as slow, live.connect() as short:
+            slow.sendall(head(length=len(long)) + long[:10])
+            first.sendall(head() + BODY)
+            assert gate.entered.wait(10)
+            short.sendall(head(length=10) + long[:10])
+            assert read_reply(short)[0] == 400
+            filling = pool.submit(fill)
+            try:
+                until(lambda: live.figure('ranker_rejected_total{reason="queue_full"}') > 0)
+                slow.sendall(long[10:])
+                assert read_reply(slow)[0] == 429
+            finally:
+                stop.set()
+            filling.result(10)
+            gate.opened.set()
+            assert read_reply(first)[0] == 200
