@@ -57,9 +57,8 @@ def start(arguments: Sequence[str], program: str) -> int:
         if settings.workers > 1:
             from app.processes import parent
 
-            if (
-                role := parent.inherited()
-            ) is not None:  # another checkpoint may have been loaded since the parent began
+            # The checkpoint of the settings is not looked at: another one may have been loaded since the parent began.
+            if (role := parent.inherited()) is not None:
                 return parent.play(role, settings)
         if problem := problem_of(settings.checkpoint):  # said before anything listens
             log.error("fatal", reason=f"{settings.checkpoint.absolute()} {problem}")

@@ -12,7 +12,7 @@ MAX_RETRY_AFTER_SECONDS = 3600
 
 
 class FieldProblem(NamedTuple):
-    """One thing that is wrong with a request. `field` is a dotted path such as `candidates[3].post_id`, `` for the whole body."""
+    """One thing that is wrong with a request. `field` is a path such as `candidates[3].post_id`, empty for the whole body."""
 
     field: str
     message: str

@@ -99,9 +99,8 @@ class Server(Port):
         self.settings = settings
         self.exit_code = 0
         self.tells = True  # of several workers one does
-        self.reload: Callable[[], None] | None = (
-            None  # for SIGHUP; of several workers none does: the parent tells the engine process
-        )
+        self.reload: Callable[[], None] | None = None
+        """What SIGHUP does. A worker has none: the parent tells the engine process."""
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         ranker.on_fatal = self.fatal
@@ -337,9 +336,7 @@ def _listening(family: int, address: tuple[Any, ...]) -> socket.socket:
         if family == socket.AF_INET6:
             opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         opened.bind(address)
-        opened.listen(
-            BACKLOG
-        )  # two may bind one address, and only one may listen there; connections wait until they are accepted
+        opened.listen(BACKLOG)  # now, not in uvicorn: two may bind one address, and only one may listen there
     except OSError:
         opened.close()
         raise

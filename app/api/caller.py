@@ -37,9 +37,8 @@ TENSORS = frozenset({JSON, BINARY, b""})  # clients of the Open Inference Protoc
 GZIP = 16 + zlib.MAX_WBITS
 MOST_MEMBERS = 64  # of a gzip body
 CANCELS = "ranker.cancels"  # extension of a server that cancels a request's task when its client has gone
-LONG_BODY = (
-    65_536  # bytes; others were admitted while these came, and decoding them for nothing costs more than asking again
-)
+LONG_BODY_BYTES = 65_536
+"""While a longer body came, others were admitted: asking again whether there is room costs less than decoding it for nothing."""
 CUT_OFF = "The drain timed out."  # message of the cancellation where the client still waits
 
 
@@ -116,7 +115,7 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
         seconds = timeout_seconds_of(headers)
         deadline = None if seconds is None else state.ranker.clock() + seconds
         body = await read_body(request.receive, exchange, state.bodies, limit)
-        if len(body) > LONG_BODY:
+        if len(body) > LONG_BODY_BYTES:
             state.ranker.check_open(key)
         if is_gzip:
             packed, body = len(body), inflate(body, limit)
@@ -194,9 +193,8 @@ def check_type(headers: Headers, types: Collection[bytes]) -> None:
     if sent == JSON and JSON in types:
         return
     name, *parameters = (part.strip() for part in sent.lower().split(b";"))
-    if name not in types or (
-        not name and b"origin" in headers
-    ):  # a foreign page may send a body without a type, unasked
+    is_of_page = not name and b"origin" in headers  # a foreign page may send a body without a type, unasked
+    if name not in types or is_of_page:
         raise UnsupportedMediaType
     for parameter in parameters:
         what, _, value = parameter.partition(b"=")

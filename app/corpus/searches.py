@@ -30,10 +30,8 @@ from model.retrieval.inputs import Mark, PostChange, Query
 
 SCAN_REQUESTS = 32  # searches that share one scan of the corpus
 MOST_CHANGES = 4  # that wait or are being made; one is made at a time
-AGAIN_SECONDS, MOST_AGAIN_SECONDS = (
-    1.0,
-    60.0,
-)  # until a corpus is read again whose engine lacks a change; doubled each time
+AGAIN_SECONDS, MOST_AGAIN_SECONDS = 1.0, 60.0
+"""Pause before a corpus whose engine lacks a change is read again; doubled each time, up to the second."""
 
 log = structlog.get_logger("app.corpus.searches")
 
@@ -158,10 +156,8 @@ class Searches:
                     await asyncio.wait(under_way)
         finished = self.places.idle.is_set() and not self._changes
         self.fail_all(lambda: EngineDown("The process stops.", retry_after_seconds=RETRY_AFTER_SECONDS))
-        if (
-            self._held is not None and not self._changes
-        ):  # else one may still be written: the end of the process closes its file
-            self._held.changes.close()
+        if self._held is not None and not self._changes:
+            self._held.changes.close()  # while a change may still be written, only the end of the process closes its file
         self.versions.drop()
         return finished
 

@@ -139,9 +139,8 @@ class Versions(Generic[J]):
 
     def _free(self, scheduler: Scheduler[J]) -> None:
         if self._held.pop(scheduler.model.served, None) is not None:
-            counted = replace(
-                scheduler.model.engine.cache_stats(), bytes=0, entries=0
-            )  # its counters stay: none runs backwards
+            # Its counters stay in the sum, so that none runs backwards.
+            counted = replace(scheduler.model.engine.cache_stats(), bytes=0, entries=0)
             self._gone = _sum(self._gone, counted)
             scheduler.close()
 

@@ -32,11 +32,8 @@ PATHS_FILE = "loaded.json"  # beside the engine process's socket: what a reload 
 VARIABLE = "_RANKER_ROLE"  # not a setting: nobody sets it by hand
 PR_SET_PDEATHSIG = 1
 LOOK_SECONDS = 0.05
-PAUSE_SECONDS, MOST_PAUSE_SECONDS = (
-    0.5,
-    10.0,
-)  # before a process that ended soon after its start is started again; doubled each time
-SOON_SECONDS = 10.0
+SOON_SECONDS = 10.0  # a process that ends within this time of its start is started again after a pause
+PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.5, 10.0  # doubled each time, up to the second
 LAST_SECONDS = 10.0  # for a process to end beyond its drain
 
 log = structlog.get_logger("app.processes.parent")

@@ -24,9 +24,8 @@ from app.settings import Logs
 MAX_TEXT = 512  # characters of one value; nothing of ours is longer
 MOST_WAITING = 4096  # lines, a few seconds at full load
 MOST_SUCCESSES = 3072  # of them: lines about what went well are dropped first
-GATHER_SECONDS = (
-    0.02  # lines of this time are written at once: each turn of the thread takes the interpreter from the event loop
-)
+GATHER_SECONDS = 0.02
+"""Lines of this time are written at once: each turn of the thread takes the interpreter from the event loop."""
 BLOCK_BYTES = 4096  # POSIX' PIPE_BUF on Linux: a pipe takes such a write whole or not at all, whoever else writes to it
 RETRY_SECONDS = 0.2
 DRAIN_SECONDS = 2.0  # at the end, for a reader that is slow or stalled
@@ -151,9 +150,8 @@ def configure(settings: Logs, stream: TextIO | None = None, worker: int | None =
         logger_factory=lambda *names: output,
         cache_logger_on_first_use=False,
     )
-    logging.raiseExceptions = (
-        False  # else a line that cannot be formatted is reported on standard error, past the queue
-    )
+    # Else a line that cannot be formatted is reported on standard error, past the queue.
+    logging.raiseExceptions = False
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # no line of ours says them
     root = logging.getLogger()
     root.handlers = [handler]

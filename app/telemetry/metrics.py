@@ -90,9 +90,8 @@ class ReplyProbabilities(Collector):
     def __init__(self) -> None:
         self._bounds = np.array(PROBABILITIES, np.float32)
         self._pending: dict[tuple[str, ...], list[NDArray[np.float32]]] = {}  # action names → means [A] of replies
-        self._counted: dict[
-            str, tuple[NDArray[np.int64], float]
-        ] = {}  # action → replies in each bucket, sum of their means
+        # action → replies in each bucket, sum of their means
+        self._counted: dict[str, tuple[NDArray[np.int64], float]] = {}
 
     def record(self, action_names: tuple[str, ...], probabilities: NDArray[np.float32]) -> None:
         """Count a reply's probabilities, float32 `[C, A]`; a reply without candidates counts nothing."""

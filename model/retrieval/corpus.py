@@ -168,9 +168,8 @@ class Segment:
             return np.zeros_like(self.shown)
         bits = self._topic_bits.pop(places, None)
         if bits is None:
-            wanted = np.zeros(
-                len(self._topic_places) + 1, np.bool_
-            )  # the last: rows without a topic, whose place is -1
+            # The last entry is for rows without a topic, whose place is -1.
+            wanted = np.zeros(len(self._topic_places) + 1, np.bool_)
             wanted[list(places)] = True
             bits = bits_of(wanted[self.corpus.topics])
         self._topic_bits[places] = bits

@@ -68,9 +68,8 @@ def read_corpus(
     worst, length = worst_norm(vectors)
     if not abs(length - 1) <= LENGTH_OFF[stored[VECTORS].dtype]:
         raise CheckpointError(f"{stored[VECTORS].file} holds a vector of length {length:.6g} in row {worst}, not 1")
-    if "created_at" in arrays and (
-        problem := problem_of_times(arrays["created_at"])
-    ):  # earlier versions took any number
+    # Earlier versions took any number for a time.
+    if "created_at" in arrays and (problem := problem_of_times(arrays["created_at"])):
         raise CheckpointError(f"{stored['created_at'].file}, row {problem[0] + 1}: created_at {problem[1]}")
     topics = arrays.get("topics")
     if topics is not None and not (topics.min() >= -1 and topics.max() < len(manifest.topics)):

@@ -181,9 +181,8 @@ def _room(length: int) -> mmap.mmap:
 
 def _map(file: FileIO, length: int) -> mmap.mmap:
     try:
-        return mmap.mmap(
-            file.fileno(), length, access=mmap.ACCESS_COPY
-        )  # private: a stray write never reaches the file
+        # A private mapping: a stray write never reaches the file.
+        return mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY)
     except ValueError as error:
         raise CheckpointError("became shorter while it was being read") from error
 

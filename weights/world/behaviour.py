@@ -114,9 +114,8 @@ def true_probabilities(given: Circumstances) -> Floats:
     mean = log_dwell(given)
     for name, threshold in DWELL_THRESHOLDS_SECONDS.items():
         z = torch.from_numpy((np.log(threshold) - mean) / DWELL_SPREAD)
-        result[:, ACTION_NAMES.index(name)] = (
-            0.5 * torch.erfc(z / 2**0.5)
-        ).numpy()  # P(N(0, 1) ≥ z); numpy has no erfc
+        above = 0.5 * torch.erfc(z / 2**0.5)  # P(N(0, 1) ≥ z); numpy has no erfc
+        result[:, ACTION_NAMES.index(name)] = above.numpy()
     return result
 
 
