@@ -161,11 +161,6 @@ class Cache(Group):
     bytes: int | None = Field(default=None, ge=0)
     """Size of the context cache on the engine's device; 0 turns it off. By default 256 MiB on a CPU, or an eighth of a GPU's memory."""
 
-    @cached_property
-    def host_bytes(self) -> int:
-        """The most memory that it takes if it is on the CPU."""
-        return 256 * MIB if self.bytes is None else self.bytes
-
 
 class Deadline(Group):
     """How long a request may take, from its first byte to its scores. Its headers may ask for another deadline."""

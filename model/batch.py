@@ -49,14 +49,11 @@ def collate(
     requests: Sequence[tuple[Context, Candidates]],
     config: ModelConfig,
     candidate_positions: CandidatePositions = "shared",
-    *,
-    history_slots: int | None = None,
-    candidate_slots: int | None = None,
 ) -> Batch:
-    """Hash and pad requests. `history_slots` and `candidate_slots` pad further than the longest request needs."""
+    """Hash requests, and pad each to the longest."""
     contexts, lists = [context for context, _ in requests], [candidates for _, candidates in requests]
-    history = max([history_slots or 0, *map(len, contexts)])
-    slots = max([candidate_slots or 0, *map(len, lists)])
+    history = max(map(len, contexts))
+    slots = max(map(len, lists))
     positions = [
         np.concatenate(
             (

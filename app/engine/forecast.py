@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 Clock = Callable[[], float]  # seconds that never run backwards
 
+MEMORY_SECONDS = 0.5  # of `Offered`
+
 
 class ForwardTime:
     """Seconds of a forward as `fixed + per_token · cost`, both fitted to the recent past and never negative.
@@ -58,19 +60,18 @@ class Running(NamedTuple):
 
 
 class Offered:
-    """Work requested lately, refused or not, in forwards a second: a moving average over about `memory_seconds`."""
+    """Work requested lately, refused or not, in forwards a second: a moving average over about `MEMORY_SECONDS`."""
 
-    def __init__(self, memory_seconds: float = 0.5) -> None:
-        self.memory_seconds = memory_seconds
+    def __init__(self) -> None:
         self._forwards = 0.0  # requested within the memory
         self._of_a_request = 0.0  # the part of a forward that a recent request fills on average
         self._read = 0  # requests in that average, 20 at most
         self._at = 0.0
 
-    def observe(self, now: float, forwards: float | None = None, requests: int = 1) -> None:
-        """Record a request that fills this part of a forward, or `requests` refused unread, which count as average-sized."""
+    def observe(self, now: float, forwards: float | None = None) -> None:
+        """Record a request that fills this part of a forward. One that is refused unread (None) counts as average-sized."""
         if forwards is None:
-            forwards = requests * self._of_a_request
+            forwards = self._of_a_request
         else:
             self._read = min(self._read + 1, 20)
             self._of_a_request += (forwards - self._of_a_request) / self._read
@@ -79,7 +80,7 @@ class Offered:
 
     def forwards_per_second(self, now: float) -> float:
         """Number of full forwards that one second of recent traffic fills."""
-        return self._remembered(now) / self.memory_seconds
+        return self._remembered(now) / MEMORY_SECONDS
 
     def _remembered(self, now: float) -> float:
-        return self._forwards * math.exp(-max(0.0, now - self._at) / self.memory_seconds)
+        return self._forwards * math.exp(-max(0.0, now - self._at) / MEMORY_SECONDS)

@@ -45,11 +45,6 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     @property
-    def is_open(self) -> bool:
-        """Whether messages can be sent."""
-        return self._transport is not None
-
-    @property
     def is_congested(self) -> bool:
         """Whether the peer reads more slowly than this end writes."""
         return self._is_congested

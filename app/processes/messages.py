@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.errors import InternalError, ServiceError, error_class
-from app.interface import CorpusState, Found, Health, Ranked, ServedCorpus, ServedModel
+from app.interface import CorpusState, Health, ServedCorpus, ServedModel
 from model.engine import EngineInfo
 from model.inputs import Candidates, Context
 from model.retrieval.inputs import PostChange, Query
@@ -139,7 +139,6 @@ METHODS: dict[str, tuple[tuple[Any, ...], Any]] = {  # name: types of the argume
     "corpus_state": ((), CorpusState | None),
     "change": ((PostChange,), CorpusState),
 }
-RESULTS: dict[type, Any] = {Rank: Ranked, Search: Found}
 
 
 def _write(value: Any) -> Any:

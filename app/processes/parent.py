@@ -146,7 +146,6 @@ class Parent:
         self.signals: list[int] = []
         self.engine = Child(self, 0)
         self.workers = [Child(self, number) for number in range(1, settings.workers + 1)]
-        self._was_ready = False
 
     def run(self) -> int:
         """Run until the end; return the exit code."""

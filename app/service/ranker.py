@@ -333,7 +333,6 @@ def _draining() -> ServiceError:
     return Draining(retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
 
 
-def create_ranker(settings: Settings, metrics: Metrics, *, clock: Clock = time.monotonic) -> LocalRanker:
+def create_ranker(settings: Settings, metrics: Metrics) -> LocalRanker:
     """Return the ranker that the settings describe. It does not load yet: call its `start` in a running loop."""
-    loaders = checkpoint_loader(settings), corpus_loader(settings)
-    return LocalRanker(settings, metrics, load=loaders[0], load_corpus=loaders[1], clock=clock)
+    return LocalRanker(settings, metrics, load=checkpoint_loader(settings), load_corpus=corpus_loader(settings))

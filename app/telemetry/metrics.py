@@ -1,4 +1,4 @@
-"""Every Prometheus series of the service, in a registry that is handed in: what code counts on its way, and what a scrape reads."""
+"""Every Prometheus series of the service: what code counts on its way, and what a scrape reads."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ class Scraped(Collector):
 class Metrics:
     """The counters and histograms that code increments. `watch` adds those that are read at scrape time."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self.registry = registry = registry or CollectorRegistry()
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=registry)
 
@@ -171,7 +171,6 @@ class Metrics:
             "batch_padding_ratio", "Share of a forward's candidate slots that a rectangle would waste.", buckets=RATIOS
         )
         self.last_forward_unix = 0.0  # seconds
-        self.busy_seconds = 0.0  # of all forwards
         self.reply_probabilities = ReplyProbabilities()
         registry.register(self.reply_probabilities)
         self.rejected = counter("rejected", "Requests refused before any work was done.", "reason")
@@ -203,7 +202,6 @@ class Metrics:
     def record_batch(self, report: BatchReport) -> None:
         """A forward of the ranker finished."""
         self.last_forward_unix = time.time()
-        self.busy_seconds += report.forward_seconds
         candidates, rows = sum(report.candidates), len(report.candidates)
         if report.failed:
             self.forward_failures.inc()
