@@ -45,7 +45,7 @@ NO_MASK = "must be a mask without bits beyond those of the {} actions"
 NO_SURFACE = "must be a surface of this checkpoint, an integer between 0 and {}"
 NO_WEIGHTS = "All weights in force are 0, so all scores are equal and the ranks mean nothing."
 NO_WEIGHTS_KEPT = f"{NO_WEIGHTS} The checkpoint has none: send weights, or give it some with `phoenix-ranker relabel --score-weights`."
-MOST_WORDS = 4
+MOST_VOCABULARIES = 4
 """Vocabularies that are kept: of a ranker and towers, and of those that they replaced."""
 
 
@@ -97,12 +97,12 @@ def _published(name: str, actions: Sequence[str], outputs: Sequence[str]) -> NDA
     return np.array(found)
 
 
-class Words:
+class Vocabularies:
     """The vocabularies of the manifests used last, by identity."""
 
     def __init__(self) -> None:
         self._last: list[tuple[Manifest, Vocabulary]] = []
-        self._told: list[Vocabulary] = []
+        self._warned: list[Vocabulary] = []
 
     def of(self, manifest: Manifest) -> Vocabulary:
         """Return the vocabulary of this checkpoint, made once."""
@@ -110,13 +110,13 @@ class Words:
             if known is manifest:
                 return vocabulary
         vocabulary = Vocabulary.of(manifest)
-        self._last = [(manifest, vocabulary), *self._last[: MOST_WORDS - 1]]
+        self._last = [(manifest, vocabulary), *self._last[: MOST_VOCABULARIES - 1]]
         return vocabulary
 
     def log_once(self, vocabulary: Vocabulary, warnings: Sequence[str]) -> None:
         """Log once for each checkpoint that it has no weights, where a reply says so."""
-        if NO_WEIGHTS_KEPT in warnings and not any(vocabulary is told for told in self._told):
-            self._told = [vocabulary, *self._told[: MOST_WORDS - 1]]
+        if NO_WEIGHTS_KEPT in warnings and not any(vocabulary is known for known in self._warned):
+            self._warned = [vocabulary, *self._warned[: MOST_VOCABULARIES - 1]]
             log.warning("scores_mean_nothing", detail=NO_WEIGHTS_KEPT, **vocabulary.model)
 
 

@@ -47,16 +47,16 @@ class Question:
     wishes: Wishes
 
     @classmethod
-    def of(cls, asked: ExplainRequest, known: Context | None, words: Vocabulary, config: ModelConfig) -> Question:
+    def of(cls, asked: ExplainRequest, known: Context | None, vocabulary: Vocabulary, config: ModelConfig) -> Question:
         """Check a request; `known`: the context that its handle names. Raises InvalidRequest, and ContextUnknown where the context lacks
         what is needed: an older event that would move into sight, or the texts of ids."""
         if known is None:
-            history = columns.context_of(asked, words, replace(config, history_length=config.history_length + 1))
-        elif known.dropped or words.ids == "text":
+            history = columns.context_of(asked, vocabulary, replace(config, history_length=config.history_length + 1))
+        elif known.dropped or vocabulary.ids == "text":
             raise ContextUnknown
         else:
             history = known
-        candidates = columns.candidates_of(asked, words, config)
+        candidates = columns.candidates_of(asked, vocabulary, config)
         events = min(len(history), config.history_length, MAX_EXPLAINED_EVENTS)
         sent = history.post_ids.tolist() if known is not None else columns.sent_history_ids(asked)
         return cls(
@@ -64,10 +64,10 @@ class Question:
             config.history_length,
             events,
             candidates,
-            _places(asked, candidates, words),
+            _places(asked, candidates, vocabulary),
             columns.sent_ids(asked),
             [*map(str, sent[len(sent) - events :])],
-            columns.wishes_of(asked, words),
+            columns.wishes_of(asked, vocabulary),
         )
 
     @property
@@ -97,10 +97,10 @@ class Question:
         return [self.candidates.rows(self.explained)]
 
 
-def _places(asked: ExplainRequest, candidates: Candidates, words: Vocabulary) -> NDArray[np.int64]:
+def _places(asked: ExplainRequest, candidates: Candidates, vocabulary: Vocabulary) -> NDArray[np.int64]:
     """For each post id to explain, the place of the first candidate that has it, int64 `[n]`. Raises InvalidRequest."""
     first = {post: place for place, post in reversed([*enumerate(candidates.post_ids.tolist())])}
-    wanted = columns.ids_of(asked.explain, words.ids, "explain").tolist()
+    wanted = columns.ids_of(asked.explain, vocabulary.ids, "explain").tolist()
     for number, post in enumerate(wanted):
         if post not in first:
             raise InvalidRequest(f"explain[{number}]", "must be the post_id of a candidate")
@@ -112,22 +112,22 @@ def render(
     ranked: Ranked,
     without: Sequence[Scores],
     attention: NDArray[np.float32],
-    words: Vocabulary,
+    vocabulary: Vocabulary,
     timings_ms: Mapping[str, float],
 ) -> Iterator[bytes]:
     """Yield the JSON reply, a candidate at a time. `ranked` has all candidates; `without` those to explain, for each of
     `Question.contexts`; `attention` is `[L, N, n, 1 + history_used + 1]`."""
     explained, wishes = question.explained, question.wishes
     everyone = replace(wishes, top_k=None, wanted=None)
-    rows = replies.rows_of(question.post_ids, ranked.scores, everyone, words)
-    wanted = [*range(len(words.action_names))] if wishes.wanted is None else wishes.wanted
+    rows = replies.rows_of(question.post_ids, ranked.scores, everyone, vocabulary)
+    wanted = [*range(len(vocabulary.action_names))] if wishes.wanted is None else wishes.wanted
     own = rows.score[explained], rows.probabilities[explained][:, wanted]
-    rest = [(replies.combined_of(each, everyone, words), each.probabilities[:, wanted]) for each in without]
+    rest = [(replies.combined_of(each, everyone, vocabulary), each.probabilities[:, wanted]) for each in without]
     yield (
         _json(
             {
-                "model": words.model,
-                "actions": replies.names_of(wishes, words),
+                "model": vocabulary.model,
+                "actions": replies.names_of(wishes, vocabulary),
                 "events": {"place": question.places, "post_id": question.event_ids},
             }
         )[:-1]

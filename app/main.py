@@ -17,7 +17,7 @@ from app.api import admin, explain, infer, operations, rank, retrieve
 from app.api.caller import Bodies, KeyRing
 from app.api.middleware import HostMiddleware, RequestMiddleware, on_http_exception, on_invalid
 from app.api.pages import pages
-from app.columns import Words
+from app.columns import Vocabularies
 from app.interface import Ranker, ReloadableRanker
 from app.settings import ADMIN_HOST, Settings, load_settings
 from app.telemetry import logs
@@ -93,8 +93,9 @@ def _application(
         **options,
     )
     state = app.state
-    state.ranker, state.settings, state.words, state.keys = ranker, settings, Words(), KeyRing(settings.auth)
-    state.bodies = Bodies(settings.limits.buffered_bytes)
+    state.ranker, state.settings = ranker, settings
+    state.keys, state.bodies = KeyRing(settings.auth), Bodies(settings.limits.buffered_bytes)
+    state.vocabularies = Vocabularies()
     state.about, state.scrapes = operations.of_settings(settings), operations.Scrapes(ranker.exposition)
     if hosts != ["*"]:
         app.add_middleware(HostMiddleware, allowed_hosts=hosts, www_redirect=False)

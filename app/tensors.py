@@ -220,9 +220,9 @@ class Columns(NamedTuple):
     post_ids: NDArray[np.uint64] | list[str]
 
 
-def columns(asked: TensorRequest, words: Vocabulary, config: ModelConfig) -> Columns:
-    """Read the tensors in one checkpoint's words. Raises InvalidRequest."""
-    parameters, reader = asked.parameters, _Reader(asked, words)
+def columns(asked: TensorRequest, vocabulary: Vocabulary, config: ModelConfig) -> Columns:
+    """Read the tensors with one checkpoint's vocabulary. Raises InvalidRequest."""
+    parameters, reader = asked.parameters, _Reader(asked, vocabulary)
     count, posts = asked.candidates, reader.array("candidates.post_id", asked.candidates)
     candidates = Candidates(
         post_ids=reader.ids("candidates.post_id", posts),
@@ -232,7 +232,7 @@ def columns(asked: TensorRequest, words: Vocabulary, config: ModelConfig) -> Col
     )
     wishes = _wishes(asked, reader)
     context = parameters.context or _context(asked, reader, config)
-    return Columns(context, candidates, wishes, posts.tolist() if words.ids == "text" else posts)
+    return Columns(context, candidates, wishes, posts.tolist() if vocabulary.ids == "text" else posts)
 
 
 def _context(asked: TensorRequest, reader: _Reader, config: ModelConfig) -> Context:
@@ -251,11 +251,11 @@ def _context(asked: TensorRequest, reader: _Reader, config: ModelConfig) -> Cont
 
 
 def _wishes(asked: TensorRequest, reader: _Reader) -> Wishes:
-    parameters, words = asked.parameters, reader.words
+    parameters, vocabulary = asked.parameters, reader.vocabulary
     if "weights" in asked.inputs:
         weights = reader.by_action("weights")
     else:
-        weights = words.weights if parameters.weights is None else words.sets[parameters.weights]
+        weights = vocabulary.weights if parameters.weights is None else vocabulary.sets[parameters.weights]
     wanted = parameters.actions_wanted
     return Wishes(
         weights=weights,
@@ -263,25 +263,25 @@ def _wishes(asked: TensorRequest, reader: _Reader) -> Wishes:
         wanted=None if wanted is None else reader.columns("actions_wanted", wanted),
         has_offset=parameters.score == "offset",
         request_id=asked.request_id,
-        warnings=warnings_of(weights, words),
+        warnings=warnings_of(weights, vocabulary),
     )
 
 
 class _Reader:
-    """Reads the tensors of one request in one checkpoint's words. Each method raises InvalidRequest."""
+    """Reads the tensors of one request with one checkpoint's vocabulary. Each method raises InvalidRequest."""
 
-    def __init__(self, asked: TensorRequest, words: Vocabulary) -> None:
-        self.words = words
+    def __init__(self, asked: TensorRequest, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
         self._inputs = asked.inputs
-        self._specs = spoken(INPUTS, words.ids)
+        self._specs = spoken(INPUTS, vocabulary.ids)
         named = asked.parameters.actions
-        self._actions = [*range(len(words.action_names))] if named is None else self.columns("actions", named)
+        self._actions = [*range(len(vocabulary.action_names))] if named is None else self.columns("actions", named)
         self._sizes = {"1": 1, "C": asked.candidates, "H": asked.history}
         self._sizes |= {"A": len(self._actions), "W": -(-len(self._actions) // 64)}
 
     def columns(self, parameter: str, names: str) -> list[int]:
         """The columns of actions whose names are separated by commas."""
-        return columns_of(names.split(",") if names else [], self.words.index, f"parameters.{parameter}")
+        return columns_of(names.split(",") if names else [], self.vocabulary.index, f"parameters.{parameter}")
 
     def array(self, name: str, count: int | None = None) -> NDArray[Any]:
         """A tensor in its dtype and shape. With `count` it may be missing, and is that many zeros."""
@@ -303,7 +303,7 @@ class _Reader:
 
     def surfaces(self, name: str, count: int) -> NDArray[np.int64]:
         """Rows of the surfaces' table, 0 where the tensor is missing."""
-        found, last = self.array(name, count), self.words.product_surfaces - 1
+        found, last = self.array(name, count), self.vocabulary.product_surfaces - 1
         bad = (found < 0) | (found > last)
         if bad.any():
             raise InvalidRequest(f"{name}[{int(bad.argmax())}]", NO_SURFACE.format(last))
@@ -311,7 +311,7 @@ class _Reader:
 
     def by_action(self, name: str, count: int | None = None) -> NDArray[Any]:
         """A tensor whose last axis is all actions of the checkpoint, 0 for those that it does not name; `[count, A]` zeros if missing."""
-        width = len(self.words.action_names)
+        width = len(self.vocabulary.action_names)
         if name not in self._inputs:
             return np.zeros((count or 0, width), np.float32)
         is_mask = name == MASKED and self._inputs[name].datatype == "UINT64"
@@ -392,10 +392,10 @@ def _array(values: list[Any], code: str, shape: tuple[int, ...], dtype: np.dtype
 
 
 def render(
-    asked: TensorRequest, read: Columns, ranked: Ranked, words: Vocabulary, timings_ms: Mapping[str, float]
+    asked: TensorRequest, read: Columns, ranked: Ranked, vocabulary: Vocabulary, timings_ms: Mapping[str, float]
 ) -> tuple[bytes, bytes]:
     """Return the JSON of a reply, and the binary data of the outputs that are to have it. The scores must be finite."""
-    rows = rows_of(read.post_ids, ranked.scores, read.wishes, words)
+    rows = rows_of(read.post_ids, ranked.scores, read.wishes, vocabulary)
     binary: list[bytes] = []
     outputs: list[dict[str, Any]] = []
     for name, is_binary in asked.outputs.items():
@@ -409,8 +409,8 @@ def render(
             output["data"] = values.tolist() if values.dtype.kind == "O" else values.ravel()
         outputs.append(output)
     parameters: dict[str, Any] = {
-        "actions": ",".join(names_of(read.wishes, words)),
-        "continuous": ",".join(words.continuous_names),
+        "actions": ",".join(names_of(read.wishes, vocabulary)),
+        "continuous": ",".join(vocabulary.continuous_names),
         "history_used": ranked.history_used,
         "history_dropped": ranked.history_dropped,
         **{f"{stage}_ms": milliseconds for stage, milliseconds in timings_ms.items()},
@@ -419,7 +419,11 @@ def render(
         parameters["context"] = ranked.handle
     if read.wishes.warnings:
         parameters["warnings"] = " ".join(read.wishes.warnings)
-    told = {"model_name": words.model["name"], "model_version": words.model["version"], "parameters": parameters}
+    told = {
+        "model_name": vocabulary.model["name"],
+        "model_version": vocabulary.model["version"],
+        "parameters": parameters,
+    }
     named = {} if asked.request_id is None else {"id": asked.request_id}
     return orjson.dumps(told | named | {"outputs": outputs}, option=orjson.OPT_SERIALIZE_NUMPY), b"".join(binary)
 

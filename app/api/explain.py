@@ -62,16 +62,16 @@ async def explain(request: Request, caller: Caller) -> Response:
     ranker: Ranker = state.ranker
     with _only_one(state):
         model = ranker.model()
-        words: Vocabulary = state.words.of(model.manifest)
+        vocabulary: Vocabulary = state.vocabularies.of(model.manifest)
         latest = ranker.clock() + state.settings.deadline.default_seconds
         deadline = latest if caller.deadline is None else min(latest, caller.deadline)
         with exchange.measured("parse"):
-            question = await _question(state, caller, model, words)
+            question = await _question(state, caller, model, vocabulary)
         explaining = Explaining(state, replace(caller, deadline=deadline), model, question)
         ranked, without, attention = await cancelled_with(request, explaining.run())
         started, timings = time.perf_counter(), replies.timings_of(exchange.stages)
         written: list[bytes] = []
-        for piece in render(question, ranked, without, attention, words, timings):
+        for piece in render(question, ranked, without, attention, vocabulary, timings):
             written.append(piece)
             await asyncio.sleep(0)  # let other requests in
         exchange.stages["serialize"] = time.perf_counter() - started
@@ -94,16 +94,16 @@ def _check_free(state: State) -> None:
         raise Overloaded("Another explanation is running; only one runs at a time.", retry_after_seconds=1.0)
 
 
-async def _question(state: State, caller: CallerInfo, model: ServedModel, words: Vocabulary) -> Question:
+async def _question(state: State, caller: CallerInfo, model: ServedModel, vocabulary: Vocabulary) -> Question:
     """Read and check a request. Raises MalformedJson, TooLarge, InvalidRequest or ContextUnknown."""
-    asked = schema.read(EXPLAIN, caller.body, state.settings.limits, words.index)
+    asked = schema.read(EXPLAIN, caller.body, state.settings.limits, vocabulary.index)
     if len(asked.explain) > MAX_EXPLAINED:
         raise TooLarge(f"explain: {len(asked.explain)} items, but at most {MAX_EXPLAINED} are allowed.")
     exchange, sizes = caller.exchange, asked.sizes()
     exchange.candidates, exchange.history = sizes["candidates"], sizes["history"]
     handle = None if asked.context is UNSET else asked.context
     known = None if handle is None else await state.ranker.context(model, handle, caller.key)
-    question = Question.of(asked, known, words, model.manifest.config)
+    question = Question.of(asked, known, vocabulary, model.manifest.config)
     note(state, exchange, question.context, question.wishes.request_id)
     return question
 

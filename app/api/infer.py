@@ -157,16 +157,16 @@ async def infer(request: Request, caller: TensorCaller, name: str, version: str 
     patient = _in_time(state, caller, asked.timeout_seconds)
     with admitted(state, patient, model, candidates=asked.candidates, history=asked.history) as job:
         with exchange.measured("parse"):
-            words: Vocabulary = state.words.of(model.manifest)
-            read = tensors.columns(asked, words, model.manifest.config)
+            vocabulary: Vocabulary = state.vocabularies.of(model.manifest)
+            read = tensors.columns(asked, vocabulary, model.manifest.config)
             note(state, exchange, read.context, asked.request_id)
             if read.wishes.warnings:
-                state.words.log_once(words, read.wishes.warnings)
+                state.vocabularies.log_once(vocabulary, read.wishes.warnings)
         ranked = await cancelled_with(request, state.ranker.rank(job, read.context, read.candidates))
     timings = timings_of(exchange, exchange.stages["parse"], ranked)
-    exchange.scored.append((words.action_names, ranked.scores.probabilities))
+    exchange.scored.append((vocabulary.action_names, ranked.scores.probabilities))
     with exchange.measured("serialize"):
-        text, binary = tensors.render(asked, read, ranked, words, timings)
+        text, binary = tensors.render(asked, read, ranked, vocabulary, timings)
     fields = replies.headers_of(model, ranked, exchange)
     if not any(asked.outputs.values()):
         return Response(text, media_type=JSON, headers=fields)

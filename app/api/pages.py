@@ -68,12 +68,12 @@ def pages(settings: Settings, document: Callable[[], dict[str, Any]]) -> APIRout
     router = APIRouter(include_in_schema=False)
     folders = FOLDERS if settings.explores else FOLDERS[:2]
     kept = {path.name: _file(path) for folder in folders for path in _files(*folder)}
-    described = Kept(lambda key: orjson.dumps(_speaking(document(), key)), "application/json")
+    described = Kept(lambda key: orjson.dumps(_with_examples(document(), key)), "application/json")
     beside = Kept(lambda key: orjson.dumps(carried(settings.checkpoint, key.split()[0])), "application/json")
 
     @router.get("/openapi.json")
     async def openapi(request: Request) -> Response:
-        return await described.reply(request, _words(request.app.state.ranker))
+        return await described.reply(request, _example_key(request.app.state.ranker))
 
     @router.get("/docs")
     async def docs(request: Request) -> Response:
@@ -105,7 +105,7 @@ def pages(settings: Settings, document: Callable[[], dict[str, Any]]) -> APIRout
     return router
 
 
-def _words(ranker: Ranker) -> str:
+def _example_key(ranker: Ranker) -> str:
     """The actions of the checkpoint that serves and its kind of ids, with blanks between; X's before one does."""
     try:
         manifest = ranker.model().manifest
@@ -114,9 +114,9 @@ def _words(ranker: Ranker) -> str:
     return " ".join((*manifest.action_names, manifest.ids))
 
 
-def _speaking(document: dict[str, Any], words: str) -> dict[str, Any]:
-    """The document with examples in these words."""
-    *actions, ids = words.split()
+def _with_examples(document: dict[str, Any], key: str) -> dict[str, Any]:
+    """The document with examples of the actions and the kind of ids in a key of `_example_key`."""
+    *actions, ids = key.split()
     return schema.with_examples(document, actions, "text" if ids == "text" else "uint64")
 
 

@@ -94,7 +94,7 @@ async def context(request: Request, caller: Caller) -> Response:
     (see 412)."""
     state, exchange = request.app.state, caller.exchange
     model: ServedModel = state.ranker.model()
-    vocabulary: Vocabulary = state.words.of(model.manifest)
+    vocabulary: Vocabulary = state.vocabularies.of(model.manifest)
     with exchange.measured("parse"):
         asked = schema.read(CONTEXT, caller.body, state.settings.limits, vocabulary.index)
     exchange.history = schema.count_of(asked.history)
@@ -141,7 +141,7 @@ class Work:
 def _read(state: State, exchange: Exchange, model: ServedModel, body: bytes) -> RankRequest:
     """Decode a request and note its size."""
     with exchange.measured("parse"):
-        asked = schema.read(RANK, body, state.settings.limits, state.words.of(model.manifest).index)
+        asked = schema.read(RANK, body, state.settings.limits, state.vocabularies.of(model.manifest).index)
     sizes = asked.sizes()
     exchange.candidates += sizes["candidates"]
     exchange.history += sizes["history"]
@@ -151,14 +151,14 @@ def _read(state: State, exchange: Exchange, model: ServedModel, body: bytes) -> 
 def _work(state: State, exchange: Exchange, model: ServedModel, asked: RankRequest) -> Work:
     """Check a request against this checkpoint."""
     with exchange.measured("parse"):
-        vocabulary, config = state.words.of(model.manifest), model.manifest.config
+        vocabulary, config = state.vocabularies.of(model.manifest), model.manifest.config
         named = None if asked.context is UNSET else asked.context
         viewer = named or columns.context_of(asked, vocabulary, config)
         candidates = columns.candidates_of(asked, vocabulary, config)
         wishes = columns.wishes_of(asked, vocabulary)
         note(state, exchange, viewer, wishes.request_id)
         if wishes.warnings:
-            state.words.log_once(vocabulary, wishes.warnings)
+            state.vocabularies.log_once(vocabulary, wishes.warnings)
         return Work(model, vocabulary, viewer, candidates, columns.sent_ids(asked), wishes)
 
 

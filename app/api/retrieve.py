@@ -51,10 +51,10 @@ async def retrieve(request: Request, caller: Caller) -> Response:
     state, exchange = request.app.state, caller.exchange
     corpus: Corpus = state.ranker.corpus
     served = corpus.served
-    words: Vocabulary = state.words.of(served.manifest)
+    vocabulary: Vocabulary = state.vocabularies.of(served.manifest)
     with exchange.measured("parse"):
-        asked = schema.read(RETRIEVE, caller.body, state.settings.limits, words.index)
-        query = _query(asked, _at_least(caller), words, served.manifest.config, state.settings.limits)
+        asked = schema.read(RETRIEVE, caller.body, state.settings.limits, vocabulary.index)
+        query = _query(asked, _at_least(caller), vocabulary, served.manifest.config, state.settings.limits)
         note(state, exchange, query.context, _request_id(asked))
     exchange.candidates, exchange.history = query.k, asked.sizes()["history"]
     found = await cancelled_with(request, corpus.search(served, query, _deadline(state, caller), caller.key))
@@ -80,14 +80,14 @@ async def recommend(request: Request, caller: Caller) -> Response:
         raise CorpusNotLoaded("The posts cannot be ranked: the corpus has ids of another kind than the ranking model.")
     caller = replace(caller, deadline=_deadline(state, caller))  # one for both stages
     with exchange.measured("parse"):
-        asked = schema.read(RECOMMEND, caller.body, state.settings.limits, state.words.of(model.manifest).index)
+        asked = schema.read(RECOMMEND, caller.body, state.settings.limits, state.vocabularies.of(model.manifest).index)
     exchange.candidates, exchange.history = _k(asked, state.settings.limits), asked.sizes()["history"]
     # Before the search: a request that the ranker would refuse costs none, and one that is admitted ends even in a drain.
     with admitted(state, caller, model, candidates=exchange.candidates, history=exchange.history) as job:
         with exchange.measured("parse"):
             work = _recommendation(state, caller, asked, model, served)
         found, ranked, wishes = await cancelled_with(request, _ranked(ranker, caller, job, work))
-    exchange.scored.append((work.words.action_names, ranked.scores.probabilities))
+    exchange.scored.append((work.vocabulary.action_names, ranked.scores.probabilities))
     with exchange.measured("serialize"):
         body = _recommended(work, found, ranked, wishes, replies.timings_of(exchange.stages))
     fields = replies.headers_of(model, ranked, exchange)
@@ -95,13 +95,13 @@ async def recommend(request: Request, caller: Caller) -> Response:
 
 
 class Recommendation(NamedTuple):
-    """A request for ranked posts that has been checked against both checkpoints. `words`: of the ranking model; `context`: what it reads
-    of the user, or its handle."""
+    """A request for ranked posts that has been checked against both checkpoints. `vocabulary`: of the ranking model; `context`: what it
+    reads of the user, or its handle."""
 
     asked: RecommendRequest
     served: ServedCorpus
     query: Query
-    words: Vocabulary
+    vocabulary: Vocabulary
     config: ModelConfig
     context: Context | str
     wishes: Wishes
@@ -112,16 +112,16 @@ def _recommendation(
 ) -> Recommendation:
     """Check a request against both checkpoints. Raises InvalidRequest."""
     ours, theirs = model.manifest, served.manifest
-    words: Vocabulary = state.words.of(ours)
-    query = _query(asked, _at_least(caller), state.words.of(theirs), theirs.config, state.settings.limits)
+    vocabulary: Vocabulary = state.vocabularies.of(ours)
+    query = _query(asked, _at_least(caller), state.vocabularies.of(theirs), theirs.config, state.settings.limits)
     context: Context | str = query.handle
     if not query.handle:
-        context = query.context if _read_alike(ours, theirs) else columns.context_of(asked, words, ours.config)
-    wishes = columns.wishes_of(asked, words)
+        context = query.context if _read_alike(ours, theirs) else columns.context_of(asked, vocabulary, ours.config)
+    wishes = columns.wishes_of(asked, vocabulary)
     note(state, caller.exchange, context, wishes.request_id)
     if wishes.warnings:
-        state.words.log_once(words, wishes.warnings)
-    return Recommendation(asked, served, query, words, ours.config, context, wishes)
+        state.vocabularies.log_once(vocabulary, wishes.warnings)
+    return Recommendation(asked, served, query, vocabulary, ours.config, context, wishes)
 
 
 def _read_alike(ours: Manifest, theirs: Manifest) -> bool:
@@ -171,15 +171,15 @@ def _k(asked: RetrieveRequest, limits: Limits) -> int:
     return k
 
 
-def _query(asked: RetrieveRequest, at_least: str, words: Vocabulary, config: ModelConfig, limits: Limits) -> Query:
+def _query(asked: RetrieveRequest, at_least: str, vocabulary: Vocabulary, config: ModelConfig, limits: Limits) -> Query:
     """What the search is asked. Raises InvalidRequest, also where nothing is known of the user: then every post would score 0; TooLarge."""
-    k, context = _k(asked, limits), columns.context_of(asked, words, config)
+    k, context = _k(asked, limits), columns.context_of(asked, vocabulary, config)
     handle = "" if asked.context is UNSET else asked.context
     if not handle and not context.user_id and not context.post_ids.any():
         raise InvalidRequest("user_id", NOBODY)
-    excluded = columns.ids_of(asked.exclude, words.ids, "exclude")
+    excluded = columns.ids_of(asked.exclude, vocabulary.ids, "exclude")
     if asked.exclude_history and not handle:
-        excluded = np.concatenate((excluded, _history_ids(asked, context, words)))
+        excluded = np.concatenate((excluded, _history_ids(asked, context, vocabulary)))
     first, last = None, None
     if asked.max_age_seconds is not UNSET:
         first, last = created_within(asked.impression_ts, asked.max_age_seconds)
@@ -195,11 +195,11 @@ def _query(asked: RetrieveRequest, at_least: str, words: Vocabulary, config: Mod
     )
 
 
-def _history_ids(asked: RetrieveRequest, context: Context, words: Vocabulary) -> NDArray[np.uint64]:
+def _history_ids(asked: RetrieveRequest, context: Context, vocabulary: Vocabulary) -> NDArray[np.uint64]:
     """The posts of the whole history, those beyond the model's window included."""
     if not context.dropped:
         return context.post_ids
-    return columns.ids_of(columns.sent_history_ids(asked), words.ids, "history.post_id")
+    return columns.ids_of(columns.sent_history_ids(asked), vocabulary.ids, "history.post_id")
 
 
 def _at_least(caller: CallerInfo) -> str:
@@ -272,18 +272,18 @@ def _recommended(
     work: Recommendation, found: Found, ranked: Ranked, wishes: Wishes, timings_ms: dict[str, float]
 ) -> bytes:
     """The reply of /recommend: what /rank says of the posts, best first, with their scores and ranks in /retrieve."""
-    posts, words = found.posts, work.words
+    posts, vocabulary = found.posts, work.vocabulary
     ids = [post for post, _ in posts.texts] if posts.texts else [*map(str, posts.post_ids.tolist())]
-    rows = replies.rows_of(ids, ranked.scores, wishes, words)
-    best = order_of(replies.combined_of(ranked.scores, wishes, words))[: wishes.top_k]
+    rows = replies.rows_of(ids, ranked.scores, wishes, vocabulary)
+    best = order_of(replies.combined_of(ranked.scores, wishes, vocabulary))[: wishes.top_k]
     further: list[tuple[bytes, NDArray[Any]]] = [
         (b',"retrieval_score":', posts.scores[best]),
         (b',"retrieval_rank":', best + 1),
     ]
-    models = {"retrieval": _name_of(work.served.manifest), "ranker": words.model}
-    head = replies.head_of(replies.names_of(wishes, words), models=models, corpus=_corpus_of(work.served, posts))
+    models = {"retrieval": _name_of(work.served.manifest), "ranker": vocabulary.model}
+    head = replies.head_of(replies.names_of(wishes, vocabulary), models=models, corpus=_corpus_of(work.served, posts))
     end = replies.tail_of(ranked, wishes, timings_ms, visible=posts.visible)
-    return head + replies.objects(rows, words, further) + end
+    return head + replies.objects(rows, vocabulary, further) + end
 
 
 def _name_of(manifest: Manifest) -> dict[str, str]:
