@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from app import errors, schema
 from app.api.caller import Headers, check_length, check_type, read_body
-from app.api.operations import replies
+from app.api.operations import json_reply
 from app.corpus.posts import read_change
 from app.errors import InvalidRequest, NotFound, ReloadBusy, ReloadRefused, Unauthorized, UnsupportedMediaType
 from app.interface import CheckpointNotFound, ReloadableRanker, ReloadInProgress
@@ -87,8 +87,8 @@ async def reload(request: Request, body: Body) -> Response:
     with _problems():
         try:
             if is_of_corpus:
-                return replies(await _reload_corpus(ranker, retrieval, corpus))
-            return replies(await _reload_checkpoint(ranker, checkpoint))
+                return json_reply(await _reload_corpus(ranker, retrieval, corpus))
+            return json_reply(await _reload_checkpoint(ranker, checkpoint))
         except CheckpointNotFound:
             if names != [None, None, None]:
                 raise NotFound(NOT_BELOW_ROOT) from None
@@ -125,7 +125,7 @@ async def posts(request: Request, body: Body) -> Response:
         state = await corpus.change(change)
     now = {"posts": state.posts, "changes": state.changes, "sequence": state.mark.sequence}
     told = {"name": state.corpus.name, "version": state.corpus.version} | now
-    return replies({"corpus": told, "upserted": len(change.upsert.post_ids), "deleted": state.deleted})
+    return json_reply({"corpus": told, "upserted": len(change.upsert.post_ids), "deleted": state.deleted})
 
 
 @contextmanager

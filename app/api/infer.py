@@ -6,16 +6,14 @@ from dataclasses import replace
 from importlib.metadata import version as version_of
 from typing import Any
 
-import orjson
 from fastapi import APIRouter
-from pydantic import BaseModel
 from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
 
 from app import replies, schema, tensors
 from app.api.caller import CallerInfo, CallerRoute, TensorCaller, cancelled_with
-from app.api.operations import DISTRIBUTION, NOT_NOW, Described, check_ready
+from app.api.operations import DISTRIBUTION, NOT_NOW, Described, answers, check_ready, json_reply
 from app.api.rank import JSON, admitted, note, timings_of
 from app.columns import Vocabulary
 from app.errors import InvalidRequest, ModelNotFound
@@ -91,47 +89,39 @@ class ModelReady(Ready):
     """Name of the checkpoint."""
 
 
-def _json(content: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(content), media_type=JSON)
-
-
-def _told(kind: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    return {200: {"model": kind}}
-
-
-@router.get("", responses=_told(ServerMetadata), response_class=Response)
+@router.get("", responses=answers(ServerMetadata), response_class=Response)
 async def server() -> Response:
     """The server's name and version, and the extensions of the protocol that it supports."""
-    return _json({"name": DISTRIBUTION, "version": version_of(DISTRIBUTION), "extensions": ["binary_tensor_data"]})
+    return json_reply({"name": DISTRIBUTION, "version": version_of(DISTRIBUTION), "extensions": ["binary_tensor_data"]})
 
 
-@router.get("/health/live", responses=_told(Live), response_class=Response)
+@router.get("/health/live", responses=answers(Live), response_class=Response)
 async def live() -> Response:
     """The process is alive, as in `/livez`."""
-    return _json({"live": True})
+    return json_reply({"live": True})
 
 
-@router.get("/health/ready", responses=_told(Ready) | NOT_NOW, response_class=Response)
+@router.get("/health/ready", responses=answers(Ready) | NOT_NOW, response_class=Response)
 async def ready(request: Request) -> Response:
     """Requests may be sent here, as in `/readyz`."""
     check_ready(request.app.state.ranker)
-    return _json({"ready": True})
+    return json_reply({"ready": True})
 
 
-@router.get(MODEL, responses=_told(ModelMetadata) | NO_MODEL, response_class=Response)
-@router.get(VERSION, responses=_told(ModelMetadata) | NO_MODEL, response_class=Response)
+@router.get(MODEL, responses=answers(ModelMetadata) | NO_MODEL, response_class=Response)
+@router.get(VERSION, responses=answers(ModelMetadata) | NO_MODEL, response_class=Response)
 async def metadata(request: Request, name: str, version: str = "") -> Response:
     """The tensors of the model: names, datatypes and shapes."""
-    return _json(tensors.describe(_model(request.app.state.ranker, name, version).manifest))
+    return json_reply(tensors.describe(_model(request.app.state.ranker, name, version).manifest))
 
 
-@router.get(f"{MODEL}/ready", responses=_told(ModelReady) | NO_MODEL, response_class=Response)
-@router.get(f"{VERSION}/ready", responses=_told(ModelReady) | NO_MODEL, response_class=Response)
+@router.get(f"{MODEL}/ready", responses=answers(ModelReady) | NO_MODEL, response_class=Response)
+@router.get(f"{VERSION}/ready", responses=answers(ModelReady) | NO_MODEL, response_class=Response)
 async def model_ready(request: Request, name: str, version: str = "") -> Response:
     """Requests for this model may be sent here, as in `/readyz`; 404 if another model or version serves."""
     ranker: Ranker = request.app.state.ranker
     check_ready(ranker)
-    return _json({"name": _model(ranker, name, version).manifest.name, "ready": True})
+    return json_reply({"name": _model(ranker, name, version).manifest.name, "ready": True})
 
 
 LENGTH = "How many bytes of the body are JSON. Binary data follows them, in the order of `inputs`."

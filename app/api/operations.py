@@ -91,7 +91,7 @@ def answers(kind: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     return {200: {"model": kind}}
 
 
-def replies(content: dict[str, Any]) -> Response:
+def json_reply(content: dict[str, Any]) -> Response:
     """200 with JSON."""
     return Response(orjson.dumps(content), media_type="application/json")
 
@@ -99,7 +99,7 @@ def replies(content: dict[str, Any]) -> Response:
 @probes.get("/livez", responses=answers(Status), response_class=Response)
 async def livez() -> Response:
     """The process is alive: it can answer at all."""
-    return replies({"status": "alive"})
+    return json_reply({"status": "alive"})
 
 
 @probes.get("/readyz", responses=answers(Status) | NOT_NOW, response_class=Response)
@@ -108,7 +108,7 @@ async def readyz(request: Request) -> Response:
     ranker: Ranker = request.app.state.ranker
     feed = check_ready(ranker).feed
     rung = ranker.model().engine.notes.get("rung")
-    return replies({"status": "ready"} | ({"engine": str(rung)} if rung else {}) | ({"feed": feed} if feed else {}))
+    return json_reply({"status": "ready"} | ({"engine": str(rung)} if rung else {}) | ({"feed": feed} if feed else {}))
 
 
 @probes.get("/startupz", responses=answers(Status) | NOT_NOW, response_class=Response)
@@ -117,7 +117,7 @@ async def startupz(request: Request) -> Response:
     health = request.app.state.ranker.health()
     if not health.started:
         raise NotReady(health.reason, retry_after_seconds=PROBE_RETRY_SECONDS)
-    return replies({"status": "started"})
+    return json_reply({"status": "started"})
 
 
 @metrics.get("/metrics", summary="Metrics", responses={200: {"content": {CONTENT_TYPE: {}}}}, response_class=Response)
@@ -130,7 +130,7 @@ async def scrape(request: Request) -> Response:
 async def what_runs(request: Request) -> Response:
     """What runs here: model, checkpoint, architecture, action names, limits, device, dtype, build."""
     ranker: Ranker = request.app.state.ranker
-    return replies(describe(ranker, await ranker.corpus.state()) | request.app.state.about)
+    return json_reply(describe(ranker, await ranker.corpus.state()) | request.app.state.about)
 
 
 def check_ready(ranker: Ranker) -> Health:
