@@ -208,13 +208,12 @@ class Parent:
 
 def run(settings: Settings, arguments: Sequence[str]) -> int:
     """Serve with several processes until the end; return the exit code."""
-    from app.server import bind, raise_file_limit
+    from app.server import bind_logged, raise_file_limit
 
     raise_file_limit()
     try:
-        sockets = bind(settings.host, settings.port)
-    except OSError as error:
-        log.error("cannot_listen", host=settings.host, port=settings.port, reason=error.strerror)
+        sockets = bind_logged(settings.host, settings.port)
+    except OSError:
         return EXIT_START
     with tempfile.TemporaryDirectory(prefix="ranker-") as folder:
         code = Parent(settings, arguments, sockets, f"{folder}/engine").run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -217,23 +217,18 @@ class RemoteRanker:
 
     async def ask(self, make: Callable[[int], Any], result: Any, deadline: float | None = None) -> Any:
         """Ask the engine process. Raises EngineDown where it ends, and DeadlineExceeded where it does not answer in time."""
-        if self._link is None:
-            raise self._down()
-        try:
-            async with asyncio.timeout(None if deadline is None else max(0.0, deadline + GRACE_SECONDS - self.clock())):
-                return await self._link.ask(make, result)
-        except TimeoutError:
-            raise DeadlineExceeded from None
-        except ConnectionError:
-            raise EngineDown(ENDED.health.reason, retry_after_seconds=RETRY_AFTER_SECONDS) from None
+        return await self._answer(lambda link: link.ask(make, result), deadline)
 
     async def call(self, method: str, *arguments: Any, deadline: float | None = None) -> Any:
-        """Call a method of the engine process."""
+        """Call a method of the engine process. Raises as `ask` does."""
+        return await self._answer(lambda link: link.call(method, *arguments), deadline)
+
+    async def _answer(self, ask: Callable[[Link], Awaitable[Any]], deadline: float | None) -> Any:
         if self._link is None:
             raise self._down()
         try:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline + GRACE_SECONDS - self.clock())):
-                return await self._link.call(method, *arguments)
+                return await ask(self._link)
         except TimeoutError:
             raise DeadlineExceeded from None
         except ConnectionError:
