@@ -116,10 +116,10 @@ async def _rank(request: Request, caller: CallerInfo, name: str = "") -> Respons
     model: ServedModel = state.ranker.model(name)
     asked = _read(state, exchange, model, caller.body)
     with admitted(state, caller, model, **asked.sizes()) as job:
-        work = _work(state, exchange, model, asked)
+        checked = _check(state, exchange, model, asked)
         del asked  # its objects take several times the memory of the columns that wait
-        ranked = await cancelled_with(request, state.ranker.rank(job, work.context, work.candidates))
-    body = _reply(exchange, work, ranked, exchange.stages["parse"])
+        ranked = await cancelled_with(request, state.ranker.rank(job, checked.context, checked.candidates))
+    body = _reply(exchange, checked, ranked, exchange.stages["parse"])
     return Response(body, media_type=JSON, headers=replies.headers_of(model, ranked, exchange))
 
 
@@ -127,7 +127,7 @@ async def _rank(request: Request, caller: CallerInfo, name: str = "") -> Respons
 
 
 @dataclass(slots=True)
-class Work:
+class CheckedRequest:
     """A request that has been checked against one checkpoint. `context`: or its handle. `post_ids`: as they are echoed."""
 
     model: ServedModel
@@ -148,7 +148,7 @@ def _read(state: State, exchange: Exchange, model: ServedModel, body: bytes) -> 
     return asked
 
 
-def _work(state: State, exchange: Exchange, model: ServedModel, asked: RankRequest) -> Work:
+def _check(state: State, exchange: Exchange, model: ServedModel, asked: RankRequest) -> CheckedRequest:
     """Check a request against this checkpoint."""
     with exchange.measured("parse"):
         vocabulary, config = state.vocabularies.of(model.manifest), model.manifest.config
@@ -159,7 +159,7 @@ def _work(state: State, exchange: Exchange, model: ServedModel, asked: RankReque
         note(state, exchange, viewer, wishes.request_id)
         if wishes.warnings:
             state.vocabularies.log_once(vocabulary, wishes.warnings)
-        return Work(model, vocabulary, viewer, candidates, columns.sent_ids(asked), wishes)
+        return CheckedRequest(model, vocabulary, viewer, candidates, columns.sent_ids(asked), wishes)
 
 
 def note(state: State, exchange: Exchange, viewer: Context | str, request_id: str | None) -> None:
@@ -170,11 +170,11 @@ def note(state: State, exchange: Exchange, viewer: Context | str, request_id: st
         state.ranker.metrics.history_truncated.inc()
 
 
-def _reply(exchange: Exchange, work: Work, ranked: Ranked, parse_seconds: float) -> bytes:
+def _reply(exchange: Exchange, checked: CheckedRequest, ranked: Ranked, parse_seconds: float) -> bytes:
     timings = timings_of(exchange, parse_seconds, ranked)
-    exchange.scored.append((work.vocabulary.action_names, ranked.scores.probabilities))
+    exchange.scored.append((checked.vocabulary.action_names, ranked.scores.probabilities))
     with exchange.measured("serialize"):
-        return replies.rank_reply(work.post_ids, ranked, work.wishes, work.vocabulary, timings)
+        return replies.rank_reply(checked.post_ids, ranked, checked.wishes, checked.vocabulary, timings)
 
 
 def timings_of(exchange: Exchange, parse_seconds: float, ranked: Ranked) -> dict[str, float]:
@@ -240,14 +240,14 @@ class Batch:
             with ExitStack() as places:
                 async with self._turn:  # requests are read and admitted one by one
                     await asyncio.sleep(0)  # lets other callers in
-                    work, job, parse_seconds = await self._begin(item, places)
-                ranked = await self._state.ranker.rank(job, work.context, work.candidates)
-            body = _reply(self._caller.exchange, work, ranked, parse_seconds)
+                    checked, job, parse_seconds = await self._begin(item, places)
+                ranked = await self._state.ranker.rank(job, checked.context, checked.candidates)
+            body = _reply(self._caller.exchange, checked, ranked, parse_seconds)
         except (ServiceError, MemoryError) as error:
             return told(error)
-        return Result(body, work.model, ranked.cache, ranked.handle)
+        return Result(body, checked.model, ranked.cache, ranked.handle)
 
-    async def _begin(self, item: bytes, places: ExitStack) -> tuple[Work, Job, float]:
+    async def _begin(self, item: bytes, places: ExitStack) -> tuple[CheckedRequest, Job, float]:
         """Read, admit and check a request; the seconds are those that it was read and checked for."""
         state, exchange = self._state, self._caller.exchange
         before = exchange.stages["parse"]
@@ -259,8 +259,8 @@ class Batch:
             return admitted(state, self._caller, state.ranker.model(), **sizes)
 
         job = await self._window.enter(places, admit, sizes["candidates"], 1 + sizes["history"])
-        work = _work(state, exchange, job.model, asked)  # another model may serve by now
-        return work, job, exchange.stages["parse"] - before
+        checked = _check(state, exchange, job.model, asked)  # another model may serve by now
+        return checked, job, exchange.stages["parse"] - before
 
     def _take(self, candidates: int) -> None:
         """Count them. Raises TooLarge or Overloaded where this call, or all calls together, would hold too many."""
