@@ -31,7 +31,7 @@ import uvloop
 from fastapi import FastAPI
 
 from app.api.caller import CUT_OFF
-from app.api.connection import Connection, State, sweep
+from app.api.connection import Connection, PortState, sweep
 from app.api.operations import Scrapes
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START
 from app.interface import Ranker, ReloadableRanker
@@ -70,7 +70,7 @@ class Port(uvicorn.Server):
             timeout_notify=0,
         )
         super().__init__(config)
-        self.server_state: State = State()
+        self.server_state: PortState = PortState()
         self.sockets = list(sockets)
 
     async def sweep(self) -> None:

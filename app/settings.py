@@ -33,7 +33,6 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from app.corpus.address import FeedAddress
 
 PREFIX = "RANKER_"
-MIB = 2**20
 ADMIN_HOST = "127.0.0.1"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 ANY_ADDRESS = {"0.0.0.0", "::"}  # noqa: S104  # compared with, not bound
@@ -58,7 +57,7 @@ class Group(BaseModel):
 class Limits(Group):
     """How large one request may be. A larger one gets 413."""
 
-    max_body_bytes: int = Field(default=MIB, ge=1024, le=2**40)
+    max_body_bytes: int = Field(default=2**20, ge=1024, le=2**40)
     """Longest body in bytes. The bodies of all requests that are being answered may add up to 64 times as much.
     The default has room for 4 096 candidates and 1 000 history items as objects."""
     max_candidates: int = Field(default=4096, ge=1)

@@ -28,7 +28,7 @@ class TooManyHeaders(Exception):
     """A request's headers are longer, or more, than the limits."""
 
 
-class State(ServerState):
+class PortState(ServerState):
     """What the connections of a port share. `is_draining`: each reply ends its connection."""
 
     connections: set[Connection]  # type: ignore[assignment]  # of the kind that the port was given
@@ -65,7 +65,7 @@ class Cork:
 class Connection(HttpToolsProtocol):
     """`due_at`: when the headers, or the body, must have come, in seconds of the loop's clock."""
 
-    server_state: State
+    server_state: PortState
     task: asyncio.Task[None] | None = None
     due_at = math.inf
     unread = 0  # bytes since the last piece of a body or the end of headers

@@ -84,7 +84,7 @@ class RedisStream:
 
     def after(self, position: str, most: int, wait_seconds: float) -> list[Entry]:
         """See `Stream.after`."""
-        with _told():
+        with _in_our_words():
             # in this order, so that whatever is deleted before the first is seen by the second; a Redis that is full refuses MULTI
             with self._redis.pipeline(transaction=False) as asked:
                 asked.xrange(self._stream, position or "-", "+", most + bool(position))
@@ -132,7 +132,7 @@ class RedisStream:
     def bury(self, entry: Entry, reason: str) -> None:
         """See `Stream.bury`: under its own id in the stream `STREAM:unreadable`, once for all replicas."""
         kept, said = self._stream + UNREADABLE, {"change": entry.body or b"", "reason": reason}
-        with _told():
+        with _in_our_words():
             try:
                 self._redis.xadd(kept, said, id=entry.position)
             except Exception as error:
@@ -149,7 +149,7 @@ class RedisStream:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _in_our_words() -> Iterator[None]:
     """Raise a FeedError in place of an error of redis-py, which may quote the address, a password or a path."""
     from redis import exceptions
 

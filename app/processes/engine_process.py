@@ -69,7 +69,7 @@ class EngineProcess:
         self._named: dict[Any, int] = {}  # numbers of what serves, or was replaced just now
         self._kept: dict[int, Scheduler[Any]] = {}  # held, by number
         self._state = State(ranker.health())
-        self._told = 0.0
+        self._told_at = 0.0
         self._ended = asyncio.Event()
         self._methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "exposition": self.exposition,
@@ -193,9 +193,9 @@ class EngineProcess:
         )
         now = ranker.clock()
         is_same = _without_time(state) == _without_time(self._state)
-        if is_same and now < self._told + SIGN_OF_LIFE_SECONDS:
+        if is_same and now < self._told_at + SIGN_OF_LIFE_SECONDS:
             return
-        self._state, self._told = state, now
+        self._state, self._told_at = state, now
         for peer in self._peers.values():
             peer.link.send(state)
         for served, number in list(self._named.items()):
@@ -225,13 +225,13 @@ class EngineProcess:
     async def exposition(self) -> bytes:
         """Every metric of this process, and those of each worker with the label `worker`."""
         peers = list(self._peers.values())
-        told = await asyncio.gather(*(self._told_by(peer) for peer in peers))
+        told = await asyncio.gather(*(self._metrics_of(peer) for peer in peers))
         texts = [(peer.number, text.decode()) for peer, text in zip(peers, told, strict=True) if text]
         merged = CollectorRegistry()
         merged.register(Merged(self.ranker.metrics.registry, texts))
         return generate_latest(merged)
 
-    async def _told_by(self, peer: Peer) -> bytes:
+    async def _metrics_of(self, peer: Peer) -> bytes:
         try:
             async with asyncio.timeout(SCRAPE_SECONDS):
                 found: bytes = await peer.link.call("exposition")

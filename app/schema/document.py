@@ -154,7 +154,7 @@ def _type_choices(schema: Any) -> None:
 
 def body_of(kind: type[Struct], further: Mapping[str, str] | None = None) -> dict[str, Any]:
     """`openapi_extra` of a route that takes this request: its schema, examples and headers. `further`: more headers by name."""
-    content = {"schema": {"$ref": REF.format(name=kind.__name__)}, "examples": _told(EXAMPLES[kind])}
+    content = {"schema": {"$ref": REF.format(name=kind.__name__)}, "examples": _listed(EXAMPLES[kind])}
     headers = [
         {"name": name, "in": "header", "required": False, "schema": {"type": "string"}, "description": text}
         for name, text in (_HEADERS_IN | dict(further or {})).items()
@@ -169,11 +169,11 @@ def with_examples(document: dict[str, Any], actions: Sequence[str], ids: IdKind)
     for operation in (each for path in document["paths"].values() for each in path.values()):
         for content in operation.get("requestBody", {}).get("content", {}).values():
             if (examples := by_name.get(content["schema"].get("$ref"))) is not None:
-                content["examples"] = _told(examples)
+                content["examples"] = _listed(examples)
     return document
 
 
-def _told(examples: Mapping[str, Any]) -> dict[str, Any]:
+def _listed(examples: Mapping[str, Any]) -> dict[str, Any]:
     return {name: {"summary": name.capitalize(), "value": value} for name, value in examples.items()}
 
 
