@@ -98,7 +98,7 @@ class Server(Port):
         self.ranker = ranker
         self.settings = settings
         self.exit_code = 0
-        self.tells = True  # of several workers one does
+        self.announces = True  # whether it says where the page is; of several workers one does
         self.reload: Callable[[], None] | None = None
         """What SIGHUP does. A worker has none: the parent tells the engine process."""
         self._draining: asyncio.Task[None] | None = None
@@ -108,8 +108,8 @@ class Server(Port):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and tell people what to try."""
         await super().startup(sockets)
-        if self.tells:
-            tell(self.settings, *self.sockets[0].getsockname()[:2])
+        if self.announces:
+            announce(self.settings, *self.sockets[0].getsockname()[:2])
 
     def fatal(self, reason: str) -> None:
         """Shut down after an error that only a new process can mend: waiting requests have their answers."""
@@ -205,11 +205,11 @@ def run(
     ranker: Ranker | None = None,
     sockets: Sequence[socket.socket] | None = None,
     *,
-    tells: bool = True,
+    announces: bool = True,
 ) -> int:
     """Serve until the end; the exit code of the process.
 
-    A worker of several is given its ranker and its sockets, which it shares with the others; one of them `tells` people what to try.
+    A worker of several is given its ranker and its sockets, which it shares with the others; one of them `announces` what people can try.
     """
     local: ReloadableRanker | None = None
     if ranker is None:
@@ -226,7 +226,7 @@ def run(
     except OSError:
         return EXIT_START
     server = Server(create_app(settings, ranker), bound, ranker, settings)
-    server.tells = tells
+    server.announces = announces
     server.reload = None if local is None else local.reloads.reload_soon
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(server, sides))
@@ -343,7 +343,7 @@ def _listening(family: int, address: tuple[Any, ...]) -> socket.socket:
     return opened
 
 
-def tell(settings: Settings, host: str, port: int) -> None:
+def announce(settings: Settings, host: str, port: int) -> None:
     """Print or log the page's address if there is a page, and a working request if the checkpoint has an example."""
     reached = "127.0.0.1" if host in ANY_ADDRESS else host
     url = f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"

@@ -110,12 +110,14 @@ class RequestMiddleware:
                 if CANCELS not in scope.get("extensions", ()):
                     raise
         except Exception as error:
-            await self._tell(error, exchange, scope, receive, reply)
+            await self._reply_to_error(error, exchange, scope, receive, reply)
         finally:
             exchange.route = getattr(scope.get("route"), "path", UNMATCHED)
             self._end(exchange, scope)
 
-    async def _tell(self, error: Exception, exchange: Exchange, scope: Scope, receive: Receive, reply: Send) -> None:
+    async def _reply_to_error(
+        self, error: Exception, exchange: Exchange, scope: Scope, receive: Receive, reply: Send
+    ) -> None:
         """Reply with the problem that an exception stands for, if no reply has begun."""
         problem = told(error)
         exchange.code = problem.code

@@ -69,7 +69,7 @@ class EngineProcess:
         self._named: dict[Any, int] = {}  # numbers of what serves, or was replaced just now
         self._kept: dict[int, Scheduler[Any]] = {}  # held, by number
         self._state = State(ranker.health())
-        self._told_at = 0.0
+        self._sent_at = 0.0
         self._ended = asyncio.Event()
         self._methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "exposition": self.exposition,
@@ -88,11 +88,11 @@ class EngineProcess:
         loop.add_signal_handler(signal.SIGHUP, self.ranker.reloads.reload_soon)
         server = await loop.create_unix_server(lambda: Link(FromWorker, self._take, self._made, self._lost), path)
         self.ranker.start()
-        look = loop.create_task(self._keep_telling())
+        look = loop.create_task(self._keep_sending_state())
         await self._ended.wait()
         if not await self.ranker.stop(self.settings.drain.timeout_seconds):
             self.exit_code = self.exit_code or EXIT_FAILED
-        self._tell()
+        self._send_state()
         look.cancel()
         server.close()
         for peer in list(self._peers.values()):
@@ -103,7 +103,7 @@ class EngineProcess:
     def _fatal(self, reason: str) -> None:
         self.exit_code = EXIT_ENGINE_LOST if self.ranker.health().started else EXIT_FAILED
         log.error("fatal", reason=reason)
-        self._tell()
+        self._send_state()
         asyncio.get_running_loop().call_later(0.05, self._ended.set)  # waiting requests have their errors by then
 
     # links
@@ -174,12 +174,12 @@ class EngineProcess:
 
     # what workers know
 
-    async def _keep_telling(self) -> None:
+    async def _keep_sending_state(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            self._tell()
+            self._send_state()
 
-    def _tell(self) -> None:
+    def _send_state(self) -> None:
         """Send the state to all workers if it has changed, or as a sign of life."""
         ranker = self.ranker
         refusal = ranker.admission.closed(ranker.versions.running())
@@ -193,9 +193,9 @@ class EngineProcess:
         )
         now = ranker.clock()
         is_same = _without_time(state) == _without_time(self._state)
-        if is_same and now < self._told_at + SIGN_OF_LIFE_SECONDS:
+        if is_same and now < self._sent_at + SIGN_OF_LIFE_SECONDS:
             return
-        self._state, self._told_at = state, now
+        self._state, self._sent_at = state, now
         for peer in self._peers.values():
             peer.link.send(state)
         for served, number in list(self._named.items()):

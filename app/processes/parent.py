@@ -72,7 +72,7 @@ def play(role: Role, settings: Settings) -> int:
 
         ranker = RemoteRanker(settings, role.path, Metrics())
         sockets = [socket.socket(fileno=descriptor) for descriptor in role.sockets]
-        return server.run(settings, ranker, sockets, tells=role.worker == 1)
+        return server.run(settings, ranker, sockets, announces=role.worker == 1)
     from app.processes.engine_process import EngineProcess
     from app.service.ranker import create_ranker
     from app.service.reload import resumed
@@ -116,7 +116,7 @@ class Child:
         self.pause = min(MOST_PAUSE_SECONDS, 2 * self.pause) if now < self.start_at + SOON_SECONDS else PAUSE_SECONDS
         self.process, self.start_at = None, now + (self.pause if now < self.start_at + SOON_SECONDS else 0.0)
 
-    def tell(self, number: int) -> None:
+    def send(self, number: int) -> None:
         """Send it a signal, if it runs."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
@@ -156,7 +156,7 @@ class Parent:
             code = self._look()
             if signal.SIGHUP in self.signals:
                 self.signals.remove(signal.SIGHUP)
-                self.engine.tell(signal.SIGHUP)
+                self.engine.send(signal.SIGHUP)
             time.sleep(LOOK_SECONDS)
         return self._stop() or code
 
@@ -194,15 +194,15 @@ class Parent:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._end_at_once)
         for worker in self.workers:
-            worker.tell(signal.SIGTERM)
+            worker.send(signal.SIGTERM)
         codes = [worker.wait(until) for worker in self.workers]
-        self.engine.tell(signal.SIGTERM)
+        self.engine.send(signal.SIGTERM)
         codes.append(self.engine.wait(until + LAST_SECONDS))
         return EXIT_FAILED if any(codes) else 0
 
     def _end_at_once(self, number: int, frame: object) -> None:
         for child in (self.engine, *self.workers):
-            child.tell(signal.SIGKILL)
+            child.send(signal.SIGKILL)
         os._exit(128 + number)
 
 

@@ -75,7 +75,7 @@ class RemoteRanker:
         self._link: Link | None = None
         self._model: Known | None = None
         self._towers: Known | None = None
-        self._numbers: dict[int, Any] = {}  # of what served lately, by number
+        self._served: dict[int, Any] = {}  # models and corpora that serve or did lately, by number
         self._heard = 0.0
         self._is_draining = self._refuses = self._has_started = False
         self._task: asyncio.Task[None] | None = None
@@ -95,7 +95,7 @@ class RemoteRanker:
         """Wait for requests under way, then end the link. Return False if time ran out."""
         self._is_draining = self._refuses = True
         until = self.clock() + timeout_seconds
-        while self._link is not None and self._link.questions and self.clock() < until:  # noqa: ASYNC110  # once in a life
+        while self._link is not None and self._link.questions and self.clock() < until:  # noqa: ASYNC110  # only at the end
             await asyncio.sleep(0.01)
         finished = self._link is None or not self._link.questions
         if self._task is not None:
@@ -131,7 +131,7 @@ class RemoteRanker:
     def _lose(self) -> None:
         self._link, self.state = None, ENDED
         self._model = self._towers = None
-        self._numbers.clear()
+        self._served.clear()
         self.linked.clear()
         if not self._refuses:
             log.error("engine_process_lost")
@@ -159,12 +159,12 @@ class RemoteRanker:
         self.linked.set()
 
     def _known(self, number: int, make: Callable[[], Any]) -> Known:
-        if number not in self._numbers:
-            self._numbers[number] = make()
+        if number not in self._served:
+            self._served[number] = make()
             serving = {known.number for known in (self._model, self._towers) if known is not None}
-            for old in sorted(self._numbers.keys() - serving)[:-REPLACED_KEPT]:
-                del self._numbers[old]
-        return Known(number, self._numbers[number])
+            for old in sorted(self._served.keys() - serving)[:-REPLACED_KEPT]:
+                del self._served[old]
+        return Known(number, self._served[number])
 
     # admission
 
@@ -210,7 +210,7 @@ class RemoteRanker:
 
     def number_of(self, served: Any) -> int:
         """The engine process's number for a model or a corpus. Raises NotReady if it serves no more."""
-        for number, known in self._numbers.items():
+        for number, known in self._served.items():
             if known is served:
                 return number
         raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
