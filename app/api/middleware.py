@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +30,7 @@ from app.errors import (
     TooLarge,
     told,
 )
+from app.schema import is_request_id
 from app.telemetry.exchange import Exchange
 from app.telemetry.logs import of_exception
 from app.telemetry.metrics import Metrics
@@ -43,7 +43,6 @@ UNMATCHED = "unmatched"
 CLIENT_GONE = 499  # the status under which a disconnect is logged and counted
 MOST_DRAINED_BYTES = 64 * 2**20
 CUT_OFF_SECONDS = 5.0  # a guess of when another process listens here
-REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:@/+=-]{1,128}")
 
 log = structlog.get_logger("app.api.middleware")
 # unlike uuid4 it makes no system call, during which another thread would run; ids are no secrets
@@ -204,10 +203,10 @@ def new_request_id() -> str:
 
 
 def _begin(scope: Scope) -> Exchange:
-    sent = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    is_named = REQUEST_ID.fullmatch(sent) is not None
+    sent = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+    is_named = is_request_id(sent)
     return Exchange(
-        request_id=sent.decode() if is_named else new_request_id(),
+        request_id=sent if is_named else new_request_id(),
         started=time.perf_counter(),
         method=scope["method"] if scope["method"] in METHODS else OTHER,
         is_named_by_caller=is_named,
