@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] = (), program: str = "python -m app") -> int:
     Until the server handles signals itself, SIGTERM and SIGINT end the process with 0 and SIGHUP does nothing. By default process 1, as
     in a container, ignores the first, and the second is a traceback.
     """
-    # a closed one of 0, 1 and 2 is opened: libuv aborts if it gets it for its own
+    # Open those of the descriptors 0, 1 and 2 that are closed: libuv aborts if it gets one of them for its own use.
     while (held := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(held, True)
     os.close(held)

@@ -20,7 +20,7 @@ MOST_HEADERS, MOST_HEADER_BYTES = 100, 32_768
 HEAD_SECONDS = 5.0  # from the connect or the first byte to the end of the headers
 BODY_SECONDS = 30.0  # from there to the end of the body
 PROBE_SECONDS = (0.1, 0.2)  # after a client has closed its sending half
-FINAL = tuple(b"HTTP/1.1 %d" % kind for kind in (2, 3, 4, 5))  # how the heads of replies begin that are no interim ones
+FINAL = tuple(b"HTTP/1.1 %d" % kind for kind in (2, 3, 4, 5))  # first bytes of a final reply; an interim one is 1xx
 HOP_BY_HOP = (b"connection", b"upgrade", b"http2-settings")
 
 

@@ -169,7 +169,7 @@ class Explaining:
 
         def admit() -> AbstractContextManager[Job]:
             if self.has_begun and deadline is not None and clock() >= deadline:
-                raise DeadlineExceeded  # in its midst: admission would call it a refusal on arrival
+                raise DeadlineExceeded  # admission would say that it was refused on arrival, but it is under way
             return admitted(self.state, self.caller, self.model, **sizes)
 
         with ExitStack() as places:

@@ -55,7 +55,7 @@ async def rank(request: Request, caller: Caller) -> Response:
 async def rank_batch(request: Request, caller: Caller) -> Response:
     """Rank several requests in one call. The status is 200 even if some of them fail: those have an `error`, the others their scores."""
     state, exchange = request.app.state, caller.exchange
-    exchange.is_named_by_caller = True  # or by nobody: the name of one of its requests is not the call's
+    exchange.is_named_by_caller = True  # so that no request of the batch names the call
     with exchange.measured("parse"):
         items, is_bare = schema.split_batch(caller.body, state.settings.limits.max_batch_requests)
     exchange.requests = len(items)

@@ -34,7 +34,7 @@ PR_SET_PDEATHSIG = 1
 LOOK_SECONDS = 0.05
 SOON_SECONDS = 10.0  # a process that ends within this time of its start is started again after a pause
 PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.5, 10.0  # doubled each time, up to the second
-LAST_SECONDS = 10.0  # for a process to end beyond its drain
+LAST_SECONDS = 10.0  # how much longer than its drain a process may take to end
 
 log = structlog.get_logger("app.processes.parent")
 

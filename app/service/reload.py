@@ -54,7 +54,7 @@ class Reloader:
         self._versions = versions
         self._corpus = corpus
         self._serve = serve
-        self._given = settings.checkpoint  # it may lie anywhere
+        self._given = settings.checkpoint  # the only one that may lie outside the root
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def reload(self, name: str | None = None) -> ServedModel:

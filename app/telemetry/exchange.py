@@ -9,7 +9,7 @@ import msgspec
 
 
 class Exchange(msgspec.Struct):
-    """Nothing here comes from a history; ids have been checked.
+    """It is logged, so it holds nothing of a user's history, and names of requests only after a check.
 
     `started` in seconds of `time.perf_counter`, `stages` in seconds. `status` 499 means that the client disconnected; `code` is a
     problem's. A request that was not named by its caller's header takes the name in its body, if there is one. `scored`: of its
