@@ -25,7 +25,7 @@ class Batch:
     user_rows int64 `[B, n]`; history_post_rows, history_author_rows int64 `[B, H, n]`; history_actions float32 `[B, H, A]`;
     history_surfaces int64 `[B, H]`; history_dwell_seconds float32 `[B, H]`; candidate_post_rows, candidate_author_rows
     int64 `[B, C, n]`; candidate_surfaces, candidate_age_buckets int64 `[B, C]`; positions int64 `[B, 1 + H + C]`.
-    H and C are at least those of the longest request.
+    H and C are those of the longest request.
     """
 
     user_rows: Tensor

@@ -46,12 +46,8 @@ class Context:
         """Raise ValueError for columns of different lengths, a history longer than the model's, and numbers outside its tables. Engines do
         not check these."""
         events = len(self.post_ids)
-        if not events == len(self.author_ids) == len(self.surfaces) == len(
-            self.dwell_seconds
-        ) or self.actions.shape != (
-            events,
-            config.actions,
-        ):
+        lengths = {len(column) for column in (self.author_ids, self.surfaces, self.dwell_seconds)}
+        if lengths != {events} or self.actions.shape != (events, config.actions):
             raise ValueError("a context with columns of different lengths")
         if events > config.history_length or not _are_rows(self.surfaces, config.product_surfaces):
             raise ValueError("a context beyond the model's history or surfaces")
@@ -116,14 +112,9 @@ class Candidates:
 
     def __post_init__(self) -> None:
         """Raise ValueError for columns of unequal length or not 64 bits wide: engines join the columns of many requests as bytes."""
-        size = 8 * len(self.post_ids)
-        if (
-            not size
-            == self.post_ids.nbytes
-            == self.author_ids.nbytes
-            == self.surfaces.nbytes
-            == self.age_buckets.nbytes
-        ):
+        posts, authors = self.post_ids.nbytes, self.author_ids.nbytes
+        surfaces, ages = self.surfaces.nbytes, self.age_buckets.nbytes
+        if not 8 * len(self.post_ids) == posts == authors == surfaces == ages:
             raise ValueError("the columns of candidates must be equally long and 64 bits wide")
 
     def __len__(self) -> int:

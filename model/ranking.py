@@ -20,10 +20,9 @@ def combine(probabilities: NDArray[np.float32], weights: NDArray[np.float64]) ->
 
 def magnitudes(weights: NDArray[np.float64]) -> tuple[float, float]:
     """The sums of |weight| over the negative weights and over all weights, added in order."""
-    sizes = [abs(weight) for weight in weights.tolist()]
-    return float(sum(size for size, weight in zip(sizes, weights.tolist(), strict=True) if weight < 0)), float(
-        sum(sizes)
-    )
+    values = weights.tolist()
+    negative = sum(abs(value) for value in values if value < 0)
+    return float(negative), float(sum(abs(value) for value in values))
 
 
 def offset(scores: NDArray[np.float64], negative: float, every: float) -> NDArray[np.float64]:
