@@ -194,14 +194,15 @@ def wishes_of(asked: RankRequest | RecommendRequest, vocabulary: Vocabulary) -> 
         weights = vocabulary.weights
     else:
         weights = vocabulary.sets[given]
+    wanted = asked.actions_wanted
     return Wishes(
-        weights,
-        None if asked.top_k is UNSET else asked.top_k,
-        None if asked.actions_wanted is UNSET else columns_of(asked.actions_wanted, vocabulary.index, "actions_wanted"),
-        asked.score == "offset",
-        None if asked.request_id is UNSET else asked.request_id,
-        asked.reply if isinstance(asked, RankRequest) else "objects",
-        warnings_of(weights, vocabulary),
+        weights=weights,
+        top_k=None if asked.top_k is UNSET else asked.top_k,
+        wanted=None if wanted is UNSET else columns_of(wanted, vocabulary.index, "actions_wanted"),
+        has_offset=asked.score == "offset",
+        request_id=None if asked.request_id is UNSET else asked.request_id,
+        reply=asked.reply if isinstance(asked, RankRequest) else "objects",
+        warnings=warnings_of(weights, vocabulary),
     )
 
 

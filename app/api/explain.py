@@ -141,8 +141,9 @@ class Explaining:
         """Rank each context through the queue and the engine, a few at a time, with rests that leave the engine to others."""
         clock, deadline = self.state.ranker.clock, self.caller.deadline
         assert deadline is not None
-        found, together, took, rests_until = list[Ranked](), 1, 0.0, (clock() + deadline) / 2
-        rest = iter(work)
+        found: list[Ranked] = []
+        rest, rests_until = iter(work), (clock() + deadline) / 2
+        together, took = 1, 0.0  # contexts of a turn, and seconds of the last one
         for first in rest:
             await asyncio.sleep(min(REST_TIMES * took, rests_until - clock()))
             began = time.perf_counter()
@@ -153,7 +154,8 @@ class Explaining:
 
     async def _turn(self, turn: Iterable[tuple[Context, Candidates]]) -> list[Ranked]:
         """Rank several contexts at once."""
-        window, lock, begun = Window(self.state.settings.batching), asyncio.Lock(), list[asyncio.Task[Ranked]]()
+        window, lock = Window(self.state.settings.batching), asyncio.Lock()
+        begun: list[asyncio.Task[Ranked]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
                 for context, candidates in turn:

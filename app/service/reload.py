@@ -137,18 +137,18 @@ class Reloader:
     @asynccontextmanager
     async def _recorded(self, identity: Callable[[], Awaitable[object]], **what: Any) -> AsyncIterator[dict[str, Any]]:
         """Count and log one reload and whether it changed what serves. Entries added to the yielded dict are logged too."""
-        began, before, said = time.monotonic(), await identity(), what
+        began, before = time.monotonic(), await identity()
         try:
             if self._versions.current is None:
                 raise ReloadInProgress("the first load has not ended")  # and would fail if another load had begun
-            yield said
+            yield what
         except Exception as error:
             self._metrics.reloads.labels("failure").inc()
             log.error("reload_failed", **what, reason=str(error) or type(error).__name__)
             raise
         is_changed = before != await identity()
         self._metrics.reloads.labels("success" if is_changed else "unchanged").inc()
-        log.info("reloaded" if is_changed else "unchanged", **said, seconds=round(time.monotonic() - began, 3))
+        log.info("reloaded" if is_changed else "unchanged", **what, seconds=round(time.monotonic() - began, 3))
 
     async def _model_identity(self) -> object:
         current = self._versions.current
