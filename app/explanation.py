@@ -60,14 +60,14 @@ class Question:
         events = min(len(history), config.history_length, MAX_EXPLAINED_EVENTS)
         sent = history.post_ids.tolist() if known is not None else columns.sent_history_ids(asked)
         return cls(
-            history,
-            config.history_length,
-            events,
-            candidates,
-            _places(asked, candidates, vocabulary),
-            columns.sent_ids(asked),
-            [*map(str, sent[len(sent) - events :])],
-            columns.wishes_of(asked, vocabulary),
+            history=history,
+            window=config.history_length,
+            events=events,
+            candidates=candidates,
+            explained=_places(asked, candidates, vocabulary),
+            post_ids=columns.sent_ids(asked),
+            event_ids=[*map(str, sent[len(sent) - events :])],
+            wishes=columns.wishes_of(asked, vocabulary),
         )
 
     @property
