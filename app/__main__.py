@@ -52,14 +52,15 @@ def start(arguments: Sequence[str], program: str) -> int:
 
     try:
         settings = load_settings(arguments, program=program)
-        logs.configure(settings.logs)
-        log = structlog.get_logger("app")
+        role = None
         if settings.workers > 1:
             from app.processes import parent
 
-            # The checkpoint of the settings is not looked at: another one may have been loaded since the parent began.
-            if (role := parent.inherited()) is not None:
-                return parent.play(role, settings)
+            role = parent.inherited()
+        logs.configure(settings.logs, worker=None if role is None else role.worker)
+        log = structlog.get_logger("app")
+        if role is not None:  # the checkpoint of the settings is not looked at: another one may have been loaded since
+            return parent.play(role, settings)
         if problem := problem_of(settings.checkpoint):  # said before anything listens
             log.error("fatal", reason=f"{settings.checkpoint.absolute()} {problem}")
             return EXIT_FAILED

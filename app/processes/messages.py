@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from app.errors import InternalError, ServiceError, error_class
+from app.errors import InternalError, InvalidRequest, ServiceError, error_class, told
 from app.interface import CorpusState, Health, ServedCorpus, ServedModel
 from model.engine import EngineInfo
 from model.inputs import Candidates, Context
@@ -80,13 +80,16 @@ class Failed(msgspec.Struct, tag=True):
 
     @classmethod
     def of(cls, number: int, error: Exception) -> Failed:
-        """From what was raised; anything but a ServiceError is an internal error."""
-        told = error if isinstance(error, ServiceError) else InternalError()
-        return cls(number, told.code, told.detail, told.retry_after_seconds)
+        """From what was raised: an internal error unless it is a ServiceError or a lack of memory."""
+        known = told(error) if isinstance(error, ServiceError | MemoryError) else InternalError()
+        return cls(number, known.code, known.detail, known.retry_after_seconds)
 
     def error(self) -> ServiceError:
         """The error to raise."""
-        return error_class(self.code)(self.detail, retry_after_seconds=self.retry_after_seconds)
+        kind = error_class(self.code)
+        if kind is InvalidRequest:
+            return InvalidRequest("", self.detail)
+        return kind(self.detail, retry_after_seconds=self.retry_after_seconds)
 
 
 class Served(msgspec.Struct):

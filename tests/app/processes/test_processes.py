@@ -75,6 +75,16 @@ def plain(reply: httpx.Response) -> Any:
     return {name: value for name, value in content.items() if name not in ("timings_ms", "context", "request_id")}
 
 
+def test_a_log_line_says_which_process_wrote_it(several: Server) -> None:
+    def writers(event: str) -> set[int | None]:
+        return {line.get("worker") for line in several.log_lines if line["event"] == event}
+
+    assert several.post("/rank", example()).status_code == 200
+    wait_until(lambda: writers("request"))
+    assert writers("request") <= {1, 2}
+    assert writers("corpus_loaded") == {0}, "the engine process"
+
+
 @pytest.mark.parametrize("path", ["/rank", "/rank/batch", "/context", "/retrieve", "/recommend", "/explain", "/v2"])
 def test_every_endpoint_gives_what_one_process_gives(one: TestClient, several: Server, path: str) -> None:
     body = example()
