@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "loadtest" / "results"
-DEMO, DEMO_TOWERS, DEMO_POSTS = (ROOT / "weights" / name for name in ("demo", "demo-towers", "demo-posts"))
 
 
 def machine() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Sends requests on a schedule (open loop) or back to back (closed loop) and records samples."""
+"""Sends requests on a schedule (open loop) and records samples."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtest.generate.http_client import Client, Reply, precise_loop
+from loadtest.generate.http_client import Client, Reply
 from loadtest.generate.samples import Samples
 
 Arrivals = Literal["constant", "poisson"]
@@ -92,43 +92,6 @@ async def open_loop(
     return samples
 
 
-async def closed_loop(client: Client, payloads: Sequence[bytes], clients: int, seconds: float) -> Samples:
-    """Run `clients` clients, each sending its next request after the last reply, or after the Retry-After of a refusal.
-
-    Ends after `seconds` or when the payloads are used up; returns the samples of sent requests. Hides waiting: a slow server gets
-    fewer requests. Raises ValueError without a client or a payload.
-    """
-    if clients < 1 or not payloads:
-        raise ValueError("at least one client and one payload are needed")
-    samples, start = Samples.empty(len(payloads)), asyncio.get_running_loop().time()
-    rows = iter(range(len(payloads)))
-
-    async def one() -> None:
-        for row in rows:
-            now = asyncio.get_running_loop().time() - start
-            samples.due[row] = samples.fired[row] = now
-            reply = await client.ask(payloads[row])
-            samples.note(row, reply, start)
-            pause = retry_after_seconds(reply)  # a client that ignores a refusal is an attack, not a load
-            if pause:
-                await asyncio.sleep(min(pause, seconds))
-            if asyncio.get_running_loop().time() - start >= seconds:
-                return
-
-    await asyncio.gather(*(one() for _ in range(min(clients, len(payloads)))))
-    return cast(Samples, samples[samples.done >= 0])
-
-
-def retry_after_seconds(reply: Reply) -> float:
-    """Seconds until a refused client may send again; 0 for any other reply."""
-    if reply.status not in (429, 503):
-        return 0.0
-    try:
-        return max(0.0, float(reply.headers.get(b"retry-after", b"0")))
-    except ValueError:
-        return 0.0
-
-
 async def measured(run: Awaitable[Samples]) -> tuple[Samples, GeneratorLoad]:
     """Run a loop without garbage collection, with realtime priority if allowed. Return its samples and the generator's load."""
     with _undisturbed() as realtime:
@@ -137,20 +100,6 @@ async def measured(run: Awaitable[Samples]) -> tuple[Samples, GeneratorLoad]:
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     lag_ms = 1e3 * (samples.fired - samples.due)
     return samples, GeneratorLoad(cpu / wall, float(np.percentile(lag_ms, 99)), realtime)
-
-
-def closed_samples(
-    address: tuple[str, int], payloads: Sequence[bytes], *, clients: int, seconds: float, warm_up: int
-) -> Samples:
-    """Samples of a closed loop against a server. The first `warm_up` payloads are sent before it and not measured."""
-
-    async def run() -> Samples:
-        async with Client(*address, max_connections=clients, timeout_seconds=30) as client:
-            await closed_loop(client, payloads[:warm_up], clients, 10.0)
-            return (await measured(closed_loop(client, payloads[warm_up:], clients, seconds)))[0]
-
-    with asyncio.Runner(loop_factory=precise_loop) as runner:
-        return runner.run(run())
 
 
 @contextmanager

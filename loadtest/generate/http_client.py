@@ -100,12 +100,6 @@ class Client:
         if len(self._all) + len(self._connecting) < self.max_connections:
             self._open()
 
-    async def ask(self, payload: bytes) -> Reply:
-        """Send one request and return its reply."""
-        found: asyncio.Future[Reply] = self._loop.create_future()
-        self.send(payload, lambda reply: None if found.done() else found.set_result(reply))
-        return await found
-
     async def __aenter__(self) -> Client:
         return self
 
