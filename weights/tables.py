@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -62,6 +63,7 @@ def open_table(path: Path, columns: Mapping[str, pa.DataType]) -> ds.FileSystemD
         form = "JSON lines" if is_json else "Parquet (a file of JSON lines ends in .jsonl)"
         hint = ": write every column in every row" if "unexpected field" in str(error) else ""
         reason = str(error).rpartition("': ")[2]  # pyarrow says first, twice, which file it is
+        reason = re.sub(r" in row \d+$", "", reason)  # counted from the start of one of its blocks, not of the file
         raise LogError(f"{where} cannot be read as {form}: {reason}{hint}") from error
     if not source.files:
         raise LogError(f"{path} holds no Parquet files")
@@ -129,7 +131,8 @@ def column_of(
     `where`."""
     column = _whole(table, name, str(kind), where) if unknown is None else table.column(name)
     if kind == pa.uint64() and _is_text(column.type):
-        raise LogError(f"{where}: column {name} holds texts, not integers (--ids text reads ids that are texts)")
+        hint = " (--ids text reads ids that are texts)" if name in ID_COLUMNS else ""
+        raise LogError(f"{where}: column {name} holds texts, not integers{hint}")
     is_rounded = kind == pa.uint64() and pa.types.is_floating(column.type)
     if is_rounded or (pa.types.is_integer(kind) and pa.types.is_temporal(column.type)):
         rule = "a float cannot hold every id" if is_rounded else "write Unix seconds"

@@ -69,8 +69,11 @@ def test_a_field_that_a_later_row_brings_is_refused(tmp_path: Path) -> None:
 def test_a_cut_file_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "log.jsonl", [row()] * MANY)
     path.write_text(path.read_text()[:-30])
-    with pytest.raises(LogError, match=r"log\.jsonl cannot be read as JSON lines"):
+    with pytest.raises(LogError, match=r"log\.jsonl cannot be read as JSON lines") as told:
         open_table(path, COLUMNS)
+    assert " in row " not in str(told.value), (
+        "pyarrow counts from the start of a block, which is another row of the file"
+    )
 
 
 def test_what_is_no_parquet_is_named_once(tmp_path: Path) -> None:
@@ -87,6 +90,13 @@ def test_a_file_that_is_damaged_within_is_named(tmp_path: Path) -> None:
     path.write_bytes(damaged)
     with pytest.raises(LogError, match=r"log\.parquet cannot be read"):
         list(tables_of(open_table(path, COLUMNS), 10))
+
+
+def test_only_for_ids_that_may_be_texts_is_the_option_for_texts_named() -> None:
+    for name, option in (("user_id", True), ("request_id", False)):
+        with pytest.raises(LogError, match=f"column {name} holds texts, not integers") as told:
+            column_of(pa.table({name: ["r-1"]}), name, pa.uint64(), "The table")
+        assert ("--ids text" in str(told.value)) is option
 
 
 def test_ids_as_floats_and_times_with_a_unit_are_refused() -> None:

@@ -43,6 +43,13 @@ class Comparison:
         """Whether the model is not above the baseline."""
         return not self.gain.value > 0
 
+    @property
+    def lead(self) -> str:
+        """The lead for people, with its interval, which a test period of one user does not have."""
+        low, high = self.gain.low, self.gain.high
+        interval = "no interval" if np.isnan(low) else f"{low:+.3f} … {high:+.3f}"
+        return f"{self.gain.value:+.3f} ({interval})"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quality:
@@ -130,15 +137,15 @@ class Evaluation:
             those = sorted({each.baseline for each in self.losses})
             return (
                 f"The model LOSES to {', '.join(those)}. On {worst.metric} of {worst.action} its lead over {worst.baseline} is "
-                f"{worst.gain.value:+.3f} ({worst.gain.low:+.3f} … {worst.gain.high:+.3f}), and it loses or ties {len(self.losses)} of "
+                f"{worst.lead}, and it loses or ties {len(self.losses)} of "
                 f"{len(self.comparisons)} comparisons. Do not serve it in place of these."
             )
         closest = min(self.comparisons, key=lambda each: each.gain.value)
-        doubtful = sum(each.gain.low <= 0 for each in self.comparisons)
+        doubtful = sum(not each.gain.low > 0 for each in self.comparisons)
         caveat = f"; {doubtful} of {len(self.comparisons)} leads may be chance" if doubtful else ""
         return (
             f"The model is ahead of every baseline on every metric. The closest is {closest.baseline} on {closest.metric} of "
-            f"{closest.action}: {closest.gain.value:+.3f} ({closest.gain.low:+.3f} … {closest.gain.high:+.3f}){caveat}."
+            f"{closest.action}: {closest.lead}{caveat}."
         )
 
 

@@ -134,7 +134,8 @@ def auc_within(group: Ints, happened: Flags, score: Array) -> tuple[Ints, Array]
 def ndcg(group: Ints, score: Array, gain: Array | Flags, k: int | None = None) -> tuple[Ints, Array]:
     """The groups with something to order, and the NDCG of each at `k` (None: of the whole list), with discount `1/log2(1 + rank)`.
 
-    There is something to order if gains differ. Gains below 0 count as 0; equal scores keep the order of the rows.
+    There is something to order if gains differ. Gains below 0 count as 0. Posts with equal scores share their places' mean
+    discount, so the order of the rows does not matter.
     """
     order = np.argsort(group, kind="stable")
     group, score, worth = group[order], score[order], np.maximum(gain[order].astype(np.float64), 0)
@@ -143,7 +144,11 @@ def ndcg(group: Ints, score: Array, gain: Array | Flags, k: int | None = None) -
     discount = np.where(rank < (k or len(group)), 1 / np.log2(2 + rank), 0.0)
 
     def total(key: Array) -> Array:
-        return np.asarray(np.bincount(place, worth[np.lexsort((-key, place))] * discount), np.float64)
+        order = np.lexsort((-key, place))
+        starts_tie = (np.diff(place, prepend=-1) != 0) | (np.diff(key[order], prepend=np.nan) != 0)
+        tie = np.cumsum(starts_tie) - 1
+        shared = np.bincount(tie, discount) / np.bincount(tie)
+        return np.asarray(np.bincount(place, worth[order] * shared[tie]), np.float64)
 
     sizes = np.append(begin[1:], len(group)) - begin
     some = np.maximum.reduceat(worth, begin) > np.minimum.reduceat(worth, begin) if len(group) else np.zeros(0, bool)

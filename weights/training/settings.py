@@ -87,7 +87,8 @@ class TrainSettings:
     table_decay: Annotated[float, "weight decay of the embedding tables", WEIGHT] = 0.0
     averaging: Annotated[
         float,
-        "the kept weights are a moving average with this share of the old average at each step; 0: no average",
+        "the kept weights are a moving average with this share of the old average at each step, or less, so that it looks back "
+        "over a tenth of the steps at most (not with `--start`); 0: no average",
         Within(0, 1, excluded=1),
     ] = 0.0
     gradient_norm: Annotated[

@@ -25,6 +25,7 @@ from weights.training.settings import TrainSettings
 
 TRAIN_ORDER, TRAIN_BATCH = 1, 2  # streams of random numbers
 VALIDATION_BATCH = 32
+MEMORY_SHARE = 0.1  # of a run's steps: the moving average of a run from scratch looks back no further
 LIKE_SIZES = 16  # batches whose requests are sorted by size together: less padding, and still mixed
 
 
@@ -97,10 +98,13 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self._groups(), lr=settings.learning_rate, betas=(0.9, 0.98), eps=1e-8, fused=True
         )
-        decay = get_ema_multi_avg_fn(settings.averaging)
-        self.averaged = AveragedModel(self.ranker, multi_avg_fn=decay) if settings.averaging else None
         self.batches_per_epoch = -(-len(self.groups) // settings.batch_contexts)
         self.steps = max(1, round(settings.epochs * self.batches_per_epoch))
+        averaging = settings.averaging
+        if start is None:  # a short run would keep much of its first weights
+            averaging = min(averaging, max(0.0, 1 - 1 / (MEMORY_SHARE * self.steps)))
+        decay = get_ema_multi_avg_fn(averaging)
+        self.averaged = AveragedModel(self.ranker, multi_avg_fn=decay) if averaging else None
         shown = examples.stops - examples.starts
         candidates = np.array([min(int(shown[group].sum()), settings.max_candidates) for group in self.groups])
         self.group_sizes = candidates + np.array(

@@ -111,6 +111,8 @@ def test_the_verdict_names_the_closest_baseline_or_says_that_the_model_loses(eva
     assert "AUC within users of favorite: +0.010" in told(won, doubtful)
     assert "1 of 2 leads may be chance" in told(won, doubtful)
     assert "chance" not in told(won, won)
+    unsure = Figure(0.125, float("nan"), float("nan"))  # of a test period of one user
+    assert told(unsure).endswith("+0.125 (no interval); 1 of 1 leads may be chance.")
     assert told(won, lost).startswith(
         "The model LOSES to popularity. On AUC within users of favorite its lead over popularity is -0.030"
     )

@@ -106,3 +106,13 @@ def test_equal_sources_differ_by_exactly_nothing() -> None:
     user, happened, score = scores(300)
     sampled = Sampled.of(PooledAuc.of(happened, score, user), metrics.draws_of(30))
     assert (sampled - sampled).figure() == metrics.Figure(0, 0, 0)
+
+
+@pytest.mark.parametrize("k", [None, 3])
+def test_ndcg_of_equal_scores_does_not_depend_on_the_order_of_rows(k: int | None, sklearn_metrics: Any) -> None:
+    request, score = np.repeat([1, 2], 6), np.array([0.5] * 6 + [2, 1, 1, 1, 1, 0], np.float32)
+    gain = np.array([1, 1, 0, 0, 0, 0] * 2, np.float64)
+    wanted = [sklearn_metrics.ndcg_score([gain[:6]], [score[part]], k=k) for part in (slice(6), slice(6, 12))]
+    for backwards in (False, True):
+        rows = np.arange(12)[::-1] if backwards else np.arange(12)
+        assert metrics.ndcg(request[rows], score[rows], gain[rows], k)[1] == pytest.approx(wanted)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("pyarrow")
 
-from tests.weights.training.small_run import small_trainer
+from tests.weights.training.small_run import TRAINING, small_trainer
 from tests.weights.training.unchanged import assert_unchanged, moved
 from weights.training.examples import Examples
 from weights.training.run import reproducible, split
@@ -46,3 +48,14 @@ def test_averaged_weights_follow_the_learned_ones_slowly(examples: Examples) -> 
     start = small_trainer(examples).ranker.state_dict()["heads.actions"]
     way = [(value["heads.actions"] - start).norm() for value in (learned, averaged.best)]
     assert 0 < way[1] < way[0]
+
+
+def test_a_short_run_with_a_slow_average_keeps_what_it_learned(examples: Examples) -> None:
+    def best_loss(averaging: float) -> float:
+        with reproducible(1):
+            settings = replace(TRAINING, epochs=12, averaging=averaging)
+            run = Trainer(examples, *split(len(examples), 20), settings, dwell_output=0)
+            run.run(lambda status: None, lambda current: None)
+        return run.best_loss
+
+    assert best_loss(0.998) < 1.03 * best_loss(0.0)
