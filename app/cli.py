@@ -45,7 +45,7 @@ class Commands(TyperGroup):
         """The command that was asked for."""
         name, command, rest = super().resolve_command(ctx, args)
         if name in OF_WEIGHTS:
-            from weights.commands.checkpoints import app as weights
+            from weights.command_line import app as weights
 
             command = typer.main.get_command(weights).get_command(ctx, name)  # type: ignore[attr-defined]
         return name, command, rest

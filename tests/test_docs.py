@@ -27,7 +27,7 @@ from loadtest.server import free_port
 from model.engine import CacheStats
 from model.retrieval.inputs import Mark
 from tests.support import rankers
-from weights.commands.checkpoints import app as weights_app
+from weights.command_line import app as weights_app
 
 ENDED = ROOT / "CHANGELOG.md"  # names what is no longer there
 PAGES = [

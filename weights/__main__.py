@@ -1,4 +1,4 @@
-"""`python -m weights`; the commands are in `weights.commands`."""
+"""`python -m weights`; the commands are in `weights.commands` and `weights.lab.commands`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main() -> None:
         sys.exit(
             f"python -m weights: the package model is not ours but {origin or 'missing'}: start with python -P -m weights"
         )
-    from weights.commands.checkpoints import app
+    from weights.command_line import app
     from weights.commands.console import run
 
     run(app, "python -m weights")

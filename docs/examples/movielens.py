@@ -24,8 +24,8 @@ import torch
 from numpy.typing import NDArray
 
 from model.ranker import Ranker
-from weights.training.examples import Examples
-from weights.training.log import Log, write_log
+from weights.lab.training.examples import Examples
+from weights.lab.training.log import Log, write_log
 
 FOLDER = "recbole/dataset_example/ml-100k"
 ACTIONS = ("favorite", "click", "not_interested")
@@ -130,10 +130,10 @@ def compared(log_path: Path, checkpoints: Sequence[Path]) -> list[list[str]]:
     the user's level, which is the mean logit of favorite over PANEL popular films with the same history.
     """
     from weights.checkpoint import load_checkpoint
-    from weights.evaluate.baselines import baselines
-    from weights.evaluate.evaluation import METRICS, Judge
-    from weights.evaluate.predict import predict
-    from weights.training.log import read_log
+    from weights.lab.evaluate.baselines import baselines
+    from weights.lab.evaluate.evaluation import METRICS, Judge
+    from weights.lab.evaluate.predict import predict
+    from weights.lab.training.log import read_log
 
     log, loaded = read_log(log_path), [load_checkpoint(path) for path in checkpoints]
     manifest = loaded[0].manifest
@@ -198,7 +198,7 @@ def main() -> None:
         (given.out / "names.json").write_text(json.dumps(names_of(given.source), indent=1) + "\n")
         print(f"{given.out / 'log.parquet'} holds {len(log):,} impressions; {given.out / 'names.json'} the titles")
     else:
-        from weights.evaluate.evaluation import METRICS
+        from weights.lab.evaluate.evaluation import METRICS
 
         head = ["favorite, held out", *METRICS, "rated films: AUC", "within users"]
         for row in (head, ["---", *["--:"] * (len(head) - 1)], *compared(given.log, given.checkpoints)):

@@ -10,13 +10,13 @@ pytest.importorskip("pyarrow")
 
 from loadtest.server import DEMO
 from model.create import EngineOptions
-from tests.weights.scoring.test_scorer import as_table
-from tests.weights.training.small_run import WORLD, exact_body
+from tests.weights.lab.scoring.test_scorer import as_table
+from tests.weights.lab.training.small_run import WORLD, exact_body
 from weights.checkpoint import load_checkpoint
-from weights.scoring.scorer import Scorer
-from weights.training.examples import Examples
-from weights.training.log import log_of
-from weights.world.simulate import simulate
+from weights.lab.scoring.scorer import Scorer
+from weights.lab.training.examples import Examples
+from weights.lab.training.log import log_of
+from weights.lab.world.simulate import simulate
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typer.testing import CliRunner, Result
 
-from weights.commands.checkpoints import app
+from weights.command_line import app
 
 
 def call(*arguments: object) -> Result:

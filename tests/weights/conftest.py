@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from weights.scoring.scorer import Scorer
-    from weights.training.examples import Examples
-    from weights.world.simulate import World
+    from weights.lab.scoring.scorer import Scorer
+    from weights.lab.training.examples import Examples
+    from weights.lab.world.simulate import World
 
 
 @pytest.fixture
@@ -25,16 +25,16 @@ def small(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def world() -> World:
-    from tests.weights.training.small_run import WORLD
-    from weights.world.simulate import simulate
+    from tests.weights.lab.training.small_run import WORLD
+    from weights.lab.world.simulate import simulate
 
     return simulate(WORLD)
 
 
 @pytest.fixture(scope="session")
 def examples(world: World) -> Examples:
-    from tests.weights.training.small_run import small_config
-    from weights.training.examples import Examples
+    from tests.weights.lab.training.small_run import small_config
+    from weights.lab.training.examples import Examples
 
     return Examples(world.log, small_config())
 
@@ -43,7 +43,7 @@ def examples(world: World) -> Examples:
 def scorer() -> Iterator[Scorer]:
     from model.create import EngineOptions
     from weights.checkpoint import load_checkpoint
-    from weights.scoring.scorer import Scorer
+    from weights.lab.scoring.scorer import Scorer
 
     scorer = Scorer(load_checkpoint("weights/demo"), EngineOptions(threads=1))
     yield scorer

@@ -14,8 +14,8 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from weights.lab.training.log import COLUMNS, read_log
 from weights.tables import LogError, column_of, ids_of, open_table, tables_of
-from weights.training.log import COLUMNS, read_log
 
 IDS = [1, 2**53 + 1, 5281804507670857603, 2**63 - 1, 2**63, 2**63 + 12345, 2**64 - 1]
 MANY = 20_000  # rows of more than the megabyte from which pyarrow guesses the types

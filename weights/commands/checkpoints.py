@@ -15,7 +15,7 @@ import typer
 from model.config import ContextAttention, RetrievalConfig
 from weights import checkpoint
 from weights.actions import default_score_weights, released_action_names, score_weights_of, score_weights_text
-from weights.commands import corpus, scoring, training
+from weights.commands import corpus
 from weights.commands.console import (
     AsJson,
     Directory,
@@ -41,8 +41,6 @@ from weights.format.manifest import Manifest
 from weights.format.writer import TableDtype
 from weights.published import importer
 from weights.synthetic.small_checkpoint import write_small_checkpoint
-
-__all__ = ["app", "scoring", "training"]  # the last two add their commands
 
 app.add_typer(corpus.app, name="corpus")
 

@@ -1,4 +1,4 @@
-"""Writes a small checkpoint of random, untrained weights with an example request. `weights.training.demo` makes the demo."""
+"""Writes a small checkpoint of random, untrained weights with an example request. `weights.lab.training.demo` makes the demo."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import typer
 from app.cli import OF_WEIGHTS, PROGRAM, cli, with_demo
 from loadtest.machine import ROOT
 from loadtest.server import DEMO
-from weights.commands import checkpoints
+from weights import command_line
 
 pytestmark = pytest.mark.slow
 COMMAND = (sys.executable, "-c", "from app.cli import main; main()")
@@ -39,7 +39,7 @@ def test_without_a_checkpoint_the_demo_and_its_posts_are_served() -> None:
 
 
 def test_the_help_lists_what_the_commands_say_of_themselves_without_importing_them() -> None:
-    weights = typer.main.get_command(checkpoints.app)
+    weights = typer.main.get_command(command_line.app)
     for name in OF_WEIGHTS:
         command = weights.get_command(None, name)  # type: ignore[attr-defined]
         assert command is not None, name
@@ -85,7 +85,7 @@ from app.cli import main
 folder, calls = sys.argv[1], json.loads(sys.argv[2])
 for number, (words, variables) in enumerate(calls):
     if words[:1] != ["serve"]:  # which comes first
-        import torch, weights.commands.checkpoints  # once for all, which takes longer than the rest
+        import torch, weights.command_line  # once for all, which takes longer than the rest
     if not (child := os.fork()):
         for descriptor, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{folder}/{number}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)

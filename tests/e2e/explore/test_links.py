@@ -104,7 +104,7 @@ def test_a_broken_link_says_so_and_opens_the_start(tab: Explorer, client: httpx.
 
 def test_a_link_of_a_comparison_opens_its_request(tab: Explorer, client: httpx.Client) -> None:
     pytest.importorskip("pyarrow")
-    from weights.evaluate.compare import explorer_link
+    from weights.lab.evaluate.compare import explorer_link
 
     own = EXAMPLE | {"history": EXAMPLE["history"][3:]}
     tab.open(explorer_link(f"{tab.url}/explore", own).partition("#")[2])

@@ -16,7 +16,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from weights.commands.checkpoints import app
+from weights.command_line import app
 from weights.commands.console import progress_bar, refusals
 from weights.commands.console import run as in_terminal
 from weights.errors import CheckpointError

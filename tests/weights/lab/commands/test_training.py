@@ -1,0 +1,387 @@
+"""From a log to scores: the commands, and the round trip train → save → verify → load → engine → POST /rank."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyarrow")
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from starlette.testclient import TestClient
+
+from app.main import create_app
+from app.settings import Settings
+from loadtest.server import wait_until
+from model.config import TRUNK_OPTIONS
+from model.presets import PRESETS, with_preset
+from model.ranker import Ranker
+from tests.support.asgi import ADDRESS
+from tests.weights.call import call
+from tests.weights.lab.training.small_run import exact_body, small_config
+from weights.actions import DWELL_TIME, default_score_weights
+from weights.checkpoint import load_checkpoint, save_checkpoint
+from weights.format.manifest import ContinuousOutput
+from weights.lab.commands.training import given_values
+from weights.lab.evaluate.predict import predict
+from weights.lab.training.examples import Examples
+from weights.lab.training.settings import settings_table
+
+WORLD_SETTINGS = ["users=40", "new_users=4", "authors=24", "days=10", "test_days=2", "slots=12"]
+RUN_SETTINGS = ["epochs=0.2", "batch_contexts=16", "evaluate_every=5", "validation_requests=10"]
+LOG = "the log"
+TOLERANCE = 2e-5  # fp32, other order of sums
+
+
+def settings(values: list[str]) -> list[str]:
+    return [word for value in values for word in ("--set", value)]
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A world's log, the world's files and `config.json` beside it."""
+    out = tmp_path_factory.mktemp("log")
+    made = call("world", "--out", out, *settings(WORLD_SETTINGS))
+    assert made.exit_code == 0, made.output
+    (out / "config.json").write_text(json.dumps(small_config().to_dict()))
+    return out / "log.parquet"
+
+
+@pytest.fixture(scope="module")
+def trained(log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A checkpoint that was trained on the log for a moment, and what the command printed."""
+    out = tmp_path_factory.mktemp("trained") / "checkpoint"
+    weights = ("--score-weights", "favorite=1,report=-20")  # eval grows trees for each action that a score is for
+    options = ("--config", log.with_name("config.json"), *weights, *settings(RUN_SETTINGS))
+    made = call("train", "--log", log, "--out", out, *options)
+    assert made.exit_code == 0, made.output
+    return out, made.stdout
+
+
+def test_log_train_eval_and_example_from_the_command_line(log: Path, trained: tuple[Path, str], tmp_path: Path) -> None:
+    checkpoint, printed = trained
+    looked = call("log", log)
+    assert looked.exit_code == 0, looked.output
+    assert looked.stdout.splitlines()[0] == printed.splitlines()[0]
+    (tmp_path / "names.json").write_text(json.dumps({"users": {}, "authors": {}, "posts": {}}))
+    manifest = json.loads(call("inspect", checkpoint, "--json").stdout)
+    assert manifest["training"]["choices"], "the manifest says how it was trained"
+    assert manifest["architecture"]["width"] == small_config().width
+    words = ("eval", "--checkpoint", checkpoint, "--log", log, "--out", tmp_path / "r", "--ablation-requests", 5)
+    late = call(*words, "--since", "2030-01-01")
+    assert (late.exit_code, "2026-06-01 … 2026-06-10" in late.stderr) == (1, True), late.output
+    result = call(*words)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[0].startswith("The model LOSES to "), "it has hardly been trained"
+    assert f"--since {manifest['training']['until_ts']} " in (tmp_path / "r/report.md").read_text()
+    made = call("example", checkpoint, "--log", log, "--names", tmp_path / "names.json")
+    assert made.exit_code == 0, made.output
+    assert call("verify", checkpoint).exit_code == 0
+
+
+def test_settings_are_listed_and_all_of_them_can_be_given(log: Path) -> None:
+    listed = call("train", "--settings")
+    assert listed.exit_code == 0
+    for name, default, values, meaning in settings_table():
+        assert name in listed.stdout
+        assert values.split(" and ")[0] in listed.stdout
+        assert meaning.split(",")[0].split(":")[0][:20] in listed.stdout
+        assert given_values([f"{name}={default}"]) == {name: default}
+    looked = call("log", log, *settings(["epochs=1.5", "history_length=31", "has_post_age=false", "post_rows=4096"]))
+    assert looked.stdout.splitlines()[-1] == "given: epochs=1.5, history_length=31, has_post_age=False, post_rows=4096"
+
+
+def test_some_fields_of_the_architecture_are_enough_and_set_wins(log: Path, tmp_path: Path) -> None:
+    fields = {"width": 32, "post_hashes": {"vocab_size": 99}, "user_hashes": {"vocab_size": 99}, "history_length": 40}
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": fields}))
+    options = ("--config", tmp_path / "config.json", "--out", tmp_path / "out")
+    few = settings(["epochs=0.02", "validation_requests=4", "history_length=31", "user_rows=77"])
+    trained = call("train", "--log", log, *options, *few)
+    assert trained.exit_code == 0, trained.output
+    manifest = load_checkpoint(tmp_path / "out").manifest
+    assert manifest.score_weights == default_score_weights(manifest.action_names)
+    config = manifest.config
+    assert (config.width, config.post_hashes.vocab_size, config.layers, config.post_hashes.count) == (32, 99, 2, 2)
+    assert (config.history_length, config.user_hashes.vocab_size) == (31, 77)
+    (tmp_path / "config.json").write_text('{"architecture": 3}')
+    refused = call("train", "--log", log, *options, "--replace")
+    assert (refused.exit_code, refused.stderr) == (1, "The architecture in --config must be a JSON object.\n")
+
+
+def test_score_weights_are_proposed_given_or_asked_for(log: Path, tmp_path: Path) -> None:
+    table = pq.read_table(log)
+    kept = [name for name in table.column_names if not name.startswith("action.")]
+    flags = {"action.zapped": table["action.click"], "action.zoomed": table["action.favorite"]}
+    for name, flag in flags.items():
+        table = table.append_column(name, flag)
+    pq.write_table(table.select([*kept, *flags]), tmp_path / "log.parquet")
+    few = settings(["epochs=0.02", "validation_requests=4", "width=16"])
+    options = ("--log", tmp_path / "log.parquet", "--out", tmp_path / "out", *few)
+    asked = call("train", *options)
+    assert asked.exit_code == 1
+    assert asked.stderr.strip() == (
+        "The score would be 0 for every post: choose its weights, for example --score-weights zapped=1."
+    )
+    assert "score: undecided" in call("log", tmp_path / "log.parquet").stdout
+    assert call("train", *options, "--score-weights", "zapped=0").exit_code == 1
+    given = call("train", *options, "--score-weights", "zoomed=2,zapped=-0.5")
+    assert given.exit_code == 0, given.output
+    assert load_checkpoint(tmp_path / "out").manifest.score_weights == {"zoomed": 2.0, "zapped": -0.5}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_ranker_of_every_preset_trains_saves_verifies_serves_and_isolates(
+    name: str, log: Path, examples: Examples, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    options = ("--config", log.with_name("config.json"), "--preset", name, "--out", out)
+    trained = call("train", "--log", log, *options, *settings([*RUN_SETTINGS[1:], "epochs=0.15", "warmup_steps=1"]))
+    assert trained.exit_code == 0, trained.output
+    assert call("verify", out).exit_code == 0
+    manifest = json.loads(call("inspect", out, "--json").stdout)
+    config = with_preset(small_config(), name)
+    assert manifest["architecture"] == json.loads(json.dumps(config.to_dict()))
+    assert (name == "grok") == set(TRUNK_OPTIONS).isdisjoint(manifest["architecture"])
+    indices = np.arange(len(examples) - 3, len(examples))
+    expected = predict(load_checkpoint(out).ranker, examples, indices).probabilities
+    bodies = [exact_body(examples, int(index)) for index in indices]
+    with TestClient(create_app(Settings(checkpoint=out, dtype="float32", threads=1)), base_url=ADDRESS) as client:
+        wait_until(lambda: client.get("/readyz").status_code == 200, 120)
+        answers = [client.post("/rank", json=body).json() for body in bodies]
+        alone = client.post("/rank", json=bodies[-1] | {"candidates": bodies[-1]["candidates"][-1:]}).json()
+        engine = client.get("/info").json()["engine"]
+    found = np.array([row["probabilities"] for answer in answers for row in answer["candidates"]])
+    assert np.abs(found - expected).max() < TOLERANCE
+    assert found.std(0).max() > 1e-3, "scores that are all alike would show nothing"
+    assert alone["candidates"][0]["probabilities"] == answers[-1]["candidates"][-1]["probabilities"]
+    if name == "vanilla":
+        assert "does not know this trunk's norm, " in engine["fallback"]
+
+
+def test_training_goes_on_from_a_checkpoint(log: Path, trained: tuple[Path, str], tmp_path: Path) -> None:
+    start = trained[0]
+    arguments = ("train", "--log", log, "--out", tmp_path / "out", "--start", start)
+    result = call(*arguments, *settings([*RUN_SETTINGS[1:], "epochs=0.01", "learning_rate=1e-6"]))
+    assert result.exit_code == 0, result.output
+    before, after = (load_checkpoint(path).ranker.state_dict() for path in (start, tmp_path / "out"))
+    moved = [float((after[name] - before[name]).abs().max()) for name in before]
+    assert 0 < max(moved) < 1e-3
+    refused = call(*arguments, "--replace", "--preset", "gemma")
+    assert refused.exit_code == 1
+    assert "--start comes with its own architecture" in refused.stderr
+
+
+def test_the_dwell_is_learned_by_the_output_of_that_name(log: Path, trained: tuple[Path, str], tmp_path: Path) -> None:
+    one = load_checkpoint(trained[0])
+    head = one.ranker.heads.continuous.weight
+    two = Ranker(replace(one.manifest.config, continuous_actions=2))
+    two.load_state_dict(one.ranker.state_dict() | {"heads.continuous": torch.cat((-head, head), 1)})
+    outputs = [ContinuousOutput("continuous_0", 1.0, ""), DWELL_TIME]
+    save_checkpoint(tmp_path / "two", two, name="t", action_names=one.manifest.action_names, continuous=outputs)
+    arguments = ("train", "--log", log, "--out", tmp_path / "out", "--start", tmp_path / "two")
+    result = call(*arguments, *settings([*RUN_SETTINGS[1:], "epochs=0.05", "weight_decay=0"]))
+    assert result.exit_code == 0, result.output
+    after = load_checkpoint(tmp_path / "out")
+    assert after.manifest.continuous == tuple(outputs)
+    moved = (after.ranker.heads.continuous.weight - two.heads.continuous.weight).abs().amax(0)
+    assert moved[0] == 0 < moved[1]
+
+
+@pytest.mark.parametrize("odd", ["name", "place"])
+def test_what_no_checkpoint_may_say_is_refused_before_the_training(odd: str, log: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (tmp_path / "log.txt").write_text("not a checkpoint's")
+    place = ("--out", tmp_path if odd == "place" else out, "--replace", "--state", tmp_path / "state")
+    options = ("--config", log.with_name("config.json"), "--name", "a b" if odd == "name" else "a")
+    result = call("train", "--log", log, *options, *place, *settings(RUN_SETTINGS))
+    assert result.exit_code == 1
+    assert "is not written: " in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not out.exists()
+    assert not (tmp_path / "state").exists(), "nothing was trained"
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("batch_contexts=0", "batch_contexts must be at least 1 and at most 1,000,000, got 0"),
+        ("max_candidates=0", "max_candidates must be at least 1 and at most 1,000,000, got 0"),
+        ("evaluate_every=0", "evaluate_every must be at least 1 and at most 1,000,000, got 0"),
+        ("warmup_steps=0", "warmup_steps must be at least 1 and at most 1,000,000, got 0"),
+        ("patience=0", "patience must be at least 1 and at most 1,000,000, got 0"),
+        ("epochs=nan", "epochs must be above 0 and at most 10,000, got nan"),
+        ("epochs=0", "epochs must be above 0 and at most 10,000, got 0.0"),
+        ("epochs=-1", "epochs must be above 0 and at most 10,000, got -1.0"),
+        ("hidden_post_share=2", "hidden_post_share must be at least 0 and at most 1, got 2.0"),
+        ("learning_rate=1e9", "learning_rate must be above 0 and at most 1, got 1000000000.0"),
+        ("learning_rate=-1", "learning_rate must be above 0 and at most 1, got -1.0"),
+        ("learning_rate=nan", "learning_rate must be above 0 and at most 1, got nan"),
+        ("averaging=1", "averaging must be at least 0 and below 1, got 1.0"),
+        ("dtype=float16", "dtype must be float32 or bfloat16, got 'float16'"),
+        ("post_rows=0", "post_rows must be at least 2 and at most 2,147,483,647, got 0"),
+        ("product_surfaces=0", "product_surfaces must be positive and at most 65536, got 0"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_by_name_before_the_log_is_read(
+    value: str, reason: str, log: Path, tmp_path: Path
+) -> None:
+    for file in (log, tmp_path / "absent.parquet"):
+        options = ("--config", log.with_name("config.json"), "--out", tmp_path / "out")
+        for result in (
+            call("train", "--log", file, *options, *settings([*RUN_SETTINGS, value])),
+            call("log", file, *settings([value])),
+        ):
+            assert (result.exit_code, result.stderr) == (1, f"{reason}\n"), result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_number_has_bounds(log: Path) -> None:
+    numbers = [(name, default) for name, default, _, _ in settings_table() if isinstance(default, int | float)]
+    assert len(numbers) > 20
+    for name, default in numbers:
+        for far in ("-1", 10**30, *(("nan", "inf") if isinstance(default, float) else ())):
+            result = call("log", log, "--set", f"{name}={far}")
+            assert result.exit_code == 1, f"{name}={far}"
+            assert re.fullmatch(rf"{name} must be (at least|above) .*, got .*\n", result.stderr), result.output
+
+
+def test_the_ends_of_the_bounds_train(log: Path, tmp_path: Path) -> None:
+    ends = [
+        "shared_events=0",
+        "warmup_steps=1",
+        "batch_contexts=1000000",
+        "max_candidates=1",
+        "patience=1",
+        "threads=1",
+    ]
+    ends += [f"hidden_{kind}_share=1" for kind in ("user", "post", "author", "event")]
+    ends += [
+        "validation_requests=1",
+        "evaluate_every=1000000",
+        "dwell_weight=0",
+        "epochs=2",
+        "seed=18446744073709551615",
+    ]
+    options = ("--config", log.with_name("config.json"), "--out", tmp_path / "out")
+    result = call("train", "--log", log, *options, *settings(ends))
+    assert result.exit_code == 0, result.output
+
+
+def test_a_training_whose_validation_loss_never_was_finite_leaves_no_checkpoint(log: Path, tmp_path: Path) -> None:
+    wild = ["learning_rate=1", "weight_decay=100", "table_decay=100", "warmup_steps=1", "epochs=3", "batch_contexts=8"]
+    options = ("--config", log.with_name("config.json"), "--out", tmp_path / "out")
+    result = call("train", "--log", log, *options, *settings([*wild, "evaluate_every=1000", "validation_requests=10"]))
+    assert result.exit_code == 1, result.output
+    assert result.stderr.startswith("The validation loss was never a finite number")
+    assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["add-to-cart", "a b", "", "1st", "é", "a" * 65])
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_an_action_that_no_checkpoint_may_name_is_refused_when_the_log_is_read(
+    name: str, suffix: str, log: Path, tmp_path: Path
+) -> None:
+    changed = {"action.report": f"action.{name}"}
+    table, path = pq.read_table(log).slice(0, 200), tmp_path / f"log.{suffix}"
+    table = table.rename_columns([changed.get(column, column) for column in table.column_names])
+    write(path, table)
+    told = (
+        f"{path}: the action name {name[:64]!r} must be letters, digits and underscores, a letter first, at most 64\n"
+    )
+    for command in commands_that_read(path, tmp_path):
+        result = call(*command)
+        assert (result.exit_code, result.stderr) == (1, told), result.output
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_surface_beyond_the_architectures_is_refused_with_its_file_and_row(
+    suffix: str, log: Path, trained: tuple[Path, str], tmp_path: Path
+) -> None:
+    table, path = pq.read_table(log), tmp_path / f"log.{suffix}"
+    surfaces = table["product_surface"].to_pylist()
+    surfaces[41] = 16
+    place = table.column_names.index("product_surface")
+    write(path, table.set_column(place, "product_surface", pa.array(surfaces)))
+    row = "line" if suffix == "jsonl" else "row"
+    told = f"{path}, {row} 42: product_surface must be an integer between 0 and 15\n"
+    out = ("--log", path, "--out", tmp_path / "scores")
+    known = (
+        ("eval", "--checkpoint", trained[0], *out),
+        ("score", "--checkpoint", trained[0], *out),
+        ("train", "--log", path, "--out", tmp_path / "on", "--start", trained[0]),
+        ("compare", trained[0], trained[0], *out),
+        ("example", trained[0], "--log", path),
+    )
+    for command in (*commands_that_read(path, tmp_path), *known):
+        result = call(*command)
+        assert (result.exit_code, result.stderr) == (1, told), command
+    assert call("log", path, "--set", "product_surfaces=17").exit_code == 0
+    (tmp_path / "config.json").write_text('{"product_surfaces": 17}')
+    few = settings(["epochs=0.02", "validation_requests=4", "width=16"])
+    wider = ("train", "--log", path, "--out", tmp_path / "out", "--config", tmp_path / "config.json", *few)
+    assert call(*wider).exit_code == 0
+    scored = call("score", "--checkpoint", tmp_path / "out", "--log", path, "--out", tmp_path / "scored")
+    assert scored.exit_code == 0, scored.output
+
+
+def write(path: Path, table: pa.Table) -> None:
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        path.write_text("\n".join(map(json.dumps, table.to_pylist())))
+
+
+def commands_that_read(log: Path, directory: Path) -> tuple[tuple[object, ...], ...]:
+    few = settings([*RUN_SETTINGS, "width=16"])
+    return ("log", log), ("train", "--log", log, "--out", directory / "no", *few)
+
+
+def test_posts_that_are_all_newer_than_their_impressions_are_said_to_be(log: Path, tmp_path: Path) -> None:
+    table = pq.read_table(log)
+    later = pa.array([time + 60 for time in table["impression_ts"].to_pylist()])
+    place = table.column_names.index("created_at")
+    pq.write_table(table.set_column(place, "created_at", later), tmp_path / "log.parquet")
+    looked = call("log", tmp_path / "log.parquet")
+    assert looked.exit_code == 0, looked.output
+    line = next(line for line in looked.stdout.splitlines() if "no post ages" in line)
+    assert line.split(" → ")[0].strip() == "every created_at is later than its impression_ts"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["train", "--log", "absent.parquet", "--out", "x"], "absent.parquet is not there"),
+        (["train", "--log", "a", "--out", "x", "--resume"], "needs --state"),
+        (
+            ["train", "--log", "a", "--out", "x", "--start", "b", "--preset", "gemma"],
+            "--start comes with its own architecture",
+        ),
+        (["train", "--log", "a", "--out", "x", "--start", "b", "--set", "layers=1"], "leave layers out of --set"),
+        (["train", "--log", "absent.parquet", "--out", "x", "--until", "tomorrow"], "'tomorrow' is neither a day"),
+        (["train", "--log", "absent.parquet", "--out", "x", "--config", "none.json"], "none.json cannot be read"),
+        (["train", "--log", "absent.parquet", "--out", "x", "--set", "epoch=3"], "did you mean epochs?"),
+        (["log", "absent.parquet"], "absent.parquet is not there"),
+        (["world", "--out", "x", "--set", "sheep=3"], "no setting 'sheep'"),
+        (["train", "--log", LOG, "--out", "x", "--set", "device=tpu"], "device must be cpu or cuda"),
+        (["train", "--log", LOG, "--out", "x", "--set", "history_length=0"], "history_length must be positive"),
+        (["train", "--log", LOG, "--out", "x", "--set", "has_post_age=perhaps"], "must be of type bool"),
+        (["world", "--out", "x", "--set", "users=many"], "must be of type int"),
+        (["eval", "--checkpoint", "x", "--out", "y"], "either --log or --world"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence_and_exit_code_1(
+    arguments: list[str], reason: str, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = call(*(log if word == LOG else word for word in arguments))
+    assert result.exit_code == 1
+    assert reason in result.stderr
+    assert len(result.stderr.splitlines()) == 1

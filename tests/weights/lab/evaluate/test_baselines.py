@@ -1,0 +1,61 @@
+"""Baselines read what came before and nothing else, and find what is there to find."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyarrow")
+
+from tests.weights.lab.training.small_run import WORLD
+from weights.lab.evaluate.baselines import BASELINES, BOOSTED, FEATURES, Past, baselines, history_features, post_vectors
+from weights.lab.evaluate.metrics import auc
+from weights.lab.training.examples import Examples
+from weights.lab.world.simulate import World
+
+FAVORITE = 0
+
+
+def test_the_past_of_a_row_is_the_earlier_requests_with_its_key() -> None:
+    rng = np.random.default_rng(1)
+    key, request = rng.integers(0, 9, 300).astype(np.uint64), np.sort(rng.integers(0, 60, 300))
+    happened, counted = rng.random(300) < 0.4, rng.random(300) < 0.8
+    past = Past.of(key, request, happened, counted)
+    for row in range(300):
+        before = (key == key[row]) & (request < request[row]) & counted
+        assert (past.shown[row], past.taken[row]) == (before.sum(), (before & happened).sum())
+    assert past.rate(0.25, 2.0)[0] == 0.25
+
+
+def test_no_feature_knows_what_happened_later(world: World, examples: Examples) -> None:
+    log, frozen = world.log, int(examples.starts[len(examples) * 2 // 3])
+    middle = int(examples.starts[len(examples) // 2])
+    flipped = log.actions.copy()
+    flipped[middle:] = ~flipped[middle:]
+    other = Examples(replace(log, actions=flipped), examples.config)
+    vectors = post_vectors(log.take(np.arange(frozen)))
+    first, second = (history_features(each, frozen, FAVORITE, vectors)[:middle] for each in (examples, other))
+    prior = np.isin(FEATURES, ["post rate", "author rate", "user rate", "user's rate of the author"])
+    assert np.array_equal(first[:, ~prior], second[:, ~prior], equal_nan=True)
+    assert np.isfinite(first[:, FEATURES.index("likeness to what was liked")]).mean() > 0.2
+
+
+def test_boosted_trees_find_what_the_world_put_there_and_popularity_does_not(world: World, examples: Examples) -> None:
+    split = int(np.searchsorted(examples.times, WORLD.test_ts))
+    found = baselines(examples, split, [FAVORITE])
+    assert list(found) == list(BASELINES)
+    happened = world.log.actions[examples.starts[split] :, FAVORITE]
+    reached = {name: auc(happened, each[FAVORITE]) for name, each in found.items()}
+    assert reached[BOOSTED] > max(0.65, reached["popularity"] + 0.05)
+    for each in found.values():
+        assert abs(each[FAVORITE].mean() - happened.mean()) < 0.1
+
+
+def test_an_action_that_never_happened_is_predicted_by_its_rate(world: World, examples: Examples) -> None:
+    split = int(np.searchsorted(examples.times, WORLD.test_ts))
+    actions = world.log.actions.copy()
+    actions[: examples.starts[split], FAVORITE] = False
+    found = baselines(Examples(replace(world.log, actions=actions), examples.config), split, [FAVORITE])
+    assert all((each[FAVORITE] == 0).all() for each in found.values())

@@ -1,0 +1,106 @@
+"""Logs whose ids are texts: training, scoring and comparing read and write the texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyarrow")
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tests.weights.call import run
+from weights.actions import SCORE_WEIGHT_SETS
+from weights.checkpoint import load_manifest
+from weights.lab.training.log import COLUMNS, ID_COLUMNS, Log, read_log, write_log
+from weights.lab.world.simulate import World
+from weights.text_ids import text_id
+
+ROWS = 400
+
+
+@pytest.fixture(scope="module")
+def logs(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The beginning of a log with integers, with texts, and with texts as JSON lines."""
+    path = tmp_path_factory.mktemp("logs")
+    write_log(path / "integers.parquet", world.log.take(np.arange(ROWS)))
+    table = pq.read_table(path / "integers.parquet")
+    for name in ID_COLUMNS:
+        texts = [f"{name}:{number:x}" for number in table[name].to_pylist()]
+        table = table.set_column(table.column_names.index(name), name, pa.array(texts))
+    pq.write_table(table, path / "texts.parquet")
+    (path / "texts.jsonl").write_text("\n".join(map(json.dumps, table.to_pylist())))
+    return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint") / "small"
+    assert run("random", "--ids", "text", "--out", path)[0] == 0
+    return path
+
+
+def are_equal(first: Log, second: Log) -> bool:
+    return all(np.array_equal(getattr(first, name), getattr(second, name)) for name in (*COLUMNS, "actions"))
+
+
+def test_both_files_give_one_log_with_its_texts(logs: Path, tmp_path: Path) -> None:
+    log, lines = read_log(logs / "texts.parquet", "text"), read_log(logs / "texts.jsonl", "text")
+    assert are_equal(log, lines)
+    texts = log.ids("user_id", np.arange(ROWS))
+    assert texts == lines.ids("user_id", np.arange(ROWS))
+    assert texts[0].startswith("user_id:")
+    assert log.user_id.tolist() == list(map(text_id, texts))
+    rows = np.array([7, 3])
+    assert log.take(rows).ids("post_id", np.arange(2)) == log.ids("post_id", rows)
+    write_log(tmp_path / "again.parquet", log)
+    assert are_equal(read_log(tmp_path / "again.parquet", "text"), log)
+
+
+def test_training_makes_a_checkpoint_of_texts_with_the_weights_that_were_asked_for(logs: Path, tmp_path: Path) -> None:
+    settings = [w for one in ("epochs=0.3", "batch_contexts=8", "validation_requests=4") for w in ("--set", one)]
+    args = ("--log", logs / "texts.jsonl", "--out", tmp_path / "out", "--score-weights", "x-2026-09", *settings)
+    code, said = run("train", *args)
+    assert (code, "column user_id holds texts, not integers" in said) == (1, True), said
+    code, said = run("train", "--ids", "text", *args)
+    assert code == 0, said
+    manifest = load_manifest(tmp_path / "out")
+    known = SCORE_WEIGHT_SETS["x-2026-09"]
+    assert manifest.ids == "text"
+    assert manifest.score_weights == {name: known[name] for name in manifest.action_names if name in known}
+    code, said = run("train", "--start", tmp_path / "out", "--log", logs / "integers.parquet", "--out", tmp_path / "x")
+    assert (code, "give --ids text" in said) == (1, True)
+    assert run("relabel", tmp_path / "out", "--score-weights", "default")[0] == 0
+    assert load_manifest(tmp_path / "out").score_weights["report"] == -20
+
+
+def test_scores_name_what_the_log_names(logs: Path, checkpoint: Path, tmp_path: Path) -> None:
+    code, said = run("score", "--checkpoint", checkpoint, "--log", logs / "texts.parquet", "--out", tmp_path / "out")
+    assert code == 0, said
+    scored = pq.read_table(tmp_path / "out/part-00000.parquet").to_pylist()
+    wanted = pq.read_table(logs / "texts.parquet").to_pylist()
+    names = ("request_id", "user_id", "post_id")
+    assert sorted(tuple(row[n] for n in names) for row in scored) == sorted(
+        tuple(row[n] for n in names) for row in wanted
+    )
+    code, said = run("score", "--checkpoint", checkpoint, "--log", logs / "integers.parquet", "--out", tmp_path / "no")
+    assert (code, "column user_id holds uint64, not texts" in said) == (1, True)
+
+
+def test_a_comparison_shows_and_links_texts(logs: Path, checkpoint: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    assert run("random", "--ids", "text", "--seed", 1, "--out", other)[0] == 0
+    code, said = run("compare", checkpoint, other, "--log", logs / "texts.parquet", "--out", tmp_path / "out")
+    assert code == 0, said
+    figures = json.loads((tmp_path / "out/figures.json").read_text())
+    changed = next(one for one in figures["changed"] if one["body"]["history"])
+    assert changed["best"][0].startswith("post_id:")
+    posts = changed["body"]["candidates"] + changed["body"]["history"]
+    assert all(post["author_id"].startswith("author_id:") for post in posts)
+    assert run("random", "--out", tmp_path / "integers")[0] == 0
+    args = ("--log", logs / "texts.parquet", "--out", tmp_path / "out")
+    assert "no log has both" in run("compare", checkpoint, tmp_path / "integers", *args)[1]

@@ -1,0 +1,100 @@
+"""A run: torch is left as it was, a state belongs to one run at a time, an interrupted run ends with the same bits, splits are checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("pyarrow")
+
+from tests.weights.lab.training.small_run import TRAINING, small_config
+from weights.lab.training.run import split, train
+from weights.lab.training.state import STATE_NAME, StateError
+from weights.lab.training.trainer import Status
+from weights.lab.world.simulate import World
+from weights.tables import LogError
+
+SHORT = replace(TRAINING, epochs=0.2, evaluate_every=4)
+
+
+def test_training_leaves_torch_as_it_was(world: World) -> None:
+    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    train(world.log, small_config(), replace(TRAINING, epochs=0.1, threads=threads + 1))
+    assert (torch.get_num_threads(), torch.get_deterministic_debug_mode()) == (threads, mode)
+
+
+@pytest.mark.parametrize("dwell", ["known", "seldom known, and weights averaged"])
+def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(dwell: str, world: World, tmp_path: Path) -> None:
+    log, settings = world.log, replace(SHORT, averaging=0.5 if "averaged" in dwell else 0.0)
+    if "seldom" in dwell:  # its head has no gradient in some steps, and has done fewer than the others
+        seconds = np.where(log.request_id % 20 == 0, log.dwell_seconds, 0).astype(np.float32)
+        log = replace(log, dwell_seconds=seconds)
+
+    def stop(status: Status) -> None:
+        if status.step == 6:
+            raise KeyboardInterrupt
+
+    whole = train(log, small_config(), settings, dwell_output=0).state_dict()
+    with pytest.raises(KeyboardInterrupt):
+        train(log, small_config(), settings, dwell_output=0, state=tmp_path, report=stop)
+    seen: list[int] = []
+    rest = train(
+        log, small_config(), settings, dwell_output=0, state=tmp_path, resume=True, report=lambda s: seen.append(s.step)
+    ).state_dict()
+    assert seen[0] == 5, "the state was kept after step 4"
+    assert all(torch.equal(whole[name], rest[name]) for name in whole)
+    other = train(log, small_config(), replace(settings, seed=2), dwell_output=0).state_dict()
+    assert not all(torch.equal(whole[name], other[name]) for name in whole)
+
+
+def test_a_state_belongs_to_one_run_at_a_time(world: World, tmp_path: Path) -> None:
+    """Two wrote one file at once, and renamed what was half of each."""
+
+    def second(status: Status) -> None:
+        with pytest.raises(BlockingIOError, match="is being written by another process: wait for its end"):
+            train(world.log, small_config(), replace(TRAINING, epochs=0.1), state=tmp_path)
+
+    train(world.log, small_config(), replace(TRAINING, epochs=0.1), state=tmp_path, report=second)
+
+
+@pytest.mark.parametrize("content", [None, b"not a state", "another architecture"])
+def test_a_state_that_cannot_go_on_is_refused(content: bytes | str | None, world: World, tmp_path: Path) -> None:
+    if isinstance(content, str):
+        train(world.log, replace(small_config(), width=32), replace(TRAINING, epochs=0.05), state=tmp_path)
+    elif content is not None:
+        (tmp_path / STATE_NAME).write_bytes(content)
+    with pytest.raises(StateError, match=STATE_NAME):
+        train(world.log, small_config(), SHORT, state=tmp_path, resume=True)
+
+
+def test_a_split_outside_the_log_is_refused_with_the_logs_range(world: World) -> None:
+    for until in (0, int(world.log.impression_ts[0]), int(world.log.impression_ts[-1]) + 1):
+        with pytest.raises(LogError, match="2026-06-01 … 2026-06-10"):
+            train(world.log, small_config(), SHORT, until_ts=until)
+    with pytest.raises(LogError, match=r"milliseconds.*2026-06-01 … 2026-06-10"):
+        train(world.log, small_config(), SHORT, until_ts=int(world.log.impression_ts[9]) * 1000)
+
+
+def test_the_last_requests_validate_and_one_alone_is_too_few() -> None:
+    kept, validation = split(1000, 10)
+    assert kept.tolist() == list(range(970))
+    assert validation.tolist() == list(range(970, 1000, 3))
+    assert [part.tolist() for part in split(2, 10)] == [[0], [1]]
+    with pytest.raises(LogError, match="1 request is too short"):
+        split(1, 10)
+
+
+def test_a_trunk_in_bfloat16_learns_what_one_in_float32_does(world: World) -> None:
+    losses: dict[str, list[float]] = {"float32": [], "bfloat16": []}
+    for dtype, seen in losses.items():
+        run = replace(TRAINING, epochs=0.6, dtype=dtype)
+        ranker = train(world.log, small_config(), run, report=lambda status, seen=seen: seen.append(status.loss))
+        assert {p.dtype for p in ranker.parameters()} == {torch.float32}
+    plain, rounded = losses.values()
+    assert plain != rounded
+    assert plain == pytest.approx(rounded, rel=0.03)
+    assert rounded[-1] < 0.9 * rounded[0]

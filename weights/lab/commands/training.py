@@ -1,0 +1,473 @@
+"""The commands that look at a log, train, evaluate, compare and draw worlds. Their libraries are imported when they run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from model.config import ModelConfig
+from model.presets import Preset, with_preset
+from weights.actions import continuous_outputs, dwell_output, score_weights_of
+from weights.checkpoint import load_checkpoint, load_encoder, save_checkpoint
+from weights.commands.console import (
+    Ids,
+    Out,
+    Replace,
+    Seed,
+    Update,
+    app,
+    out_option,
+    progress_bar,
+    read_json,
+    refusals,
+    say,
+    show,
+)
+from weights.errors import CheckpointError
+from weights.format.manifest import ContinuousOutput, Manifest
+from weights.format.writer import check_target, refused_writing
+from weights.text_ids import IdKind
+
+if TYPE_CHECKING:
+    from weights.checkpoint import Checkpoint
+    from weights.lab.training.choices import Plan
+    from weights.lab.training.log import Log
+    from weights.lab.training.trainer import Status
+
+T = TypeVar("T")
+
+REFUSED = (ValueError, OSError)  # LogError, StateError and ConfigError are ValueErrors
+TABLES = ("user_rows", "post_rows", "author_rows")
+PLAIN = {"int": int, "float": float, "bool": bool}
+
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="NAME=VALUE of a setting; can be given more than once. `train --settings` lists them."),
+]
+WorldSet = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="NAME=VALUE of a setting of the world; can be given more than once."),
+]
+LogFile = Annotated[
+    Path, typer.Option("--log", help="Log of impressions, Parquet or JSON lines; see docs/training.md.")
+]
+Until = Annotated[
+    str,
+    typer.Option(
+        help="Train only on requests before this: a day (1998-03-05), Unix seconds, or all. Default: hold out the newest fifth."
+    ),
+]
+
+
+@app.command()
+def world(out: Out, seed: Seed = 1, set_: WorldSet = None) -> None:
+    """Draw a synthetic world: a log of impressions, the true probabilities beside it, and names."""
+    with refusals(*REFUSED):
+        from weights.lab.world.settings import WorldSettings
+        from weights.lab.world.simulate import simulate
+        from weights.lab.world.store import save_world
+
+        settings = with_settings(WorldSettings(seed=seed), set_)
+        with progress_bar() as bar:
+            drawn = simulate(settings, partial(bar, "sessions"))
+        save_world(out, drawn)
+    say(
+        f"{out} holds {len(drawn.log)} impressions of {settings.all_users} users; the test period starts at {settings.test_ts}"
+    )
+
+
+@app.command("log")
+def log_(
+    log: Annotated[Path, typer.Argument(help="Log of impressions, Parquet or JSON lines; see docs/training.md.")],
+    until: Until = "",
+    set_: Set = None,
+    ids: Ids = "uint64",
+) -> None:
+    """Look at a log and print what `train` would decide from it, and why. Trains nothing."""
+    with refusals(*REFUSED):
+        from weights.lab.training.log import read_log
+
+        given = _given(until, set_)
+        surfaces = _base(given[2]).product_surfaces
+        for line in _plan(read_log(log, ids, surfaces), 1, given).lines():
+            say(line)
+
+
+def _print_settings(wanted: bool) -> None:
+    if wanted:
+        from rich.table import Table
+
+        from weights.lab.training.settings import settings_table
+
+        table = Table("setting", "default", "what it may be", "meaning")
+        for name, default, values, meaning in settings_table():
+            table.add_row(name, str(default), values, meaning)
+        show(table)
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    log: LogFile,
+    out: Annotated[Path, out_option("Checkpoint directory to write.")],
+    name: Annotated[str, typer.Option(help="Name of the checkpoint.")] = "trained",
+    until: Until = "",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON file with fields of the architecture, such as a manifest. They replace the chosen ones; --set wins over them."
+        ),
+    ] = None,
+    preset: Annotated[Preset | None, typer.Option(help="Another trunk for the architecture.")] = None,
+    start: Annotated[
+        Path | None, typer.Option(help="Checkpoint to start from, with its architecture and its weights.")
+    ] = None,
+    state: Annotated[Path | None, typer.Option(help="Directory that keeps the state of the run, for --resume.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --state.")] = False,
+    seed: Seed = 1,
+    set_: Set = None,
+    score_weights: Annotated[
+        str,
+        typer.Option(
+            help="Weights of the score: favorite=1,report=-20, a JSON file, or the name of a set. Default: proposed from the log."
+        ),
+    ] = "",
+    ids: Ids = "uint64",
+    replace_existing: Replace = False,
+    settings: Annotated[
+        bool,
+        typer.Option(
+            "--settings", callback=_print_settings, is_eager=True, help="Print the table of settings and exit."
+        ),
+    ] = False,
+) -> None:
+    """Train a checkpoint from a log: look at the log, decide how to train, say why, and train with the model code that serves."""
+    with refusals(*REFUSED):
+        from weights.lab.training.log import aligned, read_log
+        from weights.lab.training.run import train as run
+
+        if resume and state is None:
+            raise CheckpointError("--resume needs --state, the directory of the run to continue.")
+        if out.exists() and not replace_existing:
+            raise CheckpointError(f"{out} exists already; choose another place or give --replace.")
+        if start and (config or preset):
+            raise CheckpointError("--start comes with its own architecture: give neither --config nor --preset.")
+        given = _given(until, set_)
+        changed = _changed(read_json(config, dict) if config else {}, given[2])
+        if start and (shape := given[2].keys() & {*_names(ModelConfig), *TABLES}):
+            raise CheckpointError(
+                f"--start comes with its own architecture: leave {', '.join(sorted(shape))} out of --set."
+            )
+        begun = _begun(start, ids) if start else None
+        known = begun.manifest.config if begun else _architecture(_base(given[2]), changed, preset)
+        impressions = read_log(log, ids, known.product_surfaces)
+        impressions = aligned(impressions, begun.manifest.action_names) if begun else impressions
+        plan = _plan(impressions, seed, given)
+        architecture = begun.manifest.config if begun else _architecture(plan.config, changed, preset)
+        outputs, dwell = _outputs(architecture, begun)
+        for line in plan.lines():
+            say(line)
+        weights = score_weights_of(score_weights, impressions.action_names) if score_weights else plan.score_weights
+        if not any(weights.values()):
+            example = f"{impressions.action_names[0]}=1"
+            raise CheckpointError(
+                f"The score would be 0 for every post: choose its weights, for example --score-weights {example}."
+            )
+        labels: dict[str, Any] = {
+            "name": name, "action_names": impressions.action_names, "score_weights": weights, "ids": ids,
+            "continuous": outputs, "training": plan.record(),
+        }  # fmt: skip
+        with refused_writing(f"Checkpoint {out}"):  # refuse now, not after training
+            check_target(out, replace=replace_existing)
+            Manifest(**labels, version="", config=architecture, files={}, tensors={})
+        with progress_bar() as bar:
+            ranker = run(
+                impressions, architecture, plan.settings, until_ts=plan.until_ts, start=begun.ranker if begun else None,
+                dwell_output=dwell, state=state, resume=resume, report=training_report(bar),
+            )  # fmt: skip
+        manifest = save_checkpoint(out, ranker, **labels, replace=replace_existing)
+    say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
+    if plan.until_ts is not None:
+        say(f"To evaluate it: phoenix-ranker eval --checkpoint {out} --log {log} --out {out}-report")
+
+
+Given = tuple[int | None, bool, dict[str, Any]]
+"""`--until`, whether anything is held out, and `--set`, as `weights.lab.training.choices.plan` takes them."""
+
+
+def _given(until: str, set_: list[str] | None) -> Given:
+    """Read before the log is, which can take minutes. Raises CheckpointError."""
+    hold_out = until != "all"
+    return time_of(until) if until and hold_out else None, hold_out, given_values(set_)
+
+
+def _base(given: Mapping[str, Any]) -> ModelConfig:
+    """The architecture as far as it is known before the log is read. Raises ConfigError for given values that cannot be."""
+    from weights.lab.training.settings import demo_config, replaced
+
+    return replaced(demo_config(1), given)
+
+
+def _plan(log: Log, seed: int, given: Given) -> Plan:
+    from weights.lab.training.choices import plan
+
+    return plan(log, seed, *given)
+
+
+def time_of(text: str) -> int:
+    """A time given as Unix seconds or as a day in UTC. Raises CheckpointError."""
+    if text.isdecimal() and len(text) > 8:
+        return int(text)
+    try:
+        return int(datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp())
+    except ValueError as error:
+        raise CheckpointError(f"{text!r} is neither a day such as 1998-03-05 nor Unix seconds.") from error
+
+
+def _begun(start: Path, ids: IdKind) -> Checkpoint:
+    begun = load_checkpoint(start)
+    if begun.manifest.ids != ids:
+        raise CheckpointError(f"{start} has ids that are {begun.manifest.ids}: give --ids {begun.manifest.ids}.")
+    return begun
+
+
+def _changed(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `--config`, without those that `--set` gives: it is the closer word. Raises CheckpointError."""
+    fields = config.get("architecture", config)
+    if not isinstance(fields, dict):
+        raise CheckpointError("The architecture in --config must be a JSON object.")
+    decided = given.keys() | {name.replace("_rows", "_hashes") for name in TABLES if name in given}
+    return {name: value for name, value in fields.items() if name not in decided}
+
+
+def _architecture(chosen: ModelConfig, changed: Mapping[str, Any], preset: Preset | None) -> ModelConfig:
+    """The chosen architecture with the fields of `--config`, then with the trunk of a preset."""
+    values = chosen.to_dict()
+    for field, value in changed.items():
+        inner = values.get(field)
+        values[field] = inner | value if isinstance(inner, dict) and isinstance(value, dict) else value
+    architecture = ModelConfig.from_dict(values)
+    return with_preset(architecture, preset) if preset else architecture
+
+
+def _outputs(architecture: ModelConfig, begun: Checkpoint | None) -> tuple[Sequence[ContinuousOutput], int | None]:
+    """The labels of the continuous outputs, and which of them learns the dwell."""
+    count = architecture.continuous_actions
+    outputs = begun.manifest.continuous if begun else continuous_outputs(count, dwell_index=0)
+    return outputs, dwell_output(outputs)
+
+
+@app.command("eval")
+def eval_(
+    checkpoint: Annotated[Path, typer.Option(help="Checkpoint directory.")],
+    out: Annotated[Path, out_option("Directory for report.md and figures.json.")],
+    log: Annotated[Path | None, typer.Option(help="The log that it was trained on, or a later one.")] = None,
+    since: Annotated[
+        str, typer.Option(help="The test period starts here: a day or Unix seconds. Default: where training ended.")
+    ] = "",
+    world_directory: Annotated[
+        Path | None, typer.Option("--world", help="Instead of --log, a world: its log, truth and test period.")
+    ] = None,
+    ablation_requests: Annotated[int, typer.Option(min=1, help="Requests that each ablation is measured on.")] = 2000,
+) -> None:
+    """Evaluate a checkpoint on a period that it was not trained on, next to simple baselines that read the same history."""
+    with refusals(*REFUSED):
+        if (world_directory is None) == (log is None):
+            raise CheckpointError("Give either --log or --world.")
+        from weights.lab.evaluate.evaluation import evaluate
+        from weights.lab.evaluate.report import headline_table, write_evaluation
+        from weights.lab.training.log import aligned, read_log
+        from weights.lab.world.store import LOG_NAME, load_facts
+
+        loaded = load_checkpoint(checkpoint)
+        manifest = loaded.manifest
+        source = world_directory / LOG_NAME if world_directory else Path(str(log))
+        impressions = aligned(read_log(source, manifest.ids, manifest.config.product_surfaces), manifest.action_names)
+        facts = load_facts(world_directory, impressions.action_names) if world_directory else None
+        test_ts = facts.test_ts if facts else _since(since, manifest)
+        with progress_bar() as bar:
+            evaluation = evaluate(
+                loaded.ranker, impressions, test_ts, manifest.score_weights, facts,
+                dwell_output=dwell_output(manifest.continuous), ablation_requests=ablation_requests, progress=bar,
+            )  # fmt: skip
+        given = f"--world {world_directory}" if world_directory else f"--log {log} --since {test_ts}"
+        command = f"phoenix-ranker eval --checkpoint {checkpoint} {given} --out {out}"
+        write_evaluation(evaluation, out, f"{manifest.name} {manifest.version} on later requests", command)
+    say(evaluation.verdict())
+    for table in headline_table(evaluation):
+        say("")
+        say(table)
+    say(f"{out / 'report.md'} holds the rest, {out / 'figures.json'} all figures.")
+
+
+def _since(since: str, manifest: Manifest) -> int:
+    if since:
+        return time_of(since)
+    until = manifest.training.get("until_ts")
+    if type(until) is not int:
+        raise CheckpointError(
+            "The checkpoint does not say where its training ended: give --since, a time after which it saw nothing."
+        )
+    return until
+
+
+@app.command()
+def example(
+    checkpoint: Annotated[Path, typer.Argument(help="The checkpoint's directory, which gets the files.")],
+    log: LogFile,
+    names: Annotated[
+        Path | None, typer.Option(help="JSON file: users, authors and posts, each an object of id → name.")
+    ] = None,
+    user: Annotated[
+        str | None, typer.Option(help="Whose request. Default: the one with the longest recent history.")
+    ] = None,
+) -> None:
+    """Write the example request and the names that the page of a running server shows, from the log. Then reload the page."""
+    with refusals(*REFUSED):
+        from weights.lab.training.example import EXAMPLE_NAME, NAMES_NAME, write_example
+        from weights.lab.training.log import aligned, read_log
+
+        manifest = load_checkpoint(checkpoint).manifest
+        impressions = aligned(read_log(log, manifest.ids, manifest.config.product_surfaces), manifest.action_names)
+        request = write_example(checkpoint, manifest, impressions, read_json(names, dict) if names else {}, user)
+    say(f"{checkpoint} holds {EXAMPLE_NAME}, request {request} of the log, and {NAMES_NAME}")
+
+
+@app.command("eval-retrieval")
+def eval_retrieval(
+    checkpoint: Annotated[Path, typer.Option(help="The ranker that was trained on the world.")],
+    towers: Annotated[Path, typer.Option(help="The retrieval checkpoint trained on the same world.")],
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the world, as given to `train-demo`.")] = 1,
+    set_: WorldSet = None,
+) -> None:
+    """Draw the demo's world again and print how many of the truly best posts retrieval finds for users it was not trained on."""
+    with refusals(*REFUSED):
+        from weights.lab.evaluate.retrieval import as_table, evaluate_retrieval, newest_posts
+        from weights.lab.training.demo import CORPUS_DAYS
+        from weights.lab.world.settings import WorldSettings
+        from weights.lab.world.simulate import simulate
+
+        ranker, encoder = load_checkpoint(checkpoint), load_encoder(towers)
+        with progress_bar() as bar:
+            world = simulate(with_settings(WorldSettings(seed=seed), set_), partial(bar, "sessions"))
+        posts = newest_posts(world, CORPUS_DAYS)
+        found = evaluate_retrieval(world, encoder.towers, ranker.ranker, posts, ranker.manifest.score_weights)
+    show(as_table(found), 120)
+    say(json.dumps(found))
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="A checkpoint directory, for example the one that serves now.")],
+    second: Annotated[Path, typer.Argument(help="Another one, for example the one that might serve next.")],
+    log: LogFile,
+    out: Annotated[Path, out_option("Directory for report.md and figures.json.")],
+    since: Annotated[str, typer.Option(help="Only requests from then on: a day or Unix seconds.")] = "",
+    requests: Annotated[int, typer.Option(min=1, help="At most this many requests, drawn with --seed.")] = 2000,
+    seed: Seed = 1,
+    explorer: Annotated[str, typer.Option(help="URL of a server's page, for links.")] = "http://127.0.0.1:8000/explore",
+) -> None:
+    """Compare two checkpoints on the requests of a log: scores, order, calibration, and the requests that changed most."""
+    with refusals(*REFUSED):
+        from weights.lab.evaluate.compare import compare as compared
+        from weights.lab.evaluate.compare import write_comparison
+        from weights.lab.training.log import aligned, read_log
+
+        pair = load_checkpoint(first), load_checkpoint(second)
+        if pair[0].manifest.ids != pair[1].manifest.ids:
+            raise CheckpointError("The ids of one are integers and those of the other texts: no log has both.")
+        surfaces = min(each.manifest.config.product_surfaces for each in pair)
+        impressions = read_log(log, pair[0].manifest.ids, surfaces)
+        logs = aligned(impressions, pair[0].manifest.action_names), aligned(impressions, pair[1].manifest.action_names)
+        with progress_bar() as bar:
+            found = compared(pair, logs, time_of(since) if since else 0, requests, seed, bar)
+        figures = write_comparison(out, (pair[0].manifest, pair[1].manifest), found, explorer)
+    say(json.dumps({name: value for name, value in figures.items() if name not in ("actions", "changed")}))
+
+
+@app.command("train-demo")
+def train_demo(
+    out: Out,
+    seed: Seed = 1,
+    work: Annotated[
+        Path | None, typer.Option(help="Keep the world and the run's state here. Default: nowhere.")
+    ] = None,
+    set_: Set = None,
+) -> None:
+    """Make the demo checkpoint: draw its world, train, evaluate, and write the report, names and example request."""
+    with refusals(*REFUSED):
+        from weights.lab.training.demo import make_demo
+        from weights.lab.training.settings import TrainSettings
+
+        started, cpu = time.perf_counter(), time.process_time()
+        with progress_bar() as bar:
+            manifest, summary = make_demo(
+                out, work, with_settings(TrainSettings(seed=seed), set_), bar, training_report(bar)
+            )
+    seconds = f"{time.perf_counter() - started:.0f} s, {time.process_time() - cpu:.0f} CPU seconds"
+    say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}; {seconds}")
+    say(json.dumps(summary))
+
+
+def given_values(assignments: list[str] | None) -> dict[str, Any]:
+    """`NAME=VALUE` of settings of a run and of the architecture, parsed. Raises CheckpointError for an unknown name or a value of another
+    type, ValueError for a value that a setting of a run or a number of rows may not have."""
+    from weights.lab.training.settings import ROWS, TrainSettings, check, replaced
+
+    kinds: dict[str, type] = {name: type(getattr(TrainSettings(), name)) for name in _names(TrainSettings)}
+    kinds |= {
+        each.name: PLAIN[str(each.type)]
+        for each in fields(ModelConfig)
+        if str(each.type) in PLAIN and each.name != "actions"
+    }
+    values = _parsed(assignments, kinds | dict.fromkeys(TABLES, int))
+    replaced(TrainSettings(), values)
+    for name in set(TABLES) & set(values):
+        check(name, values[name], ROWS)
+    return values
+
+
+def with_settings(settings: T, assignments: list[str] | None) -> T:
+    """Settings with each `NAME=VALUE` applied, parsed as the field's type. Raises CheckpointError for an unknown name or a bad value."""
+    kinds = {name: type(getattr(settings, name)) for name in _names(type(settings))}
+    return replace(settings, **_parsed(assignments, kinds))  # type: ignore[type-var]
+
+
+def _names(settings: type) -> list[str]:
+    return [each.name for each in fields(settings)]
+
+
+def _parsed(assignments: list[str] | None, kinds: Mapping[str, type]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for assignment in assignments or ():
+        name, _, text = assignment.partition("=")
+        if name not in kinds:
+            near = get_close_matches(name, kinds, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(kinds))}."
+            raise CheckpointError(f"There is no setting {name!r}; {hint}")
+        try:
+            values[name] = {"true": True, "false": False}[text.lower()] if kinds[name] is bool else kinds[name](text)
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"Setting {name} must be of type {kinds[name].__name__}, got {text!r}.") from error
+    return values
+
+
+def training_report(update: Update) -> Callable[[Status], None]:
+    """The function that training calls after every step: it says how far it is and what validation gave."""
+
+    def report(status: Status) -> None:
+        told = isfinite(status.validation)
+        words = f"training, validation loss {status.validation:.4f}, best {status.best:.4f}" if told else "training"
+        update(words, status.step, status.steps)
+
+    return report

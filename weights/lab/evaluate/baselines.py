@@ -1,0 +1,207 @@
+"""What a ranker is measured against: simple predictions that read the same log before the split, and the same histories after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weights.lab.training.examples import Examples
+from weights.lab.training.log import Log
+
+POPULARITY, FACTORS, BOOSTED = "popularity", "factorisation", "boosted trees"
+BASELINES = {
+    POPULARITY: "the post's rate of the action before the split, pulled towards its author's rate",
+    FACTORS: "logistic regression on popularity and on how similar the post is to the user's history (truncated SVD)",
+    BOOSTED: "gradient boosting on popularity, similarity and counts of the user's history",
+}
+FEATURES = (
+    "post rate", "post count", "author rate", "author count", "user rate", "user count", "user's rate of the author",
+    "user's count of the author", "user's count of the post", "likeness to the history", "likeness to what was liked",
+    "likeness to the last event", "age", "surface", "posts shown together", "seconds since the last event",
+)  # fmt: skip
+DIMENSIONS = 32
+STRENGTH = 20.0  # impressions that the rate which a rate is drawn towards counts as
+VECTOR_SHARE = 0.75
+MOST_ROWS = 200_000  # to fit the models on
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Past:
+    """Sums over the earlier rows of a log with the same key that count: of an action, and of rows. Float32 `[n]` each.
+
+    Rows of the same request do not count: what happened to one was not known when another was ranked.
+    """
+
+    taken: Floats
+    shown: Floats
+
+    @classmethod
+    def of(
+        cls, key: NDArray[np.unsignedinteger], request: Ints, happened: NDArray[np.bool_], counted: NDArray[np.bool_]
+    ) -> Past:
+        """`key`, `happened`, `counted` `[n]` in time order; `request` `[n]` numbers the requests."""
+        order = np.argsort(key, kind="stable")
+        counts = counted[order]
+        begins = np.append(True, key[order][1:] != key[order][:-1])
+        fresh = begins | np.append(True, request[order][1:] != request[order][:-1])
+        first = np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))
+        before = np.maximum.accumulate(np.where(fresh, np.arange(len(order)), 0))
+        sums = []
+        for values in (happened[order] & counts, counts):
+            total = np.concatenate(([0], np.cumsum(values)))
+            back = np.empty(len(order), np.float32)
+            back[order] = total[before] - total[first]
+            sums.append(back)
+        return cls(*sums)
+
+    def rate(self, prior: Floats | float, strength: float = STRENGTH) -> Floats:
+        """The action's rate, drawn towards `prior` as if that had been seen `strength` times."""
+        return np.asarray((self.taken + strength * prior) / (self.shown + strength), np.float32)
+
+
+def baselines(
+    examples: Examples,
+    split: int,
+    actions: list[int],
+    seed: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, dict[int, Floats]]:
+    """Each baseline's probabilities of the actions (places in the log) for the rows from request `split` on, by name and action.
+
+    The models are fitted on the last quarter of the rows before, with post vectors from the other three: what a user did must not be part
+    of the vector that explains it. Users' histories go on after the split, as they do for the ranker.
+    """
+    from sklearn.ensemble import HistGradientBoostingClassifier
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+    from threadpoolctl import threadpool_limits
+
+    frozen, rng = int(examples.starts[split]), np.random.default_rng(seed)
+    early = max(1, int(frozen * VECTOR_SHARE))
+    rows = np.sort(early + rng.permutation(frozen - early)[:MOST_ROWS])
+    vectors = [post_vectors(examples.log.take(np.arange(end)), seed) for end in (early, frozen)]
+    found: dict[str, dict[int, Floats]] = {name: {} for name in BASELINES}
+    likeness = [FEATURES.index(name) for name in FEATURES if "likeness" in name or name == "post rate"]
+    for done, action in enumerate(actions):
+        before, features = (history_features(examples, frozen, action, each) for each in vectors)
+        happened = examples.log.actions[rows, action]
+        found[POPULARITY][action] = features[frozen:, FEATURES.index("post rate")]
+        if happened.all() or not happened.any():
+            found[FACTORS][action] = found[BOOSTED][action] = found[POPULARITY][action]
+            continue
+        linear = make_pipeline(StandardScaler(), LogisticRegression())
+        linear.fit(np.nan_to_num(before[rows][:, likeness]), happened)
+        found[FACTORS][action] = _second(linear.predict_proba(np.nan_to_num(features[frozen:, likeness])))
+        progress(3 * done + 1, 3 * len(actions))
+        told = ~np.isnan(before[rows]).all(0)  # scikit-learn takes no column without any value
+        trees = HistGradientBoostingClassifier(max_iter=150, learning_rate=0.06, early_stopping=False)
+        with threadpool_limits(1):  # of several, each waits for the slowest at every leaf
+            trees.fit(before[rows][:, told], happened)
+            found[BOOSTED][action] = _second(trees.predict_proba(features[frozen:, told]))
+        progress(3 * done + 3, 3 * len(actions))
+    return found
+
+
+def _second(probabilities: NDArray[np.float64]) -> Floats:
+    return np.asarray(probabilities[:, 1], np.float32)
+
+
+def history_features(
+    examples: Examples, frozen: int, action: int, vectors: tuple[NDArray[np.uint64], Floats]
+) -> Floats:
+    """What is known of each row of the log when it is ranked, float32 `[n, F]`, as FEATURES names it; NaN where unknown.
+
+    Posts and authors are counted over all impressions, up to row `frozen`; users over what they engaged with, as the ranker's histories
+    have it, to the end. `vectors`: as `post_vectors` gives them.
+    """
+    log, request = examples.log, np.repeat(np.arange(len(examples)), examples.stops - examples.starts)
+    happened = log.actions[:, action]
+    prior = float(happened[:frozen].mean())
+
+    shown, engaged = np.arange(len(log)) < frozen, np.asarray(log.actions.any(1))
+    post, author = (Past.of(key, request, happened, shown) for key in (log.post_id, log.author_id))
+    keys = log.user_id, _pair(log.user_id, log.author_id), _pair(log.user_id, log.post_id)
+    user, pair, again = (Past.of(key, request, happened, engaged) for key in keys)
+    seconds = (log.impression_ts - log.created_at).astype(np.float32)
+    last = examples.last - 1
+    since = np.where(last >= examples.first, examples.times - examples.events.impression_ts[last], np.nan)
+    columns = [
+        post.rate(author.rate(prior)), np.log1p(post.shown), author.rate(prior), np.log1p(author.shown),
+        user.rate(float(happened[engaged].mean())), np.log1p(user.shown), pair.rate(user.rate(prior)), np.log1p(pair.shown), again.shown,
+        *_likeness(examples, request, action, *vectors),
+        np.where(log.created_at > 0, seconds, np.nan), log.product_surface, (examples.stops - examples.starts)[request],
+        since[request],
+    ]  # fmt: skip
+    return np.stack(columns, 1).astype(np.float32)
+
+
+def post_vectors(log: Log, seed: int = 1) -> tuple[NDArray[np.uint64], Floats]:
+    """The posts that users engaged with in the log, sorted, and a vector of length 1 for each, float32 `[P, d]`.
+
+    By truncated SVD of the matrix of users × posts, 1 where a user engaged with a post, each row scaled to length 1.
+    """
+    from scipy.sparse import csr_matrix
+    from sklearn.decomposition import TruncatedSVD
+    from sklearn.preprocessing import normalize
+
+    engaged = np.flatnonzero(log.actions.any(1))
+    users, of_user = np.unique(log.user_id[engaged], return_inverse=True)
+    posts, of_post = np.unique(log.post_id[engaged], return_inverse=True)
+    matrix = csr_matrix((np.ones(len(engaged), np.float32), (of_user, of_post)), (len(users), len(posts)))
+    matrix.data[:] = 1
+    size = min(DIMENSIONS, min(matrix.shape) - 1)
+    if size < 1:
+        return posts, np.zeros((len(posts), 1), np.float32)
+    model = TruncatedSVD(size, random_state=seed).fit(normalize(matrix))
+    weighted = model.components_.T * np.sqrt(model.singular_values_)
+    return posts, np.asarray(normalize(weighted), np.float32)
+
+
+def _likeness(
+    examples: Examples, request: Ints, action: int, posts: NDArray[np.uint64], vectors: Floats
+) -> list[Floats]:
+    """Cosines of each row's post with the mean of all earlier events of its user, of those with the action, and with the last event.
+
+    NaN where the post was not met before the split, or there is no such event.
+    """
+    log, events = examples.log, examples.events
+    padded = np.concatenate((vectors, np.zeros((1, vectors.shape[1]), np.float32)))
+    mine, theirs = (padded[_place(posts, ids)] for ids in (log.post_id, events.post_id))
+    known = _place(posts, log.post_id) < len(posts)
+    found = []
+    for weights in (np.ones(len(events), np.float32), events.actions[:, action].astype(np.float32)):
+        sums = np.concatenate(
+            (np.zeros((1, vectors.shape[1]), np.float64), np.cumsum(theirs * weights[:, None], 0, np.float64))
+        )
+        mean = (sums[examples.last] - sums[examples.first]).astype(np.float32)
+        found.append(_cosine(mine, mean, request, known))
+    newest = np.where((examples.last > examples.first)[:, None], theirs[examples.last - 1], np.float32(0))
+    return [*found, _cosine(mine, newest, request, known)]
+
+
+def _cosine(mine: Floats, of_request: Floats, request: Ints, known: NDArray[np.bool_]) -> Floats:
+    length = np.linalg.norm(of_request, axis=1)
+    unit = of_request / np.maximum(length, 1e-9)[:, None]
+    return np.where(known & (length > 0)[request], np.einsum("nd,nd->n", mine, unit[request]), np.nan).astype(
+        np.float32
+    )
+
+
+def _place(sorted_ids: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> Ints:
+    """The place of each id among the sorted ones; their number for an id that is not among them."""
+    place = np.searchsorted(sorted_ids, wanted)
+    found = np.minimum(place, len(sorted_ids) - 1)
+    return np.asarray(np.where(sorted_ids[found] == wanted, found, len(sorted_ids)), np.int64)
+
+
+def _pair(left: NDArray[np.uint64], right: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """One key for a pair, by a wrapping multiply-add; equal pairs give equal keys, others collide with a chance of 2^-64."""
+    with np.errstate(over="ignore"):
+        mixed = (right + np.uint64(0x632BE59BD9B4E019)) * np.uint64(0xD6E8FEB86659FD93)
+        return left * np.uint64(0x9E3779B97F4A7C15) ^ mixed

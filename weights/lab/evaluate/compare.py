@@ -1,0 +1,221 @@
+"""Compares two checkpoints on the requests of a log (scores, order and calibration) and writes the page."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from base64 import urlsafe_b64encode
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weights.checkpoint import Checkpoint
+from weights.format.manifest import Manifest
+from weights.lab.agreement import TOP, Floats, agreement, pearson, score_weights
+from weights.lab.evaluate import metrics
+from weights.lab.evaluate.predict import predict, rows_of
+from weights.lab.report import plain, rendered, write_report
+from weights.lab.training.example import request_body
+from weights.lab.training.examples import Examples
+from weights.lab.training.log import Log
+
+CHANGED = 10
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ActionChange:
+    """One action in both: correlation of the probabilities, and for each checkpoint the mean, calibration error and log-loss."""
+
+    share: float
+    correlation: float
+    means: tuple[float, float]
+    calibration_errors: tuple[float, float]
+    log_losses: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedRequest:
+    """A request whose ranking changed: Kendall's τ of both orders, the best post in each, and the request as a `/rank` body."""
+
+    request_id: int
+    kendall: float
+    best: tuple[str, str]
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`pearson`, `spearman` of all scores; `correlation`, `kendall`, `overlap`: means of `weights.lab.agreement` over requests with two
+    posts or more (`overlap`: more than k). `ndcg` of each checkpoint by its own score weights. `changed`: most changed first."""
+
+    requests: int
+    impressions: int
+    pearson: float
+    spearman: float
+    correlation: float
+    kendall: float
+    overlap: dict[int, float]
+    ndcg: tuple[float, float]
+    actions: dict[str, ActionChange]
+    changed: list[ChangedRequest]
+    scores: tuple[Floats, Floats]
+
+
+def compare(
+    pair: tuple[Checkpoint, Checkpoint],
+    logs: tuple[Log, Log],
+    since: int,
+    most: int,
+    seed: int = 1,
+    progress: Progress = lambda what, done, total: None,
+) -> Comparison:
+    """Compare on at most `most` requests from `since` on, drawn by `seed`. `logs`: one log with each checkpoint's actions in its order.
+
+    Each score uses its own checkpoint's weights. Raises ValueError if there are no requests, or none with two posts.
+    """
+    from scipy.stats import spearmanr  # a second to import
+
+    first, second = (Examples(log, each.manifest.config) for log, each in zip(logs, pair, strict=True))
+    requests = np.flatnonzero(first.times >= since)
+    requests = np.sort(np.random.default_rng(seed).permutation(requests)[:most])
+    if not len(requests):
+        raise ValueError(f"the log has no requests from {since} on")
+    found = [
+        predict(
+            each.ranker, examples, requests, progress=lambda done, total: progress("scoring", done, total)
+        ).probabilities
+        for each, examples in zip(pair, (first, second), strict=True)
+    ]
+    rows = rows_of(first, requests)
+    weights = [score_weights(each.manifest) for each in pair]
+    scores = found[0] @ weights[0], found[1] @ weights[1]
+    shown = [log.take(rows) for log in logs]
+    lengths = (first.stops - first.starts)[requests].tolist()
+    cuts = np.cumsum(lengths)[:-1]
+    lists = list(zip(np.split(scores[0], cuts), np.split(scores[1], cuts), strict=True))
+    several = [place for place, length in enumerate(lengths) if length > 1]
+    if not several:
+        raise ValueError("no request shows two posts, so there is nothing to rank")
+    alike = {place: agreement(*lists[place]) for place in several}
+    changed = sorted(several, key=lambda place: (alike[place].kendall, place))[:CHANGED]
+    return Comparison(
+        requests=len(requests),
+        impressions=len(rows),
+        pearson=pearson(*scores),
+        spearman=float(spearmanr(*scores).statistic),
+        correlation=float(np.nanmean([each.correlation for each in alike.values()])),
+        kendall=float(np.mean([each.kendall for each in alike.values()])),
+        overlap={
+            k: float(np.mean(shares))
+            for k in TOP
+            if (shares := [each.overlap[k] for each in alike.values() if k in each.overlap])
+        },
+        ndcg=(_ndcg(shown[0], scores[0], weights[0]), _ndcg(shown[1], scores[1], weights[1])),
+        actions=_actions(shown, found),
+        changed=[_changed(first, int(requests[place]), alike[place].kendall, lists[place]) for place in changed],
+        scores=scores,
+    )
+
+
+def _ndcg(log: Log, scores: Floats, weights: NDArray[np.float32]) -> float:
+    return metrics.mean(metrics.ndcg(log.request_id, scores, log.actions @ weights)[1])
+
+
+def _actions(logs: list[Log], found: list[NDArray[np.float32]]) -> dict[str, ActionChange]:
+    """The changes of the actions that both checkpoints have."""
+    changes = {}
+    for column, name in enumerate(logs[0].action_names):
+        if name not in logs[1].action_names:
+            continue
+        happened = logs[0].actions[:, column]
+        both = found[0][:, column], found[1][:, logs[1].action_names.index(name)]
+        changes[name] = ActionChange(
+            float(happened.mean()),
+            pearson(*both),
+            (float(both[0].mean()), float(both[1].mean())),
+            (metrics.calibration_error(happened, both[0]), metrics.calibration_error(happened, both[1])),
+            (metrics.log_loss(happened, both[0]), metrics.log_loss(happened, both[1])),
+        )
+    return changes
+
+
+def _changed(examples: Examples, index: int, tau: float, scores: tuple[Floats, Floats]) -> ChangedRequest:
+    log, rows = examples.log, examples.rows(index)
+    best = log.ids("post_id", rows[[int(np.argmax(each)) for each in scores]])
+    return ChangedRequest(int(log.request_id[rows[0]]), tau, (best[0], best[1]), request_body(examples, index))
+
+
+TEMPLATE = """
+# {{ names[0] }} → {{ names[1] }}
+
+{{ comparison.requests }} requests with {{ comparison.impressions }} impressions of one log, computed with the plain PyTorch model in
+float32. Each checkpoint's scores use its own score weights.
+
+{{ table(["", "figure"], rows) }}
+
+## Actions
+
+{{ table(["action", "share", "correlation", "mean", "calibration error", "log-loss"], actions) }}
+
+## The requests that changed most
+
+By Kendall's τ of the two orders. Each link opens the request in the page of a running server, ranked by the checkpoint that it serves.
+
+{{ table(["request", "τ", "best post"], changed) }}
+"""
+
+
+def write_comparison(
+    out: Path, pair: tuple[Manifest, Manifest], comparison: Comparison, explorer: str
+) -> dict[str, Any]:
+    """Write `report.md` and `figures.json` into `out`, which may exist; return the figures."""
+    values: dict[str, Any] = {"checkpoints": [{"name": each.name, "version": each.version} for each in pair]}
+    values |= {name: plain(value) for name, value in asdict(comparison).items() if name != "scores"}
+    write_report(out, _page(pair, comparison, explorer), values)
+    return values
+
+
+def explorer_link(explorer: str, body: dict[str, Any]) -> str:
+    """A URL that opens this request in a running server's page. It holds the page's state, raw deflate in base64 (docs/explore.md)."""
+    state = {
+        "source": "rank", "sides": [body], "side": 0, "open": None, "onePer": False,
+        "start": body["impression_ts"],
+    }  # fmt: skip
+    squeezer = zlib.compressobj(wbits=-15)
+    packed = squeezer.compress(json.dumps(state).encode()) + squeezer.flush()
+    return f"{explorer}#{urlsafe_b64encode(packed).decode().rstrip('=')}"
+
+
+def _page(pair: tuple[Manifest, Manifest], comparison: Comparison, explorer: str) -> str:
+    rows = [
+        ["correlation of scores (Pearson)", f"{comparison.pearson:.4f}"],
+        ["correlation of scores (Spearman)", f"{comparison.spearman:.4f}"],
+        ["correlation of scores within a request, mean of requests", f"{comparison.correlation:.4f}"],
+        ["Kendall's τ of the order, mean of requests", f"{comparison.kendall:.4f}"],
+        *([f"share of the best {k} that both have", f"{share:.1%}"] for k, share in comparison.overlap.items()),
+        ["NDCG of the score", f"{comparison.ndcg[0]:.4f} → {comparison.ndcg[1]:.4f}"],
+    ]
+    actions = [
+        [
+            name,
+            f"{each.share:.2%}",
+            f"{each.correlation:.3f}",
+            *(f"{a:.4f} → {b:.4f}" for a, b in (each.means, each.calibration_errors, each.log_losses)),
+        ]
+        for name, each in comparison.actions.items()
+    ]
+    changed = [
+        [
+            f"[request {each.request_id}]({explorer_link(explorer, each.body)})",
+            f"{each.kendall:.3f}",
+            f"{each.best[0]} → {each.best[1]}",
+        ]
+        for each in comparison.changed
+    ]
+    names = [f"{each.name} {each.version}" for each in pair]
+    return rendered(TEMPLATE, names=names, comparison=comparison, rows=rows, actions=actions, changed=changed).lstrip()

@@ -1,0 +1,349 @@
+"""Compares the model with baselines and, in a world, with the optimum, all on the same rows. `report` writes the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.config import MAX_DWELL_SECONDS
+from model.ranker import Ranker
+from weights.lab.evaluate import metrics
+from weights.lab.evaluate.baselines import BASELINES, baselines
+from weights.lab.evaluate.metrics import Figure, Means, PooledAuc, Sampled, auc_within, draws_of, ndcg
+from weights.lab.evaluate.predict import ABLATIONS, Prediction, predict, rows_of
+from weights.lab.training.examples import Examples
+from weights.lab.training.log import Log
+from weights.lab.training.run import check_split
+from weights.lab.world.store import Facts
+
+FREQUENT_SHARE = 0.01
+MOST_HEADLINES = 5
+MODEL, TRUE_AFFINITY, OPTIMUM = "model", "true affinity", "optimum"
+K = 10
+METRICS = ("AUC", "AUC within users", "AUC within requests", f"NDCG@{K} of requests", f"NDCG@{K} of users")
+Floats = NDArray[np.float32]
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The model against a baseline on one metric of one action: the model's lead, with its interval."""
+
+    action: str
+    metric: str
+    baseline: str
+    gain: Figure
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether the model is not above the baseline."""
+        return not self.gain.value > 0
+
+    @property
+    def lead(self) -> str:
+        """The lead for people, with its interval, which a test period of one user does not have."""
+        low, high = self.gain.low, self.gain.high
+        interval = "no interval" if np.isnan(low) else f"{low:+.3f} … {high:+.3f}"
+        return f"{self.gain.value:+.3f} ({interval})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quality:
+    """How far the model's probabilities of one action can be trusted. `mean`: the mean prediction, to hold against the action's share.
+
+    `observed`, `predicted`: float `[b]`, the share and the mean prediction in bins of about equal count by prediction.
+    """
+
+    log_loss: float
+    normalised_entropy: float
+    mean: float
+    calibration_error: float
+    observed: metrics.Array
+    predicted: metrics.Array
+
+    @classmethod
+    def of(cls, happened: NDArray[np.bool_], probability: Floats) -> Quality:
+        """The quality of these predictions, `[n]` each."""
+        return cls(
+            metrics.log_loss(happened, probability),
+            metrics.normalised_entropy(happened, probability),
+            float(probability.mean()),
+            metrics.calibration_error(happened, probability),
+            *metrics.reliability(happened, probability),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluation:
+    """`figures[action][source][metric]` for the actions that the score is for; sources are the model, the baselines and what a world knows.
+
+    `shares`: how often each action happens in the test period. `quality[action]`: of the model's probabilities. `pooled[source][action]`:
+    the AUC over all rows, of every action that the test period has. `score[metric]`: the served score, against what the actions that
+    followed are worth. `ablations[name]`: mean AUC and log-loss on a sample of requests. `groups[name]`: the share of impressions and each
+    source's AUC. A metric that the log cannot have is absent everywhere.
+    """
+
+    actions: tuple[str, ...]
+    headline: tuple[str, ...]
+    shares: dict[str, float]
+    figures: dict[str, dict[str, dict[str, Figure]]]
+    comparisons: list[Comparison]
+    pooled: dict[str, dict[str, float]]
+    quality: dict[str, Quality]
+    score: dict[str, Figure]
+    ablations: dict[str, tuple[float, float]]
+    groups: dict[str, tuple[float, dict[str, float]]]
+    dwell_error_seconds: tuple[float, float] | None  # of the model, and of always predicting the mean
+    requests: int
+    impressions: int
+    users: int
+    resamples: int
+    span: str
+
+    @property
+    def frequent(self) -> list[str]:
+        """Actions with at least 1 % positives in the test period, but not always taken."""
+        return [name for name in self.actions if FREQUENT_SHARE <= self.shares[name] < 1]
+
+    def mean_auc(self, source: str) -> float:
+        """Mean AUC over the frequent actions; NaN for a source that does not predict all of them."""
+        return metrics.mean(self.pooled[source][name] for name in self.frequent)
+
+    def way(self, source: str) -> float:
+        """The share of the way from 0.5 to the optimum's mean AUC that a source reaches; NaN without a world."""
+        if OPTIMUM not in self.pooled or len(self.pooled[source]) < len(self.pooled[OPTIMUM]):
+            return float("nan")
+        return (self.mean_auc(source) - 0.5) / (self.mean_auc(OPTIMUM) - 0.5)
+
+    def calibration_error(self) -> float:
+        """The model's mean calibration error over the frequent actions."""
+        return metrics.mean(self.quality[name].calibration_error for name in self.frequent)
+
+    @property
+    def losses(self) -> list[Comparison]:
+        """Where a baseline is as good as the model or better."""
+        return [each for each in self.comparisons if each.is_loss]
+
+    def verdict(self) -> str:
+        """One sentence: whether the model is worth serving, by the metrics that say how it orders."""
+        if not self.comparisons:
+            return "Nothing can be said about the order: no action of the score has both outcomes in the test period."
+        if self.losses:
+            worst = min(self.losses, key=lambda each: each.gain.value)
+            those = sorted({each.baseline for each in self.losses})
+            return (
+                f"The model LOSES to {', '.join(those)}. On {worst.metric} of {worst.action} its lead over {worst.baseline} is "
+                f"{worst.lead}, and it loses or ties {len(self.losses)} of "
+                f"{len(self.comparisons)} comparisons. Do not serve it in place of these."
+            )
+        closest = min(self.comparisons, key=lambda each: each.gain.value)
+        doubtful = sum(not each.gain.low > 0 for each in self.comparisons)
+        caveat = f"; {doubtful} of {len(self.comparisons)} leads may be chance" if doubtful else ""
+        return (
+            f"The model is ahead of every baseline on every metric. The closest is {closest.baseline} on {closest.metric} of "
+            f"{closest.action}: {closest.lead}{caveat}."
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Judge:
+    """The rows of the test period by user and by request, and how often each user is drawn in the resamples, float `[R, U]`."""
+
+    log: Log
+    user: NDArray[np.int64]
+    request: NDArray[np.int64]
+    user_of_request: NDArray[np.int64]
+    draws: metrics.Array
+
+    @classmethod
+    def of(cls, log: Log) -> Judge:
+        """The judge of these impressions, which are in time order."""
+        users, user = np.unique(log.user_id, return_inverse=True)
+        _, first, request = np.unique(log.request_id, return_index=True, return_inverse=True)
+        return cls(log, user, request, user[first], draws_of(len(users)))
+
+    def measured(self, happened: NDArray[np.bool_], score: metrics.Array) -> dict[str, Sampled]:
+        """Each metric that these rows can have, by its name in METRICS."""
+        requests = len(self.user_of_request)
+        within = auc_within(self.user, happened, score), auc_within(self.request, happened, score)
+        lists = ndcg(self.request, score, happened, K), ndcg(self.user, score, happened, K)
+        users = np.arange(self.draws.shape[1])
+        found: tuple[Means | PooledAuc, ...] = (
+            PooledAuc.of(happened, score, self.user),
+            self.means(*within[0], users),
+            self.means(*within[1], self.user_of_request),
+            self.means(*lists[0], self.user_of_request),
+            self.means(*lists[1], users),
+        )
+        kept = dict(zip(METRICS, found, strict=True))
+        several = len(self.log) > requests
+        return {
+            name: Sampled.of(each, self.draws)
+            for name, each in kept.items()
+            if (each.counts.sum() > 0 if isinstance(each, Means) else happened.any() and not happened.all())
+            and ("requests" not in name or several)
+        }
+
+    def means(self, groups: metrics.Ints, values: metrics.Array, user_of: NDArray[np.int64]) -> Means:
+        """The mean of the groups' values; `user_of` says whose each group is."""
+        users = self.draws.shape[1]
+        return Means(
+            np.asarray(np.bincount(user_of[groups], values, users), np.float64),
+            np.bincount(user_of[groups], minlength=users),
+        )
+
+
+def evaluate(
+    ranker: Ranker,
+    log: Log,
+    test_ts: int,
+    score_weights: Mapping[str, float],
+    facts: Facts | None = None,
+    *,
+    dwell_output: int | None = 0,
+    ablation_requests: int = 2000,
+    seed: int = 1,
+    progress: Progress = lambda what, done, total: None,
+) -> Evaluation:
+    """Compare on all requests from `test_ts` on. Baselines know the log before it. `facts` adds the world's optimum;
+    `dwell_output` is the continuous output that predicts the dwell, None if there is none.
+
+    Raises LogError if one side of the split is empty.
+    """
+    check_split(log, test_ts)
+    examples = Examples(log, ranker.config)
+    split = int(np.searchsorted(examples.times, test_ts))
+    requests = np.arange(split, len(examples))
+    train, test = log.before(test_ts), log.take(log.impression_ts >= test_ts)
+    model = predict(ranker, examples, requests, progress=partial(progress, "scoring"))
+    headline = headline_actions(test, score_weights)
+    simple = baselines(examples, split, headline, seed, partial(progress, "baselines"))
+    sources = {MODEL: dict(enumerate(model.probabilities.T)), **simple}
+    if facts:
+        sources[TRUE_AFFINITY] = dict(enumerate(_ordinal(facts.truth.affinity, test, score_weights).T))
+        sources[OPTIMUM] = dict(enumerate(facts.truth.probabilities.T))
+    judge, names = Judge.of(test), log.action_names
+    figures, comparisons = _compared(judge, sources, headline, partial(progress, "intervals"))
+    weights = np.array([score_weights.get(name, 0.0) for name in names], np.float32)
+    sample = np.sort(np.random.default_rng(seed).permutation(requests)[:ablation_requests])
+    return Evaluation(
+        actions=names,
+        headline=tuple(names[action] for action in headline),
+        shares={name: float(test.actions[:, i].mean()) for i, name in enumerate(names)},
+        figures=figures,
+        comparisons=comparisons,
+        pooled={source: _pooled(test, each) for source, each in sources.items()},
+        quality={name: Quality.of(test.actions[:, i], model.probabilities[:, i]) for i, name in enumerate(names)},
+        score=_score(judge, model.probabilities @ weights, test.actions @ weights),
+        ablations=_ablations(ranker, examples, sample, progress),
+        groups=_groups(
+            train, test, {source: each for source, each in sources.items() if source != TRUE_AFFINITY}, headline
+        ),
+        dwell_error_seconds=_dwell_error(train, test, model, dwell_output),
+        requests=len(requests),
+        impressions=len(test),
+        users=judge.draws.shape[1],
+        resamples=len(judge.draws),
+        span=test.span,
+    )
+
+
+def headline_actions(test: Log, score_weights: Mapping[str, float]) -> list[int]:
+    """The actions, by place, that the score is mostly for: those of positive weight with both outcomes, frequent if there are such."""
+    shares = test.actions.mean(0)
+    worth = np.array([score_weights.get(name, 0.0) for name in test.action_names])
+    worth = worth if (worth > 0).any() else np.ones(len(worth))
+    told = [i for i in np.argsort(-worth * shares, kind="stable").tolist() if worth[i] > 0 and 0 < shares[i] < 1]
+    return ([i for i in told if shares[i] >= FREQUENT_SHARE] or told)[:MOST_HEADLINES]
+
+
+def _compared(
+    judge: Judge,
+    sources: Mapping[str, Mapping[int, Floats]],
+    headline: list[int],
+    progress: Callable[[int, int], None],
+) -> tuple[dict[str, dict[str, dict[str, Figure]]], list[Comparison]]:
+    figures: dict[str, dict[str, dict[str, Figure]]] = {}
+    comparisons = []
+    for done, action in enumerate(headline):
+        name, happened = judge.log.action_names[action], judge.log.actions[:, action]
+        found = {source: judge.measured(happened, each[action]) for source, each in sources.items()}
+        figures[name] = {
+            source: {metric: each.figure() for metric, each in kinds.items()} for source, kinds in found.items()
+        }
+        comparisons += [
+            Comparison(name, metric, baseline, (ours - found[baseline][metric]).figure())
+            for baseline in BASELINES
+            for metric, ours in found[MODEL].items()
+        ]
+        progress(done + 1, len(headline))
+    return figures, comparisons
+
+
+def _score(judge: Judge, score: Floats, worth: Floats) -> dict[str, Figure]:
+    """NDCG of the served score by what the actions are worth; empty if there is never anything to order."""
+    lists = ndcg(judge.request, score, worth, K), ndcg(judge.user, score, worth, K)
+    users = judge.user_of_request, np.arange(judge.draws.shape[1])
+    found = {METRICS[3 + i]: judge.means(*each, users[i]) for i, each in enumerate(lists)}
+    return {name: Sampled.of(each, judge.draws).figure() for name, each in found.items() if each.counts.any()}
+
+
+def _pooled(test: Log, probabilities: Mapping[int, Floats]) -> dict[str, float]:
+    return {
+        test.action_names[i]: metrics.auc(test.actions[:, i], each)
+        for i, each in probabilities.items()
+        if 0 < test.actions[:, i].mean() < 1
+    }
+
+
+def _ordinal(values: Floats, test: Log, score_weights: Mapping[str, float]) -> Floats:
+    """A ranking without probabilities as a sigmoid, reversed for actions with negative weight. Only its AUC is meaningful."""
+    signs = np.array([-1 if score_weights.get(name, 0) < 0 else 1 for name in test.action_names], np.float32)
+    return np.asarray(1 / (1 + np.exp(-values[:, None] * signs)), np.float32)
+
+
+def _ablations(
+    ranker: Ranker, examples: Examples, sample: NDArray[np.int64], progress: Progress
+) -> dict[str, tuple[float, float]]:
+    rows = examples.log.take(rows_of(examples, sample))
+    frequent = [i for i, share in enumerate(rows.actions.mean(0)) if FREQUENT_SHARE <= share < 1]
+    result: dict[str, tuple[float, float]] = {}
+    for name in ABLATIONS:
+        values = predict(ranker, examples, sample, name, progress=partial(progress, f"ablation: {name}")).probabilities
+        losses = [metrics.log_loss(rows.actions[:, i], values[:, i]) for i in range(values.shape[1])]
+        aucs = [metrics.auc(rows.actions[:, i], values[:, i]) for i in frequent]
+        result[name] = (metrics.mean(aucs), float(np.mean(losses)))
+    return result
+
+
+def _groups(
+    train: Log, test: Log, sources: Mapping[str, Mapping[int, Floats]], headline: list[int]
+) -> dict[str, tuple[float, dict[str, float]]]:
+    """New and known users, posts and authors apart: the groups that the test period has, where some action has both outcomes."""
+    result = {}
+    for kind in ("user", "post", "author"):
+        known = np.isin(getattr(test, f"{kind}_id"), getattr(train, f"{kind}_id"))
+        for name, rows in ((f"known {kind}s", known), (f"new {kind}s", ~known)):
+            aucs = {
+                source: metrics.mean(metrics.auc(test.actions[rows, i], each[i][rows]) for i in headline)
+                for source, each in sources.items()
+                if rows.any()
+            }
+            if aucs and not np.isnan(aucs[MODEL]):
+                result[name] = float(rows.mean()), aucs
+    return result
+
+
+def _dwell_error(train: Log, test: Log, model: Prediction, output: int | None) -> tuple[float, float] | None:
+    """Root mean squared errors in seconds of the model and of the training mean, with dwells cut at 30 s."""
+    known, before = test.dwell_seconds > 0, train.dwell_seconds[train.dwell_seconds > 0]
+    if output is None or not model.continuous.shape[1] or not known.any() or not len(before):
+        return None
+    seconds = np.minimum(test.dwell_seconds[known], MAX_DWELL_SECONDS)
+    mean = np.minimum(before, MAX_DWELL_SECONDS).mean()
+    errors = (model.continuous[known, output] * MAX_DWELL_SECONDS - seconds, mean - seconds)
+    return float(np.sqrt(np.mean(errors[0] ** 2))), float(np.sqrt(np.mean(errors[1] ** 2)))

@@ -1,0 +1,175 @@
+"""Scores a log that need not fit into memory: split by user, one partition at a time. A job that was killed goes on where it stopped.
+
+`OUT/part-00000.parquet …` are scores, each renamed into place when complete. `OUT/job.json` says which job they are of.
+`OUT/.split` holds the split log until all of it is scored.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from weights.format.manifest import Manifest
+from weights.format.writer import alone_in, name_whole, write_whole
+from weights.lab.scoring.scorer import NAMING, Scorer
+from weights.lab.training.log import COLUMNS, ID_COLUMNS, action_names, log_checks, open_log
+from weights.tables import LogError, check_unchanged, check_values, column_of, files_of, ids_of, place_of, tables_of
+
+PARTITION_ROWS = 500_000
+ROUND_ROWS = 1_000_000
+"""Rows read before they are written to their partitions: the number that splitting holds in memory."""
+MAX_PARTITIONS = 500  # files open at once while the log is split
+
+Progress = Callable[[str, int, int], object]
+"""Called with the current activity, rows done and total rows."""
+
+
+class JobError(ValueError):
+    """The output directory belongs to another job or holds something else; the message says what differs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Everything that determines the output's bytes. `log`: path, size in bytes and modification time of each file."""
+
+    log: list[tuple[str, int, int]]
+    rows: int
+    partitions: int
+    since_ts: int
+    columns: list[str]
+    checkpoint: str
+
+
+def score_log(
+    log: Path,
+    out: Path,
+    scorer: Scorer,
+    since_ts: int = 0,
+    partitions: int = 0,
+    progress: Progress = lambda what, done, total: None,
+) -> int:
+    """Score the requests of a log (a file or a directory) from `since_ts` on. Return the number of rows written.
+
+    `partitions` 0: enough to keep each near PARTITION_ROWS. Parts that a killed run finished are kept.
+    Raises LogError, EngineError, JobError if `out` holds something else, or BlockingIOError if another process writes there.
+    """
+    source = open_log(log, scorer.manifest.ids)
+    action_names(source.schema, str(log))
+    rows = source.count_rows()
+    if not rows:
+        raise LogError(f"{log} holds no impressions")
+    job = Job(
+        files_of(source),
+        rows,
+        partitions or min(MAX_PARTITIONS, -(-rows // PARTITION_ROWS)),
+        since_ts,
+        scorer.schema.names,
+        scorer.manifest.digest,
+    )
+    with alone_in(out):
+        _claim(out, job)
+        parts, split = [out / f"part-{number:05}.parquet" for number in range(job.partitions)], out / ".split"
+        todo = {part: split / f"{part.stem}.arrow" for part in parts if not part.exists()}
+        if not all(piece.exists() for piece in todo.values()):
+            _split(source, split, job, scorer.manifest, progress)
+        tables = {part: _read(piece) for part, piece in todo.items()}  # mapped, not read
+        done = rows - sum(map(len, tables.values()))
+        for part, table in tables.items():
+            if len(table):
+                scored = scorer.score(scorer.prepare(table, since_ts, str(log)), _beyond(progress, done, rows))
+            else:
+                scored = scorer.schema.empty_table()
+            write_whole(part, partial(_write, scored))
+            done += len(table)
+        shutil.rmtree(split, ignore_errors=True)
+        return sum(pq.read_metadata(part).num_rows for part in parts)
+
+
+def partition_of(user_ids: NDArray[np.uint64], partitions: int) -> NDArray[np.int64]:
+    """The partition of each user's rows: the same in every run, and even for any ids (the mixing of splitmix64)."""
+    mixed = user_ids.copy()
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(partitions)).astype(np.int64)
+
+
+def _beyond(progress: Progress, before: int, rows: int) -> Callable[[int], None]:
+    def told(scored: int) -> None:
+        progress("Scoring", before + scored, rows)
+
+    return told
+
+
+def _claim(out: Path, job: Job) -> None:
+    """Write the job description to `out`, or check that it is already there. Raises JobError."""
+    wanted, stated = json.loads(json.dumps(asdict(job))), out / "job.json"
+    if not stated.exists():
+        if {path.name for path in out.iterdir()} - {"job.new"}:  # that of a killed run
+            raise JobError(f"{out} holds something else: choose another place")
+        write_whole(stated, lambda new: new.write_text(json.dumps(wanted, indent=1)))
+    try:
+        found: Any = json.loads(stated.read_bytes())
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise JobError(f"{out} holds something else: choose another place")
+    if differing := [name for name in wanted if found.get(name) != wanted[name]]:
+        raise JobError(f"{out} belongs to another job ({', '.join(differing)} differ): choose another place")
+
+
+def _split(source: ds.FileSystemDataset, split: Path, job: Job, manifest: Manifest, progress: Progress) -> None:
+    """Check the values of the log, and write the rows of each user to one file. After a kill, the next run starts this again."""
+    unfinished = split.with_name(".split.new")
+    for left in (unfinished, split):
+        shutil.rmtree(left, ignore_errors=True)
+    unfinished.mkdir()
+    files = [unfinished / f"part-{number:05}.arrow" for number in range(job.partitions)]
+    writers = [pa.ipc.new_file(file, source.schema) for file in files]
+    done = 0
+    for table in tables_of(source, ROUND_ROWS):
+        users = _checked(table, source, done, manifest)
+        where = partition_of(users, job.partitions)
+        order = np.argsort(where, kind="stable")
+        sorted_table, edges = table.take(order), np.searchsorted(where[order], np.arange(job.partitions + 1))
+        for writer, first, last in zip(writers, edges[:-1], edges[1:], strict=True):
+            if last > first:
+                writer.write_table(sorted_table.slice(first, last - first))
+        done += len(table)
+        progress("Splitting by user", done, job.rows)
+    for writer in writers:
+        writer.close()
+    check_unchanged(source, job.log)
+    name_whole(unfinished, split)
+
+
+def _checked(table: pa.Table, source: ds.FileSystemDataset, before: int, manifest: Manifest) -> NDArray[np.uint64]:
+    """The users of a piece of the log that begins behind `before` rows. Raises LogError for a value that a request may not have."""
+    where, ids = source.files[0], manifest.ids
+    columns = {
+        name: ids_of(table, name, ids, where) if name in ID_COLUMNS else column_of(table, name, kind, where)
+        for name, kind in COLUMNS.items()
+    }
+    check_values(columns, lambda row: place_of(source, before + row), log_checks(manifest.config.product_surfaces))
+    return columns["user_id"]
+
+
+def _read(piece: Path) -> pa.Table:
+    with pa.memory_map(str(piece)) as mapped:
+        return pa.ipc.open_file(mapped).read_all()
+
+
+def _write(scored: pa.Table, path: Path) -> None:
+    # Floats hardly repeat: compressed, these columns would be a sixth smaller and take twice as long.
+    compression = {name: "zstd" if name in NAMING else "none" for name in scored.column_names}
+    pq.write_table(scored, path, compression=compression, use_dictionary=False, write_statistics=list(NAMING))

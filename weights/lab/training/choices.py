@@ -1,0 +1,269 @@
+"""Looks at a log and decides from it how to train, with a reason for each choice. Trains nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from model.config import ModelConfig
+from weights.actions import default_score_weights
+from weights.lab.training.log import Log, date_of
+from weights.lab.training.run import check_split
+from weights.lab.training.settings import TrainSettings, demo_config, hashes, replaced
+from weights.tables import LogError
+
+NEWEST_SHARE = 0.2
+"""This share of the log is held out. The newest part of the rest, the same share, tells how many ids will be new there."""
+MOSTLY_HIDDEN = 0.5  # posts are hidden so often that their own table says little
+AGE_BUCKETS = 80
+AGES_COVERED = 0.85  # of the impressions have an age within the buckets; older posts share the last one
+AGE_UNITS = {"1 hour": 60, "6 hours": 360, "1 day": 1440, "1 week": 10_080, "1 month": 43_200, "1 year": 525_600}
+ROWS_AN_ID = 4  # of a table: few ids then share both of their rows
+TABLE_ROWS = (2048, 65_536)
+PASSED_IMPRESSIONS, PASSES = 2_400_000, (2.4, 8.0)
+LIKENESS = {
+    "right_anchored": True, "shared_events": 16, "batch_contexts": 8, "hidden_event_share": 0.2, "attention_rate": 0.3,
+    "weight_decay": 0.05, "table_decay": 0.2, "averaging": 0.998, "evaluate_every": 500,
+}  # fmt: skip
+"""How to learn where most posts were seen before: what they have in common comes from their own rows, newest events count most."""
+SALTS = {"user": 10, "post": 20, "author": 30}
+KNOWN_ACTIONS = 8  # of X's actions: a log with so many is scored as X scores
+
+WANTED = (
+    "purchase", "buy", "order", "checkout", "subscribe", "favorite", "favourite", "like", "love", "upvote", "save", "bookmark",
+    "add_to_cart", "share", "repost", "reply", "comment", "follow", "watch", "listen", "finish", "complete", "download", "click",
+)  # fmt: skip
+"""Words in the name of what a ranking may be for, the surest sign first."""
+UNWANTED = (
+    "not", "dislike", "report", "block", "mute", "hide", "skip", "return", "refund", "downvote", "unfollow", "remove",
+)  # fmt: skip
+"""Words in the names of complaints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was seen in the log, what was decided from it in words, and the values by the names that `--set` takes."""
+
+    seen: str
+    decided: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to train on a log. `until_ts`: training ends before this time, Unix seconds; None: with the log. `summary`: the log in a line.
+
+    `given`: what the caller decided instead, by the names that `--set` takes.
+    """
+
+    summary: str
+    choices: tuple[Choice, ...]
+    until_ts: int | None
+    config: ModelConfig
+    settings: TrainSettings
+    score_weights: dict[str, float]
+    given: Mapping[str, Any]
+
+    def lines(self) -> list[str]:
+        """The plan for people: the log, then what was seen and what was decided in two columns, then what was given."""
+        width = max(len(choice.seen) for choice in self.choices)
+        given = [f"given: {', '.join(f'{name}={value}' for name, value in self.given.items())}"] if self.given else []
+        return [self.summary, *(f"{each.seen:<{width}}  → {each.decided}" for each in self.choices), *given]
+
+    def record(self) -> dict[str, Any]:
+        """The plan as JSON values, for the manifest."""
+        return {
+            "log": self.summary,
+            "until_ts": self.until_ts,
+            "choices": [{"seen": each.seen, "decided": each.decided} for each in self.choices],
+            "settings": asdict(self.settings),
+        }
+
+
+def plan(
+    log: Log, seed: int = 1, until_ts: int | None = None, hold_out: bool = True, given: Mapping[str, Any] | None = None
+) -> Plan:
+    """Decide from the log what it can decide. `until_ts`: the split, where the caller knows it; else the newest fifth is held out, or
+    nothing if not `hold_out`. `given`: values that replace those chosen, by the names of TrainSettings, of the plain fields of ModelConfig
+    and of the tables (`user_rows`, `post_rows`, `author_rows`).
+
+    Raises LogError, in one sentence that names the log's range, for a log from which nothing can be learned, and ConfigError or
+    ValueError for given values that cannot be.
+    """
+    _check_learnable(log, "the log")
+    until, split = _split(log, until_ts, hold_out)
+    known = log if until is None else log.before(until)
+    _check_learnable(known, "the training period")
+    new = new_shares(known)
+    weights, scored = propose_score_weights(known)
+    choices = (
+        split, _hidden(new), _tables(known, new), _ages(known), _dwell(known), _learning(known, new), *_constant(known), scored,
+    )  # fmt: skip
+    values = {name: value for choice in choices for name, value in choice.values.items()} | dict(given or {})
+    config = demo_config(len(log.action_names))
+    values |= {f"{kind}_hashes": hashes(values[f"{kind}_rows"], salt) for kind, salt in SALTS.items()}
+    return Plan(
+        _summary(log),
+        choices,
+        until,
+        replaced(config, values),
+        replaced(TrainSettings(seed=seed), values),
+        weights,
+        dict(given or {}),
+    )
+
+
+def _check_learnable(log: Log, what: str) -> None:
+    """Raises LogError for a log of one request, one user or one time, or without two different outcomes."""
+    found = f"{what} ({log.span}) holds"
+    if len(np.unique(log.request_id)) < 2:
+        raise LogError(f"{found} only one request: a model needs many, of many users")
+    if len(np.unique(log.user_id)) < 2:
+        raise LogError(f"{found} only one user: a model needs many")
+    if log.impression_ts[0] == log.impression_ts[-1]:
+        raise LogError(f"{found} only one time: no history comes before it")
+    if not log.actions.any():
+        raise LogError(f"{found} no action that was ever taken: there is nothing to tell posts apart by")
+    if log.actions.all():
+        raise LogError(f"{found} no action that was ever not taken: there is nothing to tell posts apart by")
+
+
+def _summary(log: Log) -> str:
+    counts = {name: len(np.unique(getattr(log, f"{name}_id"))) for name in ("request", "user", "post")}
+    return (
+        f"{len(log):,} impressions, "
+        + ", ".join(f"{count:,} {name}s" for name, count in counts.items())
+        + f", {log.span}"
+    )
+
+
+def _split(log: Log, until_ts: int | None, hold_out: bool) -> tuple[int | None, Choice]:
+    if until_ts is not None:
+        check_split(log, until_ts)
+        before = float((log.impression_ts < until_ts).mean())
+        return until_ts, Choice(f"split given: {date_of(until_ts)}", f"train on {before:.0%}, hold out the rest")
+    if not hold_out:
+        return None, Choice("no split requested", "train on the whole log; nothing is left to evaluate on")
+    until = int(log.impression_ts[int(len(log) * (1 - NEWEST_SHARE))])
+    if until == log.impression_ts[0]:
+        until = int(log.impression_ts[log.impression_ts > until][0])
+    return until, Choice(
+        f"newest {NEWEST_SHARE:.0%} of the impressions begin on {date_of(until)} (Unix seconds {until})",
+        "hold them out for eval",
+    )
+
+
+def new_shares(log: Log) -> dict[str, float]:
+    """Of the impressions in the newest fifth: the share whose user, post and author was not seen before that fifth."""
+    cut = min(int(len(log) * (1 - NEWEST_SHARE)), len(log) - 1)
+    columns = {kind: getattr(log, f"{kind}_id") for kind in SALTS}
+    return {kind: float(1 - np.isin(ids[cut:], ids[:cut]).mean()) for kind, ids in columns.items()}
+
+
+def _hidden(new: Mapping[str, float]) -> Choice:
+    bounds = {"user": (0.1, 0.5), "post": (0.02, 0.85), "author": (0.0, 0.5)}
+    shares = {kind: round(float(np.clip(new[kind], *bounds[kind])), 2) for kind in bounds}
+    seen = ", ".join(f"{1 - new[kind]:.0%} of {kind}s" for kind in ("post", "author", "user"))
+    decided = ", ".join(f"{shares[kind]:.0%} of {kind}s" for kind in ("post", "author", "user"))
+    values = {f"hidden_{kind}_share": share for kind, share in shares.items()}
+    return Choice(f"newest fifth of the training period: {seen} known", f"hide the ids of {decided}", values)
+
+
+def _tables(log: Log, new: Mapping[str, float]) -> Choice:
+    counts = {kind: len(np.unique(getattr(log, f"{kind}_id"))) for kind in SALTS}
+    wanted = {
+        kind: ROWS_AN_ID * count if new[kind] < MOSTLY_HIDDEN or kind == "user" else 0 for kind, count in counts.items()
+    }
+    rows = {
+        kind: int(np.clip(2 ** int(np.ceil(np.log2(max(count, 1)))), *TABLE_ROWS)) for kind, count in wanted.items()
+    }
+    seen = ", ".join(f"{counts[kind]:,} {kind}s" for kind in SALTS)
+    decided = "tables of " + ", ".join(f"{count:,}" for count in rows.values()) + " rows"
+    return Choice(f"to train on: {seen}", decided, {f"{kind}_rows": count for kind, count in rows.items()})
+
+
+def _ages(log: Log) -> Choice:
+    known = (log.created_at > 0) & (log.impression_ts >= log.created_at)
+    minutes = (log.impression_ts - log.created_at)[known] / 60
+    if not len(minutes):
+        seen = "every created_at is later than its impression_ts" if log.created_at.any() else "no created_at"
+        return Choice(seen, "no post ages", {"has_post_age": False})
+    covered = float(np.quantile(minutes, AGES_COVERED))
+    fitting = [name for name, size in AGE_UNITS.items() if size * AGE_BUCKETS >= covered]
+    unit = fitting[0] if fitting else list(AGE_UNITS)[-1]
+    size = AGE_UNITS[unit]
+    values = {"has_post_age": True, "post_age_granularity_minutes": size, "max_post_age_minutes": AGE_BUCKETS * size}
+    return Choice(
+        f"ages 0 … {_age(float(minutes.max()))}, {AGES_COVERED:.0%} below {_age(covered)}",
+        f"age buckets of {unit}",
+        values,
+    )
+
+
+def _age(minutes: float) -> str:
+    for size, name in ((525_600, "years"), (1440, "days"), (60, "hours")):
+        if minutes >= 2 * size:
+            return f"{minutes / size:.0f} {name}"
+    return f"{minutes:.0f} minutes"
+
+
+def _dwell(log: Log) -> Choice:
+    share = float((log.dwell_seconds > 0).mean())
+    if not share:
+        return Choice("no dwell", "no dwell input and no dwell output", {"has_dwell": False, "continuous_actions": 0})
+    return Choice(
+        f"dwell known for {share:.0%}", "dwell as input and output", {"has_dwell": True, "continuous_actions": 1}
+    )
+
+
+def _learning(log: Log, new: Mapping[str, float]) -> Choice:
+    """How long and how to learn. Where posts are known, the model must learn what they have in common, and not each one by heart."""
+    passes = np.clip(PASSED_IMPRESSIONS / len(log), *PASSES)
+    seen = f"{len(log):,} impressions to train on, {1 - new['post']:.0%} of posts known"
+    told = f"at most {passes:.2g} passes, fewer if validation stops improving"
+    values = {"epochs": round(float(passes), 1)}
+    if new["post"] >= MOSTLY_HIDDEN:
+        return Choice(seen, told, values)
+    return Choice(seen, f"{told}; learn what posts have in common, not each by heart", values | LIKENESS)
+
+
+def _constant(log: Log) -> list[Choice]:
+    """A warning of actions that are always or never taken, if there are any."""
+    shares = log.actions.mean(0)
+    found = {
+        "always taken": [name for name, share in zip(log.action_names, shares, strict=True) if share == 1],
+        "never taken": [name for name, share in zip(log.action_names, shares, strict=True) if share == 0],
+    }
+    told = ", ".join(f"{what}: {' and '.join(names)}" for what, names in found.items() if names)
+    return [Choice(f"{told} ({log.span})", "their probabilities say nothing")] if told else []
+
+
+def propose_score_weights(log: Log) -> tuple[dict[str, float], Choice]:
+    """Score weights that suit the names of the actions and how often they are taken; no weights if the names do not tell.
+
+    A log with X's actions gets X's weights. Any other is scored by one action, the surest sign that a post was wanted.
+    """
+    shares = dict(zip(log.action_names, log.actions.mean(0).tolist(), strict=True))
+    taken = ", ".join(
+        f"{name} {'under 0.01%' if 0 < share < 1e-4 else f'{share:.2%}'}" for name, share in shares.items()
+    )
+    known = default_score_weights(log.action_names)
+    if len(known) >= KNOWN_ACTIONS:
+        return known, Choice(
+            f"actions: {len(known)} of X's", "score: X's weights (--score-weights ACTION=WEIGHT,… for others)"
+        )
+    told = [name for name, share in shares.items() if 0 < share < 1 and not set(_words(name)) & set(UNWANTED)]
+    wanted = [name for word in WANTED for name in told if word == name or word in _words(name)] or (
+        told if len(told) == 1 else []
+    )
+    seen = f"actions {taken}"
+    if not wanted:
+        return {}, Choice(seen, "score: undecided; choose it with --score-weights ACTION=1")
+    return {wanted[0]: 1.0}, Choice(seen, f"score: 1.0 {wanted[0]} (--score-weights {wanted[0]}=1,… for another)")
+
+
+def _words(name: str) -> list[str]:
+    return name.lower().split("_")

@@ -1,0 +1,138 @@
+"""Makes what the page of a running server shows of a checkpoint from its log: a request to begin with, and names behind the ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weights.format.manifest import Manifest
+from weights.format.writer import write_whole
+from weights.lab.training.examples import Examples
+from weights.lab.training.log import Log
+from weights.tables import LogError
+
+EXAMPLE_NAME, NAMES_NAME = "example.json", "names.json"
+MOST_NAMED = {"users": 200, "authors": 2000, "posts": 5000}
+MOST_TOPICS = 24  # a log with no more authors has them as topics, which the page colours
+LIKED = 2
+
+
+def write_example(
+    directory: Path, manifest: Manifest, log: Log, names: Mapping[str, Any], user: str | None = None
+) -> int:
+    """Write `example.json` and `names.json` into a checkpoint's directory, in place of those there. Return the request's number.
+
+    `names`: id → name or object with `name`, under `users`, `authors` and `posts`; ids without one are called after their id. `user`: whose
+    request it is; without one, the request of the log's last tenth with the longest history and the most candidates.
+    Raises LogError for a user without a request that has a history and two candidates, and for names of another form.
+    """
+    for kind in MOST_NAMED:
+        if not isinstance(names.get(kind, {}), dict):
+            raise LogError(f"the names of {kind} must be an object of id → name")
+    examples = Examples(log, manifest.config)
+    index = _request(examples, user)
+    request = request_body(examples, index)
+    named = _names(examples, request, names)
+    for name, value in ((EXAMPLE_NAME, request), (NAMES_NAME, named)):
+        write_whole(directory / name, partial(_write, json.dumps(value, indent=1, ensure_ascii=False) + "\n"))
+    return int(log.request_id[examples.starts[index]])
+
+
+def _write(text: str, path: Path) -> None:
+    path.write_text(text)
+
+
+def request_body(examples: Examples, index: int) -> dict[str, Any]:
+    """Request `index` of the log as the body of `POST /rank`: lists of objects, ids as text."""
+    log, seen, shown, config = examples.log, examples.events, examples.rows(index), examples.config
+    events = np.arange(examples.oldest[index], examples.last[index])
+
+    def post(of: Log, ids: tuple[str, str], row: int) -> dict[str, Any]:
+        return {"post_id": ids[0], "author_id": ids[1], "product_surface": int(of.product_surface[row])}
+
+    def ids(of: Log, rows: NDArray[np.int64]) -> list[tuple[str, str]]:
+        return list(zip(of.ids("post_id", rows), of.ids("author_id", rows), strict=True))
+
+    history = [
+        post(seen, pair, row)
+        | {"actions": [log.action_names[place] for place in np.flatnonzero(seen.actions[row])]}
+        | ({"dwell_time": round(float(seen.dwell_seconds[row]), 1)} if config.has_dwell else {})
+        for pair, row in zip(ids(seen, events), events.tolist(), strict=True)
+    ]
+    candidates = [
+        post(log, pair, row) | {"created_at": int(log.created_at[row])}
+        for pair, row in zip(ids(log, shown), shown.tolist(), strict=True)
+    ]
+    user = log.ids("user_id", shown[:1])[0]
+    return {"user_id": user, "history": history, "candidates": candidates, "impression_ts": int(examples.times[index])}
+
+
+def _request(examples: Examples, user: str | None) -> int:
+    sizes, events = examples.stops - examples.starts, examples.last - examples.oldest
+    fits = (sizes > 1) & (events > 0)
+    if user is None:
+        recent = np.arange(len(examples)) >= 0.9 * len(examples)
+        fits = fits & recent if (fits & recent).any() else fits
+    else:
+        fits &= np.array(examples.log.ids("user_id", examples.starts)) == user
+    if not fits.any():
+        who = "of this user " if user is not None else ""
+        raise LogError(f"no request {who}has a history and two candidates; the log covers {examples.log.span}")
+    return int(np.argmax(np.where(fits, events * 1000 + np.minimum(sizes, 999), -1)))
+
+
+def _names(examples: Examples, request: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`names.json`: users with what they like most, authors, posts; those of the example, then the most frequent."""
+    log, events = examples.log, examples.events
+    met = request["history"] + request["candidates"]
+    first = {
+        "users": [request["user_id"]],
+        "authors": [post["author_id"] for post in met],
+        "posts": [post["post_id"] for post in met],
+    }
+    kept = {
+        kind: list(dict.fromkeys([*first[kind], *_frequent(log, f"{kind[:-1]}_id", most)]))[:most]
+        for kind, most in MOST_NAMED.items()
+    }
+
+    def name(kind: str, each: str) -> str:
+        found = given.get(kind, {}).get(each)
+        return str(found.get("name", "") if isinstance(found, dict) else found or "") or f"{kind[:-1]} {each}"
+
+    authors = {each: {"name": name("authors", each)} for each in kept["authors"]}
+    topics = [each["name"] for each in authors.values()] if len(np.unique(log.author_id)) <= MOST_TOPICS else []
+    for each in authors.values():
+        each |= {"topic": each["name"]} if topics else {}
+    likes = _liked_authors(events, set(kept["users"]))
+    return {
+        "topics": topics,
+        "authors": authors,
+        "users": {
+            each: {"name": name("users", each), "likes": [name("authors", author) for author in likes.get(each, [])]}
+            for each in kept["users"]
+        },
+        "posts": {each: {"name": name("posts", each)} for each in kept["posts"]},
+    }
+
+
+def _frequent(log: Log, column: str, most: int) -> list[str]:
+    """The ids that come up most, as callers write them."""
+    _, first, counts = np.unique(getattr(log, column), return_index=True, return_counts=True)
+    return log.ids(column, first[np.argsort(-counts, kind="stable")[:most]])
+
+
+def _liked_authors(events: Log, users: set[str]) -> dict[str, list[str]]:
+    """The authors whom each of these users engaged with most."""
+    rows = np.arange(len(events))
+    found: dict[str, dict[str, int]] = {}
+    for user, author in zip(events.ids("user_id", rows), events.ids("author_id", rows), strict=True):
+        if user in users:
+            counts = found.setdefault(user, {})
+            counts[author] = counts.get(author, 0) + 1
+    return {user: sorted(counts, key=lambda each: -counts[each])[:LIKED] for user, counts in found.items()}

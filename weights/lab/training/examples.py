@@ -1,0 +1,204 @@
+"""Turns a log into examples: each request with its user's history before it, and the actions that followed as labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model.batch import Batch, collate, pad
+from model.config import MAX_DWELL_SECONDS, ModelConfig
+from model.inputs import Candidates, Context, age_bucket
+from weights.lab.training.log import Log
+from weights.tables import LogError
+
+Request = tuple[Context, Candidates]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Labels:
+    """actions float32 `[B, C, A]`, 1 if the action happened; dwell float32 `[B, C]`, seconds / 30, at most 1.
+
+    shown bool `[B, C]`, False for padding; dwelt bool `[B, C]`, whether the dwell is known.
+    """
+
+    actions: Tensor
+    dwell: Tensor
+    shown: Tensor
+    dwelt: Tensor
+
+    def to(self, device: torch.device | str) -> Labels:
+        """The same labels on another device."""
+        return Labels(*(each.to(device) for each in (self.actions, self.dwell, self.shown, self.dwelt)))
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenShares:
+    """The shares, 0 … 1, of users, posts and authors that training shows under an id never seen, as new ones are when served.
+
+    Half of the hidden users have no id at all. Without hidden ids a model learns nothing about what to do with new ones. `events`: the
+    share of a history that is left out, each event leaving its place empty, so that no single event decides.
+    """
+
+    users: float = 0.0
+    posts: float = 0.0
+    authors: float = 0.0
+    events: float = 0.0
+
+
+class Examples:
+    """Requests of a log in time order. A history is what the user engaged with, in any way, strictly before the request.
+
+    `starts`, `stops` int64 `[R]`: the rows of request i are `starts[i] … stops[i] - 1`; `times` int64, `users` uint64 `[R]`. The history
+    of request i are rows `oldest[i] … last[i] - 1` of `events`, the newest `history_length` of `first[i] … last[i] - 1`.
+    Raises LogError for a log that does not fit the architecture.
+    """
+
+    def __init__(self, log: Log, config: ModelConfig) -> None:
+        if log.actions.shape[1] != config.actions:
+            raise LogError(f"the log has {log.actions.shape[1]} actions, the architecture {config.actions}")
+        if (surface := int(log.product_surface.max())) >= config.product_surfaces:
+            raise LogError(f"product_surface must be below {config.product_surfaces}, got {surface}")
+        self.log = log
+        self.config = config
+        self.starts = np.flatnonzero(np.concatenate(([True], log.request_id[1:] != log.request_id[:-1])))
+        self.stops = np.append(self.starts[1:], len(log))
+        self.times, self.users = log.impression_ts[self.starts], log.user_id[self.starts]
+        engaged = np.flatnonzero(log.actions.any(1))
+        order, self.first, self.last = histories(
+            log.user_id[engaged], log.impression_ts[engaged], self.users, self.times
+        )
+        self.events = log.take(engaged[order])
+        self.oldest = np.maximum(self.first, self.last - config.history_length)
+        self._ages = age_bucket(log.impression_ts, log.created_at, config)
+        self._actions = self.events.actions.astype(np.float32)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """How many tokens each request has: its candidates and its history, int64 `[R]`."""
+        return self.stops - self.starts + self.last - self.oldest
+
+    def context(self, index: int, is_kept: bool = True) -> Context:
+        """The user and the newest `history_length` events before request `index`."""
+        kept, events = slice(int(self.oldest[index]), int(self.last[index])), self.events
+        return Context(
+            int(self.users[index]),
+            events.post_id[kept],
+            events.author_id[kept],
+            self._actions[kept],
+            events.product_surface[kept],
+            events.dwell_seconds[kept],
+            is_kept,
+        )
+
+    def rows(self, index: int) -> NDArray[np.int64]:
+        """The rows of the log shown in request `index`."""
+        return np.arange(self.starts[index], self.stops[index])
+
+    def candidates(self, rows: NDArray[np.int64] | slice) -> Candidates:
+        """The posts shown in the given rows of the log."""
+        log = self.log
+        return Candidates(log.post_id[rows], log.author_id[rows], log.product_surface[rows], self._ages[rows])
+
+    def labels(self, rows: Sequence[NDArray[np.int64]]) -> Labels:
+        """The labels of the given rows, one list per request, padded to the longest."""
+        slots = max(map(len, rows))
+
+        def column(values: NDArray[np.generic]) -> Tensor:
+            return torch.from_numpy(np.stack([pad(values[r], slots) for r in rows]))
+
+        seconds = column(self.log.dwell_seconds)
+        return Labels(
+            actions=column(self.log.actions).float(),
+            dwell=(seconds / MAX_DWELL_SECONDS).clamp(0, 1),
+            shown=torch.arange(slots) < torch.tensor([len(r) for r in rows])[:, None],
+            dwelt=seconds > 0,
+        )
+
+    def batch(self, indices: Sequence[int] | NDArray[np.int64]) -> tuple[Batch, Labels]:
+        """The requests `indices` as they are, and their labels."""
+        rows = [self.rows(int(index)) for index in indices]
+        requests = [(self.context(int(i)), self.candidates(r)) for i, r in zip(indices, rows, strict=True)]
+        return collate(requests, self.config), self.labels(rows)
+
+    def groups(self, requests: NDArray[np.int64], max_candidates: int, max_events: int) -> list[NDArray[np.int64]]:
+        """The requests, cut into groups that share one context in training: successive ones of a user, `max_candidates` together,
+        with at most `max_events` events between the first and the last. One larger request is a group by itself.
+        """
+        order = requests[np.lexsort((self.times[requests], self.users[requests]))]
+        sizes, users, ends = (
+            (self.stops - self.starts)[order].tolist(),
+            self.users[order].tolist(),
+            self.last[order].tolist(),
+        )
+        cuts, candidates, first = list[int](), 0, 0
+        for place, size in enumerate(sizes):
+            is_apart = users[place] != users[first] or ends[place] - ends[first] > max_events
+            if place and (is_apart or candidates + size > max_candidates):
+                cuts.append(place)
+                candidates, first = 0, place
+            candidates += size
+        return np.split(order, cuts)
+
+    def training_batch(
+        self, groups: Sequence[NDArray[np.int64]], rng: np.random.Generator, hidden: HiddenShares, max_candidates: int
+    ) -> tuple[Batch, Tensor, Labels]:
+        """A row of a batch for each group, some ids hidden: the context of its last request, and the candidates of all.
+
+        Also, int64 `[B, C]`, how many of the context's events, the oldest ones, came before each candidate's own request: it must see no
+        others. A request of more than `max_candidates` loses random candidates.
+        """
+        requests, shown, seen = [], [], []
+        for group in groups:
+            rows = np.concatenate([self.rows(int(index)) for index in group])
+            before = np.repeat(self.last[group] - self.oldest[group[-1]], (self.stops - self.starts)[group])
+            if len(rows) > max_candidates:
+                kept = np.sort(rng.choice(len(rows), max_candidates, replace=False))
+                rows, before = rows[kept], before[kept]
+            request = self.context(int(group[-1])), self.candidates(rows)
+            requests.append(_with_hidden_ids(request, rng, hidden))
+            shown.append(rows)
+            seen.append(before)
+        labels, slots = self.labels(shown), max(map(len, shown))
+        return collate(requests, self.config), torch.from_numpy(np.stack([pad(each, slots) for each in seen])), labels
+
+
+def histories(
+    user_id: NDArray[np.uint64], impression_ts: NDArray[np.int64], of_user: NDArray[np.uint64], at: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The order of events by user, then time, and for each request (of a user, at a time) its earlier events in that order: first, last.
+
+    Every event is part of one of the requests.
+    """
+    users, of_request = np.unique(of_user, return_inverse=True)
+    of_event = np.searchsorted(users, user_id)
+    order = np.lexsort((impression_ts, of_event))
+    origin, span = (int(at.min()), int(np.ptp(at)) + 1) if len(at) else (0, 1)
+    keys = of_event[order] * span + (impression_ts[order] - origin)
+    return order, np.searchsorted(keys, of_request * span), np.searchsorted(keys, of_request * span + (at - origin))
+
+
+def _with_hidden_ids(request: Request, rng: np.random.Generator, hidden: HiddenShares) -> Request:
+    context, candidates = request
+    known, unseen = rng.random() >= hidden.users, int(rng.integers(1, 2**63)) if rng.random() < 0.5 else 0
+
+    posts = [hide(part.post_ids, rng, hidden.posts) for part in request]
+    if hidden.events:
+        posts[0] = np.where(rng.random(len(context)) < hidden.events, np.uint64(0), posts[0])
+    authors = [hide(part.author_ids, rng, hidden.authors) if hidden.authors else part.author_ids for part in request]
+    return (
+        replace(context, user_id=context.user_id if known else unseen, post_ids=posts[0], author_ids=authors[0]),
+        replace(candidates, post_ids=posts[1], author_ids=authors[1]),
+    )
+
+
+def hide(ids: NDArray[np.uint64], rng: np.random.Generator, share: float) -> NDArray[np.uint64]:
+    """The ids, with a share of them replaced by ids never seen."""
+    return np.where(rng.random(len(ids)) < share, rng.integers(1, 2**63, len(ids), np.uint64), ids)

@@ -1,0 +1,93 @@
+"""One training run from a log to a ranker: split, threads, resuming. Called by the command line and the demo."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from model.config import ModelConfig
+from model.ranker import Ranker
+from weights.format.writer import alone_in
+from weights.lab.training.examples import Examples
+from weights.lab.training.log import Log, date_of
+from weights.lab.training.settings import TrainSettings
+from weights.lab.training.state import load_state, save_state
+from weights.lab.training.trainer import Status, Trainer
+from weights.tables import LogError
+from weights.values import time_problem
+
+VALIDATION_SHARE = 0.03
+
+
+def train(
+    log: Log,
+    config: ModelConfig,
+    settings: TrainSettings,
+    *,
+    until_ts: int | None = None,
+    start: Ranker | None = None,
+    dwell_output: int | None = None,
+    state: Path | None = None,
+    resume: bool = False,
+    report: Callable[[Status], None] = lambda status: None,
+) -> Ranker:
+    """Train on the requests before `until_ts` (all if None); the last 3 % of them validate. Returns the best ranker.
+
+    `start`, of the same architecture, gives the initial values; if None, they are drawn. The dwell is learned by `dwell_output`
+    of the continuous outputs, or by none. `state`: a directory that keeps the run, for `resume`.
+
+    Equal arguments give equal bits on one machine and build: algorithms are deterministic, the thread count is fixed.
+    Raises LogError for a split outside the log or a log too small to split, StateError if `resume` finds no state in `state`,
+    ValueError if `device` is not available, TrainingError if the validation loss never was finite.
+    """
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda needs a GPU and a build of torch for it")
+    if until_ts is not None:
+        check_split(log, until_ts)
+    examples = Examples(log, config)
+    requests = len(examples) if until_ts is None else int(np.searchsorted(examples.times, until_ts))
+    parts = split(requests, settings.validation_requests)
+    with alone_in(state) if state else nullcontext(), reproducible(settings.threads):
+        trainer = Trainer(examples, *parts, settings, start, dwell_output)
+        if resume and state:
+            load_state(trainer, state)
+        return trainer.run(report, lambda run: save_state(run, state) if state else None).cpu()
+
+
+@contextmanager
+def reproducible(threads: int) -> Iterator[None]:
+    """Use deterministic algorithms and a fixed number of threads inside the block: sums split differently give other bits."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a GPU is first used
+    before, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    torch.set_num_threads(threads)
+    torch.set_deterministic_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        torch.set_deterministic_debug_mode(mode)
+
+
+def check_split(log: Log, split_ts: int) -> None:
+    """Raises LogError for a time that leaves no request before it, or none from it on; the message names the log's range."""
+    if problem := time_problem(split_ts):
+        raise LogError(f"the time of the split {problem}; the log covers {log.span}")
+    if not log.impression_ts[0] < split_ts <= log.impression_ts[-1]:
+        raise LogError(f"the split at {split_ts} ({date_of(split_ts)}) lies outside the log, which covers {log.span}")
+
+
+def split(requests: int, validation_requests: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Indices to train on, and an even sample of at most `validation_requests` of the last 3 % to validate on."""
+    cut = min(int(requests * (1 - VALIDATION_SHARE)), requests - 1)
+    if cut < 1:
+        raise LogError(
+            f"a training period of {requests} request{'s' * (requests != 1)} is too short: some must be kept to validate"
+        )
+    last = np.arange(cut, requests)
+    return np.arange(cut), last[:: -(-len(last) // validation_requests)]

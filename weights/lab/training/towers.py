@@ -1,0 +1,152 @@
+"""Trains the two retrieval towers on a log: posts that a user liked, against those that others in the batch liked or ignored.
+
+The loss is a softmax over the posts of the batch. A post is a negative as often as its author comes up, so the logarithm of that
+share is subtracted from its logit (the correction of sampled softmax). Without it the towers learn to avoid popular posts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from model.batch import collate, hash_rows
+from model.config import ModelConfig, RetrievalConfig
+from model.inputs import Ids
+from model.names import checkpoint_parameters
+from model.retrieval.towers import NO_CANDIDATES, Towers
+from weights.actions import default_score_weights
+from weights.lab.training import initial
+from weights.lab.training.examples import Examples, hide
+from weights.lab.training.log import Log
+from weights.lab.training.run import reproducible
+
+
+@dataclass(frozen=True, slots=True)
+class TowerSettings:
+    """Equal settings and logs give equal towers, to the last bit, on one machine and build."""
+
+    seed: int = 1
+    steps: int = 450
+    batch_requests: int = 96
+    learning_rate: float = 3e-3
+    warmup_steps: int = 100
+    weight_decay: float = 0.01
+    gradient_norm: float = 1.0
+    temperature: float = 0.07
+    hidden_user_share: float = 0.3  # users shown without id, so the towers learn to use the history of unknown users
+    hidden_post_share: float = 0.85  # posts shown under an id never seen, as most are when served
+    threads: int = 1
+
+
+def towers_config(ranker: ModelConfig) -> RetrievalConfig:
+    """Configuration of the towers for a ranker: the same sizes, actions and window."""
+    features = {"has_dwell": False, "has_post_age": False, "continuous_actions": 0}
+    return RetrievalConfig.from_dict(ranker.to_dict() | features)
+
+
+class Pairs:
+    """The requests of a log in which the user liked something, and the liked and ignored rows.
+
+    `worth`: the weighted actions of each row; `requests`: those with a row of positive worth; `left`: rows without any action.
+    """
+
+    def __init__(self, examples: Examples) -> None:
+        log = examples.log
+        weights = default_score_weights(log.action_names)
+        self.examples = examples
+        self.worth = log.actions @ np.array([weights.get(name, 0.0) for name in log.action_names])
+        request = np.repeat(np.arange(len(examples)), examples.stops - examples.starts)
+        liked, passed = self.worth > 0, ~log.actions.any(1)
+        self.requests, self.left = np.unique(request[liked]), np.flatnonzero(passed)
+        self.authors, of_row = np.unique(log.author_id, return_inverse=True)
+        shares = [
+            np.bincount(of_row[rows], minlength=len(self.authors)) / max(rows.sum(), 1) for rows in (liked, passed)
+        ]
+        self.log_share = np.log(np.maximum((shares[0] + shares[1]) / 2, 1e-6))
+
+    def draw(self, count: int, rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Draw requests `[count]` and rows `[2 · count]`: a liked row of each request, then as many rows that any user ignored."""
+        requests, liked = rng.choice(self.requests, count), []
+        for request in requests:
+            rows = self.examples.rows(request)
+            worth = np.maximum(self.worth[rows], 0)
+            liked.append(rng.choice(rows, p=worth / worth.sum()))
+        return requests, np.concatenate((liked, rng.choice(self.left, count)))
+
+    def correction(self, author_ids: Ids) -> Tensor:
+        """The logarithm of the share of each post's author, float32."""
+        return torch.from_numpy(self.log_share[np.searchsorted(self.authors, author_ids)].astype(np.float32))
+
+
+def train_towers(
+    log: Log,
+    config: RetrievalConfig,
+    settings: TowerSettings,
+    *,
+    until_ts: int,
+    report: Callable[[int, int, float], None] = lambda step, steps, loss: None,
+) -> Towers:
+    """Train on the requests before `until_ts`. `report` is called with steps done, total steps and the loss."""
+    pairs = Pairs(Examples(log.take(log.impression_ts < until_ts), config))
+    with reproducible(settings.threads):
+        towers = initial_towers(config, torch.Generator().manual_seed(settings.seed))
+        optimizer = torch.optim.AdamW(
+            towers.parameters(), settings.learning_rate, betas=(0.9, 0.98), weight_decay=settings.weight_decay
+        )
+        for step in range(settings.steps):
+            warm = min(1.0, (step + 1) / settings.warmup_steps)
+            rate = settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / settings.steps))
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.zero_grad()
+            loss = batch_loss(towers, pairs, settings, np.random.default_rng((settings.seed, step)))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(towers.parameters(), settings.gradient_norm)
+            optimizer.step()
+            report(step + 1, settings.steps, loss.item())
+    return towers.requires_grad_(False).eval()
+
+
+def initial_towers(config: RetrievalConfig, generator: torch.Generator) -> Towers:
+    """Towers with weights that keep their inputs' scale, norm scales of 1, biases of 0 and small embeddings."""
+    towers = Towers(config)
+    with torch.no_grad():
+        for name, parameter in checkpoint_parameters(towers):
+            if parameter.ndim == 1:
+                parameter.fill_(0 if name.endswith("_bias") else 1)
+            else:
+                spread = 0.1 if name.startswith("tables.") or name.endswith("_table") else parameter.shape[0] ** -0.5
+                initial.draw(parameter, spread, generator)
+    return towers
+
+
+def batch_loss(towers: Towers, pairs: Pairs, settings: TowerSettings, rng: np.random.Generator) -> Tensor:
+    """The mean cross-entropy of each request's liked post among all posts of the batch; posts of the same author are no negatives."""
+    requests, rows = pairs.draw(settings.batch_requests, rng)
+    examples, log, config = pairs.examples, pairs.examples.log, towers.config
+    contexts = [examples.context(int(request)) for request in requests]
+    known = rng.random(len(contexts)) >= settings.hidden_user_share
+    contexts = [
+        replace(
+            context,
+            user_id=context.user_id if keep or not len(context) else 0,
+            post_ids=hide(context.post_ids, rng, settings.hidden_post_share),
+        )
+        for context, keep in zip(contexts, known, strict=True)
+    ]
+    users = towers.users(collate([(context, NO_CANDIDATES) for context in contexts], config))
+    posts, authors = hide(log.post_id[rows], rng, settings.hidden_post_share), log.author_id[rows]
+    vectors = towers.posts(
+        torch.from_numpy(hash_rows(posts, config.post_hashes)),
+        torch.from_numpy(hash_rows(authors, config.author_hashes)),
+    )
+    logits = users @ vectors.T / settings.temperature - pairs.correction(authors)
+    same = torch.from_numpy(authors[: len(requests), None] == authors[None, :])
+    same[torch.arange(len(requests)), torch.arange(len(requests))] = False
+    return functional.cross_entropy(logits.masked_fill(same, -torch.inf), torch.arange(len(requests)))
