@@ -1,30 +1,23 @@
-"""Opens tables of ids in Parquet or JSON lines (impression logs, the posts of a corpus), reads them in pieces and checks them."""
+"""Checks the columns of tables of ids (impression logs, the posts of a corpus). `weights.table_files` opens and reads them."""
 
 from __future__ import annotations
 
-import os
-import re
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as ds
-import pyarrow.json
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from weights.git_lfs import HEAD_BYTES, pointer_problem
 from weights.text_ids import TEXT_RULE, IdKind, is_text_id, text_ids
 from weights.values import Problem, problem_of_dwells, problem_of_flags, problem_of_stored_ids, problem_of_times
 
-JSON_LINES = (".json", ".jsonl", ".ndjson")
 ID_TYPES: dict[IdKind, pa.DataType] = {"uint64": pa.uint64(), "text": pa.string()}
-
-
 ID_COLUMNS = ("user_id", "post_id", "author_id", "post_ids", "author_ids")
 Check = Callable[[NDArray[Any]], Problem | None]
+Place = Callable[[int], str]
+"""Names a row of a table for people: its file, and its number there, from 1."""
 CHECKS: dict[str, Check] = {
     **dict.fromkeys(("impression_ts", "created_at"), problem_of_times),
     **dict.fromkeys(ID_COLUMNS, problem_of_stored_ids),
@@ -37,99 +30,24 @@ class LogError(ValueError):
     """A table that cannot be used; the message names the file and the column."""
 
 
-def open_table(path: Path, columns: Mapping[str, pa.DataType]) -> ds.FileSystemDataset:
-    """Open a Parquet file, a JSON lines file (.jsonl), or a directory of either, for reading in pieces. `columns`: types of these columns
-    in JSON lines. Raises LogError, also for columns that the first file, or the first megabyte of JSON lines, lacks: they would be lost."""
-    if not path.exists():
-        raise LogError(f"{path} is not there")
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    is_json, where = any(file.suffix in JSON_LINES for file in files), path
-    try:
-        for file in filter(Path.is_file, files):
-            with file.open("rb") as opened:
-                if problem := pointer_problem(opened.read(HEAD_BYTES)):
-                    raise LogError(f"{file} {problem}")
-        source = ds.dataset(path, format="json" if is_json else "parquet")
-        if is_json:  # pyarrow guesses types from the first megabyte, and integers above 2^63 as floats
-            source = ds.dataset(path, pa.schema([_declared(field, columns) for field in source.schema]), "json")
-        strict = pyarrow.json.ParseOptions(explicit_schema=source.schema, unexpected_field_behavior="error")
-        for piece in source.get_fragments():
-            where = piece.path
-            if is_json:
-                deque(pyarrow.json.open_json(piece.path, parse_options=strict), maxlen=0)
-            elif late := set(piece.physical_schema.names) - set(source.schema.names):
-                raise LogError(f"{piece.path} has columns that {source.files[0]} lacks: {', '.join(sorted(late))}")
-    except (OSError, pa.ArrowException) as error:
-        form = "JSON lines" if is_json else "Parquet (a file of JSON lines ends in .jsonl)"
-        hint = ": write every column in every row" if "unexpected field" in str(error) else ""
-        reason = str(error).rpartition("': ")[2]  # pyarrow says first, twice, which file it is
-        reason = re.sub(r" in row \d+$", "", reason)  # counted from the start of one of its blocks, not of the file
-        raise LogError(f"{where} cannot be read as {form}: {reason}{hint}") from error
-    if not source.files:
-        raise LogError(f"{path} holds no Parquet files")
-    return source
-
-
-def _declared(field: pa.Field, columns: Mapping[str, pa.DataType]) -> pa.Field:
-    """A field of JSON lines with its declared type, unless its values are of another kind, which is refused where they are read."""
-    wanted, is_ = columns.get(field.name, field.type), pa.types
-    if is_.is_string(wanted):
-        fits = is_.is_temporal(field.type)  # "2026-11-25" is a text
-    else:
-        fits = is_.is_integer(field.type) or (is_.is_floating(field.type) and wanted != pa.int64())
-    return field.with_type(wanted) if fits or is_.is_null(field.type) else field
-
-
-def check_values(
-    columns: Mapping[str, NDArray[Any]], place: Callable[[int], str], checks: Mapping[str, Check] = CHECKS
-) -> None:
+def check_values(columns: Mapping[str, NDArray[Any]], place: Place, checks: Mapping[str, Check] = CHECKS) -> None:
     """Raises LogError for the first value in these columns, by name, that a request may not have either. `place` names a row."""
     for name, column in columns.items():
         if name in checks and (problem := checks[name](column)):
             raise LogError(f"{place(problem[0])}: {name} {problem[1]}")
 
 
-def place_of(source: ds.FileSystemDataset, row: int) -> str:
-    """Where row `row` of a table is, for people, who count from 1: `log.jsonl, line 7` or `log.parquet, row 7`."""
-    for piece in source.get_fragments():
-        if row < (rows := piece.count_rows()):
-            return f"{piece.path}, {'line' if piece.path.endswith(JSON_LINES) else 'row'} {row + 1}"
-        row -= rows
-    raise IndexError(row)
-
-
-def files_of(source: ds.FileSystemDataset) -> list[tuple[str, int, int]]:
-    """Path, size in bytes and modification time of each file."""
-    return [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in source.files]
-
-
-def check_unchanged(source: ds.FileSystemDataset, before: list[tuple[str, int, int]]) -> None:
-    """Raises LogError if a file is not as it was when `files_of` gave this."""
-    if changed := [file for file, then, now in zip(source.files, before, files_of(source), strict=True) if now != then]:
-        raise LogError(f"{changed[0]} was changed while it was read: begin again, in another place")
-
-
-def tables_of(source: ds.FileSystemDataset, rows: int, columns: list[str] | None = None) -> Iterator[pa.Table]:
-    """Yield a table in pieces of about `rows` rows; all columns if `columns` is None. Raises LogError."""
-    batches: list[pa.RecordBatch] = []
-    try:
-        for batch in source.to_batches(columns=columns, batch_readahead=2, fragment_readahead=1):
-            batches.append(batch)
-            if sum(map(len, batches)) >= rows:
-                yield pa.Table.from_batches(batches)
-                batches = []
-    except (OSError, pa.ArrowException) as error:
-        raise LogError(f"{source.files[0]} cannot be read: {error}") from error
-    if batches:
-        yield pa.Table.from_batches(batches)
-
-
 def column_of(
-    table: pa.Table, name: str, kind: pa.DataType, where: str, unknown: int | str | None = None
+    table: pa.Table,
+    name: str,
+    kind: pa.DataType,
+    where: str,
+    unknown: int | str | None = None,
+    place: Place | None = None,
 ) -> NDArray[Any]:
-    """A column as a numpy array. Nulls become `unknown`, or are refused if that is None. Raises LogError, which names the table
-    `where`."""
-    column = _whole(table, name, str(kind), where) if unknown is None else table.column(name)
+    """A column as a numpy array. Nulls become `unknown`, or are refused if that is None. Raises LogError, which names the table `where`
+    or, with `place`, the row."""
+    column = _whole(table, name, str(kind), where, place) if unknown is None else table.column(name)
     if kind == pa.uint64() and _is_text(column.type):
         hint = " (--ids text reads ids that are texts)" if name in ID_COLUMNS else ""
         raise LogError(f"{where}: column {name} holds texts, not integers{hint}")
@@ -137,26 +55,43 @@ def column_of(
     if is_rounded or (pa.types.is_integer(kind) and pa.types.is_temporal(column.type)):
         rule = "a float cannot hold every id" if is_rounded else "write Unix seconds"
         raise LogError(f"{where}: column {name} holds {column.type}, not integers: {rule}")
-    is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
-    if kind == pa.bool_() and is_number and (problem := problem_of_flags(column.to_numpy())):  # else any but 0 is true
-        raise LogError(f"{where}: column {name} {problem[1]}, in every row")
     try:
         column = column.cast(kind)
         values: NDArray[Any] = (column if unknown is None else column.fill_null(unknown)).to_numpy()
     except pa.ArrowException as error:
-        raise LogError(f"{where}: column {name} does not fit {kind}: {error}") from error
+        at = place(_first_unfit(column, kind)) if place else where
+        raise LogError(f"{at}: column {name} does not fit {kind}: {error}") from error
     return values
 
 
-def texts_of(table: pa.Table, name: str, where: str) -> pa.DictionaryArray:
+def flags_of(
+    table: pa.Table, name: str, where: str, place: Place | None = None
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """A column that says of each row whether an action was taken, and where it is null, which is unknown; bool `[n]` both, False where
+    unknown. Raises LogError."""
+    column = table.column(name)
+    unknown: NDArray[np.bool_] = column.is_null().to_numpy()
+    is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
+    if is_number and (problem := problem_of_flags(column.fill_null(0).to_numpy())):  # else any but 0 is true
+        at = place(problem[0]) if place else where
+        raise LogError(f"{at}: column {name} {problem[1]}, in every row; null says that it is unknown")
+    try:
+        taken: NDArray[np.bool_] = column.cast(pa.bool_()).fill_null(False).to_numpy()
+    except pa.ArrowException as error:
+        raise LogError(f"{where}: column {name} does not fit bool: {error}") from error
+    return taken, unknown
+
+
+def texts_of(table: pa.Table, name: str, where: str, place: Place | None = None) -> pa.DictionaryArray:
     """A column of text ids, dictionary-encoded: each text is stored once. Raises LogError."""
-    column = _whole(table, name, "string", where)
+    column = _whole(table, name, "string", where, place)
     if not _is_text(column.type):
         raise LogError(f"{where}: column {name} holds {column.type}, not texts, which its ids are")
     coded = column.cast(pa.large_string()).combine_chunks().dictionary_encode()
-    for text in coded.dictionary.to_pylist():
+    for number, text in enumerate(coded.dictionary.to_pylist()):
         if not is_text_id(text):
-            raise LogError(f"{where}: column {name} holds {text[:60]!r}; an id {TEXT_RULE}")
+            at = place(int((coded.indices.to_numpy() == number).argmax())) if place else where
+            raise LogError(f"{at}: column {name} holds {text[:60]!r}; an id {TEXT_RULE}")
     return coded
 
 
@@ -166,19 +101,35 @@ def hashed(texts: pa.DictionaryArray) -> NDArray[np.uint64]:
     return ids
 
 
-def ids_of(table: pa.Table, name: str, kind: IdKind, where: str) -> NDArray[np.uint64]:
+def ids_of(table: pa.Table, name: str, kind: IdKind, where: str, place: Place | None = None) -> NDArray[np.uint64]:
     """A column of ids of this kind, as a model reads them. Raises LogError."""
-    return hashed(texts_of(table, name, where)) if kind == "text" else column_of(table, name, pa.uint64(), where)
+    if kind == "text":
+        return hashed(texts_of(table, name, where, place))
+    return column_of(table, name, pa.uint64(), where, place=place)
 
 
-def _whole(table: pa.Table, name: str, kind: str, where: str) -> pa.ChunkedArray:
+def _whole(table: pa.Table, name: str, kind: str, where: str, place: Place | None) -> pa.ChunkedArray:
     if table.schema.get_field_index(name) < 0:  # `column_names` makes a list of all of them
         raise LogError(f"{where} lacks the column {name} ({kind})")
     column = table.column(name)
     if column.null_count:
-        rule = "every row needs an id" if name in ID_COLUMNS else "write 0 (or false) for unknown"
-        raise LogError(f"{where}: column {name} has {column.null_count} nulls; {rule}")
+        rule = "every row needs an id" if name in ID_COLUMNS else "write 0 for unknown"
+        at = place(pc.index(column.is_null(), True).as_py()) if place else where
+        raise LogError(f"{at}: column {name} has {column.null_count} nulls; {rule}")
     return column
+
+
+def _first_unfit(column: pa.ChunkedArray, kind: pa.DataType) -> int:
+    """The first row whose value does not fit a type, by halving."""
+    first, rest = 0, column
+    while len(rest) > 1:
+        half = len(rest) // 2
+        try:
+            rest.slice(0, half).cast(kind)
+            first, rest = first + half, rest.slice(half)
+        except pa.ArrowException:
+            rest = rest.slice(0, half)
+    return first
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -16,7 +16,8 @@ from model.retrieval.corpus import packed
 from weights.corpus.importer import REPRESENTATIONS, Posts
 from weights.corpus.manifest import TEXTS
 from weights.errors import CheckpointError
-from weights.tables import ID_TYPES, LogError, column_of, ids_of, open_table, tables_of, texts_of
+from weights.table_files import open_table, tables_of
+from weights.tables import ID_TYPES, LogError, column_of, ids_of, texts_of
 from weights.text_ids import IdKind, collision
 
 IDS = ("post_ids", "author_ids")

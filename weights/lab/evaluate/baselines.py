@@ -90,19 +90,21 @@ def baselines(
     likeness = [FEATURES.index(name) for name in FEATURES if "likeness" in name or name == "post rate"]
     for done, action in enumerate(actions):
         before, features = (history_features(examples, frozen, action, each) for each in vectors)
-        happened = examples.log.actions[rows, action]
+        unknown = examples.log.unknown
+        told_rows = rows if unknown is None else rows[~unknown[rows, action]]
+        happened = examples.log.actions[told_rows, action]
         found[POPULARITY][action] = features[frozen:, FEATURES.index("post rate")]
         if happened.all() or not happened.any():
             found[FACTORS][action] = found[BOOSTED][action] = found[POPULARITY][action]
             continue
         linear = make_pipeline(StandardScaler(), LogisticRegression())
-        linear.fit(np.nan_to_num(before[rows][:, likeness]), happened)
+        linear.fit(np.nan_to_num(before[told_rows][:, likeness]), happened)
         found[FACTORS][action] = _second(linear.predict_proba(np.nan_to_num(features[frozen:, likeness])))
         progress(3 * done + 1, 3 * len(actions))
-        told = ~np.isnan(before[rows]).all(0)  # scikit-learn takes no column without any value
+        told = ~np.isnan(before[told_rows]).all(0)  # scikit-learn takes no column without any value
         trees = HistGradientBoostingClassifier(max_iter=150, learning_rate=0.06, early_stopping=False)
         with threadpool_limits(1):  # of several, each waits for the slowest at every leaf
-            trees.fit(before[rows][:, told], happened)
+            trees.fit(before[told_rows][:, told], happened)
             found[BOOSTED][action] = _second(trees.predict_proba(features[frozen:, told]))
         progress(3 * done + 3, 3 * len(actions))
     return found
@@ -122,9 +124,10 @@ def history_features(
     """
     log, request = examples.log, np.repeat(np.arange(len(examples)), examples.stops - examples.starts)
     happened = log.actions[:, action]
-    prior = float(happened[:frozen].mean())
+    told = np.ones(len(log), bool) if log.unknown is None else ~log.unknown[:, action]
+    prior = float(happened[:frozen].sum() / max(told[:frozen].sum(), 1))
 
-    shown, engaged = np.arange(len(log)) < frozen, np.asarray(log.actions.any(1))
+    shown, engaged = (np.arange(len(log)) < frozen) & told, log.actions.any(1) & (log.user_id != 0) & told
     post, author = (Past.of(key, request, happened, shown) for key in (log.post_id, log.author_id))
     keys = log.user_id, _pair(log.user_id, log.author_id), _pair(log.user_id, log.post_id)
     user, pair, again = (Past.of(key, request, happened, engaged) for key in keys)
@@ -133,7 +136,8 @@ def history_features(
     since = np.where(last >= examples.first, examples.times - examples.events.impression_ts[last], np.nan)
     columns = [
         post.rate(author.rate(prior)), np.log1p(post.shown), author.rate(prior), np.log1p(author.shown),
-        user.rate(float(happened[engaged].mean())), np.log1p(user.shown), pair.rate(user.rate(prior)), np.log1p(pair.shown), again.shown,
+        user.rate(float(happened[engaged].sum() / max(engaged.sum(), 1))), np.log1p(user.shown),
+        pair.rate(user.rate(prior)), np.log1p(pair.shown), again.shown,
         *_likeness(examples, request, action, *vectors),
         np.where(log.created_at > 0, seconds, np.nan), log.product_surface, (examples.stops - examples.starts)[request],
         since[request],

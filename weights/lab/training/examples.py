@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -23,17 +24,28 @@ Request = tuple[Context, Candidates]
 class Labels:
     """actions float32 `[B, C, A]`, 1 if the action happened; dwell float32 `[B, C]`, seconds / 30, at most 1.
 
-    shown bool `[B, C]`, False for padding; dwelt bool `[B, C]`, whether the dwell is known.
+    shown bool `[B, C]`, False for padding; dwelt bool `[B, C]`, whether the dwell is known. weight float32 `[B, C]`: how often a
+    candidate counts; None: once. known bool `[B, C, A]`: whether it is known that the action happened or not; None: of all.
     """
 
     actions: Tensor
     dwell: Tensor
     shown: Tensor
     dwelt: Tensor
+    weight: Tensor | None = None
+    known: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Labels:
         """The same labels on another device."""
-        return Labels(*(each.to(device) for each in (self.actions, self.dwell, self.shown, self.dwelt)))
+        columns = self.actions, self.dwell, self.shown, self.dwelt, self.weight, self.known
+        return Labels(*(column if column is None else column.to(device) for column in columns))  # type: ignore[arg-type]
+
+    @property
+    def counts(self) -> Tensor | None:
+        """How often each action of each candidate counts, float32 `[B, C, A]`; None: once."""
+        if self.known is None:
+            return None if self.weight is None else self.weight[..., None].expand_as(self.actions)
+        return self.known.float() if self.weight is None else self.known * self.weight[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +66,9 @@ class Examples:
     """Requests of a log in time order. A history is what the user engaged with, in any way, strictly before the request.
 
     `starts`, `stops` int64 `[R]`: the rows of request i are `starts[i] … stops[i] - 1`; `times` int64, `users` uint64 `[R]`. The history
-    of request i are rows `oldest[i] … last[i] - 1` of `events`, the newest `history_length` of `first[i] … last[i] - 1`.
+    of request i are rows `oldest[i] … last[i] - 1` of `events`, the newest `history_length` of `first[i] … last[i] - 1`. Nobody, user 0,
+    has none. `event_rows` int64 `[E]`: where the log has the events. Where the log has the context that was served, `served[i]` is its
+    place there, and that is the history instead; else -1. `history_lengths` int64 `[R]`: how many events a request reads.
     Raises LogError for a log that does not fit the architecture.
     """
 
@@ -68,33 +82,45 @@ class Examples:
         self.starts = np.flatnonzero(np.concatenate(([True], log.request_id[1:] != log.request_id[:-1])))
         self.stops = np.append(self.starts[1:], len(log))
         self.times, self.users = log.impression_ts[self.starts], log.user_id[self.starts]
-        engaged = np.flatnonzero(log.actions.any(1))
+        engaged = np.flatnonzero(log.actions.any(1) & (log.user_id != 0))
         order, self.first, self.last = histories(
             log.user_id[engaged], log.impression_ts[engaged], self.users, self.times
         )
-        self.events = log.take(engaged[order])
+        self.event_rows = engaged[order]
         self.oldest = np.maximum(self.first, self.last - config.history_length)
-        self._ages = age_bucket(log.impression_ts, log.created_at, config)
-        self._actions = self.events.actions.astype(np.float32)
+        self.history_lengths = self.last - self.oldest
+        self.served = np.full(len(self.starts), -1)
+        if log.contexts is not None and log.context_id is not None:
+            self.served = log.contexts.places(log.context_id[self.starts])
+            lengths = np.minimum(log.contexts.stops - log.contexts.starts, config.history_length)
+            self.history_lengths = np.where(self.served >= 0, lengths[self.served], self.history_lengths)
 
     def __len__(self) -> int:
         return len(self.starts)
 
+    @cached_property
+    def events(self) -> Log:
+        """What users engaged with, by user, then time."""
+        return self.log.take(self.event_rows)
+
     @property
     def sizes(self) -> NDArray[np.int64]:
         """How many tokens each request has: its candidates and its history, int64 `[R]`."""
-        return self.stops - self.starts + self.last - self.oldest
+        return self.stops - self.starts + self.history_lengths
 
     def context(self, index: int, is_kept: bool = True) -> Context:
         """The user and the newest `history_length` events before request `index`."""
-        kept, events = slice(int(self.oldest[index]), int(self.last[index])), self.events
+        log, user = self.log, int(self.users[index])
+        if log.contexts is not None and (place := int(self.served[index])) >= 0:
+            return log.contexts.context(place, user, self.config.history_length, is_kept)
+        rows = self.event_rows[int(self.oldest[index]) : int(self.last[index])]
         return Context(
-            int(self.users[index]),
-            events.post_id[kept],
-            events.author_id[kept],
-            self._actions[kept],
-            events.product_surface[kept],
-            events.dwell_seconds[kept],
+            user,
+            log.post_id[rows],
+            log.author_id[rows],
+            log.actions[rows].astype(np.float32),
+            log.product_surface[rows],
+            log.dwell_seconds[rows],
             is_kept,
         )
 
@@ -105,7 +131,8 @@ class Examples:
     def candidates(self, rows: NDArray[np.int64] | slice) -> Candidates:
         """The posts shown in the given rows of the log."""
         log = self.log
-        return Candidates(log.post_id[rows], log.author_id[rows], log.product_surface[rows], self._ages[rows])
+        ages = age_bucket(log.impression_ts[rows], log.created_at[rows], self.config)
+        return Candidates(log.post_id[rows], log.author_id[rows], log.product_surface[rows], ages)
 
     def labels(self, rows: Sequence[NDArray[np.int64]]) -> Labels:
         """The labels of the given rows, one list per request, padded to the longest."""
@@ -114,12 +141,14 @@ class Examples:
         def column(values: NDArray[np.generic]) -> Tensor:
             return torch.from_numpy(np.stack([pad(values[r], slots) for r in rows]))
 
-        seconds = column(self.log.dwell_seconds)
+        log, seconds = self.log, column(self.log.dwell_seconds)
         return Labels(
-            actions=column(self.log.actions).float(),
+            actions=column(log.actions).float(),
             dwell=(seconds / MAX_DWELL_SECONDS).clamp(0, 1),
             shown=torch.arange(slots) < torch.tensor([len(r) for r in rows])[:, None],
             dwelt=seconds > 0,
+            weight=None if log.weight is None else column(log.weight),
+            known=None if log.unknown is None else ~column(log.unknown),
         )
 
     def batch(self, indices: Sequence[int] | NDArray[np.int64]) -> tuple[Batch, Labels]:
@@ -133,14 +162,17 @@ class Examples:
         with at most `max_events` events between the first and the last. One larger request is a group by itself.
         """
         order = requests[np.lexsort((self.times[requests], self.users[requests]))]
-        sizes, users, ends = (
+        sizes, users, ends, served = (
             (self.stops - self.starts)[order].tolist(),
             self.users[order].tolist(),
             self.last[order].tolist(),
+            self.served[order].tolist(),
         )
         cuts, candidates, first = list[int](), 0, 0
         for place, size in enumerate(sizes):
-            is_apart = users[place] != users[first] or ends[place] - ends[first] > max_events
+            is_apart = (
+                users[place] != users[first] or served[place] != served[first] or ends[place] - ends[first] > max_events
+            )
             if place and (is_apart or candidates + size > max_candidates):
                 cuts.append(place)
                 candidates, first = 0, place
@@ -158,7 +190,10 @@ class Examples:
         requests, shown, seen = [], [], []
         for group in groups:
             rows = np.concatenate([self.rows(int(index)) for index in group])
-            before = np.repeat(self.last[group] - self.oldest[group[-1]], (self.stops - self.starts)[group])
+            seen_events = self.last[group] - self.oldest[group[-1]]
+            if self.served[group[-1]] >= 0:  # one context as served, which all of them read whole
+                seen_events = self.history_lengths[group]
+            before = np.repeat(seen_events, (self.stops - self.starts)[group])
             if len(rows) > max_candidates:
                 kept = np.sort(rng.choice(len(rows), max_candidates, replace=False))
                 rows, before = rows[kept], before[kept]

@@ -64,6 +64,8 @@ class Pairs:
         self.worth = log.actions @ np.array([weights.get(name, 0.0) for name in log.action_names])
         request = np.repeat(np.arange(len(examples)), examples.stops - examples.starts)
         liked, passed = self.worth > 0, ~log.actions.any(1)
+        if log.unknown is not None:  # an action that nobody knows of may have been taken
+            passed &= ~log.unknown.any(1)
         self.requests, self.left = np.unique(request[liked]), np.flatnonzero(passed)
         self.authors, of_row = np.unique(log.author_id, return_inverse=True)
         shares = [
@@ -94,7 +96,7 @@ def train_towers(
     report: Callable[[int, int, float], None] = lambda step, steps, loss: None,
 ) -> Towers:
     """Train on the requests before `until_ts`. `report` is called with steps done, total steps and the loss."""
-    pairs = Pairs(Examples(log.take(log.impression_ts < until_ts), config))
+    pairs = Pairs(Examples(log.before(until_ts), config))
     with reproducible(settings.threads):
         towers = initial_towers(config, torch.Generator().manual_seed(settings.seed))
         optimizer = torch.optim.AdamW(
