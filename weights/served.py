@@ -290,7 +290,7 @@ def _joined(arrays: Sequence[Any]) -> bytes:
     try:
         return b"".join(arrays)
     except BufferError:  # one is a view with gaps
-        return b"".join([np.ascontiguousarray(array) for array in arrays])
+        return b"".join([array if isinstance(array, bytes) else array.tobytes() for array in arrays])
 
 
 def _repeated(names: pa.StringArray, count: int) -> pa.ListArray:
