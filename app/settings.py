@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import importlib.util
 import ipaddress
 import itertools
 import json
@@ -316,6 +317,12 @@ class Served(Group):
     part_seconds: float = Field(default=300.0, ge=1, le=86_400)
     """A part is closed when it has been open for this long; `kill -9` loses the open one. By default five minutes, at most that much is
     lost."""
+
+    @model_validator(mode="after")
+    def _writable(self) -> Served:
+        if self.directory is not None and importlib.util.find_spec("pyarrow") is None:
+            raise ValueError("served.directory needs pyarrow: pip install 'phoenix-ranking-server[served]'")
+        return self
 
 
 class Tracing(Group):

@@ -15,7 +15,7 @@ from app.columns import Vocabulary, Wishes
 from app.interface import Ranked
 from app.replies import Placement
 from app.served.queue import Queue
-from app.settings import Served, SettingsProblem
+from app.settings import Served
 from app.telemetry.logs import of_exception
 from app.telemetry.metrics import Metrics
 from model.inputs import Candidates, Context
@@ -33,15 +33,11 @@ log = structlog.get_logger("app.served")
 
 
 def create_served_log(settings: Served, metrics: Metrics) -> ServedLog | None:
-    """The log that the settings describe, None where it is off. Raises SettingsProblem without pyarrow."""
+    """The log that the settings describe, None where it is off."""
     if settings.directory is None:
         return None
-    try:
-        from app.served.writer import Writer
-    except ImportError as error:
-        raise SettingsProblem(
-            f"RANKER_SERVED__DIRECTORY needs pyarrow, which the `served` extra installs: {error}"
-        ) from error
+    from app.served.writer import Writer  # the only import that needs pyarrow
+
     queue = Queue(MOST_WAITING_BYTES)
     return ServedLog(settings, metrics, queue, Writer(settings, settings.directory, metrics, queue))
 

@@ -7,6 +7,8 @@ from collections import deque
 
 from weights.served import ServedRanking
 
+PLENTY = 8  # the thread does not gather beyond this fraction of the memory
+
 
 class Queue:
     """`put` is for the event loop, `take` and `wait` for one thread, `close` for either."""
@@ -15,7 +17,8 @@ class Queue:
         self.most_bytes = most_bytes
         self._rows: deque[tuple[ServedRanking, int]] = deque()
         self._put_bytes = self._taken_bytes = 0  # since the start; each is written to by one thread only
-        self._filled, self._closed = threading.Event(), threading.Event()
+        self._filled, self._plenty = threading.Event(), threading.Event()
+        self.is_closed = False
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -28,6 +31,8 @@ class Queue:
         self._rows.append((row, size_bytes))
         if not self._filled.is_set():
             self._filled.set()
+        if self._put_bytes - self._taken_bytes > self.most_bytes // PLENTY and not self._plenty.is_set():
+            self._plenty.set()
         return True
 
     def take(self, most: int) -> list[ServedRanking]:
@@ -40,19 +45,19 @@ class Queue:
         return rows
 
     def wait(self, seconds: float, gather_seconds: float) -> None:
-        """Wait for a row, for at most `seconds`; then for a while more, so that others can join it. Return at once when it is closed."""
+        """Wait for a row, for at most `seconds`; then, for at most `gather_seconds`, until there are plenty. Return at once when it is
+        closed."""
         self._filled.clear()
-        if self._rows or self._closed.is_set():
+        self._plenty.clear()
+        if self._rows:
             self._filled.set()
-        self._filled.wait(seconds)
-        self._closed.wait(gather_seconds)
+        if self.is_closed:
+            return
+        if self._filled.wait(seconds):
+            self._plenty.wait(gather_seconds)
 
     def close(self) -> None:
         """End every wait from now on."""
-        self._closed.set()
+        self.is_closed = True
         self._filled.set()
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed.is_set()
+        self._plenty.set()

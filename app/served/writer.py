@@ -17,10 +17,13 @@ from app.telemetry.metrics import Metrics
 from weights.served import ServedRanking
 
 THREAD = "served"
-GATHER_SECONDS = 0.2
-"""Rows of this time are encoded together: that takes less than half of the time, and less often the interpreter."""
-ROWS_AT_ONCE = 256
-GIVE_WAY_SECONDS = 50e-6  # after each column, so that the event loop waits for a fraction of a millisecond
+GATHER_SECONDS = 1.0
+"""Rows of this time are encoded together: of a few at once, each takes several times as long."""
+ROWS_AT_ONCE = 1024
+TURN_SECONDS, GIVE_WAY_SECONDS = (
+    0.5e-3,
+    50e-6,
+)  # how long the thread may keep the interpreter, and how long it then leaves it to others
 LOOK_SECONDS = 1.0  # while a part is open
 CLEAN_SECONDS = 3600.0  # between two removals of old parts
 COMPLAIN_SECONDS = 60.0  # between two lines about a disk that does not take parts
@@ -42,6 +45,7 @@ class Writer:
         self._queue = queue
         self._open: dict[Key, Part] = {}  # the oldest first
         self._complained = self._cleaned = float("-inf")  # seconds of the monotonic clock
+        self._gave_way = 0.0  # seconds of the performance counter
         self._thread = threading.Thread(target=self._main, name=THREAD, daemon=True)
 
     def start(self) -> None:
@@ -58,8 +62,7 @@ class Writer:
             self._clean()
             self._write_waiting()
             self._close_old()
-            if len(self._queue) < ROWS_AT_ONCE:
-                self._queue.wait(LOOK_SECONDS if self._open else CLEAN_SECONDS, GATHER_SECONDS)
+            self._queue.wait(LOOK_SECONDS if self._open else CLEAN_SECONDS, GATHER_SECONDS)
         self._write_waiting()
         for key in list(self._open):
             self._close(key)
@@ -76,7 +79,7 @@ class Writer:
             if part is None:
                 part = Part(self._directory, key[0], rows[0], time.time())
                 self._open[key] = part
-            part.add(rows, _give_way)
+            part.add(rows, self._give_way)
         except Exception as error:
             self._lose(key, len(rows) if part is None else part.rows, error)
             return
@@ -109,6 +112,12 @@ class Writer:
         self._metrics.served_dropped.labels("not_written").inc(rows)
         self._complain("served_not_written", error, rankings=rows)
 
+    def _give_way(self) -> None:
+        """Let the event loop run if this thread has had its turn."""
+        if time.perf_counter() - self._gave_way > TURN_SECONDS:
+            time.sleep(GIVE_WAY_SECONDS)
+            self._gave_way = time.perf_counter()
+
     def _clean(self) -> None:
         """Remove what is too old, once in a while."""
         now = time.monotonic()
@@ -133,7 +142,3 @@ class Writer:
 
 def _key_of(row: ServedRanking) -> Key:
     return row.served_us // (DAY_SECONDS * 1_000_000), row.model_name, row.model_version, row.model_digest
-
-
-def _give_way() -> None:
-    time.sleep(GIVE_WAY_SECONDS)
