@@ -200,58 +200,38 @@ class PartEncoder:
         import pyarrow as pa
 
         contexts = [row.context for row in rows]
-        context_ids = [*map(_id_of, contexts)]
+        ids = [*map(_id_of, contexts)]
+        fresh: dict[tuple[int, str], None] = {}
+        shown: list[Context | None] = []  # None where the part, or a row before it, has the context already
+        for context, name in zip(contexts, ids, strict=True):
+            key = context.user_id, name
+            shown.append(None if key in self._contexts or key in fresh else context)
+            fresh[key] = None
         give_way()
+        values: dict[str, Sequence[Any]] = {
+            "user_id": [context.user_id for context in contexts],
+            "context_id": ids,
+            "history_length": [*map(len, contexts)],
+            "history_dropped": [context.dropped for context in contexts],
+            "history": shown,
+        }
         columns: list[pa.Array] = []
         for field in self.schema:
-            columns.append(self._column(field, rows, contexts, context_ids))
+            columns.append(self._column(field, values.get(field.name) or [*map(attrgetter(field.name), rows)]))
             give_way()
-        return pa.RecordBatch.from_arrays(columns, schema=self.schema)
+        batch = pa.RecordBatch.from_arrays(columns, schema=self.schema)
+        self._contexts |= fresh.keys()  # only now: where a row cannot be encoded, the part stays as it was
+        return batch
 
-    def _column(
-        self, field: pa.Field, rows: Sequence[ServedRanking], contexts: Sequence[Context], context_ids: Sequence[str]
-    ) -> pa.Array:
-        """One column of these rows, whose contexts have these ids."""
+    def _column(self, field: pa.Field, values: Sequence[Any]) -> pa.Array:
+        """One column that holds these values."""
         import pyarrow as pa
 
-        name, kind = field.name, field.type
-        match name:
-            case "context_id":
-                return pa.array(context_ids, kind)
-            case "user_id":
-                return pa.array([context.user_id for context in contexts], kind)
-            case "history_length":
-                return pa.array([*map(len, contexts)], kind)
-            case "history_dropped":
-                return pa.array([context.dropped for context in contexts], kind)
-            case "history":
-                return self._histories(contexts, context_ids, kind)
-            case "candidates":
-                inputs = [row.candidates for row in rows]
-                lists = [_lists([*map(attrgetter(child.name), inputs)], child.type) for child in kind]
-                return pa.StructArray.from_arrays(lists, fields=list(kind))
-            case "action_names" | "continuous_names":
-                return _repeated(self._names[name], len(rows))
-        values = [*map(attrgetter(name), rows)]
-        return _lists(values, kind) if COLUMNS[name].is_list else pa.array(values, kind)
-
-    def _histories(
-        self, contexts: Sequence[Context], context_ids: Sequence[str], kind: pa.StructType
-    ) -> pa.StructArray:
-        """The histories, null where the part has the context already."""
-        import pyarrow as pa
-
-        is_stored = np.zeros(len(contexts), bool)
-        for place, (context, context_id) in enumerate(zip(contexts, context_ids, strict=True)):
-            before = len(self._contexts)
-            self._contexts.add((context.user_id, context_id))
-            is_stored[place] = len(self._contexts) == before
-        shown = [None if stored else context for context, stored in zip(contexts, is_stored.tolist(), strict=True)]
-        lists = [
-            _lists([None if context is None else getattr(context, child.name) for context in shown], child.type)
-            for child in kind
-        ]
-        return pa.StructArray.from_arrays(lists, fields=list(kind), mask=pa.array(is_stored))
+        if field.name in self._names:
+            return _repeated(self._names[field.name], len(values))
+        if field.name in INPUTS:
+            return _structs(values, field.type)
+        return _lists(values, field.type) if COLUMNS[field.name].is_list else pa.array(values, field.type)
 
 
 _SEED = int.from_bytes(os.urandom(8), "little")
@@ -273,6 +253,18 @@ def _sizes_of(row: ServedRanking) -> dict[str, tuple[int, ...]]:
     return {name: array.shape[1:] for name, array in arrays.items() if array is not None and array.ndim > 1}
 
 
+def _structs(inputs: Sequence[Any], kind: pa.StructType) -> pa.StructArray:
+    """One struct of lists for each of the model's inputs; None is null."""
+    import pyarrow as pa
+
+    is_null = np.array([value is None for value in inputs])
+    children = [
+        _lists([None if value is None else getattr(value, child.name) for value in inputs], child.type)
+        for child in kind
+    ]
+    return pa.StructArray.from_arrays(children, fields=list(kind), mask=pa.array(is_null) if is_null.any() else None)
+
+
 def _lists(arrays: Sequence[NDArray[Any] | None], kind: pa.ListType) -> pa.ListArray:
     """One list for each array, which is flattened; None is null. The arrays have the dtype of the lists' elements."""
     import pyarrow as pa
@@ -289,7 +281,7 @@ def _joined(arrays: Sequence[Any]) -> bytes:
     """The bytes of all arrays, row by row: several times as fast as numpy joins small ones."""
     try:
         return b"".join(arrays)
-    except BufferError:  # one is a view with gaps
+    except (BufferError, TypeError):  # one is a view with gaps
         return b"".join([array if isinstance(array, bytes) else array.tobytes() for array in arrays])
 
 

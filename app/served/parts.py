@@ -58,10 +58,13 @@ class Part:
         written: int = self._file.tell()
         return written + self._waiting_bytes
 
-    def add(self, rows: Sequence[ServedRanking], give_way: Callable[[], None]) -> None:
-        """Take these rows; `give_way` as in `PartEncoder.encode`."""
-        self.rows += len(rows)
-        batch = self._encoder.encode(rows, give_way)
+    def encode(self, rows: Sequence[ServedRanking], give_way: Callable[[], None]) -> pa.RecordBatch:
+        """These rows for `add`, as `PartEncoder.encode` makes them. The disk has no part in this."""
+        return self._encoder.encode(rows, give_way)
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Take the rows that were encoded last."""
+        self.rows += len(batch)
         self._waiting.append(batch)
         self._waiting_bytes += batch.nbytes
         if self._waiting_bytes >= GROUP_BYTES:

@@ -13,6 +13,7 @@ import structlog
 from app.served.parts import DAY_SECONDS, Part, make_directory, remove_old
 from app.served.queue import Queue
 from app.settings import Served
+from app.telemetry.logs import of_exception
 from app.telemetry.metrics import Metrics
 from weights.served import ServedRanking
 
@@ -77,11 +78,20 @@ class Writer:
         part = self._open.get(key)
         try:
             if part is None:
-                part = Part(self._directory, key[0], rows[0], time.time())
-                self._open[key] = part
-            part.add(rows, self._give_way)
+                part = self._open[key] = Part(self._directory, key[0], rows[0], time.time())
         except Exception as error:
-            self._lose(key, len(rows) if part is None else part.rows, error)
+            self._lose(key, len(rows), error)
+            return
+        try:
+            batch = part.encode(rows, self._give_way)
+        except Exception as error:  # a fault of ours: the part is as it was
+            self._metrics.served_dropped.labels("fault").inc(len(rows))
+            log.error("fault", **of_exception(error))
+            return
+        try:
+            part.add(batch)
+        except Exception as error:
+            self._lose(key, part.rows, error)
             return
         if part.size_bytes >= self._settings.part_bytes:
             self._close(key)

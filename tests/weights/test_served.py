@@ -101,6 +101,29 @@ def test_a_context_is_stored_once_in_a_part(tmp_path: Path) -> None:
     assert bits(back[2].context.actions) == bits(rows[0].context.actions)
 
 
+def test_arrays_with_gaps_and_in_another_order_are_read_back(tmp_path: Path) -> None:
+    row = ranking(1, candidates=6, history=4)
+    row.context.actions = np.asfortranarray(row.context.actions)
+    row.context.post_ids = np.repeat(row.context.post_ids, 2)[::2]
+    row.probabilities = np.random.default_rng(0).random((6, 2 * len(ACTIONS)), np.float32)[:, : len(ACTIONS)]
+    write(tmp_path / "part.parquet", [row])
+    (back,) = read_part(tmp_path / "part.parquet")
+    for name in ("actions", "post_ids"):
+        assert bits(getattr(back.context, name)) == bits(getattr(row.context, name))
+    assert bits(back.probabilities) == bits(row.probabilities)
+
+
+def test_rows_that_cannot_be_encoded_leave_the_part_as_it_was(tmp_path: Path) -> None:
+    bad, good = ranking(1), ranking(2)
+    bad.context = good.context
+    bad.returned = 2**70
+    encoder = PartEncoder(good)
+    with pytest.raises((OverflowError, pa.ArrowException)):
+        encoder.encode([bad])
+    pq.write_table(pa.Table.from_batches([encoder.encode([good])]), tmp_path / "part.parquet")
+    assert bits(next(read_part(tmp_path / "part.parquet")).context) == bits(good.context)
+
+
 def test_equal_histories_of_two_users_are_two_contexts(tmp_path: Path) -> None:
     rows = [ranking(1, user=1), ranking(1, user=2)]
     write(tmp_path / "part.parquet", rows)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from starlette.testclient import TestClient
 
 from app.service.ranker import LocalRanker
 from app.settings import Served
-from loadtest.generate.tensors import inference_of
+from loadtest.generate.tensors import inference_of, masked
 from model.engine import Item
 from tests.app.api.live import until
 from tests.support import corpora
@@ -108,15 +109,16 @@ def test_each_endpoint_logs_what_its_engine_was_given(tmp_path: Path) -> None:
         post(client, "/rank/batch", [good(user_id=5, request_id="first"), good(user_id=6, request_id="second")])
         post(client, "/recommend", corpora.asked(k=20, request_id="found"))
         tensors = inference_of(good(user_id=7, request_id="tensors", history=good()["history"] * 8), ACTIONS)
-        body, headers = tensors.body(binary=True)
-        assert client.post(INFER, content=body, headers=headers).status_code == 200
+        for each in (tensors, replace(masked(tensors), request_id="masks")):
+            body, headers = each.body(binary=True)
+            assert client.post(INFER, content=body, headers=headers).status_code == 200
     rows = by_name(tmp_path / "log")
     endpoints = {name: row.endpoint for name, row in rows.items()}
     assert endpoints == {
         **dict.fromkeys(("whole", "long", "none", "handle"), "/rank"),
         **dict.fromkeys(("first", "second"), "/rank/batch"),
         "found": "/recommend",
-        "tensors": "/v2/models/{name}/infer",
+        **dict.fromkeys(("tensors", "masks"), "/v2/models/{name}/infer"),
     }
     for row in rows.values():
         recorder.check(row)
