@@ -67,6 +67,7 @@ class Caller:
 
     def __init__(self, server: Server, checkpoint: Checkpoint, kinds: Sequence[str]) -> None:
         self.answered: dict[str, Answered] = {}
+        self.by_handle: set[str] = set()  # names of requests
         self.kinds = kinds
         self._manifest = checkpoint.manifest
         self._http = httpx.Client(base_url=server.url, timeout=60, verify=PLAIN)
@@ -112,6 +113,7 @@ class Caller:
         return self._keep(body, self._post("/rank", body))
 
     def _by_handle(self, body: Body) -> Body:
+        self.by_handle.add(body["request_id"])
         whose = {name: body[name] for name in ("user_id", "history")}
         return {name: value for name, value in body.items() if name not in whose} | {
             "context": self._post("/context", whose)["context"]
@@ -259,6 +261,7 @@ def run(checkpoint: Path, candidates: int, workers: int, *, seed: int = 1) -> Ta
                 continue
             tally.different += 0 if checker.is_right(row, answered) else len(row.scores)
             tally.truncated += row.context.dropped > 0
+            tally.by_handle += name in caller.by_handle
             tally.explored += row.temperature is not None
         tally.lacking += len(by_name.keys() - caller.answered.keys())
     return tally
