@@ -158,7 +158,9 @@ class EngineProcess:
         with ranker.admit(
             model, candidates=len(asked.candidates), history=history, deadline=asked.deadline, key=asked.key
         ) as job:
-            return await ranker.rank(job, asked.context, asked.candidates)
+            ranked = await ranker.rank(job, asked.context, asked.candidates)
+        is_logged = self.settings.served.directory is not None
+        return ranked if is_logged or ranked.context is None else msgspec.structs.replace(ranked, context=None)
 
     async def _search(self, asked: Search) -> Any:
         served = self._served(asked.corpus)
