@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,7 +85,10 @@ FROM reasons
 WHERE reason = 'joined'
 GROUP BY ranking, place
 """
-WORD = "bit_or(1::UBIGINT << (greatest(action_index, 0) % 64)::UBIGINT) FILTER (action_index // 64 = {word} AND action_index >= 0) AS taken_{word}"
+WORD = """
+bit_or(1::UBIGINT << (greatest(action_index, 0) % 64)::UBIGINT)
+    FILTER (action_index // 64 = {word} AND action_index >= 0) AS taken_{word}
+"""
 """64 actions of a row as the bits of a number: DuckDB can move it to the disk, where it cannot move lists."""
 
 
@@ -99,7 +104,7 @@ class JoinSettings:
     until_ts: int | None = None
     model: str = ""
     memory: str = "2GB"
-    threads: int = 2
+    threads: int = 1
 
 
 def join(
@@ -121,7 +126,7 @@ def join(
     with written_beside(out) as partial:
         work = partial / "work"
         work.mkdir()
-        with _database(work, settings) as database:
+        with _enough(settings.memory), _database(work, settings) as database:
             parts, names = read_parts(database, served, settings.model, counts, progress)
             read_events(database, events, settings.ids, counts, progress)
             _join(database, names, settings, counts, progress)
@@ -148,6 +153,19 @@ def _database(work: Path, settings: JoinSettings) -> duckdb.DuckDBPyConnection:
     return database
 
 
+@contextmanager
+def _enough(memory: str) -> Iterator[None]:
+    """Turn a lack of memory or of space on the disk into a LogError."""
+    try:
+        yield
+    except duckdb.OutOfMemoryException as error:
+        raise LogError(f"--memory {memory} is too little for the join: give more") from error
+    except duckdb.IOException as error:
+        raise LogError(
+            f"the join cannot write what does not fit into --memory {memory}: {str(error).splitlines()[0]}"
+        ) from error
+
+
 def _join(
     database: duckdb.DuckDBPyConnection,
     names: tuple[str, ...],
@@ -161,10 +179,7 @@ def _join(
     steps = _steps(settings, counts, len(names))
     for done, (statement, values) in enumerate(steps):
         progress("Joining", done, len(steps))
-        try:
-            database.execute(statement, values)
-        except duckdb.OutOfMemoryException as error:
-            raise LogError(f"--memory {settings.memory} is too little for the join: give more") from error
+        database.execute(statement, values)
         if statement is SEEN:
             _make_shown(database)
     counts.observed = _observed(database, names, settings)

@@ -20,15 +20,17 @@ from weights.lab.training.log import ACTION_PREFIX, HASHES, IDS_KEY
 from weights.text_ids import IdKind, text_ids
 
 PART_ROWS = 1_000_000
-BATCH_ROWS = 65_536
+BATCH_ROWS = 16_384
 CONTEXT_ROWS = 256
 
-SHOWN_ROWS = """
-SELECT request_id, served_us, log_ts, user_id, context_id, post_id, author_id, product_surface, created_at, position, propensity,
-    labels.* EXCLUDE (ranking, place)
+JOIN_ROWS = """
+CREATE TABLE rows AS
+SELECT ranking, place, request_id, served_us, log_ts, user_id, context_id, post_id, author_id, product_surface, created_at, position,
+    propensity, labels.* EXCLUDE (ranking, place)
 FROM shown JOIN rankings USING (ranking) LEFT JOIN labels USING (ranking, place)
-ORDER BY log_ts, ranking, place
 """
+SORTED_ROWS = "SELECT * FROM rows ORDER BY log_ts, ranking, place"
+"""A statement of its own, so that the sort has the memory of the join."""
 CONTEXT_PLACES = """
 SELECT part, min(ranking - first_ranking) AS place, context_id
 FROM rankings
@@ -87,8 +89,9 @@ def write_impressions(
     number of rows."""
     metadata = {IDS_KEY: HASHES} if ids == "text" else None
     rows = number_of(database, "SELECT count(*) FROM shown")
+    database.execute(JOIN_ROWS)
     with Parts(out / IMPRESSIONS) as parts:
-        for batch in database.sql(SHOWN_ROWS).to_arrow_reader(BATCH_ROWS):
+        for batch in database.sql(SORTED_ROWS).to_arrow_reader(BATCH_ROWS):
             parts.write(_impressions(batch, names, np.array(observed, bool)).replace_schema_metadata(metadata))
             progress("Writing impressions", parts.rows, rows)
     return parts.rows

@@ -18,6 +18,8 @@ from weights.lab.training.log import Log
 from weights.tables import LogError
 
 Request = tuple[Context, Candidates]
+GROUPED_AT_ONCE = 1_000_000
+"""Requests that are Python's numbers at a time while they are put into groups."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +62,35 @@ class HiddenShares:
     posts: float = 0.0
     authors: float = 0.0
     events: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups(Sequence[NDArray[np.int64]]):
+    """Requests in groups, as a sequence of arrays of requests: group g is `order[starts[g] : starts[g + 1]]`. int64 `[R]`, `[G]`."""
+
+    order: NDArray[np.int64]
+    starts: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, group: int) -> NDArray[np.int64]:  # type: ignore[override]
+        """The requests of a group. Raises IndexError."""
+        start = int(self.starts[group])
+        stop = int(self.starts[group + 1]) if group + 1 < len(self) else len(self.order)
+        requests: NDArray[np.int64] = self.order[start:stop]
+        return requests
+
+    @property
+    def newest(self) -> NDArray[np.int64]:
+        """The last request of each group, int64 `[G]`."""
+        newest: NDArray[np.int64] = self.order[np.append(self.starts[1:], len(self.order)) - 1]
+        return newest
+
+    def sums(self, of_request: NDArray[np.int64]) -> NDArray[np.int64]:
+        """A number of each request, summed over each group, int64 `[G]`."""
+        sums: NDArray[np.int64] = np.add.reduceat(of_request[self.order], self.starts)
+        return sums
 
 
 class Examples:
@@ -157,27 +188,23 @@ class Examples:
         requests = [(self.context(int(i)), self.candidates(r)) for i, r in zip(indices, rows, strict=True)]
         return collate(requests, self.config), self.labels(rows)
 
-    def groups(self, requests: NDArray[np.int64], max_candidates: int, max_events: int) -> list[NDArray[np.int64]]:
+    def groups(self, requests: NDArray[np.int64], max_candidates: int, max_events: int) -> Groups:
         """The requests, cut into groups that share one context in training: successive ones of a user, `max_candidates` together,
         with at most `max_events` events between the first and the last. One larger request is a group by itself.
         """
         order = requests[np.lexsort((self.times[requests], self.users[requests]))]
-        sizes, users, ends, served = (
-            (self.stops - self.starts)[order].tolist(),
-            self.users[order].tolist(),
-            self.last[order].tolist(),
-            self.served[order].tolist(),
-        )
-        cuts, candidates, first = list[int](), 0, 0
-        for place, size in enumerate(sizes):
-            is_apart = (
-                users[place] != users[first] or served[place] != served[first] or ends[place] - ends[first] > max_events
-            )
-            if place and (is_apart or candidates + size > max_candidates):
-                cuts.append(place)
-                candidates, first = 0, place
-            candidates += size
-        return np.split(order, cuts)
+        columns = self.stops - self.starts, self.users, self.last, self.served
+        starts, candidates, first = list[int](), 0, (0, 0, 0)
+        for begin in range(0, len(order), GROUPED_AT_ONCE):
+            rows = order[begin : begin + GROUPED_AT_ONCE]
+            pieces = (column[rows].tolist() for column in columns)
+            for place, (size, user, end, served) in enumerate(zip(*pieces, strict=True), begin):
+                is_apart = (user, served) != first[:2] or end - first[2] > max_events
+                if not place or is_apart or candidates + size > max_candidates:
+                    starts.append(place)
+                    candidates, first = 0, (user, served, end)
+                candidates += size
+        return Groups(order, np.array(starts, np.int64))
 
     def training_batch(
         self, groups: Sequence[NDArray[np.int64]], rng: np.random.Generator, hidden: HiddenShares, max_candidates: int

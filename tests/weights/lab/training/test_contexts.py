@@ -15,7 +15,7 @@ import pyarrow.parquet as pq  # noqa: E402
 
 from model.inputs import Context  # noqa: E402
 from tests.weights.call import call  # noqa: E402
-from tests.weights.lab.training.small_run import small_config, small_trainer  # noqa: E402
+from tests.weights.lab.training.small_run import WORLD, small_config, small_trainer  # noqa: E402
 from weights.lab.training.example import request_body  # noqa: E402
 from weights.lab.training.examples import Examples, HiddenShares  # noqa: E402
 from weights.lab.training.log import aligned, read_log, write_log  # noqa: E402
@@ -100,11 +100,8 @@ def test_contexts_as_rows_give_them_change_no_bit_of_training(world: World, tmp_
     after = Examples(read_log(tmp_path), small_config())
 
     def trained(examples: Examples) -> dict[str, object]:
-        trainer = small_trainer(examples, epochs=0.05, shared_events=0, validation_requests=4)
-        groups = [
-            np.array([index]) for index in range(len(examples))
-        ]  # the rows share contexts that were served once each
-        trainer.groups = groups[: len(trainer.train)]
+        trainer = small_trainer(examples, epochs=0.05, max_candidates=WORLD.slots, validation_requests=4)
+        assert len(trainer.groups) == len(trainer.train), "no two requests share a context"
         return trainer.run(lambda status: None, lambda run: None).state_dict()
 
     first, second = trained(before), trained(after)
