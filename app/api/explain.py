@@ -66,8 +66,9 @@ async def explain(request: Request, caller: Caller) -> Response:
         latest = ranker.clock() + state.settings.deadline.default_seconds
         deadline = latest if caller.deadline is None else min(latest, caller.deadline)
         with exchange.measured("parse"):
+            caller = replace(caller, deadline=deadline)
             question = await _question(state, caller, model, vocabulary)
-        explaining = Explaining(state, replace(caller, deadline=deadline), model, question)
+        explaining = Explaining(state, caller, model, question)
         ranked, without, attention = await cancelled_with(request, explaining.run())
         started, timings = time.perf_counter(), replies.timings_of(exchange.stages)
         written: list[bytes] = []
@@ -95,14 +96,15 @@ def _check_free(state: State) -> None:
 
 
 async def _question(state: State, caller: CallerInfo, model: ServedModel, vocabulary: Vocabulary) -> Question:
-    """Read and check a request. Raises MalformedJson, TooLarge, InvalidRequest or ContextUnknown."""
+    """Read and check a request of a caller whose deadline is set. Raises MalformedJson, TooLarge, InvalidRequest, or what
+    `Ranker.context` raises."""
     asked = schema.read(EXPLAIN, caller.body, state.settings.limits, vocabulary.index)
     if len(asked.explain) > MAX_EXPLAINED:
         raise TooLarge(f"explain: {len(asked.explain)} items, but at most {MAX_EXPLAINED} are allowed.")
     exchange, sizes = caller.exchange, asked.sizes()
     exchange.candidates, exchange.history = sizes["candidates"], sizes["history"]
     handle = None if asked.context is UNSET else asked.context
-    known = None if handle is None else await state.ranker.context(model, handle, caller.key)
+    known = None if handle is None else await state.ranker.context(model, handle, caller.key, caller.deadline)
     question = Question.of(asked, known, vocabulary, model.manifest.config)
     note(state, exchange, question.context, question.wishes.request_id)
     return question
@@ -154,7 +156,7 @@ class Explaining:
 
     async def _turn(self, turn: Iterable[tuple[Context, Candidates]]) -> list[Ranked]:
         """Rank several contexts at once."""
-        window, lock = Window(self.state.settings.batching), asyncio.Lock()
+        window, lock = Window(self.state.ranker, self.state.settings.batching), asyncio.Lock()
         begun: list[asyncio.Task[Ranked]] = []
         try:
             async with asyncio.TaskGroup() as tasks:

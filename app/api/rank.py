@@ -215,7 +215,7 @@ class Batch:
         if caller.deadline is None:  # one for all requests, from the start
             deadline = state.ranker.clock() + state.settings.deadline.default_seconds
             self._caller = replace(caller, deadline=deadline)
-        self._window = Window(state.settings.batching)
+        self._window = Window(state.ranker, state.settings.batching)
         self._turn = asyncio.Lock()
         self._candidates = 0
 

@@ -136,7 +136,8 @@ def _read_alike(ours: Manifest, theirs: Manifest) -> bool:
 async def _ranked(ranker: Ranker, caller: CallerInfo, job: Job, work: Recommendation) -> tuple[Found, Ranked, Wishes]:
     """Find the posts and rank them, best first."""
     assert caller.deadline is not None
-    found = await ranker.corpus.search(work.served, work.query, caller.deadline, caller.key)
+    await ranker.reserve(job)
+    found = await ranker.corpus.search(work.served, work.query, caller.deadline, caller.key, is_admitted=True)
     _count(caller, found)
     posts, count, stages = found.posts, len(found.posts), caller.exchange.stages
     wishes = replace(work.wishes, top_k=min(work.wishes.top_k or count, count))

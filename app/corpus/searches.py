@@ -242,7 +242,9 @@ class Searches:
 
     # searches
 
-    async def search(self, served: ServedCorpus, query: Query, deadline: float, key: str | None) -> Found:
+    async def search(
+        self, served: ServedCorpus, query: Query, deadline: float, key: str | None, *, is_admitted: bool = False
+    ) -> Found:
         """See `interface.Corpus.search`."""
         scheduler = self.versions.find(served)
         if scheduler is None:

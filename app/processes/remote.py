@@ -25,8 +25,9 @@ from app.errors import (
 )
 from app.interface import CorpusState, Found, Health, Job, Ranked, ServedCorpus, ServedModel
 from app.processes.link import Link
-from app.processes.messages import Answer, Call, Failed, FromEngine, Rank, Search, State, encode
+from app.processes.messages import Admit, Answer, Call, Cancel, Failed, FromEngine, Rank, Search, State, encode
 from app.settings import Settings
+from app.telemetry.logs import of_exception
 from app.telemetry.metrics import Metrics
 from model.inputs import Candidates, Context
 from model.retrieval.inputs import PostChange, Query
@@ -44,12 +45,16 @@ log = structlog.get_logger("app.processes.remote")
 
 @dataclass(slots=True, eq=False)
 class RemoteJob:
-    """A request that the engine process will admit or refuse when it is sent."""
+    """A request that the engine process admits or refuses when it is reserved, or else when it is sent. `link` and `place` say where it is
+    reserved; the place is 0 without one."""
 
     candidates: int
+    history: int
     model: ServedModel
     deadline: float | None
     key: str | None
+    link: Link | None = None
+    place: int = 0
 
 
 class Known(NamedTuple):
@@ -120,10 +125,12 @@ class RemoteRanker:
             link = Link(FromEngine, self._take, self._made, lost)
             try:
                 await loop.create_unix_connection(lambda link=link: link, self._path)  # type: ignore[misc]
-            except OSError:  # the engine process is starting or restarting
-                await asyncio.sleep(CONNECT_SECONDS)
-            else:
                 await ended.wait()
+            except OSError:  # the engine process is starting or restarting
+                pass
+            except Exception as error:
+                log.error("not_linked", **of_exception(error))
+            await asyncio.sleep(CONNECT_SECONDS)
 
     def _made(self, link: Link) -> None:
         self._link, self._heard = link, self.clock()
@@ -200,8 +207,13 @@ class RemoteRanker:
     def admit(
         self, model: ServedModel, *, candidates: int, history: int, deadline: float | None, key: str | None
     ) -> Iterator[Job]:
-        """Prepare a request: the engine process admits it when `rank` sends it."""
-        yield RemoteJob(candidates, model, deadline, key)
+        """Prepare a request: the engine process admits or refuses it in `reserve`, or else in `rank`."""
+        job = RemoteJob(candidates, history, model, deadline, key)
+        try:
+            yield job
+        finally:
+            if job.link is not None and job.place:  # reserved, and not ranked to the end
+                job.link.send(Cancel(job.place))
 
     def _down(self) -> ServiceError:
         reason = self.health().reason
@@ -236,17 +248,40 @@ class RemoteRanker:
 
     # ranking
 
-    async def rank(self, job: Job, context: Context | str, candidates: Candidates) -> Ranked:
-        """Have the engine process admit and rank it."""
+    async def reserve(self, job: Job) -> None:
+        """Have the engine process admit it before its work is known."""
         assert isinstance(job, RemoteJob)
-        number, limits = self.number_of(job.model), self.settings.deadline
-        deadline = job.deadline or self.clock() + limits.default_seconds
-        ranked = await self.ask(lambda id: Rank(id, number, context, candidates, deadline, job.key), Ranked, deadline)
+        if job.place:
+            return
+        number, deadline, link, place = self.number_of(job.model), self._deadline(job), self._link, 0
+
+        def admit(id: int) -> Admit:
+            nonlocal place
+            place = id
+            return Admit(id, number, job.candidates, job.history, deadline, job.key)
+
+        await self.ask(admit, None, deadline)
+        job.link, job.place = link, place
+
+    async def rank(self, job: Job, context: Context | str, candidates: Candidates) -> Ranked:
+        """Have the engine process rank it, which admits it first unless it is reserved."""
+        assert isinstance(job, RemoteJob)
+        if job.link is not self._link and job.place:
+            raise EngineDown(ENDED.health.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
+        number, deadline = self.number_of(job.model), self._deadline(job)
+        ranked = await self.ask(
+            lambda id: Rank(id, number, context, candidates, deadline, job.key, job.place), Ranked, deadline
+        )
+        job.place = 0
         return cast(Ranked, ranked)
 
-    async def context(self, model: ServedModel, handle: str, key: str | None) -> Context:
+    def _deadline(self, job: RemoteJob) -> float:
+        """Its own, or the default one from now."""
+        return self.clock() + self.settings.deadline.default_seconds if job.deadline is None else job.deadline
+
+    async def context(self, model: ServedModel, handle: str, key: str | None, deadline: float) -> Context:
         """See `interface.Ranker.context`."""
-        return cast(Context, await self.call("context", self.number_of(model), handle, key))
+        return cast(Context, await self.call("context", self.number_of(model), handle, key, deadline=deadline))
 
     async def attention(
         self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
@@ -292,10 +327,16 @@ class RemoteCorpus:
             raise CorpusNotLoaded(detail, retry_after_seconds=seconds)
         return served
 
-    async def search(self, served: ServedCorpus, query: Query, deadline: float, key: str | None) -> Found:
+    async def search(
+        self, served: ServedCorpus, query: Query, deadline: float, key: str | None, *, is_admitted: bool = False
+    ) -> Found:
         """See `interface.Corpus.search`."""
         number = self._ranker.number_of(served)
-        found = await self._ranker.ask(lambda id: Search(id, number, query, deadline, key), Found, deadline)
+
+        def search(id: int) -> Search:
+            return Search(id, number, query, deadline, key, is_admitted)
+
+        found = await self._ranker.ask(search, Found, deadline)
         return cast(Found, found)
 
     async def change(self, change: PostChange) -> CorpusState:
