@@ -3,7 +3,7 @@
 what comes                    what the process does                                                      exits with
 SIGTERM, SIGINT               readiness 503; serves for the drain delay; closes its listeners; answers   0
                               what was begun, for at most the drain timeout                              1 after it
-the same a second time        ends at once                                                               128 + signal
+the same again, later         ends at once, if a second has passed since the first                       128 + signal
 SIGHUP                        reads the present checkpoint again                                         –
 the first load fails          answers who waits; then as after the drain delay                           1
 the engine is lost            the same                                                                   70
@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ from fastapi import FastAPI
 from app.api.caller import CUT_OFF
 from app.api.connection import Connection, PortState, sweep
 from app.api.operations import Scrapes
-from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START
+from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START, SAME_SIGNAL_SECONDS
 from app.interface import Ranker, ReloadableRanker
 from app.main import create_admin_app, create_app, create_probe_app
 from app.settings import ADMIN_HOST, ANY_ADDRESS, Settings, listen_hosts
@@ -99,9 +100,11 @@ class Server(Port):
         self.settings = settings
         self.exit_code = 0
         self.announces = True  # whether it says where the page is; of several workers one does
+        self.ends_at_once = True  # at a later second signal; a worker leaves that to its parent
         self.reload: Callable[[], None] | None = None
         """What SIGHUP does. A worker has none: the parent tells the engine process."""
         self._draining: asyncio.Task[None] | None = None
+        self._signalled_at = 0.0  # monotonic seconds of the first signal
         self._loop: asyncio.AbstractEventLoop | None = None
         ranker.on_fatal = self.fatal
 
@@ -137,10 +140,15 @@ class Server(Port):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """First signal: drain. Second: end at once."""
+        """First signal: drain. Another one, a second or more later: end at once. One that comes sooner was sent with the first: to the
+        process by itself, and to its process group."""
+        now = time.monotonic()
         if self._captured_signals:
-            logs.drain()
-            os._exit(128 + sig)
+            if self.ends_at_once and now >= self._signalled_at + SAME_SIGNAL_SECONDS:
+                logs.drain()
+                os._exit(128 + sig)
+            return
+        self._signalled_at = now
         self._captured_signals.append(sig)
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self.drain)
@@ -226,7 +234,7 @@ def run(
     except OSError:
         return EXIT_START
     server = Server(create_app(settings, ranker), bound, ranker, settings)
-    server.announces = announces
+    server.announces, server.ends_at_once = announces, local is not None
     server.reload = None if local is None else local.reloads.reload_soon
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(server, sides))
