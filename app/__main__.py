@@ -40,7 +40,12 @@ def main(arguments: Sequence[str] = (), program: str = "python -m app") -> int:
             advice = "start with python -P -m app, which leaves the working directory out, or with phoenix-ranker serve"
             say(f"{program}: the package {name} is not ours but {origin or 'missing'}: {advice}")
             return EXIT_USAGE
-    return start(arguments, program)
+    code = start(arguments, program)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # the end has its code: a late signal, such as a supervisor's to all processes, changes none
+    return code
 
 
 def start(arguments: Sequence[str], program: str) -> int:

@@ -115,8 +115,11 @@ class EngineProcess:
         """
         loop = asyncio.get_running_loop()
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self.end)
+            for number in (
+                signal.SIGTERM,
+                signal.SIGINT,
+            ):  # asyncio's own would be gone with the loop, before the process ends
+                signal.signal(number, lambda *_: loop.is_closed() or loop.call_soon_threadsafe(self.end))
             loop.add_signal_handler(signal.SIGHUP, self.ranker.reloads.reload_soon)
         server = await loop.create_unix_server(lambda: Link(FromWorker, self._take, self._made, self._lost), path)
         self.ranker.start()
