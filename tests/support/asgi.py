@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from starlette.testclient import TestClient
-
 from app.corpus.changes import CorpusLoader
 from app.engine.loading import Loader
 from app.main import create_app
 from app.service.ranker import LocalRanker
 from tests.support import rankers
+from tests.support.replies import CheckedClient
 
 ADDRESS = "http://127.0.0.1"
 
@@ -20,11 +19,11 @@ ADDRESS = "http://127.0.0.1"
 @contextmanager
 def served(
     engine: Any = None, *, load: Loader | None = None, load_corpus: CorpusLoader | None = None, **groups: Any
-) -> Iterator[tuple[TestClient, LocalRanker]]:
+) -> Iterator[tuple[CheckedClient, LocalRanker]]:
     """A client of the application around this engine, by default a `FakeEngine`, once it is ready. `groups` are of its settings."""
     ranker = rankers.create(engine, load=load, load_corpus=load_corpus, **groups)
     app = create_app(ranker.settings, ranker)
-    with TestClient(app, base_url=ADDRESS, raise_server_exceptions=False) as client:
+    with CheckedClient(app, base_url=ADDRESS, raise_server_exceptions=False) as client:
         assert client.portal is not None
         client.portal.call(ranker.wait_ready)
         yield client, ranker
