@@ -253,14 +253,15 @@ def run_engine(settings: Settings, engine: EngineProcess, path: str) -> int:
     except OSError:
         return EXIT_START
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(_serve_engine(engine, path, sides))
+        code = runner.run(serve_engine(engine, path, sides))
     if ranker.has_running_threads():
         logs.drain()
         os._exit(code)
     return code
 
 
-async def _serve_engine(engine: EngineProcess, path: str, sides: Sequence[Port]) -> int:
+async def serve_engine(engine: EngineProcess, path: str, sides: Sequence[Port]) -> int:
+    """Rank for the workers that connect at `path`; the ports at the side answer until that has ended. Returns the exit code."""
     others = [asyncio.ensure_future(side.serve(side.sockets)) for side in sides]
     code = await engine.serve(path)
     for side in sides:

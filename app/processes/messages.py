@@ -1,7 +1,7 @@
 """The eight messages between a worker and the engine process, as msgpack with its length before it.
 
     worker → engine    Admit, Rank, Search, Cancel, Call
-    engine → worker    Answer, Failed, State; and Call, for the worker's metrics, which it answers like the engine
+    engine → worker    Answer, Failed, State; and Call, for the worker's metrics, which it answers like the engine, and Cancel of that
 
 A new question is a new method of `Call`, not a new message. Both ends are the same build on one machine.
 """
@@ -148,7 +148,7 @@ class State(msgspec.Struct, tag=True):
 
 
 FromWorker = Admit | Rank | Search | Cancel | Call | Answer | Failed
-FromEngine = Answer | Failed | State | Call
+FromEngine = Answer | Failed | State | Call | Cancel
 
 METHODS: dict[str, tuple[tuple[Any, ...], Any]] = {  # name: types of the arguments, type of the result
     "exposition": ((), bytes),

@@ -33,9 +33,11 @@ from model.inputs import Candidates, Context
 from model.retrieval.inputs import PostChange, Query
 
 CONNECT_SECONDS = 0.02  # between two attempts
+SOON_SECONDS, PAUSE_SECONDS = 1.0, 1.0  # a link that ends so soon is followed by the next one after this pause
 RETRY_AFTER_SECONDS = 2.0  # while the engine process starts
 GRACE_SECONDS = 0.25  # after a deadline, for the engine process to answer first
 SILENT_SECONDS = 4.0  # the longest time without a sign of life, which comes once a second
+CROWDED_SECONDS = 0.1  # for this long after a refusal, check for room before reading a request
 REPLACED_KEPT = 4  # models and corpora that no longer serve, for requests under way
 STARTING = State(Health(False, False, False, False, "The engine process is starting."))
 ENDED = State(Health(False, False, True, False, "The engine process has ended."))
@@ -82,6 +84,7 @@ class RemoteRanker:
         self._towers: Known | None = None
         self._served: dict[int, Any] = {}  # models and corpora that serve or did lately, by number
         self._heard = 0.0
+        self._refused_at = float("-inf")  # clock seconds when the engine process last refused a request of this worker
         self._is_draining = self._refuses = self._has_started = False
         self._task: asyncio.Task[None] | None = None
 
@@ -125,7 +128,10 @@ class RemoteRanker:
             link = Link(FromEngine, self._take, self._made, lost)
             try:
                 await loop.create_unix_connection(lambda link=link: link, self._path)  # type: ignore[misc]
+                made_at = self.clock()
                 await ended.wait()
+                if self.clock() < made_at + SOON_SECONDS:
+                    await asyncio.sleep(PAUSE_SECONDS)
             except OSError:  # the engine process is starting or restarting
                 pass
             except Exception as error:
@@ -143,8 +149,10 @@ class RemoteRanker:
         if not self._refuses:
             log.error("engine_process_lost")
 
-    def _take(self, link: Link, message: State | Call) -> None:
+    def _take(self, link: Link, message: State | Call | Cancel) -> None:
         self._heard = self.clock()
+        if isinstance(message, Cancel):
+            return  # calls are answered at once: this one has been
         if isinstance(message, Call):
             if message.method != "exposition":
                 raise ValueError(f"a worker has no method {message.method}")
@@ -186,7 +194,8 @@ class RemoteRanker:
         return served
 
     def check_open(self, key: str | None) -> None:
-        """Raise what, as far as this worker knows, every request would get now."""
+        """Raise what, as far as this worker knows, every request would get now. As in one process, the room is looked at only where the
+        last refusal is not long ago: until then, a request that cannot be read is told so."""
         if self._refuses:
             self.metrics.rejected.labels("draining").inc()
             raise Draining(retry_after_seconds=RETRY_AFTER_SECONDS)
@@ -196,7 +205,9 @@ class RemoteRanker:
         if self._model is None:
             self.metrics.rejected.labels("not_ready").inc()
             raise NotReady(health.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
-        if self.state.closed or self._link.is_congested or self._link.questions >= self.settings.queue.max_requests:
+        is_crowded = self.clock() < self._refused_at + CROWDED_SECONDS
+        is_full = bool(self.state.closed) or self._link.questions >= self.settings.queue.max_requests
+        if self._link.is_congested or (is_crowded and is_full):
             self.metrics.rejected.labels("queue_full").inc()
             detail = self.state.closed or "the queue is full"
             raise Overloaded(
@@ -241,6 +252,9 @@ class RemoteRanker:
         try:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline + GRACE_SECONDS - self.clock())):
                 return await ask(self._link)
+        except Overloaded:
+            self._refused_at = self.clock()
+            raise
         except TimeoutError:
             raise DeadlineExceeded from None
         except ConnectionError:

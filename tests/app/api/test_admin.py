@@ -26,6 +26,8 @@ from app.settings import Admin, Retrieval
 from tests.support import corpora, rankers
 from tests.support.fakes import Gate, load_by_name
 
+pytestmark = pytest.mark.one_process("the admin ports are in the process that has the engine")
+
 TOKEN = "correct horse"
 GOOD = {"host": "localhost:9000", "authorization": f"Bearer {TOKEN}"}
 ADMIN: dict[str, Any] = {"port": 0, "token_sha256": hashlib.sha256(TOKEN.encode()).hexdigest()}

@@ -22,7 +22,7 @@ from loadtest.machine import ROOT
 from loadtest.server import DEMO
 from weights import command_line
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.one_process("it is about the command line")]
 COMMAND = (sys.executable, "-c", "from app.cli import main; main()")
 
 

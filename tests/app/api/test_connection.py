@@ -23,6 +23,8 @@ from tests.app.api.live import BODY, Live, head, listening, read_reply, until
 from tests.support.bodies import good
 from tests.support.fakes import FakeEngine, Gate
 
+pytestmark = pytest.mark.one_process("it is about the HTTP side alone")
+
 UPGRADE = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAAQCAAAAAAIAAAAA"}
 NC, JAVA = shutil.which("nc"), shutil.which("java")
 

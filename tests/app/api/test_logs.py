@@ -23,6 +23,8 @@ LOG = """
 import structlog
 from app.settings import Logs
 from app.telemetry import logs
+
+pytestmark = pytest.mark.one_process("it is about the log of one process")
 logs.configure(Logs())
 log = structlog.get_logger("x")
 """

@@ -33,6 +33,8 @@ from tests.support import corpora
 from tests.support.asgi import ADDRESS, served
 from tests.support.bodies import good
 
+pytestmark = pytest.mark.one_process("other servers run one process")
+
 OPERATIONS = ("/livez", "/readyz", "/startupz", "/metrics", "/info")
 RANKING = ("/context", "/rank", "/rank/{name}", "/rank/batch", "/explain", "/retrieve", "/recommend")
 MODEL = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")

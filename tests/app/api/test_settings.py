@@ -10,6 +10,8 @@ import pytest
 from app.engine.loading import engine_options
 from app.settings import Batching, Group, Limits, Queue, Settings, SettingsProblem, listen_hosts, load_settings, names
 
+pytestmark = pytest.mark.one_process("it is about settings alone")
+
 DIGEST = hashlib.sha256(b"secret").hexdigest()
 OTHER_DIGEST = "b" * 64
 
