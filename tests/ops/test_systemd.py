@@ -1,4 +1,4 @@
-"""The unit file for systemd, in form: it stops the main process alone, for longer than a drain takes, and starts what the wheel installs."""
+"""The unit file for systemd, in form: it stops the main process alone, for longer than a drain, and starts what the wheel installs."""
 
 from __future__ import annotations
 
