@@ -132,6 +132,12 @@ class TooLarge(ServiceError, status=413, code="too_large"):
     default_detail = "The request is larger than the limits allow."
 
 
+class TargetTooLong(ServiceError, status=414, code="target_too_long", title="Path and query too long"):
+    """The path and the query are longer than any endpoint needs."""
+
+    default_detail = "The path and the query are longer than any endpoint needs."
+
+
 class UnsupportedMediaType(ServiceError, status=415, code="unsupported_media_type"):
     """The body has a media type, charset or compression that this endpoint does not take."""
 

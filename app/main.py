@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 
 from app import schema
 from app.api import admin, explain, infer, operations, rank, retrieve
 from app.api.caller import Bodies, KeyRing
-from app.api.middleware import HostMiddleware, RequestMiddleware, on_http_exception, on_invalid
+from app.api.middleware import HostMiddleware, RequestMiddleware, on_http_exception
 from app.api.pages import pages
 from app.columns import Vocabularies
 from app.interface import Ranker, ReloadableRanker
@@ -89,9 +89,10 @@ def _application(
         openapi_url=None,  # with /docs in `pages`: FastAPI's page loads scripts from elsewhere
         telemetry={"tracing": False, "metrics": False, "logs": False},  # ours is asked for by TRACING__ENABLED
         redirect_slashes=False,  # a redirect would repeat the Host header, which anyone may forge
-        exception_handlers={HTTPException: on_http_exception, RequestValidationError: on_invalid},
+        exception_handlers={HTTPException: on_http_exception},
         **options,
     )
+    app.dependency_overrides = MappingProxyType({})  # type: ignore[assignment]  # `Route` would ignore them: it takes none
     state = app.state
     state.ranker, state.settings = ranker, settings
     state.keys, state.bodies = KeyRing(settings.auth), Bodies(settings.limits.buffered_bytes)

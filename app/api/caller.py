@@ -8,13 +8,11 @@ import hmac
 import zlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from fastapi import Depends
-from fastapi.routing import APIRoute
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive
 
 from app.errors import (
     BadRequest,
@@ -36,6 +34,7 @@ JSON_ALONE = frozenset({JSON})
 TENSORS = frozenset({JSON, BINARY, b""})  # clients of the Open Inference Protocol may name no type
 GZIP = 16 + zlib.MAX_WBITS
 MOST_MEMBERS = 64  # of a gzip body
+MOST_TYPE_BYTES = 256  # of Content-Type, and of Content-Encoding: no caller needs more, and each parameter costs time
 CANCELS = "ranker.cancels"  # extension of a server that cancels a request's task when its client has gone
 LONG_BODY_BYTES = 65_536
 """While a longer body came, others were admitted: asking again whether there is room costs less than decoding it for nothing."""
@@ -129,26 +128,6 @@ Caller = Annotated[CallerInfo, Depends(reader(JSON_ALONE), use_cache=False)]
 TensorCaller = Annotated[CallerInfo, Depends(reader(TENSORS), use_cache=False)]
 
 
-class CallerRoute(APIRoute):
-    """A route that asks its one dependency, the caller, by itself, without the exit stacks that FastAPI keeps for any number of them: they
-    take as long as reading a small body."""
-
-    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        super().__init__(path, endpoint, **options)
-        found = self.dependant.dependencies
-        if len(found) == 1 and found[0].name == "caller":
-            self.app = _answered(found[0].call, endpoint)
-
-
-def _answered(read: Any, endpoint: Callable[..., Awaitable[Response]]) -> ASGIApp:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive, send)
-        response = await endpoint(request=request, caller=await read(request), **request.path_params)
-        await response(scope, receive, send)
-
-    return app
-
-
 async def read_body(receive: Receive, exchange: Exchange, bodies: Bodies, limit: int) -> bytes:
     """The body as it was sent. Raises TooLarge beyond `limit` bytes, Overloaded, or CallerGone."""
     exchange.is_reading = True
@@ -192,6 +171,8 @@ def check_type(headers: Headers, types: Collection[bytes]) -> None:
     sent = headers.get(b"content-type", b"")
     if sent == JSON and JSON in types:
         return
+    if len(sent) > MOST_TYPE_BYTES:
+        raise UnsupportedMediaType
     name, *parameters = (part.strip() for part in sent.lower().split(b";"))
     is_of_page = not name and b"origin" in headers  # a foreign page may send a body without a type, unasked
     if name not in types or is_of_page:
@@ -206,8 +187,11 @@ def is_compressed(fields: Collection[tuple[bytes, bytes]], headers: Headers) -> 
     """Whether the body is to be inflated. Raises UnsupportedCoding for any coding but gzip."""
     if b"content-encoding" not in headers:
         return False
-    codings = b",".join([value for name, value in fields if name == b"content-encoding"]).lower().split(b",")
-    match [coding.strip() for coding in codings if coding.strip() not in (b"", b"identity")]:
+    sent = b",".join([value for name, value in fields if name == b"content-encoding"])
+    if len(sent) > MOST_TYPE_BYTES:
+        raise UnsupportedCoding
+    codings = [coding.strip() for coding in sent.lower().split(b",")]
+    match [coding for coding in codings if coding not in (b"", b"identity")]:
         case []:
             return False
         case [b"gzip" | b"x-gzip"]:

@@ -19,8 +19,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app import replies, schema
-from app.api.caller import Caller, CallerInfo, CallerRoute, cancelled_with
+from app.api.caller import Caller, CallerInfo, cancelled_with
 from app.api.rank import JSON, admitted, note
+from app.api.route import Route
 from app.api.window import Window
 from app.columns import Vocabulary
 from app.errors import DeadlineExceeded, Overloaded, TooLarge
@@ -35,7 +36,7 @@ TURN_SECONDS = 0.0025
 REST_TIMES = 2.0
 """Then it leaves the engine to others for this many times as long, until half of its time is over."""
 
-router = APIRouter(tags=["ranking"], route_class=CallerRoute)
+router = APIRouter(tags=["ranking"], route_class=Route)
 
 
 async def check_room(request: Request) -> None:

@@ -23,10 +23,10 @@ from app.errors import (
     BadRequest,
     Draining,
     InternalError,
-    InvalidRequest,
     MethodNotAllowed,
     NotFound,
     ServiceError,
+    TargetTooLong,
     TooLarge,
     told,
 )
@@ -41,6 +41,10 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 OTHER = "other"
 UNMATCHED = "unmatched"
 CLIENT_GONE = 499  # the status under which a disconnect is logged and counted
+MOST_TARGET_BYTES = (
+    4096  # of path and query: no endpoint reads a query, and the longest path holds a model's name and version
+)
+LONG_BODY_BYTES = 65_536  # a longer body that nobody reads ends its connection
 MOST_DRAINED_BYTES = 64 * 2**20
 CUT_OFF_SECONDS = 5.0  # a guess of when another process listens here
 
@@ -91,12 +95,14 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", exchange.request_id.encode())]
+                if exchange.has_long_body and not exchange.is_read and scope["http_version"][0] == "1":
+                    message["headers"].append((b"connection", b"close"))
             elif is_head:
                 message = {"type": "http.response.body"}
             await send(message)
 
         try:
-            _check_path(scope)
+            _check_target(scope)
             await self.app(scope, receive, reply)
         except CallerGone:
             exchange.status = 0
@@ -124,8 +130,8 @@ class RequestMiddleware:
             log.error("fault", request_id=exchange.request_id, **of_exception(error))
         if exchange.status:
             raise error
-        if not exchange.is_read and _closes(scope):
-            await drain(receive)
+        if not exchange.is_read and CANCELS not in scope.get("extensions", ()) and _closes(scope):
+            await drain(receive)  # our own server does so after the reply
         await self._reply(problem, exchange, scope, reply)
 
     async def _reply(self, problem: ServiceError, exchange: Exchange, scope: Scope, reply: Send) -> None:
@@ -203,19 +209,35 @@ def new_request_id() -> str:
 
 
 def _begin(scope: Scope) -> Exchange:
-    sent = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
-    is_named = is_request_id(sent)
+    sent, length = b"", b""
+    is_chunked = False
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            sent = sent or value
+        elif name == b"content-length":
+            length = value
+        elif name == b"transfer-encoding":
+            is_chunked = True
+    request_id = sent.decode("latin-1")
+    is_named = is_request_id(request_id)
     return Exchange(
-        request_id=sent if is_named else new_request_id(),
+        request_id=request_id if is_named else new_request_id(),
         started=time.perf_counter(),
         method=scope["method"] if scope["method"] in METHODS else OTHER,
         is_named_by_caller=is_named,
+        has_long_body=is_chunked or len(length) > 5 or (length.isdigit() and int(length) > LONG_BODY_BYTES),
     )
 
 
-def _check_path(scope: Scope) -> None:
-    """Raise NotFound for an escaped slash and for a line feed at the end, which routes would take for another path than a proxy does."""
+def _check_target(scope: Scope) -> None:
+    """Raise TargetTooLong; BadRequest unless there is one Host (RFC 9112, 3.2); and NotFound for an escaped slash and for a line feed at
+    the end, which routes would take for another path than a proxy does."""
     raw_path: bytes = scope.get("raw_path") or b""
+    if len(raw_path) + len(scope["query_string"]) > MOST_TARGET_BYTES:
+        raise TargetTooLong
+    hosts = sum(name == b"host" for name, _ in scope["headers"])
+    if hosts > 1 or (not hosts and scope["http_version"] == "1.1"):
+        raise BadRequest("A request must have one Host header.")
     if b"%" in raw_path and (b"%2f" in raw_path.lower() or scope["path"].endswith("\n")):
         raise NotFound
 
@@ -258,8 +280,3 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     if allowed := (error.headers or {}).get("Allow"):
         problem.headers = {"Allow": "GET, HEAD" if allowed == "GET" else allowed}
     raise problem from None
-
-
-async def on_invalid(request: Request, error: Exception) -> Response:
-    """Handler for what FastAPI itself finds wrong with a request; it would repeat the input."""
-    raise InvalidRequest("", InvalidRequest.default_detail) from None

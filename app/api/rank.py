@@ -18,7 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app import columns, replies, schema
-from app.api.caller import Caller, CallerInfo, CallerRoute, cancelled_with
+from app.api.caller import Caller, CallerInfo, cancelled_with
+from app.api.route import Route
 from app.api.window import Window
 from app.columns import Vocabulary, Wishes
 from app.errors import MalformedJson, Overloaded, ServiceError, TooLarge, told
@@ -34,7 +35,7 @@ NO_IDS, NO_NUMBERS = np.zeros(0, np.uint64), np.zeros(0, np.int64)
 NO_CANDIDATES = Candidates(NO_IDS, NO_IDS, NO_NUMBERS, NO_NUMBERS)
 RANKED = schema.reply_of(RankReply, "The ranking.") | PROBLEMS
 
-router = APIRouter(tags=["ranking"], route_class=CallerRoute)
+router = APIRouter(tags=["ranking"], route_class=Route)
 
 
 @router.post(
