@@ -20,6 +20,7 @@ from app.api.pages import pages
 from app.columns import Vocabularies
 from app.interface import Ranker, ReloadableRanker
 from app.settings import ADMIN_HOST, Settings, load_settings
+from app.shares import Shares
 from app.telemetry import logs
 from app.telemetry.metrics import Metrics
 from app.telemetry.tracing import create_tracer
@@ -95,7 +96,12 @@ def _application(
     app.dependency_overrides = MappingProxyType({})  # type: ignore[assignment]  # `Route` would ignore them: it takes none
     state = app.state
     state.ranker, state.settings = ranker, settings
-    state.keys, state.bodies = KeyRing(settings.auth), Bodies(settings.limits.buffered_bytes)
+    state.keys, state.bodies = (
+        KeyRing(settings.auth),
+        Bodies(settings.limits.buffered_bytes, settings.queue.max_share_per_key),
+    )
+    state.batches = Shares(settings.limits.batch_candidates, settings.queue.max_share_per_key)
+    state.explanations = explain.Turns()
     state.vocabularies = Vocabularies()
     state.about, state.scrapes = operations.of_settings(settings), operations.Scrapes(ranker.exposition)
     if hosts != ["*"]:

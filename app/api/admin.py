@@ -64,7 +64,7 @@ async def read_operator(request: Request) -> bytes:
     headers: Headers = dict(request.scope["headers"])
     request.app.state.operator.check(headers)
     check_length(headers, MAX_BODY_BYTES)
-    body = await read_body(request.receive, request.scope["exchange"], request.app.state.bodies, MAX_BODY_BYTES)
+    body = await read_body(request.receive, request.scope["exchange"], request.app.state.bodies, MAX_BODY_BYTES, None)
     if body:
         check_type(headers, (b"application/json",))
         if b"content-encoding" in headers:

@@ -24,6 +24,7 @@ from app.errors import (
     UnsupportedMediaType,
 )
 from app.settings import Auth
+from app.shares import Shares
 from app.telemetry.exchange import Exchange
 
 T = TypeVar("T")
@@ -70,18 +71,28 @@ class KeyRing:
 
 
 class Bodies:
-    """How many bytes the bodies of all requests that are being answered may take together. Used in the event loop only."""
+    """How many bytes the bodies of all requests that are being answered may take together. Used in the event loop only.
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
+    Long bodies leave an eighth of the room to short ones, and those that are still on their way leave another to those that are whole.
+    So uploads that stall, however many, never keep a short request out.
+    """
 
-    def hold(self, exchange: Exchange, count: int) -> None:
-        """Hold this much for a request, until the middleware gives it back at the request's end. Raises Overloaded."""
-        if self.used + count > self.limit:
+    def __init__(self, limit: int, share: float) -> None:
+        self._shares = Shares(limit, share)
+
+    def hold(self, exchange: Exchange, count: int, size: int, *, is_whole: bool) -> None:
+        """Hold this much for a request, whose body has this size, until it is released. Raises Overloaded."""
+        eighths = 6 if size > LONG_BODY_BYTES else 8 if is_whole else 7
+        room = self._shares.limit * eighths // 8
+        if not self._shares.has_room(exchange.key, count, exchange.body_bytes, room):
             raise Overloaded("Too many bytes of request bodies are being read.", retry_after_seconds=1.0)
-        self.used += count
+        self._shares.take(exchange.key, count)
         exchange.body_bytes += count
+
+    def release(self, exchange: Exchange) -> None:
+        """Give back what a request holds."""
+        self._shares.take(exchange.key, -exchange.body_bytes)
+        exchange.body_bytes = 0
 
 
 @dataclass(slots=True)
@@ -113,12 +124,12 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
         check_length(headers, limit)
         seconds = timeout_seconds_of(headers)
         deadline = None if seconds is None else state.ranker.clock() + seconds
-        body = await read_body(request.receive, exchange, state.bodies, limit)
+        body = await read_body(request.receive, exchange, state.bodies, limit, _length_of(headers))
         if len(body) > LONG_BODY_BYTES:
             state.ranker.check_open(key)
         if is_gzip:
             packed, body = len(body), inflate(body, limit)
-            state.bodies.hold(exchange, max(0, len(body) - packed))
+            state.bodies.hold(exchange, max(0, len(body) - packed), len(body), is_whole=True)
         return CallerInfo(key, deadline, body, exchange, headers)
 
     return read_caller
@@ -128,22 +139,29 @@ Caller = Annotated[CallerInfo, Depends(reader(JSON_ALONE), use_cache=False)]
 TensorCaller = Annotated[CallerInfo, Depends(reader(TENSORS), use_cache=False)]
 
 
-async def read_body(receive: Receive, exchange: Exchange, bodies: Bodies, limit: int) -> bytes:
-    """The body as it was sent. Raises TooLarge beyond `limit` bytes, Overloaded, or CallerGone."""
+async def read_body(receive: Receive, exchange: Exchange, bodies: Bodies, limit: int, length: int | None) -> bytes:
+    """The body as it was sent; `length` is what its header says, None where it says none. Raises TooLarge beyond `limit` bytes,
+    Overloaded, or CallerGone."""
     exchange.is_reading = True
-    pieces: list[bytes] = []
+    body = bytearray()  # a list of tiny pieces would take ten times their bytes
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise CallerGone
-        if piece := message.get("body", b""):
+        piece: bytes = message.get("body", b"")
+        if piece:
             if exchange.body_bytes + len(piece) > limit:
                 raise too_long(limit)
-            bodies.hold(exchange, len(piece))
-            pieces.append(piece)
+            is_whole = not message.get("more_body", False)
+            size = len(body) + len(piece) if is_whole else limit if length is None else length
+            bodies.hold(exchange, len(piece), size, is_whole=is_whole)
+            if is_whole and not body:
+                exchange.is_reading, exchange.is_read = False, True
+                return piece
+            body += piece
         if not message.get("more_body", False):
             exchange.is_reading, exchange.is_read = False, True
-            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            return bytes(body)
 
 
 async def cancelled_with(request: Request, work: Awaitable[T]) -> T:
@@ -235,6 +253,12 @@ def timeout_seconds_of(headers: Headers) -> float | None:
     if _is_count(envoy) and int(envoy):
         seconds = int(envoy) / 1000 if seconds is None else min(seconds, int(envoy) / 1000)
     return seconds
+
+
+def _length_of(headers: Headers) -> int | None:
+    """The length that a checked header says, None where there is none: the body comes in chunks."""
+    length = headers.get(b"content-length")
+    return None if length is None else int(length)
 
 
 def check_length(headers: Headers, limit: int) -> None:

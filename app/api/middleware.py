@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api.caller import CANCELS, CUT_OFF, Bodies, CallerGone
+from app.api.caller import CANCELS, CUT_OFF, LONG_BODY_BYTES, Bodies, CallerGone
 from app.errors import (
     BadRequest,
     Draining,
@@ -44,7 +44,6 @@ CLIENT_GONE = 499  # the status under which a disconnect is logged and counted
 MOST_TARGET_BYTES = (
     4096  # of path and query: no endpoint reads a query, and the longest path holds a model's name and version
 )
-LONG_BODY_BYTES = 65_536  # a longer body that nobody reads ends its connection
 MOST_DRAINED_BYTES = 64 * 2**20
 CUT_OFF_SECONDS = 5.0  # a guess of when another process listens here
 
@@ -142,7 +141,7 @@ class RequestMiddleware:
     def _end(self, exchange: Exchange, scope: Scope) -> None:
         """The reply is out, or the client has gone: `exchange.status` is 0 then."""
         seconds = time.perf_counter() - exchange.started
-        self.bodies.used -= exchange.body_bytes
+        self.bodies.release(exchange)
         if not exchange.status:
             exchange.status = CLIENT_GONE
             if exchange.is_reading:

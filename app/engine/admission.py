@@ -13,8 +13,7 @@ yet answered. An engine without work takes any request that passes the first two
     wait       a longer wait, if beyond the next forward        seconds until its first forward  0.5      queue.max_wait_seconds
     deadline   a request that would end too late                that, and its own forwards       10.0     deadline.default_seconds
 
-*Key share* is the dynamic threshold of Choudhury and Hahne (1998): a key may hold share / (1 − share) times the free room. A key
-that is alone fills its share of the queue; the fuller the queue, the less each key may hold, so that a newcomer finds room.
+*Key share* holds for requests, candidates and context tokens: see `app.shares`.
 
 *Wait.* A request that joins the next forward waits no longer than the running one takes, and a place refused there may stay empty.
 So it may join even if a forward takes longer than the limit, unless demand is so high that later requests, which wait within the
@@ -29,6 +28,7 @@ from typing import Literal, NamedTuple
 from app.engine.batching import Full, Work, chunk_count, forwards_of
 from app.engine.forecast import Clock, ForwardTime, Offered, Running
 from app.settings import Batching, Queue
+from app.shares import over_share
 
 Reason = Literal["queue_full", "key_rate", "loop_overrun", "deadline"]
 
@@ -57,6 +57,7 @@ class Wait(NamedTuple):
 class _Held:
     """The unfinished work of one API key."""
 
+    requests: int = 0
     candidates: int = 0
     context_tokens: int = 0
 
@@ -171,7 +172,7 @@ class Admission:
         excess = max(
             self.candidates + job.candidates - queue.max_candidates,
             self.context_tokens + job.context_tokens - self._most_context_tokens,
-            self.cost // self.requests if self.requests >= queue.max_requests else 0,
+            self.cost // self.requests if self._has_too_many_requests(job.key) else 0,
             self._over_share(job),
         )
         if excess > 0:
@@ -186,15 +187,23 @@ class Admission:
 
     def _over_share(self, job: Work) -> int:
         """By how much the key would exceed its share."""
-        queue = self.queue
-        if job.key is None or queue.max_share_per_key >= 1:
+        if job.key is None:
             return 0
-        held = self._held.get(job.key, _Held())
-        times = queue.max_share_per_key / (1 - queue.max_share_per_key)
+        queue, held = self.queue, self._held.get(job.key, _Held())
+        share, most_tokens = queue.max_share_per_key, self._most_context_tokens
         return max(
-            held.candidates + job.candidates - int(times * (queue.max_candidates - self.candidates)),
-            held.context_tokens + job.context_tokens - int(times * (self._most_context_tokens - self.context_tokens)),
+            over_share(held.candidates, job.candidates, self.candidates, queue.max_candidates, share),
+            over_share(held.context_tokens, job.context_tokens, self.context_tokens, most_tokens, share),
         )
+
+    def _has_too_many_requests(self, key: str | None) -> bool:
+        """Whether one more request would be too many, of all or of this key. A key without any always may have one."""
+        queue, held = self.queue, self._held.get(key, _Held()).requests
+        if self.requests >= queue.max_requests:
+            return True
+        if key is None or not held:
+            return False
+        return over_share(held, 1, self.requests, queue.max_requests, queue.max_share_per_key) > 0
 
     def _fills_without_it(self) -> bool:
         """Whether the next forward fills up with requests that arrive late enough to wait within the limit."""
@@ -231,9 +240,10 @@ class Admission:
         self.requests += sign
         self.candidates += candidates
         self.context_tokens += context_tokens
+        held.requests += sign
         held.candidates += candidates
         held.context_tokens += context_tokens
-        if not (held.candidates or held.context_tokens):
+        if not held.requests:
             del self._held[job.key]
 
 
