@@ -84,7 +84,7 @@ class BadRequest(ServiceError, status=400, code="bad_request"):
 class Unauthorized(ServiceError, status=401, code="unauthorized"):
     """The service requires an API key, and the request has no valid one."""
 
-    default_detail = "A valid API key is required: Authorization: Bearer KEY."
+    default_detail = "A valid API key is required: Authorization: Bearer KEY, or X-API-Key: KEY."
     headers: Mapping[str, str] = {"WWW-Authenticate": "Bearer"}
 
 

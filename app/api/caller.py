@@ -12,7 +12,7 @@ from typing import Annotated, TypeVar
 
 from fastapi import Depends
 from starlette.requests import Request
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from app.errors import (
     BadRequest,
@@ -39,6 +39,8 @@ MOST_TYPE_BYTES = 256  # of Content-Type, and of Content-Encoding: no caller nee
 CANCELS = "ranker.cancels"  # extension of a server that cancels a request's task when its client has gone
 LONG_BODY_BYTES = 65_536
 """While a longer body came, others were admitted: asking again whether there is room costs less than decoding it for nothing."""
+COSTLY_BODY_BYTES = 16_384  # reading a longer body takes longer than looking whether somebody waits for the reply
+PROBE_WAIT_SECONDS = 0.02
 CUT_OFF = "The drain timed out."  # message of the cancellation where the client still waits
 
 
@@ -53,21 +55,27 @@ class KeyRing:
         self._digests = {name: bytes.fromhex(each.get_secret_value()) for name, each in sorted(settings.keys.items())}
 
     def caller(self, headers: Headers) -> str | None:
-        """The name that belongs to the key in `Authorization: Bearer KEY` or `X-API-Key: KEY`, None where no keys are set.
+        """The name that belongs to the key in `X-API-Key: KEY` or `Authorization: Bearer KEY`, None where no keys are set. If both are
+        valid, the first counts: the second may be a gateway's own token.
 
         Raises Unauthorized. Takes the same time whichever key is right, and whether one is.
         """
         if not self._digests:
             return None
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        sent = key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
-        digest, found = hashlib.sha256(sent).digest(), None
-        for name, known in self._digests.items():
-            if hmac.compare_digest(digest, known):
-                found = name
-        if found is None:
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        bearer = token.strip() if scheme.lower() == b"bearer" else b""
+        names = [self._name_of(key) for key in (headers.get(b"x-api-key", b"").strip(), bearer)]
+        name = names[0] or names[1]
+        if name is None:
             raise Unauthorized
-        return found
+        return name
+
+    def _name_of(self, key: bytes) -> str | None:
+        digest, name = hashlib.sha256(key).digest(), None
+        for other, known in self._digests.items():
+            if hmac.compare_digest(digest, known):
+                name = other
+        return name
 
 
 class Bodies:
@@ -125,6 +133,8 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
         seconds = timeout_seconds_of(headers)
         deadline = None if seconds is None else state.ranker.clock() + seconds
         body = await read_body(request.receive, exchange, state.bodies, limit, _length_of(headers))
+        if len(body) > COSTLY_BODY_BYTES:
+            await check_waits(scope)
         if len(body) > LONG_BODY_BYTES:
             state.ranker.check_open(key)
         if is_gzip:
@@ -162,6 +172,15 @@ async def read_body(receive: Receive, exchange: Exchange, bodies: Bodies, limit:
         if not message.get("more_body", False):
             exchange.is_reading, exchange.is_read = False, True
             return bytes(body)
+
+
+async def check_waits(scope: Scope) -> None:
+    """Give a server that knows that the client has closed its sending half the time to find out whether it is gone; then it cancels the
+    request. Under load a request may have waited so long for the event loop that nobody waits for it any more."""
+    about = scope.get("extensions", {}).get(CANCELS, {})
+    if about and about["has_closed"]():
+        about["probe"]()
+        await asyncio.sleep(PROBE_WAIT_SECONDS)
 
 
 async def cancelled_with(request: Request, work: Awaitable[T]) -> T:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import select
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,7 +21,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from app.api.caller import CANCELS
+from app.api.caller import CANCELS, COSTLY_BODY_BYTES
 from app.api.middleware import MOST_TARGET_BYTES
 
 MOST_HEADERS, MOST_HEADER_BYTES = 100, 32_768
@@ -28,6 +30,7 @@ HEAD_SECONDS = 5.0  # from the connect or the first byte to the end of the heade
 BODY_SECONDS = 30.0  # from there to the end of the body
 LINGER_SECONDS = 5.0  # for a client to read its reply while it still writes
 PROBE_SECONDS = (0.1, 0.2)  # after a client has closed its sending half
+WITH_REQUEST_SECONDS = 0.05  # a client that closes its sending half later than its request has most likely gone
 PIECE_BYTES = 4096  # of what has no length of its own
 MOST_CALLBACKS = 256  # of the parser in one turn of the event loop, but for those of the last piece
 FREE_CHUNKS, LEAST_CHUNK_BYTES = 1024, 4  # after so many chunks of a body, they must be this long on average
@@ -35,6 +38,7 @@ FINAL = tuple(b"HTTP/1.1 %d" % kind for kind in (2, 3, 4, 5))  # first bytes of 
 HOP_BY_HOP = (b"connection", b"upgrade", b"http2-settings")
 LONG_TARGET = b"/" + b"a" * MOST_TARGET_BYTES
 """Stands for every longer target: the middleware refuses it for its length."""
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 INVALID = "Invalid HTTP request received."
 
 
@@ -100,6 +104,7 @@ class Connection(HttpToolsProtocol):
     server_state: PortState
     task: asyncio.Task[None] | None = None
     due_at = math.inf
+    ended_at = 0.0  # when the last request had come, in seconds of the loop's clock
     unread = 0  # bytes since the last piece of a body or the end of headers
     received = b""  # the last read; its bytes from `parsed` on wait for their turn
     parsed = 0
@@ -199,7 +204,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {CANCELS: {}}
+        self.scope["extensions"] = {CANCELS: {"has_closed": self.has_closed, "probe": self.probe}}
         self.header_bytes = self.body_left = self.chunks = self.chunk_bytes = 0
         self.due_at = self.loop.time() + HEAD_SECONDS
 
@@ -243,7 +248,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():  # Kludex/uvicorn#2722
-            self.unread, self.due_at, self.is_in_body = 0, math.inf, False
+            self.unread, self.due_at, self.is_in_body, self.ended_at = 0, math.inf, False, self.loop.time()
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -297,6 +302,9 @@ class Connection(HttpToolsProtocol):
             self.task.cancel()  # Kludex/uvicorn#501
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if self.body_left > COSTLY_BODY_BYTES and self.is_gone():
+            self.transport.abort()  # it waited for the loop for too long: the application need not see it
+            return
         self.task = self.loop.create_task(cycle.run_asgi(app))
         self.tasks.add(self.task)
         self.task.add_done_callback(self.tasks.discard)
@@ -315,15 +323,47 @@ class Connection(HttpToolsProtocol):
         if self.is_ending or self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
             return False
         self.cycle.keep_alive = False
+        if self.loop.time() - self.ended_at > WITH_REQUEST_SECONDS:
+            self.probe()
         for seconds in PROBE_SECONDS:
             self.loop.call_later(seconds, self.probe)
         return True
+
+    def has_closed(self) -> bool:
+        """Whether the client has closed its sending half, or all: asks the system, since the loop may be late to hear of it."""
+        if self.transport.is_closing():
+            return True
+        return self.has_event(select.POLLRDHUP)
+
+    def has_event(self, events: int) -> bool:
+        """Whether the system reports one of these events of the connection, or its end."""
+        socket = self.transport.get_extra_info("socket")
+        if socket is None:
+            return False
+        poll = select.poll()
+        poll.register(socket.fileno(), events)
+        return bool(poll.poll(0))
+
+    def is_gone(self) -> bool:
+        """Whether the client of a request that has just come is known to be gone for good, without waiting for a round trip. Written past
+        the transport, which writes at the end of a turn."""
+        if not self.has_closed():
+            return False
+        if self.transport.is_closing():
+            return True
+        if self.transport.get_write_buffer_size() or self.cycle.scope["http_version"] != "1.1":
+            return False
+        try:
+            os.write(self.transport.get_extra_info("socket").fileno(), CONTINUE)
+        except OSError:
+            return True
+        return self.has_event(0)
 
     def probe(self) -> None:
         """Find out whether the client is gone for good: only a write tells, and clients pass over this one (RFC 9110, 15.2)."""
         is_waiting = not (self.pipeline or self.cycle.response_started or self.transport.is_closing())
         if is_waiting and self.cycle.scope["http_version"] == "1.1":
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.transport.write(CONTINUE)
 
 
 def sweep(connections: Iterable[Connection], now: float) -> None:

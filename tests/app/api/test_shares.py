@@ -55,7 +55,13 @@ def test_uploads_of_one_key_that_stall_leave_room_to_another() -> None:
 
 @pytest.mark.parametrize("size", [60_000, 99_000])
 def test_uploads_that_stall_leave_room_for_one_small_body(size: int) -> None:
-    with listening(limits=Limits(max_body_bytes=100_000)) as live, stalled(live, size, 130):
+    room = Limits(max_body_bytes=100_000)
+    with (
+        listening(limits=room) as live,
+        stalled(live, size, 130),
+        stalled(live, 1_500, 70),
+        stalled(live, len(BODY), 70),
+    ):
         until(lambda: send(live, "/rank", BODY.ljust(70_000), {})[0] == 429)
         for _ in range(20):
             assert send(live, "/rank", BODY, {})[0] == 200
@@ -125,3 +131,14 @@ def test_a_newcomer_finds_room_whatever_others_hold(steps: list[tuple[str, int, 
     keys = sum(bool(counts) for counts in held.values())
     if all(len(counts) != 1 for counts in held.values()):  # one request of a key that has no other only needs room
         assert shares.has_room("newcomer", 1000 // (2 + keys) // 2)
+
+
+@pytest.mark.parametrize("other", ["Bearer of-a-gateway", "Basic Zm9vOmJhcg=="])
+def test_a_gateways_authorization_does_not_hide_a_valid_key(other: str) -> None:
+    with listening(auth=AUTH) as live:
+        assert send(live, "/rank", BODY, {"authorization": other, "x-api-key": "modest"})[0] == 200
+        assert send(live, "/rank", BODY, {"authorization": "Bearer modest", "x-api-key": "of-a-gateway"})[0] == 200
+        status, content = send(live, "/rank", BODY, {"authorization": other, "x-api-key": "wrong"})
+        assert status == 401
+        assert b"Authorization: Bearer KEY" in content
+        assert b"X-API-Key: KEY" in content
