@@ -25,6 +25,7 @@ from app.errors import (
     InternalError,
     MethodNotAllowed,
     NotFound,
+    NotReady,
     ServiceError,
     TargetTooLong,
     TooLarge,
@@ -38,6 +39,7 @@ from app.telemetry.tracing import RequestTracer
 
 MEDIA_TYPE = b"application/problem+json"
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+PROBES = frozenset({"/livez", "/readyz", "/startupz", "/metrics", "/v2/health/live", "/v2/health/ready"})
 OTHER = "other"
 UNMATCHED = "unmatched"
 CLIENT_GONE = 499  # the status under which a disconnect is logged and counted
@@ -168,9 +170,10 @@ class RequestMiddleware:
         return found
 
     def _write(self, exchange: Exchange, seconds: float, trace_id: str | None) -> None:
-        """One line: of every failure, and of the given share of the successes. Nothing in it is what the caller sent."""
-        succeeded = exchange.status < 400
-        if succeeded and self.success_sample < 1 and self._draw() >= self.success_sample:
+        """One line: of every failure, and of the given share of the successes. Nothing in it is what the caller sent. Those of probes and
+        scrapes have an event of their own, at level debug, or at info if the process says that it is not ready."""
+        succeeded, is_probe = exchange.status < 400, exchange.route in PROBES
+        if not is_probe and succeeded and self.success_sample < 1 and self._draw() >= self.success_sample:
             return
         fields: dict[str, Any] = {
             "request_id": exchange.request_id,
@@ -186,8 +189,11 @@ class RequestMiddleware:
             fields["stages_ms"] = {stage: round(value * 1e3, 3) for stage, value in exchange.stages.items()}
         if trace_id is not None:
             fields["trace_id"] = trace_id
-        write = self._log.info if succeeded else self._log.warning if exchange.status < 500 else self._log.error
-        write("request", **fields)
+        if is_probe and (succeeded or exchange.status == NotReady.status):
+            write = self._log.debug if succeeded else self._log.info
+        else:
+            write = self._log.info if succeeded else self._log.warning if exchange.status < 500 else self._log.error
+        write("probe" if is_probe else "request", **fields)
 
 
 class HostMiddleware(TrustedHostMiddleware):
