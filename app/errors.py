@@ -84,7 +84,7 @@ class BadRequest(ServiceError, status=400, code="bad_request"):
 class Unauthorized(ServiceError, status=401, code="unauthorized"):
     """The service requires an API key, and the request has no valid one."""
 
-    default_detail = "A valid API key is required: Authorization: Bearer KEY."
+    default_detail = "A valid API key is required: Authorization: Bearer KEY, or X-API-Key: KEY."
     headers: Mapping[str, str] = {"WWW-Authenticate": "Bearer"}
 
 
@@ -130,6 +130,12 @@ class TooLarge(ServiceError, status=413, code="too_large"):
     """More bytes, candidates or requests than the limits allow."""
 
     default_detail = "The request is larger than the limits allow."
+
+
+class TargetTooLong(ServiceError, status=414, code="target_too_long", title="Path and query too long"):
+    """The path and the query are longer than any endpoint needs."""
+
+    default_detail = "The path and the query are longer than any endpoint needs."
 
 
 class UnsupportedMediaType(ServiceError, status=415, code="unsupported_media_type"):

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 
 from app import schema
 from app.api import admin, explain, infer, operations, rank, retrieve
 from app.api.caller import Bodies, KeyRing
-from app.api.middleware import HostMiddleware, RequestMiddleware, on_http_exception, on_invalid
+from app.api.middleware import HostMiddleware, RequestMiddleware, on_http_exception
 from app.api.pages import pages
 from app.columns import Vocabularies
 from app.interface import Ranker, ReloadableRanker
 from app.settings import ADMIN_HOST, Settings, load_settings
+from app.shares import Shares
 from app.telemetry import logs
 from app.telemetry.metrics import Metrics
 from app.telemetry.tracing import create_tracer
@@ -89,12 +90,18 @@ def _application(
         openapi_url=None,  # with /docs in `pages`: FastAPI's page loads scripts from elsewhere
         telemetry={"tracing": False, "metrics": False, "logs": False},  # ours is asked for by TRACING__ENABLED
         redirect_slashes=False,  # a redirect would repeat the Host header, which anyone may forge
-        exception_handlers={HTTPException: on_http_exception, RequestValidationError: on_invalid},
+        exception_handlers={HTTPException: on_http_exception},
         **options,
     )
+    app.dependency_overrides = MappingProxyType({})  # type: ignore[assignment]  # `Route` would ignore them: it takes none
     state = app.state
     state.ranker, state.settings = ranker, settings
-    state.keys, state.bodies = KeyRing(settings.auth), Bodies(settings.limits.buffered_bytes)
+    state.keys, state.bodies = (
+        KeyRing(settings.auth),
+        Bodies(settings.limits.buffered_bytes, settings.queue.max_share_per_key),
+    )
+    state.batches = Shares(settings.limits.batch_candidates, settings.queue.max_share_per_key)
+    state.explanations = explain.Turns()
     state.vocabularies = Vocabularies()
     state.about, state.scrapes = operations.of_settings(settings), operations.Scrapes(ranker.exposition)
     if hosts != ["*"]:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
+from app.api.route import Route
 from app.errors import Draining, EngineDown, NotReady, ServiceError
 from app.interface import CorpusState, Health, Ranker
 from app.schema import problems_of
@@ -29,7 +30,7 @@ PRIVATE = ("auth", "admin", "checkpoint", "retrieval")  # settings with keys and
 PATH = re.compile(r"(?<![\w.…])~?/[^\s'\"`,;:)]+")
 NOT_NOW = problems_of(NotReady, Draining, EngineDown)
 
-probes, metrics, info = (APIRouter(tags=["operations"]) for _ in range(3))
+probes, metrics, info = (APIRouter(tags=["operations"], route_class=Route) for _ in range(3))
 
 
 class Described(BaseModel):

@@ -16,8 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app import columns, replies, schema
-from app.api.caller import Caller, CallerInfo, CallerRoute, cancelled_with
+from app.api.caller import Caller, CallerInfo, cancelled_with
 from app.api.rank import JSON, admitted, note
+from app.api.route import Route
 from app.columns import Vocabulary, Wishes
 from app.errors import CorpusBehind, CorpusNotLoaded, Draining, EngineDown, InvalidRequest, NotReady, TooLarge
 from app.interface import Corpus, Found, Job, Ranked, Ranker, ServedCorpus, ServedModel
@@ -37,7 +38,7 @@ HEADERS = {
 NO_CORPUS = PROBLEMS | schema.problems_of(NotReady, Draining, EngineDown, CorpusNotLoaded, CorpusBehind)
 NOBODY = "is 0 and the history has no posts, so nothing is known about this user"
 
-router = APIRouter(tags=["retrieval"], route_class=CallerRoute)
+router = APIRouter(tags=["retrieval"], route_class=Route)
 
 
 @router.post(
