@@ -34,6 +34,7 @@ OF_WEIGHTS = {
     "world": "Draw a synthetic log of impressions whose best ranking is known.",
     "compare": "Compare two checkpoints on the requests of a log.",
     "corpus": "Make, check and describe the posts that retrieval searches.",
+    "served": "Remove a user from the log of what was served.",
 }
 """Commands of `python -m weights`, which has more. They need torch, so `--help` shows these lines without importing them."""
 

@@ -35,7 +35,8 @@ class Ranked(msgspec.Struct, frozen=True, eq=False):
 
     `queue_seconds`: until its first forward pass; `forward_seconds`: summed over its chunks. `handle`: names its context for later requests
     of the same API key; empty if the cache does not keep it. `history_used`: events that the model has seen; `history_dropped`: older
-    ones that did not fit its window.
+    ones that did not fit its window. `context`: what a handle named, where the request had one; a worker gets it only if it logs what was
+    served.
     """
 
     scores: Scores
@@ -45,6 +46,7 @@ class Ranked(msgspec.Struct, frozen=True, eq=False):
     handle: str = ""
     history_used: int = 0
     history_dropped: int = 0
+    context: Context | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

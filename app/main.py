@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -19,6 +20,7 @@ from app.api.middleware import HostMiddleware, RequestMiddleware, on_http_except
 from app.api.pages import pages
 from app.columns import Vocabularies
 from app.interface import Ranker, ReloadableRanker
+from app.served.log import create_served_log
 from app.settings import ADMIN_HOST, Settings, load_settings
 from app.shares import Shares
 from app.telemetry import logs
@@ -43,17 +45,22 @@ def create_app(settings: Settings | None = None, ranker: Ranker | None = None) -
         from app.service.ranker import create_ranker  # the only import that needs torch
 
         ranker = create_ranker(settings, Metrics())
-    tracer = create_tracer(settings.tracing)
+    tracer, served = create_tracer(settings.tracing), create_served_log(settings.served, ranker.metrics)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         ranker.start()
+        if served is not None:
+            served.start()
         yield
         await ranker.stop(settings.drain.timeout_seconds)
+        if served is not None:
+            await asyncio.to_thread(served.close)
         if tracer is not None:
             tracer.close()
 
     app = _application(settings, ranker, settings.allowed_hosts(settings.host), tracer=tracer, lifespan=lifespan)
+    app.state.served = served
     routers = [rank.router, retrieve.router, infer.router, operations.probes, operations.info]
     if settings.probes.port is None:
         routers.append(operations.metrics)

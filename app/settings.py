@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import importlib.util
 import ipaddress
 import itertools
 import json
@@ -297,6 +298,33 @@ class Logs(Group):
     """Share of successful requests that get a line; failures always get one. By default all; lower it if that is too much."""
 
 
+class Served(Group):
+    """The log of what was served, which the next model learns from; needs the `served` extra. docs/served.md says what is in it."""
+
+    directory: Path | None = None
+    """Directory of the log, which is made if it is not there. By default nothing is logged: histories are personal data."""
+    share: float = Field(default=1.0, ge=0, le=1)
+    """Share of the users whose rankings are logged, by a hash of the user id: a user is logged always or never. Anonymous requests are
+    drawn one by one. By default all; lower it if the log is too large."""
+    probabilities: bool = True
+    """Whether the log holds the probabilities, which are about half of its size. By default it does, because estimates of another model's
+    value need them."""
+    keep_days: int = Field(default=30, ge=0)
+    """Parts of days that ended longer ago than this are removed; 0 keeps them for ever. By default a month, so that nobody keeps histories
+    without having decided to."""
+    part_bytes: int = Field(default=64 * 2**20, ge=2**16)
+    """A part is closed when it is about this large. With the default, a day has hundreds of files rather than thousands."""
+    part_seconds: float = Field(default=300.0, ge=1, le=86_400)
+    """A part is closed when it has been open for this long; `kill -9` loses the open one. By default five minutes, at most that much is
+    lost."""
+
+    @model_validator(mode="after")
+    def _writable(self) -> Served:
+        if self.directory is not None and importlib.util.find_spec("pyarrow") is None:
+            raise ValueError("served.directory needs pyarrow: pip install 'phoenix-ranking-server[served]'")
+        return self
+
+
 class Tracing(Group):
     """OpenTelemetry spans; needs the `tracing` extra. The collector and the sampling are set with OpenTelemetry's own variables."""
 
@@ -367,6 +395,7 @@ class Settings(BaseSettings):
     explore: Explore = Explore()
     reload: Reload = Reload()
     logs: Logs = Logs()
+    served: Served = Served()
     tracing: Tracing = Tracing()
 
     @field_validator("host")

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from app import replies, schema, tensors
 from app.api.caller import CallerInfo, TensorCaller, cancelled_with
 from app.api.operations import DISTRIBUTION, NOT_NOW, Described, answers, check_ready, json_reply
-from app.api.rank import JSON, admitted, note, timings_of
+from app.api.rank import JSON, CheckedRequest, admitted, note, timings_of
 from app.api.route import Route
 from app.columns import Vocabulary
 from app.errors import InvalidRequest, ModelNotFound
@@ -173,13 +173,28 @@ async def _infer(request: Request, caller: CallerInfo, name: str, version: str) 
             vocabulary: Vocabulary = state.vocabularies.of(model.manifest)
             read = tensors.columns(asked, vocabulary, model.manifest.config)
             note(state, exchange, read.context, asked.request_id)
+            read.wishes.name = asked.request_id or exchange.request_id
             if read.wishes.warnings:
                 state.vocabularies.log_once(vocabulary, read.wishes.warnings)
         ranked = await cancelled_with(request, state.ranker.rank(job, read.context, read.candidates))
     timings = timings_of(exchange, exchange.stages["parse"], ranked)
     exchange.scored.append((vocabulary.action_names, ranked.scores.probabilities))
     with exchange.measured("serialize"):
-        text, binary = tensors.render(asked, read, ranked, vocabulary, timings)
+        placement = replies.placement_of(read.candidates, ranked.scores, read.wishes, vocabulary)
+        text, binary = tensors.render(asked, read, ranked, placement, vocabulary, timings)
+        if state.served is not None:
+            checked = CheckedRequest(
+                model,
+                vocabulary,
+                read.context,
+                read.candidates,
+                post_ids=(),
+                wishes=read.wishes,
+                impression_ts=asked.parameters.impression_ts,
+                created_at=read.created_at,
+                endpoint=f"/v2{MODEL}/infer",
+            )
+            state.served.record(checked, ranked, placement, exchange.key)
     fields = replies.headers_of(model, ranked, exchange)
     if not any(asked.outputs.values()):
         return Response(text, media_type=JSON, headers=fields)

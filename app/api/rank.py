@@ -13,6 +13,7 @@ import orjson
 from fastapi import APIRouter
 from msgspec import UNSET
 from msgspec.json import Decoder
+from numpy.typing import NDArray
 from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
@@ -121,7 +122,7 @@ async def _rank(request: Request, caller: CallerInfo, name: str = "") -> Respons
         checked = _check(state, exchange, model, asked)
         del asked  # its objects take several times the memory of the columns that wait
         ranked = await cancelled_with(request, state.ranker.rank(job, checked.context, checked.candidates))
-    body = _reply(exchange, checked, ranked, exchange.stages["parse"])
+    body = _reply(state, exchange, checked, ranked, exchange.stages["parse"])
     return Response(body, media_type=JSON, headers=replies.headers_of(model, ranked, exchange))
 
 
@@ -130,7 +131,8 @@ async def _rank(request: Request, caller: CallerInfo, name: str = "") -> Respons
 
 @dataclass(slots=True)
 class CheckedRequest:
-    """A request that has been checked against one checkpoint. `context`: or its handle. `post_ids`: as they are echoed."""
+    """A request that has been checked against one checkpoint. `context`: or its handle. `post_ids`: as they are echoed. `created_at`:
+    Unix seconds, int64 `[C]`; None where nothing logs it. `endpoint`: the route that it came by."""
 
     model: ServedModel
     vocabulary: Vocabulary
@@ -138,6 +140,9 @@ class CheckedRequest:
     candidates: Candidates
     post_ids: Sequence[int | str]
     wishes: Wishes
+    impression_ts: int
+    created_at: NDArray[np.int64] | None
+    endpoint: str = "/rank"
 
 
 def _read(state: State, exchange: Exchange, model: ServedModel, body: bytes) -> RankRequest:
@@ -161,7 +166,10 @@ def _check(state: State, exchange: Exchange, model: ServedModel, asked: RankRequ
         note(state, exchange, viewer, wishes.request_id)
         if wishes.warnings:
             state.vocabularies.log_once(vocabulary, wishes.warnings)
-        return CheckedRequest(model, vocabulary, viewer, candidates, columns.sent_ids(asked), wishes)
+        wishes.name = wishes.request_id or exchange.request_id
+        created_at = None if state.served is None else columns.created_at_of(asked)
+        sent = columns.sent_ids(asked)
+        return CheckedRequest(model, vocabulary, viewer, candidates, sent, wishes, asked.impression_ts, created_at)
 
 
 def note(state: State, exchange: Exchange, viewer: Context | str, request_id: str | None) -> None:
@@ -172,11 +180,17 @@ def note(state: State, exchange: Exchange, viewer: Context | str, request_id: st
         state.ranker.metrics.history_truncated.inc()
 
 
-def _reply(exchange: Exchange, checked: CheckedRequest, ranked: Ranked, parse_seconds: float) -> bytes:
+def _reply(state: State, exchange: Exchange, checked: CheckedRequest, ranked: Ranked, parse_seconds: float) -> bytes:
+    """Write the reply, and have the log of what was served take it."""
     timings = timings_of(exchange, parse_seconds, ranked)
     exchange.scored.append((checked.vocabulary.action_names, ranked.scores.probabilities))
+    wishes, vocabulary = checked.wishes, checked.vocabulary
     with exchange.measured("serialize"):
-        return replies.rank_reply(checked.post_ids, ranked, checked.wishes, checked.vocabulary, timings)
+        placement = replies.placement_of(checked.candidates, ranked.scores, wishes, vocabulary)
+        body = replies.rank_reply(checked.post_ids, ranked, placement, wishes, vocabulary, timings)
+        if state.served is not None:
+            state.served.record(checked, ranked, placement, exchange.key)
+    return body
 
 
 def timings_of(exchange: Exchange, parse_seconds: float, ranked: Ranked) -> dict[str, float]:
@@ -220,6 +234,7 @@ class Batch:
         self._window = Window(state.ranker, state.settings.batching)
         self._turn = asyncio.Lock()
         self._candidates = 0
+        self._names: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -230,26 +245,26 @@ class Batch:
     async def results(self, items: Sequence[bytes]) -> list[Result | ServiceError]:
         """Return how each request ended. Raises MalformedJson where one is no JSON, since then the body is none."""
         async with asyncio.TaskGroup() as tasks:
-            begun = [tasks.create_task(self._result(item)) for item in items]
+            begun = [tasks.create_task(self._result(place, item)) for place, item in enumerate(items)]
         found = [task.result() for task in begun]
         for each in found:
             if isinstance(each, MalformedJson):
                 raise each
         return found
 
-    async def _result(self, item: bytes) -> Result | ServiceError:
+    async def _result(self, place: int, item: bytes) -> Result | ServiceError:
         try:
             with ExitStack() as places:
                 async with self._turn:  # requests are read and admitted one by one
                     await asyncio.sleep(0)  # lets other callers in
-                    checked, job, parse_seconds = await self._begin(item, places)
+                    checked, job, parse_seconds = await self._begin(place, item, places)
                 ranked = await self._state.ranker.rank(job, checked.context, checked.candidates)
-            body = _reply(self._caller.exchange, checked, ranked, parse_seconds)
+            body = _reply(self._state, self._caller.exchange, checked, ranked, parse_seconds)
         except (ServiceError, MemoryError) as error:
             return told(error)
         return Result(body, checked.model, ranked.cache, ranked.handle)
 
-    async def _begin(self, item: bytes, places: ExitStack) -> tuple[CheckedRequest, Job, float]:
+    async def _begin(self, place: int, item: bytes, places: ExitStack) -> tuple[CheckedRequest, Job, float]:
         """Read, admit and check a request; the seconds are those that it was read and checked for."""
         state, exchange = self._state, self._caller.exchange
         before = exchange.stages["parse"]
@@ -262,7 +277,20 @@ class Batch:
 
         job = await self._window.enter(places, admit, sizes["candidates"], 1 + sizes["history"])
         checked = _check(state, exchange, job.model, asked)  # another model may serve by now
+        checked.endpoint = "/rank/batch"
+        self._name(checked.wishes, place)
         return checked, job, exchange.stages["parse"] - before
+
+    def _name(self, wishes: Wishes, place: int) -> None:
+        """Give the request at this place a name that no other one of the call has. The reply tells it, unless it has a `request_id` of its
+        own."""
+        by_place = f"{self._caller.exchange.request_id}/{place}"
+        if wishes.request_id is None:
+            wishes.request_id = by_place
+        wishes.name = by_place if wishes.request_id in self._names else wishes.request_id
+        while wishes.name in self._names:
+            wishes.name += f"/{place}"
+        self._names.add(wishes.name)
 
     def _take(self, candidates: int) -> None:
         """Count them. Raises TooLarge or Overloaded where this call, its key, or all calls together would hold too many."""

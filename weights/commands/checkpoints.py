@@ -15,7 +15,7 @@ import typer
 from model.config import ContextAttention, RetrievalConfig
 from weights import checkpoint
 from weights.actions import default_score_weights, released_action_names, score_weights_of, score_weights_text
-from weights.commands import corpus
+from weights.commands import corpus, served
 from weights.commands.console import (
     AsJson,
     Directory,
@@ -43,6 +43,7 @@ from weights.published import importer
 from weights.synthetic.small_checkpoint import write_small_checkpoint
 
 app.add_typer(corpus.app, name="corpus")
+app.add_typer(served.app, name="served")
 
 
 @app.command("import")
