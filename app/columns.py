@@ -23,7 +23,7 @@ from app.errors import InvalidRequest
 from app.schema import ContextRequest, Items, RankRequest, RecommendRequest, UserRequest, count_of
 from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, age_bucket
-from weights.actions import CONTINUOUS_WEIGHTS, SCORE_WEIGHT_SETS
+from weights.actions import SCORE_WEIGHT_SETS, continuous_weights, default_score_weights
 from weights.format.manifest import Manifest
 from weights.text_ids import MAX_TEXT_BYTES, IdKind, is_text_id, text_ids
 from weights.values import (
@@ -74,7 +74,7 @@ class Vocabulary:
         names, outputs = manifest.action_names, tuple(output.name for output in manifest.continuous)
         columns = {name: column for column, name in enumerate(names)}
         weights = np.array([manifest.score_weights.get(name, 0.0) for name in names])
-        sets = {name: _published(name, names, outputs) for name in SCORE_WEIGHT_SETS}
+        sets = {name: _published(name, manifest) for name in SCORE_WEIGHT_SETS}
         return cls(
             action_names=names,
             index={str(column): column for column in columns.values()} | columns,
@@ -88,13 +88,12 @@ class Vocabulary:
         )
 
 
-def _published(name: str, actions: Sequence[str], outputs: Sequence[str]) -> NDArray[np.float64]:
-    """The weights of this set for these actions and continuous outputs; its weights for others are left out."""
-    found = [SCORE_WEIGHT_SETS[name].get(action, 0.0) for action in actions]
-    further = CONTINUOUS_WEIGHTS.get(name, {})
-    if further.keys() & set(outputs):
-        found += [further.get(output, 0.0) for output in outputs]
-    return np.array(found)
+def _published(name: str, manifest: Manifest) -> NDArray[np.float64]:
+    """The weights of this set for a checkpoint's actions and continuous outputs; its weights for others are left out."""
+    weights = default_score_weights(manifest.action_names, name)
+    actions = [weights.get(action, 0.0) for action in manifest.action_names]
+    outputs = continuous_weights(name, manifest.continuous)
+    return np.array([*actions, *outputs] if any(outputs) else actions)
 
 
 class Vocabularies:

@@ -42,7 +42,7 @@ class Strict(Struct, forbid_unknown_fields=True):
     """Unknown fields are errors, and so is `null`."""
 
 
-WeightSet = Literal["default", "x-2026-09"]
+WeightSet = Literal["default", "x-2026-09", "x-2026-10"]
 """Names of `weights.actions.SCORE_WEIGHT_SETS`."""
 
 _IntegerId = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_ID})]
