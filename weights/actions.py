@@ -87,9 +87,7 @@ def dwell_output(outputs: Sequence[ContinuousOutput]) -> int | None:
 def continuous_weights(name: str, outputs: Sequence[ContinuousOutput]) -> tuple[float, ...]:
     """The weights of set `name` per unit of each continuous output, 0 for those that it does not weigh."""
     by_unit, by_fraction = CONTINUOUS_WEIGHTS.get(name, {}), FRACTION_WEIGHTS.get(name, {})
-    return tuple(
-        by_unit.get(output.name, 0.0) + by_fraction.get(output.name, 0.0) / output.scale for output in outputs
-    )
+    return tuple(by_unit.get(output.name, 0.0) + by_fraction.get(output.name, 0.0) / output.scale for output in outputs)
 
 
 def default_score_weights(action_names: Sequence[str], name: str = "default") -> dict[str, float]:

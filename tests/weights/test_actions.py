@@ -63,7 +63,10 @@ def test_score_weights_are_a_set_or_written_out_or_in_a_file(tmp_path: Path) -> 
         ("favorite=1,favorite=2", "names favorite twice"),
         ("favorite=much", "the weight of favorite must be a number"),
         ("favorite=nan", "the weight of favorite must be a number"),
-        ("favorite", "neither a file nor a set of score weights (default, x-2026-09, x-2026-10) nor weights such as favorite=1"),
+        (
+            "favorite",
+            "neither a file nor a set of score weights (default, x-2026-09, x-2026-10) nor weights such as favorite=1",
+        ),
     ],
 )
 def test_score_weights_that_cannot_be_meant_are_refused(given: str, sentence: str) -> None:
