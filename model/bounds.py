@@ -67,9 +67,7 @@ def check_architecture(config: Any) -> None:
         f"explicit_ffn_width must be positive and at most {MAX_FFN_WIDTH}, got {_short(ffn or 0)}",
     )
     levels, values = config.code_levels, config.code_values
-    _require(
-        0 <= levels <= MAX_CODE_LEVELS, f"code_levels must lie in 0 … {MAX_CODE_LEVELS}, got {_short(levels)}"
-    )
+    _require(0 <= levels <= MAX_CODE_LEVELS, f"code_levels must lie in 0 … {MAX_CODE_LEVELS}, got {_short(levels)}")
     _require(0 <= values <= MAX_CODE, f"code_values must lie in 0 … {MAX_CODE}, got {_short(values)}")
     _require(
         (levels == 0) == (values == 0),

@@ -232,11 +232,14 @@ def codes_as_read(codes: Int64s, config: ModelConfig) -> Int64s:
 
 
 def codes_fitting(codes: Int64s, config: ModelConfig) -> Int64s:
-    """Codes of any origin as codes of this model, int64 `[n, Q]`: a post whose codes have other levels or larger values has none."""
-    if codes.shape[1] != config.code_levels or not codes.size:
-        return np.zeros((len(codes), config.code_levels), np.int64)
-    fits: NDArray[np.bool_] = (codes <= config.code_values).all(1)
-    return codes if fits.all() else np.where(fits[:, None], codes, 0)
+    """Codes of any origin, int64 `[n, q]`, as codes of this model, `[n, Q]`. Missing levels have code 0. A post with a code in a level that
+    the model lacks, or beyond its table, has no codes at all."""
+    levels = min(codes.shape[1], config.code_levels)
+    found = np.zeros((len(codes), config.code_levels), np.int64)
+    if levels:
+        fits = (codes <= config.code_values).all(1) & ~codes[:, levels:].any(1)
+        found[fits, :levels] = codes[fits, :levels]
+    return found
 
 
 def age_bucket(impression_ts: int | Int64s, created_at: Int64s, config: ModelConfig) -> Int64s:

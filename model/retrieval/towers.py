@@ -88,8 +88,8 @@ class Towers(nn.Module):
 
     @torch.inference_mode()
     def encode_posts(self, post_ids: Ids, author_ids: Ids, codes: Int64s = NO_CODES) -> Tensor:
-        """`posts` for ids `[n]`, in fp32. `codes`: int64 `[n, Q]`; without them, or for other numbers of levels, posts have none."""
+        """`posts` for ids `[n]`, in fp32. `codes`: int64 `[n, q]`, see `codes_fitting`; `[0, 0]` if no post has any."""
         config, device = self.config, self.tokens.user_projection.device
         rows = (hash_rows(post_ids, config.post_hashes), hash_rows(author_ids, config.author_hashes))
-        fitting = codes_fitting(np.zeros((len(post_ids), 0), np.int64) if codes is NO_CODES else codes, config)
+        fitting = codes_fitting(codes if codes.size else np.zeros((len(post_ids), 0), np.int64), config)
         return self.posts(*(torch.from_numpy(values).to(device) for values in (*rows, fitting))).float()

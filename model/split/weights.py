@@ -52,8 +52,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class TokenWeights:
-    """A token is its inputs times the projection of its kind, plus the vectors of its surface, its age and its codes. Small inputs are multiplied
-    with their rows of the projection at load; `E` hash embeddings make a post or a candidate, `U` a user.
+    """A token is its inputs times the projection of its kind, plus the vectors of its surface, its age and its codes. Small inputs are
+    multiplied with their rows of the projection at load; `E` hash embeddings make a post or a candidate, `U` a user.
 
     projection `[Σ inputs, D]`, one kind after another; `inputs` says how many rows each has: a candidate's E·D, a history item's
     E·D and those of actions `2a − 1` (zeros where none is set) and dwell `gelu(clip(s, 0, 30) / 30 · dwell_input)`, up to a

@@ -58,6 +58,9 @@ Forward = structure(
 Run = structure("Run", (Pointer, "model forwards"), (Int64, "n_forwards use_bf16"))
 
 
+COLUMNS = ("post_ids", "author_ids", "surfaces", "age_buckets", "codes")
+
+
 class Image:
     """Memory for another process: arrays and structs by their address here, and where their pointers lie."""
 
@@ -135,7 +138,7 @@ def image_of(ranker: Ranker, dtype: torch.dtype, forwards: Sequence[Sequence[Ite
             rows += count
         lists = [item.candidates for item in items]
         arrays = [
-            *(np.concatenate([getattr(one, name) for one in lists]) for name in ("post_ids", "author_ids", "surfaces", "age_buckets", "codes")),
+            *(np.concatenate([getattr(one, name) for one in lists]) for name in COLUMNS),
             *(np.zeros((rows, width), np.float32) for width in (config.actions, config.actions, config.continuous_actions)),
         ]  # fmt: skip
         kept.append((arrays, keys))
