@@ -37,10 +37,10 @@ class PostsTable(Posts):
         self.posts = int(self._source.count_rows())
         self.columns = [*IDS, *(name for name in FURTHER if name in names or (name == "topics" and topics))]
         if CODES in names:
+            levels = (rows_of_lists(table, CODES, str(path)).shape[1] for table in self._tables(CODES))
+            self.code_levels = max(levels, default=0)
+        if self.code_levels:  # not all lists are empty
             self.columns.append(CODES)
-            self.code_levels = max(
-                (rows_of_lists(table, CODES, str(path)).shape[1] for table in self._tables(CODES)), default=0
-            )
         self.notes = [f"Column {name} is not read." for name in names if name not in (*IDS, *FURTHER, CODES)]
         if REPRESENTATIONS in names:
             self.notes.append("Vectors are read only from npz files.")
