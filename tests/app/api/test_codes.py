@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from phoenix_ranker_client.messages import Candidate as ClientCandidate
+from phoenix_ranker_client.messages import Event, RankingRequest, Retrieval, RetrievalRequest
 from starlette.testclient import TestClient
 
 from app.main import create_app
@@ -116,6 +118,17 @@ def test_one_candidate_has_the_same_bits_alone_and_among_others(client: TestClie
     together = scores(client, asked | {"candidates": mixed})
     assert [scores(client, asked | {"candidates": [post]})[0] for post in mixed] == together
     assert scores(client, asked | {"candidates": mixed[::-1]}) == together[::-1]
+
+
+def test_the_client_sends_and_gets_codes(client: TestClient) -> None:
+    event = Event(90, 7, ["favorite"], codes=CODES)
+    posts = [ClientCandidate(91 + place, 7, codes=CODES) for place in range(3)]
+    sent = RankingRequest(3, posts, [event], impression_ts=NOW).to_json()
+    assert scores(client, sent) == scores(client, body())
+    plain = RankingRequest(3, [ClientCandidate(91, 7)], [Event(90, 7)]).to_json()
+    assert not {"codes"} & {*plain["candidates"], *plain["history"]}
+    found = Retrieval.from_json(client.post("/retrieve", json=RetrievalRequest(3, [event], k=POSTS).to_json()).json())
+    assert {len(post.codes) for post in found.posts} == {LEVELS}
 
 
 def test_columns_and_tensors_give_the_bits_of_objects(client: TestClient) -> None:
