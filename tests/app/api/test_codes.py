@@ -13,7 +13,8 @@ import httpx
 import numpy as np
 import pytest
 from phoenix_ranker_client.messages import Candidate as ClientCandidate
-from phoenix_ranker_client.messages import Event, RankingRequest, Retrieval, RetrievalRequest
+from phoenix_ranker_client.messages import Event, RankingRequest, RetrievalRequest
+from phoenix_ranker_client.messages import Retrieval as ClientRetrieval
 from starlette.testclient import TestClient
 
 from app.main import create_app
@@ -127,7 +128,9 @@ def test_the_client_sends_and_gets_codes(client: TestClient) -> None:
     assert scores(client, sent) == scores(client, body())
     plain = RankingRequest(3, [ClientCandidate(91, 7)], [Event(90, 7)]).to_json()
     assert not {"codes"} & {*plain["candidates"], *plain["history"]}
-    found = Retrieval.from_json(client.post("/retrieve", json=RetrievalRequest(3, [event], k=POSTS).to_json()).json())
+    found = ClientRetrieval.from_json(
+        client.post("/retrieve", json=RetrievalRequest(3, [event], k=POSTS).to_json()).json()
+    )
     assert {len(post.codes) for post in found.posts} == {LEVELS}
 
 
