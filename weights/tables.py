@@ -15,6 +15,7 @@ import pyarrow.dataset as ds
 import pyarrow.json
 from numpy.typing import NDArray
 
+from model.bounds import MAX_CODE_LEVELS
 from weights.git_lfs import HEAD_BYTES, pointer_problem
 from weights.text_ids import TEXT_RULE, IdKind, is_text_id, text_ids
 from weights.values import Problem, problem_of_dwells, problem_of_flags, problem_of_stored_ids, problem_of_times
@@ -146,6 +147,31 @@ def column_of(
     except pa.ArrowException as error:
         raise LogError(f"{where}: column {name} does not fit {kind}: {error}") from error
     return values
+
+
+def rows_of_lists(table: pa.Table, name: str, where: str, levels: int = 0) -> NDArray[np.int64]:
+    """A column of lists of content codes as rows, int64 `[n, q]`: q is that of the longest list, at least `levels`, and shorter lists get
+    zeros. A null is an empty list. Raises LogError."""
+    column = table.column(name).combine_chunks()
+    is_list = (
+        pa.types.is_list(column.type) or pa.types.is_large_list(column.type) or pa.types.is_fixed_size_list(column.type)
+    )
+    if not is_list and not pa.types.is_null(column.type):
+        raise LogError(f"{where}: column {name} holds {column.type}, not lists of integers")
+    try:
+        lists = column.cast(pa.list_(pa.int64()))
+    except pa.ArrowException as error:
+        raise LogError(f"{where}: column {name} does not fit lists of integers: {error}") from error
+    lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    values = lists.flatten()
+    if values.null_count:
+        raise LogError(f"{where}: column {name} has nulls in its lists; write 0 for none")
+    longest = int(lengths.max(initial=0))
+    if longest > MAX_CODE_LEVELS:
+        raise LogError(f"{where}: column {name} holds a list of {longest} codes, at most {MAX_CODE_LEVELS} are read")
+    rows = np.zeros((len(lengths), max(longest, levels)), np.int64)
+    rows[np.arange(rows.shape[1]) < lengths[:, None]] = values.to_numpy(zero_copy_only=False)
+    return rows
 
 
 def texts_of(table: pa.Table, name: str, where: str) -> pa.DictionaryArray:

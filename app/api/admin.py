@@ -118,8 +118,8 @@ async def _reload_corpus(ranker: ReloadableRanker, retrieval: str | None, corpus
 
 @router.post("/admin/posts", response_class=Response)
 async def posts(request: Request, body: Body) -> Response:
-    """Change the posts of the corpus: `{"upsert": [{"post_id", "author_id", "created_at", "topic"}], "delete": [ids]}`. When the reply is
-    sent, the change is on disk, and every search that begins after that sees it."""
+    """Change the posts of the corpus: `{"upsert": [{"post_id", "author_id", "created_at", "topic", "codes"}], "delete": [ids]}`. When the
+    reply is sent, the change is on disk, and every search that begins after that sees it."""
     corpus = request.app.state.ranker.corpus
     change = read_change(body, corpus.served.corpus.ids)
     with _problems():

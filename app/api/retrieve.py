@@ -26,7 +26,7 @@ from app.replies import Placement
 from app.schema import DEFAULT_K, PROBLEMS, RecommendReply, RecommendRequest, RetrieveReply, RetrieveRequest
 from app.settings import Deadline, Limits
 from model.config import ModelConfig
-from model.inputs import Candidates, Context, Scores, age_bucket, created_within
+from model.inputs import NO_CODES, Candidates, Context, Scores, age_bucket, codes_fitting, created_within
 from model.retrieval.inputs import AT_LEAST, Filters, Query, Retrieved
 from weights.format.manifest import Manifest
 
@@ -143,11 +143,13 @@ def _recommendation(
 
 def _read_alike(ours: Manifest, theirs: Manifest) -> bool:
     """Whether both checkpoints read any user and history the same way."""
-    return (ours.action_names, ours.config.product_surfaces, ours.config.history_length) == (
-        theirs.action_names,
-        theirs.config.product_surfaces,
-        theirs.config.history_length,
-    )
+    return _reading(ours) == _reading(theirs)
+
+
+def _reading(manifest: Manifest) -> tuple[object, ...]:
+    config = manifest.config
+    codes = config.code_levels, config.code_values
+    return manifest.action_names, config.product_surfaces, config.history_length, codes
 
 
 async def _ranked(ranker: Ranker, caller: CallerInfo, job: Job, work: Recommendation) -> tuple[Found, Ranked, Wishes]:
@@ -170,7 +172,8 @@ async def _ranked(ranker: Ranker, caller: CallerInfo, job: Job, work: Recommenda
 def _candidates(work: Recommendation, posts: Retrieved) -> Candidates:
     """The posts as the ranking model reads them."""
     ages = age_bucket(work.asked.impression_ts, posts.created_at, work.config)
-    return Candidates(posts.post_ids, posts.author_ids, np.zeros(len(posts), np.int64), ages)
+    codes = codes_fitting(posts.codes, work.config) if posts.codes.size else NO_CODES
+    return Candidates(posts.post_ids, posts.author_ids, np.zeros(len(posts), np.int64), ages, codes=codes)
 
 
 def _nothing(found: Found, work: Recommendation) -> Ranked:
@@ -264,6 +267,7 @@ def _reply(asked: RetrieveRequest, found: Found, served: ServedCorpus, timings_m
     ids, authors = zip(*posts.texts, strict=True) if posts.texts else (posts.post_ids, posts.author_ids)
     rows = b""
     if len(posts):
+        codes = orjson.dumps(posts.codes, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1] if posts.codes.any() else b""
         woven = replies.weave(
             [
                 (b'{"post_id":"', replies.column(ids)),
@@ -272,6 +276,7 @@ def _reply(asked: RetrieveRequest, found: Found, served: ServedCorpus, timings_m
                 (b',"rank":', replies.column(np.arange(1, len(posts) + 1))),
                 (b',"created_at":', replies.column(posts.created_at)),
                 (b',"topics":', [topics[topic] for topic in posts.topics]),
+                *([(b',"codes":[', [b"%b]" % row for row in codes[1:-1].split(b"],[")])] if codes else []),
             ],
             end=b"},",
         )

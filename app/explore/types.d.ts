@@ -8,6 +8,7 @@ interface Post {
   author_id: string;
   created_at?: number;
   product_surface?: number;
+  codes?: number[];
 }
 
 interface Event_ extends Post {

@@ -147,6 +147,7 @@ def inspect(directory: Directory, as_json: AsJson = False) -> None:
         "action names": ", ".join(manifest.action_names),
         "continuous": json.dumps(msgspec.to_builtins(manifest.continuous)),
         "score weights": json.dumps(manifest.score_weights),
+        "calibration": json.dumps(msgspec.to_builtins(manifest.calibration)),
         **{f"training: {key}": json.dumps(value) for key, value in manifest.training.items()},
     }
     show_manifest(manifest, rows, as_json=as_json)
@@ -172,6 +173,9 @@ def relabel(
             changes["action_names"] = read_names(actions)
             changes["score_weights"] = default_score_weights(changes["action_names"])
         before = checkpoint.load_manifest(directory)
+        if actions and before.calibration:  # it belongs to the outputs
+            renamed = dict(zip(before.action_names, changes["action_names"], strict=False))
+            changes["calibration"] = {renamed[old]: each for old, each in before.calibration.items() if old in renamed}
         if score_weights:
             changes["score_weights"] = score_weights_of(score_weights, changes.get("action_names", before.action_names))
         with writer.refused_writing(f"Checkpoint {directory}"):

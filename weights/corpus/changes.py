@@ -23,7 +23,7 @@ from urllib.parse import quote
 import msgspec
 import numpy as np
 
-from model.retrieval.inputs import NO_IDS, Change, Mark, NewPosts, PostChange, PostRows
+from model.retrieval.inputs import NO_IDS, Change, Mark, NewPosts, PostChange, PostRows, rows_of_codes
 from weights.corpus.manifest import CorpusManifest
 from weights.corpus.store import StoredCorpus, changes_file, load_corpus, old_changes_file
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull, kind_of
@@ -42,7 +42,7 @@ CREATE TABLE posts (
     topic TEXT,                  -- NULL for none
     post_text TEXT,              -- NULL unless ids are texts
     author_text TEXT,
-    vector BLOB,                 -- float32
+    vector BLOB,                 -- float32; then, as int32, the content codes, if the post has any
     digest INTEGER
 );
 CREATE TABLE state (             -- one row
@@ -241,6 +241,8 @@ def mark_after(mark: Mark, change: Change | PostChange) -> Mark:
         name: column.tolist() if isinstance(column, np.ndarray) else list(column) for name, column in ids.items()
     }
     said |= {"created_at": posts.created_at.tolist(), "topics": list(posts.topics)}
+    if posts.codes.any():
+        said["codes"] = posts.codes.tolist()
     digest = hashlib.blake2b(mark.digest.encode() + json.dumps(said).encode(), digest_size=16).hexdigest()
     return Mark(mark.sequence + 1, digest, mark.position)
 
@@ -274,6 +276,7 @@ def _read(directory: Path, manifest: CorpusManifest) -> Change:
 def _change_of(database: sqlite3.Connection, state: State, manifest: CorpusManifest) -> Change:
     """Every row of the table as one change. Raises ValueError for rows that are not what was written."""
     gone, new, vectors, combined = list[int](), list[list[Any]](), bytearray(), 0
+    codes: list[list[int]] = []
     for *row, digest in database.execute("SELECT * FROM posts ORDER BY sequence, place"):
         if _digest(row) != digest:
             raise ValueError("a row is not what was written")
@@ -281,7 +284,9 @@ def _change_of(database: sqlite3.Connection, state: State, manifest: CorpusManif
         if row[-1] is None:
             gone.append(row[0])
         else:
-            vectors += row.pop()
+            blob = row.pop()
+            vectors += blob[: 4 * manifest.width]
+            codes.append(np.frombuffer(blob[4 * manifest.width :], np.int32).tolist())
             new.append(row)
     if combined != state.rows:
         raise ValueError("some rows are missing, or too many")
@@ -292,6 +297,7 @@ def _change_of(database: sqlite3.Connection, state: State, manifest: CorpusManif
         [row[5] for row in new],
         np.frombuffer(vectors, np.float32).reshape(len(new), manifest.width),
         [(row[6], row[7]) for row in new] if manifest.ids == "text" else [],
+        rows_of_codes(codes),
     )
     return Change(np.array(gone, np.int64).view(np.uint64), posts, state.mark)
 
@@ -303,8 +309,10 @@ def _columns_of(posts: NewPosts) -> Iterator[tuple[int, tuple[Any, ...]]]:
     columns = zip(
         ids, authors, posts.created_at.tolist(), posts.topics, texts, posts.vectors.astype(np.float32), strict=True
     )
-    for post, author, created, topic, (post_text, author_text), vector in columns:
-        yield post, (author, created, topic, post_text, author_text, vector.tobytes())
+    codes = posts.codes.astype(np.int32) if posts.codes.any() else np.zeros((len(posts), 0), np.int32)
+    for (post, author, created, topic, (post_text, author_text), vector), own in zip(columns, codes, strict=True):
+        blob = vector.tobytes() + (own.tobytes() if own.any() else b"")
+        yield post, (author, created, topic, post_text, author_text, blob)
 
 
 def _state_of(database: sqlite3.Connection, manifest: CorpusManifest) -> State:

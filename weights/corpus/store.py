@@ -13,13 +13,13 @@ from torch import Tensor
 from model.retrieval.corpus import Corpus, worst_norm
 from model.retrieval.inputs import Mark
 from weights.checkpoint import Encoder
-from weights.corpus.manifest import TEXTS, VECTORS, CorpusManifest, corpus_tensors
+from weights.corpus.manifest import CODES, TEXTS, VECTORS, CorpusManifest, corpus_tensors
 from weights.errors import CheckpointError
 from weights.format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from weights.format.reader import MappedFiles, opened, read_manifest, read_tensors
 from weights.format.tensorfile import Progress
 from weights.format.writer import TableDtype, check_target, refused_writing, write_file, write_files, written_beside
-from weights.values import problem_of_times
+from weights.values import problem_of_codes, problem_of_times
 
 LENGTH_OFF = {"float32": 1e-3, "bfloat16": 1e-2}
 """Tolerance for the length of a vector, which must be 1, by dtype."""
@@ -74,6 +74,9 @@ def read_corpus(
     topics = arrays.get("topics")
     if topics is not None and not (topics.min() >= -1 and topics.max() < len(manifest.topics)):
         raise CheckpointError(f"{stored['topics'].file} holds a topic that the manifest does not name")
+    codes = arrays.get(CODES)
+    if codes is not None and (problem := problem_of_codes(codes)):
+        raise CheckpointError(f"{stored[CODES].file}, row {problem[0] + 1}: codes {problem[1]}")
     return Corpus(
         manifest.name,
         manifest.version,
@@ -85,6 +88,7 @@ def read_corpus(
         topics,
         manifest.topics,
         arrays.get(TEXTS),
+        codes,
     )
 
 
@@ -133,12 +137,13 @@ def write_corpus(
     *,
     dtype: TableDtype = "float32",
     text_width: int = 0,
+    code_levels: int = 0,
     replace: bool = False,
     progress: Progress | None = None,
 ) -> CorpusManifest:
     """Write `path` from `chunks(tensor)`, which gives the elements of `vectors` and each column in order, in chunks of any size.
 
-    `topics` is called for the names after the column has been written; `text_width` is W of the column `texts`.
+    `topics` is called for the names after the column has been written; `text_width` is W of the column `texts`, `code_levels` q of `codes`.
     Written to a temporary directory and renamed, so a reader sees all or nothing.
     Raises CheckpointError for values that are not finite, for too many or too few values, and for a path in use.
     """
@@ -153,7 +158,7 @@ def write_corpus(
                     "its posts were changed since it was built, and the changes would be lost; choose another place or, if they come from "
                     "a feed, say which of them the new corpus has (--feed-position)"
                 )
-        tensors = corpus_tensors(columns, posts, width, dtype, text_width=text_width)
+        tensors = corpus_tensors(columns, posts, width, dtype, text_width=text_width, code_levels=code_levels)
         described = partial(
             CorpusManifest,
             name=labels.name,

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.retrieval.corpus import packed
-from weights.corpus.importer import REPRESENTATIONS, Posts
-from weights.corpus.manifest import TEXTS
+from weights.corpus.importer import REPRESENTATIONS, Posts, in_bounds
+from weights.corpus.manifest import CODES, TEXTS
 from weights.errors import CheckpointError
-from weights.tables import ID_TYPES, LogError, column_of, ids_of, open_table, tables_of, texts_of
+from weights.tables import ID_TYPES, LogError, column_of, ids_of, open_table, rows_of_lists, tables_of, texts_of
 from weights.text_ids import IdKind, collision
 
 IDS = ("post_ids", "author_ids")
@@ -25,8 +25,8 @@ PIECE_ROWS = 65536
 
 
 class PostsTable(Posts):
-    """A file, or a directory of files, with one row per post: `post_ids`, `author_ids`, and optionally `created_at` and `topics`, where
-    null means unknown. Raises LogError for a column that cannot be read, CheckpointError if two texts have one hash."""
+    """A file, or a directory of files, with one row per post: `post_ids`, `author_ids`, and optionally `created_at`, `topics` and `codes`,
+    where null means unknown. Raises LogError for a column that cannot be read, CheckpointError if two texts have one hash."""
 
     def __init__(self, path: Path, ids: IdKind, topics: Path | None = None) -> None:
         super().__init__(path, ids, topics)
@@ -36,7 +36,12 @@ class PostsTable(Posts):
             raise LogError(f"{path} lacks the column {min(missing)}: a post has {' and '.join(IDS)}")
         self.posts = int(self._source.count_rows())
         self.columns = [*IDS, *(name for name in FURTHER if name in names or (name == "topics" and topics))]
-        self.notes = [f"Column {name} is not read." for name in names if name not in (*IDS, *FURTHER)]
+        if CODES in names:
+            levels = (rows_of_lists(table, CODES, str(path)).shape[1] for table in self._tables(CODES))
+            self.code_levels = max(levels, default=0)
+        if self.code_levels:  # not all lists are empty
+            self.columns.append(CODES)
+        self.notes = [f"Column {name} is not read." for name in names if name not in (*IDS, *FURTHER, CODES)]
         if REPRESENTATIONS in names:
             self.notes.append("Vectors are read only from npz files.")
         if ids == "text":
@@ -49,6 +54,8 @@ class PostsTable(Posts):
             if name == TEXTS:
                 pairs = zip(*(self._listed(table, each) for each in IDS), strict=True)
                 yield torch.from_numpy(packed(list(pairs), self.text_width).copy())
+            elif name == CODES:
+                yield torch.from_numpy(in_bounds(rows_of_lists(table, CODES, str(self.path), self.code_levels)))
             elif name in IDS:
                 yield torch.from_numpy(ids_of(table, name, self.ids, str(self.path)).view(np.int64).copy())
             else:

@@ -12,23 +12,26 @@ R = TypeVar("R", bound="Reply")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One item of a history. `actions`: names, or name → value; `dwell_time` in seconds, 0 if unknown."""
+    """One item of a history. `actions`: names, or name → value; `dwell_time` in seconds, 0 if unknown; `codes`: content codes, empty for
+    none."""
 
     post_id: Id
     author_id: Id
     actions: Sequence[str] | Mapping[str, float] = ()
     product_surface: int = 0
     dwell_time: float = 0.0
+    codes: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A post to score; `created_at` in Unix seconds, 0 if unknown."""
+    """A post to score; `created_at` in Unix seconds, 0 if unknown; `codes`: content codes, empty for none."""
 
     post_id: Id
     author_id: Id
     product_surface: int = 0
     created_at: int = 0
+    codes: Sequence[int] = ()
 
 
 class Request:
@@ -115,7 +118,7 @@ class Reply:
         name, kind = cls.ROWS
         known = [field.name for field in fields(kind)]
         flat = {f"model_{part}": value for part, value in body.get("model", {}).items()} | dict(body)
-        flat[name] = [kind(*(row[field] for field in known)) for row in body[name]]
+        flat[name] = [kind(**{field: row[field] for field in known if field in row}) for row in body[name]]
         return cls(**{field.name: flat[field.name] for field in fields(cls) if field.name in flat})  # type: ignore[arg-type]
 
 
@@ -179,7 +182,7 @@ class Explanation(Reply):
 
 @dataclass(frozen=True, slots=True)
 class RetrievedPost:
-    """A post of the corpus; `created_at` in Unix seconds, 0 if unknown."""
+    """A post of the corpus; `created_at` in Unix seconds, 0 if unknown; `codes`: content codes, empty if none of the posts has any."""
 
     post_id: str
     author_id: str
@@ -187,6 +190,7 @@ class RetrievedPost:
     rank: int
     created_at: int
     topics: list[str]
+    codes: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,8 +293,11 @@ def error_from(status: int, body: Any, request_id: str, retry_after_seconds: flo
 
 
 def _columns(kind: type, posts: Sequence[Any]) -> dict[str, list[Any]]:
-    """One list for each field."""
-    return {field.name: [_plain(getattr(post, field.name)) for post in posts] for field in fields(kind)}
+    """One list for each field. Codes are left out where no post has any."""
+    columns = {field.name: [_plain(getattr(post, field.name)) for post in posts] for field in fields(kind)}
+    if not any(columns["codes"]):
+        del columns["codes"]
+    return columns
 
 
 def _plain(value: Any) -> Any:

@@ -170,7 +170,7 @@ export const app = /** @type {any} */ ({
     const met = new Set(this.request.candidates.map(({ post_id }) => post_id));
     const fresh = [...this.names.posts].find(([id]) => !met.has(id));
     const [post_id, { author_id, created_at }] = fresh ?? [String(1 + met.size), { author_id: "1", created_at: 0 }];
-    this.change("add post", `Added a post of ${this.names.author(author_id)}`, ({ candidates }) => candidates.push({ post_id, author_id, created_at }));
+    this.change("add post", `Added a post of ${this.names.author(author_id)}`, ({ candidates }) => candidates.push({ post_id, author_id, created_at, ...this.names.codes({ post_id }) }));
     this.gesture.key = "";
   },
 
@@ -190,7 +190,7 @@ export const app = /** @type {any} */ ({
     const [id, post] = [...this.names.posts].find(isNew) ?? [];
     const author = post?.author_id ?? Object.keys(this.names.authors).find((each) => this.names.authors[each].topic === topic);
     if (!author) return;
-    const event = id ? { post_id: id, author_id: author, actions: liked(this.actions), dwell_time: 12 } : eventWith(this, author, liked(this.actions));
+    const event = id ? { post_id: id, author_id: author, actions: liked(this.actions), dwell_time: 12, ...this.names.codes({ post_id: id }) } : eventWith(this, author, liked(this.actions));
     this.change(`like ${topic} ${this.request.history.length}`, `Liked a post about ${topic}, of ${this.names.author(author)}`, (request) => request.history.push(event));
   },
 

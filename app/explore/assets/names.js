@@ -8,7 +8,7 @@ export class Names {
     /** @type {Record<string, {name: string}>} */ this.titles = given?.posts ?? {};
     /** @type {string[]} */ this.surfaces = given?.surfaces ?? [];
     /** @type {string[]} */ this.topics = given?.topics ?? topics;
-    /** @type {Map<string, {author_id: string, topic?: string, created_at: number}>} */ this.posts = new Map();
+    /** @type {Map<string, {author_id: string, topic?: string, created_at: number, codes?: number[]}>} */ this.posts = new Map();
   }
 
   /** Remember what was said of posts. @param {any[]} posts */
@@ -17,8 +17,19 @@ export class Names {
       const known = this.posts.get(post.post_id);
       const topic = post.topics?.[0] ?? known?.topic ?? this.authors[post.author_id]?.topic;
       const created_at = post.created_at || known?.created_at || 0;
-      this.posts.set(post.post_id, { author_id: post.author_id, topic, created_at });
+      this.posts.set(post.post_id, { author_id: post.author_id, topic, created_at, ...codesOf(post, known) });
     }
+  }
+
+  /** The content codes of a post as a field of a request; none where they are not known. @param {{post_id: string, codes?: number[]}} post */
+  codes(post) {
+    return codesOf(post, this.posts.get(post.post_id));
+  }
+
+  /** The same for people: `codes 5 16 1`, or empty. @param {{post_id: string, codes?: number[]}} post */
+  coded(post) {
+    const { codes = [] } = this.codes(post);
+    return codes.length ? `codes ${codes.join(" ")}` : "";
   }
 
   author(/** @type {string} */ id) {
@@ -44,6 +55,12 @@ export class Names {
     const place = topic === undefined ? -1 : this.topics.indexOf(topic);
     return place < 0 ? 0 : 20 + Math.round((place * 360) / this.topics.length);
   }
+}
+
+/** @param {...({codes?: number[]} | undefined)} posts @returns {{codes?: number[]}} */
+function codesOf(...posts) {
+  const codes = posts.find((post) => post?.codes?.some(Boolean))?.codes;
+  return codes ? { codes } : {};
 }
 
 const MEANING = /** @type {Record<string, string>} */ ({

@@ -133,9 +133,10 @@ class Row {
     this.topic.textContent = topic ?? "";
     this.topic.hidden = !topic;
     this.topic.style.setProperty("--hue", String(names.hue(topic)));
-    this.about.textContent = age(post, view.impression) || `post ${short(post.post_id)}`;
+    const coded = names.coded(post);
+    this.about.textContent = [age(post, view.impression) || `post ${short(post.post_id)}`, coded].filter(Boolean).join(" · ");
     const found = post.retrieval_rank ? `, rank ${post.rank} of all, retrieved as ${post.retrieval_rank}` : "";
-    this.about.title = `post ${post.post_id}, author ${post.author_id}${found}`;
+    this.about.title = `post ${post.post_id}, author ${post.author_id}${found}${coded && `, ${coded}`}`;
     const says = ["Like a post of", "Report", "Why is this post here:"];
     [this.like, this.report, this.why].forEach((each, at) => each.setAttribute("aria-label", `${says[at]} ${author}`));
     this.report.hidden = !view.disliked;

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from model.batch import collate, hash_rows
 from model.config import ModelConfig, RetrievalConfig
-from model.inputs import Ids
+from model.inputs import Ids, codes_as_read
 from model.names import checkpoint_parameters
 from model.retrieval.towers import NO_CANDIDATES, Towers
 from weights.actions import default_score_weights
@@ -145,6 +145,7 @@ def batch_loss(towers: Towers, pairs: Pairs, settings: TowerSettings, rng: np.ra
     vectors = towers.posts(
         torch.from_numpy(hash_rows(posts, config.post_hashes)),
         torch.from_numpy(hash_rows(authors, config.author_hashes)),
+        torch.from_numpy(codes_as_read(log.codes[rows], config)),
     )
     logits = users @ vectors.T / settings.temperature - pairs.correction(authors)
     same = torch.from_numpy(authors[: len(requests), None] == authors[None, :])
