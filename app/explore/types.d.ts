@@ -93,7 +93,7 @@ interface Hint {
 }
 
 interface Story {
-  title: string;
+  title: (app: App) => string;
   text: (app: App, request: Side) => string;
   done: string;
   make: (app: App, example: Side) => Side | null;
