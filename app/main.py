@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from app import schema
@@ -31,6 +32,11 @@ DESCRIPTION = (
     "Ranks the posts of a feed for one user with a Grok transformer. Each candidate is scored as if it were alone: with the same "
     "checkpoint its scores have the same bits, whatever else is in the request."
 )
+
+
+def operation_id(route: APIRoute) -> str:
+    """The name of a route in /openapi.json and in code that is made from it: `/v2/models/{name}/infer` is `v2_models_infer`."""
+    return "_".join(part for part in route.path.split("/") if part and "{" not in part)
 
 
 def create_app(settings: Settings | None = None, ranker: Ranker | None = None) -> FastAPI:
@@ -127,6 +133,9 @@ def _application(
 def _include(app: FastAPI, routers: Sequence[APIRouter]) -> None:
     """`app.include_router` would look for each request's route twice."""
     for router in routers:
+        for route in router.routes:
+            if isinstance(route, APIRoute):
+                route.operation_id = route.operation_id or operation_id(route)
         app.router.routes.extend(router.routes)
 
 

@@ -132,15 +132,16 @@ def carried(directory: Path, digest: str) -> dict[str, Any]:
     return {name: _read(directory / f"{name}.json") if is_it else None for name in CARRIED}
 
 
-def _written(directory: Path) -> list[int]:
-    """When each of these files was written, so that the page shows what was made while the service runs; 0 where there is none."""
-    times = []
+def _written(directory: Path) -> list[tuple[int, ...]]:
+    """Which files these are and when they changed, so that the page shows what was made while the service runs; () where there is none."""
+    identities: list[tuple[int, ...]] = []
     for name in CARRIED:
         try:
-            times.append((directory / f"{name}.json").stat().st_mtime_ns)
+            now = (directory / f"{name}.json").stat()
+            identities.append((now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns))
         except OSError:
-            times.append(0)
-    return times
+            identities.append(())
+    return identities
 
 
 def _read(path: Path) -> Any:

@@ -29,8 +29,9 @@ MAX_NAME_LENGTH = 512
 
 log = structlog.get_logger("app.service.reload")
 
-Identity = tuple[int, int, int] | None
-"""Inode, time and size of a manifest, which change when it is replaced; None while there is none."""
+Identity = tuple[int, ...] | None
+"""Device, inode, size, and the times of the last write and change of a manifest, of which some change when it is replaced, also by one
+on another volume; None while there is none."""
 
 
 class Reloader:
@@ -253,7 +254,7 @@ def _identity(checkpoint: Path) -> Identity:
         found = os.stat(checkpoint / MANIFEST_NAME)
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _digest(checkpoint: Path) -> str | None:

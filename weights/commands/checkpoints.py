@@ -164,7 +164,8 @@ def relabel(
     ] = None,
     score_weights: ScoreWeights = "",
 ) -> None:
-    """Change the names or the score weights of a checkpoint in place. The model's weights stay; version and digest change."""
+    """Change the names or the score weights of a checkpoint in place. The model's weights stay; version and digest change, so the corpora
+    of a retrieval checkpoint no longer fit it."""
     with refusals():
         changes: dict[str, Any] = {"version": version}
         if name:
@@ -182,6 +183,8 @@ def relabel(
             manifest = msgspec.structs.replace(before, **changes).versioned()
         writer.replace_manifest(directory, manifest)
     say(f"{directory} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
+    if isinstance(manifest.config, RetrievalConfig) and manifest.digest != before.digest:
+        say("Corpora that were made with it name its old digest and are refused: build or import them again.")
 
 
 @app.command("random")

@@ -261,6 +261,14 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
     return values
 
 
+def kind_in(raw: bytes) -> Any:
+    """What a manifest's JSON names as its kind; None for a checkpoint, which names none, and for what is no JSON object."""
+    try:
+        return parse_json_object(raw).get("kind")
+    except CheckpointError:
+        return None
+
+
 def signed(content: Mapping[str, Any]) -> bytes:
     """A manifest's content with its digest, as written to disk: UTF-8, one line per tensor and file."""
     return (_render({**content, "digest": content_digest(content)}) + "\n").encode()

@@ -70,6 +70,8 @@ def test_every_path_is_there_and_described(document: dict[str, Any]) -> None:
             names.append(operation["operationId"])
     assert all(re.fullmatch(r"\w+", name) for name in names), "code that is made from the document takes it for a name"
     assert len(set(names)) == len(names)
+    assert {"rank", "rank_batch", "retrieve", "explain", "info", "v2_models_infer"} <= set(names)
+    assert not any(name.endswith(("_get", "_post")) for name in names), "every name is chosen, none is generated"
     assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
     assert document["security"] == [{}, {"key": []}], "a key is asked for where keys are set"
     assert document["info"]["description"], "what the whole is for"

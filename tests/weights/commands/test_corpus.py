@@ -131,7 +131,7 @@ def test_files_that_hold_what_a_request_may_not_are_refused(towers: Path, tmp_pa
     args = (tmp_path / "posts.jsonl", "--encoder", towers, "--out", tmp_path / "corpus")
     code, said = run("corpus", "build", *args)
     assert code == 1
-    assert re.search(r"posts\.jsonl, row 1: created_at must be Unix seconds, .*; this looks like milliseconds", said), (
-        said
-    )
+    assert re.search(
+        r"posts\.jsonl, line 1: created_at must be Unix seconds, .*; this looks like milliseconds", said
+    ), said
     assert not (tmp_path / "corpus").exists()
