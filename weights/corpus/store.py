@@ -105,7 +105,7 @@ def changes_file(directory: Path, manifest: CorpusManifest) -> Path:
 
 def check_encoder(manifest: CorpusManifest, encoder: Manifest) -> None:
     """Raises CheckpointError if the vectors were not made by this encoder."""
-    if manifest.encoder != encoder.digest:
+    if manifest.encoder not in (encoder.model_digest, encoder.digest):  # older corpora have the digest of the manifest
         raise CheckpointError(
             f"its vectors were made by {manifest.encoder_name} (digest {manifest.encoder[:12]}…), not by "
             f"{encoder.name} {encoder.version} (digest {encoder.digest[:12]}…): import or build it with the checkpoint that serves"
@@ -158,7 +158,7 @@ def write_corpus(
             CorpusManifest,
             name=labels.name,
             version=labels.version,
-            encoder=made_by.digest,
+            encoder=made_by.model_digest,
             encoder_name=f"{made_by.name} {made_by.version}",
             posts=posts,
             width=width,
