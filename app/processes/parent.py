@@ -1,7 +1,7 @@
 """The parent of several processes: binds the sockets, starts one engine process and the workers, and starts again what ends.
 
 SIGTERM, SIGINT    workers drain and end, then the engine process; a second signal ends all at once
-SIGHUP             the engine process reads the present checkpoint again
+SIGHUP             the workers read the file of keys again, the engine process the present checkpoint
 a worker ends      it is started again
 the engine ends    it is started again and workers answer 503 meanwhile; or, with ENGINE_LOSS=exit, all end with 70
 the first load fails   all end with 1
@@ -156,7 +156,8 @@ class Parent:
             code = self._look()
             if signal.SIGHUP in self.signals:
                 self.signals.remove(signal.SIGHUP)
-                self.engine.send(signal.SIGHUP)
+                for child in (self.engine, *self.workers):
+                    child.send(signal.SIGHUP)
             time.sleep(LOOK_SECONDS)
         return self._stop() or code
 

@@ -9,10 +9,9 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,7 +82,14 @@ def load(proxy: Server) -> Iterator[list[Replies]]:
     with ExitStack() as stack:
         yield [
             stack.enter_context(
-                callers(proxy, lambda turn: BODIES[turn % 40], CALLERS_OF_A_KIND, pause=0.04, impatient=True, headers=headers)
+                callers(
+                    proxy,
+                    lambda turn: BODIES[turn % 40],
+                    CALLERS_OF_A_KIND,
+                    pause=0.04,
+                    impatient=True,
+                    headers=headers,
+                )
             )
             for headers in KINDS
         ]
