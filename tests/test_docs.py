@@ -227,6 +227,20 @@ def test_the_first_commands_of_the_readme_rank_as_it_says() -> None:
 
 
 @pytest.mark.slow
+def test_the_first_commands_of_the_readme_end_with_the_server() -> None:
+    script = (
+        shell_blocks()[0]
+        .replace("make serve", "make --silent -o .venv/.serving serve")
+        .replace(":8000", f":{free_port()}")
+    )
+    environment = os.environ | {"RANKER_CHECKPOINT": "/nowhere"}
+    command = ["bash", "-c", script]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "/nowhere is not a checkpoint" in done.stderr
+
+
+@pytest.mark.slow
 def test_the_commands_of_the_readme_serve_a_published_checkpoint(tmp_path: Path) -> None:
     """A small one of the same form lies where the README says that the artifacts are. The compiled kernel of this machine is at hand."""
     shutil.copytree(ROOT / "tests/golden/phoenix-mini/ranker", tmp_path / "oss-phoenix-artifacts/ranker")
