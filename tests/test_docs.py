@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from app import cli
 from app.main import create_admin_app, create_app
-from app.settings import names
+from app.settings import CONFIG, names
 from app.telemetry.metrics import Metrics, Snapshot, figures
 from loadtest.__main__ import COMMANDS
 from loadtest.machine import ROOT
@@ -68,7 +68,7 @@ def targets(text: str, page: Path) -> Iterator[str]:
 
 def settings(text: str, page: Path) -> Iterator[str]:
     """Settings that there are not, with or without the prefix. `GROUP__…` stands for a group."""
-    known = set(names())
+    known = {*names(), CONFIG}
     for name in re.findall(r"RANKER_[A-Z0-9_]*[A-Z0-9]", text):
         if name not in known and not any(each.startswith(f"{name}__") for each in known):
             yield name
