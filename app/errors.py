@@ -100,6 +100,12 @@ class ModelNotFound(NotFound):
     default_detail = "No such model serves here."
 
 
+class NoCorpus(ServiceError, status=404, code="no_corpus"):
+    """Nothing can be retrieved: this process has no retrieval model and corpus, and asking again does not change that."""
+
+    default_detail = "This process serves no corpus: set retrieval.checkpoint and retrieval.corpus."
+
+
 class MethodNotAllowed(ServiceError, status=405, code="method_not_allowed"):
     """The path exists, the method does not."""
 
@@ -200,9 +206,9 @@ class ChangeNotStored(ServiceError, status=503, code="not_stored"):
 
 
 class CorpusNotLoaded(ServiceError, status=503, code="corpus_not_loaded"):
-    """Nothing can be retrieved: this process has no retrieval model and corpus, or has not loaded them yet."""
+    """Nothing can be retrieved now: the corpus is being loaded, was replaced, or its engine was lost."""
 
-    default_detail = "This process serves no corpus: set retrieval.checkpoint and retrieval.corpus."
+    default_detail = "The corpus is being loaded."
 
 
 class CorpusBehind(ServiceError, status=503, code="corpus_behind"):

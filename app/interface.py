@@ -129,7 +129,7 @@ class Corpus(Protocol):
 
     @property
     def served(self) -> ServedCorpus:
-        """What serves new searches. Raises CorpusNotLoaded."""
+        """What serves new searches. Raises CorpusNotLoaded, or NoCorpus if the settings name none."""
         ...
 
     async def search(
@@ -146,7 +146,8 @@ class Corpus(Protocol):
     async def change(self, change: PostChange) -> CorpusState:
         """Change the corpus that serves, in one step: a search sees all of the change or none. It is on disk when this returns.
 
-        Raises CorpusNotLoaded, ChangedByFeed, Overloaded, EngineDown, or CheckpointError if it cannot be written: then nothing changed.
+        Raises CorpusNotLoaded, NoCorpus, ChangedByFeed, Overloaded, EngineDown, or CheckpointError if it cannot be written: then nothing
+        changed.
         """
         ...
 
@@ -168,7 +169,7 @@ class Reloads(Protocol):
     async def reload_corpus(self, checkpoint: str | None = None, corpus: str | None = None) -> ServedCorpus:
         """Serve this retrieval checkpoint and this corpus together; None means the present one, read again.
 
-        Raises what `reload` raises, and CorpusNotLoaded if one is neither named nor served.
+        Raises what `reload` raises, and NoCorpus if one is neither named nor served.
         """
         ...
 

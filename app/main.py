@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any
 
+import structlog
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
@@ -22,12 +25,13 @@ from app.api.pages import pages
 from app.columns import Vocabularies
 from app.interface import Ranker, ReloadableRanker
 from app.served.log import create_served_log
-from app.settings import ADMIN_HOST, Settings, load_settings
+from app.settings import ADMIN_HOST, Settings, SettingsProblem, load_settings, problem_of
 from app.shares import Shares
 from app.telemetry import logs
 from app.telemetry.metrics import Metrics
 from app.telemetry.tracing import create_tracer
 
+log = structlog.get_logger("app.main")
 DESCRIPTION = (
     "Ranks the posts of a feed for one user with a Grok transformer. Each candidate is scored as if it were alone: with the same "
     "checkpoint its scores have the same bits, whatever else is in the request."
@@ -42,15 +46,21 @@ def operation_id(route: APIRoute) -> str:
 def create_app(settings: Settings | None = None, ranker: Ranker | None = None) -> FastAPI:
     """The application with every endpoint of the main port. Its lifespan loads the ranker, warms it up and drains it.
 
-    Without `settings`, they are read from the environment. Raises SettingsProblem if one cannot be used.
+    Without `settings`, they are read from the environment, and another server than ours runs the application: then an error that only a
+    new process can mend ends the process with SIGTERM. Raises SettingsProblem if a setting cannot be used, or no checkpoint is there.
     """
+    has_settings = settings is not None
     if settings is None:
         settings = load_settings()
         logs.configure(settings.logs)
+        if problem := problem_of(settings.checkpoint):
+            raise SettingsProblem(f"{settings.checkpoint.absolute()} {problem}")
     if ranker is None:
         from app.service.ranker import create_ranker  # the only import that needs torch
 
         ranker = create_ranker(settings, Metrics())
+        if not has_settings:
+            ranker.on_fatal = end_process
     tracer, served = create_tracer(settings.tracing), create_served_log(settings.served, ranker.metrics)
 
     @asynccontextmanager
@@ -76,6 +86,12 @@ def create_app(settings: Settings | None = None, ranker: Ranker | None = None) -
     app.openapi = lambda: describe(app, settings)  # type: ignore[method-assign]
     _include(app, [pages(settings, app.openapi)])
     return app
+
+
+def end_process(reason: str) -> None:
+    """End this process as its supervisor would, so that the server that runs it finishes what it has begun."""
+    log.error("fatal", reason=reason)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def create_probe_app(settings: Settings, ranker: Ranker) -> FastAPI:

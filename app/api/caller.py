@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
+import structlog
 from fastapi import Depends
 from starlette.requests import Request
 from starlette.types import Receive, Scope
@@ -23,7 +24,7 @@ from app.errors import (
     UnsupportedCoding,
     UnsupportedMediaType,
 )
-from app.settings import Auth
+from app.settings import Auth, SettingsProblem
 from app.shares import Shares
 from app.telemetry.exchange import Exchange
 
@@ -43,6 +44,8 @@ COSTLY_BODY_BYTES = 16_384  # reading a longer body takes longer than looking wh
 PROBE_WAIT_SECONDS = 0.02
 CUT_OFF = "The drain timed out."  # message of the cancellation where the client still waits
 
+log = structlog.get_logger("app.api.caller")
+
 
 class CallerGone(Exception):
     """The client has disconnected, so nobody is answered."""
@@ -52,7 +55,19 @@ class KeyRing:
     """Knows the SHA-256 of each key, never a key itself. Without keys everybody is let in, without a name."""
 
     def __init__(self, settings: Auth) -> None:
-        self._digests = {name: bytes.fromhex(each.get_secret_value()) for name, each in sorted(settings.keys.items())}
+        self._settings = settings
+        self._digests = settings.read()
+
+    def read_again(self) -> None:
+        """Take the keys that their file holds now. If it cannot be used, the old keys stay, and the log says why."""
+        if self._settings.keys_file is None:
+            return
+        try:
+            self._digests = self._settings.read()
+        except SettingsProblem as error:
+            log.error("keys_refused", reason=str(error))
+        else:
+            log.info("keys_read", names=list(self._digests))
 
     def caller(self, headers: Headers) -> str | None:
         """The name that belongs to the key in `X-API-Key: KEY` or `Authorization: Bearer KEY`, None where no keys are set. If both are

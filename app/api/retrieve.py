@@ -20,7 +20,16 @@ from app.api.caller import Caller, CallerInfo, cancelled_with
 from app.api.rank import JSON, CheckedRequest, admitted, note
 from app.api.route import Route
 from app.columns import Vocabulary, Wishes
-from app.errors import CorpusBehind, CorpusNotLoaded, Draining, EngineDown, InvalidRequest, NotReady, TooLarge
+from app.errors import (
+    CorpusBehind,
+    CorpusNotLoaded,
+    Draining,
+    EngineDown,
+    InvalidRequest,
+    NoCorpus,
+    NotReady,
+    TooLarge,
+)
 from app.interface import Corpus, Found, Job, Ranked, Ranker, ServedCorpus, ServedModel
 from app.replies import Placement
 from app.schema import DEFAULT_K, PROBLEMS, RecommendReply, RecommendRequest, RetrieveReply, RetrieveRequest
@@ -35,7 +44,7 @@ AT_LEAST_HEADER, VERSION_HEADER = "X-Corpus-At-Least", "X-Corpus-Version"
 HEADERS = {
     AT_LEAST_HEADER: "A change that the corpus must already have, by its sequence or its position in the feed; otherwise 503."
 }
-NO_CORPUS = PROBLEMS | schema.problems_of(NotReady, Draining, EngineDown, CorpusNotLoaded, CorpusBehind)
+NO_CORPUS = PROBLEMS | schema.problems_of(NoCorpus, NotReady, Draining, EngineDown, CorpusNotLoaded, CorpusBehind)
 NOBODY = "is 0 and the history has no posts, so nothing is known about this user"
 
 router = APIRouter(tags=["retrieval"], route_class=Route)
@@ -78,7 +87,7 @@ async def recommend(request: Request, caller: Caller) -> Response:
     ranker: Ranker = state.ranker
     model, served = ranker.model(), ranker.corpus.served
     if served.manifest.ids != model.manifest.ids:
-        raise CorpusNotLoaded("The posts cannot be ranked: the corpus has ids of another kind than the ranking model.")
+        raise NoCorpus("The posts cannot be ranked: the corpus has ids of another kind than the ranking model.")
     caller = replace(caller, deadline=_deadline(state, caller))  # one for both stages
     with exchange.measured("parse"):
         asked = schema.read(RECOMMEND, caller.body, state.settings.limits, state.vocabularies.of(model.manifest).index)

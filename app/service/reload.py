@@ -16,7 +16,7 @@ import structlog
 from app.corpus.searches import Searches
 from app.engine.job import RankJob
 from app.engine.versions import Versions
-from app.errors import CorpusNotLoaded
+from app.errors import NoCorpus
 from app.interface import CheckpointNotFound, ReloadInProgress, ServedCorpus, ServedModel
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
@@ -74,12 +74,12 @@ class Reloader:
     async def reload_corpus(self, checkpoint: str | None = None, corpus: str | None = None) -> ServedCorpus:
         """Serve this retrieval checkpoint and this corpus, or the present ones read again: both are replaced together.
 
-        Raises what `reload` raises, and CorpusNotLoaded where one is neither named nor present.
+        Raises what `reload` raises, and NoCorpus where one is neither named nor present.
         """
         towers = self.retrieval[0] if checkpoint is None else self._resolve(checkpoint)
         posts = self.retrieval[1] if corpus is None else self._resolve(corpus)
         if towers is None or posts is None:
-            raise CorpusNotLoaded("Name both a retrieval checkpoint and a corpus: none is served yet.")
+            raise NoCorpus("Name both a retrieval checkpoint and a corpus: none is served yet.")
         async with self._recorded(self._corpus_identity, retrieval=str(towers), corpus=str(posts)) as said:
             served = await self._corpus.swap(towers, posts)
             said |= {"version": served.manifest.version, "corpus_version": served.corpus.version}

@@ -35,7 +35,7 @@ from tests.support.bodies import good
 
 pytestmark = pytest.mark.one_process("other servers run one process")
 
-OPERATIONS = ("/livez", "/readyz", "/startupz", "/metrics", "/info")
+OPERATIONS = ("/livez", "/readyz", "/startupz", "/health", "/metrics", "/info", "/version")
 RANKING = ("/context", "/rank", "/rank/{name}", "/rank/batch", "/explain", "/retrieve", "/recommend")
 MODEL = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
 INFERENCE = ("/v2", "/v2/health/live", "/v2/health/ready", *MODEL, *(f"{path}/ready" for path in MODEL))
