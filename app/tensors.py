@@ -35,6 +35,7 @@ from weights.values import (
     SCORE_WEIGHT_RULE,
     Problem,
     problem_of_actions,
+    problem_of_codes,
     problem_of_dwells,
     problem_of_times,
 )
@@ -45,7 +46,8 @@ LENGTH_HEADER = "Inference-Header-Content-Length"
 
 class Spec(NamedTuple):
     """What a tensor is. `datatype`: the protocol's name; `ID` is `UINT64` or `BYTES`, by the checkpoint's kind of ids. `axes`: what each
-    axis counts: `1`, `C` candidates, `H` history items, `A` actions, `Z` continuous outputs. `problem`: what is wrong with its values."""
+    axis counts: `1`, `C` candidates, `H` history items, `A` actions, `Z` continuous outputs, `Q` content codes. `problem`: what is wrong
+    with its values."""
 
     datatype: str
     axes: str
@@ -63,11 +65,13 @@ INPUTS: Mapping[str, Spec] = {
     "candidates.author_id": Spec("ID", "C"),
     "candidates.product_surface": Spec("INT64", "C"),
     "candidates.created_at": Spec("INT64", "C", problem_of_times),
+    "candidates.codes": Spec("INT64", "CQ"),
     "history.post_id": Spec("ID", "H"),
     "history.author_id": Spec("ID", "H"),
     "history.actions": Spec("FP32", "HA", problem_of_actions),
     "history.product_surface": Spec("INT64", "H"),
     "history.dwell_time": Spec("FP32", "H", problem_of_dwells),
+    "history.codes": Spec("INT64", "HQ"),
     "weights": Spec("FP64", "A", _problem_of_weights),
 }
 OUTPUTS: Mapping[str, Spec] = {
@@ -236,6 +240,7 @@ def columns(asked: TensorRequest, vocabulary: Vocabulary, config: ModelConfig) -
         author_ids=reader.ids("candidates.author_id"),
         surfaces=reader.surfaces("candidates.product_surface", count),
         age_buckets=age_bucket(parameters.impression_ts, created_at, config),
+        codes=reader.codes("candidates.codes", count),
     )
     wishes = _wishes(asked, reader)
     context = parameters.context or _context(asked, reader, config)
@@ -252,6 +257,7 @@ def _context(asked: TensorRequest, reader: _Reader, config: ModelConfig) -> Cont
         actions=reader.by_action(MASKED, count),
         surfaces=reader.surfaces("history.product_surface", count),
         dwell_seconds=np.minimum(reader.array("history.dwell_time", count), np.float32(MAX_DWELL_SECONDS)),
+        codes=reader.codes("history.codes", count),
     )
     first = max(0, count - config.history_length)
     return whole.rows(np.arange(first, count), dropped=first) if first else whole  # a view would keep the whole history
@@ -284,7 +290,7 @@ class _Reader:
         self._specs = spoken(INPUTS, vocabulary.ids)
         named = asked.parameters.actions
         self._actions = [*range(len(vocabulary.action_names))] if named is None else self.columns("actions", named)
-        self._sizes = {"1": 1, "C": asked.candidates, "H": asked.history}
+        self._sizes = {"1": 1, "C": asked.candidates, "H": asked.history, "Q": vocabulary.code_levels}
         self._sizes |= {"A": len(self._actions), "W": -(-len(self._actions) // 64)}
 
     def columns(self, parameter: str, names: str) -> list[int]:
@@ -316,6 +322,18 @@ class _Reader:
         if bad.any():
             raise InvalidRequest(f"{name}[{int(bad.argmax())}]", NO_SURFACE.format(last))
         return found
+
+    def codes(self, name: str, count: int) -> NDArray[np.int64]:
+        """Content codes, int64 `[count, Q]`; zeros where the tensor is missing, and for a checkpoint that reads none."""
+        levels, values = self.vocabulary.code_levels, self.vocabulary.code_values
+        if name not in self._inputs:
+            return np.zeros((count, levels), np.int64)
+        if not levels:  # any number of levels is checked, and ignored
+            self._sizes["Q"] = min(self._inputs[name].shape[-1:], default=0)
+        found = self.array(name)
+        if (problem := problem_of_codes(found, levels, values)) is not None:
+            raise InvalidRequest(f"{name}[{problem[0]}]", problem[1])
+        return found if levels else np.zeros((count, 0), np.int64)
 
     def by_action(self, name: str, count: int | None = None) -> NDArray[Any]:
         """A tensor whose last axis is all actions of the checkpoint, 0 for those that it does not name; `[count, A]` zeros if missing."""
@@ -451,12 +469,13 @@ def _raw(values: NDArray[Any]) -> bytes:
 def describe(manifest: Manifest) -> dict[str, Any]:
     """Return the protocol's metadata of a model: its tensors, -1 where a size is the request's. `parameters` name the columns."""
     continuous = [output.name for output in manifest.continuous]
-    sizes = {"1": 1, "A": len(manifest.action_names), "Z": len(continuous)}
+    sizes = {"1": 1, "A": len(manifest.action_names), "Z": len(continuous), "Q": manifest.config.code_levels}
 
     def described(specs: Mapping[str, Spec]) -> list[dict[str, Any]]:
         return [
             {"name": name, "datatype": spec.datatype, "shape": [sizes.get(axis, -1) for axis in spec.axes]}
             for name, spec in spoken(specs, manifest.ids).items()
+            if manifest.config.code_levels or "Q" not in spec.axes
         ]
 
     return {

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -22,12 +23,13 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from weights.git_lfs import HEAD_BYTES, pointer_problem
-from weights.tables import LogError
+from weights.tables import LogError, json_error, json_problem
 
 FORMATS = {".parquet": "Parquet", ".csv": "CSV", **dict.fromkeys((".json", ".jsonl", ".ndjson"), "JSON lines")}
 """The format of a file by the end of its name, before that of a compression."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://?")
+LINES_AT_ONCE = 4096
 OURS = b"phoenix_ranker."
 """How the keys of the metadata begin that say something about a table; others say who wrote it."""
 BATCH_ROWS = 65_536
@@ -122,6 +124,9 @@ def open_table(path: Path | str, columns: Mapping[str, pa.DataType], *, in_every
             raise LogError(f"{info.path} has columns that {pieces[0].path} lacks: {', '.join(sorted(late))}")
         if lost := set(pieces[0].schema.names) - set(pieces[-1].schema.names):
             raise LogError(f"{info.path} lacks the columns {', '.join(sorted(lost))}, which {pieces[0].path} has")
+    for name in pieces[0].schema.names:
+        if name != name.strip():
+            raise LogError(f"{pieces[0].path}: the name of the column {name!r} begins or ends with a blank: rename it")
     return Table(pieces[0].schema, pieces, filesystem)
 
 
@@ -215,11 +220,24 @@ def _readable(path: str, kind: str) -> Iterator[None]:
         raise
     except (OSError, EOFError, UnicodeDecodeError, pa.ArrowException) as error:
         kind = "Parquet (a file of JSON lines ends in .jsonl, of CSV in .csv)" if kind == "Parquet" else kind
-        hint = ": write every column in every row" if "unexpected field" in str(error) else ""
         reason = str(error).rpartition("': ")[2]  # pyarrow says first, twice, which file it is
-        if kind == "JSON lines":
-            reason = re.sub(r" in row \d+$", "", reason)  # counted from the start of one of its blocks, not of the file
-        raise LogError(f"{path} cannot be read as {kind}: {reason}{hint}") from error
+        raise LogError(f"{path} cannot be read as {kind}: {reason}") from error
+
+
+def _check_lines(filesystem: pa.fs.FileSystem, path: str, options: pyarrow.json.ParseOptions) -> None:
+    """Raises LogError for the first line of JSON that cannot be read, and repeats no value."""
+    number = 0
+    with _stream(filesystem, path) as opened:
+        text = io.BufferedReader(opened)
+        while lines := list(islice(text, LINES_AT_ONCE)):
+            if json_error(b"".join(lines), options):
+                good, bad = 0, len(lines)  # the first `good` lines can be read, the first `bad` cannot
+                while bad - good > 1:
+                    middle = (good + bad) // 2
+                    is_good = not json_error(b"".join(lines[:middle]), options)
+                    good, bad = (middle, bad) if is_good else (good, middle)
+                raise LogError(f"{path}, line {number + bad}: {json_problem(lines[bad - 1], options)}")
+            number += len(lines)
 
 
 def _stream(filesystem: pa.fs.FileSystem, path: str) -> pa.NativeFile:
@@ -255,7 +273,12 @@ def _json_lines(
         with _stream(filesystem, path) as opened, pyarrow.json.open_json(opened, _json_reading(), strict) as reader:
             yield from reader
 
-    return Piece(path, "JSON lines", first, batches, sum(map(len, batches(None))))
+    try:
+        rows = sum(map(len, batches(None)))
+    except (pa.ArrowException, UnicodeDecodeError):
+        _check_lines(filesystem, path, strict)
+        raise
+    return Piece(path, "JSON lines", first, batches, rows)
 
 
 def _check_first_line(filesystem: pa.fs.FileSystem, path: str, schema: pa.Schema) -> None:
@@ -264,7 +287,7 @@ def _check_first_line(filesystem: pa.fs.FileSystem, path: str, schema: pa.Schema
         fields = msgspec.json.decode(io.TextIOWrapper(opened, encoding="utf-8").readline(), type=dict[str, msgspec.Raw])
     if lost := set(schema.names) - set(fields):
         raise LogError(
-            f"{path}, line 1 lacks the fields {', '.join(sorted(lost))}, which other lines have: write every column in every row"
+            f"{path}, line 1: lacks the fields {', '.join(sorted(lost))}, which other lines have: write every column in every row"
         )
 
 

@@ -19,12 +19,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app import columns, replies, schema
-from app.api.caller import Caller, CallerInfo, CallerRoute, cancelled_with
+from app.api.caller import Caller, CallerInfo, cancelled_with
+from app.api.route import Route
 from app.api.window import Window
 from app.columns import Vocabulary, Wishes
 from app.errors import MalformedJson, Overloaded, ServiceError, TooLarge, told
 from app.interface import Job, Ranked, Ranker, ServedModel
 from app.schema import PROBLEMS, BatchReply, BatchRequest, ContextReply, ContextRequest, RankReply, RankRequest
+from app.shares import Shares
 from app.telemetry.exchange import Exchange
 from model.engine import CacheResult
 from model.inputs import Candidates, Context
@@ -35,7 +37,7 @@ NO_IDS, NO_NUMBERS = np.zeros(0, np.uint64), np.zeros(0, np.int64)
 NO_CANDIDATES = Candidates(NO_IDS, NO_IDS, NO_NUMBERS, NO_NUMBERS)
 RANKED = schema.reply_of(RankReply, "The ranking.") | PROBLEMS
 
-router = APIRouter(tags=["ranking"], route_class=CallerRoute)
+router = APIRouter(tags=["ranking"], route_class=Route)
 
 
 @router.post(
@@ -229,7 +231,7 @@ class Batch:
         if caller.deadline is None:  # one for all requests, from the start
             deadline = state.ranker.clock() + state.settings.deadline.default_seconds
             self._caller = replace(caller, deadline=deadline)
-        self._window = Window(state.settings.batching)
+        self._window = Window(state.ranker, state.settings.batching)
         self._turn = asyncio.Lock()
         self._candidates = 0
         self._names: set[str] = set()
@@ -238,7 +240,7 @@ class Batch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._state.batch_candidates = self._all_candidates() - self._candidates
+        self._state.batches.take(self._caller.key, -self._candidates)
 
     async def results(self, items: Sequence[bytes]) -> list[Result | ServiceError]:
         """Return how each request ended. Raises MalformedJson where one is no JSON, since then the body is none."""
@@ -291,17 +293,14 @@ class Batch:
         self._names.add(wishes.name)
 
     def _take(self, candidates: int) -> None:
-        """Count them. Raises TooLarge or Overloaded where this call, or all calls together, would hold too many."""
+        """Count them. Raises TooLarge or Overloaded where this call, its key, or all calls together would hold too many."""
         if self._candidates + candidates > self._limits.max_batch_candidates:
             raise TooLarge(f"The batch holds more than {self._limits.max_batch_candidates} candidates.")
-        if self._all_candidates() + candidates > self._limits.batch_candidates:
+        batches: Shares = self._state.batches
+        if not batches.has_room(self._caller.key, candidates, self._candidates):
             raise Overloaded("Too many candidates of batches are being ranked.", retry_after_seconds=1.0)
         self._candidates += candidates
-        self._state.batch_candidates = self._all_candidates() + candidates
-
-    def _all_candidates(self) -> int:
-        count: int = getattr(self._state, "batch_candidates", 0)
-        return count
+        batches.take(self._caller.key, candidates)
 
 
 def _failed(error: ServiceError) -> bytes:

@@ -16,16 +16,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app import columns, replies, schema
-from app.api.caller import Caller, CallerInfo, CallerRoute, cancelled_with
+from app.api.caller import Caller, CallerInfo, cancelled_with
 from app.api.rank import JSON, CheckedRequest, admitted, note
+from app.api.route import Route
 from app.columns import Vocabulary, Wishes
-from app.errors import CorpusBehind, CorpusNotLoaded, Draining, EngineDown, InvalidRequest, NotReady, TooLarge
+from app.errors import (
+    CorpusBehind,
+    CorpusNotLoaded,
+    Draining,
+    EngineDown,
+    InvalidRequest,
+    NoCorpus,
+    NotReady,
+    TooLarge,
+)
 from app.interface import Corpus, Found, Job, Ranked, Ranker, ServedCorpus, ServedModel
 from app.replies import Placement
 from app.schema import DEFAULT_K, PROBLEMS, RecommendReply, RecommendRequest, RetrieveReply, RetrieveRequest
 from app.settings import Deadline, Limits
 from model.config import ModelConfig
-from model.inputs import Candidates, Context, Scores, age_bucket, created_within
+from model.inputs import NO_CODES, Candidates, Context, Scores, age_bucket, codes_fitting, created_within
 from model.retrieval.inputs import AT_LEAST, Filters, Query, Retrieved
 from weights.format.manifest import Manifest
 
@@ -34,10 +44,10 @@ AT_LEAST_HEADER, VERSION_HEADER = "X-Corpus-At-Least", "X-Corpus-Version"
 HEADERS = {
     AT_LEAST_HEADER: "A change that the corpus must already have, by its sequence or its position in the feed; otherwise 503."
 }
-NO_CORPUS = PROBLEMS | schema.problems_of(NotReady, Draining, EngineDown, CorpusNotLoaded, CorpusBehind)
+NO_CORPUS = PROBLEMS | schema.problems_of(NoCorpus, NotReady, Draining, EngineDown, CorpusNotLoaded, CorpusBehind)
 NOBODY = "is 0 and the history has no posts, so nothing is known about this user"
 
-router = APIRouter(tags=["retrieval"], route_class=CallerRoute)
+router = APIRouter(tags=["retrieval"], route_class=Route)
 
 
 @router.post(
@@ -77,7 +87,7 @@ async def recommend(request: Request, caller: Caller) -> Response:
     ranker: Ranker = state.ranker
     model, served = ranker.model(), ranker.corpus.served
     if served.manifest.ids != model.manifest.ids:
-        raise CorpusNotLoaded("The posts cannot be ranked: the corpus has ids of another kind than the ranking model.")
+        raise NoCorpus("The posts cannot be ranked: the corpus has ids of another kind than the ranking model.")
     caller = replace(caller, deadline=_deadline(state, caller))  # one for both stages
     with exchange.measured("parse"):
         asked = schema.read(RECOMMEND, caller.body, state.settings.limits, state.vocabularies.of(model.manifest).index)
@@ -142,17 +152,20 @@ def _recommendation(
 
 def _read_alike(ours: Manifest, theirs: Manifest) -> bool:
     """Whether both checkpoints read any user and history the same way."""
-    return (ours.action_names, ours.config.product_surfaces, ours.config.history_length) == (
-        theirs.action_names,
-        theirs.config.product_surfaces,
-        theirs.config.history_length,
-    )
+    return _reading(ours) == _reading(theirs)
+
+
+def _reading(manifest: Manifest) -> tuple[object, ...]:
+    config = manifest.config
+    codes = config.code_levels, config.code_values
+    return manifest.action_names, config.product_surfaces, config.history_length, codes
 
 
 async def _ranked(ranker: Ranker, caller: CallerInfo, job: Job, work: Recommendation) -> tuple[Found, Ranked, Wishes]:
     """Find the posts and rank them, best first."""
     assert caller.deadline is not None
-    found = await ranker.corpus.search(work.served, work.query, caller.deadline, caller.key)
+    await ranker.reserve(job)
+    found = await ranker.corpus.search(work.served, work.query, caller.deadline, caller.key, is_admitted=True)
     _count(caller, found)
     posts, count, stages = found.posts, len(found.posts), caller.exchange.stages
     wishes = replace(work.wishes, top_k=min(work.wishes.top_k or count, count))
@@ -168,7 +181,8 @@ async def _ranked(ranker: Ranker, caller: CallerInfo, job: Job, work: Recommenda
 def _candidates(work: Recommendation, posts: Retrieved) -> Candidates:
     """The posts as the ranking model reads them."""
     ages = age_bucket(work.asked.impression_ts, posts.created_at, work.config)
-    return Candidates(posts.post_ids, posts.author_ids, np.zeros(len(posts), np.int64), ages)
+    codes = codes_fitting(posts.codes, work.config) if posts.codes.size else NO_CODES
+    return Candidates(posts.post_ids, posts.author_ids, np.zeros(len(posts), np.int64), ages, codes=codes)
 
 
 def _nothing(found: Found, work: Recommendation) -> Ranked:
@@ -262,6 +276,7 @@ def _reply(asked: RetrieveRequest, found: Found, served: ServedCorpus, timings_m
     ids, authors = zip(*posts.texts, strict=True) if posts.texts else (posts.post_ids, posts.author_ids)
     rows = b""
     if len(posts):
+        codes = orjson.dumps(posts.codes, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1] if posts.codes.any() else b""
         woven = replies.weave(
             [
                 (b'{"post_id":"', replies.column(ids)),
@@ -270,6 +285,7 @@ def _reply(asked: RetrieveRequest, found: Found, served: ServedCorpus, timings_m
                 (b',"rank":', replies.column(np.arange(1, len(posts) + 1))),
                 (b',"created_at":', replies.column(posts.created_at)),
                 (b',"topics":', [topics[topic] for topic in posts.topics]),
+                *([(b',"codes":[', [b"%b]" % row for row in codes[1:-1].split(b"],[")])] if codes else []),
             ],
             end=b"},",
         )

@@ -235,6 +235,7 @@ class RetrievedPost(Strict):
     rank: Annotated[int, about("1 is best; equal scores keep the order of the corpus.")]
     created_at: Annotated[int, about("Unix seconds; 0 if unknown.")]
     topics: Annotated[list[str], about("The post's topic, if it has one.")]
+    codes: Annotated[list[int] | UnsetType, about("Its content codes; left out if none of the posts has any.")] = UNSET
 
 
 class RetrieveTimings(Strict):

@@ -14,6 +14,7 @@ from app.schema.fields import (
     REQUEST_ID_RULE,
     ActionsTaken,
     AuthorId,
+    ContentCodes,
     Count,
     CreatedAt,
     Dwell,
@@ -46,6 +47,7 @@ class Post(Strict, gc=False):
     post_id: PostId
     author_id: AuthorId
     product_surface: Surface = 0
+    codes: ContentCodes | UnsetType = UNSET
 
 
 class HistoryItem(Post, gc=False):
@@ -70,6 +72,7 @@ class HistoryColumns(Strict):
     post_id: Annotated[list[PostId], _EACH]
     author_id: Annotated[list[AuthorId], _EACH]
     product_surface: Annotated[list[Surface] | UnsetType, _EACH] = UNSET
+    codes: Annotated[list[ContentCodes] | UnsetType, _EACH] = UNSET
     actions: Annotated[list[ActionsTaken] | UnsetType, _EACH] = UNSET
     dwell_time: Annotated[list[Dwell] | UnsetType, _EACH] = UNSET
 
@@ -80,6 +83,7 @@ class CandidateColumns(Strict):
     post_id: Annotated[list[PostId], _EACH]
     author_id: Annotated[list[AuthorId], _EACH]
     product_surface: Annotated[list[Surface] | UnsetType, _EACH] = UNSET
+    codes: Annotated[list[ContentCodes] | UnsetType, _EACH] = UNSET
     created_at: Annotated[list[CreatedAt] | UnsetType, _EACH] = UNSET
 
 
@@ -311,6 +315,7 @@ class PostUpsert(Strict):
     author_id: AuthorId
     created_at: CreatedAt = 0
     topic: Annotated[str, Meta(min_length=1, max_length=100)] | UnsetType = UNSET
+    codes: ContentCodes | UnsetType = UNSET
 
 
 class PostsChange(Request, kw_only=True):

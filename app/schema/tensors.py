@@ -26,7 +26,7 @@ from app.schema.requests import Request
 from model.exploration import MAX_TEMPERATURE, MIN_TEMPERATURE
 from weights.values import time_problem
 
-MOST_INPUTS = 22
+MOST_INPUTS = 26
 """Twice as many as there are, so that the error for an unknown tensor can say which one it is."""
 MOST_OUTPUTS = 10
 

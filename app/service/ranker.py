@@ -253,6 +253,11 @@ class LocalRanker:
 
     # ranking
 
+    async def reserve(self, job: Job) -> None:
+        """Do nothing: entering `admit` has given the job its place. Raises ValueError for a job without one."""
+        assert isinstance(job, RankJob)
+        self.places.scheduler(job)
+
     async def rank(self, job: Job, context: Context | str, candidates: Candidates) -> Ranked:
         """Score the candidates, in their order, for a context or one that is known by this handle. Frees the place of the job.
 
@@ -270,7 +275,7 @@ class LocalRanker:
         ranked: Ranked = await self.places.compute(job)
         return msgspec.structs.replace(ranked, context=context) if by_handle else ranked
 
-    async def context(self, model: ServedModel, handle: str, key: str | None) -> Context:
+    async def context(self, model: ServedModel, handle: str, key: str | None, deadline: float) -> Context:
         """Return the context that this handle names for this API key. Raises ContextUnknown, or NotReady if `model` is gone."""
         return self.contexts.of(self._scheduler(model), handle, key)
 

@@ -154,7 +154,7 @@ def post_vectors(log: Log, seed: int = 1) -> tuple[NDArray[np.uint64], Floats]:
     from sklearn.decomposition import TruncatedSVD
     from sklearn.preprocessing import normalize
 
-    engaged = np.flatnonzero(log.actions.any(1))
+    engaged = np.flatnonzero(log.actions.any(1) & (log.user_id != 0))
     users, of_user = np.unique(log.user_id[engaged], return_inverse=True)
     posts, of_post = np.unique(log.post_id[engaged], return_inverse=True)
     matrix = csr_matrix((np.ones(len(engaged), np.float32), (of_user, of_post)), (len(users), len(posts)))

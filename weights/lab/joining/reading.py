@@ -44,7 +44,7 @@ CREATE TABLE rankings (
 );
 CREATE TABLE candidates (
     ranking BIGINT, place BIGINT, post_id UBIGINT, author_id UBIGINT, product_surface BIGINT, created_at BIGINT, position BIGINT,
-    propensity DOUBLE
+    propensity DOUBLE, codes BIGINT[]
 );
 CREATE TABLE events (
     request_id VARCHAR, post_id UBIGINT, action VARCHAR, event_ts BIGINT, value DOUBLE
@@ -59,12 +59,14 @@ FROM read_parquet($path, file_row_number = true)
 """
 READ_CANDIDATES = """
 INSERT INTO candidates
-SELECT ranking, place, post_id, author_id, product_surface, CASE WHEN age_bucket = 0 THEN 0 ELSE created_at END, position, propensity
+SELECT ranking, place, post_id, author_id, product_surface, CASE WHEN age_bucket = 0 THEN 0 ELSE created_at END, position,
+    propensity, all_codes[place * levels + 1 : (place + 1) * levels]
 FROM (
     SELECT $first + file_row_number AS ranking, unnest(range(len(scores))) AS place,
         unnest(candidates.post_ids) AS post_id, unnest(candidates.author_ids) AS author_id,
         unnest(candidates.surfaces) AS product_surface, unnest(candidates.age_buckets) AS age_bucket,
-        unnest(created_at) AS created_at, unnest(ranks) AS position, unnest(propensities) AS propensity
+        unnest(created_at) AS created_at, unnest(ranks) AS position, unnest(propensities) AS propensity,
+        {codes} AS all_codes, len({codes}) // greatest(len(scores), 1) AS levels
     FROM read_parquet($path, file_row_number = true)
 )
 """
@@ -97,6 +99,7 @@ def read_parts(
                 columns = ["action_names", "model_name", "model_version", "model_digest"]
                 first = next(part.iter_batches(1, columns=columns), None)
                 rows = part.metadata.num_rows
+                has_codes = part.schema_arrow.field("candidates").type.get_field_index("codes") >= 0
         except pa.ArrowException:
             counts.cut_parts.append(str(path))
             continue
@@ -124,7 +127,8 @@ def read_parts(
         try:
             values = {"path": str(path), "first": counts.rankings - rows}
             database.execute(READ_RANKINGS, values | {"part": len(read)})
-            database.execute(READ_CANDIDATES, values)
+            codes = "candidates.codes" if has_codes else "CAST([] AS BIGINT[])"
+            database.execute(READ_CANDIDATES.format(codes=codes), values)
         except duckdb.Error as error:
             raise LogError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
         read.append(path)
@@ -170,7 +174,7 @@ def _checked_events(table: pa.Table, source: Table, ids: IdKind, place: Place) -
     times = table.column("event_ts")
     if pa.types.is_floating(times.type) and not times.null_count:
         table = table.set_column(table.column_names.index("event_ts"), "event_ts", pc.floor(times))
-    event_ts: NDArray[np.int64] = column_of(table, "event_ts", pa.int64(), where, place=place)
+    event_ts: NDArray[np.int64] = column_of(table, "event_ts", pa.int64(), place)
     problem: Problem | None = problem_of_times(event_ts)
     if problem:
         raise LogError(f"{place(problem[0])}: event_ts {problem[1]}")
@@ -196,7 +200,7 @@ def _post_ids(table: pa.Table, where: str, ids: IdKind, place: Place) -> NDArray
     if not pa.types.is_string(column.type):
         if ids == "text":
             raise LogError(f"{where}: column post_id holds {column.type}, not texts, which its ids are")
-        found: NDArray[np.uint64] = column_of(table, "post_id", pa.uint64(), where, place=place)
+        found: NDArray[np.uint64] = column_of(table, "post_id", pa.uint64(), place)
         return found
     coded = column.combine_chunks().fill_null("").dictionary_encode()
     texts, places = coded.dictionary.to_pylist(), coded.indices.to_numpy()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from weights.lab.joining.reading import Progress, number_of
 from weights.lab.training.contexts import CONTEXTS, IMPRESSIONS, LISTS
-from weights.lab.training.log import ACTION_PREFIX, HASHES, IDS_KEY
+from weights.lab.training.log import ACTION_PREFIX, CODES, HASHES, IDS_KEY
 from weights.text_ids import IdKind, text_ids
 
 PART_ROWS = 1_000_000
@@ -26,7 +26,7 @@ CONTEXT_ROWS = 256
 JOIN_ROWS = """
 CREATE TABLE rows AS
 SELECT ranking, place, request_id, served_us, log_ts, user_id, context_id, post_id, author_id, product_surface, created_at, position,
-    propensity, labels.* EXCLUDE (ranking, place)
+    propensity, codes, labels.* EXCLUDE (ranking, place)
 FROM shown JOIN rankings USING (ranking) LEFT JOIN labels USING (ranking, place)
 """
 SORTED_ROWS = "SELECT * FROM rows ORDER BY log_ts, ranking, place"
@@ -90,14 +90,22 @@ def write_impressions(
     metadata = {IDS_KEY: HASHES} if ids == "text" else None
     rows = number_of(database, "SELECT count(*) FROM shown")
     database.execute(JOIN_ROWS)
+    has_codes = code_levels(database) > 0
     with Parts(out / IMPRESSIONS) as parts:
         for batch in database.sql(SORTED_ROWS).to_arrow_reader(BATCH_ROWS):
-            parts.write(_impressions(batch, names, np.array(observed, bool)).replace_schema_metadata(metadata))
+            parts.write(
+                _impressions(batch, names, np.array(observed, bool), has_codes).replace_schema_metadata(metadata)
+            )
             progress("Writing impressions", parts.rows, rows)
     return parts.rows
 
 
-def _impressions(batch: pa.RecordBatch, names: Sequence[str], observed: NDArray[np.bool_]) -> pa.Table:
+def code_levels(database: duckdb.DuckDBPyConnection) -> int:
+    """How many levels of content codes the candidates have."""
+    return number_of(database, "SELECT coalesce(max(len(codes)), 0) FROM candidates")
+
+
+def _impressions(batch: pa.RecordBatch, names: Sequence[str], observed: NDArray[np.bool_], has_codes: bool) -> pa.Table:
     words = [
         pc.fill_null(batch.column(f"taken_{word}"), 0).to_numpy(zero_copy_only=False)
         for word in range(-(-len(names) // 64))
@@ -113,6 +121,8 @@ def _impressions(batch: pa.RecordBatch, names: Sequence[str], observed: NDArray[
         "propensity": batch.column("propensity").fill_null(0),
         "context_id": _numbers(batch.column("context_id")),
     }
+    if has_codes:
+        columns[CODES] = batch.column("codes")
     for place, name in enumerate(names):
         mask = None if observed[place] else ~flags[:, place]
         columns[ACTION_PREFIX + name] = pa.array(flags[:, place], pa.bool_(), mask=mask)
@@ -129,9 +139,10 @@ def write_contexts(
     database: duckdb.DuckDBPyConnection, out: Path, parts: Sequence[Path], names: Sequence[str], progress: Progress
 ) -> int:
     """Write the context of each ranking of the table `shown`, once. `parts`: the files by their numbers. Return how many."""
+    has_codes = code_levels(database) > 0
     with Parts(out / CONTEXTS, PART_ROWS // 10) as written:
         for done, (part, places) in enumerate(_places(database)):
-            for table in _contexts(parts[part], places, names):
+            for table in _contexts(parts[part], places, names, has_codes):
                 written.write(table)
             progress("Writing contexts", done, len(parts))
     return written.rows
@@ -152,18 +163,18 @@ def _places(database: duckdb.DuckDBPyConnection) -> Iterator[tuple[int, NDArray[
         yield part, np.concatenate(places)
 
 
-def _contexts(path: Path, places: NDArray[np.int64], names: Sequence[str]) -> Iterator[pa.Table]:
+def _contexts(path: Path, places: NDArray[np.int64], names: Sequence[str], has_codes: bool) -> Iterator[pa.Table]:
     """The contexts in these rows of a part, in pieces."""
     before = 0
     with pq.ParquetFile(path) as part:
         for batch in part.iter_batches(CONTEXT_ROWS, columns=["context_id", "history"]):
             first, last = np.searchsorted(places, (before, before + len(batch)))
             if last > first:
-                yield _table(batch.take(pa.array(places[first:last] - before)), names)
+                yield _table(batch.take(pa.array(places[first:last] - before)), names, has_codes)
             before += len(batch)
 
 
-def _table(batch: pa.RecordBatch, names: Sequence[str]) -> pa.Table:
+def _table(batch: pa.RecordBatch, names: Sequence[str], has_codes: bool) -> pa.Table:
     history = batch.column("history")
     events = {
         name: pc.struct_field(history, name)
@@ -180,4 +191,15 @@ def _table(batch: pa.RecordBatch, names: Sequence[str]) -> pa.Table:
     actions = events["actions"].flatten().to_numpy().reshape(-1, len(names))
     for place, name in enumerate(names):
         columns[ACTION_PREFIX + name] = lists(np.ascontiguousarray(actions[:, place]), pa.float32())
+    if has_codes:
+        columns[CODES] = pa.ListArray.from_arrays(pa.array(offsets), _codes(history, len(actions)))
     return pa.table(columns)
+
+
+def _codes(history: pa.StructArray, events: int) -> pa.ListArray:
+    """The content codes of each of these events, a list for each; empty where the part has none."""
+    if history.type.get_field_index("codes") < 0:
+        return pa.array([[]] * events, pa.list_(pa.int64()))
+    codes = pc.struct_field(history, "codes").flatten()
+    levels = len(codes) // events if events else 0
+    return pa.ListArray.from_arrays(pa.array(np.arange(events + 1, dtype=np.int32) * levels), codes)

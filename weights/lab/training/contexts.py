@@ -17,11 +17,12 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from model.bounds import LARGEST
-from model.inputs import Context
+from model.config import ModelConfig
+from model.inputs import Context, codes_fitting
 from weights.lab.training.columns import Columns, Growing, InMemory
 from weights.table_files import Table, filesystem_of, open_table, place_of, tables_of
-from weights.tables import Check, LogError, Place, column_of
-from weights.values import Problem, problem_of_actions, problem_of_dwells, problem_of_surfaces
+from weights.tables import Check, LogError, Place, column_of, rows_of_lists
+from weights.values import Problem, problem_of_actions, problem_of_codes, problem_of_dwells, problem_of_surfaces
 
 IMPRESSIONS, CONTEXTS = "impressions", "contexts"
 """The directories of a log that has contexts as served."""
@@ -38,6 +39,8 @@ CHECKS: dict[str, Check] = {
     "product_surfaces": partial(problem_of_surfaces, surfaces=LARGEST["product_surfaces"]),
     "dwell_seconds": problem_of_dwells,
 }
+CODES = "codes"
+"""An optional column: a list of content codes for each event."""
 PIECE_CONTEXTS = 2_000
 
 
@@ -46,7 +49,7 @@ class ServedContexts:
     """K histories with E events together. `ids` uint64 `[K]`, sorted; the events of history k are `starts[k] … stops[k] - 1`, int64 `[K]`.
 
     `post_ids`, `author_ids` uint64, `product_surfaces` int64, `dwell_seconds` float32 `[E]`; `actions` float32 `[E, A]`, the values of the
-    actions in the order of the log's.
+    actions in the order of the log's. `codes` int64 `[E, q]`, the content codes, 0 for none.
     """
 
     ids: NDArray[np.uint64]
@@ -57,6 +60,7 @@ class ServedContexts:
     product_surfaces: NDArray[np.int64]
     dwell_seconds: NDArray[np.float32]
     actions: NDArray[np.float32]
+    codes: NDArray[np.int64]
     order: Sequence[int] | None = None
     """The places in `actions` of a checkpoint's actions; None: all, as they are."""
 
@@ -68,10 +72,10 @@ class ServedContexts:
         place = np.minimum(np.searchsorted(self.ids, context_ids), max(len(self) - 1, 0))
         return np.where(context_ids == 0, -1, place)
 
-    def context(self, place: int, user_id: int, length: int, is_kept: bool = True) -> Context:
-        """History `place` of a user, at most its newest `length` events."""
+    def context(self, place: int, user_id: int, config: ModelConfig, is_kept: bool = True) -> Context:
+        """History `place` of a user, at most as many of its newest events as the model reads, with codes that the model has."""
         first, stop = int(self.starts[place]), int(self.stops[place])
-        kept = slice(max(first, stop - length), stop)
+        kept = slice(max(first, stop - config.history_length), stop)
         actions = self.actions[kept] if self.order is None else self.actions[kept][:, self.order]
         return Context(
             user_id,
@@ -81,6 +85,7 @@ class ServedContexts:
             self.product_surfaces[kept],
             self.dwell_seconds[kept],
             is_kept,
+            codes=codes_fitting(self.codes[kept], config),
         )
 
     def with_actions(self, order: Sequence[int]) -> ServedContexts:
@@ -114,10 +119,10 @@ def read_contexts(source: Table, action_names: tuple[str, ...]) -> ServedContext
 
 def append_contexts(source: Table, action_names: tuple[str, ...], growing: Growing) -> None:
     """Check contexts and append their columns: `ids`, `lengths`, and those of the events. Raises LogError, which names the row."""
-    wish = {"context_id", *LISTS, *(ACTION_PREFIX + name for name in action_names)}
-    if missing := sorted(wish - set(source.schema.names)):
+    needed = {"context_id", *LISTS, *(ACTION_PREFIX + name for name in action_names)}
+    if missing := sorted(needed - set(source.schema.names)):
         raise LogError(f"{source.files[0]} lacks the column {missing[0]}, which contexts as served have")
-    if further := sorted(set(source.schema.names) - wish):
+    if further := sorted(set(source.schema.names) - needed - {CODES}):
         raise LogError(f"{source.files[0]} has the column {further[0]}, which the impressions do not have")
     empty: Columns = {name: np.zeros(0, kind.to_pandas_dtype()) for name, kind in LISTS.items()}
     growing.append(
@@ -125,10 +130,29 @@ def append_contexts(source: Table, action_names: tuple[str, ...], growing: Growi
         | empty
         | {"actions": np.zeros((0, len(action_names)), np.float32)}
     )
-    before = 0
+    before, levels = 0, 0
+    if CODES in source.schema.names:
+        pieces = tables_of(source, PIECE_CONTEXTS, [CODES])
+        levels = max((_codes(table, source.files[0]).shape[1] for table in pieces), default=0)
     for table in tables_of(source, PIECE_CONTEXTS):
-        growing.append(_checked(table, source, before, action_names))
+        columns = _checked(table, source, before, action_names)
+        events = len(columns["post_ids"])
+        codes = _codes(table, source.files[0], levels) if levels else np.zeros((events, 0), np.int64)
+        if len(codes) != events:
+            raise LogError(f"{place_of(source, before)} or below: {CODES} is not as long as {next(iter(LISTS))}")
+        growing.append(columns | {CODES: codes})
         before += len(table)
+
+
+def _codes(table: pa.Table, where: str, levels: int = 0) -> NDArray[np.int64]:
+    """The content codes of the events, one history after the other, int64 `[e, q]`, q at least `levels`. Raises LogError."""
+    column = table.column(CODES).combine_chunks()
+    if not pa.types.is_list(column.type):
+        raise LogError(f"{where}: {CODES} must be a list of lists of integers")
+    codes = rows_of_lists(pa.table({CODES: column.flatten()}), CODES, where, levels)
+    if problem := problem_of_codes(codes):
+        raise LogError(f"{where}: {CODES} {problem[1]}")
+    return codes
 
 
 def served_contexts(columns: Columns) -> ServedContexts:
@@ -138,17 +162,17 @@ def served_contexts(columns: Columns) -> ServedContexts:
     if (same := ids[order][1:] == ids[order][:-1]).any():
         raise LogError(f"{CONTEXTS}: two contexts have the context_id {ids[order][int(same.argmax())]}")
     events: dict[str, Any] = {name: columns[name] for name in (*LISTS, "actions")}
+    events[CODES] = columns.get(CODES, np.zeros((len(events["actions"]), 0), np.int64))
     return ServedContexts(ids[order], (stops - columns["lengths"])[order], stops[order], **events)
 
 
 def _checked(table: pa.Table, source: Table, before: int, action_names: tuple[str, ...]) -> Columns:
     """The columns of a piece that begins behind `before` contexts. Raises LogError."""
-    where = source.files[0]
 
     def place(row: int) -> str:
         return place_of(source, before + row)
 
-    ids: NDArray[np.uint64] = column_of(table, "context_id", pa.uint64(), where, place=place)
+    ids: NDArray[np.uint64] = column_of(table, "context_id", pa.uint64(), place)
     if (ids == 0).any():
         raise LogError(f"{place(int((ids == 0).argmax()))}: context_id must not be 0")
     lengths: NDArray[np.int64] | None = None

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from model.inputs import Ids
+from model.inputs import Candidates, Context
 from weights.format.manifest import Manifest
 from weights.format.writer import write_whole
 from weights.lab.training.examples import Examples
@@ -53,24 +52,23 @@ def request_body(examples: Examples, index: int) -> dict[str, Any]:
     """Request `index` of the log as the body of `POST /rank`: lists of objects, ids as text."""
     log, shown, config, context = examples.log, examples.rows(index), examples.config, examples.context(index)
 
-    def posts(post_ids: Ids, author_ids: Ids, surfaces: NDArray[np.int64]) -> list[dict[str, Any]]:
-        columns = log.written(post_ids), log.written(author_ids), surfaces.tolist()
+    def posts(of: Context | Candidates) -> list[dict[str, Any]]:
+        columns = log.written(of.post_ids), log.written(of.author_ids), of.surfaces.tolist(), of.codes.tolist()
         return [
             {"post_id": post, "author_id": author, "product_surface": surface}
-            for post, author, surface in zip(*columns, strict=True)
+            | ({"codes": codes} if any(codes) else {})
+            for post, author, surface, codes in zip(*columns, strict=True)
         ]
 
     history = [
         post
         | {"actions": [log.action_names[place] for place in np.flatnonzero(context.actions[event])]}
         | ({"dwell_time": round(float(context.dwell_seconds[event]), 1)} if config.has_dwell else {})
-        for event, post in enumerate(posts(context.post_ids, context.author_ids, context.surfaces))
+        for event, post in enumerate(posts(context))
     ]
     candidates = [
         post | {"created_at": int(log.created_at[row])}
-        for row, post in zip(
-            shown.tolist(), posts(log.post_id[shown], log.author_id[shown], log.product_surface[shown]), strict=True
-        )
+        for row, post in zip(shown.tolist(), posts(examples.candidates(shown)), strict=True)
     ]
     user = log.ids("user_id", shown[:1])[0]
     return {"user_id": user, "history": history, "candidates": candidates, "impression_ts": int(examples.times[index])}

@@ -16,6 +16,7 @@ from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, age_bucket
 from weights.lab.training.log import Log
 from weights.tables import LogError
+from weights.values import codes_rule
 
 Request = tuple[Context, Candidates]
 GROUPED_AT_ONCE = 1_000_000
@@ -108,6 +109,7 @@ class Examples:
             raise LogError(f"the log has {log.actions.shape[1]} actions, the architecture {config.actions}")
         if (surface := int(log.product_surface.max())) >= config.product_surfaces:
             raise LogError(f"product_surface must be below {config.product_surfaces}, got {surface}")
+        _check_codes(log, config)
         self.log = log
         self.config = config
         self.starts = np.flatnonzero(np.concatenate(([True], log.request_id[1:] != log.request_id[:-1])))
@@ -143,7 +145,7 @@ class Examples:
         """The user and the newest `history_length` events before request `index`."""
         log, user = self.log, int(self.users[index])
         if log.contexts is not None and (place := int(self.served[index])) >= 0:
-            return log.contexts.context(place, user, self.config.history_length, is_kept)
+            return log.contexts.context(place, user, self.config, is_kept)
         rows = self.event_rows[int(self.oldest[index]) : int(self.last[index])]
         return Context(
             user,
@@ -153,6 +155,7 @@ class Examples:
             log.product_surface[rows],
             log.dwell_seconds[rows],
             is_kept,
+            codes=_codes_as_read(log.codes[rows], self.config),
         )
 
     def rows(self, index: int) -> NDArray[np.int64]:
@@ -163,7 +166,8 @@ class Examples:
         """The posts shown in the given rows of the log."""
         log = self.log
         ages = age_bucket(log.impression_ts[rows], log.created_at[rows], self.config)
-        return Candidates(log.post_id[rows], log.author_id[rows], log.product_surface[rows], ages)
+        columns = log.post_id[rows], log.author_id[rows], log.product_surface[rows], ages
+        return Candidates(*columns, codes=_codes_as_read(log.codes[rows], self.config))
 
     def labels(self, rows: Sequence[NDArray[np.int64]]) -> Labels:
         """The labels of the given rows, one list per request, padded to the longest."""
@@ -230,6 +234,21 @@ class Examples:
             seen.append(before)
         labels, slots = self.labels(shown), max(map(len, shown))
         return collate(requests, self.config), torch.from_numpy(np.stack([pad(each, slots) for each in seen])), labels
+
+
+def _check_codes(log: Log, config: ModelConfig) -> None:
+    """Raises LogError for content codes that the model does not have. A model without codes reads none."""
+    levels, values = config.code_levels, config.code_values
+    if levels and ((log.codes[:, :levels] > values).any() or log.codes[:, levels:].any()):
+        raise LogError(f"the content codes of the log do not fit the architecture: codes {codes_rule(levels, values)}")
+
+
+def _codes_as_read(codes: NDArray[np.int64], config: ModelConfig) -> NDArray[np.int64]:
+    """The content codes of some rows as the model reads them, int64 `[n, Q]`; levels that the log lacks have code 0."""
+    read = np.zeros((len(codes), config.code_levels), np.int64)
+    levels = min(codes.shape[1], config.code_levels)
+    read[:, :levels] = codes[:, :levels]
+    return read
 
 
 def histories(

@@ -6,7 +6,7 @@ A log of at most IN_MEMORY_ROWS impressions is read into memory. A larger one is
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from model.bounds import LARGEST
+from model.inputs import NO_CODES
 from weights.lab.training.contexts import IMPRESSIONS, ServedContexts, open_contexts, read_contexts
 from weights.lab.training.texts import Texts
 from weights.table_files import Table, filesystem_of, open_table, place_of
@@ -32,11 +33,13 @@ from weights.tables import (
     column_of,
     flags_of,
     hashed,
+    rows_of_lists,
     texts_of,
 )
 from weights.text_ids import IdKind
 from weights.values import (
     action_name_problem,
+    problem_of_codes,
     problem_of_positions,
     problem_of_propensities,
     problem_of_surfaces,
@@ -54,6 +57,8 @@ COLUMNS = {
     "created_at": pa.int64(),
     "dwell_seconds": pa.float32(),
 }
+CODES = "codes"
+"""An optional column: a list of content codes for each impression."""
 OPTIONAL_COLUMNS = {
     "position": pa.int64(),
     "propensity": pa.float64(),
@@ -88,6 +93,8 @@ class Log:
     None, or: `position` int64, 1 is the first place, 0 unknown. `propensity` float64, how probable it was that the post got its place,
     0 unknown. `weight` float32, how often the row counts in training. `context_id` uint64: the context that the model read for the
     row's request, in `contexts`; 0 where the log has none and the history is reconstructed from its rows.
+
+    `codes`: the content codes of the posts, int64 `[n, q]`, 0 for none; `[n, 0]` if the log has none.
     """
 
     request_id: NDArray[np.uint64]
@@ -107,13 +114,18 @@ class Log:
     weight: NDArray[np.float32] | None = None
     context_id: NDArray[np.uint64] | None = None
     contexts: ServedContexts | None = None
+    codes: NDArray[np.int64] = field(default_factory=lambda: NO_CODES)
+
+    def __post_init__(self) -> None:
+        if self.codes is NO_CODES:
+            object.__setattr__(self, "codes", np.zeros((len(self.request_id), 0), np.int64))
 
     def __len__(self) -> int:
         return len(self.request_id)
 
     def take(self, rows: NDArray[np.int64] | NDArray[np.bool_] | slice) -> Log:
         """These rows, in this order; with a slice, as views."""
-        columns = {name: getattr(self, name)[rows] for name in (*COLUMNS, "actions")}
+        columns = {name: getattr(self, name)[rows] for name in (*COLUMNS, "actions", CODES)}
         optional = {name: getattr(self, name) for name in (*OPTIONAL_COLUMNS, "unknown")}
         columns |= {name: values[rows] for name, values in optional.items() if values is not None}
         return replace(self, **columns)
@@ -172,6 +184,8 @@ def write_log(path: Path, log: Log) -> None:
     for name, kind in OPTIONAL_COLUMNS.items():
         if getattr(log, name) is not None:
             arrays[name] = pa.array(getattr(log, name), kind)
+    if log.codes.shape[1]:
+        arrays[CODES] = pa.array(log.codes.tolist(), pa.list_(pa.int32()))
     for index, name in enumerate(log.action_names):
         mask = None if log.unknown is None else log.unknown[:, index]
         arrays[ACTION_PREFIX + name] = pa.array(log.actions[:, index], mask=mask)
@@ -249,9 +263,10 @@ def log_of(
 
 
 def checked_columns(
-    table: pa.Table, where: str, ids: IdKind, surfaces: int, place: Place
+    table: pa.Table, where: str, ids: IdKind, surfaces: int, place: Place, code_levels: int = 0
 ) -> tuple[dict[str, Any], Texts | None]:
     """The columns of some rows of a log by the names of the fields of `Log`, in the table's order, and the texts of their ids.
+    `code_levels`: how many levels the content codes have at least.
 
     Raises LogError.
     """
@@ -260,15 +275,18 @@ def checked_columns(
     if "user_id" in table.column_names:
         table = _with_nobody(table, ids)
     optional = {name: kind for name, kind in OPTIONAL_COLUMNS.items() if name in table.column_names}
-    coded = {name: texts_of(table, name, where, place) for name in ID_COLUMNS} if ids == "text" else {}
+    coded = {name: texts_of(table, name, place) for name in ID_COLUMNS} if ids == "text" else {}
     columns: dict[str, Any] = {
-        name: hashed(coded[name]) if name in coded else column_of(table, name, kind, where, place=place)
+        name: hashed(coded[name]) if name in coded else column_of(table, name, kind, place)
         for name, kind in (COLUMNS | optional).items()
     }
     if ids == "text":
         columns["user_id"] = np.where(columns["user_id"] == NOBODY_ID, np.uint64(0), columns["user_id"])
-    flags = [flags_of(table, ACTION_PREFIX + name, where, place) for name in names]
+    flags = [flags_of(table, ACTION_PREFIX + name, place) for name in names]
     columns["actions"], columns["unknown"] = (np.stack([pair[side] for pair in flags], 1) for side in (0, 1))
+    columns[CODES] = NO_CODES
+    if CODES in table.column_names:
+        columns[CODES] = rows_of_lists(table, CODES, place, code_levels)
     check_values(columns, place, log_checks(surfaces))
     return columns, Texts.of_columns(coded.values(), where) if coded else None
 
@@ -297,7 +315,8 @@ def kind_of(schema: pa.Schema, ids: IdKind) -> IdKind:
 
 def log_checks(surfaces: int) -> dict[str, Check]:
     """How the values of a log's columns are checked, by name, for a model that knows so many product surfaces."""
-    checks = CHECKS | OPTIONAL_CHECKS | {"product_surface": partial(problem_of_surfaces, surfaces=surfaces)}
+    checks = CHECKS | OPTIONAL_CHECKS | {CODES: problem_of_codes}
+    checks["product_surface"] = partial(problem_of_surfaces, surfaces=surfaces)
     return {name: check for name, check in checks.items() if name != "user_id"}  # 0 is nobody
 
 
@@ -310,7 +329,7 @@ def action_names(schema: pa.Schema, where: str) -> tuple[str, ...]:
     for name in actions:
         if problem := action_name_problem(name):
             raise LogError(f"{where}: the action name {name[:64]!r} {problem}")
-    unknown = set(schema.names) - set(COLUMNS) - set(OPTIONAL_COLUMNS) - {ACTION_PREFIX + name for name in actions}
+    unknown = set(schema.names) - {*COLUMNS, *OPTIONAL_COLUMNS, CODES} - {ACTION_PREFIX + name for name in actions}
     if unknown:
         raise LogError(f"{where} has unknown columns: {', '.join(sorted(unknown))}")
     return actions

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from weights.format.writer import written_beside
 from weights.lab.training.columns import Columns, InFiles, mapped_columns
 from weights.lab.training.contexts import ServedContexts, append_contexts, served_contexts
-from weights.lab.training.log import Log, Progress, action_names, check_requests, checked_columns
+from weights.lab.training.log import CODES, Log, Progress, action_names, check_requests, checked_columns
 from weights.lab.training.texts import Texts
 from weights.table_files import Table, check_unchanged, files_of, place_of, tables_of
-from weights.tables import LogError
+from weights.tables import LogError, rows_of_lists
 from weights.text_ids import IdKind
 
 FORMAT = 1
@@ -123,13 +123,22 @@ def _pieces(
     source: Table, where: str, ids: IdKind, surfaces: int, rows: int, progress: Progress
 ) -> Iterator[tuple[Columns, Texts | None]]:
     """The checked columns of the log, piece by piece, each with the number of its row in the log."""
-    done = 0
+    done, levels = 0, _code_levels(source)
     for table in tables_of(source, PIECE_ROWS):
-        columns, texts = checked_columns(table, where, ids, surfaces, partial(_place, source, done))
+        columns, texts = checked_columns(table, where, ids, surfaces, partial(_place, source, done), levels)
         columns["row"] = np.arange(done, done + len(table))
         done += len(table)
         progress("Reading the log", done, rows)
         yield columns, texts
+
+
+def _code_levels(source: Table) -> int:
+    """How many levels of content codes some row of the log has. Raises LogError."""
+    if CODES not in source.schema.names:
+        return 0
+    return max(
+        rows_of_lists(table, CODES, source.files[0]).shape[1] for table in tables_of(source, PIECE_ROWS, [CODES])
+    )
 
 
 def _place(source: Table, before: int, row: int) -> str:
@@ -138,7 +147,8 @@ def _place(source: Table, before: int, row: int) -> str:
 
 def _packed(columns: dict[str, Any]) -> dict[str, NDArray[Any]]:
     """The columns with 64 actions in an integer: DuckDB sorts three of them faster than nineteen flags."""
-    packed = {name: values for name, values in columns.items() if name not in FLAGS}
+    packed = {name: values for name, values in columns.items() if name not in (*FLAGS, CODES)}
+    packed |= {f"{CODES}.{level}": columns[CODES][:, level] for level in range(columns[CODES].shape[1])}
     for name in FLAGS:
         bits = np.packbits(columns[name], 1)
         words = np.zeros((len(bits), -(-bits.shape[1] // 8) * 8), np.uint8)
@@ -151,8 +161,10 @@ def _unpacked(batch: pa.RecordBatch, actions: int) -> Columns:
     """The columns of `_packed` as they were before."""
     columns: Columns = {}
     for name in batch.schema.names:
-        if not name.startswith(tuple(f"{flags}." for flags in FLAGS)):
+        if not name.startswith(tuple(f"{several}." for several in (*FLAGS, CODES))):
             columns[name] = batch.column(name).to_numpy(zero_copy_only=False)
+    if levels := [name for name in batch.schema.names if name.startswith(f"{CODES}.")]:
+        columns[CODES] = np.stack([batch.column(name).to_numpy(zero_copy_only=False) for name in levels], 1)
     for flags in FLAGS:
         names = [name for name in batch.schema.names if name.startswith(f"{flags}.")]
         words = np.stack([batch.column(name).to_numpy(zero_copy_only=False) for name in names], 1)
