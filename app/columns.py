@@ -57,7 +57,7 @@ class Vocabulary:
     `index`: action names, and decimal strings, to columns. `ids`: what callers name users, posts and authors by. `weights`: of the
     checkpoint, float64 `[A]`. `sets`: published weights by name, float64 `[A]`, or `[A + Z]` where they weigh continuous outputs too.
     `code_levels`, `code_values`: of the content codes, 0 for none.
-    `model`: name and version as replies tell them. `scales`: of the continuous outputs to their units, float32 `[Z]`.
+    `model`: name and version as replies tell them, and its `digest`. `scales`: of the continuous outputs to their units, float32 `[Z]`.
     """
 
     action_names: tuple[str, ...]
@@ -69,6 +69,7 @@ class Vocabulary:
     weights: NDArray[np.float64]
     sets: Mapping[str, NDArray[np.float64]]
     model: Mapping[str, str]
+    digest: str
     continuous_names: tuple[str, ...]
     scales: NDArray[np.float32]
 
@@ -89,6 +90,7 @@ class Vocabulary:
             weights=weights,
             sets=sets,
             model={"name": manifest.name, "version": manifest.version},
+            digest=manifest.digest,
             continuous_names=outputs,
             scales=np.array([output.scale for output in manifest.continuous], np.float32),
         )
@@ -130,7 +132,8 @@ class Wishes:
     """What a request asks of the reply.
 
     `weights`: float64 `[A]`, or `[A + Z]`. `wanted`: columns of the actions in the reply, None for all. `has_offset`: whether scores are
-    lifted above 0 as `model.ranking.offset` says. `warnings`: sentences for the reply.
+    lifted above 0 as `model.ranking.offset` says. `warnings`: sentences for the reply. `temperature`: of the draw of the ranks, None to
+    rank by score. `name`: what the ranking is called, as the reply tells it; the draw depends on it.
     """
 
     weights: NDArray[np.float64]
@@ -140,6 +143,8 @@ class Wishes:
     request_id: str | None = None
     reply: Literal["objects", "columns"] = "objects"
     warnings: Sequence[str] = ()
+    temperature: float | None = None
+    name: str = ""
 
 
 def context_of(asked: UserRequest | ContextRequest, vocabulary: Vocabulary, config: ModelConfig) -> Context:
@@ -182,6 +187,11 @@ def candidates_of(asked: RankRequest, vocabulary: Vocabulary, config: ModelConfi
     )
 
 
+def created_at_of(asked: RankRequest) -> NDArray[np.int64]:
+    """Return when each candidate was created, in Unix seconds, int64 `[C]`; 0 where that is unknown. Raises InvalidRequest."""
+    return _Posts("candidates", asked.candidates).times("created_at")
+
+
 def sent_ids(asked: RankRequest) -> list[int | str]:
     """Return the candidates' post ids as they came."""
     return _Posts("candidates", asked.candidates).column("post_id")
@@ -210,6 +220,7 @@ def wishes_of(asked: RankRequest | RecommendRequest, vocabulary: Vocabulary) -> 
         request_id=None if asked.request_id is UNSET else asked.request_id,
         reply=asked.reply if isinstance(asked, RankRequest) else "objects",
         warnings=warnings_of(weights, vocabulary),
+        temperature=None if asked.explore is UNSET else asked.explore.temperature,
     )
 
 

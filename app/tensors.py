@@ -24,7 +24,7 @@ from app import schema
 from app.columns import NO_MASK, NO_SURFACE, Vocabulary, Wishes, bits_of, columns_of, ids_of, warnings_of
 from app.errors import InvalidRequest
 from app.interface import Ranked
-from app.replies import names_of, rows_of
+from app.replies import Placement, names_of, rows_of
 from app.schema import NO_USER, TWO_USERS, InferParameters, InferRequest, InputTensor, WantedOutput
 from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, age_bucket
@@ -78,9 +78,12 @@ OUTPUTS: Mapping[str, Spec] = {
     "post_id": Spec("ID", "C"),
     "score": Spec("FP64", "C"),
     "rank": Spec("INT64", "C"),
+    "propensity": Spec("FP64", "C"),
     "probabilities": Spec("FP32", "CA"),
     "continuous": Spec("FP32", "CZ"),
 }
+DRAWN = "propensity"
+"""Only where the ranks are drawn at random."""
 MASKED = "history.actions"
 """May also be `UINT64` words, `[H]` or `[H, W]`: bit a of a row is action a."""
 
@@ -157,7 +160,8 @@ def read(body: bytes, length: str | None, limits: schema.Limits) -> TensorReques
     sizes = asked.sizes()
     if not sizes["candidates"]:
         raise InvalidRequest("candidates", "must not be empty")
-    outputs = _wanted(asked.outputs or [], is_binary=bool(parameters.binary_data_output))
+    possible = [*OUTPUTS] if parameters.explore_temperature is not None else [name for name in OUTPUTS if name != DRAWN]
+    outputs = _wanted(asked.outputs or [], possible, is_binary=bool(parameters.binary_data_output))
     return TensorRequest(inputs, outputs, parameters, asked.id or None, asked.model_name, **sizes)
 
 
@@ -204,40 +208,43 @@ def _check_names(inputs: Mapping[str, Tensor], parameters: InferParameters) -> N
         raise InvalidRequest("parameters.weights", "must not be given together with the tensor weights")
 
 
-def _wanted(outputs: Sequence[WantedOutput], *, is_binary: bool) -> dict[str, bool]:
+def _wanted(outputs: Sequence[WantedOutput], possible: Sequence[str], *, is_binary: bool) -> dict[str, bool]:
+    """The outputs that are wanted, by default all that are possible, each with whether it is binary. Raises InvalidRequest."""
     wanted: dict[str, bool] = {}
     for output in outputs:
         own = None if output.parameters is None else output.parameters.binary_data
-        if output.name not in OUTPUTS or output.name in wanted:
-            raise InvalidRequest("outputs", f"must name some of {', '.join(OUTPUTS)}, each once")
+        if output.name not in possible or output.name in wanted:
+            raise InvalidRequest("outputs", f"must name some of {', '.join(possible)}, each once")
         wanted[output.name] = is_binary if own is None else own
-    return wanted or dict.fromkeys(OUTPUTS, is_binary)
+    return wanted or dict.fromkeys(possible, is_binary)
 
 
 class Columns(NamedTuple):
     """What the model and the reply need of a request. `context`: or its handle. `post_ids`: the candidates' as they came: uint64 `[C]`, or
-    a list of texts."""
+    a list of texts. `created_at`: Unix seconds, int64 `[C]`, 0 unknown."""
 
     context: Context | str
     candidates: Candidates
     wishes: Wishes
     post_ids: NDArray[np.uint64] | list[str]
+    created_at: NDArray[np.int64]
 
 
 def columns(asked: TensorRequest, vocabulary: Vocabulary, config: ModelConfig) -> Columns:
     """Read the tensors with one checkpoint's vocabulary. Raises InvalidRequest."""
     parameters, reader = asked.parameters, _Reader(asked, vocabulary)
     count, posts = asked.candidates, reader.array("candidates.post_id", asked.candidates)
+    created_at = reader.array("candidates.created_at", count)
     candidates = Candidates(
         post_ids=reader.ids("candidates.post_id", posts),
         author_ids=reader.ids("candidates.author_id"),
         surfaces=reader.surfaces("candidates.product_surface", count),
-        age_buckets=age_bucket(parameters.impression_ts, reader.array("candidates.created_at", count), config),
+        age_buckets=age_bucket(parameters.impression_ts, created_at, config),
         codes=reader.codes("candidates.codes", count),
     )
     wishes = _wishes(asked, reader)
     context = parameters.context or _context(asked, reader, config)
-    return Columns(context, candidates, wishes, posts.tolist() if vocabulary.ids == "text" else posts)
+    return Columns(context, candidates, wishes, posts.tolist() if vocabulary.ids == "text" else posts, created_at)
 
 
 def _context(asked: TensorRequest, reader: _Reader, config: ModelConfig) -> Context:
@@ -270,6 +277,7 @@ def _wishes(asked: TensorRequest, reader: _Reader) -> Wishes:
         has_offset=parameters.score == "offset",
         request_id=asked.request_id,
         warnings=warnings_of(weights, vocabulary),
+        temperature=parameters.explore_temperature,
     )
 
 
@@ -410,10 +418,15 @@ def _array(values: list[Any], code: str, shape: tuple[int, ...], dtype: np.dtype
 
 
 def render(
-    asked: TensorRequest, read: Columns, ranked: Ranked, vocabulary: Vocabulary, timings_ms: Mapping[str, float]
+    asked: TensorRequest,
+    read: Columns,
+    ranked: Ranked,
+    placement: Placement,
+    vocabulary: Vocabulary,
+    timings_ms: Mapping[str, float],
 ) -> tuple[bytes, bytes]:
     """Return the JSON of a reply, and the binary data of the outputs that are to have it. The scores must be finite."""
-    rows = rows_of(read.post_ids, ranked.scores, read.wishes, vocabulary)
+    rows = rows_of(read.post_ids, ranked.scores, placement, read.wishes, vocabulary)
     binary: list[bytes] = []
     outputs: list[dict[str, Any]] = []
     for name, is_binary in asked.outputs.items():

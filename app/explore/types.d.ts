@@ -94,7 +94,7 @@ interface Hint {
 }
 
 interface Story {
-  title: string;
+  title: (app: App) => string;
   text: (app: App, request: Side) => string;
   done: string;
   make: (app: App, example: Side) => Side | null;

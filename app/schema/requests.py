@@ -33,6 +33,7 @@ from app.schema.fields import (
     is_handle,
     is_request_id,
 )
+from model.exploration import MAX_TEMPERATURE, MIN_TEMPERATURE
 from weights.values import MAX_TIME, time_problem
 
 DEFAULT_K = 200
@@ -103,6 +104,31 @@ Items = list[HistoryItem] | list[Candidate] | HistoryColumns | CandidateColumns
 def count_of(items: Items) -> int:
     """The number of posts, in either form."""
     return len(items) if isinstance(items, list) else len(items.post_id)
+
+
+class Exploration(Strict):
+    """How to draw the order of the candidates instead of sorting them by score."""
+
+    temperature: Annotated[
+        float,
+        Meta(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE),
+        about(
+            "In units of the score. The rank is drawn: the first place goes to a candidate with a probability proportional to "
+            "exp(score / temperature), the next one in the same way to one of the others. The smaller the temperature, the closer the "
+            "order is to that of the scores.",
+            0.1,
+        ),
+    ]
+
+
+Explore = Annotated[
+    Exploration | UnsetType,
+    about(
+        "Draw the ranks at random, so that a log of what was served can say how another order would have done. The draw depends on the "
+        "name of the request (`request_id`, or `X-Request-ID`) and the post ids alone. Scores and probabilities stay as they are. Default: "
+        "rank by score."
+    ),
+]
 
 
 class Request(Strict, kw_only=True):
@@ -185,8 +211,9 @@ class RankRequest(UserRequest, kw_only=True):
     ] = "objects"
     weights: Weights = UNSET
     score: Score = "sum"
-    top_k: Annotated[Count | UnsetType, about("Sort the reply by score, best first, and keep this many.")] = UNSET
+    top_k: Annotated[Count | UnsetType, about("Sort the reply by rank, best first, and keep this many.")] = UNSET
     actions_wanted: Wanted = UNSET
+    explore: Explore = UNSET
 
     def sizes(self) -> dict[str, int]:
         """How many candidates and history items there are."""
@@ -209,6 +236,14 @@ class ExplainRequest(RankRequest, kw_only=True):
         Meta(min_length=1),
         about("Post ids of candidates. If several candidates have the same id, the first one is explained.", [90]),
     ]
+
+    def check(self) -> None:
+        """Raise InvalidRequest also for a drawn order, of which there is nothing to explain."""
+        RankRequest.check(self)
+        if self.explore is not UNSET:
+            raise InvalidRequest(
+                "explore", "must be left out: an explanation is of scores, which exploration does not change"
+            )
 
 
 class BatchRequest(Strict):
@@ -270,6 +305,7 @@ class RecommendRequest(RetrieveRequest, kw_only=True):
         Count | UnsetType, about("Return only this many of the retrieved posts, best first. Default: all.")
     ] = UNSET
     actions_wanted: Wanted = UNSET
+    explore: Explore = UNSET
 
 
 class PostUpsert(Strict):

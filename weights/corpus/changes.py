@@ -25,7 +25,7 @@ import numpy as np
 
 from model.retrieval.inputs import NO_IDS, Change, Mark, NewPosts, PostChange, PostRows, rows_of_codes
 from weights.corpus.manifest import CorpusManifest
-from weights.corpus.store import StoredCorpus, changes_file, load_corpus, old_changes_file
+from weights.corpus.store import StoredCorpus, changes_file, load_corpus
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull, kind_of
 from weights.format.manifest import MANIFEST_NAME, Manifest
 from weights.format.writer import sync
@@ -59,6 +59,9 @@ SAVE_STATE = "INSERT INTO state VALUES (?, ?, ?, ?, ?, ?)"
 DURABLE = "PRAGMA journal_mode = DELETE; PRAGMA synchronous = EXTRA"
 """`DELETE` works on network file systems, too. `EXTRA` is `FULL` and syncs the directory when the journal goes: without it a power cut
 could bring the journal back, and undo the last change."""
+
+ROLLBACK_JOURNAL = b"\1\1"
+"""Bytes 18 and 19 of an SQLite file that uses no write-ahead log (https://sqlite.org/fileformat.html, 1.3.3)."""
 
 NOT_READ = "The corpus has changes on the disk that this process has not read; read the corpus again."
 _REASONS = {
@@ -209,7 +212,6 @@ def load_changed(
 ) -> tuple[StoredCorpus, Changes, Change]:
     """Load a corpus, lock its directory (see `Changes`) and read its changes as one. Raises CheckpointError."""
     stored = load_corpus(path, encoder)
-    _refuse_old_log(path, stored.manifest)
     changes = Changes(stored, may_change=may_change, before=before)
     try:
         return stored, changes, changes.read()
@@ -220,16 +222,7 @@ def load_changed(
 
 def read_changes(directory: Path, manifest: CorpusManifest) -> Change:
     """All changes as one, as `Changes.read`, without a lock: also beside the process that makes them. Raises CheckpointError."""
-    _refuse_old_log(directory, manifest)
     return _read(directory, manifest)
-
-
-def _refuse_old_log(directory: Path, manifest: CorpusManifest) -> None:
-    """Raises CheckpointError if the changes are still in a log that an earlier version wrote."""
-    if old_changes_file(directory, manifest).exists():
-        raise CheckpointError(
-            f"Corpus {directory} has its changes in the log of an earlier version: run `phoenix-ranker corpus convert {directory}` once."
-        )
 
 
 def mark_after(mark: Mark, change: Change | PostChange) -> Mark:
@@ -342,12 +335,31 @@ def _create(path: Path, manifest: CorpusManifest) -> None:
 
 
 def _connected(path: Path, mode: str) -> sqlite3.Connection:
+    _set_foreign_log_aside(path)
     database = sqlite3.connect(
         f"file:{quote(str(path))}?mode={mode}", BUSY_SECONDS, isolation_level=None, check_same_thread=False, uri=True
     )
     if mode != "ro":
         database.executescript(DURABLE)
     return database
+
+
+def _set_foreign_log_aside(path: Path) -> None:
+    """Rename a write-ahead log that lies beside the file and is not its own: SQLite would apply its pages to the file. Raises NotStored.
+
+    A file whose header names the rollback journal has no such log: SQLite removes the log before it writes that header. So the log is
+    looked for first, and the header read after it.
+    """
+    log = path.with_name(f"{path.name}-wal")
+    if not log.exists():
+        return
+    try:
+        with path.open("rb") as file:
+            is_foreign = file.read(20)[18:] == ROLLBACK_JOURNAL
+        if is_foreign:
+            log.rename(path.with_name(f"{path.name}-foreign-wal"))
+    except OSError as error:
+        raise NotStored(f"{log} belongs to another database and cannot be renamed: remove it.") from error
 
 
 def _digest(values: Sequence[Any]) -> int:

@@ -97,8 +97,12 @@ class Posts:
         rows = 0
         for chunk in self.column(name):
             if (found := problem_of(chunk.numpy())) is not None:
-                raise CheckpointError(f"{self.path}, row {rows + found[0] + 1}: {name} {found[1]}.")
+                raise CheckpointError(f"{self.place(rows + found[0])}: {name} {found[1]}.")
             rows += len(chunk)
+
+    def place(self, row: int) -> str:
+        """Where a row is, for people, who count from 1."""
+        return f"{self.path}, row {row + 1}"
 
     def topic_names(self) -> tuple[str, ...]:
         """Topic names in order of first occurrence; complete once the column has been read."""

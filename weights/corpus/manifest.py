@@ -48,7 +48,8 @@ def corpus_tensors(
 class CorpusManifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """Everything about a corpus except its numbers. Raises CheckpointError for fields that contradict each other.
 
-    `encoder` is the digest of the retrieval checkpoint that made the vectors, `encoder_name` its name and version, for display.
+    `encoder` is the `model_digest` of the retrieval checkpoint that made the vectors, so that relabelling it changes nothing. Older corpora
+    have the digest of its manifest. `encoder_name` is its name and version, for display.
     `topics` are the names that the column `topics` indexes, -1 for none. `mark`: which changes it already contains. `ids` is the
     encoder's kind of ids; text ids are stored in the column `texts`.
     """

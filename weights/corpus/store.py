@@ -103,14 +103,9 @@ def changes_file(directory: Path, manifest: CorpusManifest) -> Path:
     return directory / f"changes-{manifest.digest[:16]}.sqlite"
 
 
-def old_changes_file(directory: Path, manifest: CorpusManifest) -> Path:
-    """Where earlier versions logged the changes of this corpus: see `weights.corpus.convert`."""
-    return directory / f"changes-{manifest.digest[:16]}.log"
-
-
 def check_encoder(manifest: CorpusManifest, encoder: Manifest) -> None:
     """Raises CheckpointError if the vectors were not made by this encoder."""
-    if manifest.encoder != encoder.digest:
+    if manifest.encoder not in (encoder.model_digest, encoder.digest):  # older corpora have the digest of the manifest
         raise CheckpointError(
             f"its vectors were made by {manifest.encoder_name} (digest {manifest.encoder[:12]}…), not by "
             f"{encoder.name} {encoder.version} (digest {encoder.digest[:12]}…): import or build it with the checkpoint that serves"
@@ -153,7 +148,7 @@ def write_corpus(
         check_target(path, replace=replace)
         if path.is_dir() and (path / MANIFEST_NAME).exists():
             old = load_corpus_manifest(path)  # a checkpoint is never replaced by a corpus
-            if not labels.position and (changes_file(path, old).exists() or old_changes_file(path, old).exists()):
+            if not labels.position and changes_file(path, old).exists():
                 raise CheckpointError(
                     "its posts were changed since it was built, and the changes would be lost; choose another place or, if they come from "
                     "a feed, say which of them the new corpus has (--feed-position)"
@@ -163,7 +158,7 @@ def write_corpus(
             CorpusManifest,
             name=labels.name,
             version=labels.version,
-            encoder=made_by.digest,
+            encoder=made_by.model_digest,
             encoder_name=f"{made_by.name} {made_by.version}",
             posts=posts,
             width=width,

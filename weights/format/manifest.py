@@ -219,6 +219,15 @@ class Manifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, 
                     f"continuous output {output.name} must have a scale in {1 / MAX_FACTOR:g} … {MAX_FACTOR:g}, got {output.scale!r}"
                 )
 
+    @cached_property
+    def model_digest(self) -> str:
+        """Identifies the model alone: its architecture, kind of ids and tensors, without names, version and score weights. SHA-256 in
+        hex."""
+        content = self.content()
+        return content_digest(
+            {name: content[name] for name in ("architecture", "files", "tensors")} | {"ids": self.ids}
+        )
+
     def specifics(self) -> dict[str, Any]:
         """See `Document.specifics`. `model` is there for two towers alone."""
         return {
@@ -259,6 +268,14 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError("must hold a JSON object")
     return values
+
+
+def kind_in(raw: bytes) -> Any:
+    """What a manifest's JSON names as its kind; None for a checkpoint, which names none, and for what is no JSON object."""
+    try:
+        return parse_json_object(raw).get("kind")
+    except CheckpointError:
+        return None
 
 
 def signed(content: Mapping[str, Any]) -> bytes:

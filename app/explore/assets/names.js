@@ -80,16 +80,33 @@ export const meaning = (name) => MEANING[name] ?? words(name);
 /** The names of an event's actions, as a request has them. @param {string[] | Record<string, number>} actions */
 export const taken = (actions) => (Array.isArray(actions) ? actions : Object.keys(actions)).map(words).join(", ");
 
-/** Seconds → `3 h`, `2 d`. @param {number} seconds */
+const DAY = 86400;
+
+/** Seconds → `3 h`, `2 d`, `21 y`. @param {number} seconds */
 export function span(seconds) {
   const size = Math.abs(seconds);
   if (size < 3600) return `${Math.round(size / 60)} min`;
-  return size < 2 * 86400 ? `${Math.round(size / 3600)} h` : `${Math.round(size / 86400)} d`;
+  if (size < 2 * DAY) return `${Math.round(size / 3600)} h`;
+  return size < 730 * DAY ? `${Math.round(size / DAY)} d` : `${Math.round(size / (365.25 * DAY))} y`;
 }
 
-/** Numbers that line up, with a real minus. @param {number} value */
-export const number = (value, digits = 2) => value.toFixed(digits).replace("-", "−");
-export const signed = (/** @type {number} */ value, digits = 2) => (value > 0 ? "+" : "") + number(value, digits);
+/** Numbers that line up, with a real minus, and none before a zero. @param {number} value */
+export function number(value, digits = 2) {
+  const text = value.toFixed(digits);
+  return Number(text) === 0 ? text.replace("-", "") : text.replace("-", "−");
+}
+export const signed = (/** @type {number} */ value, digits = 2) => (Number(value.toFixed(digits)) > 0 ? "+" : "") + number(value, digits);
+/** A sentence's beginning within another sentence; names keep their capitals. @param {string} text */
+export const lower = (text) => text[0].toLowerCase() + text.slice(1);
+
+/** Actions against an author: what a button says, what has happened then, the title of a story about it.
+ * @type {Record<string, {verb: string, done: string, title: string}>} */
+export const AGAINST = {
+  report: { verb: "report", done: "Reported", title: "A report" },
+  block_author: { verb: "block", done: "Blocked", title: "A block" },
+  mute_author: { verb: "mute", done: "Muted", title: "A mute" },
+  not_interested: { verb: "not interested", done: "Said “not interested” to", title: "Not interested" },
+};
 export const percent = (/** @type {number} */ share) => (share < 0.0005 ? "<0.1 %" : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`);
 /** 1 → `1st`. @param {number} place */
 export function ordinal(place) {

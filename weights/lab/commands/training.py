@@ -18,7 +18,7 @@ import typer
 from model.config import ModelConfig
 from model.presets import Preset, with_preset
 from weights.actions import continuous_outputs, dwell_output, score_weights_of
-from weights.checkpoint import load_checkpoint, load_encoder, save_checkpoint
+from weights.checkpoint import load_checkpoint, save_checkpoint
 from weights.commands.console import (
     Ids,
     Out,
@@ -418,29 +418,6 @@ def example(
         impressions = aligned(read_log(log, manifest.ids, manifest.config.product_surfaces), manifest.action_names)
         request = write_example(checkpoint, manifest, impressions, read_json(names, dict) if names else {}, user)
     say(f"{checkpoint} holds {EXAMPLE_NAME}, request {request} of the log, and {NAMES_NAME}")
-
-
-@app.command("eval-retrieval")
-def eval_retrieval(
-    checkpoint: Annotated[Path, typer.Option(help="The ranker that was trained on the world.")],
-    towers: Annotated[Path, typer.Option(help="The retrieval checkpoint trained on the same world.")],
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the world, as given to `train-demo`.")] = 1,
-    set_: WorldSet = None,
-) -> None:
-    """Draw the demo's world again and print how many of the truly best posts retrieval finds for users it was not trained on."""
-    with refusals(*REFUSED):
-        from weights.lab.evaluate.retrieval import as_table, evaluate_retrieval, newest_posts
-        from weights.lab.training.demo import CORPUS_DAYS
-        from weights.lab.world.settings import WorldSettings
-        from weights.lab.world.simulate import simulate
-
-        ranker, encoder = load_checkpoint(checkpoint), load_encoder(towers)
-        with progress_bar() as bar:
-            world = simulate(with_settings(WorldSettings(seed=seed), set_), partial(bar, "sessions"))
-        posts = newest_posts(world, CORPUS_DAYS)
-        found = evaluate_retrieval(world, encoder.towers, ranker.ranker, posts, ranker.manifest.score_weights)
-    show(as_table(found), 120)
-    say(json.dumps(found))
 
 
 @app.command()
