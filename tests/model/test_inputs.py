@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from model.batch import hash_rows
 from model.config import HashSpec
-from model.inputs import Candidates, Context, age_bucket, codes_as_read, codes_fitting, created_within
+from model.inputs import NO_CODES, Candidates, Context, age_bucket, codes_as_read, codes_fitting, created_within
 from tests.model.builders import random_candidates, random_config, random_context
 
 NOW = 1_780_000_000
@@ -123,11 +123,12 @@ def test_codes_of_other_origin_fit_or_are_none() -> None:
     """A post that lacks levels keeps the others; one with a code that the model does not know has none at all."""
     config = random_config(code_levels=3, code_values=11)
     codes = np.array([[1, 11, 2, 0], [1, 12, 2, 0], [1, 2, 3, 4], [0, 0, 0, 0]])
-    assert codes_fitting(codes, config).tolist() == [[1, 11, 2], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
-    assert codes_fitting(codes[:, :2], config).tolist() == [[1, 11, 0], [0, 0, 0], [1, 2, 0], [0, 0, 0]]
+    assert codes_fitting(codes, 4, config).tolist() == [[1, 11, 2], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert codes_fitting(codes[:, :2], 4, config).tolist() == [[1, 11, 0], [0, 0, 0], [1, 2, 0], [0, 0, 0]]
+    assert codes_fitting(NO_CODES, 4, config).tolist() == [[0, 0, 0]] * 4
     plain = random_config(code_levels=0, code_values=0)
     for width in (0, 4):
-        assert codes_fitting(codes[:, :width], plain).shape == (4, 0)
+        assert codes_fitting(codes[:, :width], 4, plain).shape == (4, 0)
         assert codes_as_read(codes[:, :width], plain).shape == (4, 0)
 
 
