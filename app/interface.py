@@ -35,7 +35,8 @@ class Ranked(msgspec.Struct, frozen=True, eq=False):
 
     `queue_seconds`: until its first forward pass; `forward_seconds`: summed over its chunks. `handle`: names its context for later requests
     of the same API key; empty if the cache does not keep it. `history_used`: events that the model has seen; `history_dropped`: older
-    ones that did not fit its window.
+    ones that did not fit its window. `context`: what a handle named, where the request had one; a worker gets it only if it logs what was
+    served.
     """
 
     scores: Scores
@@ -45,6 +46,7 @@ class Ranked(msgspec.Struct, frozen=True, eq=False):
     handle: str = ""
     history_used: int = 0
     history_dropped: int = 0
+    context: Context | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -127,7 +129,7 @@ class Corpus(Protocol):
 
     @property
     def served(self) -> ServedCorpus:
-        """What serves new searches. Raises CorpusNotLoaded."""
+        """What serves new searches. Raises CorpusNotLoaded, or NoCorpus if the settings name none."""
         ...
 
     async def search(
@@ -144,7 +146,8 @@ class Corpus(Protocol):
     async def change(self, change: PostChange) -> CorpusState:
         """Change the corpus that serves, in one step: a search sees all of the change or none. It is on disk when this returns.
 
-        Raises CorpusNotLoaded, ChangedByFeed, Overloaded, EngineDown, or CheckpointError if it cannot be written: then nothing changed.
+        Raises CorpusNotLoaded, NoCorpus, ChangedByFeed, Overloaded, EngineDown, or CheckpointError if it cannot be written: then nothing
+        changed.
         """
         ...
 
@@ -166,7 +169,7 @@ class Reloads(Protocol):
     async def reload_corpus(self, checkpoint: str | None = None, corpus: str | None = None) -> ServedCorpus:
         """Serve this retrieval checkpoint and this corpus together; None means the present one, read again.
 
-        Raises what `reload` raises, and CorpusNotLoaded if one is neither named nor served.
+        Raises what `reload` raises, and NoCorpus if one is neither named nor served.
         """
         ...
 

@@ -230,7 +230,9 @@ class EngineProcess:
             if place is None:
                 place = self._place(model, len(asked.candidates), history, asked.deadline, asked.key)
                 held.push(place.held)
-            return await self.ranker.rank(place.job, asked.context, asked.candidates)
+            ranked = await self.ranker.rank(place.job, asked.context, asked.candidates)
+        is_logged = self.settings.served.directory is not None
+        return ranked if is_logged or ranked.context is None else msgspec.structs.replace(ranked, context=None)
 
     async def _search(self, asked: Search) -> Any:
         served = self._served(asked.corpus)

@@ -1,7 +1,7 @@
 """The parent of several processes: binds the sockets, starts one engine process and the workers, and starts again what ends.
 
 SIGTERM, SIGINT    workers drain and end, then the engine process; a second signal, a second later or more, ends all at once
-SIGHUP             the engine process reads the present checkpoint again
+SIGHUP             the workers read the file of keys again, the engine process the present checkpoint
 a worker ends      it is started again; a process that stays stopped (SIGSTOP) is killed first
 the engine ends    it is started again and workers answer 503 meanwhile; or, with ENGINE_LOSS=exit, all end with 70
 the first load fails   all end with 1
@@ -181,7 +181,8 @@ class Parent:
             code = self._look()
             if signal.SIGHUP in self.signals:
                 self.signals.remove(signal.SIGHUP)
-                self.engine.send(signal.SIGHUP)
+                for child in (self.engine, *self.workers):
+                    child.send(signal.SIGHUP)
             time.sleep(LOOK_SECONDS)
         stopped = self._stop()
         return code or stopped

@@ -19,6 +19,7 @@ from app.errors import (
     Draining,
     EngineDown,
     ModelNotFound,
+    NoCorpus,
     NotReady,
     Overloaded,
     ServiceError,
@@ -336,9 +337,9 @@ class RemoteCorpus:
         """See `interface.Corpus.served`."""
         served = self._ranker.towers
         if served is None:
-            is_wanted = self._ranker.settings.retrieval.checkpoint is not None
-            detail, seconds = ("The corpus is being loaded.", 2.0) if is_wanted else (None, None)
-            raise CorpusNotLoaded(detail, retry_after_seconds=seconds)
+            if self._ranker.settings.retrieval.checkpoint is None:
+                raise NoCorpus
+            raise CorpusNotLoaded(retry_after_seconds=RETRY_AFTER_SECONDS)
         return served
 
     async def search(

@@ -191,7 +191,7 @@ def test_other_paths_and_methods_are_not_there(running: Running) -> None:
 
 def test_without_a_corpus_there_is_nothing_to_change(running: Running) -> None:
     for status, reply in (change(running[0], delete=[1]), reload(running[0], {"corpus": "v1"})):
-        assert (status, reply["code"]) == (503, "corpus_not_loaded")
+        assert (status, reply["code"]) == (404, "no_corpus")
 
 
 def test_posts_are_changed(retrieval: Running) -> None:

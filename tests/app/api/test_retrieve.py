@@ -270,7 +270,7 @@ def test_a_search_whose_client_leaves_is_not_made(path: str, tmp_path: Path) -> 
 def test_without_a_corpus_the_others_serve_on(path: str) -> None:
     with served() as (client, _):
         reply = client.post(path, json=asked())
-        assert (reply.status_code, reply.json()["code"]) == (503, "corpus_not_loaded")
+        assert (reply.status_code, reply.json()["code"]) == (404, "no_corpus")
         candidates = [{"post_id": 1, "author_id": 2}]
         assert client.post("/rank", json=asked(candidates=candidates)).status_code == 200
         assert client.get("/info").json()["retrieval"] is None
