@@ -14,7 +14,7 @@ DEMO = $(filter weights/demo,$(CHECKPOINT))
 RETRIEVAL ?= $(or $(RANKER_RETRIEVAL__CHECKPOINT),$(if $(DEMO),$(wildcard weights/demo-towers)))
 CORPUS ?= $(or $(RANKER_RETRIEVAL__CORPUS),$(if $(DEMO),$(wildcard weights/demo-posts)))
 
-.PHONY: help install serve demo test test-quick check bench bench-gpu load peers soak lock wheel image clean
+.PHONY: help install serve demo test test-quick test-ray check bench bench-gpu load peers soak lock wheel image clean
 .DEFAULT_GOAL := help
 
 help: ## show this list; begin with `make serve`, then open http://127.0.0.1:8000/explore
@@ -29,7 +29,7 @@ $(VENV)/.serving: pyproject.toml docker/requirements.lock .ci/install | $(BIN)/p
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml docker/requirements.lock app/client/pyproject.toml .ci/install | $(BIN)/python
-	.ci/install $(VENV) dev,redis,tracing,fetch,train,load
+	.ci/install $(VENV) dev,redis,tracing,fetch,served,train,load
 	@touch $@ $(VENV)/.serving
 
 install: $(VENV)/.installed ## make the environment in .venv with everything that tests and measurements need
@@ -81,6 +81,17 @@ $(PEERS)/.installed: loadtest/peers/requirements.txt pyproject.toml docker/requi
 peers: $(PEERS)/.installed ## compare with a plain FastAPI handler, LitServe and BentoML: the same model, the same traffic
 	@.ci/debian wrk
 	$(PEERS)/bin/python -m loadtest peers --checkpoint "$(CHECKPOINT)" $(ARGS)
+
+RAY := .cache/ray
+$(RAY)/.installed: pyproject.toml docker/requirements.lock .ci/install | $(BIN)/python
+	$(PYTHON) -m venv $(RAY)
+	@# the versions of the lock, except OpenTelemetry: Ray needs its own
+	grep -E '^[a-z0-9._-]+==' docker/requirements.lock | sed 's/ *\\$$//' | grep -v ^opentelemetry >$(RAY)/versions.txt
+	LOCK=$(RAY)/versions.txt .ci/install $(RAY) dev,ray
+	@touch $@
+
+test-ray: $(RAY)/.installed ## run the test of Ray Serve, with two replicas, in an environment of its own
+	$(RAY)/bin/python -m pytest tests/ops/ray_serve.py $(ARGS)
 
 soak: $(VENV)/.installed ## run the reliability tests for a minute each: SECONDS=600 for longer
 	@.ci/debian wrk haproxy redis-server

@@ -13,10 +13,6 @@ from pathlib import Path
 
 from app.exits import EXIT_FAILED, EXIT_USAGE
 
-NO_CHECKPOINT = (
-    "it has no manifest.json; phoenix-ranker serve without a checkpoint serves the demo, phoenix-ranker import converts a published "
-    "checkpoint"
-)
 NO_THREAD = "can't start new thread"  # Python's words; it has no type of its own
 
 
@@ -40,18 +36,23 @@ def main(arguments: Sequence[str] = (), program: str = "python -m app") -> int:
             advice = "start with python -P -m app, which leaves the working directory out, or with phoenix-ranker serve"
             say(f"{program}: the package {name} is not ours but {origin or 'missing'}: {advice}")
             return EXIT_USAGE
-    return start(arguments, program)
+    code = start(arguments, program)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # the end has its code: a late signal, such as a supervisor's to all processes, changes none
+    return code
 
 
 def start(arguments: Sequence[str], program: str) -> int:
     """Exit code of the process: 0 after a drain, 1 without a checkpoint or a thread, 2 for settings that cannot be used."""
     import structlog
 
-    from app.settings import SettingsProblem, load_settings
+    from app.settings import SettingsProblem, load_settings, problem_of
     from app.telemetry import logs
 
     try:
-        settings = load_settings(arguments, program=program)
+        settings = load_settings(arguments, program=program, with_posts=True)
         role = None
         if settings.workers > 1:
             from app.processes import parent
@@ -81,14 +82,6 @@ def start(arguments: Sequence[str], program: str) -> int:
             raise
         say(f"{program}: {error}: the limit of processes (ulimit -u, or pids.max of the control group) is too low")
         os._exit(EXIT_FAILED)  # threads that have begun to load would not end
-
-
-def problem_of(checkpoint: Path) -> str:
-    """Why a directory cannot be served; empty if it looks like a checkpoint."""
-    try:
-        return "" if (checkpoint / "manifest.json").is_file() else f"is not a checkpoint: {NO_CHECKPOINT}"
-    except OSError as error:  # such as a folder that may not be entered
-        return f"cannot be read: {error.strerror}"
 
 
 def say(sentence: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -15,11 +14,7 @@ from typer.core import TyperGroup
 
 PROGRAM, DISTRIBUTION = "phoenix-ranker", "phoenix-ranking-server"
 ROOT = Path(__file__).parents[1]
-DEMO = {
-    "checkpoint": ROOT / "weights/demo",
-    "retrieval.checkpoint": ROOT / "weights/demo-towers",
-    "retrieval.corpus": ROOT / "weights/demo-posts",
-}
+DEMO = ROOT / "weights/demo"
 OF_WEIGHTS = {
     "fetch": "Copy a checkpoint or a corpus from a path or a URL, and check it.",
     "import": "Convert a published checkpoint.",
@@ -29,11 +24,15 @@ OF_WEIGHTS = {
     "log": "Show what a log of impressions holds, and what training would decide from it.",
     "train": "Train a checkpoint from a log of impressions.",
     "eval": "Evaluate a checkpoint on a test period.",
+    "train-towers": "Train the two towers of retrieval from a log.",
+    "eval-retrieval": "Measure how many liked posts retrieval finds.",
+    "posts": "Write the posts of a log, for `corpus build`.",
     "score": "Score every impression of a log as /rank would have.",
     "example": "Write the example request and the names that the page of a running server shows.",
     "world": "Draw a synthetic log of impressions whose best ranking is known.",
     "compare": "Compare two checkpoints on the requests of a log.",
     "corpus": "Make, check and describe the posts that retrieval searches.",
+    "served": "Remove a user from the log of what was served.",
 }
 """Commands of `python -m weights`, which has more. They need torch, so `--help` shows these lines without importing them."""
 
@@ -55,7 +54,6 @@ cli = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Ranks a feed with the Grok transformer: make checkpoints, and serve them.",
     epilog="More commands for checkpoints: python -P -m weights --help",
 )
 
@@ -78,23 +76,34 @@ def main() -> NoReturn:
     if sys.argv[1:2] == ["serve"]:  # its options are the settings, which the server reads itself
         from app.__main__ import main as start
 
-        sys.exit(start(with_demo(sys.argv[2:], os.environ), f"{PROGRAM} serve"))
+        sys.exit(start(with_checkpoint(sys.argv[2:]), f"{PROGRAM} serve"))
     from weights.commands.console import run
 
     run(cli, PROGRAM)
 
 
-def with_demo(arguments: Sequence[str], environ: Any) -> list[str]:
-    """The settings on the command line. A first word is the checkpoint; without a checkpoint, the demo and its posts are served."""
-    given = list(arguments)
-    if given and not given[0].startswith("-"):
-        given[:1] = ["--checkpoint", given[0]]
-    flags = {word.split("=")[0].removeprefix("--") for word in given if word.startswith("--")}
-    named = {name for name in DEMO if name in flags or environ.get(f"RANKER_{name.upper().replace('.', '__')}")}
-    if "checkpoint" in named:
-        return given
-    chosen = DEMO if not named else {"checkpoint": DEMO["checkpoint"]}
-    return [*given, *(word for name, path in chosen.items() for word in (f"--{name}", str(path)))]
+def with_checkpoint(arguments: Sequence[str]) -> list[str]:
+    """The settings on the command line. A first word that is no flag is the checkpoint."""
+    words = list(arguments)
+    if words and not words[0].startswith("-"):
+        words[:1] = ["--checkpoint", words[0]]
+    return words
+
+
+def show_version(is_asked: bool) -> None:
+    """Print the version and end, if `--version` is there."""
+    if is_asked:
+        print(f"{PROGRAM} {importlib.metadata.version(DISTRIBUTION)}")
+        raise typer.Exit
+
+
+@cli.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Ranks a feed with the Grok transformer: make checkpoints, and serve them."""
 
 
 @cli.command()
@@ -120,7 +129,7 @@ def info(
         "python": platform.python_version(),
         "torch": importlib.metadata.version("torch"),
         "from": str(ROOT),
-        "demo": str(DEMO["checkpoint"]) if DEMO["checkpoint"].is_dir() else "not there",
+        "demo": str(DEMO) if DEMO.is_dir() else "not there",
         **{f"{name} kernel": found.name if found else "compiled at the first start" for name, found in kernels.items()},
     }
     if as_json:

@@ -23,13 +23,14 @@ from app.errors import InvalidRequest
 from app.schema import ContextRequest, Items, RankRequest, RecommendRequest, UserRequest, count_of
 from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, age_bucket
-from weights.actions import CONTINUOUS_WEIGHTS, SCORE_WEIGHT_SETS
+from weights.actions import SCORE_WEIGHT_SETS, continuous_weights, default_score_weights
 from weights.format.manifest import Manifest
 from weights.text_ids import MAX_TEXT_BYTES, IdKind, is_text_id, text_ids
 from weights.values import (
     ID_RULES,
     MAX_ID,
     MAX_TIME,
+    codes_problem,
     dwell_problem,
     id_problem,
     problem_of_actions,
@@ -55,16 +56,20 @@ class Vocabulary:
 
     `index`: action names, and decimal strings, to columns. `ids`: what callers name users, posts and authors by. `weights`: of the
     checkpoint, float64 `[A]`. `sets`: published weights by name, float64 `[A]`, or `[A + Z]` where they weigh continuous outputs too.
-    `model`: name and version as replies tell them. `scales`: of the continuous outputs to their units, float32 `[Z]`.
+    `code_levels`, `code_values`: of the content codes, 0 for none.
+    `model`: name and version as replies tell them, and its `digest`. `scales`: of the continuous outputs to their units, float32 `[Z]`.
     """
 
     action_names: tuple[str, ...]
     index: Mapping[str, int]
     product_surfaces: int
+    code_levels: int
+    code_values: int
     ids: IdKind
     weights: NDArray[np.float64]
     sets: Mapping[str, NDArray[np.float64]]
     model: Mapping[str, str]
+    digest: str
     continuous_names: tuple[str, ...]
     scales: NDArray[np.float32]
 
@@ -74,27 +79,29 @@ class Vocabulary:
         names, outputs = manifest.action_names, tuple(output.name for output in manifest.continuous)
         columns = {name: column for column, name in enumerate(names)}
         weights = np.array([manifest.score_weights.get(name, 0.0) for name in names])
-        sets = {name: _published(name, names, outputs) for name in SCORE_WEIGHT_SETS}
+        sets = {name: _published(name, manifest) for name in SCORE_WEIGHT_SETS}
         return cls(
             action_names=names,
             index={str(column): column for column in columns.values()} | columns,
             product_surfaces=manifest.config.product_surfaces,
+            code_levels=manifest.config.code_levels,
+            code_values=manifest.config.code_values,
             ids=manifest.ids,
             weights=weights,
             sets=sets,
             model={"name": manifest.name, "version": manifest.version},
+            digest=manifest.digest,
             continuous_names=outputs,
             scales=np.array([output.scale for output in manifest.continuous], np.float32),
         )
 
 
-def _published(name: str, actions: Sequence[str], outputs: Sequence[str]) -> NDArray[np.float64]:
-    """The weights of this set for these actions and continuous outputs; its weights for others are left out."""
-    found = [SCORE_WEIGHT_SETS[name].get(action, 0.0) for action in actions]
-    further = CONTINUOUS_WEIGHTS.get(name, {})
-    if further.keys() & set(outputs):
-        found += [further.get(output, 0.0) for output in outputs]
-    return np.array(found)
+def _published(name: str, manifest: Manifest) -> NDArray[np.float64]:
+    """The weights of this set for a checkpoint's actions and continuous outputs; its weights for others are left out."""
+    weights = default_score_weights(manifest.action_names, name)
+    actions = [weights.get(action, 0.0) for action in manifest.action_names]
+    outputs = continuous_weights(name, manifest.continuous)
+    return np.array([*actions, *outputs] if any(outputs) else actions)
 
 
 class Vocabularies:
@@ -125,7 +132,8 @@ class Wishes:
     """What a request asks of the reply.
 
     `weights`: float64 `[A]`, or `[A + Z]`. `wanted`: columns of the actions in the reply, None for all. `has_offset`: whether scores are
-    lifted above 0 as `model.ranking.offset` says. `warnings`: sentences for the reply.
+    lifted above 0 as `model.ranking.offset` says. `warnings`: sentences for the reply. `temperature`: of the draw of the ranks, None to
+    rank by score. `name`: what the ranking is called, as the reply tells it; the draw depends on it.
     """
 
     weights: NDArray[np.float64]
@@ -135,6 +143,8 @@ class Wishes:
     request_id: str | None = None
     reply: Literal["objects", "columns"] = "objects"
     warnings: Sequence[str] = ()
+    temperature: float | None = None
+    name: str = ""
 
 
 def context_of(asked: UserRequest | ContextRequest, vocabulary: Vocabulary, config: ModelConfig) -> Context:
@@ -148,6 +158,7 @@ def context_of(asked: UserRequest | ContextRequest, vocabulary: Vocabulary, conf
     posts = _Posts("history", asked.history)
     post_ids, author_ids = posts.ids("post_id", vocabulary.ids), posts.ids("author_id", vocabulary.ids)
     surfaces, actions, dwell = posts.surfaces(vocabulary), posts.actions(vocabulary), posts.dwell_seconds()
+    codes = posts.codes(vocabulary)
     first = max(0, len(post_ids) - config.history_length)
 
     def newest(column: NDArray[Any]) -> NDArray[Any]:
@@ -156,7 +167,7 @@ def context_of(asked: UserRequest | ContextRequest, vocabulary: Vocabulary, conf
     # The model clips there anyway; clipping here makes equal tokens equal keys of the cache, and 1e300 fit a float32.
     dwell = np.minimum(newest(dwell), MAX_DWELL_SECONDS).astype(np.float32)
     columns = newest(post_ids), newest(author_ids), newest(actions), newest(surfaces)
-    return Context(user_id, *columns, dwell, dropped=first)
+    return Context(user_id, *columns, dwell, dropped=first, codes=newest(codes))
 
 
 def _without_history(user_id: int, vocabulary: Vocabulary) -> Context:
@@ -172,7 +183,13 @@ def candidates_of(asked: RankRequest, vocabulary: Vocabulary, config: ModelConfi
         author_ids=posts.ids("author_id", vocabulary.ids),
         surfaces=posts.surfaces(vocabulary),
         age_buckets=age_bucket(asked.impression_ts, posts.times("created_at"), config),
+        codes=posts.codes(vocabulary),
     )
+
+
+def created_at_of(asked: RankRequest) -> NDArray[np.int64]:
+    """Return when each candidate was created, in Unix seconds, int64 `[C]`; 0 where that is unknown. Raises InvalidRequest."""
+    return _Posts("candidates", asked.candidates).times("created_at")
 
 
 def sent_ids(asked: RankRequest) -> list[int | str]:
@@ -203,6 +220,7 @@ def wishes_of(asked: RankRequest | RecommendRequest, vocabulary: Vocabulary) -> 
         request_id=None if asked.request_id is UNSET else asked.request_id,
         reply=asked.reply if isinstance(asked, RankRequest) else "objects",
         warnings=warnings_of(weights, vocabulary),
+        temperature=None if asked.explore is UNSET else asked.explore.temperature,
     )
 
 
@@ -336,6 +354,22 @@ class _Posts:
         if not (min(sent) >= 0 and max(sent) < math.inf):  # no JSON number is NaN
             raise self._first_problem("dwell_time", sent, dwell_problem)
         return np.array(sent, np.float64)
+
+    def codes(self, vocabulary: Vocabulary) -> NDArray[np.int64]:
+        """Content codes, int64 `[n, Q]`; zeros for a post that was sent without any."""
+        sent, (levels, values) = self.column("codes"), (vocabulary.code_levels, vocabulary.code_values)
+        if not any(sent):  # a post that was sent without codes has UNSET, which is false
+            return np.zeros((count_of(self.items), levels), np.int64)
+        none = [0] * levels
+        rows = [codes or none for codes in sent]
+        flat = [*chain.from_iterable(rows)]
+        if not levels or {*map(len, rows)} != {levels} or min(flat) < 0 or max(flat) > values:
+            found = [(row, codes_problem(codes or (), levels, values)) for row, codes in enumerate(sent)]
+            for row, problem in found:
+                if problem is not None:
+                    raise InvalidRequest(self.path("codes", row), problem)
+            return np.zeros((len(sent), levels), np.int64)  # of a checkpoint that reads none
+        return np.asarray(array("q", flat)).reshape(-1, levels)
 
     def _integers(self, field: str, most: int, problem_of: Callable[[int], str | None]) -> NDArray[np.int64]:
         """Integers from 0 to `most`, int64 `[n]`; zeros where an optional array was left out."""

@@ -84,7 +84,7 @@ class BadRequest(ServiceError, status=400, code="bad_request"):
 class Unauthorized(ServiceError, status=401, code="unauthorized"):
     """The service requires an API key, and the request has no valid one."""
 
-    default_detail = "A valid API key is required: Authorization: Bearer KEY."
+    default_detail = "A valid API key is required: Authorization: Bearer KEY, or X-API-Key: KEY."
     headers: Mapping[str, str] = {"WWW-Authenticate": "Bearer"}
 
 
@@ -98,6 +98,12 @@ class ModelNotFound(NotFound):
     """No model of this name or version serves here."""
 
     default_detail = "No such model serves here."
+
+
+class NoCorpus(ServiceError, status=404, code="no_corpus"):
+    """Nothing can be retrieved: this process has no retrieval model and corpus, and asking again does not change that."""
+
+    default_detail = "This process serves no corpus: set retrieval.checkpoint and retrieval.corpus."
 
 
 class MethodNotAllowed(ServiceError, status=405, code="method_not_allowed"):
@@ -130,6 +136,12 @@ class TooLarge(ServiceError, status=413, code="too_large"):
     """More bytes, candidates or requests than the limits allow."""
 
     default_detail = "The request is larger than the limits allow."
+
+
+class TargetTooLong(ServiceError, status=414, code="target_too_long", title="Path and query too long"):
+    """The path and the query are longer than any endpoint needs."""
+
+    default_detail = "The path and the query are longer than any endpoint needs."
 
 
 class UnsupportedMediaType(ServiceError, status=415, code="unsupported_media_type"):
@@ -194,9 +206,9 @@ class ChangeNotStored(ServiceError, status=503, code="not_stored"):
 
 
 class CorpusNotLoaded(ServiceError, status=503, code="corpus_not_loaded"):
-    """Nothing can be retrieved: this process has no retrieval model and corpus, or has not loaded them yet."""
+    """Nothing can be retrieved now: the corpus is being loaded, was replaced, or its engine was lost."""
 
-    default_detail = "This process serves no corpus: set retrieval.checkpoint and retrieval.corpus."
+    default_detail = "The corpus is being loaded."
 
 
 class CorpusBehind(ServiceError, status=503, code="corpus_behind"):

@@ -119,7 +119,8 @@ def render(
     `Question.contexts`; `attention` is `[L, N, n, 1 + history_used + 1]`."""
     explained, wishes = question.explained, question.wishes
     everyone = replace(wishes, top_k=None, wanted=None)
-    rows = replies.rows_of(question.post_ids, ranked.scores, everyone, vocabulary)
+    placement = replies.placement_of(question.candidates, ranked.scores, everyone, vocabulary)
+    rows = replies.rows_of(question.post_ids, ranked.scores, placement, everyone, vocabulary)
     wanted = [*range(len(vocabulary.action_names))] if wishes.wanted is None else wishes.wanted
     own = rows.score[explained], rows.probabilities[explained][:, wanted]
     rest = [(replies.combined_of(each, everyone, vocabulary), each.probabilities[:, wanted]) for each in without]

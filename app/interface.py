@@ -35,7 +35,8 @@ class Ranked(msgspec.Struct, frozen=True, eq=False):
 
     `queue_seconds`: until its first forward pass; `forward_seconds`: summed over its chunks. `handle`: names its context for later requests
     of the same API key; empty if the cache does not keep it. `history_used`: events that the model has seen; `history_dropped`: older
-    ones that did not fit its window.
+    ones that did not fit its window. `context`: what a handle named, where the request had one; a worker gets it only if it logs what was
+    served.
     """
 
     scores: Scores
@@ -45,6 +46,7 @@ class Ranked(msgspec.Struct, frozen=True, eq=False):
     handle: str = ""
     history_used: int = 0
     history_dropped: int = 0
+    context: Context | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -127,11 +129,14 @@ class Corpus(Protocol):
 
     @property
     def served(self) -> ServedCorpus:
-        """What serves new searches. Raises CorpusNotLoaded."""
+        """What serves new searches. Raises CorpusNotLoaded, or NoCorpus if the settings name none."""
         ...
 
-    async def search(self, served: ServedCorpus, query: Query, deadline: float, key: str | None) -> Found:
-        """Return the best posts of `served` for a request of this API key. Cancelling it drops the work.
+    async def search(
+        self, served: ServedCorpus, query: Query, deadline: float, key: str | None, *, is_admitted: bool = False
+    ) -> Found:
+        """Return the best posts of `served` for a request of this API key. Cancelling it drops the work. `is_admitted`: the request has a
+        reserved job, so the load of the ranking queue does not refuse it again.
 
         Raises Overloaded, DeadlineExceeded, EngineDown, CorpusBehind, CorpusNotLoaded if `served` is gone, and ContextUnknown, also if the
         cache keeps less of the context than the user tower reads.
@@ -141,7 +146,8 @@ class Corpus(Protocol):
     async def change(self, change: PostChange) -> CorpusState:
         """Change the corpus that serves, in one step: a search sees all of the change or none. It is on disk when this returns.
 
-        Raises CorpusNotLoaded, ChangedByFeed, Overloaded, EngineDown, or CheckpointError if it cannot be written: then nothing changed.
+        Raises CorpusNotLoaded, NoCorpus, ChangedByFeed, Overloaded, EngineDown, or CheckpointError if it cannot be written: then nothing
+        changed.
         """
         ...
 
@@ -163,7 +169,7 @@ class Reloads(Protocol):
     async def reload_corpus(self, checkpoint: str | None = None, corpus: str | None = None) -> ServedCorpus:
         """Serve this retrieval checkpoint and this corpus together; None means the present one, read again.
 
-        Raises what `reload` raises, and CorpusNotLoaded if one is neither named nor served.
+        Raises what `reload` raises, and NoCorpus if one is neither named nor served.
         """
         ...
 
@@ -224,7 +230,15 @@ class Ranker(Protocol):
         """Reserve a place in the queue of `model` for one request of this many candidates and history events.
 
         Leaving the block frees the place and drops what is not computed. `deadline`: None for the default.
-        Raises NotReady, Draining, EngineDown, Overloaded or DeadlineExceeded.
+        A refusal (NotReady, Draining, EngineDown, Overloaded, DeadlineExceeded) comes from entering the block, or from the first call of
+        `reserve` or `rank` with its job; a job that `reserve` has returned for is never refused for lack of room again.
+        """
+        ...
+
+    async def reserve(self, job: Job) -> None:
+        """Return once the job has its place for certain. Call it before other work for the request, and before the next request of a call.
+
+        Raises as `admit` describes. A second call does nothing.
         """
         ...
 
@@ -232,12 +246,15 @@ class Ranker(Protocol):
         """Score the candidates, in their order. Without candidates the context alone is computed. `context`: a str is a handle.
 
         This frees its place in the queue when it ends; cancelling it drops the work.
-        Raises ContextUnknown, DeadlineExceeded, EngineDown or NonFiniteScores.
+        Raises ContextUnknown, DeadlineExceeded, EngineDown or NonFiniteScores; for a job that was not reserved, also what `admit` names.
         """
         ...
 
-    async def context(self, model: ServedModel, handle: str, key: str | None) -> Context:
-        """Return the context that this handle names for this API key. Raises ContextUnknown, NotReady if `model` is gone, or EngineDown."""
+    async def context(self, model: ServedModel, handle: str, key: str | None, deadline: float) -> Context:
+        """Return the context that this handle names for this API key.
+
+        Raises ContextUnknown, NotReady if `model` is gone, DeadlineExceeded or EngineDown.
+        """
         ...
 
     async def attention(

@@ -2,57 +2,81 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any
 
+import structlog
 from fastapi import APIRouter, FastAPI
-from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from app import schema
 from app.api import admin, explain, infer, operations, rank, retrieve
 from app.api.caller import Bodies, KeyRing
-from app.api.middleware import HostMiddleware, RequestMiddleware, on_http_exception, on_invalid
+from app.api.middleware import HostMiddleware, RequestMiddleware, on_http_exception
 from app.api.pages import pages
 from app.columns import Vocabularies
 from app.interface import Ranker, ReloadableRanker
-from app.settings import ADMIN_HOST, Settings, load_settings
+from app.served.log import create_served_log
+from app.settings import ADMIN_HOST, Settings, SettingsProblem, load_settings, problem_of
+from app.shares import Shares
 from app.telemetry import logs
 from app.telemetry.metrics import Metrics
 from app.telemetry.tracing import create_tracer
 
+log = structlog.get_logger("app.main")
 DESCRIPTION = (
     "Ranks the posts of a feed for one user with a Grok transformer. Each candidate is scored as if it were alone: with the same "
     "checkpoint its scores have the same bits, whatever else is in the request."
 )
 
 
+def operation_id(route: APIRoute) -> str:
+    """The name of a route in /openapi.json and in code that is made from it: `/v2/models/{name}/infer` is `v2_models_infer`."""
+    return "_".join(part for part in route.path.split("/") if part and "{" not in part)
+
+
 def create_app(settings: Settings | None = None, ranker: Ranker | None = None) -> FastAPI:
     """The application with every endpoint of the main port. Its lifespan loads the ranker, warms it up and drains it.
 
-    Without `settings`, they are read from the environment. Raises SettingsProblem if one cannot be used.
+    Without `settings`, they are read from the environment, and another server than ours runs the application: then an error that only a
+    new process can mend ends the process with SIGTERM. Raises SettingsProblem if a setting cannot be used, or no checkpoint is there.
     """
+    has_settings = settings is not None
     if settings is None:
         settings = load_settings()
         logs.configure(settings.logs)
+        if problem := problem_of(settings.checkpoint):
+            raise SettingsProblem(f"{settings.checkpoint.absolute()} {problem}")
     if ranker is None:
         from app.service.ranker import create_ranker  # the only import that needs torch
 
         ranker = create_ranker(settings, Metrics())
-    tracer = create_tracer(settings.tracing)
+        if not has_settings:
+            ranker.on_fatal = end_process
+    tracer, served = create_tracer(settings.tracing), create_served_log(settings.served, ranker.metrics)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         ranker.start()
+        if served is not None:
+            served.start()
         yield
         await ranker.stop(settings.drain.timeout_seconds)
+        if served is not None:
+            await asyncio.to_thread(served.close)
         if tracer is not None:
             tracer.close()
 
     app = _application(settings, ranker, settings.allowed_hosts(settings.host), tracer=tracer, lifespan=lifespan)
+    app.state.served = served
     routers = [rank.router, retrieve.router, infer.router, operations.probes, operations.info]
     if settings.probes.port is None:
         routers.append(operations.metrics)
@@ -62,6 +86,12 @@ def create_app(settings: Settings | None = None, ranker: Ranker | None = None) -
     app.openapi = lambda: describe(app, settings)  # type: ignore[method-assign]
     _include(app, [pages(settings, app.openapi)])
     return app
+
+
+def end_process(reason: str) -> None:
+    """End this process as its supervisor would, so that the server that runs it finishes what it has begun."""
+    log.error("fatal", reason=reason)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def create_probe_app(settings: Settings, ranker: Ranker) -> FastAPI:
@@ -89,12 +119,18 @@ def _application(
         openapi_url=None,  # with /docs in `pages`: FastAPI's page loads scripts from elsewhere
         telemetry={"tracing": False, "metrics": False, "logs": False},  # ours is asked for by TRACING__ENABLED
         redirect_slashes=False,  # a redirect would repeat the Host header, which anyone may forge
-        exception_handlers={HTTPException: on_http_exception, RequestValidationError: on_invalid},
+        exception_handlers={HTTPException: on_http_exception},
         **options,
     )
+    app.dependency_overrides = MappingProxyType({})  # type: ignore[assignment]  # `Route` would ignore them: it takes none
     state = app.state
     state.ranker, state.settings = ranker, settings
-    state.keys, state.bodies = KeyRing(settings.auth), Bodies(settings.limits.buffered_bytes)
+    state.keys, state.bodies = (
+        KeyRing(settings.auth),
+        Bodies(settings.limits.buffered_bytes, settings.queue.max_share_per_key),
+    )
+    state.batches = Shares(settings.limits.batch_candidates, settings.queue.max_share_per_key)
+    state.explanations = explain.Turns()
     state.vocabularies = Vocabularies()
     state.about, state.scrapes = operations.of_settings(settings), operations.Scrapes(ranker.exposition)
     if hosts != ["*"]:
@@ -113,6 +149,9 @@ def _application(
 def _include(app: FastAPI, routers: Sequence[APIRouter]) -> None:
     """`app.include_router` would look for each request's route twice."""
     for router in routers:
+        for route in router.routes:
+            if isinstance(route, APIRoute):
+                route.operation_id = route.operation_id or operation_id(route)
         app.router.routes.extend(router.routes)
 
 

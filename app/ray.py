@@ -1,6 +1,7 @@
 """The service on Ray Serve: `serve run app.ray:service`. The FastAPI application is the deployment's ingress; Ray routes and scales.
 
-Settings come from the environment as for `python -m app`. Each replica has a ranker and a context cache of its own. Ray's router does not
+Settings come from the environment as for `python -m app`, except those of ports and addresses, which are Ray's. Any name in `Host` is
+accepted unless `RANKER_HOSTS` says which. Each replica has a ranker and a context cache of its own. Ray's router does not
 know which replica has a user's context, so callers that ask for several pages keep their connection or use one replica a user.
 """
 
@@ -34,9 +35,10 @@ def build(settings: Settings | None = None, **options: Any) -> serve.Application
     class Replica:
         """One replica."""
 
-        def check_health(self) -> None:
-            """Ray replaces a replica whose engine has failed."""
-            check_engine()
+        async def check_health(self) -> None:
+            """The first call ends when the replica is ready, and Ray sends it no request before. Later ones have a replica replaced whose
+            engine has failed."""
+            await check_engine()
 
     bound: serve.Application = Replica.bind()  # type: ignore[attr-defined]  # serve.deployment made it one
     return bound
@@ -45,8 +47,12 @@ def build(settings: Settings | None = None, **options: Any) -> serve.Application
 _rankers: list[Any] = []  # of this replica's process
 
 
-def check_engine() -> None:
-    """Raise RuntimeError where the engine of this process has failed. Ray copies the globals of a class, so the class only calls this."""
+async def check_engine() -> None:
+    """Wait until the engine of this process has been loaded. Raises RuntimeError if it has failed, and what made loading fail.
+
+    Ray copies the globals of a class, so the class only calls this.
+    """
+    await _rankers[-1].wait_ready()
     health = _rankers[-1].health()
     if health.failed:
         raise RuntimeError(health.reason)
@@ -54,6 +60,8 @@ def check_engine() -> None:
 
 def _application(settings: Settings) -> Any:
     logs.configure(settings.logs)
+    if not settings.hosts:  # Ray's proxy listens, not HOST: whoever reaches it may use any of its names
+        settings = settings.model_copy(update={"hosts": "*"})
     ranker = create_ranker(settings, Metrics())
     _rankers.append(ranker)
     return create_app(settings, ranker)

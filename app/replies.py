@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from app.columns import Vocabulary, Wishes
 from app.interface import Ranked, ServedModel
 from app.telemetry.exchange import Exchange
-from model.inputs import Scores
+from model.exploration import draw_order, gumbel_noise
+from model.inputs import Candidates, Scores
 from model.ranking import combine, magnitudes, offset, order_of
 
 
@@ -44,7 +45,7 @@ class Rows(NamedTuple):
     """The columns of a reply's candidates, in the order of the reply.
 
     `post_id` `[n]`; `score` float64 `[n]`; `rank` int64 `[n]`, 1 is best; `probabilities` float32 `[n, W]` of the actions in the reply;
-    `continuous` float32 `[n, Z]` in their units.
+    `continuous` float32 `[n, Z]` in their units; `propensity` float64 `[n]`, None where the ranks are not drawn.
     """
 
     post_id: Ids
@@ -52,6 +53,17 @@ class Rows(NamedTuple):
     rank: NDArray[np.int64]
     probabilities: NDArray[np.float32]
     continuous: NDArray[np.float32]
+    propensity: NDArray[np.float64] | None
+
+
+class Placement(NamedTuple):
+    """Where each candidate stands. `scores` float64 `[C]`; `order` int64 `[C]`: the candidates' places, best first; `ranks` int64 `[C]`, 1
+    is best; `propensities` float64 `[C]`: the probability of each rank given those above it, None where the ranks are not drawn."""
+
+    scores: NDArray[np.float64]
+    order: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+    propensities: NDArray[np.float64] | None
 
 
 def names_of(wishes: Wishes, vocabulary: Vocabulary) -> tuple[str, ...]:
@@ -70,12 +82,23 @@ def combined_of(scores: Scores, wishes: Wishes, vocabulary: Vocabulary) -> NDArr
     return offset(combined, *magnitudes(weights[:actions])) if wishes.has_offset else combined
 
 
-def rows_of(post_ids: Ids, scores: Scores, wishes: Wishes, vocabulary: Vocabulary) -> Rows:
-    """Return scores and ranks of the candidates `post_ids` `[C]`, in the order and with the columns that the request wants."""
+def placement_of(candidates: Candidates, scores: Scores, wishes: Wishes, vocabulary: Vocabulary) -> Placement:
+    """Rank the candidates: by score, or drawn where the request wants that."""
     combined = combined_of(scores, wishes, vocabulary)
-    order = order_of(combined)
+    propensities = None
+    if wishes.temperature is None:
+        order = order_of(combined)
+    else:
+        noise = gumbel_noise(wishes.name, candidates.post_ids)
+        order, propensities = draw_order(combined, wishes.temperature, noise)
     ranks = np.empty(len(order), np.int64)
     ranks[order] = np.arange(1, len(order) + 1)
+    return Placement(combined, order, ranks, propensities)
+
+
+def rows_of(post_ids: Ids, scores: Scores, placement: Placement, wishes: Wishes, vocabulary: Vocabulary) -> Rows:
+    """Return scores and ranks of the candidates `post_ids` `[C]`, in the order and with the columns that the request wants."""
+    combined, order, ranks, propensities = placement
     probabilities, continuous = scores.probabilities, scores.continuous * vocabulary.scales
     if wishes.wanted is not None:
         probabilities = probabilities[:, wishes.wanted]
@@ -84,14 +107,20 @@ def rows_of(post_ids: Ids, scores: Scores, wishes: Wishes, vocabulary: Vocabular
         post_ids = post_ids[best] if isinstance(post_ids, np.ndarray) else [post_ids[place] for place in best]
         combined, ranks = combined[best], ranks[best]
         probabilities, continuous = probabilities[best], continuous[best]
-    return Rows(post_ids, combined, ranks, np.ascontiguousarray(probabilities), continuous)
+        propensities = None if propensities is None else propensities[best]
+    return Rows(post_ids, combined, ranks, np.ascontiguousarray(probabilities), continuous, propensities)
 
 
 def rank_reply(
-    post_ids: Ids, ranked: Ranked, wishes: Wishes, vocabulary: Vocabulary, timings_ms: Mapping[str, float]
+    post_ids: Ids,
+    ranked: Ranked,
+    placement: Placement,
+    wishes: Wishes,
+    vocabulary: Vocabulary,
+    timings_ms: Mapping[str, float],
 ) -> bytes:
     """Return the JSON reply to a ranking of the candidates `post_ids` `[C]`. The scores must be finite."""
-    rows = rows_of(post_ids, ranked.scores, wishes, vocabulary)
+    rows = rows_of(post_ids, ranked.scores, placement, wishes, vocabulary)
     write = columns if wishes.reply == "columns" else objects
     head = head_of(names_of(wishes, vocabulary), model=vocabulary.model)
     return head + write(rows, vocabulary) + tail_of(ranked, wishes, timings_ms)
@@ -142,6 +171,7 @@ def objects(rows: Rows, vocabulary: Vocabulary, further: Sequence[tuple[bytes, N
             (b'{"post_id":', _written(rows.post_id)),
             (b',"score":', column(rows.score)),
             (b',"rank":', column(rows.rank)),
+            *([] if rows.propensity is None else [(b',"propensity":', column(rows.propensity))]),
             *((key, column(values)) for key, values in further),
             (b',"probabilities":[', _rows(rows.probabilities)),
             *((key, quantities[place :: len(keys)]) for place, key in enumerate(keys)),
@@ -155,7 +185,10 @@ def columns(rows: Rows, vocabulary: Vocabulary) -> bytes:
     """Return one object of arrays."""
     quantities = np.ascontiguousarray(rows.continuous.T)
     continuous = dict(zip(vocabulary.continuous_names, quantities, strict=True))
-    return orjson.dumps(rows._asdict() | {"continuous": continuous}, option=orjson.OPT_SERIALIZE_NUMPY)
+    arrays = rows._asdict() | {"continuous": continuous}
+    if rows.propensity is None:
+        del arrays["propensity"]
+    return orjson.dumps(arrays, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def weave(columns: Sequence[tuple[bytes, Sequence[bytes]]], end: bytes) -> bytes:

@@ -3,8 +3,8 @@
 what comes                    what the process does                                                      exits with
 SIGTERM, SIGINT               readiness 503; serves for the drain delay; closes its listeners; answers   0
                               what was begun, for at most the drain timeout                              1 after it
-the same a second time        ends at once                                                               128 + signal
-SIGHUP                        reads the present checkpoint again                                         –
+the same again, later         ends at once, if a second has passed since the first                       128 + signal
+SIGHUP                        reads the file of keys and the present checkpoint again                    –
 the first load fails          answers who waits; then as after the drain delay                           1
 the engine is lost            the same                                                                   70
 no address to listen on       ends                                                                       3
@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -30,10 +31,10 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from app.api.caller import CUT_OFF
+from app.api.caller import CUT_OFF, KeyRing
 from app.api.connection import Connection, PortState, sweep
 from app.api.operations import Scrapes
-from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START
+from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START, SAME_SIGNAL_SECONDS
 from app.interface import Ranker, ReloadableRanker
 from app.main import create_admin_app, create_app, create_probe_app
 from app.settings import ADMIN_HOST, ANY_ADDRESS, Settings, listen_hosts
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from app.processes.engine_process import EngineProcess
 
 BACKLOG = 2048  # connections that may wait to be accepted
-KEEP_ALIVE_SECONDS = 75  # longer than the 60 s of common balancers, so that they close first
 GRACE_SECONDS = 1.0  # at the end, for the next request of a client that has just had its reply
 NO_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # a machine without IPv6, say
 
@@ -53,7 +53,9 @@ log = structlog.get_logger("app.server")
 class Port(uvicorn.Server):
     """uvicorn's server on the sockets of one port. It leaves signals alone."""
 
-    def __init__(self, app: FastAPI, sockets: Sequence[socket.socket], *, lifespan: bool = False) -> None:
+    def __init__(
+        self, app: FastAPI, sockets: Sequence[socket.socket], settings: Settings, *, lifespan: bool = False
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=Connection,
@@ -65,7 +67,7 @@ class Port(uvicorn.Server):
             proxy_headers=False,
             server_header=False,
             backlog=BACKLOG,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_keep_alive=settings.keep_alive_seconds,
             callback_notify=self.sweep,
             timeout_notify=0,
         )
@@ -94,14 +96,17 @@ class Server(Port):
     """The service's port. To stop, it loses readiness, waits the delay, closes its listeners and finishes open requests."""
 
     def __init__(self, app: FastAPI, sockets: Sequence[socket.socket], ranker: Ranker, settings: Settings) -> None:
-        super().__init__(app, sockets, lifespan=True)
+        super().__init__(app, sockets, settings, lifespan=True)
         self.ranker = ranker
         self.settings = settings
+        self.keys: KeyRing = app.state.keys
         self.exit_code = 0
         self.announces = True  # whether it says where the page is; of several workers one does
+        self.ends_at_once = True  # at a later second signal; a worker leaves that to its parent
         self.reload: Callable[[], None] | None = None
-        """What SIGHUP does. A worker has none: the parent tells the engine process."""
+        """What SIGHUP does besides reading the keys. A worker has none: the parent tells the engine process."""
         self._draining: asyncio.Task[None] | None = None
+        self._signalled_at = 0.0  # monotonic seconds of the first signal
         self._loop: asyncio.AbstractEventLoop | None = None
         ranker.on_fatal = self.fatal
 
@@ -127,7 +132,7 @@ class Server(Port):
         handlers = {
             signal.SIGTERM: self.handle_exit,
             signal.SIGINT: self.handle_exit,
-            signal.SIGHUP: signal.SIG_IGN if self.reload is None else self.handle_reload,
+            signal.SIGHUP: self.handle_reload,
         }
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
@@ -137,19 +142,25 @@ class Server(Port):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """First signal: drain. Second: end at once."""
+        """First signal: drain. Another one, a second or more later: end at once. One that comes sooner was sent with the first: to the
+        process by itself, and to its process group."""
+        now = time.monotonic()
         if self._captured_signals:
-            logs.drain()
-            os._exit(128 + sig)
+            if self.ends_at_once and now >= self._signalled_at + SAME_SIGNAL_SECONDS:
+                logs.drain()
+                os._exit(128 + sig)
+            return
+        self._signalled_at = now
         self._captured_signals.append(sig)
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self.drain)
 
     def handle_reload(self, sig: int, frame: FrameType | None) -> None:
-        """SIGHUP: read the present checkpoint again."""
+        """SIGHUP: read the keys and the present checkpoint again."""
         assert self._loop is not None
-        assert self.reload is not None
-        self._loop.call_soon_threadsafe(self.reload)
+        self._loop.call_soon_threadsafe(self.keys.read_again)
+        if self.reload is not None:
+            self._loop.call_soon_threadsafe(self.reload)
 
     def drain(self) -> None:
         """Lose readiness now, go on serving for the delay, then stop."""
@@ -226,7 +237,7 @@ def run(
     except OSError:
         return EXIT_START
     server = Server(create_app(settings, ranker), bound, ranker, settings)
-    server.announces = announces
+    server.announces, server.ends_at_once = announces, local is not None
     server.reload = None if local is None else local.reloads.reload_soon
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(server, sides))
@@ -245,14 +256,15 @@ def run_engine(settings: Settings, engine: EngineProcess, path: str) -> int:
     except OSError:
         return EXIT_START
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(_serve_engine(engine, path, sides))
+        code = runner.run(serve_engine(engine, path, sides))
     if ranker.has_running_threads():
         logs.drain()
         os._exit(code)
     return code
 
 
-async def _serve_engine(engine: EngineProcess, path: str, sides: Sequence[Port]) -> int:
+async def serve_engine(engine: EngineProcess, path: str, sides: Sequence[Port]) -> int:
+    """Rank for the workers that connect at `path`; the ports at the side answer until that has ended. Returns the exit code."""
     others = [asyncio.ensure_future(side.serve(side.sockets)) for side in sides]
     code = await engine.serve(path)
     for side in sides:
@@ -271,9 +283,9 @@ def side_ports(
         app = create_probe_app(settings, ranker)
         if exposition is not None:
             app.state.scrapes = Scrapes(exposition)
-        found.append(Port(app, bind_logged(settings.probes.host, settings.probes.port)))
+        found.append(Port(app, bind_logged(settings.probes.host, settings.probes.port), settings))
     if settings.admin.port is not None:
-        found.append(Port(create_admin_app(settings, ranker), bind_logged(ADMIN_HOST, settings.admin.port)))
+        found.append(Port(create_admin_app(settings, ranker), bind_logged(ADMIN_HOST, settings.admin.port), settings))
     return found
 
 

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import importlib.util
 import ipaddress
 import itertools
 import json
 import os
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     SecretStr,
@@ -28,24 +31,58 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 from app.corpus.address import FeedAddress
 
 PREFIX = "RANKER_"
+CONFIG = f"{PREFIX}CONFIG"
+"""Names a file with settings. It is not a setting itself."""
 ADMIN_HOST = "127.0.0.1"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 ANY_ADDRESS = {"0.0.0.0", "::"}  # noqa: S104  # compared with, not bound
 OWN_PATHS = {
-    "admin", "assets", "context", "docs", "explain", "explore", "info", "livez", "metrics", "openapi.json", "rank", "readyz",
-    "recommend", "retrieve", "startupz", "v2",
+    "admin", "assets", "context", "docs", "explain", "explore", "health", "info", "livez", "metrics", "openapi.json", "rank", "readyz",
+    "recommend", "retrieve", "startupz", "v2", "version",
 }  # fmt: skip
 """First parts of the service's paths. Below one of them it could not tell whether a proxy has taken the root path off."""
+DEMO, DEMO_TOWERS, DEMO_POSTS = (
+    Path(__file__).parents[1] / "weights" / name for name in ("demo", "demo-towers", "demo-posts")
+)
+"""What is installed with the service, in a clone and from a wheel."""
+NO_CHECKPOINT = (
+    "it has no manifest.json; phoenix-ranker serve without a checkpoint serves the demo, phoenix-ranker fetch copies a checkpoint, and "
+    "phoenix-ranker import converts a published one"
+)
 NO_KEY = "it holds no key, so everybody could call: remove it to serve without keys"
 
 
 class SettingsProblem(ValueError):
     """A setting that cannot be used; the message names it and says what is wrong."""
+
+
+def _on_this_machine(path: object) -> object:
+    """The path of a folder. Raises ValueError with advice for an address, and for what only a shell reads as a folder."""
+    text = str(path)
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
+        raise ValueError(
+            f"{text} is an address, and only a folder can be served: phoenix-ranker fetch {text} --out DIR makes one"
+        )
+    if text.startswith("~"):
+        raise ValueError(
+            f"{text} begins with ~, which only a shell replaces: write the whole path of the folder. phoenix-ranker fetch copies a "
+            "checkpoint to a folder"
+        )
+    return path
+
+
+Folder = Annotated[Path, BeforeValidator(_on_this_machine)]
 
 
 class Group(BaseModel):
@@ -171,11 +208,11 @@ class Deadline(Group):
 
 
 class Retrieval(Group):
-    """Finding posts for a user in a corpus. Without a checkpoint and a corpus, /retrieve and /recommend answer 503."""
+    """Finding posts for a user in a corpus. Without a checkpoint and a corpus, /retrieve and /recommend answer 404."""
 
-    checkpoint: Path | None = None
+    checkpoint: Folder | None = None
     """Directory of the retrieval checkpoint (the two towers). By default there is none: most services only rank."""
-    corpus: Path | None = None
+    corpus: Folder | None = None
     """Directory of the corpus: posts as vectors of that checkpoint. Set both or neither."""
     feed: SecretStr | None = None
     """Where changes of posts come from: `redis://HOST:PORT/STREAM` (see docs/deploy.md). Without a feed, changes come through the admin
@@ -215,6 +252,21 @@ class Auth(Group):
     keys: dict[str, SecretStr] = Field(default={})
     """Name of the caller → SHA-256 of its key in hex: `{"feed": "9f86d0…"}`. Only the name is logged. By default there are
     none, and everybody may call."""
+    keys_file: Path | None = None
+    """JSON file with such an object. SIGHUP reads it again, so keys can be changed without a restart. By default there is none, because
+    the environment is enough for a few keys."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Auth:
+        if self.keys and self.keys_file is not None:
+            raise ValueError("auth.keys and auth.keys_file exclude each other: put all keys into the file")
+        self.read()
+        return self
+
+    def read(self) -> dict[str, bytes]:
+        """Name → SHA-256 of the key; what the file holds now, if there is one. Raises SettingsProblem for a file that cannot be used."""
+        keys = self.keys if self.keys_file is None else _keys_in(self.keys_file)
+        return {name: bytes.fromhex(each.get_secret_value()) for name, each in sorted(keys.items())}
 
     @field_validator("keys")
     @classmethod
@@ -229,6 +281,21 @@ class Auth(Group):
                 raise ValueError("a key's name is 1 to 64 letters, digits, dots, dashes or underscores")
             _require_sha256(digest, f"the key named {name}")
         return {name: SecretStr(digest.get_secret_value().lower()) for name, digest in keys.items()}
+
+
+def _keys_in(path: Path) -> dict[str, SecretStr]:
+    """The keys in a file. Raises SettingsProblem, which repeats nothing of it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise SettingsProblem(f"{path} cannot be read: {getattr(error, 'strerror', 'it is not UTF-8')}") from None
+    if problem := problem_of_keys(text.strip()):
+        raise SettingsProblem(f"{path}: {problem}")
+    try:
+        return Auth(keys=json.loads(text)).keys
+    except ValidationError as error:
+        said = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors(include_input=False))
+        raise SettingsProblem(f"{path}: {said}") from None
 
 
 class Admin(Group):
@@ -297,6 +364,33 @@ class Logs(Group):
     """Share of successful requests that get a line; failures always get one. By default all; lower it if that is too much."""
 
 
+class Served(Group):
+    """The log of what was served, which the next model learns from; needs the `served` extra. docs/served.md says what is in it."""
+
+    directory: Path | None = None
+    """Directory of the log, which is made if it is not there. By default nothing is logged: histories are personal data."""
+    share: float = Field(default=1.0, ge=0, le=1)
+    """Share of the users whose rankings are logged, by a hash of the user id: a user is logged always or never. Anonymous requests are
+    drawn one by one. By default all; lower it if the log is too large."""
+    probabilities: bool = True
+    """Whether the log holds the probabilities, which are about half of its size. By default it does, because estimates of another model's
+    value need them."""
+    keep_days: int = Field(default=30, ge=0)
+    """Parts of days that ended longer ago than this are removed; 0 keeps them for ever. By default a month, so that nobody keeps histories
+    without having decided to."""
+    part_bytes: int = Field(default=64 * 2**20, ge=2**16)
+    """A part is closed when it is about this large. With the default, a day has hundreds of files rather than thousands."""
+    part_seconds: float = Field(default=300.0, ge=1, le=86_400)
+    """A part is closed when it has been open for this long; `kill -9` loses the open one. By default five minutes, at most that much is
+    lost."""
+
+    @model_validator(mode="after")
+    def _writable(self) -> Served:
+        if self.directory is not None and importlib.util.find_spec("pyarrow") is None:
+            raise ValueError("served.directory needs pyarrow: pip install 'phoenix-ranking-server[served]'")
+        return self
+
+
 class Tracing(Group):
     """OpenTelemetry spans; needs the `tracing` extra. The collector and the sampling are set with OpenTelemetry's own variables."""
 
@@ -332,8 +426,11 @@ class Settings(BaseSettings):
     """Port of the service; 0 takes a free one and logs it."""
     root_path: str = ""
     """Path below which a proxy serves this, without a slash at the end. Rarely needed: pages and documents use relative addresses."""
-    checkpoint: Path = Path("weights/demo")
-    """Checkpoint directory to serve. By default the one in the repository, so that a first start works."""
+    checkpoint: Folder = Path("weights/demo")
+    """Checkpoint directory to serve. By default the demo that is installed with the service, so that a first start works."""
+    keep_alive_seconds: int = Field(default=75, ge=1, le=86_400)
+    """How long an idle connection stays open. The default is longer than the 60 s of common balancers, so that they close first. A proxy
+    that keeps idle connections for longer needs a higher value."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs and the corpus is searched. By default CUDA if there is a GPU."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -367,6 +464,7 @@ class Settings(BaseSettings):
     explore: Explore = Explore()
     reload: Reload = Reload()
     logs: Logs = Logs()
+    served: Served = Served()
     tracing: Tracing = Tracing()
 
     @field_validator("host")
@@ -428,15 +526,28 @@ class Settings(BaseSettings):
 
 
 def load_settings(
-    argv: Sequence[str] = (), environ: Mapping[str, str] | None = None, program: str = "python -m app"
+    argv: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    program: str = "python -m app",
+    *,
+    with_posts: bool = False,
 ) -> Settings:
-    """Settings from flags, then the environment, then defaults. `environ` is only searched for unknown names.
+    """Settings from flags, then the environment, then the file that `--config` or `RANKER_CONFIG` names, then defaults. `environ` is only
+    searched for unknown names and for that file. `--help` prints every setting and ends the process.
 
-    Raises SettingsProblem for a `RANKER_` name or a flag that is unknown, and for a value that does not fit.
+    If none of them names a checkpoint, it is the demo that is installed with the service. `with_posts` adds the demo's posts, which one
+    process at a time can serve.
+
+    Raises SettingsProblem for a `RANKER_` name, a flag or a name in the file that is unknown, and for a value that does not fit.
     """
     known = {_flag(name): name for name in names()}
     groups = {flag.partition(".")[0] for flag in known}
-    flags = [_dashed(flag) for flag in argv]
+    config, flags = _config_of([_dashed(flag) for flag in argv])
+    if {"--help", "-h"} & {*flags}:
+        from app.settings_help import print_help
+
+        print_help(Settings, program)
+        raise SystemExit(0)
     for flag in flags:
         given = flag.partition("=")[0]
         if given.startswith("--") and given not in {*known, *groups, "--help"}:
@@ -444,16 +555,88 @@ def load_settings(
                 f"{given} is not a setting; the nearest one is {_nearest(given, known)}, and --help lists them all"
             )
     environ = os.environ if environ is None else environ
-    _refuse_unknown(environ, list(known.values()))
+    _refuse_unknown(environ, [*known.values(), CONFIG])
     for name, value in environ.items():
-        if name.upper() == f"{PREFIX}AUTH__KEYS" and (problem := _problem_of_keys(value)):
+        if name.upper() == f"{PREFIX}AUTH__KEYS" and (problem := problem_of_keys(value)):
             raise SettingsProblem(f"{PREFIX}AUTH__KEYS: {problem}")
+    config = config or environ.get(CONFIG, "")
+    kind = _with_file(_read_config(Path(config))) if config else Settings
     try:
-        return Settings(_cli_parse_args=flags, _cli_prog_name=program)  # type: ignore[call-arg]  # of BaseSettings
+        settings = kind(_cli_parse_args=flags, _cli_prog_name=program)  # type: ignore[call-arg]  # of BaseSettings
     except ValidationError as error:
         raise SettingsProblem("; ".join(_sentences(error))) from None
     except SettingsError as error:
         raise SettingsProblem(f"{str(error).removeprefix('error parsing CLI: ')}; --help lists every setting") from None
+    return _with_demo(settings, with_posts=with_posts)
+
+
+def _with_demo(settings: Settings, *, with_posts: bool) -> Settings:
+    """The settings with the demo as their checkpoint if they name none, and with its posts if they name no part of retrieval either."""
+    if "checkpoint" in settings.model_fields_set or not DEMO.is_dir():
+        return settings
+    demo: dict[str, Any] = {"checkpoint": DEMO}
+    is_without = not {"checkpoint", "corpus"} & settings.retrieval.model_fields_set
+    if with_posts and is_without and DEMO_POSTS.is_dir():
+        demo["retrieval"] = settings.retrieval.model_copy(update={"checkpoint": DEMO_TOWERS, "corpus": DEMO_POSTS})
+    return settings.model_copy(update=demo)
+
+
+def problem_of(checkpoint: Path) -> str:
+    """Why a directory cannot be served; empty if it looks like a checkpoint."""
+    try:
+        return "" if (checkpoint / "manifest.json").is_file() else f"is not a checkpoint: {NO_CHECKPOINT}"
+    except OSError as error:  # such as a folder that may not be entered
+        return f"cannot be read: {error.strerror}"
+
+
+def _config_of(flags: Sequence[str]) -> tuple[str, list[str]]:
+    """The file that `--config FILE` or `--config=FILE` names, empty without one, and the other flags."""
+    others = list(flags)
+    for place, flag in enumerate(flags):
+        name, equals, value = flag.partition("=")
+        if name == "--config":
+            if not value and (equals or place + 1 == len(flags)):
+                raise SettingsProblem("--config needs a file")
+            others[place : place + (1 if equals else 2)] = []
+            return value if equals else flags[place + 1], others
+    return "", others
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file. Raises SettingsProblem, also for a name that is none."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsProblem(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # of TOML and of UTF-8
+        raise SettingsProblem(f"{path} is not TOML: {error}") from None
+    known = [name.removeprefix(PREFIX).lower().replace("__", ".") for name in names()]
+    for name in _leaves(values, known):
+        if name not in known:
+            raise SettingsProblem(f"{path}: {name} is not a setting; the nearest one is {_nearest(name, known)}")
+    return values
+
+
+def _leaves(values: Mapping[str, Any], known: Sequence[str], prefix: str = "") -> Iterator[str]:
+    """The names of all values, such as `queue.max_requests`. A setting whose value is a table counts as one."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value and f"{prefix}{name}" not in known:
+            yield from _leaves(value, known, f"{prefix}{name}.")
+        elif value != {}:
+            yield f"{prefix}{name}"
+
+
+def _with_file(values: dict[str, Any]) -> type[Settings]:
+    """`Settings` that take these values where neither a flag nor the environment has one."""
+
+    class FileSettings(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls, settings_cls: type[BaseSettings], *sources: PydanticBaseSettingsSource, **more: Any
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return (*sources, *more.values(), InitSettingsSource(settings_cls, values))
+
+    return FileSettings
 
 
 def names(model: type[BaseModel] = Settings, prefix: str = PREFIX) -> Iterator[str]:
@@ -529,7 +712,7 @@ def _sentences(error: ValidationError) -> Iterator[str]:
         yield name + problem["msg"].removeprefix("Value error, ")
 
 
-def _problem_of_keys(text: str) -> str:
+def problem_of_keys(text: str) -> str:
     """What is wrong with the JSON of the keys and is lost once it is read; empty if nothing is."""
     if not text:  # other settings without a value are those that nobody has set
         return NO_KEY

@@ -24,7 +24,7 @@ from app import schema
 from app.columns import NO_MASK, NO_SURFACE, Vocabulary, Wishes, bits_of, columns_of, ids_of, warnings_of
 from app.errors import InvalidRequest
 from app.interface import Ranked
-from app.replies import names_of, rows_of
+from app.replies import Placement, names_of, rows_of
 from app.schema import NO_USER, TWO_USERS, InferParameters, InferRequest, InputTensor, WantedOutput
 from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, age_bucket
@@ -35,6 +35,7 @@ from weights.values import (
     SCORE_WEIGHT_RULE,
     Problem,
     problem_of_actions,
+    problem_of_codes,
     problem_of_dwells,
     problem_of_times,
 )
@@ -45,7 +46,8 @@ LENGTH_HEADER = "Inference-Header-Content-Length"
 
 class Spec(NamedTuple):
     """What a tensor is. `datatype`: the protocol's name; `ID` is `UINT64` or `BYTES`, by the checkpoint's kind of ids. `axes`: what each
-    axis counts: `1`, `C` candidates, `H` history items, `A` actions, `Z` continuous outputs. `problem`: what is wrong with its values."""
+    axis counts: `1`, `C` candidates, `H` history items, `A` actions, `Z` continuous outputs, `Q` content codes. `problem`: what is wrong
+    with its values."""
 
     datatype: str
     axes: str
@@ -63,20 +65,25 @@ INPUTS: Mapping[str, Spec] = {
     "candidates.author_id": Spec("ID", "C"),
     "candidates.product_surface": Spec("INT64", "C"),
     "candidates.created_at": Spec("INT64", "C", problem_of_times),
+    "candidates.codes": Spec("INT64", "CQ"),
     "history.post_id": Spec("ID", "H"),
     "history.author_id": Spec("ID", "H"),
     "history.actions": Spec("FP32", "HA", problem_of_actions),
     "history.product_surface": Spec("INT64", "H"),
     "history.dwell_time": Spec("FP32", "H", problem_of_dwells),
+    "history.codes": Spec("INT64", "HQ"),
     "weights": Spec("FP64", "A", _problem_of_weights),
 }
 OUTPUTS: Mapping[str, Spec] = {
     "post_id": Spec("ID", "C"),
     "score": Spec("FP64", "C"),
     "rank": Spec("INT64", "C"),
+    "propensity": Spec("FP64", "C"),
     "probabilities": Spec("FP32", "CA"),
     "continuous": Spec("FP32", "CZ"),
 }
+DRAWN = "propensity"
+"""Only where the ranks are drawn at random."""
 MASKED = "history.actions"
 """May also be `UINT64` words, `[H]` or `[H, W]`: bit a of a row is action a."""
 
@@ -153,7 +160,8 @@ def read(body: bytes, length: str | None, limits: schema.Limits) -> TensorReques
     sizes = asked.sizes()
     if not sizes["candidates"]:
         raise InvalidRequest("candidates", "must not be empty")
-    outputs = _wanted(asked.outputs or [], is_binary=bool(parameters.binary_data_output))
+    possible = [*OUTPUTS] if parameters.explore_temperature is not None else [name for name in OUTPUTS if name != DRAWN]
+    outputs = _wanted(asked.outputs or [], possible, is_binary=bool(parameters.binary_data_output))
     return TensorRequest(inputs, outputs, parameters, asked.id or None, asked.model_name, **sizes)
 
 
@@ -200,39 +208,43 @@ def _check_names(inputs: Mapping[str, Tensor], parameters: InferParameters) -> N
         raise InvalidRequest("parameters.weights", "must not be given together with the tensor weights")
 
 
-def _wanted(outputs: Sequence[WantedOutput], *, is_binary: bool) -> dict[str, bool]:
+def _wanted(outputs: Sequence[WantedOutput], possible: Sequence[str], *, is_binary: bool) -> dict[str, bool]:
+    """The outputs that are wanted, by default all that are possible, each with whether it is binary. Raises InvalidRequest."""
     wanted: dict[str, bool] = {}
     for output in outputs:
         own = None if output.parameters is None else output.parameters.binary_data
-        if output.name not in OUTPUTS or output.name in wanted:
-            raise InvalidRequest("outputs", f"must name some of {', '.join(OUTPUTS)}, each once")
+        if output.name not in possible or output.name in wanted:
+            raise InvalidRequest("outputs", f"must name some of {', '.join(possible)}, each once")
         wanted[output.name] = is_binary if own is None else own
-    return wanted or dict.fromkeys(OUTPUTS, is_binary)
+    return wanted or dict.fromkeys(possible, is_binary)
 
 
 class Columns(NamedTuple):
     """What the model and the reply need of a request. `context`: or its handle. `post_ids`: the candidates' as they came: uint64 `[C]`, or
-    a list of texts."""
+    a list of texts. `created_at`: Unix seconds, int64 `[C]`, 0 unknown."""
 
     context: Context | str
     candidates: Candidates
     wishes: Wishes
     post_ids: NDArray[np.uint64] | list[str]
+    created_at: NDArray[np.int64]
 
 
 def columns(asked: TensorRequest, vocabulary: Vocabulary, config: ModelConfig) -> Columns:
     """Read the tensors with one checkpoint's vocabulary. Raises InvalidRequest."""
     parameters, reader = asked.parameters, _Reader(asked, vocabulary)
     count, posts = asked.candidates, reader.array("candidates.post_id", asked.candidates)
+    created_at = reader.array("candidates.created_at", count)
     candidates = Candidates(
         post_ids=reader.ids("candidates.post_id", posts),
         author_ids=reader.ids("candidates.author_id"),
         surfaces=reader.surfaces("candidates.product_surface", count),
-        age_buckets=age_bucket(parameters.impression_ts, reader.array("candidates.created_at", count), config),
+        age_buckets=age_bucket(parameters.impression_ts, created_at, config),
+        codes=reader.codes("candidates.codes", count),
     )
     wishes = _wishes(asked, reader)
     context = parameters.context or _context(asked, reader, config)
-    return Columns(context, candidates, wishes, posts.tolist() if vocabulary.ids == "text" else posts)
+    return Columns(context, candidates, wishes, posts.tolist() if vocabulary.ids == "text" else posts, created_at)
 
 
 def _context(asked: TensorRequest, reader: _Reader, config: ModelConfig) -> Context:
@@ -245,6 +257,7 @@ def _context(asked: TensorRequest, reader: _Reader, config: ModelConfig) -> Cont
         actions=reader.by_action(MASKED, count),
         surfaces=reader.surfaces("history.product_surface", count),
         dwell_seconds=np.minimum(reader.array("history.dwell_time", count), np.float32(MAX_DWELL_SECONDS)),
+        codes=reader.codes("history.codes", count),
     )
     first = max(0, count - config.history_length)
     return whole.rows(np.arange(first, count), dropped=first) if first else whole  # a view would keep the whole history
@@ -264,6 +277,7 @@ def _wishes(asked: TensorRequest, reader: _Reader) -> Wishes:
         has_offset=parameters.score == "offset",
         request_id=asked.request_id,
         warnings=warnings_of(weights, vocabulary),
+        temperature=parameters.explore_temperature,
     )
 
 
@@ -276,7 +290,7 @@ class _Reader:
         self._specs = spoken(INPUTS, vocabulary.ids)
         named = asked.parameters.actions
         self._actions = [*range(len(vocabulary.action_names))] if named is None else self.columns("actions", named)
-        self._sizes = {"1": 1, "C": asked.candidates, "H": asked.history}
+        self._sizes = {"1": 1, "C": asked.candidates, "H": asked.history, "Q": vocabulary.code_levels}
         self._sizes |= {"A": len(self._actions), "W": -(-len(self._actions) // 64)}
 
     def columns(self, parameter: str, names: str) -> list[int]:
@@ -308,6 +322,18 @@ class _Reader:
         if bad.any():
             raise InvalidRequest(f"{name}[{int(bad.argmax())}]", NO_SURFACE.format(last))
         return found
+
+    def codes(self, name: str, count: int) -> NDArray[np.int64]:
+        """Content codes, int64 `[count, Q]`; zeros where the tensor is missing, and for a checkpoint that reads none."""
+        levels, values = self.vocabulary.code_levels, self.vocabulary.code_values
+        if name not in self._inputs:
+            return np.zeros((count, levels), np.int64)
+        if not levels:  # any number of levels is checked, and ignored
+            self._sizes["Q"] = min(self._inputs[name].shape[-1:], default=0)
+        found = self.array(name)
+        if (problem := problem_of_codes(found, levels, values)) is not None:
+            raise InvalidRequest(f"{name}[{problem[0]}]", problem[1])
+        return found if levels else np.zeros((count, 0), np.int64)
 
     def by_action(self, name: str, count: int | None = None) -> NDArray[Any]:
         """A tensor whose last axis is all actions of the checkpoint, 0 for those that it does not name; `[count, A]` zeros if missing."""
@@ -392,10 +418,15 @@ def _array(values: list[Any], code: str, shape: tuple[int, ...], dtype: np.dtype
 
 
 def render(
-    asked: TensorRequest, read: Columns, ranked: Ranked, vocabulary: Vocabulary, timings_ms: Mapping[str, float]
+    asked: TensorRequest,
+    read: Columns,
+    ranked: Ranked,
+    placement: Placement,
+    vocabulary: Vocabulary,
+    timings_ms: Mapping[str, float],
 ) -> tuple[bytes, bytes]:
     """Return the JSON of a reply, and the binary data of the outputs that are to have it. The scores must be finite."""
-    rows = rows_of(read.post_ids, ranked.scores, read.wishes, vocabulary)
+    rows = rows_of(read.post_ids, ranked.scores, placement, read.wishes, vocabulary)
     binary: list[bytes] = []
     outputs: list[dict[str, Any]] = []
     for name, is_binary in asked.outputs.items():
@@ -438,12 +469,13 @@ def _raw(values: NDArray[Any]) -> bytes:
 def describe(manifest: Manifest) -> dict[str, Any]:
     """Return the protocol's metadata of a model: its tensors, -1 where a size is the request's. `parameters` name the columns."""
     continuous = [output.name for output in manifest.continuous]
-    sizes = {"1": 1, "A": len(manifest.action_names), "Z": len(continuous)}
+    sizes = {"1": 1, "A": len(manifest.action_names), "Z": len(continuous), "Q": manifest.config.code_levels}
 
     def described(specs: Mapping[str, Spec]) -> list[dict[str, Any]]:
         return [
             {"name": name, "datatype": spec.datatype, "shape": [sizes.get(axis, -1) for axis in spec.axes]}
             for name, spec in spoken(specs, manifest.ids).items()
+            if manifest.config.code_levels or "Q" not in spec.axes
         ]
 
     return {

@@ -14,6 +14,7 @@ COMMANDS = {  # name: the function that measures, whose parameters are the optio
     "bench": "loadtest.bench:measure",
     "peers": "loadtest.peers.run:measure",
     "bits": "loadtest.bits:measure",
+    "served": "loadtest.served:measure",
 }
 
 

@@ -14,6 +14,8 @@ LARGEST = {
     "post_age_granularity_minutes": 2**24, "max_post_age_minutes": 2**27, "post_age_buckets": 65_536,
 }  # fmt: skip
 MAX_FFN_WIDTH = LARGEST["widening"] * LARGEST["width"]
+MAX_CODE_LEVELS = 64
+MAX_CODE = 2**20  # the largest content code
 MAX_HASHES = 16  # hash functions of one entity
 MAX_CONTEXT_NUMBERS = 2**33  # keys and values of one full context: 16 GiB in bf16
 MAX_FACTOR = 1e30  # float32 can hold this factor and its inverse, with room to multiply
@@ -63,6 +65,13 @@ def check_architecture(config: Any) -> None:
     _require(
         ffn is None or 0 < ffn <= MAX_FFN_WIDTH,
         f"explicit_ffn_width must be positive and at most {MAX_FFN_WIDTH}, got {_short(ffn or 0)}",
+    )
+    levels, values = config.code_levels, config.code_values
+    _require(0 <= levels <= MAX_CODE_LEVELS, f"code_levels must lie in 0 … {MAX_CODE_LEVELS}, got {_short(levels)}")
+    _require(0 <= values <= MAX_CODE, f"code_values must lie in 0 … {MAX_CODE}, got {_short(values)}")
+    _require(
+        (levels == 0) == (values == 0),
+        f"code_levels ({levels}) and code_values ({values}) must both be 0 or both be positive",
     )
     _require(
         config.query_heads % config.kv_heads == 0,

@@ -2,7 +2,7 @@
 
 Dimension letters, the same in the whole project: `B` requests, `H` history slots, `S = 1 + H` context (user + history),
 `C` candidates, `T = S + C`, `D` model width, `N` query heads, `G` key/value heads, `K` head width, `F` feed-forward width,
-`A` discrete actions, `Z` continuous actions, `L` layers.
+`A` discrete actions, `Z` continuous actions, `L` layers, `Q` code levels.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ TRUNK_OPTIONS = (
     "norm", "sandwich", "positions", "activation", "gated", "biases", "explicit_ffn_width", "input_scale",
     "max_post_age_minutes",
 )  # fmt: skip
+CODE_OPTIONS = ("code_levels", "code_values")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,8 @@ class ModelConfig:
     biases: bool = False  # of every linear map of the trunk
     explicit_ffn_width: int | None = None  # F, where `widening` does not give it
     input_scale: float = 1.0  # of the tokens, before the first layer
+    code_levels: int = 0  # Q, content codes of a post; 0: the model reads none
+    code_values: int = 0  # of a level: codes are 1 … code_values, and 0 means none
 
     def __post_init__(self) -> None:
         check_architecture(self)
@@ -110,10 +113,15 @@ class ModelConfig:
         """Rows of the post-age table; bucket 0 stands for unknown."""
         return self.max_post_age_minutes // self.post_age_granularity_minutes + 2
 
+    @property
+    def code_rows(self) -> int:
+        """Rows of the table of content codes: those of the first level, then those of the second …"""
+        return self.code_levels * self.code_values
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; `from_dict` is the inverse. Trunk options with Grok's values are left out."""
-        grok = {field.name: field.default for field in fields(self) if field.name in TRUNK_OPTIONS}
-        return {name: value for name, value in asdict(self).items() if name not in grok or value != grok[name]}
+        """Plain JSON values; `from_dict` is the inverse. Options of the trunk and of the codes are left out at their defaults."""
+        defaults = {field.name: field.default for field in fields(self) if field.name in TRUNK_OPTIONS + CODE_OPTIONS}
+        return {name: value for name, value in asdict(self).items() if name not in defaults or value != defaults[name]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

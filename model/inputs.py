@@ -15,8 +15,13 @@ from model.config import ModelConfig
 Ids = NDArray[np.uint64]
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
+NO_CODES = np.zeros((0, 0), np.int64)
 CLOCK_SKEW_SECONDS = 300  # how far ahead of the impression a post may seem to be created
 FEW = 64  # up to this many numbers, Python compares faster than numpy
+
+
+def _no_codes() -> Int64s:
+    return NO_CODES
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +32,7 @@ class Context:
     `surfaces`: int64 `[h]`. `dwell_seconds`: float32 `[h]`, 0 where unknown.
     A user id or post id of 0 is padding: that token influences nothing, but keeps its place in the sequence.
     `is_kept`: whether the context cache may keep it; False if it will not be asked for again. `dropped`: how many older items
-    did not fit.
+    did not fit. `codes`: int64 `[h, Q]`, the content codes, 0 for none; `[h, 0]` if no item has any.
     """
 
     user_id: int
@@ -38,6 +43,11 @@ class Context:
     dwell_seconds: Float32s
     is_kept: bool = True
     dropped: int = 0
+    codes: Int64s = field(default_factory=_no_codes)
+
+    def __post_init__(self) -> None:
+        if self.codes is NO_CODES and len(self.post_ids):
+            self.codes = np.zeros((len(self.post_ids), 0), np.int64)
 
     def __len__(self) -> int:
         return len(self.post_ids)
@@ -46,11 +56,12 @@ class Context:
         """Raise ValueError for columns of different lengths, a history longer than the model's, and numbers outside its tables. Engines do
         not check these."""
         events = len(self.post_ids)
-        lengths = {len(column) for column in (self.author_ids, self.surfaces, self.dwell_seconds)}
+        lengths = {len(column) for column in (self.author_ids, self.surfaces, self.dwell_seconds, self.codes)}
         if lengths != {events} or self.actions.shape != (events, config.actions):
             raise ValueError("a context with columns of different lengths")
         if events > config.history_length or not _are_rows(self.surfaces, config.product_surfaces):
             raise ValueError("a context beyond the model's history or surfaces")
+        _check_codes(self.codes, config)
         if not 0 <= self.user_id < 2**64 or not 0 <= self.dropped < 2**63:
             raise ValueError("a user id beyond 64 bits, or an invalid number of dropped items")
 
@@ -73,18 +84,21 @@ class Context:
             self.surfaces[rows],
             self.dwell_seconds[rows],
             dropped=dropped,
+            codes=self.codes[rows],
         )
 
     def events(self, config: ModelConfig) -> tuple[bytes, ...]:
         """The exact bytes of every column of the history that this checkpoint can see, oldest first. Equal bytes give equal tokens."""
         posts, authors, actions = self.post_ids.tobytes(), self.author_ids.tobytes(), self.actions.tobytes()
         dwell = (self.dwell_seconds.tobytes(),) if config.has_dwell else ()
-        return posts, authors, actions, self.surfaces.tobytes(), *dwell
+        codes = (codes_as_read(self.codes, config).tobytes(),) if config.code_levels else ()
+        return posts, authors, actions, self.surfaces.tobytes(), *dwell, *codes
 
     @classmethod
     def of_events(cls, user_id: int, events: tuple[bytes, ...], config: ModelConfig, dropped: int = 0) -> Context:
         """The context that has these `events`, as views of them. Columns that the checkpoint does not see are 0."""
-        posts, authors, actions, surfaces, *dwell = events
+        posts, authors, actions, surfaces, *further = events
+        codes = further.pop() if config.code_levels else b""
         length = len(posts) // 8
         return cls(
             user_id,
@@ -92,8 +106,9 @@ class Context:
             np.frombuffer(authors, np.uint64),
             np.frombuffer(actions, np.float32).reshape(length, config.actions),
             np.frombuffer(surfaces, np.int64),
-            np.frombuffer(dwell[0], np.float32) if dwell else np.zeros(length, np.float32),
+            np.frombuffer(further[0], np.float32) if further else np.zeros(length, np.float32),
             dropped=dropped,
+            codes=np.frombuffer(codes, np.int64).reshape(length, config.code_levels),
         )
 
 
@@ -101,7 +116,8 @@ class Context:
 class Candidates:
     """The posts to score. `post_ids, author_ids`: uint64 `[C]`; `surfaces`, `age_buckets`: int64 `[C]`; see `age_bucket`.
 
-    `first_slot` is the place of the first one in the request's list; it matters in sequential position mode only.
+    `first_slot` is the place of the first one in the request's list; it matters in sequential position mode only. `codes`: as in
+    `Context`, `[C, Q]` or `[C, 0]`.
     """
 
     post_ids: Ids
@@ -109,12 +125,16 @@ class Candidates:
     surfaces: Int64s
     age_buckets: Int64s
     first_slot: int = 0
+    codes: Int64s = field(default_factory=_no_codes)
 
     def __post_init__(self) -> None:
         """Raise ValueError for columns of unequal length or not 64 bits wide: engines join the columns of many requests as bytes."""
+        if self.codes is NO_CODES and len(self.post_ids):
+            self.codes = np.zeros((len(self.post_ids), 0), np.int64)
         posts, authors = self.post_ids.nbytes, self.author_ids.nbytes
         surfaces, ages = self.surfaces.nbytes, self.age_buckets.nbytes
-        if not 8 * len(self.post_ids) == posts == authors == surfaces == ages:
+        is_aligned = len(self.codes) == len(self.post_ids) and self.codes.itemsize == 8
+        if not is_aligned or not 8 * len(self.post_ids) == posts == authors == surfaces == ages:
             raise ValueError("the columns of candidates must be equally long and 64 bits wide")
 
     def __len__(self) -> int:
@@ -125,20 +145,30 @@ class Candidates:
         surfaces, ages = config.product_surfaces, config.post_age_buckets
         if not _are_rows(self.surfaces, surfaces) or not _are_rows(self.age_buckets, ages):
             raise ValueError("candidates beyond the model's surfaces or ages")
+        _check_codes(self.codes, config)
         if not 0 <= self.first_slot < 2**31:
             raise ValueError("candidates beyond the model's slots")
 
     def rows(self, places: Int64s) -> Candidates:
         """The candidates at these places, as a new list. Their original slots are lost."""
         return Candidates(
-            self.post_ids[places], self.author_ids[places], self.surfaces[places], self.age_buckets[places]
+            self.post_ids[places],
+            self.author_ids[places],
+            self.surfaces[places],
+            self.age_buckets[places],
+            codes=self.codes[places],
         )
 
     def chunk(self, start: int, stop: int) -> Candidates:
         """Candidates `start … stop - 1`, as views, remembering their slots."""
         cut = slice(start, stop)
         return Candidates(
-            self.post_ids[cut], self.author_ids[cut], self.surfaces[cut], self.age_buckets[cut], self.first_slot + start
+            self.post_ids[cut],
+            self.author_ids[cut],
+            self.surfaces[cut],
+            self.age_buckets[cut],
+            self.first_slot + start,
+            self.codes[cut],
         )
 
 
@@ -183,6 +213,33 @@ def _are_rows(values: Int64s, count: int) -> bool:
     if len(unsigned) > FEW:
         return int(np.maximum.reduce(unsigned)) < count
     return max(unsigned.tolist(), default=0) < count
+
+
+def _check_codes(codes: Int64s, config: ModelConfig) -> None:
+    """Raise ValueError for codes of another number of levels than the model's, and for codes beyond its table."""
+    levels = codes.shape[-1]
+    if codes.ndim != 2 or levels not in (0, config.code_levels):
+        raise ValueError("codes of another number of levels than the model's")
+    if levels and not _are_rows(codes.ravel(), config.code_values + 1):
+        raise ValueError("codes beyond the model's table")
+
+
+def codes_as_read(codes: Int64s, config: ModelConfig) -> Int64s:
+    """Content codes as this model reads them, int64 `[n, Q]`: zeros for posts that come without codes."""
+    if codes.shape[1] == config.code_levels:
+        return codes
+    return np.zeros((len(codes), config.code_levels), np.int64)
+
+
+def codes_fitting(codes: Int64s, config: ModelConfig) -> Int64s:
+    """Codes of any origin, int64 `[n, q]`, as codes of this model, `[n, Q]`. Missing levels have code 0. A post with a code in a level that
+    the model lacks, or beyond its table, has no codes at all."""
+    levels = min(codes.shape[1], config.code_levels)
+    found = np.zeros((len(codes), config.code_levels), np.int64)
+    if levels:
+        fits = (codes <= config.code_values).all(1) & ~codes[:, levels:].any(1)
+        found[fits, :levels] = codes[fits, :levels]
+    return found
 
 
 def age_bucket(impression_ts: int | Int64s, created_at: Int64s, config: ModelConfig) -> Int64s:

@@ -39,17 +39,28 @@ def look_up(table: Tensor, rows: Tensor) -> Tensor:
 def history_features(config: ModelConfig) -> dict[str, int]:
     """The features of a history item, in the order of their rows in `history_projection`, each with its number of rows."""
     features = _entities(config) | {"actions": config.width, "surface": config.width}
-    return features | ({"dwell": config.width} if config.has_dwell else {})
+    return features | ({"dwell": config.width} if config.has_dwell else {}) | _codes(config)
 
 
 def candidate_features(config: ModelConfig) -> dict[str, int]:
     """The features of a candidate, in the order of their rows in `candidate_projection`, each with its number of rows."""
     features = _entities(config) | {"surface": config.width}
-    return features | ({"post_age": config.width} if config.has_post_age else {})
+    return features | ({"post_age": config.width} if config.has_post_age else {}) | _codes(config)
 
 
 def _entities(config: ModelConfig) -> dict[str, int]:
     return {"post": config.post_hashes.count * config.width, "author": config.author_hashes.count * config.width}
+
+
+def _codes(config: ModelConfig) -> dict[str, int]:
+    return {"codes": config.width} if config.code_levels else {}
+
+
+def code_embeddings(codes: Tensor, table: Tensor, config: ModelConfig) -> Tensor:
+    """The sum of one embedding a level, `[..., D]`, for codes int64 `[..., Q]` and a table `[Q · code_values, D]`. Code 0 adds nothing."""
+    firsts = torch.arange(config.code_levels, device=codes.device) * config.code_values
+    embedded = functional.embedding((codes + firsts - 1).clamp_min(0), table)
+    return torch.where(codes[..., None] == 0, 0.0, embedded).sum(-2)
 
 
 def by_feature(projection: Tensor, features: Mapping[str, int]) -> dict[str, Tensor]:
@@ -75,6 +86,8 @@ class TokenBuilder(nn.Module):
         if config.has_dwell:
             self.dwell_input = zeros(1, DWELL_HIDDEN_WIDTH)
             self.dwell_output = zeros(DWELL_HIDDEN_WIDTH, width)
+        if config.code_levels:
+            self.code_table = zeros(config.code_rows, width)
 
     def block_user_reduce(self, tables: EmbeddingTables, batch: Batch) -> Tensor:
         """User tokens `[B, 1, D]`."""
@@ -90,6 +103,8 @@ class TokenBuilder(nn.Module):
         }
         if self.config.has_dwell:
             features["dwell"] = self._dwell_embeddings(batch.history_dwell_seconds)
+        if self.config.code_levels:
+            features["codes"] = code_embeddings(batch.history_codes, self.code_table, self.config)
         return torch.cat([features[name] for name in history_features(self.config)], -1) @ self.history_projection
 
     def block_candidate_reduce(self, tables: EmbeddingTables, batch: Batch) -> Tensor:
@@ -101,6 +116,8 @@ class TokenBuilder(nn.Module):
         }
         if self.config.has_post_age:
             features["post_age"] = functional.embedding(batch.candidate_age_buckets, self.post_age_table)
+        if self.config.code_levels:
+            features["codes"] = code_embeddings(batch.candidate_codes, self.code_table, self.config)
         return torch.cat([features[name] for name in candidate_features(self.config)], -1) @ self.candidate_projection
 
     def context(self, tables: EmbeddingTables, batch: Batch) -> tuple[Tensor, Tensor]:

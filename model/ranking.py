@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,6 +18,23 @@ def combine(probabilities: NDArray[np.float32], weights: NDArray[np.float64]) ->
     np.multiply(probabilities.T, weights[:, None], out=terms[1:, 1:])
     combined: NDArray[np.float64] = np.add.reduce(terms, 0)[1:]
     return combined
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calibration:
+    """How a checkpoint's probabilities are corrected: `sigmoid(offset + slope · logit)` (Platt 1999). `offsets`, `slopes`: float64 `[A]`;
+    slopes are positive, so that no action's order changes."""
+
+    offsets: NDArray[np.float64]
+    slopes: NDArray[np.float64]
+
+    def probabilities(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Probabilities float32 `[C, A]` of logits `[C, A]`, in float64 until the end, so that rounding changes no order either. A
+        candidate's bits do not depend on the others."""
+        with np.errstate(over="ignore"):
+            odds = np.exp(-(self.offsets + self.slopes * logits.astype(np.float64)))
+            corrected: NDArray[np.float32] = (1 / (1 + odds)).astype(np.float32)
+        return corrected
 
 
 def magnitudes(weights: NDArray[np.float64]) -> tuple[float, float]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from model.config import ModelConfig
-from model.inputs import Candidates, Context
+from model.inputs import Candidates, Context, Int64s
 from model.names import checkpoint_parameters
 from model.ranker import Ranker
 
@@ -25,7 +25,7 @@ def random_ranker(config: ModelConfig, seed: int = 0, device: torch.device | str
             leaf = name.rsplit(".", 1)[-1]
             if leaf == "norm" or leaf.endswith("_norm"):
                 parameter.uniform_(0.7, 1.3, generator=generator)
-            elif leaf in ("user", "post", "author", "surface_table", "post_age_table", "dwell_input"):
+            elif leaf in ("user", "post", "author", "surface_table", "post_age_table", "dwell_input", "code_table"):
                 parameter.normal_(0.0, 1.0, generator=generator)
             else:
                 parameter.normal_(0.0, parameter.shape[0] ** -0.5, generator=generator)
@@ -52,6 +52,7 @@ def random_context(config: ModelConfig, history: int, seed: int = 0, *, user_id:
         actions=actions,
         surfaces=generator.integers(0, config.product_surfaces, history),
         dwell_seconds=generator.uniform(0, 45, history).astype(np.float32),
+        codes=random_codes(config, history, generator),
     )
 
 
@@ -63,7 +64,16 @@ def random_candidates(config: ModelConfig, candidates: int, seed: int = 0) -> Ca
         author_ids=random_ids(generator, candidates),
         surfaces=generator.integers(0, config.product_surfaces, candidates),
         age_buckets=generator.integers(0, config.post_age_buckets, candidates),
+        codes=random_codes(config, candidates, generator),
     )
+
+
+def random_codes(config: ModelConfig, count: int, generator: np.random.Generator) -> Int64s:
+    """Content codes int64 `[count, Q]`; some posts have none at all."""
+    codes = generator.integers(0, config.code_values + 1, (count, config.code_levels))
+    if config.code_levels:
+        codes[generator.random(count) < 0.2] = 0
+    return codes
 
 
 def random_request(config: ModelConfig, history: int, candidates: int, seed: int = 0) -> tuple[Context, Candidates]:

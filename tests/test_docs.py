@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from app import cli
 from app.main import create_admin_app, create_app
-from app.settings import names
+from app.settings import CONFIG, names
 from app.telemetry.metrics import Metrics, Snapshot, figures
 from loadtest.__main__ import COMMANDS
 from loadtest.machine import ROOT
@@ -68,7 +68,7 @@ def targets(text: str, page: Path) -> Iterator[str]:
 
 def settings(text: str, page: Path) -> Iterator[str]:
     """Settings that there are not, with or without the prefix. `GROUP__…` stands for a group."""
-    known = set(names())
+    known = {*names(), CONFIG}
     for name in re.findall(r"RANKER_[A-Z0-9_]*[A-Z0-9]", text):
         if name not in known and not any(each.startswith(f"{name}__") for each in known):
             yield name
@@ -224,6 +224,20 @@ def test_the_first_commands_of_the_readme_rank_as_it_says() -> None:
     first = reply["candidates"][0]
     assert (first["post_id"], str(first["rank"])) == (said[1], said[3])
     assert first["score"] == pytest.approx(float(said[2]), abs=0.02), "bf16 and float32 differ by up to 0.01"
+
+
+@pytest.mark.slow
+def test_the_first_commands_of_the_readme_end_with_the_server() -> None:
+    script = (
+        shell_blocks()[0]
+        .replace("make serve", "make --silent -o .venv/.serving serve")
+        .replace(":8000", f":{free_port()}")
+    )
+    environment = os.environ | {"RANKER_CHECKPOINT": "/nowhere"}
+    command = ["bash", "-c", script]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "/nowhere is not a checkpoint" in done.stderr
 
 
 @pytest.mark.slow

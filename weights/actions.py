@@ -19,8 +19,16 @@ STANDARD_ACTIONS = (
 )  # fmt: skip
 """The nineteen actions in the output order of the source code; checkpoints trained here use it."""
 
-RELEASED_INDICES = {1: "favorite", 4: "reply", 5: "quote", 6: "repost", 11: "dwell", 13: "vqv"}
-"""The outputs that the pipeline shipped with the released checkpoint reads. The meaning of the other indices is not published."""
+RELEASED_ACTIONS = (
+    "invalid", "favorite", "unfavorite", "create", "reply", "quote", "repost", "unreply", "unquote", "unrepost",
+    "server_report", "dwell", "not_dwelled", "vqv", "photo_expand", "mention_click", "report", "not_interested",
+    "undo_not_interested",
+)  # fmt: skip
+"""The outputs of the released checkpoint of May 2026, by index: the enum `ActionName` of X's protocol, which its README names as the order.
+
+The enum was published in August 2026, after the checkpoint. The six indices that the checkpoint's own pipeline reads (1, 4, 5, 6, 11 and
+13) agree with it. `report` is CLIENT_TWEET_REPORT, which X's scorer weighs; SERVER_TWEET_REPORT is `server_report`.
+"""
 
 RELEASED_DWELL_INDEX = 1
 """The continuous output that the same pipeline reads as dwell time."""
@@ -43,19 +51,24 @@ SCORE_WEIGHT_SETS = {
 }  # fmt: skip
 """Weights of the combined score, by set name; complaints have negative weights. New checkpoints get `default`.
 
-`x-2026-09` is what X published in September 2026. There, a reply between users who follow each other is worth 15 more. A weight per
-action cannot express that, so it is left out.
+`x-2026-09` and `x-2026-10` are what X published in September and October 2026. There, a reply between users who follow each other is
+worth 15 more. A weight per action cannot express that, so it is left out.
 """
+SCORE_WEIGHT_SETS["x-2026-10"] = SCORE_WEIGHT_SETS["x-2026-09"] | {"click": 0.3, "not_interested": -47.52}
 
-CONTINUOUS_WEIGHTS = {"x-2026-09": {"dwell_time": 0.004}}
+CONTINUOUS_WEIGHTS = {"x-2026-09": {"dwell_time": 0.004}, "x-2026-10": {"dwell_time": 0.004}}
 """Weights per unit of a continuous output (here: per second of dwell), by set name; used if a checkpoint has the output. Kept apart
 from the actions' weights because checkpoints also have an action called `dwell_time`."""
 
+FRACTION_WEIGHTS = {"x-2026-10": {"click_dwell_time": 0.4}}
+"""As `CONTINUOUS_WEIGHTS`, but of the output as the model gives it, 0 … 1, whatever its unit."""
+
 
 def released_action_names(actions: int) -> tuple[str, ...]:
-    """Output names of a published checkpoint. With the release's nineteen outputs the known ones get names; all others are `action_i`."""
-    known = RELEASED_INDICES if actions == len(STANDARD_ACTIONS) else {}
-    return tuple(known.get(index, f"action_{index}") for index in range(actions))
+    """Output names of a published checkpoint: `RELEASED_ACTIONS` for the release's nineteen outputs; any other number gets `action_i`."""
+    if actions == len(RELEASED_ACTIONS):
+        return RELEASED_ACTIONS
+    return tuple(f"action_{index}" for index in range(actions))
 
 
 def continuous_outputs(count: int, dwell_index: int) -> tuple[ContinuousOutput, ...]:
@@ -69,6 +82,12 @@ def continuous_outputs(count: int, dwell_index: int) -> tuple[ContinuousOutput, 
 def dwell_output(outputs: Sequence[ContinuousOutput]) -> int | None:
     """The place of dwell time among a checkpoint's continuous outputs; None if it has no output of that name."""
     return next((index for index, output in enumerate(outputs) if output.name == DWELL_TIME.name), None)
+
+
+def continuous_weights(name: str, outputs: Sequence[ContinuousOutput]) -> tuple[float, ...]:
+    """The weights of set `name` per unit of each continuous output, 0 for those that it does not weigh."""
+    by_unit, by_fraction = CONTINUOUS_WEIGHTS.get(name, {}), FRACTION_WEIGHTS.get(name, {})
+    return tuple(by_unit.get(output.name, 0.0) + by_fraction.get(output.name, 0.0) / output.scale for output in outputs)
 
 
 def default_score_weights(action_names: Sequence[str], name: str = "default") -> dict[str, float]:

@@ -19,7 +19,7 @@ from model.ranker import Ranker
 from model.retrieval.towers import Towers
 from weights.errors import CheckpointError
 from weights.format.layout import model_for
-from weights.format.manifest import ContinuousOutput, Manifest
+from weights.format.manifest import ActionCalibration, ContinuousOutput, Manifest
 from weights.format.reader import MappedFiles, opened, read_manifest, read_tensors
 from weights.format.tensorfile import Progress
 from weights.format.writer import Labels, TableDtype, write_checkpoint
@@ -102,12 +102,14 @@ def save_checkpoint(
     ids: IdKind = "uint64",
     table_dtype: TableDtype = "float32",
     training: Mapping[str, Any] | None = None,
+    calibration: Mapping[str, ActionCalibration] | None = None,
     extras: Mapping[str, bytes] | None = None,
     replace: bool = False,
 ) -> Manifest:
     """Write a model on any device and of any dtype as a checkpoint directory; parameters become fp32, tables `table_dtype`.
 
-    An empty `version` becomes a short digest. `training` says what was decided from the log: see `Manifest`. `extras` are further files,
+    An empty `version` becomes a short digest. `training` says what was decided from the log, `calibration` how probabilities are corrected:
+    see `Manifest`. `extras` are further files,
     such as `example.json`. Written to a temporary directory and renamed, so a reader sees all or nothing.
     Raises CheckpointError for values that are not finite, names that do not fit the outputs, or a path in use (an existing checkpoint is
     overwritten only with `replace`).
@@ -118,6 +120,13 @@ def save_checkpoint(
         return iter(torch.split(state[tensor], ROWS_PER_CHUNK))
 
     labels = Labels(
-        name, tuple(action_names), tuple(continuous), dict(score_weights or {}), version, ids, dict(training or {})
+        name,
+        tuple(action_names),
+        tuple(continuous),
+        dict(score_weights or {}),
+        version,
+        ids,
+        dict(training or {}),
+        dict(calibration or {}),
     )
     return write_checkpoint(path, model.config, chunks, labels, table_dtype=table_dtype, extras=extras, replace=replace)

@@ -2,6 +2,6 @@
 
 from weights.commands import checkpoints, corpus
 from weights.commands.console import app
-from weights.lab.commands import scoring, training
+from weights.lab.commands import scoring, towers, training
 
-__all__ = ["app", "checkpoints", "corpus", "scoring", "training"]  # each adds its commands to `app`
+__all__ = ["app", "checkpoints", "corpus", "scoring", "towers", "training"]  # each adds its commands to `app`

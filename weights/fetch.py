@@ -12,9 +12,9 @@ from typing import Any
 
 import fsspec
 
-from weights.corpus.manifest import CorpusManifest
+from weights.corpus.manifest import KIND, CorpusManifest
 from weights.errors import CheckpointError, reason_of
-from weights.format.manifest import MANIFEST_NAME, FileEntry, Manifest
+from weights.format.manifest import MANIFEST_NAME, FileEntry, Manifest, kind_in
 from weights.format.writer import refused_writing, sync, write_file, written_beside
 from weights.git_lfs import HEAD_BYTES, pointer_problem
 
@@ -35,7 +35,7 @@ def fetch(
     with read_from(url):
         source, root = fsspec.core.url_to_fs(url)
         raw = source.cat_file(f"{root}/{MANIFEST_NAME}")
-    is_corpus = b'"kind"' in raw
+    is_corpus = kind_in(raw) == KIND
     try:
         manifest = (CorpusManifest if is_corpus else Manifest).from_json(raw)
     except CheckpointError as error:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from model.bounds import MAX_CODE, MAX_CODE_LEVELS
 from weights.text_ids import TEXT_RULE, IdKind, is_text_id
 
 MAX_ID = 2**64 - 1
@@ -29,6 +31,7 @@ DWELL_RULE = "must be seconds, a finite number of at least 0 (0: unknown)"
 ACTION_NAME_RULE = "must be letters, digits and underscores, a letter first, at most 64"
 ACTION_VALUE_RULE = f"must be a number between 0 and {MAX_ACTION_VALUE:g}"
 SCORE_WEIGHT_RULE = f"must be a number between {-MAX_SCORE_WEIGHT:g} and {MAX_SCORE_WEIGHT:g}"
+CODES_RULE = f"must be a list of at most {MAX_CODE_LEVELS} content codes, integers between 0 (none) and {MAX_CODE}"
 FLAG_RULE = "must be true or false, or 1 or 0"
 ID_RULE = "must be an unsigned 64-bit integer, as an integer or a decimal string without leading zeros"
 ID_RULES: dict[IdKind, str] = {"uint64": ID_RULE, "text": f"{TEXT_RULE}, as all ids of this checkpoint are"}
@@ -85,6 +88,31 @@ def id_problem(value: Any, kind: IdKind = "uint64") -> str | None:
 def stored_id_problem(value: Any, kind: IdKind = "uint64") -> str | None:
     """`id_problem` for a post of a corpus or a row of a log, where 0 is refused: padding is no post."""
     return id_problem(value, kind) or (ZERO_ID_RULE if value in (0, "0") and kind == "uint64" else None)
+
+
+def codes_rule(levels: int, values: int) -> str:
+    """What the content codes of a post must be for a model with `levels` codes of 1 … `values`; for any model if `levels` is 0."""
+    if not levels:
+        return CODES_RULE
+    return f"must be a list of {levels} content codes, integers between 0 (none) and {values}, or an empty list"
+
+
+def codes_problem(codes: Sequence[int], levels: int = 0, values: int = 0) -> str | None:
+    """What is wrong with the content codes of one post; see `codes_rule`."""
+    most = values if levels else MAX_CODE
+    fits = len(codes) in (0, levels) if levels else len(codes) <= MAX_CODE_LEVELS
+    if fits and (not codes or (min(codes) >= 0 and max(codes) <= most)):
+        return None
+    return codes_rule(levels, values)
+
+
+def problem_of_codes(column: NDArray[np.int64], levels: int = 0, values: int = 0) -> Problem | None:
+    """`codes_problem` of a column of codes, int64 `[n, Q]`."""
+    most, width = (values if levels else MAX_CODE), column.shape[1]
+    if width > MAX_CODE_LEVELS or (levels and width not in (0, levels)):
+        return (0, codes_rule(levels, values)) if len(column) else None
+    row = _first(((column < 0) | (column > most)).any(1)) if width else None
+    return None if row is None else (row, codes_rule(levels, values))
 
 
 def problem_of_times(column: NDArray[Any]) -> Problem | None:

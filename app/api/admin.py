@@ -17,6 +17,7 @@ from starlette.responses import Response
 from app import errors, schema
 from app.api.caller import Headers, check_length, check_type, read_body
 from app.api.operations import json_reply
+from app.api.route import Route
 from app.corpus.posts import read_change
 from app.errors import InvalidRequest, NotFound, ReloadBusy, ReloadRefused, Unauthorized, UnsupportedMediaType
 from app.interface import CheckpointNotFound, ReloadableRanker, ReloadInProgress
@@ -29,7 +30,7 @@ NOT_BELOW_ROOT = "There is no checkpoint or corpus of that name below the config
 MAX_BODY_BYTES = 4 * 2**20
 FULL_SECONDS, RETRY_SECONDS = 30.0, 5.0  # somebody has to look at a full disk
 
-router = APIRouter(tags=["admin"])
+router = APIRouter(tags=["admin"], route_class=Route)
 
 
 class ReloadRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -63,7 +64,7 @@ async def read_operator(request: Request) -> bytes:
     headers: Headers = dict(request.scope["headers"])
     request.app.state.operator.check(headers)
     check_length(headers, MAX_BODY_BYTES)
-    body = await read_body(request.receive, request.scope["exchange"], request.app.state.bodies, MAX_BODY_BYTES)
+    body = await read_body(request.receive, request.scope["exchange"], request.app.state.bodies, MAX_BODY_BYTES, None)
     if body:
         check_type(headers, (b"application/json",))
         if b"content-encoding" in headers:
@@ -117,8 +118,8 @@ async def _reload_corpus(ranker: ReloadableRanker, retrieval: str | None, corpus
 
 @router.post("/admin/posts", response_class=Response)
 async def posts(request: Request, body: Body) -> Response:
-    """Change the posts of the corpus: `{"upsert": [{"post_id", "author_id", "created_at", "topic"}], "delete": [ids]}`. When the reply is
-    sent, the change is on disk, and every search that begins after that sees it."""
+    """Change the posts of the corpus: `{"upsert": [{"post_id", "author_id", "created_at", "topic", "codes"}], "delete": [ids]}`. When the
+    reply is sent, the change is on disk, and every search that begins after that sees it."""
     corpus = request.app.state.ranker.corpus
     change = read_change(body, corpus.served.corpus.ids)
     with _problems():

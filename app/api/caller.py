@@ -8,13 +8,12 @@ import hmac
 import zlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
+import structlog
 from fastapi import Depends
-from fastapi.routing import APIRoute
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope
 
 from app.errors import (
     BadRequest,
@@ -25,7 +24,8 @@ from app.errors import (
     UnsupportedCoding,
     UnsupportedMediaType,
 )
-from app.settings import Auth
+from app.settings import Auth, SettingsProblem
+from app.shares import Shares
 from app.telemetry.exchange import Exchange
 
 T = TypeVar("T")
@@ -36,10 +36,15 @@ JSON_ALONE = frozenset({JSON})
 TENSORS = frozenset({JSON, BINARY, b""})  # clients of the Open Inference Protocol may name no type
 GZIP = 16 + zlib.MAX_WBITS
 MOST_MEMBERS = 64  # of a gzip body
+MOST_TYPE_BYTES = 256  # of Content-Type, and of Content-Encoding: no caller needs more, and each parameter costs time
 CANCELS = "ranker.cancels"  # extension of a server that cancels a request's task when its client has gone
 LONG_BODY_BYTES = 65_536
 """While a longer body came, others were admitted: asking again whether there is room costs less than decoding it for nothing."""
+COSTLY_BODY_BYTES = 16_384  # reading a longer body takes longer than looking whether somebody waits for the reply
+PROBE_WAIT_SECONDS = 0.02
 CUT_OFF = "The drain timed out."  # message of the cancellation where the client still waits
+
+log = structlog.get_logger("app.api.caller")
 
 
 class CallerGone(Exception):
@@ -50,39 +55,67 @@ class KeyRing:
     """Knows the SHA-256 of each key, never a key itself. Without keys everybody is let in, without a name."""
 
     def __init__(self, settings: Auth) -> None:
-        self._digests = {name: bytes.fromhex(each.get_secret_value()) for name, each in sorted(settings.keys.items())}
+        self._settings = settings
+        self._digests = settings.read()
+
+    def read_again(self) -> None:
+        """Take the keys that their file holds now. If it cannot be used, the old keys stay, and the log says why."""
+        if self._settings.keys_file is None:
+            return
+        try:
+            self._digests = self._settings.read()
+        except SettingsProblem as error:
+            log.error("keys_refused", reason=str(error))
+        else:
+            log.info("keys_read", names=list(self._digests))
 
     def caller(self, headers: Headers) -> str | None:
-        """The name that belongs to the key in `Authorization: Bearer KEY` or `X-API-Key: KEY`, None where no keys are set.
+        """The name that belongs to the key in `X-API-Key: KEY` or `Authorization: Bearer KEY`, None where no keys are set. If both are
+        valid, the first counts: the second may be a gateway's own token.
 
         Raises Unauthorized. Takes the same time whichever key is right, and whether one is.
         """
         if not self._digests:
             return None
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        sent = key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
-        digest, found = hashlib.sha256(sent).digest(), None
-        for name, known in self._digests.items():
-            if hmac.compare_digest(digest, known):
-                found = name
-        if found is None:
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        bearer = token.strip() if scheme.lower() == b"bearer" else b""
+        names = [self._name_of(key) for key in (headers.get(b"x-api-key", b"").strip(), bearer)]
+        name = names[0] or names[1]
+        if name is None:
             raise Unauthorized
-        return found
+        return name
+
+    def _name_of(self, key: bytes) -> str | None:
+        digest, name = hashlib.sha256(key).digest(), None
+        for other, known in self._digests.items():
+            if hmac.compare_digest(digest, known):
+                name = other
+        return name
 
 
 class Bodies:
-    """How many bytes the bodies of all requests that are being answered may take together. Used in the event loop only."""
+    """How many bytes the bodies of all requests that are being answered may take together. Used in the event loop only.
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
+    Long bodies leave an eighth of the room to short ones, and those that are still on their way leave another to those that are whole.
+    So uploads that stall, however many, never keep a short request out.
+    """
 
-    def hold(self, exchange: Exchange, count: int) -> None:
-        """Hold this much for a request, until the middleware gives it back at the request's end. Raises Overloaded."""
-        if self.used + count > self.limit:
+    def __init__(self, limit: int, share: float) -> None:
+        self._shares = Shares(limit, share)
+
+    def hold(self, exchange: Exchange, count: int, size: int, *, is_whole: bool) -> None:
+        """Hold this much for a request, whose body has this size, until it is released. Raises Overloaded."""
+        eighths = 6 if size > LONG_BODY_BYTES else 8 if is_whole else 7
+        room = self._shares.limit * eighths // 8
+        if not self._shares.has_room(exchange.key, count, exchange.body_bytes, room):
             raise Overloaded("Too many bytes of request bodies are being read.", retry_after_seconds=1.0)
-        self.used += count
+        self._shares.take(exchange.key, count)
         exchange.body_bytes += count
+
+    def release(self, exchange: Exchange) -> None:
+        """Give back what a request holds."""
+        self._shares.take(exchange.key, -exchange.body_bytes)
+        exchange.body_bytes = 0
 
 
 @dataclass(slots=True)
@@ -114,12 +147,14 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
         check_length(headers, limit)
         seconds = timeout_seconds_of(headers)
         deadline = None if seconds is None else state.ranker.clock() + seconds
-        body = await read_body(request.receive, exchange, state.bodies, limit)
+        body = await read_body(request.receive, exchange, state.bodies, limit, _length_of(headers))
+        if len(body) > COSTLY_BODY_BYTES:
+            await check_waits(scope)
         if len(body) > LONG_BODY_BYTES:
             state.ranker.check_open(key)
         if is_gzip:
             packed, body = len(body), inflate(body, limit)
-            state.bodies.hold(exchange, max(0, len(body) - packed))
+            state.bodies.hold(exchange, max(0, len(body) - packed), len(body), is_whole=True)
         return CallerInfo(key, deadline, body, exchange, headers)
 
     return read_caller
@@ -129,42 +164,38 @@ Caller = Annotated[CallerInfo, Depends(reader(JSON_ALONE), use_cache=False)]
 TensorCaller = Annotated[CallerInfo, Depends(reader(TENSORS), use_cache=False)]
 
 
-class CallerRoute(APIRoute):
-    """A route that asks its one dependency, the caller, by itself, without the exit stacks that FastAPI keeps for any number of them: they
-    take as long as reading a small body."""
-
-    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        super().__init__(path, endpoint, **options)
-        found = self.dependant.dependencies
-        if len(found) == 1 and found[0].name == "caller":
-            self.app = _answered(found[0].call, endpoint)
-
-
-def _answered(read: Any, endpoint: Callable[..., Awaitable[Response]]) -> ASGIApp:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive, send)
-        response = await endpoint(request=request, caller=await read(request), **request.path_params)
-        await response(scope, receive, send)
-
-    return app
-
-
-async def read_body(receive: Receive, exchange: Exchange, bodies: Bodies, limit: int) -> bytes:
-    """The body as it was sent. Raises TooLarge beyond `limit` bytes, Overloaded, or CallerGone."""
+async def read_body(receive: Receive, exchange: Exchange, bodies: Bodies, limit: int, length: int | None) -> bytes:
+    """The body as it was sent; `length` is what its header says, None where it says none. Raises TooLarge beyond `limit` bytes,
+    Overloaded, or CallerGone."""
     exchange.is_reading = True
-    pieces: list[bytes] = []
+    body = bytearray()  # a list of tiny pieces would take ten times their bytes
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise CallerGone
-        if piece := message.get("body", b""):
+        piece: bytes = message.get("body", b"")
+        if piece:
             if exchange.body_bytes + len(piece) > limit:
                 raise too_long(limit)
-            bodies.hold(exchange, len(piece))
-            pieces.append(piece)
+            is_whole = not message.get("more_body", False)
+            size = len(body) + len(piece) if is_whole else limit if length is None else length
+            bodies.hold(exchange, len(piece), size, is_whole=is_whole)
+            if is_whole and not body:
+                exchange.is_reading, exchange.is_read = False, True
+                return piece
+            body += piece
         if not message.get("more_body", False):
             exchange.is_reading, exchange.is_read = False, True
-            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            return bytes(body)
+
+
+async def check_waits(scope: Scope) -> None:
+    """Give a server that knows that the client has closed its sending half the time to find out whether it is gone; then it cancels the
+    request. Under load a request may have waited so long for the event loop that nobody waits for it any more."""
+    about = scope.get("extensions", {}).get(CANCELS, {})
+    if about and about["has_closed"]():
+        about["probe"]()
+        await asyncio.sleep(PROBE_WAIT_SECONDS)
 
 
 async def cancelled_with(request: Request, work: Awaitable[T]) -> T:
@@ -192,6 +223,8 @@ def check_type(headers: Headers, types: Collection[bytes]) -> None:
     sent = headers.get(b"content-type", b"")
     if sent == JSON and JSON in types:
         return
+    if len(sent) > MOST_TYPE_BYTES:
+        raise UnsupportedMediaType
     name, *parameters = (part.strip() for part in sent.lower().split(b";"))
     is_of_page = not name and b"origin" in headers  # a foreign page may send a body without a type, unasked
     if name not in types or is_of_page:
@@ -206,8 +239,11 @@ def is_compressed(fields: Collection[tuple[bytes, bytes]], headers: Headers) -> 
     """Whether the body is to be inflated. Raises UnsupportedCoding for any coding but gzip."""
     if b"content-encoding" not in headers:
         return False
-    codings = b",".join([value for name, value in fields if name == b"content-encoding"]).lower().split(b",")
-    match [coding.strip() for coding in codings if coding.strip() not in (b"", b"identity")]:
+    sent = b",".join([value for name, value in fields if name == b"content-encoding"])
+    if len(sent) > MOST_TYPE_BYTES:
+        raise UnsupportedCoding
+    codings = [coding.strip() for coding in sent.lower().split(b",")]
+    match [coding for coding in codings if coding not in (b"", b"identity")]:
         case []:
             return False
         case [b"gzip" | b"x-gzip"]:
@@ -251,6 +287,12 @@ def timeout_seconds_of(headers: Headers) -> float | None:
     if _is_count(envoy) and int(envoy):
         seconds = int(envoy) / 1000 if seconds is None else min(seconds, int(envoy) / 1000)
     return seconds
+
+
+def _length_of(headers: Headers) -> int | None:
+    """The length that a checked header says, None where there is none: the body comes in chunks."""
+    length = headers.get(b"content-length")
+    return None if length is None else int(length)
 
 
 def check_length(headers: Headers, limit: int) -> None:

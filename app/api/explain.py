@@ -1,11 +1,11 @@
-"""`POST /explain`: what changes when something is left out of a request, and what the model attends to. One explanation at a time."""
+"""`POST /explain`: what changes when something is left out of a request, and what the model attends to. Keys take turns, one at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
@@ -19,8 +19,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app import replies, schema
-from app.api.caller import Caller, CallerInfo, CallerRoute, cancelled_with
+from app.api.caller import Caller, CallerInfo, cancelled_with
 from app.api.rank import JSON, admitted, note
+from app.api.route import Route
 from app.api.window import Window
 from app.columns import Vocabulary
 from app.errors import DeadlineExceeded, Overloaded, TooLarge
@@ -35,15 +36,48 @@ TURN_SECONDS = 0.0025
 REST_TIMES = 2.0
 """Then it leaves the engine to others for this many times as long, until half of its time is over."""
 
-router = APIRouter(tags=["ranking"], route_class=CallerRoute)
+router = APIRouter(tags=["ranking"], route_class=Route)
+
+
+class Turns:
+    """One explanation runs at a time. Each key may have one that runs or waits, and they run in the order in which they came; so no key
+    shuts out another. Used by the event loop only."""
+
+    def __init__(self) -> None:
+        self._keys: set[str | None] = set()  # that have one
+        self._running = asyncio.Lock()  # which lets in who waits in order
+
+    def check(self, key: str | None) -> None:
+        """Raise Overloaded if this key has one; None stands for all callers where no keys are set."""
+        if key in self._keys:
+            raise Overloaded(
+                "Another explanation of this key runs or waits; each key may have one.", retry_after_seconds=1.0
+            )
+
+    @asynccontextmanager
+    async def turn(self, key: str | None, seconds: float) -> AsyncIterator[None]:
+        """Hold the turn of this key. Raises Overloaded if the key has one, or if its turn does not come within so many seconds."""
+        self.check(key)
+        self._keys.add(key)
+        try:
+            try:
+                async with asyncio.timeout(max(0.0, seconds)):
+                    await self._running.acquire()
+            except TimeoutError:
+                raise Overloaded("Explanations of other keys come first.", retry_after_seconds=1.0) from None
+            try:
+                yield
+            finally:
+                self._running.release()
+        finally:
+            self._keys.discard(key)
 
 
 async def check_room(request: Request) -> None:
-    """Refuse before the body is read: first a caller without a key, then one while another explanation runs. Raises Unauthorized or
+    """Refuse before the body is read: first a caller without a key, then one whose key already has an explanation. Raises Unauthorized or
     Overloaded."""
     state = request.app.state
-    state.keys.caller(dict(request.scope["headers"]))
-    _check_free(state)
+    state.explanations.check(state.keys.caller(dict(request.scope["headers"])))
 
 
 @router.post(
@@ -56,18 +90,20 @@ async def check_room(request: Request) -> None:
 async def explain(request: Request, caller: Caller) -> Response:
     """Explain why candidates rank where they do: how the result changes without each history item, and what the model attends to.
 
-    Each item costs a ranking of its own, so this can take hundreds of times as long as `/rank`. Only one call runs at a time.
+    Each item costs a ranking of its own, so this can take hundreds of times as long as `/rank`. Only one call runs at a time. Each API key
+    may have one that runs or waits for its turn.
     """
     state, exchange = request.app.state, caller.exchange
     ranker: Ranker = state.ranker
-    with _only_one(state):
+    latest = ranker.clock() + state.settings.deadline.default_seconds
+    deadline = latest if caller.deadline is None else min(latest, caller.deadline)
+    async with state.explanations.turn(caller.key, (deadline - ranker.clock()) / 2):
         model = ranker.model()
         vocabulary: Vocabulary = state.vocabularies.of(model.manifest)
-        latest = ranker.clock() + state.settings.deadline.default_seconds
-        deadline = latest if caller.deadline is None else min(latest, caller.deadline)
         with exchange.measured("parse"):
+            caller = replace(caller, deadline=deadline)
             question = await _question(state, caller, model, vocabulary)
-        explaining = Explaining(state, replace(caller, deadline=deadline), model, question)
+        explaining = Explaining(state, caller, model, question)
         ranked, without, attention = await cancelled_with(request, explaining.run())
         started, timings = time.perf_counter(), replies.timings_of(exchange.stages)
         written: list[bytes] = []
@@ -78,31 +114,16 @@ async def explain(request: Request, caller: Caller) -> Response:
     return Response(b"".join(written), media_type=JSON, headers=replies.headers_of(model, ranked, exchange))
 
 
-@contextmanager
-def _only_one(state: State) -> Iterator[None]:
-    """Hold the place of the explanation that runs. Raises Overloaded where another one does."""
-    _check_free(state)
-    state.explains = True
-    try:
-        yield
-    finally:
-        state.explains = False
-
-
-def _check_free(state: State) -> None:
-    if getattr(state, "explains", False):
-        raise Overloaded("Another explanation is running; only one runs at a time.", retry_after_seconds=1.0)
-
-
 async def _question(state: State, caller: CallerInfo, model: ServedModel, vocabulary: Vocabulary) -> Question:
-    """Read and check a request. Raises MalformedJson, TooLarge, InvalidRequest or ContextUnknown."""
+    """Read and check a request of a caller whose deadline is set. Raises MalformedJson, TooLarge, InvalidRequest, or what
+    `Ranker.context` raises."""
     asked = schema.read(EXPLAIN, caller.body, state.settings.limits, vocabulary.index)
     if len(asked.explain) > MAX_EXPLAINED:
         raise TooLarge(f"explain: {len(asked.explain)} items, but at most {MAX_EXPLAINED} are allowed.")
     exchange, sizes = caller.exchange, asked.sizes()
     exchange.candidates, exchange.history = sizes["candidates"], sizes["history"]
     handle = None if asked.context is UNSET else asked.context
-    known = None if handle is None else await state.ranker.context(model, handle, caller.key)
+    known = None if handle is None else await state.ranker.context(model, handle, caller.key, caller.deadline)
     question = Question.of(asked, known, vocabulary, model.manifest.config)
     note(state, exchange, question.context, question.wishes.request_id)
     return question
@@ -154,7 +175,7 @@ class Explaining:
 
     async def _turn(self, turn: Iterable[tuple[Context, Candidates]]) -> list[Ranked]:
         """Rank several contexts at once."""
-        window, lock = Window(self.state.settings.batching), asyncio.Lock()
+        window, lock = Window(self.state.ranker, self.state.settings.batching), asyncio.Lock()
         begun: list[asyncio.Task[Ranked]] = []
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -12,9 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app import replies, schema, tensors
-from app.api.caller import CallerInfo, CallerRoute, TensorCaller, cancelled_with
+from app.api.caller import CallerInfo, TensorCaller, cancelled_with
 from app.api.operations import DISTRIBUTION, NOT_NOW, Described, answers, check_ready, json_reply
-from app.api.rank import JSON, admitted, note, timings_of
+from app.api.rank import JSON, CheckedRequest, admitted, note, timings_of
+from app.api.route import Route
 from app.columns import Vocabulary
 from app.errors import InvalidRequest, ModelNotFound
 from app.interface import Ranker, ServedModel
@@ -26,7 +27,7 @@ MODEL = "/models/{name}"
 VERSION = MODEL + "/versions/{version}"
 NO_MODEL = NOT_NOW | schema.problems_of(ModelNotFound)
 
-router = APIRouter(prefix="/v2", tags=["open inference protocol"], route_class=CallerRoute)
+router = APIRouter(prefix="/v2", tags=["open inference protocol"], route_class=Route)
 
 
 class ServerMetadata(Described):
@@ -109,17 +110,30 @@ async def ready(request: Request) -> Response:
 
 
 @router.get(MODEL, responses=answers(ModelMetadata) | NO_MODEL, response_class=Response)
-@router.get(VERSION, responses=answers(ModelMetadata) | NO_MODEL, response_class=Response)
-async def metadata(request: Request, name: str, version: str = "") -> Response:
+async def metadata(request: Request, name: str) -> Response:
     """The tensors of the model: names, datatypes and shapes."""
+    return json_reply(tensors.describe(_model(request.app.state.ranker, name, "").manifest))
+
+
+@router.get(VERSION, responses=answers(ModelMetadata) | NO_MODEL, response_class=Response)
+async def version_metadata(request: Request, name: str, version: str) -> Response:
+    """The tensors of this version of the model: names, datatypes and shapes."""
     return json_reply(tensors.describe(_model(request.app.state.ranker, name, version).manifest))
 
 
 @router.get(f"{MODEL}/ready", responses=answers(ModelReady) | NO_MODEL, response_class=Response)
+async def model_ready(request: Request, name: str) -> Response:
+    """Requests for this model may be sent here, as in `/readyz`; 404 if another model serves."""
+    return _model_ready(request.app.state.ranker, name, "")
+
+
 @router.get(f"{VERSION}/ready", responses=answers(ModelReady) | NO_MODEL, response_class=Response)
-async def model_ready(request: Request, name: str, version: str = "") -> Response:
-    """Requests for this model may be sent here, as in `/readyz`; 404 if another model or version serves."""
-    ranker: Ranker = request.app.state.ranker
+async def version_ready(request: Request, name: str, version: str) -> Response:
+    """Requests for this version of the model may be sent here, as in `/readyz`; 404 if another one serves."""
+    return _model_ready(request.app.state.ranker, name, version)
+
+
+def _model_ready(ranker: Ranker, name: str, version: str) -> Response:
     check_ready(ranker)
     return json_reply({"name": _model(ranker, name, version).manifest.name, "ready": True})
 
@@ -134,9 +148,18 @@ INFERRED["openapi_extra"]["requestBody"]["content"][BINARY] = {"schema": {"type"
 
 
 @router.post(f"{MODEL}/infer", **INFERRED)
-@router.post(f"{VERSION}/infer", **INFERRED)
-async def infer(request: Request, caller: TensorCaller, name: str, version: str = "") -> Response:
+async def infer(request: Request, caller: TensorCaller, name: str) -> Response:
     """Rank one user's candidates as `/rank` does, with tensors in and out: in JSON, or as binary data after the JSON."""
+    return await _infer(request, caller, name, "")
+
+
+@router.post(f"{VERSION}/infer", **INFERRED)
+async def version_infer(request: Request, caller: TensorCaller, name: str, version: str) -> Response:
+    """Rank with this version of the model, as `/rank` does, with tensors in and out: in JSON, or as binary data after the JSON."""
+    return await _infer(request, caller, name, version)
+
+
+async def _infer(request: Request, caller: CallerInfo, name: str, version: str) -> Response:
     state, exchange = request.app.state, caller.exchange
     model = _model(state.ranker, name, version)
     with exchange.measured("parse"):
@@ -150,13 +173,28 @@ async def infer(request: Request, caller: TensorCaller, name: str, version: str 
             vocabulary: Vocabulary = state.vocabularies.of(model.manifest)
             read = tensors.columns(asked, vocabulary, model.manifest.config)
             note(state, exchange, read.context, asked.request_id)
+            read.wishes.name = asked.request_id or exchange.request_id
             if read.wishes.warnings:
                 state.vocabularies.log_once(vocabulary, read.wishes.warnings)
         ranked = await cancelled_with(request, state.ranker.rank(job, read.context, read.candidates))
     timings = timings_of(exchange, exchange.stages["parse"], ranked)
     exchange.scored.append((vocabulary.action_names, ranked.scores.probabilities))
     with exchange.measured("serialize"):
-        text, binary = tensors.render(asked, read, ranked, vocabulary, timings)
+        placement = replies.placement_of(read.candidates, ranked.scores, read.wishes, vocabulary)
+        text, binary = tensors.render(asked, read, ranked, placement, vocabulary, timings)
+        if state.served is not None:
+            checked = CheckedRequest(
+                model,
+                vocabulary,
+                read.context,
+                read.candidates,
+                post_ids=(),
+                wishes=read.wishes,
+                impression_ts=asked.parameters.impression_ts,
+                created_at=read.created_at,
+                endpoint=f"/v2{MODEL}/infer",
+            )
+            state.served.record(checked, ranked, placement, exchange.key)
     fields = replies.headers_of(model, ranked, exchange)
     if not any(asked.outputs.values()):
         return Response(text, media_type=JSON, headers=fields)

@@ -18,15 +18,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api.caller import CANCELS, CUT_OFF, Bodies, CallerGone
+from app.api.caller import CANCELS, CUT_OFF, LONG_BODY_BYTES, Bodies, CallerGone
 from app.errors import (
     BadRequest,
     Draining,
     InternalError,
-    InvalidRequest,
     MethodNotAllowed,
     NotFound,
+    NotReady,
     ServiceError,
+    TargetTooLong,
     TooLarge,
     told,
 )
@@ -38,9 +39,13 @@ from app.telemetry.tracing import RequestTracer
 
 MEDIA_TYPE = b"application/problem+json"
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+PROBES = frozenset({"/livez", "/readyz", "/startupz", "/metrics", "/v2/health/live", "/v2/health/ready"})
 OTHER = "other"
 UNMATCHED = "unmatched"
 CLIENT_GONE = 499  # the status under which a disconnect is logged and counted
+MOST_TARGET_BYTES = (
+    4096  # of path and query: no endpoint reads a query, and the longest path holds a model's name and version
+)
 MOST_DRAINED_BYTES = 64 * 2**20
 CUT_OFF_SECONDS = 5.0  # a guess of when another process listens here
 
@@ -91,12 +96,14 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", exchange.request_id.encode())]
+                if exchange.has_long_body and not exchange.is_read and scope["http_version"][0] == "1":
+                    message["headers"].append((b"connection", b"close"))
             elif is_head:
                 message = {"type": "http.response.body"}
             await send(message)
 
         try:
-            _check_path(scope)
+            _check_target(scope)
             await self.app(scope, receive, reply)
         except CallerGone:
             exchange.status = 0
@@ -124,8 +131,8 @@ class RequestMiddleware:
             log.error("fault", request_id=exchange.request_id, **of_exception(error))
         if exchange.status:
             raise error
-        if not exchange.is_read and _closes(scope):
-            await drain(receive)
+        if not exchange.is_read and CANCELS not in scope.get("extensions", ()) and _closes(scope):
+            await drain(receive)  # our own server does so after the reply
         await self._reply(problem, exchange, scope, reply)
 
     async def _reply(self, problem: ServiceError, exchange: Exchange, scope: Scope, reply: Send) -> None:
@@ -136,7 +143,7 @@ class RequestMiddleware:
     def _end(self, exchange: Exchange, scope: Scope) -> None:
         """The reply is out, or the client has gone: `exchange.status` is 0 then."""
         seconds = time.perf_counter() - exchange.started
-        self.bodies.used -= exchange.body_bytes
+        self.bodies.release(exchange)
         if not exchange.status:
             exchange.status = CLIENT_GONE
             if exchange.is_reading:
@@ -163,9 +170,10 @@ class RequestMiddleware:
         return found
 
     def _write(self, exchange: Exchange, seconds: float, trace_id: str | None) -> None:
-        """One line: of every failure, and of the given share of the successes. Nothing in it is what the caller sent."""
-        succeeded = exchange.status < 400
-        if succeeded and self.success_sample < 1 and self._draw() >= self.success_sample:
+        """One line: of every failure, and of the given share of the successes. Nothing in it is what the caller sent. Those of probes and
+        scrapes have an event of their own, at level debug, or at info if the process says that it is not ready."""
+        succeeded, is_probe = exchange.status < 400, exchange.route in PROBES
+        if not is_probe and succeeded and self.success_sample < 1 and self._draw() >= self.success_sample:
             return
         fields: dict[str, Any] = {
             "request_id": exchange.request_id,
@@ -181,8 +189,11 @@ class RequestMiddleware:
             fields["stages_ms"] = {stage: round(value * 1e3, 3) for stage, value in exchange.stages.items()}
         if trace_id is not None:
             fields["trace_id"] = trace_id
-        write = self._log.info if succeeded else self._log.warning if exchange.status < 500 else self._log.error
-        write("request", **fields)
+        if is_probe and (succeeded or exchange.status == NotReady.status):
+            write = self._log.debug if succeeded else self._log.info
+        else:
+            write = self._log.info if succeeded else self._log.warning if exchange.status < 500 else self._log.error
+        write("probe" if is_probe else "request", **fields)
 
 
 class HostMiddleware(TrustedHostMiddleware):
@@ -203,19 +214,35 @@ def new_request_id() -> str:
 
 
 def _begin(scope: Scope) -> Exchange:
-    sent = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
-    is_named = is_request_id(sent)
+    sent, length = b"", b""
+    is_chunked = False
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            sent = sent or value
+        elif name == b"content-length":
+            length = value
+        elif name == b"transfer-encoding":
+            is_chunked = True
+    request_id = sent.decode("latin-1")
+    is_named = is_request_id(request_id)
     return Exchange(
-        request_id=sent if is_named else new_request_id(),
+        request_id=request_id if is_named else new_request_id(),
         started=time.perf_counter(),
         method=scope["method"] if scope["method"] in METHODS else OTHER,
         is_named_by_caller=is_named,
+        has_long_body=is_chunked or len(length) > 5 or (length.isdigit() and int(length) > LONG_BODY_BYTES),
     )
 
 
-def _check_path(scope: Scope) -> None:
-    """Raise NotFound for an escaped slash and for a line feed at the end, which routes would take for another path than a proxy does."""
+def _check_target(scope: Scope) -> None:
+    """Raise TargetTooLong; BadRequest unless there is one Host (RFC 9112, 3.2); and NotFound for an escaped slash and for a line feed at
+    the end, which routes would take for another path than a proxy does."""
     raw_path: bytes = scope.get("raw_path") or b""
+    if len(raw_path) + len(scope["query_string"]) > MOST_TARGET_BYTES:
+        raise TargetTooLong
+    hosts = sum(name == b"host" for name, _ in scope["headers"])
+    if hosts > 1 or (not hosts and scope["http_version"] == "1.1"):
+        raise BadRequest("A request must have one Host header.")
     if b"%" in raw_path and (b"%2f" in raw_path.lower() or scope["path"].endswith("\n")):
         raise NotFound
 
@@ -258,8 +285,3 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     if allowed := (error.headers or {}).get("Allow"):
         problem.headers = {"Allow": "GET, HEAD" if allowed == "GET" else allowed}
     raise problem from None
-
-
-async def on_invalid(request: Request, error: Exception) -> Response:
-    """Handler for what FastAPI itself finds wrong with a request; it would repeat the input."""
-    raise InvalidRequest("", InvalidRequest.default_detail) from None

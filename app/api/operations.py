@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
+from app.api.route import Route
 from app.errors import Draining, EngineDown, NotReady, ServiceError
 from app.interface import CorpusState, Health, Ranker
 from app.schema import problems_of
@@ -29,7 +30,7 @@ PRIVATE = ("auth", "admin", "checkpoint", "retrieval")  # settings with keys and
 PATH = re.compile(r"(?<![\w.…])~?/[^\s'\"`,;:)]+")
 NOT_NOW = problems_of(NotReady, Draining, EngineDown)
 
-probes, metrics, info = (APIRouter(tags=["operations"]) for _ in range(3))
+probes, metrics, info = (APIRouter(tags=["operations"], route_class=Route) for _ in range(3))
 
 
 class Described(BaseModel):
@@ -47,6 +48,17 @@ class Status(Described):
     """Only `/readyz` on CUDA: which engine passed its checks."""
     feed: str | None = None
     """Only `/readyz`, and only if the feed of posts cannot be read: why."""
+
+
+class Build(Described):
+    """What is installed."""
+
+    version: str
+    """Version of the service."""
+    python: str
+    """Version of Python."""
+    torch: str
+    """Version of torch."""
 
 
 class Info(Described):
@@ -83,7 +95,7 @@ class Info(Described):
     settings: dict[str, Any]
     """The settings in force, without keys, tokens and paths."""
     build: dict[str, str]
-    """Versions of the service, Python and torch."""
+    """What is installed, as in `/version`."""
 
 
 def answers(kind: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
@@ -111,6 +123,12 @@ async def readyz(request: Request) -> Response:
     return json_reply({"status": "ready"} | ({"engine": str(rung)} if rung else {}) | ({"feed": feed} if feed else {}))
 
 
+@probes.get("/health", summary="Health", responses=answers(Status) | NOT_NOW, response_class=Response)
+async def health(request: Request) -> Response:
+    """The same as `/readyz`, under the name that many balancers ask for."""
+    return await readyz(request)
+
+
 @probes.get("/startupz", responses=answers(Status) | NOT_NOW, response_class=Response)
 async def startupz(request: Request) -> Response:
     """Warm-up is done: 503 until the first checkpoint is loaded and warmed up, 200 from then on."""
@@ -118,6 +136,12 @@ async def startupz(request: Request) -> Response:
     if not health.started:
         raise NotReady(health.reason, retry_after_seconds=PROBE_RETRY_SECONDS)
     return json_reply({"status": "started"})
+
+
+@info.get("/version", summary="Version", responses=answers(Build), response_class=Response)
+async def build(request: Request) -> Response:
+    """Versions of the service, Python and torch; answers as soon as the process listens."""
+    return json_reply(request.app.state.about["build"])
 
 
 @metrics.get("/metrics", summary="Metrics", responses={200: {"content": {CONTENT_TYPE: {}}}}, response_class=Response)

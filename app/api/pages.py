@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from app import schema
+from app.api.route import Route
 from app.errors import NotFound, ServiceError
 from app.interface import Ranker
 from app.settings import Settings
@@ -54,8 +55,9 @@ class Kept:
             self._key, self._made = key, asyncio.ensure_future(asyncio.to_thread(self._tagged, key))
         body, tag = await asyncio.shield(self._made)
         headers = self._headers | {"etag": tag}
-        known = [each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")]
-        return Response(status_code=304, headers=headers) if tag in known else Response(body, 200, headers)
+        # no other tag contains this one with its quotes, so that the list, which may be long, need not be split
+        has_it = tag in request.headers.get("if-none-match", "")
+        return Response(status_code=304, headers=headers) if has_it else Response(body, 200, headers)
 
     def _tagged(self, key: str) -> tuple[bytes, str]:
         body = self._make(key)
@@ -65,7 +67,7 @@ class Kept:
 def pages(settings: Settings, document: Callable[[], dict[str, Any]]) -> APIRouter:
     """`/docs` and `/openapi.json`, which is made of `document`; `/explore` where the settings have it; `/`, which leads there or lists
     what there is. Every address in the pages is relative, so that they work below a path of a proxy."""
-    router = APIRouter(include_in_schema=False)
+    router = APIRouter(include_in_schema=False, route_class=Route)
     folders = FOLDERS if settings.explores else FOLDERS[:2]
     kept = {path.name: _file(path) for folder in folders for path in _files(*folder)}
     described = Kept(lambda key: orjson.dumps(_with_examples(document(), key)), "application/json")
@@ -130,15 +132,16 @@ def carried(directory: Path, digest: str) -> dict[str, Any]:
     return {name: _read(directory / f"{name}.json") if is_it else None for name in CARRIED}
 
 
-def _written(directory: Path) -> list[int]:
-    """When each of these files was written, so that the page shows what was made while the service runs; 0 where there is none."""
-    times = []
+def _written(directory: Path) -> list[tuple[int, ...]]:
+    """Which files these are and when they changed, so that the page shows what was made while the service runs; () where there is none."""
+    identities: list[tuple[int, ...]] = []
     for name in CARRIED:
         try:
-            times.append((directory / f"{name}.json").stat().st_mtime_ns)
+            now = (directory / f"{name}.json").stat()
+            identities.append((now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns))
         except OSError:
-            times.append(0)
-    return times
+            identities.append(())
+    return identities
 
 
 def _read(path: Path) -> Any:

@@ -13,17 +13,20 @@ import orjson
 from fastapi import APIRouter
 from msgspec import UNSET
 from msgspec.json import Decoder
+from numpy.typing import NDArray
 from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
 
 from app import columns, replies, schema
-from app.api.caller import Caller, CallerInfo, CallerRoute, cancelled_with
+from app.api.caller import Caller, CallerInfo, cancelled_with
+from app.api.route import Route
 from app.api.window import Window
 from app.columns import Vocabulary, Wishes
 from app.errors import MalformedJson, Overloaded, ServiceError, TooLarge, told
 from app.interface import Job, Ranked, Ranker, ServedModel
 from app.schema import PROBLEMS, BatchReply, BatchRequest, ContextReply, ContextRequest, RankReply, RankRequest
+from app.shares import Shares
 from app.telemetry.exchange import Exchange
 from model.engine import CacheResult
 from model.inputs import Candidates, Context
@@ -34,7 +37,7 @@ NO_IDS, NO_NUMBERS = np.zeros(0, np.uint64), np.zeros(0, np.int64)
 NO_CANDIDATES = Candidates(NO_IDS, NO_IDS, NO_NUMBERS, NO_NUMBERS)
 RANKED = schema.reply_of(RankReply, "The ranking.") | PROBLEMS
 
-router = APIRouter(tags=["ranking"], route_class=CallerRoute)
+router = APIRouter(tags=["ranking"], route_class=Route)
 
 
 @router.post(
@@ -119,7 +122,7 @@ async def _rank(request: Request, caller: CallerInfo, name: str = "") -> Respons
         checked = _check(state, exchange, model, asked)
         del asked  # its objects take several times the memory of the columns that wait
         ranked = await cancelled_with(request, state.ranker.rank(job, checked.context, checked.candidates))
-    body = _reply(exchange, checked, ranked, exchange.stages["parse"])
+    body = _reply(state, exchange, checked, ranked, exchange.stages["parse"])
     return Response(body, media_type=JSON, headers=replies.headers_of(model, ranked, exchange))
 
 
@@ -128,7 +131,8 @@ async def _rank(request: Request, caller: CallerInfo, name: str = "") -> Respons
 
 @dataclass(slots=True)
 class CheckedRequest:
-    """A request that has been checked against one checkpoint. `context`: or its handle. `post_ids`: as they are echoed."""
+    """A request that has been checked against one checkpoint. `context`: or its handle. `post_ids`: as they are echoed. `created_at`:
+    Unix seconds, int64 `[C]`; None where nothing logs it. `endpoint`: the route that it came by."""
 
     model: ServedModel
     vocabulary: Vocabulary
@@ -136,6 +140,9 @@ class CheckedRequest:
     candidates: Candidates
     post_ids: Sequence[int | str]
     wishes: Wishes
+    impression_ts: int
+    created_at: NDArray[np.int64] | None
+    endpoint: str = "/rank"
 
 
 def _read(state: State, exchange: Exchange, model: ServedModel, body: bytes) -> RankRequest:
@@ -159,7 +166,10 @@ def _check(state: State, exchange: Exchange, model: ServedModel, asked: RankRequ
         note(state, exchange, viewer, wishes.request_id)
         if wishes.warnings:
             state.vocabularies.log_once(vocabulary, wishes.warnings)
-        return CheckedRequest(model, vocabulary, viewer, candidates, columns.sent_ids(asked), wishes)
+        wishes.name = wishes.request_id or exchange.request_id
+        created_at = None if state.served is None else columns.created_at_of(asked)
+        sent = columns.sent_ids(asked)
+        return CheckedRequest(model, vocabulary, viewer, candidates, sent, wishes, asked.impression_ts, created_at)
 
 
 def note(state: State, exchange: Exchange, viewer: Context | str, request_id: str | None) -> None:
@@ -170,11 +180,17 @@ def note(state: State, exchange: Exchange, viewer: Context | str, request_id: st
         state.ranker.metrics.history_truncated.inc()
 
 
-def _reply(exchange: Exchange, checked: CheckedRequest, ranked: Ranked, parse_seconds: float) -> bytes:
+def _reply(state: State, exchange: Exchange, checked: CheckedRequest, ranked: Ranked, parse_seconds: float) -> bytes:
+    """Write the reply, and have the log of what was served take it."""
     timings = timings_of(exchange, parse_seconds, ranked)
     exchange.scored.append((checked.vocabulary.action_names, ranked.scores.probabilities))
+    wishes, vocabulary = checked.wishes, checked.vocabulary
     with exchange.measured("serialize"):
-        return replies.rank_reply(checked.post_ids, ranked, checked.wishes, checked.vocabulary, timings)
+        placement = replies.placement_of(checked.candidates, ranked.scores, wishes, vocabulary)
+        body = replies.rank_reply(checked.post_ids, ranked, placement, wishes, vocabulary, timings)
+        if state.served is not None:
+            state.served.record(checked, ranked, placement, exchange.key)
+    return body
 
 
 def timings_of(exchange: Exchange, parse_seconds: float, ranked: Ranked) -> dict[str, float]:
@@ -215,39 +231,40 @@ class Batch:
         if caller.deadline is None:  # one for all requests, from the start
             deadline = state.ranker.clock() + state.settings.deadline.default_seconds
             self._caller = replace(caller, deadline=deadline)
-        self._window = Window(state.settings.batching)
+        self._window = Window(state.ranker, state.settings.batching)
         self._turn = asyncio.Lock()
         self._candidates = 0
+        self._names: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._state.batch_candidates = self._all_candidates() - self._candidates
+        self._state.batches.take(self._caller.key, -self._candidates)
 
     async def results(self, items: Sequence[bytes]) -> list[Result | ServiceError]:
         """Return how each request ended. Raises MalformedJson where one is no JSON, since then the body is none."""
         async with asyncio.TaskGroup() as tasks:
-            begun = [tasks.create_task(self._result(item)) for item in items]
+            begun = [tasks.create_task(self._result(place, item)) for place, item in enumerate(items)]
         found = [task.result() for task in begun]
         for each in found:
             if isinstance(each, MalformedJson):
                 raise each
         return found
 
-    async def _result(self, item: bytes) -> Result | ServiceError:
+    async def _result(self, place: int, item: bytes) -> Result | ServiceError:
         try:
             with ExitStack() as places:
                 async with self._turn:  # requests are read and admitted one by one
                     await asyncio.sleep(0)  # lets other callers in
-                    checked, job, parse_seconds = await self._begin(item, places)
+                    checked, job, parse_seconds = await self._begin(place, item, places)
                 ranked = await self._state.ranker.rank(job, checked.context, checked.candidates)
-            body = _reply(self._caller.exchange, checked, ranked, parse_seconds)
+            body = _reply(self._state, self._caller.exchange, checked, ranked, parse_seconds)
         except (ServiceError, MemoryError) as error:
             return told(error)
         return Result(body, checked.model, ranked.cache, ranked.handle)
 
-    async def _begin(self, item: bytes, places: ExitStack) -> tuple[CheckedRequest, Job, float]:
+    async def _begin(self, place: int, item: bytes, places: ExitStack) -> tuple[CheckedRequest, Job, float]:
         """Read, admit and check a request; the seconds are those that it was read and checked for."""
         state, exchange = self._state, self._caller.exchange
         before = exchange.stages["parse"]
@@ -260,20 +277,30 @@ class Batch:
 
         job = await self._window.enter(places, admit, sizes["candidates"], 1 + sizes["history"])
         checked = _check(state, exchange, job.model, asked)  # another model may serve by now
+        checked.endpoint = "/rank/batch"
+        self._name(checked.wishes, place)
         return checked, job, exchange.stages["parse"] - before
 
+    def _name(self, wishes: Wishes, place: int) -> None:
+        """Give the request at this place a name that no other one of the call has. The reply tells it, unless it has a `request_id` of its
+        own."""
+        by_place = f"{self._caller.exchange.request_id}/{place}"
+        if wishes.request_id is None:
+            wishes.request_id = by_place
+        wishes.name = by_place if wishes.request_id in self._names else wishes.request_id
+        while wishes.name in self._names:
+            wishes.name += f"/{place}"
+        self._names.add(wishes.name)
+
     def _take(self, candidates: int) -> None:
-        """Count them. Raises TooLarge or Overloaded where this call, or all calls together, would hold too many."""
+        """Count them. Raises TooLarge or Overloaded where this call, its key, or all calls together would hold too many."""
         if self._candidates + candidates > self._limits.max_batch_candidates:
             raise TooLarge(f"The batch holds more than {self._limits.max_batch_candidates} candidates.")
-        if self._all_candidates() + candidates > self._limits.batch_candidates:
+        batches: Shares = self._state.batches
+        if not batches.has_room(self._caller.key, candidates, self._candidates):
             raise Overloaded("Too many candidates of batches are being ranked.", retry_after_seconds=1.0)
         self._candidates += candidates
-        self._state.batch_candidates = self._all_candidates() + candidates
-
-    def _all_candidates(self) -> int:
-        count: int = getattr(self._state, "batch_candidates", 0)
-        return count
+        batches.take(self._caller.key, candidates)
 
 
 def _failed(error: ServiceError) -> bytes:

@@ -16,16 +16,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app import columns, replies, schema
-from app.api.caller import Caller, CallerInfo, CallerRoute, cancelled_with
-from app.api.rank import JSON, admitted, note
+from app.api.caller import Caller, CallerInfo, cancelled_with
+from app.api.rank import JSON, CheckedRequest, admitted, note
+from app.api.route import Route
 from app.columns import Vocabulary, Wishes
-from app.errors import CorpusBehind, CorpusNotLoaded, Draining, EngineDown, InvalidRequest, NotReady, TooLarge
+from app.errors import (
+    CorpusBehind,
+    CorpusNotLoaded,
+    Draining,
+    EngineDown,
+    InvalidRequest,
+    NoCorpus,
+    NotReady,
+    TooLarge,
+)
 from app.interface import Corpus, Found, Job, Ranked, Ranker, ServedCorpus, ServedModel
+from app.replies import Placement
 from app.schema import DEFAULT_K, PROBLEMS, RecommendReply, RecommendRequest, RetrieveReply, RetrieveRequest
 from app.settings import Deadline, Limits
 from model.config import ModelConfig
-from model.inputs import Candidates, Context, Scores, age_bucket, created_within
-from model.ranking import order_of
+from model.inputs import NO_CODES, Candidates, Context, Scores, age_bucket, codes_fitting, created_within
 from model.retrieval.inputs import AT_LEAST, Filters, Query, Retrieved
 from weights.format.manifest import Manifest
 
@@ -34,10 +44,10 @@ AT_LEAST_HEADER, VERSION_HEADER = "X-Corpus-At-Least", "X-Corpus-Version"
 HEADERS = {
     AT_LEAST_HEADER: "A change that the corpus must already have, by its sequence or its position in the feed; otherwise 503."
 }
-NO_CORPUS = PROBLEMS | schema.problems_of(NotReady, Draining, EngineDown, CorpusNotLoaded, CorpusBehind)
+NO_CORPUS = PROBLEMS | schema.problems_of(NoCorpus, NotReady, Draining, EngineDown, CorpusNotLoaded, CorpusBehind)
 NOBODY = "is 0 and the history has no posts, so nothing is known about this user"
 
-router = APIRouter(tags=["retrieval"], route_class=CallerRoute)
+router = APIRouter(tags=["retrieval"], route_class=Route)
 
 
 @router.post(
@@ -77,7 +87,7 @@ async def recommend(request: Request, caller: Caller) -> Response:
     ranker: Ranker = state.ranker
     model, served = ranker.model(), ranker.corpus.served
     if served.manifest.ids != model.manifest.ids:
-        raise CorpusNotLoaded("The posts cannot be ranked: the corpus has ids of another kind than the ranking model.")
+        raise NoCorpus("The posts cannot be ranked: the corpus has ids of another kind than the ranking model.")
     caller = replace(caller, deadline=_deadline(state, caller))  # one for both stages
     with exchange.measured("parse"):
         asked = schema.read(RECOMMEND, caller.body, state.settings.limits, state.vocabularies.of(model.manifest).index)
@@ -89,7 +99,22 @@ async def recommend(request: Request, caller: Caller) -> Response:
         found, ranked, wishes = await cancelled_with(request, _ranked(ranker, caller, job, work))
     exchange.scored.append((work.vocabulary.action_names, ranked.scores.probabilities))
     with exchange.measured("serialize"):
-        body = _recommended(work, found, ranked, wishes, replies.timings_of(exchange.stages))
+        candidates = _candidates(work, found.posts)
+        placement = replies.placement_of(candidates, ranked.scores, wishes, work.vocabulary)
+        body = _recommended(work, found, ranked, placement, wishes, replies.timings_of(exchange.stages))
+        if state.served is not None and len(candidates):
+            checked = CheckedRequest(
+                model,
+                work.vocabulary,
+                work.context,
+                candidates,
+                post_ids=(),
+                wishes=wishes,
+                impression_ts=asked.impression_ts,
+                created_at=found.posts.created_at,
+                endpoint="/recommend",
+            )
+            state.served.record(checked, ranked, placement, exchange.key)
     fields = replies.headers_of(model, ranked, exchange)
     return Response(body, media_type=JSON, headers=fields | {VERSION_HEADER: _label(served, found)})
 
@@ -119,6 +144,7 @@ def _recommendation(
         context = query.context if _read_alike(ours, theirs) else columns.context_of(asked, vocabulary, ours.config)
     wishes = columns.wishes_of(asked, vocabulary)
     note(state, caller.exchange, context, wishes.request_id)
+    wishes.name = wishes.request_id or caller.exchange.request_id
     if wishes.warnings:
         state.vocabularies.log_once(vocabulary, wishes.warnings)
     return Recommendation(asked, served, query, vocabulary, ours.config, context, wishes)
@@ -126,29 +152,37 @@ def _recommendation(
 
 def _read_alike(ours: Manifest, theirs: Manifest) -> bool:
     """Whether both checkpoints read any user and history the same way."""
-    return (ours.action_names, ours.config.product_surfaces, ours.config.history_length) == (
-        theirs.action_names,
-        theirs.config.product_surfaces,
-        theirs.config.history_length,
-    )
+    return _reading(ours) == _reading(theirs)
+
+
+def _reading(manifest: Manifest) -> tuple[object, ...]:
+    config = manifest.config
+    codes = config.code_levels, config.code_values
+    return manifest.action_names, config.product_surfaces, config.history_length, codes
 
 
 async def _ranked(ranker: Ranker, caller: CallerInfo, job: Job, work: Recommendation) -> tuple[Found, Ranked, Wishes]:
     """Find the posts and rank them, best first."""
     assert caller.deadline is not None
-    found = await ranker.corpus.search(work.served, work.query, caller.deadline, caller.key)
+    await ranker.reserve(job)
+    found = await ranker.corpus.search(work.served, work.query, caller.deadline, caller.key, is_admitted=True)
     _count(caller, found)
     posts, count, stages = found.posts, len(found.posts), caller.exchange.stages
     wishes = replace(work.wishes, top_k=min(work.wishes.top_k or count, count))
     if not count:
         ranked = _nothing(found, work)
     else:
-        ages = age_bucket(work.asked.impression_ts, posts.created_at, work.config)
-        candidates = Candidates(posts.post_ids, posts.author_ids, np.zeros(count, np.int64), ages)
-        ranked = await ranker.rank(job, work.context, candidates)
+        ranked = await ranker.rank(job, work.context, _candidates(work, posts))
     stages["queue"] += ranked.queue_seconds
     stages["forward"] = ranked.forward_seconds
     return found, ranked, wishes
+
+
+def _candidates(work: Recommendation, posts: Retrieved) -> Candidates:
+    """The posts as the ranking model reads them."""
+    ages = age_bucket(work.asked.impression_ts, posts.created_at, work.config)
+    codes = codes_fitting(posts.codes, work.config) if posts.codes.size else NO_CODES
+    return Candidates(posts.post_ids, posts.author_ids, np.zeros(len(posts), np.int64), ages, codes=codes)
 
 
 def _nothing(found: Found, work: Recommendation) -> Ranked:
@@ -242,6 +276,7 @@ def _reply(asked: RetrieveRequest, found: Found, served: ServedCorpus, timings_m
     ids, authors = zip(*posts.texts, strict=True) if posts.texts else (posts.post_ids, posts.author_ids)
     rows = b""
     if len(posts):
+        codes = orjson.dumps(posts.codes, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1] if posts.codes.any() else b""
         woven = replies.weave(
             [
                 (b'{"post_id":"', replies.column(ids)),
@@ -250,6 +285,7 @@ def _reply(asked: RetrieveRequest, found: Found, served: ServedCorpus, timings_m
                 (b',"rank":', replies.column(np.arange(1, len(posts) + 1))),
                 (b',"created_at":', replies.column(posts.created_at)),
                 (b',"topics":', [topics[topic] for topic in posts.topics]),
+                *([(b',"codes":[', [b"%b]" % row for row in codes[1:-1].split(b"],[")])] if codes else []),
             ],
             end=b"},",
         )
@@ -269,13 +305,18 @@ def _reply(asked: RetrieveRequest, found: Found, served: ServedCorpus, timings_m
 
 
 def _recommended(
-    work: Recommendation, found: Found, ranked: Ranked, wishes: Wishes, timings_ms: dict[str, float]
+    work: Recommendation,
+    found: Found,
+    ranked: Ranked,
+    placement: Placement,
+    wishes: Wishes,
+    timings_ms: dict[str, float],
 ) -> bytes:
     """The reply of /recommend: what /rank says of the posts, best first, with their scores and ranks in /retrieve."""
     posts, vocabulary = found.posts, work.vocabulary
     ids = [post for post, _ in posts.texts] if posts.texts else [*map(str, posts.post_ids.tolist())]
-    rows = replies.rows_of(ids, ranked.scores, wishes, vocabulary)
-    best = order_of(replies.combined_of(ranked.scores, wishes, vocabulary))[: wishes.top_k]
+    rows = replies.rows_of(ids, ranked.scores, placement, wishes, vocabulary)
+    best = placement.order[: wishes.top_k]
     further: list[tuple[bytes, NDArray[Any]]] = [
         (b',"retrieval_score":', posts.scores[best]),
         (b',"retrieval_rank":', best + 1),

@@ -8,16 +8,18 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 
 from app.errors import Overloaded
-from app.interface import Job
+from app.interface import Job, Ranker
 from app.settings import Batching
 
 
 class Window:
     """Of one call. Used by the event loop only, and entered by one task at a time."""
 
-    def __init__(self, batching: Batching) -> None:
+    def __init__(self, ranker: Ranker, batching: Batching) -> None:
+        self._ranker = ranker
         self._batching = batching
         self._jobs = self._candidates = self._tokens = 0
+        self._departures = 0  # requests that have left the queue
         self._left = asyncio.Event()
 
     async def enter(
@@ -25,19 +27,26 @@ class Window:
     ) -> Job:
         """Admit one request with `admit` once there is room; closing `places` frees its place. `tokens`: of its context.
 
-        Raises what `admit` raises, but Overloaded only where no request of this call is in the queue.
+        Raises what `Ranker.admit` describes, but Overloaded only if no request of this call is in the queue.
         """
         while True:
             while (
                 self._candidates >= self._batching.max_candidates or self._tokens >= self._batching.max_context_tokens
             ):
                 await self._one_leaves()
+            jobs, departures = self._jobs, self._departures
             try:
-                job = places.enter_context(admit())
+                with ExitStack() as place:
+                    job = place.enter_context(admit())
+                    await self._ranker.reserve(job)
+                    places.push(place.pop_all())
             except Overloaded:
-                if not self._jobs:
+                if not jobs:
                     raise
-                await self._one_leaves()
+                if (
+                    self._departures == departures
+                ):  # else there is room already: one left while the answer was on its way
+                    await self._one_leaves()
                 continue
             self._count(1, candidates, tokens)
             places.callback(self._count, -1, -candidates, -tokens)
@@ -48,6 +57,7 @@ class Window:
         self._candidates += candidates
         self._tokens += tokens
         if jobs < 0:
+            self._departures += 1
             self._left.set()
 
     async def _one_leaves(self) -> None:

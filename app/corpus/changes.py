@@ -66,8 +66,9 @@ class LoadedCorpus:
         rows = change.upsert
         if not len(rows.post_ids):
             return no_posts(self.served.corpus.width)
-        vectors = encode(self.encoder, rows.post_ids, rows.author_ids).numpy()
-        return NewPosts(rows.post_ids, rows.author_ids, rows.created_at, rows.topics, vectors, rows.texts)
+        vectors = encode(self.encoder, rows.post_ids, rows.author_ids, rows.codes).numpy()
+        columns = rows.post_ids, rows.author_ids, rows.created_at, rows.topics
+        return NewPosts(*columns, vectors, rows.texts, rows.codes)
 
 
 CorpusLoader = Callable[[Path, Path, LoadedCorpus | None], LoadedCorpus]

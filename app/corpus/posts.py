@@ -12,9 +12,9 @@ from app import schema
 from app.columns import ids_of
 from app.errors import InvalidRequest, TooLarge
 from model.inputs import Ids
-from model.retrieval.inputs import PostChange, PostRows
+from model.retrieval.inputs import PostChange, PostRows, rows_of_codes
 from weights.text_ids import IdKind
-from weights.values import time_problem
+from weights.values import codes_problem, time_problem
 
 MAX_POSTS = 10_000
 """Of one change: searches wait while its posts are indexed."""
@@ -24,7 +24,7 @@ POSTS = msgspec.json.Decoder(schema.PostsChange)
 
 
 def read_change(body: bytes | bytearray, ids: IdKind = "uint64") -> PostChange:
-    """Read `{"upsert": [{"post_id", "author_id", "created_at", "topic"}], "delete": [ids]}`. `ids`: the kind of ids in the corpus.
+    """Read `{"upsert": [{"post_id", "author_id", "created_at", "topic", "codes"}], "delete": [ids]}`. `ids`: the kind of ids in the corpus.
 
     Raises MalformedJson, InvalidRequest, and TooLarge for more than `MAX_POSTS` posts.
     """
@@ -36,12 +36,15 @@ def read_change(body: bytes | bytearray, ids: IdKind = "uint64") -> PostChange:
     for row, post in enumerate(posts):
         if problem := time_problem(post.created_at):
             raise InvalidRequest(f"upsert[{row}].created_at", problem)
+        if post.codes and (problem := codes_problem(post.codes)):
+            raise InvalidRequest(f"upsert[{row}].codes", problem)
     rows = PostRows(
         _ids(posts, "post_id", ids),
         _ids(posts, "author_id", ids),
         np.array([post.created_at for post in posts], np.int64),
         [None if post.topic is UNSET else post.topic for post in posts],
         [(str(post.post_id), str(post.author_id)) for post in posts] if ids == "text" else [],
+        rows_of_codes([post.codes or () for post in posts]),
     )
     delete = ids_of(asked.delete, ids, "delete")
     change = PostChange(delete, rows, [*map(str, asked.delete)] if ids == "text" else [])

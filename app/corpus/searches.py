@@ -21,7 +21,7 @@ from app.engine.places import Places
 from app.engine.runners import RETRIEVAL_THREAD, EngineThread, Runner, SearchForwards
 from app.engine.scheduler import RETRY_AFTER_SECONDS, Scheduler
 from app.engine.versions import Versions
-from app.errors import ChangedByFeed, CorpusBehind, CorpusNotLoaded, EngineDown, Overloaded, ServiceError
+from app.errors import ChangedByFeed, CorpusBehind, CorpusNotLoaded, EngineDown, NoCorpus, Overloaded, ServiceError
 from app.interface import CorpusState, Found, ReloadInProgress, ServedCorpus
 from app.settings import Batching, Settings
 from app.telemetry.metrics import Metrics
@@ -32,6 +32,7 @@ SCAN_REQUESTS = 32  # searches that share one scan of the corpus
 MOST_CHANGES = 4  # that wait or are being made; one is made at a time
 AGAIN_SECONDS, MOST_AGAIN_SECONDS = 1.0, 60.0
 """Pause before a corpus whose engine lacks a change is read again; doubled each time, up to the second."""
+LOADING_SECONDS = 2.0  # after which it is worth asking again
 
 log = structlog.get_logger("app.corpus.searches")
 
@@ -76,7 +77,7 @@ class Searches:
 
     @property
     def mark(self) -> Mark:
-        """The mark of the corpus that serves. Raises CorpusNotLoaded."""
+        """The mark of the corpus that serves. Raises CorpusNotLoaded or NoCorpus."""
         return self._loaded.changes.mark
 
     @property
@@ -95,9 +96,9 @@ class Searches:
     @property
     def _loaded(self) -> LoadedCorpus:
         if self.versions.current is None:
-            is_wanted = self._load is not None and None not in self._paths
-            detail, seconds = ("The corpus is being loaded.", 2.0) if is_wanted else (None, None)
-            raise CorpusNotLoaded(detail, retry_after_seconds=seconds)
+            if self._load is None or None in self._paths:
+                raise NoCorpus
+            raise CorpusNotLoaded(retry_after_seconds=LOADING_SECONDS)
         loaded: LoadedCorpus = self.versions.current.model
         return loaded
 
@@ -116,11 +117,11 @@ class Searches:
         """Load a retrieval checkpoint and a corpus beside those that serve, then serve new searches with both.
 
         Searches that began on the old ones end on them; then their memory is freed. Raises what the loader raises, ReloadInProgress and
-        CorpusNotLoaded; the old ones then keep serving.
+        NoCorpus; the old ones then keep serving.
         """
         load = self._load
         if load is None:
-            raise CorpusNotLoaded
+            raise NoCorpus
         if self._is_loading:
             raise ReloadInProgress("another corpus is being loaded")
         self._is_loading = True
@@ -242,7 +243,9 @@ class Searches:
 
     # searches
 
-    async def search(self, served: ServedCorpus, query: Query, deadline: float, key: str | None) -> Found:
+    async def search(
+        self, served: ServedCorpus, query: Query, deadline: float, key: str | None, *, is_admitted: bool = False
+    ) -> Found:
         """See `interface.Corpus.search`."""
         scheduler = self.versions.find(served)
         if scheduler is None:

@@ -118,6 +118,16 @@ class RedisStream:
                 f"The stream no longer holds {deleted}, which was deleted after {position}, the last one that was read: begin with a newer "
                 "snapshot of the corpus."
             )
+        first = (info.get("first-entry") or [b"0-0"])[0].decode()
+        if (
+            position
+            and not is_there
+            and (_numbers(last) < _numbers(position) or (first != "0-0" and _numbers(first) < _numbers(position)))
+        ):
+            raise FeedError(
+                f"The stream never had {position}, the last one that was read, or has lost it, as a failover of Redis can; it ends at "
+                f"{last}. Begin with an older snapshot of the corpus, whose position is in the stream, and write the lost changes again."
+            )
         if position and not is_there and not (is_empty and last == position):
             raise FeedError(
                 f"The stream no longer holds {position}, the last one that was read, and ends at {last}: begin with a newer snapshot "
@@ -156,7 +166,12 @@ def _in_our_words() -> Iterator[None]:
     reasons: dict[type[Exception], str] = {
         exceptions.AuthenticationError: "Redis refuses the feed's user or password.",
         exceptions.BusyLoadingError: "Redis is still loading its data.",
-        exceptions.NoPermissionError: "Redis does not allow the feed's user to do this.",
+        exceptions.NoPermissionError: "Redis does not allow the feed's user to do this: it needs XRANGE, XREAD and XINFO on the stream, "
+        "and XADD and XRANGE on the one for unreadable entries.",
+        exceptions.MovedError: "This node of a Redis Cluster does not hold the stream: name the node that does.",
+        exceptions.ClusterDownError: "The Redis Cluster does not serve the stream now.",
+        exceptions.MasterDownError: "This Redis is a replica that has lost its primary.",
+        exceptions.ReadOnlyError: "This Redis is a replica, which takes no entries: name the primary.",
         exceptions.OutOfMemoryError: "Redis is out of memory.",
         exceptions.TimeoutError: "Redis does not answer in time.",
     }

@@ -11,14 +11,18 @@ yet answered. An engine without work takes any request that passes the first two
                                                                 unfinished context tokens        262144   queue.max_context_tokens
     key share  a key that would hold more than its share        unfinished work of the key       0.5      queue.max_share_per_key
     wait       a longer wait, if beyond the next forward        seconds until its first forward  0.5      queue.max_wait_seconds
+    patience   a request whose caller would leave before        that, and its own forwards       as learned from those who left
     deadline   a request that would end too late                that, and its own forwards       10.0     deadline.default_seconds
 
-*Key share* is the dynamic threshold of Choudhury and Hahne (1998): a key may hold share / (1 − share) times the free room. A key
-that is alone fills its share of the queue; the fuller the queue, the less each key may hold, so that a newcomer finds room.
+*Key share* holds for requests, candidates and context tokens: see `app.shares`.
 
 *Wait.* A request that joins the next forward waits no longer than the running one takes, and a place refused there may stay empty.
 So it may join even if a forward takes longer than the limit, unless demand is so high that later requests, which wait within the
 limit, fill the next forward `FILLED_TIMES` over.
+
+*Patience.* Callers who give up after a quarter of a second and come again would fill the queue with work for nobody. What the callers of
+the same key who left had waited bounds the predicted end of the next ones. A request that ends within `SURE_TIMES` its own forwards
+passes in any case, so that callers who leave at once keep nobody out.
 """
 
 from __future__ import annotations
@@ -27,13 +31,16 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from app.engine.batching import Full, Work, chunk_count, forwards_of
-from app.engine.forecast import Clock, ForwardTime, Offered, Running
+from app.engine.forecast import Clock, ForwardTime, Offered, Patience, Running
 from app.settings import Batching, Queue
+from app.shares import over_share
 
 Reason = Literal["queue_full", "key_rate", "loop_overrun", "deadline"]
 
 KEY_BURST_SECONDS = 2.0  # an idle key may use this many seconds of its rate at once
 FILLED_TIMES = 1.5  # arrivals are random: demand that fills it once on average would often leave it partly empty
+SURE_TIMES = 1.5
+HASTE = 0.8  # of the time after which callers left: forwards take longer at times
 NO_RATE_RETRY_SECONDS = 1.0  # `retry_after_seconds` before the first forward was measured
 
 
@@ -57,6 +64,7 @@ class Wait(NamedTuple):
 class _Held:
     """The unfinished work of one API key."""
 
+    requests: int = 0
     candidates: int = 0
     context_tokens: int = 0
 
@@ -74,6 +82,7 @@ class Admission:
         self._batching = batching
         self.forward_time = ForwardTime()
         self.offered = Offered()
+        self._patience: dict[str | None, Patience] = {}
         self.requests = 0
         self.candidates = 0
         self.context_tokens = 0
@@ -99,7 +108,8 @@ class Admission:
         if not self.requests:
             return None
         smallest = Work(candidates=1, context_tokens=1, deadline=float("inf"), key=key)
-        return self._no_room(smallest) or self._over_wait(self.wait(smallest, running))
+        wait = self.wait(smallest, running)
+        return self._no_room(smallest) or self._over_wait(wait) or self._over_patience(smallest, wait)
 
     def refusal(self, job: Work, running: Running) -> Refusal | None:
         """Return why the job may not join now, or None. Records it as offered work."""
@@ -114,7 +124,7 @@ class Admission:
         if limited := self._no_room(job):
             return limited
         wait = self.wait(job, running)
-        return self._over_wait(wait) or self._over_deadline(job, wait.seconds)
+        return self._over_wait(wait) or self._over_patience(job, wait) or self._over_deadline(job, wait.seconds)
 
     def add(self, job: Work) -> None:
         """Count a job that joins."""
@@ -123,6 +133,12 @@ class Admission:
         if rate and job.key is not None:
             now = self.clock()
             self._rate_used_until[job.key] = max(self._rate_used_until.get(job.key, now), now) + _rated(job) / rate
+
+    def note_end(self, job: Work, *, has_left: bool) -> None:
+        """Learn from a job that was answered or whose caller has left."""
+        now = self.clock()
+        patience = self._patience.setdefault(job.key, Patience())
+        patience.observe(now, now - job.arrived if has_left else None)
 
     def remove(self, job: Work) -> None:
         """Stop counting a job that was answered, was cancelled or expired."""
@@ -171,7 +187,7 @@ class Admission:
         excess = max(
             self.candidates + job.candidates - queue.max_candidates,
             self.context_tokens + job.context_tokens - self._most_context_tokens,
-            self.cost // self.requests if self.requests >= queue.max_requests else 0,
+            self.cost // self.requests if self._has_too_many_requests(job.key) else 0,
             self._over_share(job),
         )
         if excess > 0:
@@ -184,17 +200,33 @@ class Admission:
             return Refusal("queue_full", "the predicted wait is over the limit", wait.seconds - limit)
         return None
 
+    def _over_patience(self, job: Work, wait: Wait) -> Refusal | None:
+        patience, own = self._patience.get(job.key), self.forward_time.seconds(job.cost / job.chunks)
+        if patience is None or own is None:
+            return None
+        end = (wait.seconds + own) * job.chunks
+        late = end - max(HASTE * patience.seconds(self.clock()), SURE_TIMES * own * job.chunks)
+        return Refusal("queue_full", "callers leave before such a wait is over", late) if late > 0 else None
+
     def _over_share(self, job: Work) -> int:
         """By how much the key would exceed its share."""
-        queue = self.queue
-        if job.key is None or queue.max_share_per_key >= 1:
+        if job.key is None:
             return 0
-        held = self._held.get(job.key, _Held())
-        times = queue.max_share_per_key / (1 - queue.max_share_per_key)
+        queue, held = self.queue, self._held.get(job.key, _Held())
+        share, most_tokens = queue.max_share_per_key, self._most_context_tokens
         return max(
-            held.candidates + job.candidates - int(times * (queue.max_candidates - self.candidates)),
-            held.context_tokens + job.context_tokens - int(times * (self._most_context_tokens - self.context_tokens)),
+            over_share(held.candidates, job.candidates, self.candidates, queue.max_candidates, share),
+            over_share(held.context_tokens, job.context_tokens, self.context_tokens, most_tokens, share),
         )
+
+    def _has_too_many_requests(self, key: str | None) -> bool:
+        """Whether one more request would be too many, of all or of this key. A key without any always may have one."""
+        queue, held = self.queue, self._held.get(key, _Held()).requests
+        if self.requests >= queue.max_requests:
+            return True
+        if key is None or not held:
+            return False
+        return over_share(held, 1, self.requests, queue.max_requests, queue.max_share_per_key) > 0
 
     def _fills_without_it(self) -> bool:
         """Whether the next forward fills up with requests that arrive late enough to wait within the limit."""
@@ -231,9 +263,10 @@ class Admission:
         self.requests += sign
         self.candidates += candidates
         self.context_tokens += context_tokens
+        held.requests += sign
         held.candidates += candidates
         held.context_tokens += context_tokens
-        if not (held.candidates or held.context_tokens):
+        if not held.requests:
             del self._held[job.key]
 
 

@@ -11,7 +11,7 @@ from app.engine.scheduler import Scheduler
 from app.engine.versions import Versions
 from app.errors import ContextUnknown
 from app.telemetry.metrics import Metrics
-from model.inputs import Context
+from model.inputs import Context, codes_as_read
 from model.retrieval.inputs import Query
 from weights.format.manifest import Manifest
 
@@ -54,7 +54,16 @@ def _as_read(context: Context, ranker: Manifest, towers: Manifest, excludes_hist
     lacks_events = context.dropped and (excludes_history or theirs.history_length > ours.history_length)
     lacks_dwell = theirs.has_dwell and not ours.has_dwell
     is_alike = (ranker.action_names, ranker.ids) == (towers.action_names, towers.ids)
+    codes = theirs.code_levels, theirs.code_values
+    lacks_codes = bool(theirs.code_levels) and codes != (ours.code_levels, ours.code_values)
     is_nobody = not context.user_id and not context.post_ids.any()
-    if lacks_events or lacks_dwell or not is_alike or is_nobody or theirs.product_surfaces < ours.product_surfaces:
+    if (
+        lacks_events
+        or lacks_dwell
+        or lacks_codes
+        or not is_alike
+        or is_nobody
+        or theirs.product_surfaces < ours.product_surfaces
+    ):
         return None
-    return context.last(theirs.history_length)
+    return replace(context, codes=codes_as_read(context.codes, theirs)).last(theirs.history_length)

@@ -99,8 +99,10 @@ class RankJob(Job):
         return None
 
     def result(self) -> Ranked:
-        """Return the scores of all chunks, in the order of the candidates."""
+        """Return the scores of all chunks, in the order of the candidates, with the checkpoint's calibration."""
         scores = self.scores[0] if len(self.scores) == 1 else Scores.concatenate(self.scores)
+        if (corrections := self.model.manifest.corrections) is not None:
+            scores = Scores(scores.logits, corrections.probabilities(scores.logits), scores.continuous)
         assert self.context is not None
         used, dropped = len(self.context.post_ids), self.context.dropped
         return Ranked(scores, self.cache, self.queue_seconds, self.forward_seconds, self.handle, used, dropped)

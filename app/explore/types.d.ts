@@ -8,6 +8,7 @@ interface Post {
   author_id: string;
   created_at?: number;
   product_surface?: number;
+  codes?: number[];
 }
 
 interface Event_ extends Post {
@@ -93,7 +94,7 @@ interface Hint {
 }
 
 interface Story {
-  title: string;
+  title: (app: App) => string;
   text: (app: App, request: Side) => string;
   done: string;
   make: (app: App, example: Side) => Side | null;

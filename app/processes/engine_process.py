@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
+import threading
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +21,11 @@ from prometheus_client.registry import Collector
 from app.engine.scheduler import Scheduler
 from app.errors import InternalError, NotReady, ServiceError
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED
+from app.interface import Job
 from app.processes.link import Link
 from app.processes.messages import (
     METHODS,
+    Admit,
     Answer,
     Call,
     Cancel,
@@ -42,18 +46,38 @@ LOOK_SECONDS = 0.01  # between two looks for a change that workers should know
 SIGN_OF_LIFE_SECONDS = 1.0
 REPLACED_SECONDS = 5.0  # a replaced version is kept this long for requests that workers have begun to read for it
 SCRAPE_SECONDS = 1.0  # for a worker to tell its metrics; one that is stopped is left out
+SAME_FAULT_SECONDS = (
+    10.0  # between two log lines about the sending of the state, which is tried again every `LOOK_SECONDS`
+)
+LAST_SECONDS = 5.0  # how much longer than their drain the workers may take before this process ends without them
 
 
 log = structlog.get_logger("app.processes.engine")
 
 
+@dataclass(slots=True)
+class Place:
+    """The place of a request that was admitted and not ranked yet. Closing `held` frees it."""
+
+    job: Job
+    held: ExitStack
+
+
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A linked worker and its questions under way, by id."""
+    """A linked worker, with its questions under way and its reserved places by id."""
 
     link: Link
     number: int
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    places: dict[int, Place] = field(default_factory=dict)
+
+    def forget(self, number: int) -> None:
+        """Drop the question of this id, and free its place."""
+        if (task := self.tasks.pop(number, None)) is not None:
+            task.cancel()
+        if (place := self.places.pop(number, None)) is not None:
+            place.held.close()
 
 
 class EngineProcess:
@@ -70,10 +94,14 @@ class EngineProcess:
         self._kept: dict[int, Scheduler[Any]] = {}  # held, by number
         self._state = State(ranker.health())
         self._sent_at = 0.0
+        self._fault_logged_at = float("-inf")
         self._ended = asyncio.Event()
+        self._without_workers = asyncio.Event()
+        self._without_workers.set()
+        self._ending: asyncio.Task[None] | None = None
         self._methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "exposition": self.exposition,
-            "context": lambda model, handle, key: ranker.context(self._served(model), handle, key),
+            "context": lambda model, handle, key: ranker.context(self._served(model), handle, key, float("inf")),
             "attention": lambda model, *rest: ranker.attention(self._served(model), *rest),
             "corpus_state": ranker.corpus.state,
             "change": ranker.corpus.change,
@@ -81,11 +109,18 @@ class EngineProcess:
         ranker.on_fatal = self._fatal
 
     async def serve(self, path: str) -> int:
-        """Listen on a Unix socket at `path` until the end; return the exit code."""
+        """Listen on a Unix socket at `path` until the end; return the exit code.
+
+        SIGTERM ends it once no worker is linked: a supervisor may send it to all processes at once, and the workers still have requests.
+        """
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._ended.set)
-        loop.add_signal_handler(signal.SIGHUP, self.ranker.reloads.reload_soon)
+        if threading.current_thread() is threading.main_thread():
+            for number in (
+                signal.SIGTERM,
+                signal.SIGINT,
+            ):  # asyncio's own would be gone with the loop, before the process ends
+                signal.signal(number, lambda *_: loop.is_closed() or loop.call_soon_threadsafe(self.end))
+            loop.add_signal_handler(signal.SIGHUP, self.ranker.reloads.reload_soon)
         server = await loop.create_unix_server(lambda: Link(FromWorker, self._take, self._made, self._lost), path)
         self.ranker.start()
         look = loop.create_task(self._keep_sending_state())
@@ -100,6 +135,20 @@ class EngineProcess:
         await asyncio.sleep(0)
         return self.exit_code
 
+    def end(self) -> None:
+        """End when the last worker has gone, at the latest some time after its drain."""
+        drain = self.settings.drain
+        loop = asyncio.get_running_loop()
+        self._ending = self._ending or loop.create_task(
+            self._end_after_workers(drain.delay_seconds + drain.timeout_seconds + LAST_SECONDS)
+        )
+
+    async def _end_after_workers(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._without_workers.wait()
+        self._ended.set()
+
     def _fatal(self, reason: str) -> None:
         self.exit_code = EXIT_ENGINE_LOST if self.ranker.health().started else EXIT_FAILED
         log.error("fatal", reason=reason)
@@ -110,36 +159,32 @@ class EngineProcess:
 
     def _made(self, link: Link) -> None:
         self._peers[link] = Peer(link, next(self._peer_numbers))
+        self._without_workers.clear()
         link.send(self._state)
 
     def _lost(self, link: Link) -> None:
-        for task in self._peers.pop(link).tasks.values():
-            task.cancel()
+        peer = self._peers.pop(link)
+        for number in [*peer.tasks, *peer.places]:
+            peer.forget(number)
+        if not self._peers:
+            self._without_workers.set()
 
     def _take(self, link: Link, message: Any) -> None:
+        """Begin to answer. Raises ValueError for what breaks the protocol; whatever else is wrong with a question is its own answer."""
         peer = self._peers[link]
         if isinstance(message, Cancel):
-            if (task := peer.tasks.pop(message.id, None)) is not None:
-                task.cancel()
+            peer.forget(message.id)
             return
-        if message.id in peer.tasks:
-            raise ValueError("a question with an id in use")
-        if isinstance(message, Rank):
-            work: Awaitable[Any] = self._rank(message)
-        elif isinstance(message, Search):
-            work = self._search(message)
-        elif isinstance(message, Call) and message.method in METHODS:
-            kinds = METHODS[message.method][0]
-            work = self._methods[message.method](
-                *(decoder(kind).decode(each) for kind, each in zip(kinds, message.arguments, strict=True))
-            )
-        else:
+        if not isinstance(message, Admit | Rank | Search | Call):
             raise ValueError("no question of ours")
-        peer.tasks[message.id] = asyncio.get_running_loop().create_task(self._answer(peer, message.id, work))
+        if message.id in peer.tasks or message.id in peer.places:
+            raise ValueError("a question with an id in use")
+        peer.tasks[message.id] = asyncio.get_running_loop().create_task(self._answer(peer, message))
 
-    async def _answer(self, peer: Peer, number: int, work: Awaitable[Any]) -> None:
+    async def _answer(self, peer: Peer, question: Admit | Rank | Search | Call) -> None:
+        number = question.id
         try:
-            peer.link.send(Answer(number, encode(await work)))
+            peer.link.send(Answer(number, encode(await self._result(peer, question))))
         except Exception as error:
             if not isinstance(error, ServiceError):
                 log.error("fault", **of_exception(error))
@@ -147,23 +192,53 @@ class EngineProcess:
         finally:
             peer.tasks.pop(number, None)
 
-    async def _rank(self, asked: Rank) -> Any:
-        ranker, model = self.ranker, self._served(asked.model)
-        ranker.check_open(asked.key)
-        has_context = not isinstance(asked.context, str)
-        asked.candidates.check(model.manifest.config)
-        if has_context:
-            asked.context.check(model.manifest.config)  # type: ignore[union-attr]  # native code trusts it
-        history = len(asked.context) if has_context else 0
-        with ranker.admit(
-            model, candidates=len(asked.candidates), history=history, deadline=asked.deadline, key=asked.key
-        ) as job:
-            return await ranker.rank(job, asked.context, asked.candidates)
+    async def _result(self, peer: Peer, question: Admit | Rank | Search | Call) -> Any:
+        if isinstance(question, Admit):
+            return self._admit(peer, question)
+        if isinstance(question, Rank):
+            return await self._rank(peer, question)
+        if isinstance(question, Search):
+            return await self._search(question)
+        kinds, _ = METHODS[question.method]
+        arguments = [decoder(kind).decode(each) for kind, each in zip(kinds, question.arguments, strict=True)]
+        return await self._methods[question.method](*arguments)
+
+    def _admit(self, peer: Peer, asked: Admit) -> None:
+        model = self._served(asked.model)
+        peer.places[asked.id] = self._place(model, asked.candidates, asked.history, asked.deadline, asked.key)
+
+    def _place(self, model: Any, candidates: int, history: int, deadline: float | None, key: str | None) -> Place:
+        """Admit a request. Raises what `interface.Ranker.admit` describes."""
+        self.ranker.check_open(key)
+        with ExitStack() as held:
+            admit = self.ranker.admit(model, candidates=candidates, history=history, deadline=deadline, key=key)
+            return Place(held.enter_context(admit), held.pop_all())
+
+    async def _rank(self, peer: Peer, asked: Rank) -> Any:
+        place = peer.places.pop(asked.place, None)
+        if place is None and asked.place:
+            raise NotReady("The place of this request is gone.", retry_after_seconds=0.0)
+        with ExitStack() as held:
+            if place is not None:
+                held.push(place.held)
+            model = self._served(asked.model) if place is None else place.job.model
+            asked.candidates.check(model.manifest.config)
+            history = 0
+            if not isinstance(asked.context, str):
+                asked.context.check(model.manifest.config)  # native code trusts it
+                history = len(asked.context)
+            if place is None:
+                place = self._place(model, len(asked.candidates), history, asked.deadline, asked.key)
+                held.push(place.held)
+            ranked = await self.ranker.rank(place.job, asked.context, asked.candidates)
+        is_logged = self.settings.served.directory is not None
+        return ranked if is_logged or ranked.context is None else msgspec.structs.replace(ranked, context=None)
 
     async def _search(self, asked: Search) -> Any:
         served = self._served(asked.corpus)
         asked.query.check(served.manifest.config)
-        self.ranker.check_open(asked.key)
+        if not asked.is_admitted:
+            self.ranker.check_open(asked.key)
         return await self.ranker.corpus.search(served, asked.query, asked.deadline, asked.key)
 
     def _served(self, number: int) -> Any:
@@ -177,7 +252,13 @@ class EngineProcess:
     async def _keep_sending_state(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            self._send_state()
+            try:
+                self._send_state()
+            except Exception as error:  # the next look may go well; without one, workers would call this process silent
+                now = asyncio.get_running_loop().time()
+                if now >= self._fault_logged_at + SAME_FAULT_SECONDS:
+                    self._fault_logged_at = now
+                    log.error("state_not_sent", **of_exception(error))
 
     def _send_state(self) -> None:
         """Send the state to all workers if it has changed, or as a sign of life."""

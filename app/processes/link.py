@@ -13,7 +13,9 @@ from typing import Any, cast
 import msgspec
 import structlog
 
+from app.errors import InternalError, told
 from app.processes.messages import LENGTH, MAX_BYTES, METHODS, Answer, Call, Cancel, Failed, decoder, encode, frame
+from app.telemetry.logs import of_exception
 
 JOINED_BYTES = 65_536  # unwritten bytes at which a turn's messages are written at once
 CREDENTIALS = struct.Struct("3i")  # of the peer: process, user, group
@@ -22,8 +24,8 @@ log = structlog.get_logger("app.processes.link")
 
 
 class Link(asyncio.Protocol):
-    """`take` is called with each message but the answers to this end's own questions. If it raises ValueError, or if bytes are no
-    message, the link ends. `made` and `lost` are called once each, unless the peer is another user's process. Used by the event loop only.
+    """`take` is called with each message but the answers to this end's own questions. If it raises, or if bytes are no message, the link
+    ends, which is logged. `made` and `lost` are called once each, unless the peer is another user's process. Used by the event loop only.
 
     What is sent in one turn of the loop is written by one system call: one each would take a fifth of a busy engine process's time.
     """
@@ -161,6 +163,8 @@ class Link(asyncio.Protocol):
                         self._receive(self._decode(view[start + LENGTH.size : end]))
                     except (ValueError, msgspec.MsgspecError) as error:
                         self._end(str(error))
+                    except Exception as error:  # a fault of ours: the event loop would end the link without a word
+                        self._end("a message could not be taken", **of_exception(error))
                 start = end
         return min(start, size)
 
@@ -173,12 +177,18 @@ class Link(asyncio.Protocol):
             return  # its caller has gone
         if isinstance(message, Failed):
             future.set_exception(message.error())
+            return
+        try:
+            result = decoder(kind).decode(message.result)
+        except Exception as error:  # such as a lack of memory: the others have their answers
+            log.error("fault", **of_exception(error))
+            future.set_exception(told(error) if isinstance(error, MemoryError) else InternalError())
         else:
-            future.set_result(decoder(kind).decode(message.result))
+            future.set_result(result)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, **fault: Any) -> None:
         """Cut off a peer that breaks the protocol, so that it does not affect others."""
-        log.error("link_broken", reason=reason[:200])
+        log.error("link_broken", reason=reason[:200], **fault)
         if self._transport is not None:
             self._transport.abort()
             self._transport = None

@@ -1,7 +1,7 @@
-"""The seven messages between a worker and the engine process, as msgpack with its length before it.
+"""The eight messages between a worker and the engine process, as msgpack with its length before it.
 
-    worker → engine    Rank, Search, Cancel, Call
-    engine → worker    Answer, Failed, State; and Call, for the worker's metrics, which it answers like the engine
+    worker → engine    Admit, Rank, Search, Cancel, Call
+    engine → worker    Answer, Failed, State; and Call, for the worker's metrics, which it answers like the engine, and Cancel of that
 
 A new question is a new method of `Call`, not a new message. Both ends are the same build on one machine.
 """
@@ -28,8 +28,21 @@ LENGTH = struct.Struct("<I")
 MAX_BYTES = 256 * 2**20
 
 
+class Admit(msgspec.Struct, tag=True):
+    """Reserve a place for a request to the model of this number; answered with None. The place keeps this id until a `Rank` names it or a
+    `Cancel` frees it. `deadline`: seconds of the machine's monotonic clock."""
+
+    id: int
+    model: int
+    candidates: int
+    history: int
+    deadline: float | None
+    key: str | None
+
+
 class Rank(msgspec.Struct, tag=True):
-    """Rank the candidates with the model of this number. `context`: or its handle. `deadline`: seconds of the machine's monotonic clock."""
+    """Rank the candidates with the model of this number. `context`: or its handle. `place`: the id of the `Admit` that was answered, 0
+    for a request that is admitted or refused now."""
 
     id: int
     model: int
@@ -37,20 +50,22 @@ class Rank(msgspec.Struct, tag=True):
     candidates: Candidates
     deadline: float | None
     key: str | None
+    place: int = 0
 
 
 class Search(msgspec.Struct, tag=True):
-    """Search the corpus of this number."""
+    """Search the corpus of this number. `is_admitted`: the request has a place, so the load of the ranking queue is not looked at."""
 
     id: int
     corpus: int
     query: Query
     deadline: float
     key: str | None
+    is_admitted: bool = False
 
 
 class Cancel(msgspec.Struct, tag=True):
-    """Nobody waits for the answer any more."""
+    """Nobody waits for the answer to this question any more, or needs the place of this `Admit`."""
 
     id: int
 
@@ -132,8 +147,8 @@ class State(msgspec.Struct, tag=True):
     retry_after_seconds: float = 0.0
 
 
-FromWorker = Rank | Search | Cancel | Call | Answer | Failed
-FromEngine = Answer | Failed | State | Call
+FromWorker = Admit | Rank | Search | Cancel | Call | Answer | Failed
+FromEngine = Answer | Failed | State | Call | Cancel
 
 METHODS: dict[str, tuple[tuple[Any, ...], Any]] = {  # name: types of the arguments, type of the result
     "exposition": ((), bytes),

@@ -1,40 +1,46 @@
 """The parent of several processes: binds the sockets, starts one engine process and the workers, and starts again what ends.
 
-SIGTERM, SIGINT    workers drain and end, then the engine process; a second signal ends all at once
-SIGHUP             the engine process reads the present checkpoint again
-a worker ends      it is started again
+SIGTERM, SIGINT    workers drain and end, then the engine process; a second signal, a second later or more, ends all at once
+SIGHUP             the workers read the file of keys again, the engine process the present checkpoint
+a worker ends      it is started again; a process that stays stopped (SIGSTOP) is killed first
 the engine ends    it is started again and workers answer 503 meanwhile; or, with ENGINE_LOSS=exit, all end with 70
 the first load fails   all end with 1
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import gc
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import structlog
 
-from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START, EXIT_USAGE
+from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START, EXIT_USAGE, SAME_SIGNAL_SECONDS
 from app.settings import Settings
 from app.telemetry import logs
 
-PATHS_FILE = "loaded.json"  # beside the engine process's socket: what a reload loaded last
+PREFIX, SOCKET = "ranker-", "engine"  # of the directory for temporary files, and in it the engine process's socket
+PATHS_FILE = "loaded.json"  # beside the socket: what a reload loaded last
+LEFT_FILES = {SOCKET, PATHS_FILE, "loaded.partial"}
 VARIABLE = "_RANKER_ROLE"  # not a setting: nobody sets it by hand
 PR_SET_PDEATHSIG = 1
 LOOK_SECONDS = 0.05
 SOON_SECONDS = 10.0  # a process that ends within this time of its start is started again after a pause
 PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.5, 10.0  # doubled each time, up to the second
 LAST_SECONDS = 10.0  # how much longer than its drain a process may take to end
+STOPPED_STATE = "T"  # of a process after SIGSTOP; under a debugger it has another letter
 
 log = structlog.get_logger("app.processes.parent")
 
@@ -93,10 +99,11 @@ class Child:
         self.number = number
         self.pause = PAUSE_SECONDS
         self.start_at = 0.0
+        self.stopped_since: float | None = None  # monotonic seconds
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it."""
+        """Start it. Raises OSError or MemoryError where the system cannot do that now."""
         parent = self.parent
         shared = [each.fileno() for each in parent.sockets] if self.number else []
         role = Role(parent.path, os.getpid(), self.number, tuple(shared))
@@ -104,7 +111,8 @@ class Child:
         self.start_at = time.monotonic()
         command = [sys.executable, "-m", "app", *parent.arguments]
         # A session of its own: a terminal's signals reach the parent alone.
-        self.process = subprocess.Popen(command, env=environment, pass_fds=shared, start_new_session=True)
+        descriptors = [parent.folder, *shared]
+        self.process = subprocess.Popen(command, env=environment, pass_fds=descriptors, start_new_session=True)
 
     def ended(self) -> int | None:
         """Its exit code, None while it runs."""
@@ -115,6 +123,20 @@ class Child:
         now = time.monotonic()
         self.pause = min(MOST_PAUSE_SECONDS, 2 * self.pause) if now < self.start_at + SOON_SECONDS else PAUSE_SECONDS
         self.process, self.start_at = None, now + (self.pause if now < self.start_at + SOON_SECONDS else 0.0)
+
+    def end_stopped(self, seconds: float) -> None:
+        """Kill it if it has been stopped by a signal for that long: its callers would wait for ever."""
+        if self.process is None:
+            return
+        now = time.monotonic()
+        if state_of(self.process.pid) != STOPPED_STATE:
+            self.stopped_since = None
+        elif self.stopped_since is None:
+            self.stopped_since = now
+        elif now > self.stopped_since + seconds:
+            self.stopped_since = None
+            log.error("stopped_process_killed", worker=self.number)
+            self.process.kill()
 
     def send(self, number: int) -> None:
         """Send it a signal, if it runs."""
@@ -137,13 +159,16 @@ class Parent:
     """Keeps the processes running until a signal."""
 
     def __init__(
-        self, settings: Settings, arguments: Sequence[str], sockets: Sequence[socket.socket], path: str
+        self, settings: Settings, arguments: Sequence[str], sockets: Sequence[socket.socket], folder: int
     ) -> None:
+        """`folder`: the descriptor of the directory of the processes. Its own path may be too long for the address of a socket."""
         self.settings = settings
         self.arguments = arguments
         self.sockets = sockets
-        self.path = path
+        self.folder = folder
+        self.path = f"/proc/self/fd/{folder}/{SOCKET}"
         self.signals: list[int] = []
+        self._at_once_from = 0.0  # monotonic seconds from which a second signal ends all
         self.engine = Child(self, 0)
         self.workers = [Child(self, number) for number in range(1, settings.workers + 1)]
 
@@ -156,9 +181,11 @@ class Parent:
             code = self._look()
             if signal.SIGHUP in self.signals:
                 self.signals.remove(signal.SIGHUP)
-                self.engine.send(signal.SIGHUP)
+                for child in (self.engine, *self.workers):
+                    child.send(signal.SIGHUP)
             time.sleep(LOOK_SECONDS)
-        return self._stop() or code
+        stopped = self._stop()
+        return code or stopped
 
     def _look(self) -> int:
         """Start what should run. Return an exit code where all should end."""
@@ -174,8 +201,13 @@ class Parent:
                     return code if 0 < code < EXIT_ENGINE_LOST else EXIT_ENGINE_LOST
                 else:
                     child.again()
+            child.end_stopped(self.settings.queue.stall_exit_seconds)
             if child.process is None and time.monotonic() >= child.start_at:
-                child.start()
+                try:
+                    child.start()
+                except (OSError, MemoryError) as error:  # no process, descriptor or memory now: what runs goes on
+                    log.error("process_not_started", worker=child.number, reason=str(error))
+                    child.again()
         return 0
 
     def _forget_reload(self) -> bool:
@@ -189,10 +221,13 @@ class Parent:
 
     def _stop(self) -> int:
         """Drain the workers, then end the engine process. Return 1 where one did not end in order."""
-        drain = self.settings.drain
-        until = time.monotonic() + drain.delay_seconds + drain.timeout_seconds + LAST_SECONDS
+        drain, now = self.settings.drain, time.monotonic()
+        self._at_once_from = now + SAME_SIGNAL_SECONDS
+        until = now + drain.delay_seconds + drain.timeout_seconds + LAST_SECONDS
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._end_at_once)
+        for each in self.sockets:
+            each.close()  # the workers have them: when those accept no more, a new connection is refused
         for worker in self.workers:
             worker.send(signal.SIGTERM)
         codes = [worker.wait(until) for worker in self.workers]
@@ -201,6 +236,8 @@ class Parent:
         return EXIT_FAILED if any(codes) else 0
 
     def _end_at_once(self, number: int, frame: object) -> None:
+        if time.monotonic() < self._at_once_from:
+            return  # one signal, sent to this process and to its group
         for child in (self.engine, *self.workers):
             child.send(signal.SIGKILL)
         os._exit(128 + number)
@@ -215,7 +252,67 @@ def run(settings: Settings, arguments: Sequence[str]) -> int:
         sockets = bind_logged(settings.host, settings.port)
     except OSError:
         return EXIT_START
-    with tempfile.TemporaryDirectory(prefix="ranker-") as folder:
-        code = Parent(settings, arguments, sockets, f"{folder}/engine").run()
+    with contextlib.ExitStack() as at_end:
+        try:
+            folder = at_end.enter_context(directory())
+        except OSError as error:
+            log.error("fatal", reason=f"no directory for temporary files can be used: {error.strerror}")
+            return EXIT_START
+        code = Parent(settings, arguments, sockets, folder).run()
     logs.drain()
     return code
+
+
+@contextlib.contextmanager
+def directory() -> Iterator[int]:
+    """Yield the descriptor of an empty directory that is removed at the end. Raises OSError.
+
+    It is locked while this process or a child of it lives. Directories of ours without that lock were left by a parent that was killed;
+    they are removed.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            remove_left(left)
+    descriptor = -1
+    while descriptor < 0:
+        path = tempfile.mkdtemp(prefix=PREFIX)
+        with contextlib.suppress(
+            FileNotFoundError, BlockingIOError
+        ):  # another parent that starts now takes it for one of those
+            descriptor = locked(path)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_left(path: Path) -> None:
+    """Remove a directory of ours whose parent has ended. Raises OSError, also where that parent lives."""
+    if path.is_symlink() or path.stat().st_uid != os.geteuid() or not {*os.listdir(path)} <= LEFT_FILES:
+        return
+    descriptor = locked(path)
+    try:
+        shutil.rmtree(path)
+    finally:
+        os.close(descriptor)
+
+
+def locked(path: str | Path) -> int:
+    """Open and lock a directory; the descriptor. Raises OSError where another process has locked it, or where it is gone."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.stat(path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def state_of(pid: int) -> str:
+    """The letter of a process's state in /proc, empty where it cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

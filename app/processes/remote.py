@@ -19,22 +19,26 @@ from app.errors import (
     Draining,
     EngineDown,
     ModelNotFound,
+    NoCorpus,
     NotReady,
     Overloaded,
     ServiceError,
 )
 from app.interface import CorpusState, Found, Health, Job, Ranked, ServedCorpus, ServedModel
 from app.processes.link import Link
-from app.processes.messages import Answer, Call, Failed, FromEngine, Rank, Search, State, encode
+from app.processes.messages import Admit, Answer, Call, Cancel, Failed, FromEngine, Rank, Search, State, encode
 from app.settings import Settings
+from app.telemetry.logs import of_exception
 from app.telemetry.metrics import Metrics
 from model.inputs import Candidates, Context
 from model.retrieval.inputs import PostChange, Query
 
 CONNECT_SECONDS = 0.02  # between two attempts
+SOON_SECONDS, PAUSE_SECONDS = 1.0, 1.0  # a link that ends so soon is followed by the next one after this pause
 RETRY_AFTER_SECONDS = 2.0  # while the engine process starts
 GRACE_SECONDS = 0.25  # after a deadline, for the engine process to answer first
 SILENT_SECONDS = 4.0  # the longest time without a sign of life, which comes once a second
+CROWDED_SECONDS = 0.1  # for this long after a refusal, check for room before reading a request
 REPLACED_KEPT = 4  # models and corpora that no longer serve, for requests under way
 STARTING = State(Health(False, False, False, False, "The engine process is starting."))
 ENDED = State(Health(False, False, True, False, "The engine process has ended."))
@@ -44,12 +48,16 @@ log = structlog.get_logger("app.processes.remote")
 
 @dataclass(slots=True, eq=False)
 class RemoteJob:
-    """A request that the engine process will admit or refuse when it is sent."""
+    """A request that the engine process admits or refuses when it is reserved, or else when it is sent. `link` and `place` say where it is
+    reserved; the place is 0 without one."""
 
     candidates: int
+    history: int
     model: ServedModel
     deadline: float | None
     key: str | None
+    link: Link | None = None
+    place: int = 0
 
 
 class Known(NamedTuple):
@@ -77,6 +85,7 @@ class RemoteRanker:
         self._towers: Known | None = None
         self._served: dict[int, Any] = {}  # models and corpora that serve or did lately, by number
         self._heard = 0.0
+        self._refused_at = float("-inf")  # clock seconds when the engine process last refused a request of this worker
         self._is_draining = self._refuses = self._has_started = False
         self._task: asyncio.Task[None] | None = None
 
@@ -120,10 +129,15 @@ class RemoteRanker:
             link = Link(FromEngine, self._take, self._made, lost)
             try:
                 await loop.create_unix_connection(lambda link=link: link, self._path)  # type: ignore[misc]
-            except OSError:  # the engine process is starting or restarting
-                await asyncio.sleep(CONNECT_SECONDS)
-            else:
+                made_at = self.clock()
                 await ended.wait()
+                if self.clock() < made_at + SOON_SECONDS:
+                    await asyncio.sleep(PAUSE_SECONDS)
+            except OSError:  # the engine process is starting or restarting
+                pass
+            except Exception as error:
+                log.error("not_linked", **of_exception(error))
+            await asyncio.sleep(CONNECT_SECONDS)
 
     def _made(self, link: Link) -> None:
         self._link, self._heard = link, self.clock()
@@ -136,8 +150,10 @@ class RemoteRanker:
         if not self._refuses:
             log.error("engine_process_lost")
 
-    def _take(self, link: Link, message: State | Call) -> None:
+    def _take(self, link: Link, message: State | Call | Cancel) -> None:
         self._heard = self.clock()
+        if isinstance(message, Cancel):
+            return  # calls are answered at once: this one has been
         if isinstance(message, Call):
             if message.method != "exposition":
                 raise ValueError(f"a worker has no method {message.method}")
@@ -179,7 +195,8 @@ class RemoteRanker:
         return served
 
     def check_open(self, key: str | None) -> None:
-        """Raise what, as far as this worker knows, every request would get now."""
+        """Raise what, as far as this worker knows, every request would get now. As in one process, the room is looked at only where the
+        last refusal is not long ago: until then, a request that cannot be read is told so."""
         if self._refuses:
             self.metrics.rejected.labels("draining").inc()
             raise Draining(retry_after_seconds=RETRY_AFTER_SECONDS)
@@ -189,7 +206,9 @@ class RemoteRanker:
         if self._model is None:
             self.metrics.rejected.labels("not_ready").inc()
             raise NotReady(health.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
-        if self.state.closed or self._link.is_congested or self._link.questions >= self.settings.queue.max_requests:
+        is_crowded = self.clock() < self._refused_at + CROWDED_SECONDS
+        is_full = bool(self.state.closed) or self._link.questions >= self.settings.queue.max_requests
+        if self._link.is_congested or (is_crowded and is_full):
             self.metrics.rejected.labels("queue_full").inc()
             detail = self.state.closed or "the queue is full"
             raise Overloaded(
@@ -200,8 +219,13 @@ class RemoteRanker:
     def admit(
         self, model: ServedModel, *, candidates: int, history: int, deadline: float | None, key: str | None
     ) -> Iterator[Job]:
-        """Prepare a request: the engine process admits it when `rank` sends it."""
-        yield RemoteJob(candidates, model, deadline, key)
+        """Prepare a request: the engine process admits or refuses it in `reserve`, or else in `rank`."""
+        job = RemoteJob(candidates, history, model, deadline, key)
+        try:
+            yield job
+        finally:
+            if job.link is not None and job.place:  # reserved, and not ranked to the end
+                job.link.send(Cancel(job.place))
 
     def _down(self) -> ServiceError:
         reason = self.health().reason
@@ -229,6 +253,9 @@ class RemoteRanker:
         try:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline + GRACE_SECONDS - self.clock())):
                 return await ask(self._link)
+        except Overloaded:
+            self._refused_at = self.clock()
+            raise
         except TimeoutError:
             raise DeadlineExceeded from None
         except ConnectionError:
@@ -236,17 +263,40 @@ class RemoteRanker:
 
     # ranking
 
-    async def rank(self, job: Job, context: Context | str, candidates: Candidates) -> Ranked:
-        """Have the engine process admit and rank it."""
+    async def reserve(self, job: Job) -> None:
+        """Have the engine process admit it before its work is known."""
         assert isinstance(job, RemoteJob)
-        number, limits = self.number_of(job.model), self.settings.deadline
-        deadline = job.deadline or self.clock() + limits.default_seconds
-        ranked = await self.ask(lambda id: Rank(id, number, context, candidates, deadline, job.key), Ranked, deadline)
+        if job.place:
+            return
+        number, deadline, link, place = self.number_of(job.model), self._deadline(job), self._link, 0
+
+        def admit(id: int) -> Admit:
+            nonlocal place
+            place = id
+            return Admit(id, number, job.candidates, job.history, deadline, job.key)
+
+        await self.ask(admit, None, deadline)
+        job.link, job.place = link, place
+
+    async def rank(self, job: Job, context: Context | str, candidates: Candidates) -> Ranked:
+        """Have the engine process rank it, which admits it first unless it is reserved."""
+        assert isinstance(job, RemoteJob)
+        if job.link is not self._link and job.place:
+            raise EngineDown(ENDED.health.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
+        number, deadline = self.number_of(job.model), self._deadline(job)
+        ranked = await self.ask(
+            lambda id: Rank(id, number, context, candidates, deadline, job.key, job.place), Ranked, deadline
+        )
+        job.place = 0
         return cast(Ranked, ranked)
 
-    async def context(self, model: ServedModel, handle: str, key: str | None) -> Context:
+    def _deadline(self, job: RemoteJob) -> float:
+        """Its own, or the default one from now."""
+        return self.clock() + self.settings.deadline.default_seconds if job.deadline is None else job.deadline
+
+    async def context(self, model: ServedModel, handle: str, key: str | None, deadline: float) -> Context:
         """See `interface.Ranker.context`."""
-        return cast(Context, await self.call("context", self.number_of(model), handle, key))
+        return cast(Context, await self.call("context", self.number_of(model), handle, key, deadline=deadline))
 
     async def attention(
         self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
@@ -287,15 +337,21 @@ class RemoteCorpus:
         """See `interface.Corpus.served`."""
         served = self._ranker.towers
         if served is None:
-            is_wanted = self._ranker.settings.retrieval.checkpoint is not None
-            detail, seconds = ("The corpus is being loaded.", 2.0) if is_wanted else (None, None)
-            raise CorpusNotLoaded(detail, retry_after_seconds=seconds)
+            if self._ranker.settings.retrieval.checkpoint is None:
+                raise NoCorpus
+            raise CorpusNotLoaded(retry_after_seconds=RETRY_AFTER_SECONDS)
         return served
 
-    async def search(self, served: ServedCorpus, query: Query, deadline: float, key: str | None) -> Found:
+    async def search(
+        self, served: ServedCorpus, query: Query, deadline: float, key: str | None, *, is_admitted: bool = False
+    ) -> Found:
         """See `interface.Corpus.search`."""
         number = self._ranker.number_of(served)
-        found = await self._ranker.ask(lambda id: Search(id, number, query, deadline, key), Found, deadline)
+
+        def search(id: int) -> Search:
+            return Search(id, number, query, deadline, key, is_admitted)
+
+        found = await self._ranker.ask(search, Found, deadline)
         return cast(Found, found)
 
     async def change(self, change: PostChange) -> CorpusState:

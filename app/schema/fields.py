@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, UnsetType
 
+from model.bounds import MAX_CODE, MAX_CODE_LEVELS
 from weights.text_ids import MAX_TEXT_BYTES
 from weights.values import MAX_ACTION_VALUE, MAX_ID, MAX_SCORE_WEIGHT, MAX_TIME
 
@@ -42,7 +43,7 @@ class Strict(Struct, forbid_unknown_fields=True):
     """Unknown fields are errors, and so is `null`."""
 
 
-WeightSet = Literal["default", "x-2026-09"]
+WeightSet = Literal["default", "x-2026-09", "x-2026-10"]
 """Names of `weights.actions.SCORE_WEIGHT_SETS`."""
 
 _IntegerId = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_ID})]
@@ -82,6 +83,15 @@ CreatedAt = Annotated[
     about(
         "When the post was created, in Unix seconds; 0 if unknown. Checked, but ignored by a checkpoint without a post-age input.",
         1779990000,
+    ),
+]
+ContentCodes = Annotated[
+    list[Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_CODE})]],
+    about(
+        "What the post is about: `code_levels` integers up to `code_values` (see `architecture` of `/info`). A code of 0, or an empty "
+        "list, means none. Checked, but ignored by a checkpoint without codes.",
+        [17, 203, 5],
+        maxItems=MAX_CODE_LEVELS,
     ),
 ]
 UserId = Annotated[Id, about(f"{_ID} 0 means anonymous.", "1868434417286410240")]

@@ -24,22 +24,32 @@ class Scored(Strict):
 
     post_id: Annotated[Id, about("As it was sent.")]
     score: Annotated[float, about("Σ weight × probability, with the request's weights or the checkpoint's own.")]
-    rank: Annotated[int, about("Among all candidates; 1 is best, and equal scores keep the order of the request.")]
+    rank: Annotated[
+        int,
+        about(
+            "Among all candidates; 1 is best, and equal scores keep the order of the request. With `explore` it is drawn."
+        ),
+    ]
     probabilities: Annotated[Numbers, about("One for each of the reply's `actions`.")]
 
 
-class RankedCandidate(Scored):
+PROPENSITY = "Only with `explore`: the probability that this rank went to this candidate, given the ranks above it."
+
+
+class RankedCandidate(Scored, kw_only=True):
     """One candidate's scores. They depend on the user, the history and this candidate, and on nothing else."""
 
+    propensity: Annotated[float | UnsetType, about(PROPENSITY)] = UNSET
     continuous: Annotated[dict[str, float], about("Predicted quantities by name, such as `dwell_time` in seconds.")]
 
 
-class RankedColumns(Strict):
+class RankedColumns(Strict, kw_only=True):
     """The scores of all candidates as arrays, with one entry for each candidate. The fields mean the same as in `RankedCandidate`."""
 
     post_id: Annotated[list[Id], about("As they were sent.")]
     score: Annotated[Numbers, about("Σ weight × probability, with the request's weights or the checkpoint's own.")]
     rank: Annotated[list[int], about("1 is best.")]
+    propensity: Annotated[Numbers | UnsetType, about(PROPENSITY)] = UNSET
     probabilities: Annotated[
         Rows, about("One row for each candidate, with one entry for each of the reply's `actions`.")
     ]
@@ -225,6 +235,7 @@ class RetrievedPost(Strict):
     rank: Annotated[int, about("1 is best; equal scores keep the order of the corpus.")]
     created_at: Annotated[int, about("Unix seconds; 0 if unknown.")]
     topics: Annotated[list[str], about("The post's topic, if it has one.")]
+    codes: Annotated[list[int] | UnsetType, about("Its content codes; left out if none of the posts has any.")] = UNSET
 
 
 class RetrieveTimings(Strict):
@@ -253,7 +264,7 @@ class BothModels(Strict):
     ranker: Annotated[ModelVersion, about("What scored them.")]
 
 
-class RecommendedPost(RankedCandidate):
+class RecommendedPost(RankedCandidate, kw_only=True):
     """One candidate's scores, and how it was retrieved."""
 
     retrieval_score: Annotated[float, about("Its score in /retrieve.")]

@@ -14,6 +14,7 @@ from app.schema.fields import (
     REQUEST_ID_RULE,
     ActionsTaken,
     AuthorId,
+    ContentCodes,
     Count,
     CreatedAt,
     Dwell,
@@ -32,6 +33,7 @@ from app.schema.fields import (
     is_handle,
     is_request_id,
 )
+from model.exploration import MAX_TEMPERATURE, MIN_TEMPERATURE
 from weights.values import MAX_TIME, time_problem
 
 DEFAULT_K = 200
@@ -45,6 +47,7 @@ class Post(Strict, gc=False):
     post_id: PostId
     author_id: AuthorId
     product_surface: Surface = 0
+    codes: ContentCodes | UnsetType = UNSET
 
 
 class HistoryItem(Post, gc=False):
@@ -69,6 +72,7 @@ class HistoryColumns(Strict):
     post_id: Annotated[list[PostId], _EACH]
     author_id: Annotated[list[AuthorId], _EACH]
     product_surface: Annotated[list[Surface] | UnsetType, _EACH] = UNSET
+    codes: Annotated[list[ContentCodes] | UnsetType, _EACH] = UNSET
     actions: Annotated[list[ActionsTaken] | UnsetType, _EACH] = UNSET
     dwell_time: Annotated[list[Dwell] | UnsetType, _EACH] = UNSET
 
@@ -79,6 +83,7 @@ class CandidateColumns(Strict):
     post_id: Annotated[list[PostId], _EACH]
     author_id: Annotated[list[AuthorId], _EACH]
     product_surface: Annotated[list[Surface] | UnsetType, _EACH] = UNSET
+    codes: Annotated[list[ContentCodes] | UnsetType, _EACH] = UNSET
     created_at: Annotated[list[CreatedAt] | UnsetType, _EACH] = UNSET
 
 
@@ -99,6 +104,31 @@ Items = list[HistoryItem] | list[Candidate] | HistoryColumns | CandidateColumns
 def count_of(items: Items) -> int:
     """The number of posts, in either form."""
     return len(items) if isinstance(items, list) else len(items.post_id)
+
+
+class Exploration(Strict):
+    """How to draw the order of the candidates instead of sorting them by score."""
+
+    temperature: Annotated[
+        float,
+        Meta(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE),
+        about(
+            "In units of the score. The rank is drawn: the first place goes to a candidate with a probability proportional to "
+            "exp(score / temperature), the next one in the same way to one of the others. The smaller the temperature, the closer the "
+            "order is to that of the scores.",
+            0.1,
+        ),
+    ]
+
+
+Explore = Annotated[
+    Exploration | UnsetType,
+    about(
+        "Draw the ranks at random, so that a log of what was served can say how another order would have done. The draw depends on the "
+        "name of the request (`request_id`, or `X-Request-ID`) and the post ids alone. Scores and probabilities stay as they are. Default: "
+        "rank by score."
+    ),
+]
 
 
 class Request(Strict, kw_only=True):
@@ -181,8 +211,9 @@ class RankRequest(UserRequest, kw_only=True):
     ] = "objects"
     weights: Weights = UNSET
     score: Score = "sum"
-    top_k: Annotated[Count | UnsetType, about("Sort the reply by score, best first, and keep this many.")] = UNSET
+    top_k: Annotated[Count | UnsetType, about("Sort the reply by rank, best first, and keep this many.")] = UNSET
     actions_wanted: Wanted = UNSET
+    explore: Explore = UNSET
 
     def sizes(self) -> dict[str, int]:
         """How many candidates and history items there are."""
@@ -205,6 +236,14 @@ class ExplainRequest(RankRequest, kw_only=True):
         Meta(min_length=1),
         about("Post ids of candidates. If several candidates have the same id, the first one is explained.", [90]),
     ]
+
+    def check(self) -> None:
+        """Raise InvalidRequest also for a drawn order, of which there is nothing to explain."""
+        RankRequest.check(self)
+        if self.explore is not UNSET:
+            raise InvalidRequest(
+                "explore", "must be left out: an explanation is of scores, which exploration does not change"
+            )
 
 
 class BatchRequest(Strict):
@@ -266,6 +305,7 @@ class RecommendRequest(RetrieveRequest, kw_only=True):
         Count | UnsetType, about("Return only this many of the retrieved posts, best first. Default: all.")
     ] = UNSET
     actions_wanted: Wanted = UNSET
+    explore: Explore = UNSET
 
 
 class PostUpsert(Strict):
@@ -275,6 +315,7 @@ class PostUpsert(Strict):
     author_id: AuthorId
     created_at: CreatedAt = 0
     topic: Annotated[str, Meta(min_length=1, max_length=100)] | UnsetType = UNSET
+    codes: ContentCodes | UnsetType = UNSET
 
 
 class PostsChange(Request, kw_only=True):

@@ -23,9 +23,10 @@ from app.schema.fields import (
     is_request_id,
 )
 from app.schema.requests import Request
+from model.exploration import MAX_TEMPERATURE, MIN_TEMPERATURE
 from weights.values import time_problem
 
-MOST_INPUTS = 22
+MOST_INPUTS = 26
 """Twice as many as there are, so that the error for an unknown tensor can say which one it is."""
 MOST_OUTPUTS = 10
 
@@ -72,7 +73,7 @@ class OutputParameters(Struct):
 class WantedOutput(Struct):
     """One tensor that you want in the reply."""
 
-    name: Annotated[str, about("`post_id`, `score`, `rank`, `probabilities` or `continuous`.", "score")]
+    name: Annotated[str, about("`post_id`, `score`, `rank`, `propensity`, `probabilities` or `continuous`.", "score")]
     parameters: Annotated[OutputParameters | None, about("How it is to be sent.")] = None
 
 
@@ -92,7 +93,11 @@ class InferParameters(Strict):
         about("The name of a published set of weights. Not together with the tensor `weights`."),
     ] = None
     score: Score = "sum"
-    top_k: Annotated[Count | None, about("Sort the reply by score, best first, and keep this many.")] = None
+    top_k: Annotated[Count | None, about("Sort the reply by rank, best first, and keep this many.")] = None
+    explore_temperature: Annotated[
+        Annotated[float, Meta(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)] | None,
+        about("Draw the ranks at random, as `explore` does in `/rank`. There is an output `propensity` then."),
+    ] = None
     context: Annotated[
         str | None, about("The handle of a context, in place of `user_id` and history.", pattern=HANDLE_PATTERN)
     ] = None

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import structlog
 from numpy.typing import NDArray
@@ -252,6 +253,11 @@ class LocalRanker:
 
     # ranking
 
+    async def reserve(self, job: Job) -> None:
+        """Do nothing: entering `admit` has given the job its place. Raises ValueError for a job without one."""
+        assert isinstance(job, RankJob)
+        self.places.scheduler(job)
+
     async def rank(self, job: Job, context: Context | str, candidates: Candidates) -> Ranked:
         """Score the candidates, in their order, for a context or one that is known by this handle. Frees the place of the job.
 
@@ -260,15 +266,16 @@ class LocalRanker:
         """
         assert isinstance(job, RankJob)
         scheduler = self.places.scheduler(job)
+        by_handle = isinstance(context, str)
         if isinstance(context, str):
             context = self.contexts.of(scheduler, context, job.key)
         if job.candidates != len(candidates) or job.context_tokens != 1 + len(context):
             self.admission.resize(job, len(candidates), 1 + len(context))
         job.context, job.items = context, candidates
         ranked: Ranked = await self.places.compute(job)
-        return ranked
+        return msgspec.structs.replace(ranked, context=context) if by_handle else ranked
 
-    async def context(self, model: ServedModel, handle: str, key: str | None) -> Context:
+    async def context(self, model: ServedModel, handle: str, key: str | None, deadline: float) -> Context:
         """Return the context that this handle names for this API key. Raises ContextUnknown, or NotReady if `model` is gone."""
         return self.contexts.of(self._scheduler(model), handle, key)
 

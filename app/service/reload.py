@@ -16,7 +16,7 @@ import structlog
 from app.corpus.searches import Searches
 from app.engine.job import RankJob
 from app.engine.versions import Versions
-from app.errors import CorpusNotLoaded
+from app.errors import NoCorpus
 from app.interface import CheckpointNotFound, ReloadInProgress, ServedCorpus, ServedModel
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
@@ -29,8 +29,9 @@ MAX_NAME_LENGTH = 512
 
 log = structlog.get_logger("app.service.reload")
 
-Identity = tuple[int, int, int] | None
-"""Inode, time and size of a manifest, which change when it is replaced; None while there is none."""
+Identity = tuple[int, ...] | None
+"""Device, inode, size, and the times of the last write and change of a manifest, of which some change when it is replaced, also by one
+on another volume; None while there is none."""
 
 
 class Reloader:
@@ -73,12 +74,12 @@ class Reloader:
     async def reload_corpus(self, checkpoint: str | None = None, corpus: str | None = None) -> ServedCorpus:
         """Serve this retrieval checkpoint and this corpus, or the present ones read again: both are replaced together.
 
-        Raises what `reload` raises, and CorpusNotLoaded where one is neither named nor present.
+        Raises what `reload` raises, and NoCorpus where one is neither named nor present.
         """
         towers = self.retrieval[0] if checkpoint is None else self._resolve(checkpoint)
         posts = self.retrieval[1] if corpus is None else self._resolve(corpus)
         if towers is None or posts is None:
-            raise CorpusNotLoaded("Name both a retrieval checkpoint and a corpus: none is served yet.")
+            raise NoCorpus("Name both a retrieval checkpoint and a corpus: none is served yet.")
         async with self._recorded(self._corpus_identity, retrieval=str(towers), corpus=str(posts)) as said:
             served = await self._corpus.swap(towers, posts)
             said |= {"version": served.manifest.version, "corpus_version": served.corpus.version}
@@ -253,7 +254,7 @@ def _identity(checkpoint: Path) -> Identity:
         found = os.stat(checkpoint / MANIFEST_NAME)
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _digest(checkpoint: Path) -> str | None:

@@ -14,7 +14,7 @@ class Exchange(msgspec.Struct):
     `started` in seconds of `time.perf_counter`, `stages` in seconds. `status` 499 means that the client disconnected; `code` is a
     problem's. A request that was not named by its caller's header takes the name in its body, if there is one. `scored`: of its
     replies, the action names and the probabilities, float32 `[C, A]`. `body_bytes` counts towards what all bodies may take together;
-    `is_reading`: the body is on its way, `is_read`: it is whole.
+    `is_reading`: the body is on its way, `is_read`: it is whole. `has_long_body`: it is, or may be, too long to be read for nothing.
     """
 
     request_id: str
@@ -35,6 +35,7 @@ class Exchange(msgspec.Struct):
     body_bytes: int = 0
     is_reading: bool = False
     is_read: bool = False
+    has_long_body: bool = False
 
     def measured(self, stage: str) -> Stopwatch:
         """A block whose time is added to a stage."""

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import queue
+import re
 import threading
 import time
 import traceback
@@ -27,6 +28,7 @@ MOST_SUCCESSES = 3072  # of them: lines about what went well are dropped first
 GATHER_SECONDS = 0.02
 """Lines of this time are written at once: each turn of the thread takes the interpreter from the event loop."""
 BLOCK_BYTES = 4096  # POSIX' PIPE_BUF on Linux: a pipe takes such a write whole or not at all, whoever else writes to it
+PLACEHOLDER = re.compile(r"%(\(\w+\))?[-#0 +]*[\d*]*(\.[\d*]+)?[a-zA-Z]")  # of printf: what stood there is not shown
 RETRY_SECONDS = 0.2
 DRAIN_SECONDS = 2.0  # at the end, for a reader that is slow or stalled
 
@@ -212,7 +214,7 @@ def stamp(logger: Any, name: str, event: Event) -> Event:
 def without_data(logger: Any, name: str, event: Event) -> Event:
     """Keep of a library's line what stands in the library's code: a processor of structlog. What is put into such a line may be an address
     with a password, or what a caller sent."""
-    event["event"] = event["event"].partition("\n")[0]
+    event["event"] = PLACEHOLDER.sub("…", event["event"].partition("\n")[0])
     event.pop("stack_info", None)
     if found := event.pop("exc_info", None):
         event.update(of_exception(found[1]))

@@ -33,6 +33,7 @@ MOST_PENDING = 512  # replies of one checkpoint whose probabilities wait to be c
 STAGES = ("parse", "queue", "collate", "forward", "serialize", "encode", "search", "attention")
 REJECTIONS = ("queue_full", "key_rate", "loop_overrun", "deadline", "draining", "not_ready", "too_large")
 CANCEL_STAGES = ("body", "queue", "forward")
+SERVED_DROPS = ("queue_full", "not_written", "fault")
 RELOAD_RESULTS = ("success", "failure", "unchanged")
 CHECK_TEXT = (
     "The sequence × 10⁹ plus nine digits of the digest: what differs between replicas of one sequence has diverged."
@@ -186,11 +187,17 @@ class Metrics:
         self.log_lines_dropped = counter(
             "log_lines_dropped", "Lines that standard error did not take in time.", "reason"
         )
+        self.served_rankings = counter("served_rankings", "Rankings in closed parts of the log of what was served.")
+        self.served_bytes = counter("served_bytes", "Size of those parts.")
+        self.served_dropped = counter(
+            "served_dropped", "Rankings that the log of what was served lacks although it should have them.", "reason"
+        )
         self.stage = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
         for metric, values in (
             (self.rejected, REJECTIONS), (self.cancelled, CANCEL_STAGES), (self.reloads, RELOAD_RESULTS),
             (self.user_vectors, ("cache", "tower")), (self.feed_entries, ("made", "unreadable")),
             (self.context_handles, ("found", "unknown")), (self.log_lines_dropped, ("reader_slow",)),
+            (self.served_dropped, SERVED_DROPS),
         ):  # fmt: skip
             for value in values:
                 metric.labels(value)  # a series that is there from the start can be alerted on

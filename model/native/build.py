@@ -121,8 +121,8 @@ def build_kernel(
     """The compiled `source` from the wheel, else from `directory` (default: the user's cache), else built into it: about ten
     seconds for the ranker. With a `directory` or `defines` the wheel's kernel is never used.
 
-    A file that is truncated, empty, a link, or another user's is replaced. A directory that others may write to, or that
-    cannot be written, is not used: a private temporary one takes its place, the same for the whole process. `defines` are
+    A file that is truncated, empty, a link, or another user's is replaced. A directory that others may write to or replace, or
+    that cannot be written, is not used: a private temporary one takes its place, the same for the whole process. `defines` are
     preprocessor symbols, for tests and profiles. Raises KernelUnavailable without a C++ compiler, if the disk is full, and
     if the processor lacks the `vectors`.
     """
@@ -162,12 +162,14 @@ def _usable(directory: Path | None) -> tuple[Path | None, str]:
         directory = directory or Path.home() / ".cache" / "phoenix-ranking-server"
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = directory.lstat()
+        above = [(path, path.stat()) for path in directory.resolve().parents]
     except RuntimeError as error:  # no home directory
         return None, str(error)
     except OSError as error:
         return None, f"{directory} cannot be made: {error.strerror}"
     problem = f"{directory} is a link" if stat.S_ISLNK(found.st_mode) else _foreign(directory, found)
-    return (None, problem) if problem else (directory, "")
+    problem = problem or next(filter(None, (_replaceable(path, at) for path, at in above)), "")
+    return (None, problem) if problem else (directory.resolve(), "")
 
 
 def _foreign(path: Path, found: os.stat_result) -> str:
@@ -177,6 +179,12 @@ def _foreign(path: Path, found: os.stat_result) -> str:
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"{path} can be written by other users"
     return ""
+
+
+def _replaceable(path: Path, found: os.stat_result) -> str:
+    """Why another user may replace a directory below this one, as `_foreign`. In one that is sticky, such as /tmp, only its owner may."""
+    is_sticky = found.st_uid in (0, os.geteuid()) and bool(found.st_mode & stat.S_ISVTX)
+    return "" if is_sticky else _foreign(path, found)
 
 
 @functools.cache

@@ -110,12 +110,14 @@ class Engine {
     Index block_elements() const { return PANEL * (m_.head_width + value_width_); }
     std::vector<Tile> cut(Index job, Index rows, Index tiles_wanted) const;
 
+    void check_codes(const Index* codes) const;
     void check(const ContextJob& job) const;
     void check(const CandidateJob& job, Index n_contexts, const Candidates& all) const;
     void context_task(const ContextJob& job, Work& work, Index tile, Index layer, Scratch& s);
     bool candidate_tile(const CandidateJob& job, const Candidates& all, const Tile& tile, Scratch& s);
 
     void gather(const Entity& entity, Id id, float* out) const;
+    void add_codes(const Index* codes, const float* table, float* token) const;
     void context_tokens(const ContextJob& job, const Tile& tile, float* hidden, Scratch& s) const;
     void candidate_tokens(const Candidates& all, Index first, Index rows, float* hidden, Scratch& s) const;
     void add(float* row, const float* other, float factor = 1.0f) const {

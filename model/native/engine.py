@@ -16,7 +16,7 @@ from model.batch import history_start
 from model.cache import ContextCache, ContextKey, Entry
 from model.config import CandidatePositions, ModelConfig
 from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
-from model.inputs import Context, Scores
+from model.inputs import Context, Scores, codes_as_read
 from model.memory import usable_threads
 from model.native.build import KernelUnavailable, Vectors
 from model.native.kernel import Kernel, arguments_of, load_kernel
@@ -201,6 +201,7 @@ class _Plan:
             b"".join([candidates.author_ids.tobytes() for candidates in lists]),
             b"".join([candidates.surfaces.tobytes() for candidates in lists]),
             b"".join([candidates.age_buckets.tobytes() for candidates in lists]),
+            b"".join([codes_as_read(candidates.codes, engine.config).tobytes() for candidates in lists]),
         )
         self.arguments = arguments_of(self._contexts, jobs, columns, (address, address + 4 * size, address + 8 * size))
 
@@ -249,7 +250,8 @@ class ContextRows:
         self._with_user = has_user and start == 0
         items = present[max(start - has_user, 0) :] + self._first_position
         positions = np.concatenate(([0] * self._with_user, items)).astype(np.int64)
-        columns = (context.post_ids, context.author_ids, context.surfaces, context.actions, context.dwell_seconds)
+        columns = (context.post_ids, context.author_ids, context.surfaces, context.actions, context.dwell_seconds,
+                   codes_as_read(context.codes, config))  # fmt: skip
         self.arrays = [positions, *(np.ascontiguousarray(column) for column in columns)]
 
     @property

@@ -133,6 +133,11 @@ std::vector<typename Engine<T>::Tile> Engine<T>::cut(Index job, Index rows, Inde
     return cuts;
 }
 
+template <class T>
+void Engine<T>::check_codes(const Index* codes) const {
+    for (Index level = 0; level < m_.code_levels; ++level) RANKER_CHECK(codes[level] >= 0 && codes[level] <= m_.code_values);
+}
+
 // What model/native/engine.py and model/inputs.py promise of a job: in builds with RANKER_CHECKS alone.
 template <class T>
 void Engine<T>::check(const ContextJob& job) const {
@@ -144,6 +149,7 @@ void Engine<T>::check(const ContextJob& job) const {
         const Index item = job.positions[r] - job.first_position;
         RANKER_CHECK(item >= 0 && item < m_.history_length);
         RANKER_CHECK(job.surfaces[item] >= 0 && job.surfaces[item] < m_.surfaces);
+        check_codes(job.codes + item * m_.code_levels);
     }
 }
 
@@ -154,6 +160,7 @@ void Engine<T>::check(const CandidateJob& job, Index n_contexts, const Candidate
     for (Index r = job.first; r < job.first + job.rows; ++r) {
         RANKER_CHECK(all.surfaces[r] >= 0 && all.surfaces[r] < m_.surfaces);
         RANKER_CHECK(all.ages[r] >= 0 && all.ages[r] < m_.age_buckets);
+        check_codes(all.codes + r * m_.code_levels);
     }
 }
 
@@ -294,9 +301,9 @@ void ranker_destroy(void* handle) noexcept { delete static_cast<ranker::Handle*>
 // NOT_FINITE: all is computed, and some score is not a finite number.
 std::int64_t ranker_forward(void* handle, const ranker::ContextJob* contexts, std::int64_t n_contexts,
                             const ranker::CandidateJob* jobs, std::int64_t n_jobs, const ranker::Id* post_ids,
-                            const ranker::Id* author_ids, const std::int64_t* surfaces, const std::int64_t* ages, float* logits,
-                            float* probabilities, float* continuous) noexcept {
-    const ranker::Candidates all{post_ids, author_ids, surfaces, ages, logits, probabilities, continuous};
+                            const ranker::Id* author_ids, const std::int64_t* surfaces, const std::int64_t* ages,
+                            const std::int64_t* codes, float* logits, float* probabilities, float* continuous) noexcept {
+    const ranker::Candidates all{post_ids, author_ids, surfaces, ages, codes, logits, probabilities, continuous};
     auto* engines = static_cast<ranker::Handle*>(handle);
     return ranker::scored([&] { return engines->forward(contexts, n_contexts, jobs, n_jobs, all); });
 }
@@ -313,9 +320,9 @@ std::int64_t ranker_open(void* handle, int* descriptor) noexcept {
 // As `ranker_forward`, but returns at once. What it points to must live until `ranker_finish`; one at a time.
 std::int64_t ranker_begin(void* handle, const ranker::ContextJob* contexts, std::int64_t n_contexts,
                           const ranker::CandidateJob* jobs, std::int64_t n_jobs, const ranker::Id* post_ids,
-                          const ranker::Id* author_ids, const std::int64_t* surfaces, const std::int64_t* ages, float* logits,
-                          float* probabilities, float* continuous) noexcept {
-    const ranker::Candidates all{post_ids, author_ids, surfaces, ages, logits, probabilities, continuous};
+                          const ranker::Id* author_ids, const std::int64_t* surfaces, const std::int64_t* ages,
+                          const std::int64_t* codes, float* logits, float* probabilities, float* continuous) noexcept {
+    const ranker::Candidates all{post_ids, author_ids, surfaces, ages, codes, logits, probabilities, continuous};
     return ranker::guarded([&] {
         auto* engines = static_cast<ranker::Handle*>(handle);
         engines->aside->begin([=] {

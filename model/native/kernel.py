@@ -26,7 +26,7 @@ Arguments = tuple[bytes | int, ...]
 def arguments_of(
     contexts: Sequence[bytes], jobs: Sequence[bytes], columns: Iterable[bytes], scores: Iterable[int]
 ) -> Arguments:
-    """`contexts`, `jobs`: packed structs. `columns`: post ids, author ids, surfaces and age buckets of all candidates.
+    """`contexts`, `jobs`: packed structs. `columns`: post ids, author ids, surfaces, age buckets and codes of all candidates.
     `scores`: where logits, probabilities and continuous scores go.
     """
     return (b"".join(contexts), len(contexts), b"".join(jobs), len(jobs), *columns, *scores)
@@ -49,7 +49,7 @@ class Kernel:
             holding.ranker_begin,
             holding.ranker_finish,
         )
-        self._forward.argtypes = self._begin.argtypes = (Pointer, Pointer, Int64, Pointer, Int64, *[Pointer] * 7)
+        self._forward.argtypes = self._begin.argtypes = (Pointer, Pointer, Int64, Pointer, Int64, *[Pointer] * 8)
         self._begin.restype = self._finish.restype = Int64
 
     def vectors(self) -> str:

@@ -29,6 +29,7 @@ struct Entity {
 struct Model {
     Index width, layers, query_heads, kv_heads, head_width, ffn_width, actions, continuous, tables_bf16, bidirectional, silu;
     Index surfaces, age_buckets, history_length, positions;  // rows of the tables below
+    Index code_levels, code_values;                          // of a post's content codes; a level has codes 1 … code_values, and 0 is none
     Index candidate_position, candidate_slots;  // of slot s: candidate_position + s % candidate_slots
     float attention_multiplier, attention_cap, norm_epsilon, input_scale;  // cap 0: none
     const Layer* layer;
@@ -37,6 +38,7 @@ struct Model {
     const float *action_tokens, *history_surfaces, *candidate_surfaces;         // the other features, already projected
     const float *dwell_input, *dwell_output;  // [64]; packed fp32 [64, width], projected; null without the feature
     const float* post_ages;                   // [buckets, padded width], projected; null without the feature
+    const float *history_codes, *candidate_codes;  // [levels * values, padded width], projected; null without the feature
     const float *final_norm, *heads;          // [padded width]; packed fp32 [padded width, A + Z]
     const float *cosines, *sines;             // [positions, head width]
 };
@@ -51,6 +53,7 @@ struct ContextJob {
     const Id *post_ids, *author_ids;  // these and what follows: per item of the whole history
     const Index* surfaces;
     const float *actions, *dwell_seconds;
+    const Index* codes;  // code_levels of each item
     float* outputs;  // [rows, width], what the trunk makes of each row; null where only keys are wanted
 };
 
@@ -63,7 +66,7 @@ struct CandidateJob {
 // The candidates of all jobs of a forward, and where their scores go.
 struct Candidates {
     const Id *post_ids, *author_ids;
-    const Index *surfaces, *ages;
+    const Index *surfaces, *ages, *codes;
     float *logits, *probabilities, *continuous;
 };
 
@@ -81,16 +84,17 @@ constexpr Member MEMBERS[] = {
     AT(Entity, vocab_size),
     WHOLE(Model), AT(Model, width), AT(Model, layers), AT(Model, query_heads), AT(Model, kv_heads), AT(Model, head_width),
     AT(Model, ffn_width), AT(Model, actions), AT(Model, continuous), AT(Model, tables_bf16), AT(Model, bidirectional), AT(Model, silu),
-    AT(Model, surfaces), AT(Model, age_buckets), AT(Model, history_length), AT(Model, positions),
+    AT(Model, surfaces), AT(Model, age_buckets), AT(Model, history_length), AT(Model, positions), AT(Model, code_levels),
+    AT(Model, code_values),
     AT(Model, candidate_position), AT(Model, candidate_slots), AT(Model, attention_multiplier), AT(Model, attention_cap), AT(Model, norm_epsilon), AT(Model, input_scale), AT(Model, layer), AT(Model, user),
     AT(Model, post), AT(Model, author), AT(Model, user_projection), AT(Model, history_projection),
     AT(Model, candidate_projection), AT(Model, action_tokens), AT(Model, history_surfaces), AT(Model, candidate_surfaces),
-    AT(Model, dwell_input), AT(Model, dwell_output), AT(Model, post_ages), AT(Model, final_norm), AT(Model, heads),
+    AT(Model, dwell_input), AT(Model, dwell_output), AT(Model, post_ages), AT(Model, history_codes), AT(Model, candidate_codes), AT(Model, final_norm), AT(Model, heads),
     AT(Model, cosines), AT(Model, sines),
     WHOLE(ContextJob), AT(ContextJob, rows), AT(ContextJob, start), AT(ContextJob, blocks), AT(ContextJob, has_user),
     AT(ContextJob, first_position), AT(ContextJob, user_id), AT(ContextJob, keys), AT(ContextJob, positions),
     AT(ContextJob, post_ids), AT(ContextJob, author_ids), AT(ContextJob, surfaces), AT(ContextJob, actions),
-    AT(ContextJob, dwell_seconds), AT(ContextJob, outputs),
+    AT(ContextJob, dwell_seconds), AT(ContextJob, codes), AT(ContextJob, outputs),
     WHOLE(CandidateJob), AT(CandidateJob, rows), AT(CandidateJob, first), AT(CandidateJob, first_slot),
     AT(CandidateJob, keys_count), AT(CandidateJob, blocks), AT(CandidateJob, context), AT(CandidateJob, keys),
     {nullptr, 0, 0},

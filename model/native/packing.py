@@ -36,20 +36,21 @@ Entity = structure("Entity", (Pointer, "table scales biases"), (Int64, "hashes m
 Model = structure(
     "Model",
     (Int64, "width layers query_heads kv_heads head_width ffn_width actions continuous tables_bf16 bidirectional silu"),
-    (Int64, "surfaces age_buckets history_length positions"),
+    (Int64, "surfaces age_buckets history_length positions code_levels code_values"),
     (Int64, "candidate_position candidate_slots"),
     (Float, "attention_multiplier attention_cap norm_epsilon input_scale"),
     (Pointer, "layer"),
     (Entity, "user post author"),
     (Pointer, "user_projection history_projection candidate_projection"),
     (Pointer, "action_tokens history_surfaces candidate_surfaces dwell_input dwell_output post_ages"),
+    (Pointer, "history_codes candidate_codes"),
     (Pointer, "final_norm heads cosines sines"),
 )
 ContextJob = structure(
     "ContextJob",
     (Int64, "rows start blocks has_user first_position"),
     (UInt64, "user_id"),
-    (Pointer, "keys positions post_ids author_ids surfaces actions dwell_seconds outputs"),
+    (Pointer, "keys positions post_ids author_ids surfaces actions dwell_seconds codes outputs"),
 )
 CandidateJob = structure("CandidateJob", (Int64, "rows first first_slot keys_count blocks context"), (Pointer, "keys"))
 STRUCTS = (Layer, Entity, Model, ContextJob, CandidateJob)  # mirrored in layout.h, compared with it at load
@@ -117,6 +118,8 @@ def pack(
         age_buckets=config.post_age_buckets,
         history_length=config.history_length,
         positions=len(tensors["cosines"]),
+        code_levels=config.code_levels,
+        code_values=config.code_values,
         candidate_position=config.candidate_position,
         candidate_slots=slot_period(config, candidate_positions),
         attention_multiplier=config.attention_multiplier,
@@ -188,6 +191,8 @@ def _context_tokens(tokens: TokenBuilder, strip: int) -> dict[str, Tensor]:
         packed["dwell_input"] = tokens.dwell_input.detach().contiguous()
         dwell = projected(tokens.dwell_output, feature["dwell"])
         packed["dwell_output"] = strips(dwell, len(dwell), torch.float32, strip)
+    if "codes" in feature:
+        packed["history_codes"] = projected(tokens.code_table, feature["codes"])
     return packed
 
 
@@ -200,6 +205,8 @@ def _candidate_tokens(tokens: TokenBuilder, strip: int) -> dict[str, Tensor]:
     }
     if "post_age" in feature:
         packed["post_ages"] = projected(tokens.post_age_table, feature["post_age"])
+    if "codes" in feature:
+        packed["candidate_codes"] = projected(tokens.code_table, feature["codes"])
     return packed
 
 

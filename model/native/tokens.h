@@ -35,6 +35,12 @@ void round_rows(const float* in, Index stride, Index rows, Index width, float sc
 }
 
 template <class T>
+void Engine<T>::add_codes(const Index* codes, const float* table, float* token) const {
+    for (Index level = 0; level < m_.code_levels; ++level)
+        if (codes[level] != 0) add(token, table + (level * m_.code_values + codes[level] - 1) * padded_);
+}
+
+template <class T>
 void Engine<T>::context_tokens(const ContextJob& job, const Tile& tile, float* hidden, Scratch& s) const {
     const Index depth = (m_.post.hashes + m_.author.hashes) * m_.width;
     const Index user = job.has_user && tile.first == 0;
@@ -53,6 +59,7 @@ void Engine<T>::context_tokens(const ContextJob& job, const Tile& tile, float* h
         if (std::any_of(actions, actions + m_.actions, [](float a) { return a != 0; }))
             for (Index a = 0; a < m_.actions; ++a) add(token, m_.action_tokens + a * padded_, 2 * actions[a] - 1);
         add(token, m_.history_surfaces + job.surfaces[item] * padded_);
+        add_codes(job.codes + item * m_.code_levels, m_.history_codes, token);
     }
     if (m_.dwell_input) {
         float* hidden_dwell = s.tokens.get();
@@ -82,6 +89,7 @@ void Engine<T>::candidate_tokens(const Candidates& all, Index first, Index rows,
     for (Index r = 0; r < rows; ++r) {
         add(wide + r * out_columns_, m_.candidate_surfaces + all.surfaces[first + r] * padded_);
         if (m_.post_ages) add(wide + r * out_columns_, m_.post_ages + all.ages[first + r] * padded_);
+        add_codes(all.codes + (first + r) * m_.code_levels, m_.candidate_codes, wide + r * out_columns_);
     }
     round_rows<T>(wide, out_columns_, rows, padded_, m_.input_scale, hidden);
 }

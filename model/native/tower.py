@@ -69,7 +69,7 @@ class NativeTower:
                 kept.append(keys)
                 jobs.append(job.packed(blocks, keys.ctypes.data, output.ctypes.data))
         if jobs:
-            self._kernel.forward(self._handle, arguments_of(jobs, [], [b""] * 4, [0] * 3))
+            self._kernel.forward(self._handle, arguments_of(jobs, [], [b""] * 5, [0] * 3))
         return np.stack([mean_direction(output) for output in outputs])
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.inputs import Ids
-from model.retrieval.inputs import Filters, NewPosts
+from model.retrieval.inputs import NO_CODES, Filters, NewPosts
 from model.retrieval.search import WORD_ROWS, Bits, Index, bits_of, mask_of
 
 KEPT_TOPICS = 32  # filters by topics whose rows a segment remembers: a bit a row for each
@@ -22,7 +22,7 @@ class Corpus:
     """`post_ids, author_ids`: uint64 `[n]`. `vectors`: float32 `[n, D]`, unit rows or zero. `created_at`: int64 `[n]`, Unix
     seconds, 0 where unknown, or None. `topics`: int32 `[n]`, an index into `topic_names` or -1, or None. None of them may change.
     `encoder` is the digest of the checkpoint that made the vectors. `texts`: uint8 `[n, 2, W]`, where ids are texts: those of post and
-    author as UTF-8, each followed by `TEXT_END`; else None.
+    author as UTF-8, each followed by `TEXT_END`; else None. `codes`: int32 `[n, q]`, the content codes, 0 for none; or None.
 
     `hidden`, bool `[n]`, are the rows that no search returns: zero vectors, and all rows of an id but the first.
     """
@@ -37,6 +37,7 @@ class Corpus:
     topics: NDArray[np.int32] | None = None
     topic_names: tuple[str, ...] = ()
     texts: NDArray[np.uint8] | None = None
+    codes: NDArray[np.int32] | None = None
     hidden: NDArray[np.bool_] = field(init=False)
     duplicates: int = field(init=False)
     by_id: NDArray[np.int64] = field(init=False)
@@ -70,6 +71,10 @@ class Corpus:
     def texts_of(self, rows: NDArray[np.int64]) -> list[tuple[str, str]]:
         """The ids of post and author as texts; empty if ids are integers."""
         return [] if self.texts is None else unpacked(self.texts[rows])
+
+    def codes_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The content codes of each row, int64 `[r, q]`; `[0, 0]` if the corpus has none."""
+        return NO_CODES if self.codes is None else self.codes[rows].astype(np.int64)
 
 
 def packed(texts: Sequence[tuple[str, str]], width: int = 0) -> NDArray[np.uint8]:
@@ -140,7 +145,7 @@ class Segment:
         rows, corpus = self.shown_rows(), self.corpus
         rows = rows[~np.isin(corpus.post_ids[rows], post_ids)]
         columns = corpus.post_ids[rows], corpus.author_ids[rows], self.times_of(rows), self.topics_of(rows)
-        return NewPosts(*columns, corpus.vectors[rows], corpus.texts_of(rows))
+        return NewPosts(*columns, corpus.vectors[rows], corpus.texts_of(rows), corpus.codes_of(rows))
 
     def hide(self, post_ids: Ids) -> int:
         """Return none of these posts from the next search on. Returns how many of them could be returned until now."""
@@ -185,7 +190,8 @@ def segment_of(like: Corpus, posts: NewPosts, index: Index) -> Segment:
     names = tuple(name for name in places if name is not None)
     columns = posts.post_ids, posts.author_ids, posts.vectors, posts.created_at
     texts = packed(posts.texts) if posts.texts else None
-    return Segment(Corpus(like.name, like.version, like.encoder, *columns, topics, names, texts), index)
+    codes = posts.codes.astype(np.int32) if posts.codes.size else None
+    return Segment(Corpus(like.name, like.version, like.encoder, *columns, topics, names, texts, codes), index)
 
 
 def without(bits: Bits, corpus: Corpus, post_ids: Ids) -> Bits:

@@ -21,7 +21,7 @@ from model.native.build import KernelUnavailable, Vectors
 from model.native.search import NativeIndex
 from model.native.tower import NativeTower
 from model.retrieval.corpus import Corpus, Segment, segment_of
-from model.retrieval.inputs import Answers, Change, Filters, Mark, NewPosts, Query, Retrieved
+from model.retrieval.inputs import Answers, Change, Filters, Mark, NewPosts, Query, Retrieved, joined_codes
 from model.retrieval.search import Found, Index, TorchIndex, Wish
 from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
@@ -143,7 +143,9 @@ class RetrievalEngine:
         corpus = self.corpus
         rows = np.flatnonzero(~corpus.hidden)[:CHECKED_POSTS]
         if len(rows):
-            ours = self.towers.encode_posts(corpus.post_ids[rows], corpus.author_ids[rows]).numpy()
+            ours = self.towers.encode_posts(
+                corpus.post_ids[rows], corpus.author_ids[rows], corpus.codes_of(rows)
+            ).numpy()
             tolerance = RETRIEVAL[self.towers.tables.post.dtype].posts
             if not np.abs(ours - corpus.vectors[rows]).max() <= tolerance:
                 raise EngineError("the corpus does not hold the vectors of this retrieval checkpoint")
@@ -321,6 +323,7 @@ class RetrievalEngine:
 
         names = [topic for segment, part in parts for topic in segment.topics_of(part.rows)]
         texts = [pair for segment, part in parts for pair in segment.corpus.texts_of(part.rows)]
+        codes = joined_codes([(segment.corpus.codes_of(part.rows), len(part.rows)) for segment, part in parts])
         return Retrieved(
             of(lambda segment, rows: segment.corpus.post_ids[rows]),
             of(lambda segment, rows: segment.corpus.author_ids[rows]),
@@ -334,6 +337,7 @@ class RetrievalEngine:
             self.changes,
             self.mark,
             [texts[place] for place in order] if texts else [],
+            codes[order] if len(codes) else codes,
         )
 
     def _check_search(self, vectors: NDArray[np.float32], make: Callable[[NDArray[np.float32]], Index]) -> None:

@@ -13,10 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from model.bounds import MAX_CODE
 from model.config import ModelConfig
 from model.inputs import Context, Float32s, Ids, Int64s
 
 NO_IDS = np.empty(0, np.uint64)
+NO_CODES = np.empty((0, 0), np.int64)
 AT_LEAST = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?", re.ASCII)
 
 
@@ -40,6 +42,26 @@ UNCHANGED = Mark()
 
 def _numbers(position: str) -> list[int]:
     return [int(part) for part in position.split("-")]
+
+
+def rows_of_codes(posts: Sequence[Sequence[int]]) -> Int64s:
+    """The content codes of posts as rows, int64 `[n, q]`: q is that of the post with the most, and the others get zeros."""
+    levels = max(map(len, posts), default=0)
+    if not levels:
+        return NO_CODES
+    return np.array([[*codes, *[0] * (levels - len(codes))] for codes in posts], np.int64)
+
+
+def joined_codes(parts: Sequence[tuple[Int64s, int]]) -> Int64s:
+    """Codes one after another, int64 `[n, q]`. Of each part its codes, perhaps `[0, 0]`, and its number of posts."""
+    levels = max((codes.shape[1] for codes, _ in parts), default=0)
+    joined = np.zeros((sum(count for _, count in parts), levels), np.int64)
+    start = 0
+    for codes, count in parts:
+        if codes.size:
+            joined[start : start + count, : codes.shape[1]] = codes
+        start += count
+    return joined if levels else NO_CODES
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +104,7 @@ class Query:
 @dataclass(frozen=True, slots=True, eq=False)
 class NewPosts:
     """Posts to add, which replace those with the same ids. Ids as in `Corpus`, each once; `created_at`: int64 `[n]`, 0
-    where unknown; `topics`: a name or None for each; `vectors`: float32 `[n, D]`; `texts`: as in `PostRows`."""
+    where unknown; `topics`: a name or None for each; `vectors`: float32 `[n, D]`; `texts`, `codes`: as in `PostRows`."""
 
     post_ids: Ids
     author_ids: Ids
@@ -90,6 +112,7 @@ class NewPosts:
     topics: list[str | None]
     vectors: Float32s
     texts: list[tuple[str, str]] = field(default_factory=list)
+    codes: Int64s = field(default_factory=lambda: NO_CODES)
 
     def __len__(self) -> int:
         return len(self.post_ids)
@@ -104,7 +127,8 @@ class NewPosts:
             for name in ("post_ids", "author_ids", "created_at", "vectors")
         )
         topics = [topic for part in parts for topic in part.topics]
-        return cls(ids, authors, times, topics, vectors, [texts for part in parts for texts in part.texts])
+        codes = joined_codes([(part.codes, len(part)) for part in parts])
+        return cls(ids, authors, times, topics, vectors, [texts for part in parts for texts in part.texts], codes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,13 +145,15 @@ class Change:
 @dataclass(frozen=True, slots=True, eq=False)
 class PostRows:
     """Posts to be encoded. `post_ids, author_ids`: uint64 `[n]`, each post id once and not 0; `created_at`: int64 `[n]`, Unix seconds,
-    0 where unknown; `topics`: a name or None for each. `texts`: where ids are texts, those of each post and its author; else empty."""
+    0 where unknown; `topics`: a name or None for each. `texts`: where ids are texts, those of each post and its author; else empty.
+    `codes`: content codes, int64 `[n, q]` with any number of levels, 0 for none; `[0, 0]` if no post has any."""
 
     post_ids: Ids
     author_ids: Ids
     created_at: Int64s
     topics: list[str | None]
     texts: list[tuple[str, str]] = field(default_factory=list)
+    codes: Int64s = field(default_factory=lambda: NO_CODES)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,6 +184,7 @@ class PostChange:
             np.array([rows.created_at[row] for rows, row in new], np.int64),
             [rows.topics[row] for rows, row in new],
             [rows.texts[row] for rows, row in new if rows.texts],
+            joined_codes([(rows.codes[row : row + 1], 1) for rows, row in new]),
         )
         return cls(np.array(list(gone), np.uint64), upsert, [text for text in gone.values() if text])
 
@@ -169,6 +196,10 @@ class PostChange:
             raise ValueError("a change with columns of different lengths")
         if len(rows.texts) not in (0, len(rows.post_ids)) or len(self.delete_texts) not in (0, len(self.delete)):
             raise ValueError("a change with text ids for only some of its posts")
+        if rows.codes.ndim != 2 or (rows.codes.size and len(rows.codes) != len(rows.post_ids)):
+            raise ValueError("a change with codes for only some of its posts")
+        if rows.codes.size and not 0 <= rows.codes.min() <= rows.codes.max() <= MAX_CODE:
+            raise ValueError("a change with codes that cannot be")
         posts, times = rows.post_ids.tolist(), rows.created_at.tolist()
         ids = {*posts, *self.delete.tolist()}
         if not ids:
@@ -186,7 +217,8 @@ class Retrieved:
     """Posts, best first, equal scores by row. `post_ids, author_ids`: uint64 `[r]`; `scores`: float32 `[r]`; `created_at`: int64
     `[r]`, 0 where unknown; `topics`: a name or None for each. `visible`: rows that passed the filters. `scored`: rows that were
     scored in fp32. `cached`: whether the user's vector came from the cache. `posts`, `changes` and `mark`: of the corpus then, as
-    `RetrievalEngine` counts them. `texts`: where ids are texts, those of each post and its author; else empty."""
+    `RetrievalEngine` counts them. `texts`: where ids are texts, those of each post and its author; else empty. `codes`: content
+    codes, int64 `[r, q]`, 0 for none."""
 
     post_ids: Ids
     author_ids: Ids
@@ -200,6 +232,7 @@ class Retrieved:
     changes: int
     mark: Mark
     texts: list[tuple[str, str]] = field(default_factory=list)
+    codes: Int64s = field(default_factory=lambda: NO_CODES)
 
     def __len__(self) -> int:
         return len(self.post_ids)

@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from model.batch import Batch, collate, hash_rows
 from model.config import RetrievalConfig
-from model.inputs import Candidates, Context, Ids
+from model.inputs import NO_CODES, Candidates, Context, Ids, Int64s, codes_fitting
 from model.layers import make_recsys_attn_mask, zeros
 from model.names import use_checkpoint_names
-from model.ranker import EmbeddingTables, TokenBuilder, look_up
+from model.ranker import EmbeddingTables, TokenBuilder, code_embeddings, look_up
 from model.trunk import Transformer
 
 SMALLEST_SQUARE = 1e-12
@@ -31,11 +31,11 @@ def unit(vectors: Tensor) -> Tensor:
 
 
 class CandidateTower(nn.Module):
-    """`silu(x · input) · output` of the hash embeddings side by side, posts then authors."""
+    """`silu(x · input) · output` of a post's embeddings side by side: its hash embeddings, its author's, and that of its codes."""
 
     def __init__(self, config: RetrievalConfig) -> None:
         super().__init__()
-        embeddings = config.post_hashes.count + config.author_hashes.count
+        embeddings = config.post_hashes.count + config.author_hashes.count + bool(config.code_levels)
         self.input = zeros(embeddings * config.width, 2 * config.width)
         self.output = zeros(2 * config.width, config.width)
 
@@ -69,9 +69,13 @@ class Towers(nn.Module):
         total = torch.where(valid[..., None], hidden, 0.0).sum(1)
         return unit(total / valid.sum(1, keepdim=True).clamp_min(1))
 
-    def posts(self, post_rows: Tensor, author_rows: Tensor) -> Tensor:
-        """Unit vectors `[..., D]` in the tables' dtype, for rows `[..., n]`. Post 0 by author 0 is the zero vector."""
-        embeddings = torch.cat((look_up(self.tables.post, post_rows), look_up(self.tables.author, author_rows)), -1)
+    def posts(self, post_rows: Tensor, author_rows: Tensor, codes: Tensor) -> Tensor:
+        """Unit vectors `[..., D]` in the tables' dtype, for rows `[..., n]` and codes `[..., Q]`. Post 0 by author 0 without codes is the
+        zero vector."""
+        parts = [look_up(self.tables.post, post_rows), look_up(self.tables.author, author_rows)]
+        if self.config.code_levels:
+            parts.append(code_embeddings(codes, self.tokens.code_table, self.config))
+        embeddings = torch.cat(parts, -1)
         if not self.config.linear_projection:
             return unit(embeddings.unflatten(-1, (-1, self.config.width)).mean(-2)).to(self.tables.post.dtype)
         return unit(self.candidate(embeddings)).to(self.tables.post.dtype)
@@ -83,8 +87,9 @@ class Towers(nn.Module):
         return self.users(batch.to(self.tokens.user_projection.device), dtype)
 
     @torch.inference_mode()
-    def encode_posts(self, post_ids: Ids, author_ids: Ids) -> Tensor:
-        """`posts` for ids `[n]`, in fp32."""
-        device = self.tokens.user_projection.device
-        rows = (hash_rows(post_ids, self.config.post_hashes), hash_rows(author_ids, self.config.author_hashes))
-        return self.posts(*(torch.from_numpy(values).to(device) for values in rows)).float()
+    def encode_posts(self, post_ids: Ids, author_ids: Ids, codes: Int64s = NO_CODES) -> Tensor:
+        """`posts` for ids `[n]`, in fp32. `codes`: int64 `[n, q]`, see `codes_fitting`; `[0, 0]` if no post has any."""
+        config, device = self.config, self.tokens.user_projection.device
+        rows = (hash_rows(post_ids, config.post_hashes), hash_rows(author_ids, config.author_hashes))
+        fitting = codes_fitting(codes if codes.size else np.zeros((len(post_ids), 0), np.int64), config)
+        return self.posts(*(torch.from_numpy(values).to(device) for values in (*rows, fitting))).float()

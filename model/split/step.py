@@ -175,14 +175,15 @@ def plan_steps(
 class HostArrays:
     """What describes a step, in numpy, by the names of `COUNTS`, `TILE`, `STATE` and `ROW`.
 
-    counts `[1]`; tiles and states `[X]`, X = `tile_slots`; rows `[R]`; history float32 `[R, A + 1]`: the actions and the dwell
-    seconds of history items.
+    counts `[1]`; tiles and states `[X]`, X = `tile_slots`; rows `[R]`; codes int32 `[R, Q]` of candidates and history items; history
+    float32 `[R, A + 1]`: the actions and the dwell seconds of history items.
     """
 
     counts: NDArray[Any]
     tiles: NDArray[Any]
     states: NDArray[Any]
     rows: NDArray[Any]
+    codes: NDArray[np.int32]
     history: NDArray[np.float32]
 
     def count(self, name: str) -> int:
@@ -197,12 +198,13 @@ class HostArrays:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceArrays:
-    """The same as `HostArrays` on the device: counts int32 `[8]`, tiles and states int32 `[X, 4]`, rows int32 `[R, 10]`, history."""
+    """The same as `HostArrays` on the device: counts int32 `[8]`, tiles and states int32 `[X, 4]`, rows int32 `[R, 10]`, codes, history."""
 
     counts: Tensor
     tiles: Tensor
     states: Tensor
     rows: Tensor
+    codes: Tensor
     history: Tensor
 
     def row(self, name: str) -> Tensor:
@@ -230,36 +232,46 @@ def step_bytes(config: ModelConfig, capacity: int) -> int:
 def _sizes(config: ModelConfig, capacity: int) -> list[int]:
     slots = tile_slots(capacity)
     records = [COUNTS.itemsize, slots * TILE.itemsize, slots * STATE.itemsize, capacity * ROW.itemsize]
-    return [*records, 4 * capacity * (config.actions + 1)]
+    return [*records, 4 * capacity * config.code_levels, 4 * capacity * (config.actions + 1)]
 
 
 def device_arrays(buffer: Tensor, config: ModelConfig, capacity: int) -> DeviceArrays:
     """Views into a uint8 buffer of `step_bytes`."""
-    *records, history = buffer.split(_sizes(config, capacity))
+    *records, codes, history = buffer.split(_sizes(config, capacity))
     counts, tiles, states, rows = (part.view(torch.int32) for part in records)
     return DeviceArrays(
         counts,
         tiles.view(-1, words(TILE)),
         states.view(-1, words(STATE)),
         rows.view(-1, words(ROW)),
+        codes.view(torch.int32).view(capacity, config.code_levels),
         history.view(torch.float32).view(capacity, config.actions + 1),
     )
 
 
 def host_arrays(buffer: Tensor, config: ModelConfig, capacity: int) -> HostArrays:
     """The same of a buffer on the CPU, in numpy."""
-    *records, history = (part.numpy() for part in buffer.split(_sizes(config, capacity)))
+    *records, codes, history = (part.numpy() for part in buffer.split(_sizes(config, capacity)))
     counts, tiles, states, rows = (
         part.view(record) for part, record in zip(records, (COUNTS, TILE, STATE, ROW), strict=True)
     )
-    return HostArrays(counts, tiles, states, rows, history.view(np.float32).reshape(capacity, config.actions + 1))
+    return HostArrays(
+        counts,
+        tiles,
+        states,
+        rows,
+        codes.view(np.int32).reshape(capacity, config.code_levels),
+        history.view(np.float32).reshape(capacity, config.actions + 1),
+    )
 
 
 def used_bytes(host: HostArrays, config: ModelConfig, capacity: int) -> list[slice]:
-    """The parts of the buffer that a written step uses: all up to its last row and, where there are any, its history items."""
+    """The parts of the buffer that a written step uses: all up to its last row and, where there are any, its codes and history items."""
     sizes = _sizes(config, capacity)
-    first_row, history = sum(sizes[:3]), sum(sizes[:4])
+    first_row, codes, history = sum(sizes[:3]), sum(sizes[:4]), sum(sizes[:5])
     used = [slice(0, first_row + ROW.itemsize * host.count("rows"))]
+    if config.code_levels and (posts := host.count("first_user")):
+        used.append(slice(codes, codes + 4 * config.code_levels * posts))
     if items := host.count("first_user") - host.count("candidates"):
         used.append(slice(history, history + 4 * (config.actions + 1) * items))
     return used

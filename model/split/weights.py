@@ -52,19 +52,20 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class TokenWeights:
-    """A token is its inputs times the projection of its kind, plus its surface's and its age's vector. Small inputs are multiplied
-    with their rows of the projection at load; `E` hash embeddings make a post or a candidate, `U` a user.
+    """A token is its inputs times the projection of its kind, plus the vectors of its surface, its age and its codes. Small inputs are
+    multiplied with their rows of the projection at load; `E` hash embeddings make a post or a candidate, `U` a user.
 
     projection `[Σ inputs, D]`, one kind after another; `inputs` says how many rows each has: a candidate's E·D, a history item's
     E·D and those of actions `2a − 1` (zeros where none is set) and dwell `gelu(clip(s, 0, 30) / 30 · dwell_input)`, up to a
     multiple of `INPUT_ROWS` with zeros; a user's U·D. fp32: surfaces `[2, surfaces, D]`, candidate and history; ages
-    `[buckets, D]`; dwell_input `[64]`. Zeros where the checkpoint has none.
+    `[buckets, D]`; codes `[2, Q · code_values, D]`, as surfaces; dwell_input `[64]`. Zeros where the checkpoint has none.
     """
 
     projection: Tensor
     inputs: tuple[int, int, int]
     surfaces: Tensor
     ages: Tensor
+    codes: Tensor
     dwell_input: Tensor
 
 
@@ -171,6 +172,10 @@ def _tokens(tokens: TokenBuilder, config: ModelConfig, device: torch.device, dty
     user = tokens.user_projection.detach().double()
     small = [tokens.action_projection.detach().double() @ history["actions"]]
     ages, dwell_input = torch.zeros(1, config.width), torch.zeros(DWELL_HIDDEN_WIDTH)
+    codes = torch.zeros(2, 1, config.width)
+    if config.code_levels:
+        table = tokens.code_table.detach().double()
+        codes = torch.stack((table @ candidate["codes"], table @ history["codes"]))
     if config.has_post_age:
         ages = tokens.post_age_table.detach().double() @ candidate["post_age"]
     if config.has_dwell:
@@ -188,5 +193,6 @@ def _tokens(tokens: TokenBuilder, config: ModelConfig, device: torch.device, dty
         inputs=(len(kinds[0]), len(kinds[1]), len(user)),
         surfaces=_moved(scale * torch.stack((surfaces @ candidate["surface"], surfaces @ history["surface"])), device),
         ages=_moved(scale * ages, device),
+        codes=_moved(scale * codes, device),
         dwell_input=_moved(dwell_input, device),
     )

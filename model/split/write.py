@@ -11,6 +11,7 @@ from torch import Tensor
 
 from model.batch import history_start, slot_period, slot_positions
 from model.config import CandidatePositions, ModelConfig
+from model.inputs import codes_as_read
 from model.split.step import TILE, TILE_ROWS, CandidateWork, ContextState, ContextWork, HostArrays, StepPlan
 
 Integers = NDArray[np.int64]
@@ -70,6 +71,8 @@ class StepWriter:
         _join([each.surfaces for each in lists], rows["surface"])
         if config.has_post_age:
             _join([each.age_buckets for each in lists], rows["age"])
+        if config.code_levels:
+            _join([codes_as_read(each.codes, config) for each in lists], arrays.codes[: len(rows)])
         rows["place"] = -1
         return np.stack((counts, [requests[id(work.state)] for work in works], np.full_like(counts, -1)))
 
@@ -99,6 +102,9 @@ class StepWriter:
         places = _counting(lengths - known, history_start(lengths, self.config) + known)
         rows["position"] = places if pick is None else places[pick]
         _join(columns([each.surfaces for each in contexts]), rows["surface"], pick)
+        if self.config.code_levels:
+            codes = [codes_as_read(each.codes, self.config) for each in contexts]
+            _join(columns(codes), arrays.codes[row : row + total], pick)
         _join(columns([each.actions for each in contexts]), history[:, :-1], pick)
         _join(columns([each.dwell_seconds for each in contexts]), history[:, -1], pick)
         rows["request"] = np.repeat(owners, counts)

@@ -191,6 +191,8 @@ def test_the_published_weights_count_what_the_checkpoint_has() -> None:
         MANIFEST, action_names=("a", "favorite", "b"), continuous=(ContinuousOutput("c", 1.0, ""),), score_weights={}, version=""
     )  # fmt: skip
     assert Vocabulary.of(other).sets["x-2026-09"].tolist() == [0.0, 0.5, 0.0]
+    clicks = remade(other, continuous=(ContinuousOutput("click_dwell_time", 20.0, "s"),))
+    assert Vocabulary.of(clicks).sets["x-2026-10"].tolist() == [0.0, 0.5, 0.0, 0.4 / 20]  # 0.4 of the model's 0 … 1
     assert Vocabulary.of(other).sets.keys() == SCORE_WEIGHT_SETS.keys() == {*schema.WeightSet.__args__}  # type: ignore[attr-defined]
 
 

@@ -15,7 +15,7 @@ from msgspec.json import Decoder
 from app import columns, replies, schema
 from app.columns import Vocabulary, Wishes
 from app.interface import Ranked
-from model.inputs import Scores
+from model.inputs import Candidates, Scores
 from model.ranking import combine
 from tests.support.bodies import good
 from tests.support.fakes import FakeEngine, fake_model
@@ -45,9 +45,18 @@ def ranked(given: Scores, handle: str = "") -> Ranked:
     return Ranked(given, "hit", 0.001, 0.0025, handle, history_used=1, history_dropped=2)
 
 
+def reply_to(
+    post_ids: Any, given: Ranked, asked: Wishes, words: Vocabulary = WORDS, timings_ms: dict[str, float] | None = None
+) -> bytes:
+    none = np.zeros(len(given.scores), np.int64)
+    candidates = Candidates(np.arange(len(none), dtype=np.uint64), none.astype(np.uint64), none, none)
+    placement = replies.placement_of(candidates, given.scores, asked, words)
+    return replies.rank_reply(post_ids, given, placement, asked, words, timings_ms or {})
+
+
 def written(asked: Wishes, given: Scores, post_ids: Any = None, words: Vocabulary = WORDS) -> dict[str, Any]:
     sent = ids(len(given)) if post_ids is None else post_ids
-    found: dict[str, Any] = orjson.loads(replies.rank_reply(sent, ranked(given), asked, words, {"parse": 0.1}))
+    found: dict[str, Any] = orjson.loads(reply_to(sent, ranked(given), asked, words, {"parse": 0.1}))
     return found
 
 
@@ -56,14 +65,14 @@ def test_a_reply_byte_by_byte() -> None:
     given = ranked(Scores(rows, rows, np.array([[0.5], [0.1]], np.float32)), "ab" * 16)
     asked = wishes(weights={"favorite": 1, "reply": 2}, request_id="page-7")
     timings = replies.timings_of({"parse": 0.0001234, "queue": 0.001, "forward": 0.0025})
-    assert replies.rank_reply([90, "5"], given, asked, WORDS, timings) == (
+    assert reply_to([90, "5"], given, asked, WORDS, timings) == (
         b'{"model":{"name":"fake","version":"v1"},"actions":["favorite","reply","report"],"candidates":['
         b'{"post_id":90,"score":0.7000000029802322,"rank":1,"probabilities":[0.5,0.1,0.25],"continuous":{"dwell_time":15.0}},'
         b'{"post_id":"5","score":0.3333333432674408,"rank":2,"probabilities":[0.33333334,0.0,1.0],"continuous":{"dwell_time":3.0}}],'
         b'"history_used":1,"history_dropped":2,"timings_ms":{"parse":0.123,"queue":1.0,"forward":2.5},'
         b'"context":"abababababababababababababababab","request_id":"page-7"}'
     )
-    shorter = replies.rank_reply(
+    shorter = reply_to(
         [90, "5"], ranked(given.scores), replace(asked, reply="columns", request_id=None, wanted=[2]), WORDS, {}
     )
     assert shorter == (

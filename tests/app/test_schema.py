@@ -64,7 +64,7 @@ def test_a_number_is_never_made_of_something_else(name: str, value: Any) -> None
 
 
 def test_a_choice_is_told_by_what_there_is() -> None:
-    assert problem_of(good(weights="x"))[1] == "must be one of default, x-2026-09"
+    assert problem_of(good(weights="x"))[1] == "must be one of default, x-2026-09, x-2026-10"
     assert problem_of(good(score="mean"))[1] == "must be one of offset, sum"
 
 

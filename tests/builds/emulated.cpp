@@ -8,7 +8,7 @@ struct Forward {
     const ranker::ContextJob* contexts;
     const ranker::CandidateJob* jobs;
     const ranker::Id *post_ids, *author_ids;
-    const std::int64_t *surfaces, *ages;
+    const std::int64_t *surfaces, *ages, *codes;
     float *logits, *probabilities, *continuous;
     std::int64_t n_contexts, n_jobs, rows;
 };
@@ -47,7 +47,7 @@ int main(int, char** arguments) {
     if (scores == nullptr) return 4;
     for (const Forward* f = run.forwards; f < run.forwards + run.n_forwards; ++f) {
         if (ranker_forward(engine, f->contexts, f->n_contexts, f->jobs, f->n_jobs, f->post_ids, f->author_ids, f->surfaces,
-                           f->ages, f->logits, f->probabilities, f->continuous) != 0)
+                           f->ages, f->codes, f->logits, f->probabilities, f->continuous) != 0)
             return 5;
         std::fwrite(f->logits, sizeof(float), f->rows * run.model->actions, scores);
         std::fwrite(f->probabilities, sizeof(float), f->rows * run.model->actions, scores);

@@ -52,10 +52,13 @@ BUILDS = {
 }
 Forward = structure(
     "Forward",
-    (Pointer, "contexts jobs post_ids author_ids surfaces ages logits probabilities continuous"),
+    (Pointer, "contexts jobs post_ids author_ids surfaces ages codes logits probabilities continuous"),
     (Int64, "n_contexts n_jobs rows"),
 )
 Run = structure("Run", (Pointer, "model forwards"), (Int64, "n_forwards use_bf16"))
+
+
+COLUMNS = ("post_ids", "author_ids", "surfaces", "age_buckets", "codes")
 
 
 class Image:
@@ -135,7 +138,7 @@ def image_of(ranker: Ranker, dtype: torch.dtype, forwards: Sequence[Sequence[Ite
             rows += count
         lists = [item.candidates for item in items]
         arrays = [
-            *(np.concatenate([getattr(one, name) for one in lists]) for name in ("post_ids", "author_ids", "surfaces", "age_buckets")),
+            *(np.concatenate([getattr(one, name) for one in lists]) for name in COLUMNS),
             *(np.zeros((rows, width), np.float32) for width in (config.actions, config.actions, config.continuous_actions)),
         ]  # fmt: skip
         kept.append((arrays, keys))

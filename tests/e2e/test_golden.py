@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from starlette.testclient import TestClient
 
 from app.main import create_app
 from app.settings import Settings
@@ -16,6 +15,7 @@ from loadtest.server import wait_until
 from tests import goldens
 from tests.support.asgi import ADDRESS
 from tests.support.bodies import in_columns
+from tests.support.replies import CheckedClient
 
 pytestmark = pytest.mark.slow
 
@@ -31,11 +31,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module", params=[(name, mode) for name in goldens.NAMES for mode in OUTPUTS], ids="-".join)
-def golden(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterator[tuple[str, str, TestClient]]:
+def golden(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterator[tuple[str, str, CheckedClient]]:
     """Name, mode, and a client of the application around this checkpoint."""
     name, mode = request.param
     app = create_app(Settings(checkpoint=checkpoints[name], dtype="float32", candidate_positions=mode, threads=1))
-    with TestClient(app, base_url=ADDRESS) as client:
+    with CheckedClient(app, base_url=ADDRESS) as client:
         wait_until(lambda: client.get("/readyz").status_code == 200, 120)
         yield name, mode, client
 
@@ -67,7 +67,7 @@ def sigmoid(logits: Any) -> Any:
     return 1 / (1 + np.exp(-logits.astype(np.float64)))
 
 
-def test_rank_equals_the_published_pipeline(golden: tuple[str, str, TestClient]) -> None:
+def test_rank_equals_the_published_pipeline(golden: tuple[str, str, CheckedClient]) -> None:
     name, mode, client = golden
     expected = goldens.expected(name)
     for index, body in enumerate(goldens.requests(name)):

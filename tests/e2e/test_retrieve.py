@@ -9,13 +9,13 @@ from typing import Any
 import httpx
 import pytest
 import structlog
-from starlette.testclient import TestClient
 
 from app.main import create_app
 from app.settings import Retrieval, Settings
 from loadtest.server import DEMO, TOWERS, example, wait_until
 from tests.support import corpora
 from tests.support.asgi import ADDRESS
+from tests.support.replies import CheckedClient
 
 pytestmark = pytest.mark.slow
 
@@ -94,6 +94,6 @@ def test_pages_without_what_was_seen_go_through_the_whole_corpus(client: httpx.C
 def test_a_corpus_of_other_towers_is_never_ready(tmp_path: Path) -> None:
     _, corpus = corpora.written(tmp_path)
     settings = Settings(checkpoint=DEMO, threads=1, retrieval=Retrieval(checkpoint=TOWERS, corpus=corpus))
-    with structlog.testing.capture_logs() as lines, TestClient(create_app(settings), base_url=ADDRESS) as client:
+    with structlog.testing.capture_logs() as lines, CheckedClient(create_app(settings), base_url=ADDRESS) as client:
         wait_until(lambda: any("were made by towers v1" in line.get("reason", "") for line in lines), 60)
         assert client.get("/readyz").status_code == 503

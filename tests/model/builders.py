@@ -30,6 +30,8 @@ def random_config(**overrides: Any) -> ModelConfig:
         "widening": 2.0,
         "has_dwell": True,
         "has_post_age": True,
+        "code_levels": 3,
+        "code_values": 11,
         "user_hashes": HashSpec((6364136223846793005, 40503), (1442695040888963407, 17), 2**61 - 1, USER_VOCAB),
         "post_hashes": HashSpec((2862933555777941757, 69069), (3037000493, 23), 2**61 - 1, POST_VOCAB),
         "author_hashes": HashSpec((3935559000370003845, 30011), (2691343689449507681, 29), 2**61 - 1, AUTHOR_VOCAB),

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from model.config import TRUNK_OPTIONS, ConfigError, HashSpec, ModelConfig, RetrievalConfig
+from model.config import CODE_OPTIONS, TRUNK_OPTIONS, ConfigError, HashSpec, ModelConfig, RetrievalConfig
 from model.presets import GROK, PRESETS, with_preset
 from tests.model.builders import random_config
 
@@ -34,11 +34,12 @@ def test_survives_json(name: str) -> None:
 
 def test_what_the_published_ranker_lacks_is_not_written() -> None:
     """Digests are taken over these values: a manifest from before there were other trunks must not change."""
-    written = list(random_config().to_dict())
+    written = list(random_config(code_levels=0, code_values=0).to_dict())
     assert written[-3:] == ["post_age_granularity_minutes", "right_anchored", "context_attention"]
     assert len(written) == 23
-    assert set(written).isdisjoint(TRUNK_OPTIONS)
-    assert random_config(sandwich=False, input_scale=8.0).to_dict().keys() - written == {"sandwich", "input_scale"}
+    assert set(written).isdisjoint(TRUNK_OPTIONS + CODE_OPTIONS)
+    further = random_config(sandwich=False, input_scale=8.0).to_dict().keys() - written
+    assert further == {"sandwich", "input_scale", "code_levels", "code_values"}
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,9 @@ def test_what_the_published_ranker_lacks_is_not_written() -> None:
         ({"attention_multiplier": float("nan")}, r"attention_multiplier must be at most 1e\+30 either way"),
         ({"rope_base": 10**300}, "rope_base must lie in 1e-30 … 1e.30, got 10000000000000000000…$"),
         ({"kv_heads": 3}, "multiple of kv_heads"),
+        ({"code_levels": 65}, "code_levels must lie in 0 … 64, got 65"),
+        ({"code_values": -1}, "code_values must lie in 0 … 1048576, got -1"),
+        ({"code_values": 0}, r"code_levels \(3\) and code_values \(0\) must both be 0 or both be positive"),
         ({"head_width": 15}, "head_width must be even, got 15"),
         ({"activation": "relu" * 100}, "activation must be 'gelu_tanh' or 'gelu' or 'silu', got 'relu[relu]{59}$"),
         ({"attention_cap": "30"}, r"attention_cap must be of type float \| None, got str"),

@@ -137,6 +137,18 @@ def test_a_directory_that_cannot_be_used_is_replaced_by_one_for_the_process(
     assert compiler.runs == 1
 
 
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_directory_that_others_may_replace_is_not_used(levels: int, compiler: Compiler, tmp_path: Path) -> None:
+    directory = tmp_path / "home" / "cache" / "kept"
+    directory.mkdir(parents=True, mode=0o700)
+    (above := directory.parents[levels - 1]).chmod(0o777)
+    built = build_kernel(directory, source=compiler.source)
+    assert f"{above} can be written by other users" in built.note
+    assert directory not in built.path.parents
+    above.chmod(0o1777)  # sticky, as /tmp: others may write there and not replace what is ours
+    assert build_kernel(directory, source=compiler.source).path.parent == directory
+
+
 def test_a_read_only_directory_is_read_and_not_written(
     compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from starlette.testclient import TestClient
-
 from app.corpus.changes import CorpusLoader
 from app.engine.loading import Loader
 from app.main import create_app
 from app.service.ranker import LocalRanker
+from loadtest.server import wait_until
 from tests.support import rankers
+from tests.support.processes import fronting
+from tests.support.replies import CheckedClient
 
 ADDRESS = "http://127.0.0.1"
 
@@ -20,11 +21,19 @@ ADDRESS = "http://127.0.0.1"
 @contextmanager
 def served(
     engine: Any = None, *, load: Loader | None = None, load_corpus: CorpusLoader | None = None, **groups: Any
-) -> Iterator[tuple[TestClient, LocalRanker]]:
+) -> Iterator[tuple[CheckedClient, LocalRanker]]:
     """A client of the application around this engine, by default a `FakeEngine`, once it is ready. `groups` are of its settings."""
     ranker = rankers.create(engine, load=load, load_corpus=load_corpus, **groups)
-    app = create_app(ranker.settings, ranker)
-    with TestClient(app, base_url=ADDRESS, raise_server_exceptions=False) as client:
-        assert client.portal is not None
-        client.portal.call(ranker.wait_ready)
+    with client_of(ranker) as client:
         yield client, ranker
+
+
+@contextmanager
+def client_of(ranker: LocalRanker) -> Iterator[CheckedClient]:
+    """A client of the application around this ranker once it is ready, in one process or several: see `tests.support.processes`."""
+    with (
+        fronting(ranker) as front,
+        CheckedClient(create_app(ranker.settings, front), base_url=ADDRESS, raise_server_exceptions=False) as client,
+    ):
+        wait_until(lambda: front.health().ready, 120)
+        yield client

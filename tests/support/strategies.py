@@ -32,7 +32,7 @@ event = st.fixed_dictionaries(post, optional=of_event)
 candidate = st.fixed_dictionaries(post, optional=of_candidate)
 weights = some_actions.flatmap(lambda keys: st.fixed_dictionaries({key: st.floats(-1e9, 1e9) for key in keys}))
 of_scores: dict[str, st.SearchStrategy[Any]] = {
-    "weights": weights | st.sampled_from(["default", "x-2026-09"]),
+    "weights": weights | st.sampled_from(["default", "x-2026-09", "x-2026-10"]),
     "score": st.sampled_from(["sum", "offset"]),
     "top_k": st.integers(1, 9),
     "actions_wanted": some_actions,

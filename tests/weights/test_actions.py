@@ -8,6 +8,7 @@ import pytest
 
 from weights.actions import (
     CONTINUOUS_WEIGHTS,
+    FRACTION_WEIGHTS,
     SCORE_WEIGHT_SETS,
     STANDARD_ACTIONS,
     default_score_weights,
@@ -25,13 +26,22 @@ def test_a_set_gives_weights_to_the_actions_that_it_knows() -> None:
         "report": -234,
         "open_link": 0.2,
     }
-    assert set(CONTINUOUS_WEIGHTS) <= set(SCORE_WEIGHT_SETS)
+    changed = {"click": 0.3, "not_interested": -47.52}
+    assert SCORE_WEIGHT_SETS["x-2026-10"] == SCORE_WEIGHT_SETS["x-2026-09"] | changed
+    assert set(CONTINUOUS_WEIGHTS) | set(FRACTION_WEIGHTS) <= set(SCORE_WEIGHT_SETS)
     with pytest.raises(KeyError):
         default_score_weights(["reply"], "of nobody")
 
 
 def test_a_release_of_another_size_has_no_known_names() -> None:
     assert released_action_names(3) == ("action_0", "action_1", "action_2")
+
+
+def test_a_release_of_nineteen_outputs_has_all_their_names() -> None:
+    named = {1: "favorite", 4: "reply", 5: "quote", 6: "repost", 11: "dwell", 13: "vqv"}  # what its own pipeline reads
+    names = released_action_names(19)
+    assert {index: names[index] for index in named} == named
+    assert not any(name.startswith("action_") for name in names)
 
 
 NAMES = ("favorite", "reply", "report")
@@ -53,7 +63,10 @@ def test_score_weights_are_a_set_or_written_out_or_in_a_file(tmp_path: Path) -> 
         ("favorite=1,favorite=2", "names favorite twice"),
         ("favorite=much", "the weight of favorite must be a number"),
         ("favorite=nan", "the weight of favorite must be a number"),
-        ("favorite", "neither a file nor a set of score weights (default, x-2026-09) nor weights such as favorite=1"),
+        (
+            "favorite",
+            "neither a file nor a set of score weights (default, x-2026-09, x-2026-10) nor weights such as favorite=1",
+        ),
     ],
 )
 def test_score_weights_that_cannot_be_meant_are_refused(given: str, sentence: str) -> None:

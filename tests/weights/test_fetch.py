@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.weights.call import call
-from weights.checkpoint import load_checkpoint, load_manifest
+from weights.checkpoint import load_checkpoint, load_manifest, save_checkpoint
 from weights.corpus.store import load_corpus
 from weights.errors import CheckpointError
 from weights.fetch import fetch
@@ -172,3 +172,15 @@ def test_a_file_that_git_lfs_has_not_fetched_is_told(tmp_path: Path) -> None:
         (source / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 2097280\n")
         ended = call("fetch", source, "--out", tmp_path / "out")
         assert (ended.exit_code, f"{file} is a Git LFS pointer" in ended.stderr) == (1, True), ended.stderr
+
+
+def test_a_checkpoint_that_speaks_of_kinds_is_no_corpus(tmp_path: Path) -> None:
+    demo = load_checkpoint(DEMO)
+    names = ["kind", *demo.manifest.action_names[1:]]
+    save_checkpoint(
+        tmp_path / "source", demo.ranker, name="kinds", action_names=names, continuous=demo.manifest.continuous,
+        score_weights={"kind": 1.0}, training={"kind": "corpus", "split": {"kind": "time"}},
+    )  # fmt: skip
+    done = call("fetch", tmp_path / "source", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert load_manifest(tmp_path / "out" / "current").action_names == tuple(names)

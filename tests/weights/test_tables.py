@@ -56,7 +56,7 @@ def test_a_column_that_a_later_file_brings_is_refused(tmp_path: Path, suffix: st
     write(tmp_path / f"a{suffix}", [row()])
     write(tmp_path / f"b{suffix}", [row(**{"action.repotr": True})])
     with pytest.raises(
-        LogError, match=r"b\.(parquet has columns .* lacks: action.repotr|jsonl .*: write every column)"
+        LogError, match=r"b\.(parquet has columns .* lacks: action.repotr|jsonl, line 1: .*: write every column)"
     ):
         read_log(tmp_path)
 
@@ -69,16 +69,13 @@ def test_a_field_that_a_later_row_brings_is_refused(tmp_path: Path) -> None:
 def test_a_cut_file_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "log.jsonl", [row()] * MANY)
     path.write_text(path.read_text()[:-30])
-    with pytest.raises(LogError, match=r"log\.jsonl cannot be read as JSON lines") as told:
+    with pytest.raises(LogError, match=rf"log\.jsonl, line {MANY}: is no JSON object; it may be cut off"):
         open_table(path, COLUMNS)
-    assert " in row " not in str(told.value), (
-        "pyarrow counts from the start of a block, which is another row of the file"
-    )
 
 
 def test_what_is_no_parquet_is_named_once(tmp_path: Path) -> None:
     (path := tmp_path / "log.parquet").write_text("x\n")
-    with pytest.raises(LogError, match=r"cannot be read as Parquet .*: Parquet file size is 2 bytes") as told:
+    with pytest.raises(LogError, match=r"is neither Parquet nor JSON lines") as told:
         open_table(path, COLUMNS)
     assert str(told.value).count("log.parquet") == 1
 

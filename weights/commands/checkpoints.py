@@ -15,7 +15,7 @@ import typer
 from model.config import ContextAttention, RetrievalConfig
 from weights import checkpoint
 from weights.actions import default_score_weights, released_action_names, score_weights_of, score_weights_text
-from weights.commands import corpus
+from weights.commands import corpus, served
 from weights.commands.console import (
     AsJson,
     Directory,
@@ -43,6 +43,7 @@ from weights.published import importer
 from weights.synthetic.small_checkpoint import write_small_checkpoint
 
 app.add_typer(corpus.app, name="corpus")
+app.add_typer(served.app, name="served")
 
 
 @app.command("import")
@@ -146,6 +147,7 @@ def inspect(directory: Directory, as_json: AsJson = False) -> None:
         "action names": ", ".join(manifest.action_names),
         "continuous": json.dumps(msgspec.to_builtins(manifest.continuous)),
         "score weights": json.dumps(manifest.score_weights),
+        "calibration": json.dumps(msgspec.to_builtins(manifest.calibration)),
         **{f"training: {key}": json.dumps(value) for key, value in manifest.training.items()},
     }
     show_manifest(manifest, rows, as_json=as_json)
@@ -162,7 +164,8 @@ def relabel(
     ] = None,
     score_weights: ScoreWeights = "",
 ) -> None:
-    """Change the names or the score weights of a checkpoint in place. The model's weights stay; version and digest change."""
+    """Change the names or the score weights of a checkpoint in place. The model's weights stay; version and digest change, so the corpora
+    of a retrieval checkpoint no longer fit it."""
     with refusals():
         changes: dict[str, Any] = {"version": version}
         if name:
@@ -171,12 +174,17 @@ def relabel(
             changes["action_names"] = read_names(actions)
             changes["score_weights"] = default_score_weights(changes["action_names"])
         before = checkpoint.load_manifest(directory)
+        if actions and before.calibration:  # it belongs to the outputs
+            renamed = dict(zip(before.action_names, changes["action_names"], strict=False))
+            changes["calibration"] = {renamed[old]: each for old, each in before.calibration.items() if old in renamed}
         if score_weights:
             changes["score_weights"] = score_weights_of(score_weights, changes.get("action_names", before.action_names))
         with writer.refused_writing(f"Checkpoint {directory}"):
             manifest = msgspec.structs.replace(before, **changes).versioned()
         writer.replace_manifest(directory, manifest)
     say(f"{directory} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
+    if isinstance(manifest.config, RetrievalConfig) and manifest.digest != before.digest:
+        say("Corpora that were made with it name its old digest and are refused: build or import them again.")
 
 
 @app.command("random")

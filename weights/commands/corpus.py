@@ -1,4 +1,4 @@
-"""The commands `corpus import | build | verify | snapshot | convert | inspect`."""
+"""The commands `corpus import | build | verify | snapshot | inspect`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from weights.commands.console import (
     show_manifest,
 )
 from weights.corpus.changes import read_changes
-from weights.corpus.convert import convert as convert_log
 from weights.corpus.importer import Posts, PostsFile, check_corpus, check_texts, make_corpus
 from weights.corpus.snapshot import write_snapshot
 from weights.corpus.store import CorpusLabels, load_corpus, load_corpus_manifest
@@ -151,14 +150,6 @@ def snapshot(
     say(
         f"{out} holds {manifest.name} {manifest.version}, {manifest.posts} posts, after {mark.sequence} changes{position}"
     )
-
-
-@app.command()
-def convert(directory: Directory) -> None:
-    """Convert the log of changes that earlier versions kept beside a corpus. Stop its service first."""
-    with refusals():
-        count = convert_log(directory)
-    say(f"{directory}: {count} changes converted" if count else f"{directory} has no log of an earlier version")
 
 
 @app.command()

@@ -23,9 +23,9 @@ from urllib.parse import quote
 import msgspec
 import numpy as np
 
-from model.retrieval.inputs import NO_IDS, Change, Mark, NewPosts, PostChange, PostRows
+from model.retrieval.inputs import NO_IDS, Change, Mark, NewPosts, PostChange, PostRows, rows_of_codes
 from weights.corpus.manifest import CorpusManifest
-from weights.corpus.store import StoredCorpus, changes_file, load_corpus, old_changes_file
+from weights.corpus.store import StoredCorpus, changes_file, load_corpus
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull, kind_of
 from weights.format.manifest import MANIFEST_NAME, Manifest
 from weights.format.writer import sync
@@ -42,7 +42,7 @@ CREATE TABLE posts (
     topic TEXT,                  -- NULL for none
     post_text TEXT,              -- NULL unless ids are texts
     author_text TEXT,
-    vector BLOB,                 -- float32
+    vector BLOB,                 -- float32; then, as int32, the content codes, if the post has any
     digest INTEGER
 );
 CREATE TABLE state (             -- one row
@@ -59,6 +59,9 @@ SAVE_STATE = "INSERT INTO state VALUES (?, ?, ?, ?, ?, ?)"
 DURABLE = "PRAGMA journal_mode = DELETE; PRAGMA synchronous = EXTRA"
 """`DELETE` works on network file systems, too. `EXTRA` is `FULL` and syncs the directory when the journal goes: without it a power cut
 could bring the journal back, and undo the last change."""
+
+ROLLBACK_JOURNAL = b"\1\1"
+"""Bytes 18 and 19 of an SQLite file that uses no write-ahead log (https://sqlite.org/fileformat.html, 1.3.3)."""
 
 NOT_READ = "The corpus has changes on the disk that this process has not read; read the corpus again."
 _REASONS = {
@@ -209,7 +212,6 @@ def load_changed(
 ) -> tuple[StoredCorpus, Changes, Change]:
     """Load a corpus, lock its directory (see `Changes`) and read its changes as one. Raises CheckpointError."""
     stored = load_corpus(path, encoder)
-    _refuse_old_log(path, stored.manifest)
     changes = Changes(stored, may_change=may_change, before=before)
     try:
         return stored, changes, changes.read()
@@ -220,16 +222,7 @@ def load_changed(
 
 def read_changes(directory: Path, manifest: CorpusManifest) -> Change:
     """All changes as one, as `Changes.read`, without a lock: also beside the process that makes them. Raises CheckpointError."""
-    _refuse_old_log(directory, manifest)
     return _read(directory, manifest)
-
-
-def _refuse_old_log(directory: Path, manifest: CorpusManifest) -> None:
-    """Raises CheckpointError if the changes are still in a log that an earlier version wrote."""
-    if old_changes_file(directory, manifest).exists():
-        raise CheckpointError(
-            f"Corpus {directory} has its changes in the log of an earlier version: run `phoenix-ranker corpus convert {directory}` once."
-        )
 
 
 def mark_after(mark: Mark, change: Change | PostChange) -> Mark:
@@ -241,6 +234,8 @@ def mark_after(mark: Mark, change: Change | PostChange) -> Mark:
         name: column.tolist() if isinstance(column, np.ndarray) else list(column) for name, column in ids.items()
     }
     said |= {"created_at": posts.created_at.tolist(), "topics": list(posts.topics)}
+    if posts.codes.any():
+        said["codes"] = posts.codes.tolist()
     digest = hashlib.blake2b(mark.digest.encode() + json.dumps(said).encode(), digest_size=16).hexdigest()
     return Mark(mark.sequence + 1, digest, mark.position)
 
@@ -274,6 +269,7 @@ def _read(directory: Path, manifest: CorpusManifest) -> Change:
 def _change_of(database: sqlite3.Connection, state: State, manifest: CorpusManifest) -> Change:
     """Every row of the table as one change. Raises ValueError for rows that are not what was written."""
     gone, new, vectors, combined = list[int](), list[list[Any]](), bytearray(), 0
+    codes: list[list[int]] = []
     for *row, digest in database.execute("SELECT * FROM posts ORDER BY sequence, place"):
         if _digest(row) != digest:
             raise ValueError("a row is not what was written")
@@ -281,7 +277,9 @@ def _change_of(database: sqlite3.Connection, state: State, manifest: CorpusManif
         if row[-1] is None:
             gone.append(row[0])
         else:
-            vectors += row.pop()
+            blob = row.pop()
+            vectors += blob[: 4 * manifest.width]
+            codes.append(np.frombuffer(blob[4 * manifest.width :], np.int32).tolist())
             new.append(row)
     if combined != state.rows:
         raise ValueError("some rows are missing, or too many")
@@ -292,6 +290,7 @@ def _change_of(database: sqlite3.Connection, state: State, manifest: CorpusManif
         [row[5] for row in new],
         np.frombuffer(vectors, np.float32).reshape(len(new), manifest.width),
         [(row[6], row[7]) for row in new] if manifest.ids == "text" else [],
+        rows_of_codes(codes),
     )
     return Change(np.array(gone, np.int64).view(np.uint64), posts, state.mark)
 
@@ -303,8 +302,10 @@ def _columns_of(posts: NewPosts) -> Iterator[tuple[int, tuple[Any, ...]]]:
     columns = zip(
         ids, authors, posts.created_at.tolist(), posts.topics, texts, posts.vectors.astype(np.float32), strict=True
     )
-    for post, author, created, topic, (post_text, author_text), vector in columns:
-        yield post, (author, created, topic, post_text, author_text, vector.tobytes())
+    codes = posts.codes.astype(np.int32) if posts.codes.any() else np.zeros((len(posts), 0), np.int32)
+    for (post, author, created, topic, (post_text, author_text), vector), own in zip(columns, codes, strict=True):
+        blob = vector.tobytes() + (own.tobytes() if own.any() else b"")
+        yield post, (author, created, topic, post_text, author_text, blob)
 
 
 def _state_of(database: sqlite3.Connection, manifest: CorpusManifest) -> State:
@@ -334,12 +335,31 @@ def _create(path: Path, manifest: CorpusManifest) -> None:
 
 
 def _connected(path: Path, mode: str) -> sqlite3.Connection:
+    _set_foreign_log_aside(path)
     database = sqlite3.connect(
         f"file:{quote(str(path))}?mode={mode}", BUSY_SECONDS, isolation_level=None, check_same_thread=False, uri=True
     )
     if mode != "ro":
         database.executescript(DURABLE)
     return database
+
+
+def _set_foreign_log_aside(path: Path) -> None:
+    """Rename a write-ahead log that lies beside the file and is not its own: SQLite would apply its pages to the file. Raises NotStored.
+
+    A file whose header names the rollback journal has no such log: SQLite removes the log before it writes that header. So the log is
+    looked for first, and the header read after it.
+    """
+    log = path.with_name(f"{path.name}-wal")
+    if not log.exists():
+        return
+    try:
+        with path.open("rb") as file:
+            is_foreign = file.read(20)[18:] == ROLLBACK_JOURNAL
+        if is_foreign:
+            log.rename(path.with_name(f"{path.name}-foreign-wal"))
+    except OSError as error:
+        raise NotStored(f"{log} belongs to another database and cannot be renamed: remove it.") from error
 
 
 def _digest(values: Sequence[Any]) -> int:

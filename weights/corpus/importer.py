@@ -13,16 +13,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.inputs import Ids
+from model.bounds import MAX_CODE, MAX_CODE_LEVELS
+from model.config import ModelConfig
+from model.inputs import NO_CODES, Ids, Int64s
 from model.tolerances import RETRIEVAL
 from weights.checkpoint import Encoder
-from weights.corpus.manifest import VECTORS, CorpusManifest
+from weights.corpus.manifest import CODES, VECTORS, CorpusManifest
 from weights.corpus.store import CorpusLabels, StoredCorpus, write_corpus
 from weights.errors import CheckpointError, reason_of
 from weights.format.tensorfile import Progress
 from weights.published.npz import FLOAT32, NpzFile
 from weights.text_ids import IdKind, is_text_id, text_ids
-from weights.values import Problem, problem_of_stored_ids, problem_of_times
+from weights.values import Problem, problem_of_codes, problem_of_stored_ids, problem_of_times
 
 REPRESENTATIONS = "candidate_representations"
 ENCODED_ROWS = 256
@@ -38,13 +40,13 @@ _IDS = tuple(np.dtype(name) for name in ("<i8", "<u8"))
 class Posts:
     """The source of a corpus, with one row per post. Use as a context manager.
 
-    `columns`: the columns besides vectors; `ids`: the kind of ids; `text_width`: W of the column `texts`. `notes` are sentences about
-    what is left out. `topics`, a text file with one line per row, replaces the column.
+    `columns`: the columns besides vectors; `ids`: the kind of ids; `text_width`: W of the column `texts`, `code_levels`: q of `codes`.
+    `notes` are sentences about what is left out. `topics`, a text file with one line per row, replaces the column.
     """
 
     def __init__(self, path: Path, ids: IdKind, topics: Path | None) -> None:
         self.path, self.ids = path, ids
-        self.posts, self.text_width = 0, 0
+        self.posts, self.text_width, self.code_levels = 0, 0, 0
         self.columns: list[str] = []
         self.notes: list[str] = []
         self.has_vectors = False
@@ -62,7 +64,8 @@ class Posts:
         raise NotImplementedError
 
     def column(self, name: str) -> Iterator[Tensor]:
-        """Yield one of `columns` in order: int64, ids from 2^63 on negative; topics int32, indexing `topic_names`; texts as in `Corpus`."""
+        """Yield one of `columns` in order: int64, ids from 2^63 on negative; topics int32, indexing `topic_names`; texts and codes as in
+        `Corpus`."""
         return self._topics() if name == "topics" else self._column(name)
 
     def _column(self, name: str) -> Iterator[Tensor]:
@@ -76,12 +79,30 @@ class Posts:
         if "created_at" in self.columns:
             self._check_each("created_at", problem_of_times)
 
+    def codes(self) -> Iterator[Tensor]:
+        """Yield the content codes in order, int32 `[r, q]`, in the pieces of `post_ids`; q is 0 if the posts have none."""
+        if CODES in self.columns:
+            yield from self.column(CODES)
+        else:
+            yield from (torch.zeros(len(chunk), 0, dtype=torch.int32) for chunk in self.column("post_ids"))
+
+    def check_codes(self, config: ModelConfig) -> None:
+        """Raises CheckpointError, which names the row, for content codes that these towers do not have; for towers without codes, those
+        that no model can have."""
+        if CODES in self.columns:
+            levels, values = config.code_levels, config.code_values
+            self._check_each(CODES, lambda column: problem_of_codes(column, levels, values))
+
     def _check_each(self, name: str, problem_of: Callable[[NDArray[np.int64]], Problem | None]) -> None:
         rows = 0
         for chunk in self.column(name):
             if (found := problem_of(chunk.numpy())) is not None:
-                raise CheckpointError(f"{self.path}, row {rows + found[0] + 1}: {name} {found[1]}.")
+                raise CheckpointError(f"{self.place(rows + found[0])}: {name} {found[1]}.")
             rows += len(chunk)
+
+    def place(self, row: int) -> str:
+        """Where a row is, for people, who count from 1."""
+        return f"{self.path}, row {row + 1}"
 
     def topic_names(self) -> tuple[str, ...]:
         """Topic names in order of first occurrence; complete once the column has been read."""
@@ -112,8 +133,8 @@ class Posts:
 
 
 class PostsFile(Posts):
-    """An npz file with `post_ids`, `author_ids` and optionally `candidate_representations`, `created_at` and `topics`; ids are integers.
-    Raises CheckpointError."""
+    """An npz file with `post_ids`, `author_ids` and optionally `candidate_representations`, `created_at`, `topics` and `codes`; ids are
+    integers. Raises CheckpointError."""
 
     def __init__(self, path: Path, topics: Path | None = None) -> None:
         super().__init__(path, "uint64", topics)
@@ -123,13 +144,16 @@ class PostsFile(Posts):
             self.columns = ["post_ids", "author_ids"] + ["created_at"] * ("created_at" in self._archive.names)
             for name in self.columns:
                 self._check(name)
+            if CODES in self._archive.names:
+                self.code_levels = self._levels()
+                self.columns.append(CODES)
             if topics is not None or self._has_topics():
                 self.columns.append("topics")
         except BaseException:
             self._archive.__exit__()
             raise
         self.has_vectors = REPRESENTATIONS in self._archive.names
-        known = {"post_ids", "author_ids", "created_at", "topics", REPRESENTATIONS}
+        known = {"post_ids", "author_ids", "created_at", "topics", CODES, REPRESENTATIONS}
         self.notes += [f"Array {name} is not read." for name in self._archive.names if name not in known]
 
     def __exit__(self, *_: object) -> None:
@@ -143,7 +167,18 @@ class PostsFile(Posts):
 
     def _column(self, name: str) -> Iterator[Tensor]:
         shape, dtype = self._archive.header(name)
-        yield from torch.from_numpy(self._archive.array(name, dtype, shape).view(np.int64)).split(PIECE_ROWS)
+        values = self._archive.array(name, dtype, shape)
+        values = in_bounds(values.astype(np.int64)) if name == CODES else values.view(np.int64)
+        yield from torch.from_numpy(values).split(PIECE_ROWS)
+
+    def _levels(self) -> int:
+        shape, dtype = self._archive.header(CODES)
+        if len(shape) != 2 or shape[0] != self.posts or not 0 < shape[1] <= MAX_CODE_LEVELS or dtype.kind not in "iu":
+            raise CheckpointError(
+                f"{self._archive.path}: array {CODES} has shape {list(shape)} of {dtype.str}, a corpus has a row of at most "
+                f"{MAX_CODE_LEVELS} integers for each post."
+            )
+        return int(shape[1])
 
     def _check(self, name: str) -> None:
         shape, dtype = self._archive.header(name)
@@ -194,6 +229,7 @@ def make_corpus(
             "from Parquet or JSON lines."
         )
     source.check_values(ids=encode)  # a published file may have padding, which it is imported with
+    source.check_codes(encoder.manifest.config)
     if not encode:
         check_rows(source, encoder)
     width, table = encoder.manifest.config.width, encoder.towers.tables.post.dtype
@@ -206,30 +242,38 @@ def make_corpus(
     half = encode and table is torch.bfloat16
     return write_corpus(
         out, labels, encoder, source.posts, source.columns, chunks, source.topic_names,
-        dtype="bfloat16" if half else "float32", text_width=source.text_width, replace=replace, progress=progress,
+        dtype="bfloat16" if half else "float32", text_width=source.text_width, code_levels=source.code_levels, replace=replace,
+        progress=progress,
     )  # fmt: skip
 
 
 def encoded(source: Posts, encoder: Encoder) -> Iterator[Tensor]:
     """The candidate tower's vectors of every post, in order."""
     # arrays with rows of equal size come in chunks of equal length
-    for chunks in zip(source.column("post_ids"), source.column("author_ids"), strict=True):
-        posts, authors = (chunk.numpy().view(np.uint64) for chunk in chunks)
+    for columns in zip(source.column("post_ids"), source.column("author_ids"), source.codes(), strict=True):
+        posts, authors = (chunk.numpy().view(np.uint64) for chunk in columns[:2])
+        codes = columns[2].numpy().astype(np.int64)
         for start in range(0, len(posts), ENCODED_ROWS):
             rows = slice(start, start + ENCODED_ROWS)
-            yield encode(encoder, posts[rows], authors[rows])
+            yield encode(encoder, posts[rows], authors[rows], codes[rows])
 
 
-def encode(encoder: Encoder, post_ids: Ids, author_ids: Ids) -> Tensor:
-    """Encode posts in batches of one size; vectors float32 `[n, D]`."""
-    steps = []
+def encode(encoder: Encoder, post_ids: Ids, author_ids: Ids, codes: Int64s = NO_CODES) -> Tensor:
+    """Encode posts in batches of one size; vectors float32 `[n, D]`. `codes` int64 `[n, q]`, or `[0, 0]` for none."""
+    steps, levels = [], codes.shape[1]
     for start in range(0, len(post_ids), ENCODED_ROWS):
+        rows, count = slice(start, start + ENCODED_ROWS), min(ENCODED_ROWS, len(post_ids) - start)
         ids = [np.zeros(ENCODED_ROWS, np.uint64) for _ in range(2)]
-        count = min(ENCODED_ROWS, len(post_ids) - start)
-        for padded, given in zip(ids, (post_ids, author_ids), strict=True):
-            padded[:count] = given[start : start + count]
-        steps.append(encoder.towers.encode_posts(*ids)[:count])
+        padded_codes = np.zeros((ENCODED_ROWS, levels), np.int64)
+        for padded, column in zip((*ids, padded_codes), (post_ids, author_ids, codes), strict=True):
+            padded[:count] = column[rows] if len(column) else 0
+        steps.append(encoder.towers.encode_posts(ids[0], ids[1], padded_codes)[:count])
     return torch.cat(steps)
+
+
+def in_bounds(codes: Int64s) -> NDArray[np.int32]:
+    """Content codes as int32; those that no model can have stay so."""
+    return codes.clip(-1, MAX_CODE + 1).astype(np.int32)
 
 
 def check_rows(source: Posts, encoder: Encoder) -> None:
@@ -239,8 +283,9 @@ def check_rows(source: Posts, encoder: Encoder) -> None:
         np.concatenate([chunk.view(np.uint64) for chunk in _picked(source.column(name), wanted)])
         for name in ("post_ids", "author_ids")
     )
+    codes = np.concatenate(list(_picked(source.codes(), wanted))).astype(np.int64)
     theirs = np.concatenate(list(_picked(source.vectors(encoder.manifest.config.width), wanted)))
-    _compare(theirs, encode(encoder, posts, authors).numpy(), wanted, encoder, "The file's vectors")
+    _compare(theirs, encode(encoder, posts, authors, codes).numpy(), wanted, encoder, "The file's vectors")
 
 
 def check_corpus(stored: StoredCorpus, encoder: Encoder, progress: Callable[[int, int], None] | None = None) -> None:
@@ -248,7 +293,7 @@ def check_corpus(stored: StoredCorpus, encoder: Encoder, progress: Callable[[int
     corpus = stored.corpus
     for start in range(0, len(corpus), ENCODED_ROWS):
         rows = np.arange(start, min(start + ENCODED_ROWS, len(corpus)))
-        ours = encode(encoder, corpus.post_ids[rows], corpus.author_ids[rows]).numpy()
+        ours = encode(encoder, corpus.post_ids[rows], corpus.author_ids[rows], corpus.codes_of(rows)).numpy()
         _compare(corpus.vectors[rows], ours, rows, encoder, f"Corpus {stored.path} is refused: its vectors")
         if progress:
             progress(int(rows[-1]) + 1, len(corpus))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from model.bounds import MAX_CODE_LEVELS
 from model.retrieval.inputs import AT_LEAST, UNCHANGED, Mark
 from weights.errors import CheckpointError
 from weights.format.manifest import Document, Dtype, TensorEntry
@@ -15,8 +16,10 @@ KIND = "corpus"
 MAX_POSTS = 2**31 - 1
 VECTORS = "vectors"
 TEXTS = "texts"
-COLUMNS: dict[str, Dtype] = {"post_ids": "int64", "author_ids": "int64", "created_at": "int64", "topics": "int32"}
-OPTIONAL_COLUMNS = ("created_at", "topics")
+CODES = "codes"
+COLUMNS: dict[str, Dtype] = {"post_ids": "int64", "author_ids": "int64", "created_at": "int64", "topics": "int32",
+                             CODES: "int32"}  # fmt: skip
+OPTIONAL_COLUMNS = ("created_at", "topics", CODES)
 
 
 def file_of(tensor: str, mark: str = "") -> str:
@@ -31,10 +34,10 @@ def mark_of(file: str) -> str:
 
 
 def corpus_tensors(
-    columns: Iterable[str], posts: int, width: int, dtype: Dtype, text_width: int = 0
+    columns: Iterable[str], posts: int, width: int, dtype: Dtype, text_width: int = 0, code_levels: int = 0
 ) -> dict[str, TensorEntry]:
     """The tensors of a corpus: these columns, and vectors of `dtype`. `text_width`: bytes of the longest text plus one."""
-    shapes = {TEXTS: (posts, 2, text_width)}
+    shapes: dict[str, tuple[int, ...]] = {TEXTS: (posts, 2, text_width), CODES: (posts, code_levels)}
     tensors = {
         name: TensorEntry(file_of(name), "uint8" if name == TEXTS else COLUMNS[name], shapes.get(name, (posts,)))
         for name in columns
@@ -45,7 +48,8 @@ def corpus_tensors(
 class CorpusManifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """Everything about a corpus except its numbers. Raises CheckpointError for fields that contradict each other.
 
-    `encoder` is the digest of the retrieval checkpoint that made the vectors, `encoder_name` its name and version, for display.
+    `encoder` is the `model_digest` of the retrieval checkpoint that made the vectors, so that relabelling it changes nothing. Older corpora
+    have the digest of its manifest. `encoder_name` is its name and version, for display.
     `topics` are the names that the column `topics` indexes, -1 for none. `mark`: which changes it already contains. `ids` is the
     encoder's kind of ids; text ids are stored in the column `texts`.
     """
@@ -79,6 +83,8 @@ class CorpusManifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=
             shape: tuple[int, ...] = (self.posts, self.width) if name == VECTORS else (self.posts,)
             if name == TEXTS and 1 < entry.shape[-1] <= MAX_TEXT_BYTES + 1:
                 shape = (self.posts, 2, entry.shape[-1])
+            if name == CODES and len(entry.shape) == 2 and entry.shape[1] <= MAX_CODE_LEVELS:
+                shape = (self.posts, entry.shape[1])
             dtypes = ("float32", "bfloat16") if name == VECTORS else ((COLUMNS | {TEXTS: "uint8"}).get(name),)
             if entry.file != file_of(name, mark_of(entry.file)) or entry.dtype not in dtypes or entry.shape != shape:
                 raise CheckpointError(

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.retrieval.corpus import ROWS_PER_STEP, Corpus, packed
-from model.retrieval.inputs import Change
+from model.retrieval.inputs import Change, joined_codes
 from weights.corpus.changes import read_changes
-from weights.corpus.manifest import TEXTS, VECTORS, CorpusManifest, corpus_tensors
+from weights.corpus.manifest import CODES, TEXTS, VECTORS, CorpusManifest, corpus_tensors
 from weights.corpus.store import load_corpus, load_corpus_manifest
 from weights.errors import CheckpointError
 from weights.format.manifest import MANIFEST_NAME
@@ -42,7 +42,8 @@ def write_snapshot(directory: Path, out: Path) -> CorpusManifest:
             raise CheckpointError("no post is left in the corpus")
         text_width = columns[TEXTS][0].shape[2] if TEXTS in columns else 0
         dtype = stored.manifest.tensors[VECTORS].dtype
-        tensors = corpus_tensors(columns, posts, corpus.width, dtype, text_width=text_width)
+        code_levels = columns[CODES][0].shape[1] if CODES in columns else 0
+        tensors = corpus_tensors(columns, posts, corpus.width, dtype, text_width=text_width, code_levels=code_levels)
 
         def chunks(name: str) -> Iterator[Tensor]:
             if name != VECTORS:
@@ -89,6 +90,9 @@ def _columns(corpus: Corpus, rows: NDArray[np.int64], change: Change) -> tuple[C
         places = {name: place for place, name in enumerate(names)}
         moved = np.array([*(places.get(name, -1) for name in corpus.topic_names), -1], np.int32)  # -1 is the last
         columns["topics"] = moved[indexes], np.array([places.get(topic or "", -1) for topic in new.topics], np.int32)
+    codes = joined_codes([(corpus.codes_of(rows), len(rows)), (new.codes, len(new))]).astype(np.int32)
+    if codes.size:
+        columns[CODES] = codes[: len(rows)], codes[len(rows) :]
     if corpus.texts is not None:
         old_texts, width = (
             corpus.texts_of(rows),

@@ -13,13 +13,13 @@ from torch import Tensor
 from model.retrieval.corpus import Corpus, worst_norm
 from model.retrieval.inputs import Mark
 from weights.checkpoint import Encoder
-from weights.corpus.manifest import TEXTS, VECTORS, CorpusManifest, corpus_tensors
+from weights.corpus.manifest import CODES, TEXTS, VECTORS, CorpusManifest, corpus_tensors
 from weights.errors import CheckpointError
 from weights.format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from weights.format.reader import MappedFiles, opened, read_manifest, read_tensors
 from weights.format.tensorfile import Progress
 from weights.format.writer import TableDtype, check_target, refused_writing, write_file, write_files, written_beside
-from weights.values import problem_of_times
+from weights.values import problem_of_codes, problem_of_times
 
 LENGTH_OFF = {"float32": 1e-3, "bfloat16": 1e-2}
 """Tolerance for the length of a vector, which must be 1, by dtype."""
@@ -74,6 +74,9 @@ def read_corpus(
     topics = arrays.get("topics")
     if topics is not None and not (topics.min() >= -1 and topics.max() < len(manifest.topics)):
         raise CheckpointError(f"{stored['topics'].file} holds a topic that the manifest does not name")
+    codes = arrays.get(CODES)
+    if codes is not None and (problem := problem_of_codes(codes)):
+        raise CheckpointError(f"{stored[CODES].file}, row {problem[0] + 1}: codes {problem[1]}")
     return Corpus(
         manifest.name,
         manifest.version,
@@ -85,6 +88,7 @@ def read_corpus(
         topics,
         manifest.topics,
         arrays.get(TEXTS),
+        codes,
     )
 
 
@@ -99,14 +103,9 @@ def changes_file(directory: Path, manifest: CorpusManifest) -> Path:
     return directory / f"changes-{manifest.digest[:16]}.sqlite"
 
 
-def old_changes_file(directory: Path, manifest: CorpusManifest) -> Path:
-    """Where earlier versions logged the changes of this corpus: see `weights.corpus.convert`."""
-    return directory / f"changes-{manifest.digest[:16]}.log"
-
-
 def check_encoder(manifest: CorpusManifest, encoder: Manifest) -> None:
     """Raises CheckpointError if the vectors were not made by this encoder."""
-    if manifest.encoder != encoder.digest:
+    if manifest.encoder not in (encoder.model_digest, encoder.digest):  # older corpora have the digest of the manifest
         raise CheckpointError(
             f"its vectors were made by {manifest.encoder_name} (digest {manifest.encoder[:12]}…), not by "
             f"{encoder.name} {encoder.version} (digest {encoder.digest[:12]}…): import or build it with the checkpoint that serves"
@@ -133,12 +132,13 @@ def write_corpus(
     *,
     dtype: TableDtype = "float32",
     text_width: int = 0,
+    code_levels: int = 0,
     replace: bool = False,
     progress: Progress | None = None,
 ) -> CorpusManifest:
     """Write `path` from `chunks(tensor)`, which gives the elements of `vectors` and each column in order, in chunks of any size.
 
-    `topics` is called for the names after the column has been written; `text_width` is W of the column `texts`.
+    `topics` is called for the names after the column has been written; `text_width` is W of the column `texts`, `code_levels` q of `codes`.
     Written to a temporary directory and renamed, so a reader sees all or nothing.
     Raises CheckpointError for values that are not finite, for too many or too few values, and for a path in use.
     """
@@ -148,17 +148,17 @@ def write_corpus(
         check_target(path, replace=replace)
         if path.is_dir() and (path / MANIFEST_NAME).exists():
             old = load_corpus_manifest(path)  # a checkpoint is never replaced by a corpus
-            if not labels.position and (changes_file(path, old).exists() or old_changes_file(path, old).exists()):
+            if not labels.position and changes_file(path, old).exists():
                 raise CheckpointError(
                     "its posts were changed since it was built, and the changes would be lost; choose another place or, if they come from "
                     "a feed, say which of them the new corpus has (--feed-position)"
                 )
-        tensors = corpus_tensors(columns, posts, width, dtype, text_width=text_width)
+        tensors = corpus_tensors(columns, posts, width, dtype, text_width=text_width, code_levels=code_levels)
         described = partial(
             CorpusManifest,
             name=labels.name,
             version=labels.version,
-            encoder=made_by.digest,
+            encoder=made_by.model_digest,
             encoder_name=f"{made_by.name} {made_by.version}",
             posts=posts,
             width=width,

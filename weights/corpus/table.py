@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.retrieval.corpus import packed
-from weights.corpus.importer import REPRESENTATIONS, Posts
-from weights.corpus.manifest import TEXTS
+from weights.corpus.importer import REPRESENTATIONS, Posts, in_bounds
+from weights.corpus.manifest import CODES, TEXTS
 from weights.errors import CheckpointError
-from weights.tables import ID_TYPES, LogError, column_of, ids_of, open_table, tables_of, texts_of
+from weights.tables import (
+    ID_TYPES,
+    LogError,
+    column_of,
+    ids_of,
+    open_table,
+    place_of,
+    rows_of_lists,
+    tables_of,
+    texts_of,
+)
 from weights.text_ids import IdKind, collision
 
 IDS = ("post_ids", "author_ids")
@@ -25,18 +36,23 @@ PIECE_ROWS = 65536
 
 
 class PostsTable(Posts):
-    """A file, or a directory of files, with one row per post: `post_ids`, `author_ids`, and optionally `created_at` and `topics`, where
-    null means unknown. Raises LogError for a column that cannot be read, CheckpointError if two texts have one hash."""
+    """A file, or a directory of files, with one row per post: `post_ids`, `author_ids`, and optionally `created_at`, `topics` and `codes`,
+    where null means unknown. Raises LogError for a column that cannot be read, CheckpointError if two texts have one hash."""
 
     def __init__(self, path: Path, ids: IdKind, topics: Path | None = None) -> None:
         super().__init__(path, ids, topics)
         self._source = open_table(path, dict.fromkeys(IDS, ID_TYPES[ids]) | FURTHER)
         names = self._source.schema.names
         if missing := set(IDS) - set(names):
-            raise LogError(f"{path} lacks the column {min(missing)}: a post has {' and '.join(IDS)}")
+            raise LogError(f"{self._source.files[0]} lacks the column {min(missing)}: a post has {' and '.join(IDS)}")
         self.posts = int(self._source.count_rows())
         self.columns = [*IDS, *(name for name in FURTHER if name in names or (name == "topics" and topics))]
-        self.notes = [f"Column {name} is not read." for name in names if name not in (*IDS, *FURTHER)]
+        if CODES in names:
+            levels = (rows_of_lists(table, CODES, place).shape[1] for table, place in self._tables(CODES))
+            self.code_levels = max(levels, default=0)
+        if self.code_levels:  # not all lists are empty
+            self.columns.append(CODES)
+        self.notes = [f"Column {name} is not read." for name in names if name not in (*IDS, *FURTHER, CODES)]
         if REPRESENTATIONS in names:
             self.notes.append("Vectors are read only from npz files.")
         if ids == "text":
@@ -45,32 +61,45 @@ class PostsTable(Posts):
                 self._check_texts(name)
 
     def _column(self, name: str) -> Iterator[Tensor]:
-        for table in self._tables(*(IDS if name == TEXTS else [name])):
+        for table, place in self._tables(*(IDS if name == TEXTS else [name])):
             if name == TEXTS:
-                pairs = zip(*(self._listed(table, each) for each in IDS), strict=True)
+                pairs = zip(*(texts_of(table, column, place).to_pylist() for column in IDS), strict=True)
                 yield torch.from_numpy(packed(list(pairs), self.text_width).copy())
+            elif name == CODES:
+                yield torch.from_numpy(in_bounds(rows_of_lists(table, CODES, place, self.code_levels)))
             elif name in IDS:
-                yield torch.from_numpy(ids_of(table, name, self.ids, str(self.path)).view(np.int64).copy())
+                yield torch.from_numpy(ids_of(table, name, self.ids, place).view(np.int64).copy())
             else:
-                yield torch.from_numpy(column_of(table, name, pa.int64(), str(self.path), 0).copy())
+                yield torch.from_numpy(column_of(table, name, pa.int64(), place, 0).copy())
+
+    def place(self, row: int) -> str:
+        """See `Posts.place`."""
+        return place_of(self._source, row)
 
     def _texts(self) -> Iterator[NDArray[Any]]:
-        for table in self._tables("topics"):
-            yield column_of(table, "topics", pa.string(), str(self.path), "").astype(str)
+        for table, place in self._tables("topics"):
+            yield column_of(table, "topics", pa.string(), place, "").astype(str)
 
-    def _tables(self, *names: str) -> Iterator[pa.Table]:
-        return tables_of(self._source, PIECE_ROWS, list(names))
+    def _tables(self, *names: str) -> Iterator[tuple[pa.Table, Callable[[int], str]]]:
+        """Pieces of these columns, each with what names one of its rows."""
+        start = 0
+        for table in tables_of(self._source, PIECE_ROWS, list(names)):
+            yield table, partial(self._place_after, start)
+            start += len(table)
 
-    def _listed(self, table: pa.Table, name: str) -> list[str]:
-        texts: list[str] = texts_of(table, name, str(self.path)).to_pylist()
-        return texts
+    def _place_after(self, start: int, row: int) -> str:
+        return self.place(start + row)
+
+    def _listed(self, name: str) -> Iterator[list[str]]:
+        for table, place in self._tables(name):
+            yield texts_of(table, name, place).to_pylist()
 
     def _check_texts(self, name: str) -> None:
         """Widen `text_width` to fit this column's texts. Raises CheckpointError if two of them collide."""
-        for table in self._tables(name):
-            longest = max((len(text.encode()) for text in self._listed(table, name)), default=0)
+        for texts in self._listed(name):
+            longest = max((len(text.encode()) for text in texts), default=0)
             self.text_width = max(self.text_width, longest + 1)
-        if found := collision(lambda: (self._listed(table, name) for table in self._tables(name))):
+        if found := collision(lambda: self._listed(name)):
             raise CheckpointError(
                 f"{self.path}: {found[0]!r} and {found[1]!r} in the column {name} have one hash, so a model cannot tell them apart."
             )

@@ -10,10 +10,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import msgspec
+import numpy as np
 from msgspec import Meta, Struct
 
 from model.bounds import MAX_FACTOR
 from model.config import ConfigError, ModelConfig, RetrievalConfig
+from model.ranking import Calibration
 from weights.errors import CheckpointError
 from weights.git_lfs import pointer_problem
 from weights.text_ids import IdKind
@@ -21,6 +23,8 @@ from weights.values import action_name_problem, score_weight_problem
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+MAX_OFFSET, MAX_SLOPE = 100, 100
+"""Bounds of a calibration: a logit of 100 is a probability of 1 in float32."""
 MAX_MANIFEST_BYTES = 16 * 2**20
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # goes unescaped into headers, metric labels and logs
@@ -43,6 +47,13 @@ class ContinuousOutput(Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     scale: float
     unit: str
+
+
+class ActionCalibration(Struct, frozen=True, forbid_unknown_fields=True):
+    """The probability of an action is `sigmoid(offset + slope · logit)`. The slope is positive."""
+
+    offset: float
+    slope: float
 
 
 class FileEntry(Struct, frozen=True, forbid_unknown_fields=True):
@@ -145,7 +156,7 @@ class Manifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
     `action_names` are in output order, one per action of `config`; `continuous` one per continuous output. `score_weights`
     maps some action names to the default weights of the combined score. `training`: what was decided from the log that it was trained on,
-    any JSON object; empty where that is not known.
+    any JSON object; empty where that is not known. `calibration` corrects the probabilities of some or all actions, by name.
     """
 
     config: Config
@@ -153,10 +164,12 @@ class Manifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     continuous: tuple[ContinuousOutput, ...]
     score_weights: dict[str, float]
     training: dict[str, Any] = {}
+    calibration: dict[str, ActionCalibration] = {}
 
     def __post_init__(self) -> None:
         Document.__post_init__(self)
         self._check_actions()
+        self._check_calibration()
         self._check_continuous()
 
     def _check_actions(self) -> None:
@@ -174,6 +187,24 @@ class Manifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, 
             if problem := score_weight_problem(weight):
                 raise CheckpointError(f"score weight of {name} {problem}")
 
+    def _check_calibration(self) -> None:
+        for name, each in self.calibration.items():
+            if name not in self.action_names:
+                raise CheckpointError(f"calibration {name[:64]!r} belongs to no action of this checkpoint")
+            if not (abs(each.offset) <= MAX_OFFSET and 1 / MAX_SLOPE <= each.slope <= MAX_SLOPE):
+                raise CheckpointError(
+                    f"calibration of {name} must have an offset within ±{MAX_OFFSET} and a slope in {1 / MAX_SLOPE:g} … {MAX_SLOPE}"
+                )
+
+    @cached_property
+    def corrections(self) -> Calibration | None:
+        """The calibration by action in the order of the outputs; None if there is none."""
+        if not self.calibration:
+            return None
+        identity = ActionCalibration(0.0, 1.0)
+        each = [self.calibration.get(name, identity) for name in self.action_names]
+        return Calibration(np.array([one.offset for one in each]), np.array([one.slope for one in each]))
+
     def _check_continuous(self) -> None:
         names = [output.name for output in self.continuous]
         if len(names) != self.config.continuous_actions or len(set(names)) != len(names):
@@ -188,6 +219,15 @@ class Manifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, 
                     f"continuous output {output.name} must have a scale in {1 / MAX_FACTOR:g} … {MAX_FACTOR:g}, got {output.scale!r}"
                 )
 
+    @cached_property
+    def model_digest(self) -> str:
+        """Identifies the model alone: its architecture, kind of ids and tensors, without names, version and score weights. SHA-256 in
+        hex."""
+        content = self.content()
+        return content_digest(
+            {name: content[name] for name in ("architecture", "files", "tensors")} | {"ids": self.ids}
+        )
+
     def specifics(self) -> dict[str, Any]:
         """See `Document.specifics`. `model` is there for two towers alone."""
         return {
@@ -199,6 +239,7 @@ class Manifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, 
             ],
             "score_weights": {name: float(weight) for name, weight in self.score_weights.items()},
             **({"training": self.training} if self.training else {}),
+            **({"calibration": msgspec.to_builtins(self.calibration)} if self.calibration else {}),
         }
 
     @classmethod
@@ -227,6 +268,14 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError("must hold a JSON object")
     return values
+
+
+def kind_in(raw: bytes) -> Any:
+    """What a manifest's JSON names as its kind; None for a checkpoint, which names none, and for what is no JSON object."""
+    try:
+        return parse_json_object(raw).get("kind")
+    except CheckpointError:
+        return None
 
 
 def signed(content: Mapping[str, Any]) -> bytes:

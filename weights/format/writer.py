@@ -19,7 +19,14 @@ from torch import Tensor
 from model.config import ModelConfig
 from weights.errors import CheckpointError, reason_of
 from weights.format.layout import expected_shapes, file_of, is_table
-from weights.format.manifest import MANIFEST_NAME, ContinuousOutput, FileEntry, Manifest, TensorEntry
+from weights.format.manifest import (
+    MANIFEST_NAME,
+    ActionCalibration,
+    ContinuousOutput,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+)
 from weights.format.tensorfile import Progress, StoredTensor, advancing, write_tensors
 from weights.text_ids import IdKind
 
@@ -37,6 +44,7 @@ class Labels:
     version: str = ""
     ids: IdKind = "uint64"
     training: dict[str, Any] = field(default_factory=dict)
+    calibration: Mapping[str, ActionCalibration] = field(default_factory=dict)
 
 
 def write_checkpoint(

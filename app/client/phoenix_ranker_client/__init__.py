@@ -8,7 +8,9 @@ One deadline bounds a call with all its attempts, and each attempt tells the ser
 connections are retried after the delay that the server asks for.
 """
 
-from phoenix_ranker_client.client import AsyncRankerClient, RankerClient, routing_key
+from phoenix_ranker_client.asynchronous import AsyncRankerClient
+from phoenix_ranker_client.blocking import RankerClient
+from phoenix_ranker_client.calls import routing_key
 from phoenix_ranker_client.messages import (
     Candidate,
     ContextUnknown,
@@ -28,6 +30,7 @@ from phoenix_ranker_client.messages import (
     RetrievedPost,
     ServerFault,
     Unavailable,
+    UnexpectedReply,
 )
 
 __all__ = [
@@ -51,5 +54,6 @@ __all__ = [
     "RetrievedPost",
     "ServerFault",
     "Unavailable",
+    "UnexpectedReply",
     "routing_key",
 ]

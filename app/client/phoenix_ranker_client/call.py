@@ -1,18 +1,15 @@
-"""One call with all its attempts: its deadline, what each attempt sends, and what a reply means."""
+"""One call with all its attempts: its deadline, what each attempt sends, and what a reply means. It opens no connection itself."""
 
 from __future__ import annotations
 
-import math
 import random
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any, Generic, TypeVar
 
-import httpx
 import orjson
 from tenacity import (
     RetryCallState,
@@ -23,6 +20,7 @@ from tenacity import (
 )
 from tenacity.stop import stop_base
 
+from phoenix_ranker_client.encoding import Unsendable, encode
 from phoenix_ranker_client.messages import (
     DeadlineExceeded,
     RankerError,
@@ -38,114 +36,115 @@ GRACE_SECONDS = 0.05  # wait this much longer: the server's own 504 says more th
 JITTER_SHARE = 0.25  # clients refused at the same moment should not retry at the same moment
 AGAIN = retry_if_exception_type(Unavailable)
 BACKOFF = wait_random_exponential(multiplier=0.1, max=1.0)
+HEADER_VALUE = re.compile("[!-~]([ -~]*[!-~])?")
+OK = 200
 
 
 class Call(Generic[T]):
-    """A POST under one deadline, with one request id. `parse` makes the result of a 200's JSON; `whole`: the body without a context
-    handle, for when the service does not know it. Raises ValueError for a timeout of NaN, RequestRefused for what no JSON can hold."""
+    """A POST under one deadline, with one request id.
+
+    `body` makes the JSON body; `whole` makes it without a context handle, for when the service does not know the handle. `parse` makes
+    the result of a 200's JSON. Raises ValueError if `timeout_seconds` is no number, RequestRefused for what no JSON or header can hold.
+    """
 
     def __init__(
         self,
         url: str,
-        body: Mapping[str, Any],
+        body: Callable[[], Mapping[str, Any]],
         parse: Callable[[Any], T],
         timeout_seconds: float,
         request_id: str | None,
         headers: Mapping[str, str],
-        whole: Mapping[str, Any] | None = None,
+        whole: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
-        if math.isnan(timeout_seconds):
-            raise ValueError("timeout_seconds must be a number of seconds, and not NaN")
-        self.deadline = time.monotonic() + min(timeout_seconds, LONGEST_SECONDS)
+        self.deadline = time.monotonic() + min(_number_of_seconds(timeout_seconds), LONGEST_SECONDS)
         self.request_id = request_id or uuid.uuid4().hex
         self.url, self.parse = url, parse
         self.shown = re.sub("//.*@", "//", url)  # what errors name: without a user and password
-        self.headers = {"content-type": "application/json", "x-request-id": self.request_id, **headers}
+        self._headers = {"content-type": "application/json", "x-request-id": self.request_id, **headers}
+        for name, value in self._headers.items():
+            if not HEADER_VALUE.fullmatch(value):
+                raise self.refused(f"{name} must be printable ASCII without white space around it.")
         try:
-            self.body, self.whole = orjson.dumps(body), None if whole is None else orjson.dumps(whole)
-        except orjson.JSONEncodeError as error:
-            raise RequestRefused(0, "invalid_request", f"The request is not JSON: {error}", self.request_id) from error
+            self.body, self._whole = encode(body()), None if whole is None else encode(whole())
+        except Unsendable as error:
+            raise self.refused(str(error), error.field, error.message) from error
 
     def send_whole(self) -> bool:
         """Send user and history from now on, in place of the handle. False if there are none to send."""
-        if self.whole is None:
+        if self._whole is None:
             return False
-        self.body, self.whole = self.whole, None
+        self.body, self._whole = self._whole, None
         return True
 
     def seconds_left(self) -> float:
         """Seconds until the deadline, negative after it."""
         return self.deadline - time.monotonic()
 
+    def seconds_to_wait(self) -> float:
+        """Seconds that an attempt may still wait for the service's reply."""
+        return max(0.001, self.seconds_left() + GRACE_SECONDS)
+
     def stop(self, attempts: int) -> stop_base:
         """When to stop retrying: after this many attempts, or when the next one could not begin before the deadline."""
         return stop_after_attempt(attempts) | stop_before_delay(max(0.0, self.seconds_left()))
 
-    def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
-        """The next attempt, which tells the service how much time is left. Raises DeadlineExceeded if none is left."""
+    def headers(self) -> dict[str, str]:
+        """The headers of the next attempt, which tell the service how much time is left. Raises DeadlineExceeded if none is left."""
         left = self.seconds_left()
         if left <= 0:
-            raise self._too_late("The deadline passed before this attempt.")
-        headers = self.headers | {"x-request-timeout-ms": str(max(1, int(left * 1000)))}
-        return http.build_request(
-            "POST", self.url, content=self.body, headers=headers, extensions={"timeout": self.timeouts()}
-        )
+            raise self.too_late("The deadline passed before this attempt.")
+        return self._headers | {"x-request-timeout-ms": str(max(1, int(left * 1000)))}
 
-    def timeouts(self) -> dict[str, float]:
-        """The seconds left, for each step of an attempt, as httpx's extension `timeout`."""
-        return dict.fromkeys(("connect", "read", "write", "pool"), max(0.001, self.seconds_left() + GRACE_SECONDS))
-
-    def until_deadline(self, chunks: Iterable[bytes]) -> bytes:
-        """Read a reply until the deadline: a timeout of httpx bounds each read, not their sum. Raises DeadlineExceeded."""
-        body = bytearray()
-        for chunk in chunks:
-            body += chunk
-            if self.seconds_left() + GRACE_SECONDS <= 0:
-                raise self._too_late("The reply was not complete in time.")
-        return bytes(body)
-
-    @contextmanager
-    def errors(self, *, trust_env: bool = False) -> Iterator[None]:
-        """Turn httpx errors into RankerErrors that name the ranker. A reply that was cut off is retried: ranking changes nothing."""
-        try:
-            yield
-        except (
-            httpx.ConnectError,
-            httpx.RemoteProtocolError,
-            httpx.ReadError,
-            httpx.WriteError,
-            httpx.ProxyError,
-        ) as error:
-            by = ", perhaps because of a proxy that the environment names" if trust_env else ""
-            by = " by the proxy of the HTTP client" if isinstance(error, httpx.ProxyError) else by
-            detail = f"{self.shown} was not reached{by}: {error or type(error).__name__}"
-            raise Unavailable(0, "no_connection", detail, self.request_id) from error
-        except (httpx.TimeoutException, TimeoutError) as error:
-            raise self._too_late(f"{self.shown} gave no reply in time.") from error
-        except httpx.InvalidURL as error:  # it may quote a piece of a password
-            also = ", or HTTP_PROXY or NO_PROXY in the environment" if trust_env else ""
-            detail = f"{self.shown}{also} is not a valid address."
-            raise RequestRefused(0, "invalid_request", detail, self.request_id) from error
-        except (httpx.LocalProtocolError, UnicodeEncodeError) as error:
-            raise RequestRefused(
-                0, "invalid_request", f"The request cannot be sent to {self.shown}: {error}", self.request_id
-            ) from error
-        except httpx.HTTPError as error:
-            raise ServerFault(0, "transport", f"{self.shown}: {error}", self.request_id) from error
-
-    def result(self, response: httpx.Response, content: bytes) -> T:
+    def result(self, status: int, headers: Mapping[str, str], content: bytes) -> T:
         """The parsed result of a 200. Raises the matching RankerError for any other reply."""
-        request_id = response.headers.get("x-request-id", self.request_id)
+        request_id = headers.get("x-request-id", self.request_id)
         try:
             body = orjson.loads(content)
-            if response.status_code == httpx.codes.OK:
+            if status == OK:
                 return self.parse(body)
         except (ValueError, LookupError, TypeError, AttributeError):  # not from this service: a proxy's page, say
             body = {}
-        raise error_from(response.status_code, body, request_id, _seconds(response.headers.get("retry-after", "")))
+        retry_after = _seconds(headers.get("retry-after", ""))
+        raise error_from(status, body, request_id, retry_after, self._unexpected(status, headers))
 
-    def _too_late(self, detail: str) -> RankerError:
+    # errors
+
+    def not_reached(self, error: Exception, by: str = "") -> Unavailable:
+        """No reply came. It is retried, also when a reply was cut off: ranking changes nothing."""
+        detail = f"{self.shown} was not reached{by}: {error or type(error).__name__}"
+        return Unavailable(0, "no_connection", detail, self.request_id)
+
+    def no_reply(self) -> DeadlineExceeded:
+        """The deadline passed before the reply was complete."""
+        return self.too_late(f"{self.shown} gave no reply in time.")
+
+    def too_late(self, detail: str) -> DeadlineExceeded:
+        """The deadline passed in the client."""
         return DeadlineExceeded(0, "deadline_exceeded", detail, self.request_id)
+
+    def refused(self, detail: str, field: str = "", message: str = "") -> RequestRefused:
+        """The request cannot be sent. `field` and `message` become its `errors`."""
+        errors = [(field, message)] if field else []
+        return RequestRefused(0, "invalid_request", detail, self.request_id, errors=errors)
+
+    def unusable_address(self, *, trust_env: bool) -> RequestRefused:
+        """The HTTP library cannot use the address or, with `trust_env`, the proxy that the environment names. Nothing of it is shown."""
+        also = ", or HTTP_PROXY, ALL_PROXY or NO_PROXY in the environment," if trust_env else ""
+        return self.refused(f"{self.shown}{also} is not an address that can be used.")
+
+    def failed(self, error: Exception) -> RankerError:
+        """Another failure of the HTTP library."""
+        return ServerFault(0, "transport", f"{self.shown}: {error or type(error).__name__}", self.request_id)
+
+    def _unexpected(self, status: int, headers: Mapping[str, str]) -> str:
+        """A sentence about a reply that this service does not send. It repeats nothing of the reply's body."""
+        kind = headers.get("content-type", "").partition(";")[0] or "no content type"
+        answer = f"{self.shown} answered {status} ({kind}), which the ranking server does not"
+        if status in (301, 302, 303, 307, 308):
+            where = re.sub("//.*@", "//", headers.get("location", "another address"))
+            return f"{answer}: it redirects to {where}, and redirects are not followed. Give that address as base_url."
+        return f"{answer}: perhaps a proxy answered, or base_url is another service's."
 
 
 def wait_seconds(state: RetryCallState) -> float:
@@ -153,6 +152,16 @@ def wait_seconds(state: RetryCallState) -> float:
     error = state.outcome.exception() if state.outcome is not None else None
     asked = error.retry_after_seconds if isinstance(error, Unavailable) else None
     return BACKOFF(state) if asked is None else asked * (1 + random.uniform(0, JITTER_SHARE))
+
+
+def _number_of_seconds(timeout_seconds: float) -> float:
+    try:
+        seconds = float(timeout_seconds)
+        if seconds == seconds:  # not NaN
+            return seconds
+    except (TypeError, ValueError):
+        pass
+    raise ValueError("timeout_seconds must be a number of seconds; math.inf waits without a limit")
 
 
 def _seconds(asked: str) -> float | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter, itemgetter
 from typing import Any, ClassVar, TypeVar
+
+from phoenix_ranker_client.encoding import Unsendable
 
 Id = int | str
 R = TypeVar("R", bound="Reply")
@@ -12,23 +15,26 @@ R = TypeVar("R", bound="Reply")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One item of a history. `actions`: names, or name → value; `dwell_time` in seconds, 0 if unknown."""
+    """One item of a history. `actions`: names, or name → value; `dwell_time` in seconds, 0 if unknown; `codes`: content codes, empty for
+    none."""
 
     post_id: Id
     author_id: Id
     actions: Sequence[str] | Mapping[str, float] = ()
     product_surface: int = 0
     dwell_time: float = 0.0
+    codes: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A post to score; `created_at` in Unix seconds, 0 if unknown."""
+    """A post to score; `created_at` in Unix seconds, 0 if unknown; `codes`: content codes, empty for none."""
 
     post_id: Id
     author_id: Id
     product_surface: int = 0
     created_at: int = 0
+    codes: Sequence[int] = ()
 
 
 class Request:
@@ -40,20 +46,27 @@ class Request:
     history: Sequence[Event] | None
     context: str | None
 
+    def __post_init__(self) -> None:
+        """Keep what a generator yields: it can be read only once."""
+        for field in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
+            if isinstance(value := getattr(self, field.name), Iterator):
+                object.__setattr__(self, field.name, tuple(value))
+
     def to_json(self, *, whole: bool = False) -> dict[str, Any]:
-        """The JSON body with posts as columns. `whole`: with user and history even where there is a handle."""
-        named = ("user_id", "history", "context")
+        """The body, with posts as columns, for `encode`. `whole`: with user and history even where there is a handle. Raises Unsendable
+        for an item that is neither an Event or Candidate nor a mapping with its fields."""
+        handled = ("user_id", "history", "context")
         body: dict[str, Any] = (
             {"context": self.context}
             if self.context and not whole
-            else {"user_id": self.user_id, "history": _columns(Event, self.history or ())}
+            else {"user_id": self.user_id, "history": _columns(Event, self.history, "history")}
         )
         for field in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
             value = getattr(self, field.name)
             if field.name == "candidates":
-                body["candidates"] = _columns(Candidate, value)
-            elif field.name not in named and value is not None:
-                body[field.name] = _plain(value)
+                body["candidates"] = _columns(Candidate, value, "candidates")
+            elif field.name not in handled and value is not None:
+                body[field.name] = value
         return body
 
 
@@ -113,9 +126,13 @@ class Reply:
     def from_json(cls: type[R], body: Mapping[str, Any]) -> R:
         """Build it from a reply's body. Ignores unknown fields, which a later server may add."""
         name, kind = cls.ROWS
-        known = [field.name for field in fields(kind)]
+        values_of = itemgetter(*(field.name for field in fields(kind)))
         flat = {f"model_{part}": value for part, value in body.get("model", {}).items()} | dict(body)
-        flat[name] = [kind(*(row[field] for field in known)) for row in body[name]]
+        try:
+            flat[name] = [kind(*values_of(row)) for row in body[name]]
+        except KeyError:  # optional fields are left out
+            known = [field.name for field in fields(kind)]
+            flat[name] = [kind(**{field: row[field] for field in known if field in row}) for row in body[name]]
         return cls(**{field.name: flat[field.name] for field in fields(cls) if field.name in flat})  # type: ignore[arg-type]
 
 
@@ -179,7 +196,7 @@ class Explanation(Reply):
 
 @dataclass(frozen=True, slots=True)
 class RetrievedPost:
-    """A post of the corpus; `created_at` in Unix seconds, 0 if unknown."""
+    """A post of the corpus; `created_at` in Unix seconds, 0 if unknown; `codes`: content codes, empty if none of the posts has any."""
 
     post_id: str
     author_id: str
@@ -187,6 +204,7 @@ class RetrievedPost:
     rank: int
     created_at: int
     topics: list[str]
+    codes: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +264,11 @@ class RankerError(Exception):
         self.retry_after_seconds = retry_after_seconds
         self.errors = tuple(errors)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Its arguments are not those of Exception, from which pickle would make it again."""
+        named = (self.status, self.code, self.detail, self.request_id, self.retry_after_seconds, self.errors)
+        return type(self), named, self.__dict__
+
 
 class RequestRefused(RankerError):
     """The request itself is wrong, too large, or not allowed: the same one will be refused again."""
@@ -264,11 +287,18 @@ class DeadlineExceeded(RankerError):
 
 
 class ServerFault(RankerError):
-    """The service failed: a 500, or a reply that this service does not send."""
+    """The service failed."""
 
 
-def error_from(status: int, body: Any, request_id: str, retry_after_seconds: float | None = None) -> RankerError:
-    """The error that a problem reply means. `body` is its JSON, or anything else: a proxy may have answered.
+class UnexpectedReply(RankerError):
+    """The reply is none that this service sends: a redirect, a proxy's page, or another service's. `base_url` may be wrong."""
+
+
+def error_from(
+    status: int, body: Any, request_id: str, retry_after_seconds: float | None = None, unexpected: str = ""
+) -> RankerError:
+    """The error that a problem reply means. `body` is its JSON, or anything else: a proxy may have answered. `unexpected` is the detail
+    for a reply that this service does not send.
 
     A proxy sends 502 when a process died and 504 when one hangs, so another process may answer. The service's own 504 has a `code` and
     means that the deadline passed.
@@ -278,22 +308,38 @@ def error_from(status: int, body: Any, request_id: str, retry_after_seconds: flo
     kinds[412] = ContextUnknown if body.get("code") == "context_unknown" else RequestRefused
     kinds[504] = DeadlineExceeded if "code" in body else Unavailable
     kind = kinds.get(status, RequestRefused if 400 <= status < 500 else ServerFault)
+    if "code" not in body and status < 500 and status != 429:
+        kind = UnexpectedReply
     listed = body.get("errors")
     errors = (
         [(str(item.get("field")), str(item.get("message"))) for item in listed or () if isinstance(item, dict)]
         if isinstance(listed, list)
         else []
     )
-    detail = str(body.get("detail", "The reply is not from this service."))
+    detail = str(body.get("detail", unexpected))
     return kind(status, str(body.get("code", "unknown")), detail, request_id, retry_after_seconds, errors)
 
 
-def _columns(kind: type, posts: Sequence[Any]) -> dict[str, list[Any]]:
-    """One list for each field."""
-    return {field.name: [_plain(getattr(post, field.name)) for post in posts] for field in fields(kind)}
+def _columns(kind: type, posts: Any, place: str) -> dict[str, list[Any]]:
+    """One list for each field; codes are left out where no post has any. `place` names the posts in errors."""
+    try:
+        rows = [
+            post if isinstance(post, kind) else _post(kind, post, f"{place}[{row}]")
+            for row, post in enumerate(posts or ())
+        ]
+    except (TypeError, ValueError) as error:
+        if isinstance(error, Unsendable):
+            raise
+        raise Unsendable(place, f"must be a sequence of {kind.__name__}, not a {type(posts).__name__}") from error
+    columns = {field.name: list(map(attrgetter(field.name), rows)) for field in fields(kind)}
+    if not any(map(len, columns["codes"])):
+        del columns["codes"]
+    return columns
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+def _post(kind: type, post: Any, place: str) -> Any:
+    """A mapping as an Event or a Candidate. Raises Unsendable."""
+    names = [field.name for field in fields(kind)]
+    if isinstance(post, Mapping) and {"post_id", "author_id"} <= set(post) <= set(names):
+        return kind(**post)
+    raise Unsendable(place, f"must be {kind.__name__}(…), or a mapping with its fields: {', '.join(names)}")

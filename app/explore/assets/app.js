@@ -3,7 +3,8 @@
 import { call } from "./api.js";
 import { kept } from "./changes.js";
 import { draw, drawLists } from "./draw.js";
-import { words } from "./names.js";
+import { byId } from "./dom.js";
+import { AGAINST, words } from "./names.js";
 import { Past } from "./past.js";
 import { body, normal } from "./state.js";
 import { STORIES } from "./stories.js";
@@ -11,7 +12,6 @@ import { eventWith, liked } from "./timeline.js";
 
 const START_K = 500; // posts of the corpus: one author's may fill the first hundred
 const ONE_GESTURE_MS = 1500;
-const AGAINST = ["report", "block_author", "mute_author", "not_interested"];
 
 /** The state and all that changes it. `rank`, `explainSoon`, `keepLink` and `tell` are added by explore.js.
  * @type {App} */
@@ -39,7 +39,7 @@ export const app = /** @type {any} */ ({
   },
   /** The actions that speak against an author, of those that the checkpoint knows. */
   get negative() {
-    return AGAINST.filter((name) => this.actions.includes(name));
+    return Object.keys(AGAINST).filter((name) => this.actions.includes(name));
   },
   weights(side = this.state.side) {
     return this.state.sides[side].weights ?? this.info.weights;
@@ -170,7 +170,7 @@ export const app = /** @type {any} */ ({
     const met = new Set(this.request.candidates.map(({ post_id }) => post_id));
     const fresh = [...this.names.posts].find(([id]) => !met.has(id));
     const [post_id, { author_id, created_at }] = fresh ?? [String(1 + met.size), { author_id: "1", created_at: 0 }];
-    this.change("add post", `Added a post of ${this.names.author(author_id)}`, ({ candidates }) => candidates.push({ post_id, author_id, created_at }));
+    this.change("add post", `Added a post of ${this.names.author(author_id)}`, ({ candidates }) => candidates.push({ post_id, author_id, created_at, ...this.names.codes({ post_id }) }));
     this.gesture.key = "";
   },
 
@@ -190,7 +190,7 @@ export const app = /** @type {any} */ ({
     const [id, post] = [...this.names.posts].find(isNew) ?? [];
     const author = post?.author_id ?? Object.keys(this.names.authors).find((each) => this.names.authors[each].topic === topic);
     if (!author) return;
-    const event = id ? { post_id: id, author_id: author, actions: liked(this.actions), dwell_time: 12 } : eventWith(this, author, liked(this.actions));
+    const event = id ? { post_id: id, author_id: author, actions: liked(this.actions), dwell_time: 12, ...this.names.codes({ post_id: id }) } : eventWith(this, author, liked(this.actions));
     this.change(`like ${topic} ${this.request.history.length}`, `Liked a post about ${topic}, of ${this.names.author(author)}`, (request) => request.history.push(event));
   },
 
@@ -205,7 +205,7 @@ export const app = /** @type {any} */ ({
     }
     const actions = what === "report" ? { [this.negative[0]]: 1 } : liked(this.actions);
     const event = { post_id: post.post_id, author_id: post.author_id, actions, dwell_time: what === "report" ? 1 : 12 };
-    this.change(what, what === "report" ? `Reported ${who}` : `Liked the post of ${who}`, (request) => request.history.push(event));
+    this.change(what, what === "report" ? `${AGAINST[this.negative[0]].done} ${who}` : `Liked the post of ${who}`, (request) => request.history.push(event));
     this.gesture.key = "";
   },
 
@@ -246,6 +246,7 @@ export const app = /** @type {any} */ ({
   openSweep(name) {
     this.sweep = this.sweep === name ? "" : name;
     drawLists(this);
+    if (this.sweep) byId("sweep").scrollIntoView({ block: "nearest" }); // it may be far below a row whose “why” is open
   },
   withK(request) {
     return { k: Math.min(START_K, this.info.limits.max_retrieved), ...request };

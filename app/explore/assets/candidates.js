@@ -50,6 +50,7 @@ function drawPost(app, post, place, score, was) {
     authorChoice(app, `${key} author`, `Author of post ${short(post.post_id)}`, post.author_id, (id) =>
       edit(`Gave ${who}'s post another author`, (each) => (each.author_id = id))),
     h("label", { class: "soft" }, h("input", { type: "number", value: hours, disabled: !request.impression_ts, "data-key": `${key} age`, "aria-label": `Hours since the post of ${who}`, onchange: older }), " h old"),
+    names.coded(post) && h("span", { class: "soft number" }, names.coded(post)),
     button(`${key} up`, "↑", () => move(place - 1), { class: "quiet", "aria-label": `Move the post of ${who} up`, disabled: place === 0 }),
     button(`${key} down`, "↓", () => move(place + 1), { class: "quiet", "aria-label": `Move the post of ${who} down`, disabled: place === request.candidates.length - 1 }),
     button(`${key} remove`, "×", () => app.removeCandidate(place), { class: "quiet", "aria-label": `Remove the post of ${who}`, disabled: request.candidates.length < 2 }),

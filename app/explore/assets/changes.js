@@ -1,6 +1,6 @@
 // What an edit has changed: its caption, and how far two lists agree.
 
-import { many, number, ordinal, signed } from "./names.js";
+import { lower, many, number, ordinal, signed } from "./names.js";
 
 const FIRST = 10;
 
@@ -30,7 +30,6 @@ export function caption(did, before, posts, names) {
   );
 }
 
-const lower = (/** @type {string} */ text) => text[0].toLowerCase() + text.slice(1);
 const change = (/** @type {Shown} */ was, /** @type {Shown} */ post) => ({ post, was, score: post.score - was.score, places: was.place - post.place });
 
 /** @typedef {ReturnType<typeof change>} Change @param {Change} one @param {Change} other */ const bigger = (one, other) => {

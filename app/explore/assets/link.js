@@ -49,7 +49,7 @@ const SHAPE = {
   start: optional(isNumber),
 };
 const REQUEST = { user_id: isId, history: listOf(isObject), candidates: listOf(isObject), weights: optional(isNumbers), impression_ts: optional(isNumber) };
-const POST = { post_id: isId, author_id: isId, created_at: optional(isNumber), dwell_time: optional(isNumber) };
+const POST = { post_id: isId, author_id: isId, created_at: optional(isNumber), dwell_time: optional(isNumber), codes: optional(listOf(isNumber, 64)) };
 
 function check(/** @type {any} */ value, /** @type {Record<string, (value: any) => boolean>} */ shape, /** @type {string} */ name) {
   for (const [field, rule] of Object.entries(shape)) if (!rule(value[field])) throw new Error(`${name} has no valid “${field}”`);

@@ -8,7 +8,7 @@ export class Names {
     /** @type {Record<string, {name: string}>} */ this.titles = given?.posts ?? {};
     /** @type {string[]} */ this.surfaces = given?.surfaces ?? [];
     /** @type {string[]} */ this.topics = given?.topics ?? topics;
-    /** @type {Map<string, {author_id: string, topic?: string, created_at: number}>} */ this.posts = new Map();
+    /** @type {Map<string, {author_id: string, topic?: string, created_at: number, codes?: number[]}>} */ this.posts = new Map();
   }
 
   /** Remember what was said of posts. @param {any[]} posts */
@@ -17,8 +17,19 @@ export class Names {
       const known = this.posts.get(post.post_id);
       const topic = post.topics?.[0] ?? known?.topic ?? this.authors[post.author_id]?.topic;
       const created_at = post.created_at || known?.created_at || 0;
-      this.posts.set(post.post_id, { author_id: post.author_id, topic, created_at });
+      this.posts.set(post.post_id, { author_id: post.author_id, topic, created_at, ...codesOf(post, known) });
     }
+  }
+
+  /** The content codes of a post as a field of a request; none where they are not known. @param {{post_id: string, codes?: number[]}} post */
+  codes(post) {
+    return codesOf(post, this.posts.get(post.post_id));
+  }
+
+  /** The same for people: `codes 5 16 1`, or empty. @param {{post_id: string, codes?: number[]}} post */
+  coded(post) {
+    const { codes = [] } = this.codes(post);
+    return codes.length ? `codes ${codes.join(" ")}` : "";
   }
 
   author(/** @type {string} */ id) {
@@ -46,6 +57,12 @@ export class Names {
   }
 }
 
+/** @param {...({codes?: number[]} | undefined)} posts @returns {{codes?: number[]}} */
+function codesOf(...posts) {
+  const codes = posts.find((post) => post?.codes?.some(Boolean))?.codes;
+  return codes ? { codes } : {};
+}
+
 const MEANING = /** @type {Record<string, string>} */ ({
   vqv: "video quality view: the video was watched for long enough",
   dwell: "stayed on the post for a while",
@@ -63,16 +80,33 @@ export const meaning = (name) => MEANING[name] ?? words(name);
 /** The names of an event's actions, as a request has them. @param {string[] | Record<string, number>} actions */
 export const taken = (actions) => (Array.isArray(actions) ? actions : Object.keys(actions)).map(words).join(", ");
 
-/** Seconds → `3 h`, `2 d`. @param {number} seconds */
+const DAY = 86400;
+
+/** Seconds → `3 h`, `2 d`, `21 y`. @param {number} seconds */
 export function span(seconds) {
   const size = Math.abs(seconds);
   if (size < 3600) return `${Math.round(size / 60)} min`;
-  return size < 2 * 86400 ? `${Math.round(size / 3600)} h` : `${Math.round(size / 86400)} d`;
+  if (size < 2 * DAY) return `${Math.round(size / 3600)} h`;
+  return size < 730 * DAY ? `${Math.round(size / DAY)} d` : `${Math.round(size / (365.25 * DAY))} y`;
 }
 
-/** Numbers that line up, with a real minus. @param {number} value */
-export const number = (value, digits = 2) => value.toFixed(digits).replace("-", "−");
-export const signed = (/** @type {number} */ value, digits = 2) => (value > 0 ? "+" : "") + number(value, digits);
+/** Numbers that line up, with a real minus, and none before a zero. @param {number} value */
+export function number(value, digits = 2) {
+  const text = value.toFixed(digits);
+  return Number(text) === 0 ? text.replace("-", "") : text.replace("-", "−");
+}
+export const signed = (/** @type {number} */ value, digits = 2) => (Number(value.toFixed(digits)) > 0 ? "+" : "") + number(value, digits);
+/** A sentence's beginning within another sentence; names keep their capitals. @param {string} text */
+export const lower = (text) => text[0].toLowerCase() + text.slice(1);
+
+/** Actions against an author: what a button says, what has happened then, the title of a story about it.
+ * @type {Record<string, {verb: string, done: string, title: string}>} */
+export const AGAINST = {
+  report: { verb: "report", done: "Reported", title: "A report" },
+  block_author: { verb: "block", done: "Blocked", title: "A block" },
+  mute_author: { verb: "mute", done: "Muted", title: "A mute" },
+  not_interested: { verb: "not interested", done: "Said “not interested” to", title: "Not interested" },
+};
 export const percent = (/** @type {number} */ share) => (share < 0.0005 ? "<0.1 %" : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`);
 /** 1 → `1st`. @param {number} place */
 export function ordinal(place) {

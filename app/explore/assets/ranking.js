@@ -1,7 +1,7 @@
 // One ranked list: a row a post, moved rather than made anew, so that a person sees what an event does.
 
 import { animated, button, h } from "./dom.js";
-import { number, percent, short, signed, span, words } from "./names.js";
+import { AGAINST, number, percent, short, signed, span, words } from "./names.js";
 import { details } from "./why.js";
 
 const HIGH = 22; // of the bars, in their own units
@@ -133,10 +133,13 @@ class Row {
     this.topic.textContent = topic ?? "";
     this.topic.hidden = !topic;
     this.topic.style.setProperty("--hue", String(names.hue(topic)));
-    this.about.textContent = age(post, view.impression) || `post ${short(post.post_id)}`;
+    const coded = names.coded(post);
+    this.about.textContent = [age(post, view.impression) || `post ${short(post.post_id)}`, coded].filter(Boolean).join(" · ");
     const found = post.retrieval_rank ? `, rank ${post.rank} of all, retrieved as ${post.retrieval_rank}` : "";
-    this.about.title = `post ${post.post_id}, author ${post.author_id}${found}`;
-    const says = ["Like a post of", "Report", "Why is this post here:"];
+    this.about.title = `post ${post.post_id}, author ${post.author_id}${found}${coded && `, ${coded}`}`;
+    const verb = AGAINST[view.disliked ?? ""]?.verb ?? "";
+    this.report.textContent = verb;
+    const says = ["Like a post of", verb && verb[0].toUpperCase() + verb.slice(1), "Why is this post here:"];
     [this.like, this.report, this.why].forEach((each, at) => each.setAttribute("aria-label", `${says[at]} ${author}`));
     this.report.hidden = !view.disliked;
     this.score.textContent = number(post.score, 3);

@@ -12,7 +12,7 @@ function question(app, side) {
   const open = shown.findIndex(({ key }) => key === app.state.open);
   const posts = [...new Set([...shown.slice(0, MOST), ...shown.slice(open, open + 2)])];
   const { sent } = app.replies[side];
-  const few = posts.map(({ post_id, author_id, created_at = 0 }) => ({ post_id, author_id, created_at }));
+  const few = posts.map((post) => ({ post_id: post.post_id, author_id: post.author_id, created_at: post.created_at ?? 0, ...app.names.codes(post) }));
   return { posts, request: without({ ...sent, candidates: sent.candidates ?? few }, FOR_RETRIEVAL), open: shown[open] };
 }
 

@@ -1,11 +1,13 @@
 // Where the page begins: three stories out of the checkpoint's example, each with one thing to try.
 
+import { AGAINST } from "./names.js";
+
 /** A story of the example: its title, what it says, the request, what to try (null once it is done).
  * @type {Record<string, Story>} */
 export const STORIES = {
   __proto__: null, // a name in a link is no property of every object
   report: {
-    title: "A report",
+    title: (app) => AGAINST[disliked(app, app.start)].title,
     text: (app, request) => `${app.names.user(request.user_id)}, has ${against(app, request).join(" an author. Remove ")}, and see what it cost that author's posts.`,
     make: (app, example) => (reported(app, example) < 0 ? null : example),
     done: "That was the story. Undo brings it back (Ctrl+Z); “why” says what moved a post; the next story is a link away.",
@@ -17,7 +19,7 @@ export const STORIES = {
     },
   },
   taste: {
-    title: "A new taste",
+    title: () => "A new taste",
     text: (app) => `Of this user the model knows four events and no id. Like a post about ${lastTopic(app)}, and see whose posts rise.`,
     make: (app, example) => {
       const history = example.history.filter(({ actions }) => !app.negative.some((name) => name in actions)).slice(-4);
@@ -31,7 +33,7 @@ export const STORIES = {
     },
   },
   unknown: {
-    title: "An unknown user",
+    title: () => "An unknown user",
     text: ({ names, start }) => `Nobody is signed in, and nothing has been read yet. Say that it is ${names.user(start.user_id)}: the id alone moves the posts.`,
     make: (_, example) => ({ ...example, user_id: "0", history: [] }),
     done: "Now the model knows who it is, and still nothing of what they read: add an event, or like a topic.",
@@ -46,11 +48,14 @@ export const STORIES = {
 /** @param {App} app @param {Side} request the place of the newest event that speaks against its author, or −1 */
 const reported = (app, request) => request.history.findLastIndex(({ actions }) => app.negative.some((name) => name in actions));
 
-const AGAINST = /** @type {Record<string, string[]>} */ ({
+/** @param {App} app @param {Side} request the action of that event */
+const disliked = (app, request) => app.negative.find((name) => name in (request.history[reported(app, request)]?.actions ?? {})) ?? "report";
+
+const TOLD = /** @type {Record<string, string[]>} */ ({
   report: ["reported", "the report"], block_author: ["blocked", "the block"], mute_author: ["muted", "the mute"], not_interested: ["turned down", "“not interested”"],
 });
 /** @param {App} app @param {Side} request what that event did, and what to remove @returns {string[]} */
-const against = (app, request) => AGAINST[app.negative.find((name) => name in request.history[reported(app, request)].actions) ?? "report"];
+const against = (app, request) => TOLD[disliked(app, request)];
 
 /** @param {App} app @returns {string | undefined} the topic of the example's last post */
 const lastTopic = (app) => app.start.candidates.length ? app.names.topic(app.start.candidates[app.start.candidates.length - 1]) : undefined;

@@ -105,7 +105,7 @@ function drawEvent(/** @type {App} */ app, /** @type {Event_} */ event, /** @typ
     h("option", { value: "" }, "+"),
     app.actions.filter((name) => !(name in event.actions)).map((name) => h("option", { value: name }, words(name))),
   );
-  const about = [event.dwell_time ? `${event.dwell_time} s` : "", names.surfaces[event.product_surface ?? 0] ?? ""].filter(Boolean).join(" · ");
+  const about = [event.dwell_time ? `${event.dwell_time} s` : "", names.surfaces[event.product_surface ?? 0] ?? "", names.coded(event)].filter(Boolean).join(" · ");
   const press = (/** @type {string} */ what, /** @type {string} */ sign, /** @type {string} */ label, /** @type {() => void} */ act, off = false) =>
     button(`${key} ${what}`, sign, act, { class: `quiet ${what}`, "aria-label": label, disabled: off });
   const isTried = tried(hint, "event", String(place));
@@ -134,7 +134,7 @@ export function eventWith(app, author, actions) {
   const met = new Set(app.request.history.map((event) => event.post_id));
   const theirs = [...app.names.posts].filter(([, post]) => post.author_id === author).map(([id]) => id);
   const post = theirs.find((id) => !met.has(id)) ?? theirs[0] ?? author;
-  return { post_id: post, author_id: author, actions, dwell_time: actions.dwell ? 12 : 0 };
+  return { post_id: post, author_id: author, actions, dwell_time: actions.dwell ? 12 : 0, ...app.names.codes({ post_id: post }) };
 }
 
 /** @param {string[]} known @returns {Record<string, number>} */

@@ -2,6 +2,7 @@
 
 import { useKey } from "./api.js";
 import { button, byId, check, choice, h, rebuild } from "./dom.js";
+import { lower } from "./names.js";
 import { asCurl, asPython, parse } from "./state.js";
 import { STORIES } from "./stories.js";
 
@@ -32,7 +33,7 @@ export function drawTools(/** @type {App} */ app) {
 export function drawStory(app) {
   const { state } = app;
   const told = STORIES[state.story];
-  const links = Object.keys(STORIES).filter((name) => app.story(name)).map((name) => link(name, STORIES[name].title, state.story === name));
+  const links = Object.keys(STORIES).filter((name) => app.story(name)).map((name) => link(name, STORIES[name].title(app), state.story === name));
   const corpus = app.canRetrieve && link("corpus", `All ${app.info.retrieval.corpus.posts} posts`, state.story === "corpus");
   rebuild(byId("stories"), [...links, corpus]);
   const hint = app.hint();
@@ -45,7 +46,7 @@ export function drawStory(app) {
       : state.story === "own"
         ? "This checkpoint carries no example: the ids are made up, the weights are its own defaults."
         : "A request of your own.";
-  rebuild(byId("hint"), [hint && button("try", `Try it: ${hint.text.toLowerCase()}`, hint.act, { id: "try", class: "main" })]);
+  rebuild(byId("hint"), [hint && button("try", `Try it: ${lower(hint.text)}`, hint.act, { id: "try", class: "main" })]);
 }
 
 /** @param {string} name @param {string} text @param {boolean} isOpen */
@@ -56,7 +57,7 @@ export function drawSource(/** @type {App} */ app) {
   const hasBoth = app.canRetrieve && state.sides.some((request) => request.candidates.length);
   rebuild(byId("source"), [
     state.source === "recommend" && check("one", "best of each author", state.onePer, (on) => app.onePerAuthor(on)),
-    hasBoth && choice("Posts", [["rank", `these ${app.request.candidates.length} posts`], ["recommend", "all posts"]], state.source, (source) => app.from(source)),
+    hasBoth && choice("Posts", [["rank", app.request.candidates.length === 1 ? "this post" : `these ${app.request.candidates.length} posts`], ["recommend", "all posts"]], state.source, (source) => app.from(source)),
   ]);
 }
 

@@ -17,6 +17,7 @@ from model.batch import hash_rows
 from model.config import ModelConfig
 from model.engine import EngineError
 from model.layers import MASKED, activate
+from model.ranker import code_embeddings
 from model.split.kernels.contract import Kernels, Step, Tables, shape_name, softmax_shift
 from model.split.step import CANDIDATE, HISTORY, TILE_ROWS, USER, ContextState
 from model.split.weights import NormWeights, TokenWeights
@@ -63,6 +64,8 @@ class PortableKernels(Kernels):
                     out += tokens.surfaces[kind][_padded(step.arrays.row("surface")[tile]).long()]
                 if kind == CANDIDATE and self.config.has_post_age:
                     out += tokens.ages[_padded(step.arrays.row("age")[tile]).long()]
+                if kind != USER and self.config.code_levels:
+                    out += code_embeddings(_padded(step.arrays.codes[tile]).long(), tokens.codes[kind], self.config)
                 residual[tile] = out[: tile.stop - first]
 
     def _embedded(self, step: Step, tables: Tables, tile: slice, kind: int) -> Tensor:

@@ -89,11 +89,12 @@ def tile_of_kind(counts, tile, TILE_ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["surface_count"])
 def project_tiles(
-    inputs, inputs_stride, projection, surfaces, ages, out, counts, rows, candidate_in, history_in, user_in, out_columns,
-    surface_count, WHOLE_IN: tl.constexpr, WHOLE_OUT: tl.constexpr, HAS_AGES: tl.constexpr, PRECISION: tl.constexpr,
+    inputs, inputs_stride, projection, surfaces, ages, code_table, out, counts, rows, codes, candidate_in, history_in, user_in,
+    out_columns, surface_count, WHOLE_IN: tl.constexpr, WHOLE_OUT: tl.constexpr, HAS_AGES: tl.constexpr,
+    CODE_LEVELS: tl.constexpr, CODE_VALUES: tl.constexpr, PRECISION: tl.constexpr,
     WIDEN: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
 ):  # fmt: skip
-    """`token = inputs @ projection of its kind + surface + age`, see `TokenWeights`; out fp32 `[rows, D]`.
+    """`token = inputs @ projection of its kind + surface + age + codes`, see `TokenWeights`; out fp32 `[rows, D]`. CODE_LEVELS 0: no codes.
 
     One program per tile of rows of one kind and of columns, over the whole inner axis: see `product.multiply_tiles`.
     """
@@ -117,4 +118,11 @@ def project_tiles(
         if kind == 0:
             age = tl.load(record + AGE, mask=there, other=0)
             total += tl.load(ages + age[:, None] * out_columns + columns[None, :], mask=wide[None, :])
+    if CODE_LEVELS > 0:  # noqa: SIM102
+        if kind < 2:
+            for level in range(CODE_LEVELS):
+                code = tl.load(codes + places * CODE_LEVELS + level, mask=there, other=0)
+                code_row = kind * (CODE_LEVELS * CODE_VALUES) + level * CODE_VALUES + code - 1
+                vector = code_table + code_row[:, None].to(tl.int64) * out_columns + columns[None, :]
+                total += tl.load(vector, mask=(code != 0)[:, None] & wide[None, :], other=0.0)
     tl.store(out + places[:, None] * out_columns + columns[None, :], total, mask=there[:, None] & wide[None, :])

@@ -25,6 +25,7 @@ from app.telemetry.metrics import Metrics
 from loadtest.server import DEMO, POSTS, TOWERS
 from tests.support import rankers
 from tests.support.bodies import good
+from tests.support.processes import fronting
 
 BODY = json.dumps(good()).encode()
 JSON = {"content-type": "application/json"}
@@ -82,21 +83,23 @@ def ready(
 ) -> Iterator[Live]:
     """A ready server of these settings, by default around the ranker that they describe."""
     ranker = ranker or create_ranker(settings, Metrics())
-    sockets, sides = server.bind(settings.host, settings.port), server.side_ports(settings, ranker)
-    running = server.Server(create_app(settings, ranker), sockets, ranker, settings)
+    sockets = server.bind(settings.host, settings.port)
+    with fronting(ranker) as front:
+        sides = server.side_ports(settings, ranker) if front is ranker else []
+        running = server.Server(create_app(settings, front), sockets, front, settings)
 
-    def run() -> None:
-        with asyncio.Runner(loop_factory=loop) as runner:
-            runner.run(server.serve(running, sides))
+        def run() -> None:
+            with asyncio.Runner(loop_factory=loop) as runner:
+                runner.run(server.serve(running, sides))
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        until(lambda: running.started and ranker.health().ready, 100)  # the first one may compile the kernels
-        yield Live(sockets[0].getsockname()[1], ranker, running)
-    finally:
-        running.should_exit = True
-        thread.join(30)
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            until(lambda: running.started and front.health().ready, 100)  # the first one may compile the kernels
+            yield Live(sockets[0].getsockname()[1], ranker, running)
+        finally:
+            running.should_exit = True
+            thread.join(30)
 
 
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:

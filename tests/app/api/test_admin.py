@@ -26,6 +26,8 @@ from app.settings import Admin, Retrieval
 from tests.support import corpora, rankers
 from tests.support.fakes import Gate, load_by_name
 
+pytestmark = pytest.mark.one_process("the admin ports are in the process that has the engine")
+
 TOKEN = "correct horse"
 GOOD = {"host": "localhost:9000", "authorization": f"Bearer {TOKEN}"}
 ADMIN: dict[str, Any] = {"port": 0, "token_sha256": hashlib.sha256(TOKEN.encode()).hexdigest()}
@@ -189,7 +191,7 @@ def test_other_paths_and_methods_are_not_there(running: Running) -> None:
 
 def test_without_a_corpus_there_is_nothing_to_change(running: Running) -> None:
     for status, reply in (change(running[0], delete=[1]), reload(running[0], {"corpus": "v1"})):
-        assert (status, reply["code"]) == (503, "corpus_not_loaded")
+        assert (status, reply["code"]) == (404, "no_corpus")
 
 
 def test_posts_are_changed(retrieval: Running) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import pty
@@ -17,25 +18,13 @@ from typing import Any
 import pytest
 import typer
 
-from app.cli import OF_WEIGHTS, PROGRAM, cli, with_demo
+from app.cli import OF_WEIGHTS, PROGRAM, cli
 from loadtest.machine import ROOT
 from loadtest.server import DEMO
 from weights import command_line
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.one_process("it is about the command line")]
 COMMAND = (sys.executable, "-c", "from app.cli import main; main()")
-
-
-def test_without_a_checkpoint_the_demo_and_its_posts_are_served() -> None:
-    demo, towers, posts = (str(ROOT / "weights" / name) for name in ("demo", "demo-towers", "demo-posts"))
-    both = ["--retrieval.checkpoint", towers, "--retrieval.corpus", posts]
-    assert with_demo([], {}) == ["--checkpoint", demo, *both]
-    assert with_demo(["--port", "1"], {}) == ["--port", "1", "--checkpoint", demo, *both]
-    assert with_demo(["mine", "--port", "1"], {}) == ["--checkpoint", "mine", "--port", "1"]
-    assert with_demo(["--checkpoint=mine"], {}) == ["--checkpoint=mine"]
-    assert with_demo([], {"RANKER_CHECKPOINT": "mine"}) == []
-    assert with_demo(["--retrieval.corpus=c"], {}) == ["--retrieval.corpus=c", "--checkpoint", demo]
-    assert with_demo([], {"RANKER_RETRIEVAL__CHECKPOINT": "t"}) == ["--checkpoint", demo]
 
 
 def test_the_help_lists_what_the_commands_say_of_themselves_without_importing_them() -> None:
@@ -60,6 +49,11 @@ def test_the_help_lists_what_the_commands_say_of_themselves_without_importing_th
 SLIPS: list[tuple[list[str], int, str]] = [
     (["serve", "--nonsense"], 2, "--nonsense is not a setting; the nearest one is --"),
     (["serve", "--port", "x"], 2, "RANKER_PORT"),
+    (["serve", "s3://models/v42"], 2, "s3://models/v42 is an address, and only a folder can be served: phoenix-ranker fetch s3:"),
+    (["serve", "hf://a/b"], 2, "phoenix-ranker fetch hf://a/b --out DIR"),
+    (["serve", "~/v42"], 2, "~/v42 begins with ~, which only a shell replaces"),
+    (["serve", "--retrieval.corpus", "gs://a/b"], 2, "phoenix-ranker fetch gs://a/b --out DIR"),
+    (["serve", "--config", "nowhere.toml"], 2, "nowhere.toml cannot be read: No such file or directory"),
     (["serve", "nowhere"], 1, f'{{"reason":"{ROOT}/nowhere is not a checkpoint: it has no manifest.json; phoenix-ranker '
      "serve without a checkpoint serves the demo"),
     (["serve", 256 * "x"], 1, "xx cannot be read: File name too long"),
@@ -73,6 +67,9 @@ COMPLETE = {"_PHOENIX_RANKER_COMPLETE": "complete_bash"}
 CALLS: dict[str, tuple[list[str], dict[str, str]]] = {
     **{" ".join(words): (words, {}) for words, *_ in SLIPS},
     "info": (["info", "--json"], {}),
+    "version": (["--version"], {}),
+    "help of serve": (["serve", "--help"], {}),
+    "help of fetch": (["fetch", "--help"], {}),
     "info of the demo": (["info", str(DEMO), "--json"], {}),
     "info of posts": (["info", str(ROOT / "weights/demo-posts"), "--json"], {}),
     "a command": ([], {**COMPLETE, "COMP_CWORD": "1", "COMP_WORDS": f"{PROGRAM} co"}),
@@ -132,6 +129,21 @@ def test_info_tells_of_this_installation_and_of_a_checkpoint(ended: Ended) -> No
     assert here["ranker kernel"] == "compiled at the first start"  # a checkout has no compiled kernels
     assert json.loads(ended["info of the demo"][1])["name"] == "demo"
     assert json.loads(ended["info of posts"][1])["posts"] > 1000
+
+
+def test_the_version_is_printed(ended: Ended) -> None:
+    assert ended["version"] == (0, f"phoenix-ranker {importlib.metadata.version('phoenix-ranking-server')}\n", "")
+
+
+def test_the_help_of_serve_looks_like_that_of_the_others(ended: Ended) -> None:
+    shown, other = ended["help of serve"][1], ended["help of fetch"][1]
+    assert ended["help of serve"][0] == 0
+    assert "Usage: phoenix-ranker serve [OPTIONS] [CHECKPOINT]" in shown
+    for frame in ("╭─ Arguments ─", "╭─ Options ─"):
+        assert frame in shown
+        assert frame in other
+    assert re.search(r"^╭─ Queue ─", shown, re.M)
+    assert re.search(r"--queue\.max-requests +<int> +Most requests", shown)
 
 
 def test_a_shell_completes_commands_and_options(ended: Ended) -> None:

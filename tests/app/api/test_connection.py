@@ -10,8 +10,10 @@ import socket
 import struct
 import subprocess
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvicorn
@@ -22,6 +24,8 @@ from app.api import connection
 from tests.app.api.live import BODY, Live, head, listening, read_reply, until
 from tests.support.bodies import good
 from tests.support.fakes import FakeEngine, Gate
+
+pytestmark = pytest.mark.one_process("it is about the HTTP side alone")
 
 UPGRADE = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAAQCAAAAAAIAAAAA"}
 NC, JAVA = shutil.which("nc"), shutil.which("java")
@@ -39,7 +43,10 @@ def test_what_is_relied_on_is_as_it_was_in_this_minor_version_of_uvicorn() -> No
     overridden = {
         name for name, value in vars(connection.Connection).items() if inspect.isfunction(value) and name[:2] != "__"
     }
-    assert overridden - vars(HttpToolsProtocol).keys() == {"decline_upgrade", "probe"}
+    assert overridden - vars(HttpToolsProtocol).keys() == {
+        "decline_upgrade", "probe", "parse", "parse_soon", "is_over", "next_piece", "feed", "close", "linger", "leave",
+        "has_closed", "has_event", "is_gone"
+    }  # fmt: skip
     source = inspect.getsource(inspect.getmodule(HttpToolsProtocol))  # type: ignore[arg-type]
     for name in (
         "self.pipeline", "self.flow", "read_paused", "self.tasks", "self.timeout_keep_alive_task", "response_started",
@@ -176,12 +183,11 @@ def test_a_caller_that_goes_away_within_its_body_is_counted(live: Live) -> None:
     [
         head(headers={f"x-{number}": "1" for number in range(101)}),
         head(headers={"x-long": 33_000 * "a"}),
-        head(path="/" + 33_000 * "a"),
         b"POST /rank HTTP/1.1\r\nx-long: " + 600_000 * b"a",  # a header that does not end
         b"POST /rank HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: "
         + 600_000 * b"a",  # nor a trailer
     ],
-    ids=["count", "value", "path", "endless", "trailer"],
+    ids=["count", "value", "endless", "trailer"],
 )
 def test_more_headers_than_anybody_needs_are_refused(live: Live, sent: bytes) -> None:
     with live.connect() as client:
@@ -285,3 +291,165 @@ def test_a_caller_that_writes_all_before_it_reads_gets_its_413(live: Live) -> No
                 client.sendall(2**20 * b" ")
             status, _, body = read_reply(client)
             assert (status, json.loads(body)["code"]) == (413, "too_large")
+
+
+HEAD = b"POST /rank HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+GET = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+class Wire(asyncio.Transport):
+    """A connection's transport that keeps what is written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.is_paused = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += data
+
+    def pause_reading(self) -> None:
+        self.is_paused = True
+
+    def resume_reading(self) -> None:
+        self.is_paused = False
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write_eof(self) -> None: ...
+
+
+async def turns_of(sent: bytes, rest: bytes = b"") -> tuple[int, Wire]:
+    """How often others had a turn while one read was parsed, which follows the head of a request; the transport after that."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    config = uvicorn.Config(
+        app, http=connection.Connection, ws="none", lifespan="off", log_config=None, access_log=False
+    )
+    config.load()
+    one, wire = connection.Connection(config=config, server_state=connection.PortState(), app_state={}), Wire()
+    one.connection_made(wire)
+    one.data_received(sent)
+    one.data_received(rest)
+    turns = 0
+    while wire.is_paused:
+        await asyncio.sleep(0)
+        turns += 1
+    return turns, wire
+
+
+@pytest.mark.parametrize("size", [8, 16, 100])
+def test_others_have_turns_while_tiny_chunks_are_parsed(size: int) -> None:
+    chunk = b"%x\r\n%b\r\n" % (size, size * b"a")
+    chunks = 250_000 // len(chunk)
+    turns, wire = asyncio.run(turns_of(CHUNKED, chunk * chunks + b"0\r\n\r\n"))
+    assert turns > chunks / 1000
+    assert wire.written.startswith(b"HTTP/1.1 200 OK")
+
+
+def test_large_pieces_take_few_turns() -> None:
+    chunk = b"%x\r\n%b\r\n" % (32_000, 32_000 * b"a")
+    for start, body in (
+        (CHUNKED, 7 * chunk + b"0\r\n\r\n"),
+        (HEAD + b"content-length: 250000\r\n\r\n", 250_000 * b"a"),
+    ):
+        turns, wire = asyncio.run(turns_of(start, body))
+        assert turns < 20
+        assert wire.written.startswith(b"HTTP/1.1 200 OK")
+
+
+def test_others_have_turns_between_pipelined_requests() -> None:
+    turns, wire = asyncio.run(turns_of(GET * 2000))
+    assert turns >= 1999
+    assert wire.written.count(b"HTTP/1.1 200 OK") == 2000
+
+
+def test_pipelined_requests_take_little_memory(live: Live) -> None:
+    sent = GET * 4000
+    tracemalloc.start()
+    try:
+        with live.connect() as client:
+            before = tracemalloc.get_traced_memory()[0]
+            client.sendall(sent)
+            replies = 0
+            while replies < 3000:
+                replies += client.recv(2**16).count(b"HTTP/1.1 200 OK")
+        peak = tracemalloc.get_traced_memory()[1] - before
+        assert peak < 4 * len(sent)
+    finally:
+        tracemalloc.stop()
+
+
+def test_every_pipelined_request_is_answered(live: Live) -> None:
+    framed = CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    requests = [GET, head() + BODY, framed, head(headers=UPGRADE) + BODY] * 20
+    for size in (7, 1000, 10**6):
+        sent = b"".join(requests)
+        with live.connect() as client, client.makefile("rb") as file:
+            for start in range(0, len(sent), size):
+                client.sendall(sent[start : start + size])
+            bodies = []
+            for _ in requests:
+                assert file.readline() == b"HTTP/1.1 200 OK\r\n"
+                headers = dict(line.lower().split(b": ") for line in iter(lambda: file.readline().strip(), b""))
+                bodies.append(file.read(int(headers[b"content-length"])))
+            assert [b"alive" in body for body in bodies] == [True, False, False, False] * 20
+
+
+def test_a_body_of_one_byte_chunks_is_refused(live: Live) -> None:
+    with live.connect() as client:
+        client.sendall(CHUNKED + b"1\r\n \r\n" * 2000)
+        assert read_reply(client)[0] == 400
+        assert is_cut(client)
+
+
+@pytest.mark.parametrize("body", ["chunks", "a length"])
+def test_the_connection_of_a_refused_body_ends_soon(body: str) -> None:
+    loop = Ahead()
+    with listening(loop=lambda: loop, auth={"keys": {"feed": "ab" * 32}}) as live, live.connect() as client:
+        client.sendall(CHUNKED if body == "chunks" else HEAD + b"content-length: 1000000\r\n\r\n")
+        piece = b"400\r\n" + 1024 * b" " + b"\r\n"
+        client.sendall(piece * 100)
+        status, headers, _ = read_reply(client)
+        assert (status, headers["connection"]) == (401, "close")
+        assert client.recv(1) == b""  # the server writes no more, but takes what is still on its way
+        client.sendall(piece * 100)
+        loop.seconds += 6
+        until(lambda: not live.server.server_state.connections)
+
+
+def test_a_small_refused_body_leaves_the_connection_open() -> None:
+    with listening(auth={"keys": {"feed": "ab" * 32}}) as live, live.connect() as client:
+        for _ in range(3):
+            client.sendall(head() + BODY)
+            assert read_reply(client)[0] == 401
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /livez HTTP/1.1\r\nhost: localhost\r\nhost: localhost\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\n\r\n",
+    ],
+    ids=["two", "none"],
+)
+def test_a_request_has_one_host(live: Live, sent: bytes) -> None:
+    with live.connect() as client:
+        client.sendall(sent)
+        assert read_reply(client)[0] == 400
+
+
+@pytest.mark.parametrize("connection", ["close, Upgrade, HTTP2-Settings", "Upgrade, Close"])
+def test_close_beside_an_upgrade_closes(live: Live, connection: str) -> None:
+    with live.connect() as client:
+        client.sendall(head(headers=UPGRADE | {"connection": connection}) + BODY)
+        status, headers, _ = read_reply(client)
+        assert (status, headers["connection"]) == (200, "close")
+        assert client.recv(1) == b""

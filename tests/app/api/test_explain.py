@@ -15,7 +15,6 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
-from starlette.testclient import TestClient
 
 from app.errors import DeadlineExceeded
 from app.main import create_app
@@ -27,6 +26,7 @@ from tests.support import rankers
 from tests.support.asgi import ADDRESS, served
 from tests.support.bodies import good, in_columns
 from tests.support.fakes import CONFIG, FakeEngine, Gate, fake_loader
+from tests.support.replies import CheckedClient
 
 pytestmark = pytest.mark.anyio
 
@@ -35,32 +35,32 @@ def question(**changes: Any) -> dict[str, Any]:
     return good(**({"explain": [90, "9223372036854775809"]} | changes))
 
 
-def real(path: Path, **groups: Any) -> Iterator[TestClient]:
+def real(path: Path, **groups: Any) -> Iterator[CheckedClient]:
     """A service around a small published ranker whose weights are not zero."""
     app = create_app(Settings(checkpoint=path, threads=1, **groups))
-    with TestClient(app, base_url=ADDRESS) as client:
+    with CheckedClient(app, base_url=ADDRESS) as client:
         until(lambda: client.get("/readyz").status_code == 200, 120)
         yield client
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedClient]:
     yield from real(imported("phoenix-mini", tmp_path_factory.mktemp("explain") / "ranker"))
 
 
 @pytest.fixture(scope="module", params=[("phoenix-right-anchored", "shared"), ("phoenix-mini", "sequential")])
-def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedClient]:
     name, positions = request.param
     path = imported(name, tmp_path_factory.mktemp("explain") / "ranker", history_length=6)
     yield from real(path, candidate_positions=positions)
 
 
-def figure(client: TestClient, series: str) -> float:
+def figure(client: CheckedClient, series: str) -> float:
     lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith(series + " ")]
     return float(lines[0].rsplit(" ", 1)[1]) if lines else 0.0
 
 
-def asked(client: TestClient, history: int = 0, candidates: int = 9) -> dict[str, Any]:
+def asked(client: CheckedClient, history: int = 0, candidates: int = 9) -> dict[str, Any]:
     """A request of so many events, by default more than the window holds, in this checkpoint's words."""
     info = client.get("/info").json()
     generator = np.random.default_rng(5)
@@ -79,14 +79,14 @@ def asked(client: TestClient, history: int = 0, candidates: int = 9) -> dict[str
     return {"user_id": ids(), "history": events, "candidates": posts, "weights": weights}
 
 
-def rank(client: TestClient, body: dict[str, Any]) -> list[dict[str, Any]]:
+def rank(client: CheckedClient, body: dict[str, Any]) -> list[dict[str, Any]]:
     reply = client.post("/rank", json={name: value for name, value in body.items() if name != "explain"})
     assert reply.status_code == 200, reply.text
     rows: list[dict[str, Any]] = reply.json()["candidates"]
     return rows
 
 
-def test_every_change_has_the_bits_of_two_rankings(either: TestClient) -> None:
+def test_every_change_has_the_bits_of_two_rankings(either: CheckedClient) -> None:
     """Brute force: delete the event, ask /rank. The window moves with it, and older events come into sight."""
     body = asked(either)
     body["explain"] = [body["candidates"][place]["post_id"] for place in (4, 0, 7)]
@@ -116,7 +116,7 @@ def test_every_change_has_the_bits_of_two_rankings(either: TestClient) -> None:
         assert all(change["events"]["score"]), "each of these events matters, padding by its place"
 
 
-def test_attention_adds_up_to_one_and_is_the_candidates_own(client: TestClient) -> None:
+def test_attention_adds_up_to_one_and_is_the_candidates_own(client: CheckedClient) -> None:
     body = asked(client, history=6)
     architecture = client.get("/info").json()["architecture"]
     everyone = [post["post_id"] for post in body["candidates"]]
@@ -139,7 +139,7 @@ def test_attention_adds_up_to_one_and_is_the_candidates_own(client: TestClient) 
     )
 
 
-def test_contexts_of_explanations_are_not_cached(client: TestClient) -> None:
+def test_contexts_of_explanations_are_not_cached(client: CheckedClient) -> None:
     """The control is /rank, whose context is."""
     body = asked(client, history=7)
     body["explain"] = [body["candidates"][0]["post_id"]]
@@ -157,7 +157,7 @@ def test_contexts_of_explanations_are_not_cached(client: TestClient) -> None:
     assert 0 < one <= entries() - before - one, "the context of the request itself, and no other"
 
 
-def test_a_reply_keeps_to_the_contract_and_to_the_wishes(client: TestClient) -> None:
+def test_a_reply_keeps_to_the_contract_and_to_the_wishes(client: CheckedClient) -> None:
     body = asked(client, history=4) | {"request_id": "page-7", "top_k": 1, "reply": "columns"}
     body |= {"explain": [body["candidates"][1]["post_id"]] * 2, "actions_wanted": ["2", "0"]}
     reply = client.post("/explain", json=body)
@@ -187,14 +187,14 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
 
 
 @pytest.fixture(scope="module")
-def fake() -> Iterator[TestClient]:
+def fake() -> Iterator[CheckedClient]:
     with served() as (client, _):
         yield client
 
 
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("columnar", [False, True])
-def test_what_is_wrong_is_named(fake: TestClient, name: str, columnar: bool) -> None:
+def test_what_is_wrong_is_named(fake: CheckedClient, name: str, columnar: bool) -> None:
     changes, status, field = WRONG[name]
     body = question(**changes)
     if columnar and name != "a bad candidate":

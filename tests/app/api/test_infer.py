@@ -223,8 +223,8 @@ def test_methods_are_those_of_the_protocol(http: httpx.Client) -> None:
 
 
 def test_a_drain_ends_readiness() -> None:
-    with served() as (client, ranker):
-        ranker.begin_drain()
+    with served() as (client, _):
+        client.app.state.ranker.begin_drain()
         paths = ("/v2/health/live", "/v2/health/ready", "/v2/models/fake/ready")
         assert [client.get(path).status_code for path in paths] == [200, 503, 503]
 

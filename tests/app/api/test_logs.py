@@ -18,11 +18,14 @@ import structlog
 
 from app.settings import Logs
 from app.telemetry.logs import MOST_SUCCESSES, MOST_WAITING, configure
+from tests.support.asgi import served
 
 LOG = """
 import structlog
 from app.settings import Logs
 from app.telemetry import logs
+
+pytestmark = pytest.mark.one_process("it is about the log of one process")
 logs.configure(Logs())
 log = structlog.get_logger("x")
 """
@@ -167,3 +170,23 @@ def test_processes_that_share_a_pipe_do_not_mix_their_lines() -> None:
     with os.fdopen(reader, "rb") as file:
         assert [json.loads(line)["event"] for line in file] == ["planted"] * 2000
     assert [process.wait(30) for process in processes] == [0, 0]
+
+
+def test_probes_are_told_from_requests() -> None:
+    stream = io.StringIO()
+    for level, events in (("info", ["request"]), ("debug", ["probe", "probe", "request"])):
+        configure(Logs(level=level, format="json"), stream)
+        stream.truncate(0)
+        stream.seek(0)
+        with served() as (client, _):
+            for path in ("/livez", "/metrics", "/info"):
+                assert client.get(path).status_code == 200
+        lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+        assert [line["event"] for line in lines if line["event"] in ("probe", "request")] == events
+
+
+def test_lines_of_libraries_show_no_placeholder() -> None:
+    stream = io.StringIO()
+    configure(Logs(format="json"), stream)
+    logging.getLogger("library").warning("%s of %d bytes at %-5.2f%%", "secret", 3, 1.0)
+    assert json.loads(stream.getvalue())["event"] == "… of … bytes at …%%"

@@ -33,7 +33,9 @@ from tests.support import corpora
 from tests.support.asgi import ADDRESS, served
 from tests.support.bodies import good
 
-OPERATIONS = ("/livez", "/readyz", "/startupz", "/metrics", "/info")
+pytestmark = pytest.mark.one_process("other servers run one process")
+
+OPERATIONS = ("/livez", "/readyz", "/startupz", "/health", "/metrics", "/info", "/version")
 RANKING = ("/context", "/rank", "/rank/{name}", "/rank/batch", "/explain", "/retrieve", "/recommend")
 MODEL = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
 INFERENCE = ("/v2", "/v2/health/live", "/v2/health/ready", *MODEL, *(f"{path}/ready" for path in MODEL))
@@ -68,6 +70,8 @@ def test_every_path_is_there_and_described(document: dict[str, Any]) -> None:
             names.append(operation["operationId"])
     assert all(re.fullmatch(r"\w+", name) for name in names), "code that is made from the document takes it for a name"
     assert len(set(names)) == len(names)
+    assert {"rank", "rank_batch", "retrieve", "explain", "info", "v2_models_infer"} <= set(names)
+    assert not any(name.endswith(("_get", "_post")) for name in names), "every name is chosen, none is generated"
     assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
     assert document["security"] == [{}, {"key": []}], "a key is asked for where keys are set"
     assert document["info"]["description"], "what the whole is for"

@@ -12,6 +12,8 @@ from app.telemetry import metrics
 from app.telemetry.metrics import MOST_PENDING, BatchReport, Metrics, ReplyProbabilities
 from tests.support import rankers
 
+pytestmark = pytest.mark.one_process("tests/app/processes has the metrics of several processes")
+
 CONTRACT = [
     "http_requests_total", "http_request_duration_seconds_bucket", "stage_duration_seconds_bucket",
     "batch_requests_bucket", "batch_candidates_bucket", "batch_padding_ratio_bucket", "queue_requests",

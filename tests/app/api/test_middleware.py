@@ -299,6 +299,7 @@ def test_paths_make_no_series(running: Running) -> None:
     assert samples(ranker).keys() != before  # a series that is new would have been noticed
 
 
+@pytest.mark.one_process("the engine process does not know the id of the request")
 def test_a_fault_of_ours_is_a_500_that_says_nothing_and_a_line_that_says_where() -> None:
     class Faulty(FakeEngine):
         def context_of(self, handle: str, caller: str) -> Context | None:

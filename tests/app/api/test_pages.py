@@ -20,7 +20,7 @@ from app.settings import Explore
 from tests.support.asgi import served
 from tests.support.fakes import FakeEngine, fake_loader
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_process("it is about files alone")]
 DEMO = Path(__file__).parents[3] / "weights" / "demo"
 
 

@@ -107,7 +107,7 @@ def test_a_model_is_asked_for_by_its_path(client: TestClient) -> None:
 
 def test_weights_that_are_all_zero_are_warned_of() -> None:
     model = fake_model(FakeEngine())
-    manifest = remade(model.checkpoint.manifest, score_weights={}, version="")
+    manifest = remade(model.checkpoint.manifest, score_weights={}, version="v0")
 
     def load(path: Path, steps: Steps) -> LoadedModel:
         steps.warming()

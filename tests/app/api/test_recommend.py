@@ -106,7 +106,7 @@ def test_posts_are_not_ranked_by_a_model_of_other_ids(tmp_path: Path, ranker_ids
     with served(load=fake_loader(FakeEngine(), ids=ranker_ids), retrieval=retrieval) as (client, ranker):
         for user_id in ("5", "u:5", 5):
             reply = client.post("/recommend", json={"user_id": user_id, "history": [event]})
-            assert (reply.status_code, reply.json()["code"]) == (503, "corpus_not_loaded")
+            assert (reply.status_code, reply.json()["code"]) == (404, "no_corpus")
         assert not ranker.admission.requests
         assert client.post("/retrieve", json={"user_id": "5", "history": [event]}).status_code == 200
 

@@ -63,7 +63,7 @@ def test_a_caller_may_insist_on_a_change(tmp_path: Path) -> None:
     """A header names the change; both endpoints refuse until the corpus has had it, and say which it has had."""
     with served(retrieval=corpora.setting(tmp_path), admin={"port": 0, "token_sha256": "9f" * 32}) as (
         client,
-        ranker,
+        _,
     ):
         for path in ("/retrieve", "/recommend"):
             refused = client.post(path, json=asked(), headers={"x-corpus-at-least": "1-2-3"})
@@ -74,7 +74,7 @@ def test_a_caller_may_insist_on_a_change(tmp_path: Path) -> None:
             assert client.post(path, json=asked(), headers={"x-corpus-at-least": "0"}).status_code == 200
         rows = PostRows(np.array([901], np.uint64), np.array([1], np.uint64), np.zeros(1, np.int64), ["chess"])
         assert client.portal is not None
-        changed = client.portal.call(ranker.corpus.change, PostChange(np.array([5], np.uint64), rows))
+        changed = client.portal.call(client.app.state.ranker.corpus.change, PostChange(np.array([5], np.uint64), rows))
         for path in ("/retrieve", "/recommend"):
             reply = client.post(path, json=asked(), headers={"x-corpus-at-least": "1"})
             assert reply.status_code == 200
@@ -270,7 +270,7 @@ def test_a_search_whose_client_leaves_is_not_made(path: str, tmp_path: Path) -> 
 def test_without_a_corpus_the_others_serve_on(path: str) -> None:
     with served() as (client, _):
         reply = client.post(path, json=asked())
-        assert (reply.status_code, reply.json()["code"]) == (503, "corpus_not_loaded")
+        assert (reply.status_code, reply.json()["code"]) == (404, "no_corpus")
         candidates = [{"post_id": 1, "author_id": 2}]
         assert client.post("/rank", json=asked(candidates=candidates)).status_code == 200
         assert client.get("/info").json()["retrieval"] is None

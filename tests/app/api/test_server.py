@@ -37,7 +37,7 @@ from tests.support import rankers
 from tests.support.fakes import FakeEngine, Gate
 from weights.errors import CheckpointError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.one_process("it is about a process of its own")]
 TOKEN = hashlib.sha256(b"token").hexdigest()
 HAS_IPV6 = Path("/proc/net/if_inet6").exists() and "0" * 31 + "1" in Path("/proc/net/if_inet6").read_text()
 
@@ -113,12 +113,15 @@ def test_a_signal_before_the_server_runs_ends_the_process_with_0(number: signal.
 CLOSING = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "app")
 
 
-def test_without_standard_descriptors_the_process_serves_and_a_second_signal_ends_it_at_once() -> None:
+def test_a_second_signal_ends_at_once_but_not_within_a_second() -> None:
+    """make sends one signal both to the process and to its group. The standard descriptors are closed."""
     with started(*CLOSING, drain__delay_seconds=30) as running:
         ready(running)
         running.process.terminate()
+        os.killpg(running.process.pid, signal.SIGTERM)
         wait_until(lambda: not answers(running), 30, running)
         assert running.post("/rank", example()).status_code == 200
+        time.sleep(server.SAME_SIGNAL_SECONDS)
         running.process.terminate()
         assert running.process.wait(30) == 128 + signal.SIGTERM
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+from pathlib import Path
 
 import pytest
 
 from app.engine.loading import engine_options
 from app.settings import Batching, Group, Limits, Queue, Settings, SettingsProblem, listen_hosts, load_settings, names
+from loadtest.server import DEMO, POSTS, TOWERS
+
+pytestmark = pytest.mark.one_process("it is about settings alone")
 
 DIGEST = hashlib.sha256(b"secret").hexdigest()
 OTHER_DIGEST = "b" * 64
@@ -208,3 +212,81 @@ def test_names_that_are_set_come_before_those_of_loopback() -> None:
     assert settings.allowed_hosts("127.0.0.1", is_main=False) == ["ranker", "feed", "localhost", "127.0.0.1", "[::1]"]
     assert settings.allowed_hosts("0.0.0.0", is_main=False) == ["*"]  # noqa: S104
     assert load_settings(["--hosts", "*"]).allowed_hosts("127.0.0.1") == ["*"]
+
+
+def test_a_file_of_settings_yields_to_variables_and_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "ranker.toml"
+    file.write_text(
+        'port = 1\nthreads = 3\n[queue]\nmax_requests = 5\nmax_candidates = 6\n[auth.keys]\nfeed = "'
+        + "ab" * 32
+        + '"\n'
+    )
+    monkeypatch.setenv("RANKER_QUEUE__MAX_REQUESTS", "7")
+    settings = load_settings(["--config", str(file), "--threads", "2"])
+    assert (settings.port, settings.threads) == (1, 2)
+    assert (settings.queue.max_requests, settings.queue.max_candidates) == (7, 6)
+    assert [*settings.auth.keys] == ["feed"]
+    monkeypatch.setenv("RANKER_CONFIG", str(file))
+    assert load_settings().port == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "[queue]\nmax_requsts = 5\n",
+            "ranker.toml: queue.max_requsts is not a setting; the nearest one is queue.max_requests",
+        ),
+        ("prot = 5\n", "ranker.toml: prot is not a setting; the nearest one is port"),
+        ("queue = 5\n", "ranker.toml: queue is not a setting"),
+        ("port = \n", "ranker.toml is not TOML"),
+        ("port = 70000\n", "RANKER_PORT: Input should be less than or equal to 65535"),
+    ],
+)
+def test_a_wrong_file_of_settings_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "ranker.toml"
+    file.write_text(text)
+    with pytest.raises(SettingsProblem) as caught:
+        load_settings([f"--config={file}"])
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_a_checkpoint_the_demo_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (load_settings().checkpoint, load_settings().retrieval.corpus) == (DEMO, None)
+    both = load_settings(with_posts=True)
+    assert (both.checkpoint, both.retrieval.checkpoint, both.retrieval.corpus) == (DEMO, TOWERS, POSTS)
+    mine = load_settings(["--checkpoint=mine"], with_posts=True)
+    assert (mine.checkpoint, mine.retrieval.corpus) == (Path("mine"), None)
+    own = ["--retrieval.checkpoint=t", "--retrieval.corpus=c"]
+    named = load_settings(own, with_posts=True)
+    assert (named.checkpoint, named.retrieval.corpus) == (DEMO, Path("c"))
+    monkeypatch.setenv("RANKER_CHECKPOINT", "mine")
+    assert load_settings(with_posts=True).retrieval.corpus is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "it holds no key"),
+        ("", "it holds no key"),
+        ("nonsense", "must be JSON"),
+        ('{"a": "b"}', "must be a SHA-256"),
+        ('{"a": "' + "ab" * 32 + '", "a": "' + "cd" * 32 + '"}', "has one name twice"),
+        ('["a"]', "valid dictionary"),
+    ],
+)
+def test_a_file_of_keys_that_cannot_be_used_stops_the_start(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text(text)
+    with pytest.raises(SettingsProblem, match=r"keys\.json") as caught:
+        load_settings(["--auth.keys-file", str(file)])
+    assert said in str(caught.value)
+
+
+def test_keys_stand_in_one_place(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text('{"a": "' + "ab" * 32 + '"}')
+    with pytest.raises(SettingsProblem, match="exclude each other"):
+        load_settings(["--auth.keys-file", str(file), "--auth.keys", '{"b": "' + "cd" * 32 + '"}'])

@@ -15,6 +15,8 @@ from app.telemetry.exchange import Exchange
 from app.telemetry.tracing import create_tracer
 from tests.app.api.collector import collecting
 
+pytestmark = pytest.mark.one_process("it is about the HTTP side alone")
+
 pytest.importorskip("opentelemetry.sdk.trace", reason="the tracing extra is not installed")
 PARENT = {b"traceparent": b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 

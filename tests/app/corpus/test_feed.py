@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from app.errors import ChangedByFeed, CorpusBehind
 from app.interface import CorpusState
 from app.settings import SettingsProblem
 from app.telemetry.metrics import Metrics
+from loadtest.machine import ROOT
 from model.retrieval.inputs import Mark
 from tests.app.corpus.serving import change, found, ids_of, posts_of, query, running, settings_of
 from tests.support.rankers import until
@@ -145,7 +147,52 @@ def test_an_unreadable_entry_is_kept_once_for_all_replicas(redis: RedisServer) -
         stream.bury(entry, "is no JSON")
 
 
+@needs_redis
+def test_a_user_with_the_documented_commands_is_enough(redis: RedisServer) -> None:
+    rule = re.search(r"ACL SETUSER (.+)", (ROOT / "docs/deploy.md").read_text())
+    assert rule is not None
+    redis.client().execute_command("ACL", "SETUSER", *rule[1].replace(">PASSWORD", ">word").split())
+    write(redis, "x")
+    stream = stream_of(redis, "ranker:word@")
+    (entry,) = stream.after("", 10, 0.01)
+    stream.bury(entry, "is no JSON")
+    stream_of(redis, "ranker:word@").bury(entry, "is no JSON")
+    assert stream.after(entry.position, 10, 0.01) == []
+    assert len(redis.client().xrange("posts:unreadable")) == 1
+
+
+@needs_redis
+def test_changes_lost_by_a_failover_are_told_from_trimming(redis: RedisServer) -> None:
+    client, stream = redis.client(), stream_of(redis)
+    first, lost = write(redis, "a"), write(redis, "b")
+    client.delete("posts")
+    client.xadd("posts", {"change": "a"}, id=first)
+    with pytest.raises(FeedError, match="Begin with an older snapshot"):
+        stream.after(lost, 10, 0.01)
+    write(redis, "c")
+    with pytest.raises(FeedError, match="Begin with an older snapshot"):
+        stream.after(lost, 10, 0.01)
+    client.xtrim("posts", maxlen=1, approximate=False)
+    with pytest.raises(FeedError, match="begin with a newer snapshot"):
+        stream.after(lost, 10, 0.01)
+
+
+@needs_redis
+def test_a_replica_is_read_and_says_that_it_takes_no_entries(redis: RedisServer) -> None:
+    stream = stream_of(redis)
+    write(redis, "x")
+    redis.client().execute_command("REPLICAOF", "127.0.0.1", "1")
+    (entry,) = stream.after("", 10, 0.01)
+    with pytest.raises(FeedError, match="is a replica, which takes no entries"):
+        stream.bury(entry, "is no JSON")
+
+
 # what is said of a failure
+
+NOT_ALLOWED = (
+    "Redis does not allow the feed's user to do this: it needs XRANGE, XREAD and XINFO on the stream, and XADD and XRANGE on the one for "
+    "unreadable entries."
+)
 
 
 @needs_redis
@@ -161,7 +208,7 @@ def test_no_failure_repeats_a_piece_of_the_address(tmp_path: Path) -> None:
         for address, said in (
             (right.replace("1%3F", "2%3F"), "Redis refuses the feed's user or password."),
             (f"redis://{host}/posts", "Redis refuses the feed's user or password."),
-            (f"redis://reader:word@{host}/posts", "Redis does not allow the feed's user to do this."),
+            (f"redis://reader:word@{host}/posts", NOT_ALLOWED),
             (right.replace("/posts", "/strings"), "The name of the feed belongs to something that is not a stream."),
             (right.replace("/posts", "/99/posts"), "Redis refuses the command."),
             (

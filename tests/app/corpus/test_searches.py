@@ -20,7 +20,7 @@ import torch
 from app.corpus.changes import LoadedCorpus, corpus_loader
 from app.corpus.posts import read_change
 from app.engine.runners import RETRIEVAL_THREAD
-from app.errors import CorpusNotLoaded, DeadlineExceeded, EngineDown, Overloaded
+from app.errors import CorpusNotLoaded, DeadlineExceeded, EngineDown, NoCorpus, Overloaded
 from app.interface import ReloadInProgress
 from app.settings import Queue, Settings
 from model.engine import EngineError
@@ -296,10 +296,10 @@ async def test_a_corpus_may_come_later(tmp_path: Path) -> None:
     corpora.written(tmp_path)
     async with running(Settings(threads=1)) as searches:
         assert await searches.state() is None
-        with pytest.raises(CorpusNotLoaded, match="serves no corpus") as none:
+        with pytest.raises(NoCorpus, match="serves no corpus") as none:
             _ = searches.served
         assert none.value.retry_after_seconds is None
-        with pytest.raises(CorpusNotLoaded):
+        with pytest.raises(NoCorpus):
             await searches.change(change([1], []))
         await searches.swap(tmp_path / "towers-v1", tmp_path / "corpus-v1")
         assert len((await begun(searches, 1)).posts) == 5

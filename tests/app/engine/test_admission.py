@@ -173,6 +173,19 @@ def test_no_key_keeps_a_newcomer_out() -> None:
     assert taken["greedy"] > taken["second"] > taken["third"]
 
 
+def test_no_key_fills_the_places_of_all_requests() -> None:
+    queue = admission(max_requests=100)
+    taken = 0
+    while queue.refusal(job(1, key="greedy"), IDLE) is None:
+        queue.add(job(1, key="greedy"))
+        taken += 1
+    assert taken == 50
+    for _ in range(20):
+        assert queue.refusal(job(1, key="modest"), IDLE) is None
+        queue.add(job(1, key="modest"))
+    assert queue.refusal(job(1, key="newcomer"), IDLE) is None
+
+
 def test_a_light_key_does_not_wait_for_a_heavy_one() -> None:
     queue = admission(Batching(max_candidates=100), max_wait_seconds=0.6, max_share_per_key=1.0)
     linear(queue, 0.001)

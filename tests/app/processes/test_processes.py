@@ -5,10 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import shutil
 import signal
+import socket
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +22,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from app.main import create_app
+from app.processes.parent import directory
 from app.settings import Retrieval, Settings
 from loadtest.server import DEMO, POSTS, TOWERS, Server, example, free_port, serving, wait_until
+from tests.app.api.live import head
 from tests.support.asgi import ADDRESS
 from tests.support.checkpoints import one_and_two
 from tests.support.clients import Replies, Reply, callers
@@ -237,12 +244,81 @@ def engine_killed(server: Server) -> None:
     wait_until(lambda: server.get("/readyz").status_code == 200, 90)
 
 
-def test_sigterm_drains_and_ends_with_0(several: Server) -> None:
-    """The last one that needs them."""
-    with asking(several) as replies:
-        several.signal(signal.SIGTERM)
+def test_a_process_that_cannot_be_started_is_tried_again(several: Server) -> None:
+    """The parent has no descriptor left when a worker ends."""
+    before, parent = children(several)["worker"], several.process.pid
+    limits = resource.prlimit(parent, resource.RLIMIT_NOFILE)
+    resource.prlimit(parent, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{parent}/fd")), limits[1]))
+    try:
+        os.kill(before[0], signal.SIGKILL)
+        wait_until(lambda: any(line["event"] == "process_not_started" for line in several.log_lines), 20, several)
+        assert several.post("/rank", example()).status_code == 200, "by the other worker"
+    finally:
+        resource.prlimit(parent, resource.RLIMIT_NOFILE, limits)
+    wait_until(lambda: len(children(several)["worker"]) == 2, 30, several)
+
+
+def test_sigterm_to_every_process_loses_nothing_and_ends_with_0(several: Server) -> None:
+    """As systemd does, and a second time within a second. The last test that needs these processes."""
+    body = json.dumps(example()).encode()
+    with asking(several) as replies, several.connect(30) as slow:
+        slow.sendall(head(length=len(body)) + body[:100])
+        more(replies)  # the head of the slow one has been read by now
+        processes = [several.process.pid, *chain.from_iterable(children(several).values())]
+        for pid in processes * 2:
+            os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: not is_listening(several), 20, several)
+        time.sleep(1.5)
+        assert not is_listening(several), "nobody accepts, so nobody may hold the listener"
+        slow.sendall(body[100:])
+        assert slow.recv(15) == b"HTTP/1.1 200 OK"
         assert several.wait() == 0
     assert replies.statuses <= {200, 503}
+    assert replies.broken <= 4, "the kernel's resets of connections that no process had accepted"
+
+
+def is_listening(server: Server) -> bool:
+    try:
+        server.connect(2).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def test_a_stopped_engine_process_ends_all_with_70_if_so_set(tmp_path: Path) -> None:
+    """In a directory whose path is too long for the address of a socket."""
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    settings = {"engine_loss": "exit", "queue__stall_exit_seconds": 3}
+    with serving(workers=2, env={"TMPDIR": str(folder)}, **settings) as server:
+        assert server.post("/rank", example()).status_code == 200
+        os.kill(children(server)["engine"][0], signal.SIGSTOP)
+        assert server.wait(40) == 70
+        assert any(line["event"] == "stopped_process_killed" for line in server.log_lines)
+    assert [*folder.iterdir()] == []
+
+
+def test_what_a_killed_parent_left_is_removed_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, foreign = tmp_path / "ranker-left", tmp_path / "ranker-foreign"
+    for each, name in ((left, "loaded.json"), (foreign, "notes.txt")):
+        each.mkdir()
+        (each / name).touch()
+    with directory():
+        [first] = {*tmp_path.iterdir()} - {foreign}
+        with directory():  # another service that starts meanwhile
+            assert first.exists()
+            assert len([*tmp_path.iterdir()]) == 3
+    assert [*tmp_path.iterdir()] == [foreign]
+
+
+def test_a_taken_address_ends_several_processes_with_3() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with serving(workers=2, port=port, wait_ready=False) as server:
+            assert server.wait(60) == 3
 
 
 def test_a_checkpoint_that_cannot_be_loaded_ends_all(tmp_path: Path) -> None:

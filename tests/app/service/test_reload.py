@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -387,6 +388,27 @@ async def test_the_watch_does_not_load_again_what_serves(tmp_path: Path) -> None
         await asyncio.sleep(0.1)
         assert loads == ["v1"]
         write("v2")
+        await until(lambda: ranker.model().manifest.version == "v2")
+
+
+async def test_the_watch_sees_a_manifest_of_the_same_inode_size_and_time(tmp_path: Path) -> None:
+    """As after a switch to another volume, where a copy may have all three."""
+    manifest = tmp_path / "manifest.json"
+
+    def write(version: str) -> os.stat_result:
+        manifest.write_bytes(fake_model(FakeEngine(), version).checkpoint.manifest.to_json())
+        os.utime(manifest, ns=(0, 0))
+        return manifest.stat()
+
+    def load(path: Path, steps: Steps) -> LoadedModel:
+        return fake_model(FakeEngine(), json.loads((path / "manifest.json").read_bytes())["version"])
+
+    before = write("v1")
+    async with running(load=load, checkpoint=tmp_path) as ranker:
+        ranker.reloads.watch(0.01)
+        await asyncio.sleep(0.1)
+        after = write("v2")
+        assert all(getattr(before, name) == getattr(after, name) for name in ("st_ino", "st_size", "st_mtime_ns"))
         await until(lambda: ranker.model().manifest.version == "v2")
 
 

@@ -108,14 +108,42 @@ def test_nothing_overlaps_is_cut_or_is_too_wide(browser: Any, server: Live) -> N
             assert fits == [True] * len(EXAMPLE["candidates"]), width
 
 
-def test_on_a_phone_the_list_stays_in_sight_and_targets_are_large(browser: Any, server: Live) -> None:
-    with Explorer(browser, server.url, viewport={"width": 390, "height": 844}, has_touch=True) as tab:
+PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True}
+BEYOND = """() => [...document.querySelectorAll('header *, nav *, .list *')].filter(one => {
+    const box = one.getBoundingClientRect(); return box.width && box.right > innerWidth + 0.5 }).map(one => one.outerHTML)"""
+
+
+def test_on_a_phone_the_whole_list_is_in_sight(browser: Any, server: Live) -> None:
+    with Explorer(browser, server.url, **PHONE) as tab:
         tab.open().page.locator("#posts > summary").click()
         assert tab.page.evaluate(SMALL) == []
+        assert tab.page.evaluate(BEYOND) == [], "every story and every button is on the screen"
+        tab.open()
+        last = tab.page.locator(".list li").last.bounding_box()
+        assert last["y"] + last["height"] <= 844, "the post of the story is the last of seven"
         for place in ('#events [data-event="3"]', '[data-action="share"]'):
-            tab.page.locator(place).scroll_into_view_if_needed()
-            box = tab.page.locator("#ranking").bounding_box()
-            assert (box["y"], box["height"] < 844 * 0.6) == (0, True)
+            tab.page.locator(place).evaluate("one => one.scrollIntoView({block: 'end'})")
+            assert tab.page.locator("#caption").bounding_box()["y"] == 0, "what an edit did is always in sight"
+
+
+def test_on_a_phone_a_sweep_comes_into_sight(browser: Any, server: Live) -> None:
+    with Explorer(browser, server.url, **PHONE) as tab:
+        tab.open().page.locator(".list li").first.get_by_role("button", name="Why").click()
+        tab.page.get_by_role("button", name="Sweep the weight of favorite").click()
+        box, caption = (tab.page.locator(name).bounding_box() for name in ("#sweep svg", "#caption"))
+        assert caption["y"] + caption["height"] <= box["y"] < box["y"] + box["height"] <= 844
+
+
+def test_one_post_is_this_post_and_an_old_one_has_years(tab: Explorer) -> None:
+    post = EXAMPLE["candidates"][0] | {"created_at": EXAMPLE["impression_ts"] - 7761 * 86400}
+    tab.open().settle(lambda: tab.paste(EXAMPLE | {"candidates": [post]}))
+    assert tab.page.locator("#source label").first.inner_text() == "this post"
+    assert tab.page.locator(".list .about").first.inner_text() == "21 y old"
+
+
+def test_a_name_keeps_its_capitals_in_what_to_try(tab: Explorer) -> None:
+    tab.open("story=unknown")
+    assert tab.page.locator("#try").inner_text() == "Try it: be Aiko Garcia"
 
 
 def test_it_is_used_by_keyboard_alone_and_keeps_the_focus(tab: Explorer, client: httpx.Client) -> None:

@@ -131,7 +131,15 @@ def test_files_that_hold_what_a_request_may_not_are_refused(towers: Path, tmp_pa
     args = (tmp_path / "posts.jsonl", "--encoder", towers, "--out", tmp_path / "corpus")
     code, said = run("corpus", "build", *args)
     assert code == 1
-    assert re.search(r"posts\.jsonl, row 1: created_at must be Unix seconds, .*; this looks like milliseconds", said), (
-        said
-    )
+    assert re.search(
+        r"posts\.jsonl, line 1: created_at must be Unix seconds, .*; this looks like milliseconds", said
+    ), said
     assert not (tmp_path / "corpus").exists()
+
+
+def test_a_relabelled_encoder_keeps_its_corpora(towers: Path, tmp_path: Path) -> None:
+    out = tmp_path / "corpus"
+    assert run("corpus", "import", SOURCE / "corpus.npz", "--encoder", towers, "--out", out)[0] == 0
+    assert run("relabel", towers, "--name", "renamed", "--version", "2")[0] == 0
+    assert run("corpus", "verify", out, "--encoder", towers)[0] == 0
+    load_corpus(out, load_encoder(towers).manifest)  # as a service loads it

@@ -8,6 +8,7 @@ import re
 import shutil
 import sqlite3
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ import pytest
 
 from model.retrieval.inputs import Change
 from tests.support import corpora
+from tests.weights.call import run
 from tests.weights.corpus import changing
 from weights.checkpoint import load_manifest
 from weights.corpus.changes import Changes, load_changed, no_posts, read_changes
@@ -365,3 +367,44 @@ def test_what_belongs_to_another_corpus_is_refused(corpus: Path, tmp_path: Path)
     file_of(corpus).rename(file_of(other))
     with pytest.raises(CheckpointError, match="is damaged"):
         opened(other)
+
+
+def foreign_log() -> bytes:
+    """The write-ahead log of another SQLite file, whose pages would replace those of any file beside it."""
+    with tempfile.TemporaryDirectory() as place, closing(sqlite3.connect(f"{place}/other")) as other:
+        other.execute("PRAGMA journal_mode = WAL")
+        other.execute("CREATE TABLE other (number)")
+        other.executemany("INSERT INTO other VALUES (?)", [(number,) for number in range(1000)])
+        other.commit()
+        return Path(f"{place}/other-wal").read_bytes()
+
+
+@pytest.mark.parametrize("content", [foreign_log(), b"x" * 4096, b""])
+def test_a_foreign_write_ahead_log_is_set_aside(corpus: Path, content: bytes) -> None:
+    made = written(corpus, 3)
+    log = Path(f"{file_of(corpus)}-wal")
+    log.write_bytes(content)
+    code, said = run("corpus", "snapshot", corpus, "--out", corpus.with_name("copy"))
+    assert code == 0, said
+    assert f"after {made[-1].mark.sequence} changes" in said
+    assert log.with_name(f"{file_of(corpus).name}-foreign-wal").read_bytes() == content
+    log.write_bytes(content)
+    changes, _ = opened(corpus)
+    changes.record([changing.change(3, changes.mark)])
+    changes.close()
+    changing.check(corpus, changing.first(4, load_corpus_manifest(corpus).first_mark))
+
+
+def test_the_log_of_a_file_in_wal_mode_is_its_own(corpus: Path) -> None:
+    """Somebody opened the file with SQLite's shell, which left it in that mode after a crash."""
+    made, file = written(corpus, 3), file_of(corpus)
+    with closing(sqlite3.connect(file)) as shell:
+        shell.execute("PRAGMA journal_mode = WAL")
+        shell.execute("UPDATE posts SET place = place")
+        shell.commit()
+        for name in (file.name, f"{file.name}-wal"):
+            shutil.copy(file.with_name(name), corpus.with_name(name))
+    for name in (file.name, f"{file.name}-wal"):
+        shutil.copy(corpus.with_name(name), file.with_name(name))
+    changing.check(corpus, made)
+    assert not file.with_name(f"{file.name}-foreign-wal").exists()

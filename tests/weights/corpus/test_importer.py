@@ -61,7 +61,7 @@ def test_the_published_corpus_is_imported_as_it_is(encoder: Encoder, tmp_path: P
     assert corpus.vectors.tobytes() == published["candidate_representations"].tobytes()
     assert corpus.topics is not None
     assert [corpus.topic_names[topic] for topic in corpus.topics] == published["topics"].tolist()
-    assert stored.manifest.encoder == encoder.manifest.digest
+    assert stored.manifest.encoder == encoder.manifest.model_digest
     check_corpus(stored, encoder)
 
 

@@ -157,7 +157,10 @@ def read(posts: PostsTable) -> None:
     ("changes", "sentence"),
     [
         ({"post_ids": list(range(40))}, "column post_ids holds int64, not texts"),
-        ({"author_ids": ["", *AUTHORS[1:]]}, "column author_ids holds ''; an id must be a text of 1 to 128 bytes"),
+        (
+            {"author_ids": ["", *AUTHORS[1:]]},
+            "column author_ids holds a text that is no id; an id must be a text of 1 to 128 bytes",
+        ),
         ({"author_ids": [None, *AUTHORS[1:]]}, "has 1 nulls"),
         ({"author_ids": None}, "lacks the column author_ids: a post has post_ids and author_ids"),
         ({"topics": [["a"]] * 40}, "column topics does not fit string"),

@@ -63,12 +63,14 @@ def test_the_variants_are_told_by_their_shapes(tmp_path: Path) -> None:
 
 def test_released_names(tmp_path: Path) -> None:
     manifest = brought_in(goldens.GOLDEN / "phoenix-mini" / "ranker", tmp_path / "may").manifest
-    named = {1: "favorite", 4: "reply", 5: "quote", 6: "repost", 11: "dwell", 13: "vqv"}
-    assert manifest.action_names == tuple(named.get(index, f"action_{index}") for index in range(19))
+    named = {0: "invalid", 1: "favorite", 4: "reply", 5: "quote", 6: "repost", 10: "server_report", 11: "dwell",
+             12: "not_dwelled", 13: "vqv", 16: "report", 17: "not_interested", 18: "undo_not_interested"}  # fmt: skip
+    assert {index: manifest.action_names[index] for index in named} == named
+    assert len(set(manifest.action_names)) == 19
     assert [output.name for output in manifest.continuous][:3] == ["continuous_0", "dwell_time", "continuous_2"]
     assert (manifest.continuous[1].scale, manifest.continuous[1].unit) == (30.0, "s")
-    assert set(manifest.score_weights) == set(named.values())
-    assert min(manifest.score_weights.values()) > 0
+    complaints = {name: weight for name, weight in manifest.score_weights.items() if weight < 0}
+    assert complaints == {"report": -20.0, "not_interested": -5.0}
 
 
 OTHER_SHAPES: dict[str, dict[str, Any]] = {

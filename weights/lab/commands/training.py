@@ -18,7 +18,7 @@ import typer
 from model.config import ModelConfig
 from model.presets import Preset, with_preset
 from weights.actions import continuous_outputs, dwell_output, score_weights_of
-from weights.checkpoint import load_checkpoint, load_encoder, save_checkpoint
+from weights.checkpoint import load_checkpoint, save_checkpoint
 from weights.commands.console import (
     Ids,
     Out,
@@ -60,6 +60,13 @@ WorldSet = Annotated[
 ]
 LogFile = Annotated[
     Path, typer.Option("--log", help="Log of impressions, Parquet or JSON lines; see docs/training.md.")
+]
+Kept = Annotated[
+    float | None,
+    typer.Option(
+        help="The share of the impressions without any action that was kept in the log, such as 0.2. Probabilities are then calibrated for "
+        "all impressions."
+    ),
 ]
 Until = Annotated[
     str,
@@ -147,6 +154,7 @@ def train(
         ),
     ] = "",
     ids: Ids = "uint64",
+    kept: Kept = None,
     replace_existing: Replace = False,
     settings: Annotated[
         bool,
@@ -157,10 +165,13 @@ def train(
 ) -> None:
     """Train a checkpoint from a log: look at the log, decide how to train, say why, and train with the model code that serves."""
     with refusals(*REFUSED):
+        from weights.lab.evaluate.calibration import calibrate
         from weights.lab.evaluate.evaluation import on_own_validation
         from weights.lab.training.curve import CURVE_NAME, Followed, TrainedRun, curve_lines
+        from weights.lab.training.examples import Examples
         from weights.lab.training.log import aligned, read_log
         from weights.lab.training.run import train as run
+        from weights.lab.training.run import validation_requests
 
         if resume and state is None:
             raise CheckpointError("--resume needs --state, the directory of the run to continue.")
@@ -196,6 +207,7 @@ def train(
         with refused_writing(f"Checkpoint {out}"):  # refuse now, not after training
             check_target(out, replace=replace_existing)
             Manifest(**labels, version="", config=architecture, files={}, tensors={})
+        share = _kept(kept)
         runs = list[TrainedRun]()
         for number in range(seeds):
             of_seed = replace(plan.settings, seed=plan.settings.seed + number)
@@ -220,8 +232,19 @@ def train(
         labels["training"] |= {
             "settings": asdict(best.settings), "run": best.record(), "own_validation": judged.lines(),
         }  # fmt: skip
+        fits = {}
+        if share < 1:
+            examples = Examples(impressions, architecture)
+            validation = validation_requests(examples, plan.until_ts, best.settings.validation_share)
+            with progress_bar() as bar:
+                fits = calibrate(best.ranker, examples, validation, share, partial(bar, "calibration"))
         manifest = save_checkpoint(
-            out, best.ranker, **labels, extras={CURVE_NAME: curve_lines(best.status.curve)}, replace=replace_existing
+            out,
+            best.ranker,
+            **labels,
+            calibration={action: each.calibration for action, each in fits.items()},
+            extras={CURVE_NAME: curve_lines(best.status.curve)},
+            replace=replace_existing,
         )
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
     if plan.until_ts is not None:
@@ -294,6 +317,64 @@ def _outputs(architecture: ModelConfig, begun: Checkpoint | None) -> tuple[Seque
     return outputs, dwell_output(outputs)
 
 
+def _kept(kept: float | None) -> float:
+    """Raises CheckpointError for what is no share."""
+    if kept is None:
+        return 1.0
+    if not 0 < kept <= 1:
+        raise CheckpointError(f"--kept must be a share above 0 and at most 1, got {kept:g}.")
+    return kept
+
+
+@app.command("calibrate")
+def calibrate_(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="The checkpoint's directory, whose manifest gets the calibration.")
+    ],
+    log: LogFile,
+    since: Annotated[
+        str,
+        typer.Option(help="Only requests from here on: a day or Unix seconds. Default: where training ended."),
+    ] = "",
+    kept: Kept = None,
+) -> None:
+    """Fit an offset and a slope for each action on requests that training has not seen, so that probabilities are frequencies. The order by
+    one action stays; version and digest change."""
+    with refusals(*REFUSED):
+        import msgspec
+        import numpy as np
+
+        from weights.format.writer import replace_manifest
+        from weights.lab.evaluate.calibration import calibrate
+        from weights.lab.training.examples import Examples
+        from weights.lab.training.log import aligned, read_log
+        from weights.lab.training.run import check_split
+
+        share = _kept(kept)
+        loaded = load_checkpoint(checkpoint)
+        manifest = loaded.manifest
+        start = _since(since, manifest)
+        impressions = aligned(read_log(log, manifest.ids, manifest.config.product_surfaces), manifest.action_names)
+        if start > impressions.impression_ts[0]:
+            check_split(impressions, start)
+        examples = Examples(impressions, manifest.config)
+        requests = np.flatnonzero(examples.times >= start)
+        with progress_bar() as bar:
+            fits = calibrate(loaded.ranker, examples, requests, share, partial(bar, "scoring"))
+        calibration = {action: each.calibration for action, each in fits.items()}
+        with refused_writing(f"Checkpoint {checkpoint}"):
+            manifest = msgspec.structs.replace(manifest, calibration=calibration, version="").versioned()
+        replace_manifest(checkpoint, manifest)
+    from rich.table import Table
+
+    table = Table("action", "positives", "offset", "slope", "predicted ÷ observed before", "after")
+    for action, each in fits.items():
+        figures = (each.calibration.offset, each.calibration.slope, each.before, each.after)
+        table.add_row(action, f"{each.positives:,}", *(f"{figure:.3f}" for figure in figures))
+    show(table)
+    say(f"{checkpoint} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
+
+
 @app.command("eval")
 def eval_(
     checkpoint: Annotated[Path, typer.Option(help="Checkpoint directory.")],
@@ -326,7 +407,8 @@ def eval_(
         with progress_bar() as bar:
             evaluation = evaluate(
                 loaded.ranker, impressions, test_ts, manifest.score_weights, facts,
-                dwell_output=dwell_output(manifest.continuous), ablation_requests=ablation_requests, progress=bar,
+                dwell_output=dwell_output(manifest.continuous), corrections=manifest.corrections,
+                ablation_requests=ablation_requests, progress=bar,
             )  # fmt: skip
         given = f"--world {world_directory}" if world_directory else f"--log {log} --since {test_ts}"
         command = f"phoenix-ranker eval --checkpoint {checkpoint} {given} --out {out}"
@@ -372,29 +454,6 @@ def example(
         impressions = aligned(read_log(log, manifest.ids, manifest.config.product_surfaces), manifest.action_names)
         request = write_example(checkpoint, manifest, impressions, read_json(names, dict) if names else {}, user)
     say(f"{checkpoint} holds {EXAMPLE_NAME}, request {request} of the log, and {NAMES_NAME}")
-
-
-@app.command("eval-retrieval")
-def eval_retrieval(
-    checkpoint: Annotated[Path, typer.Option(help="The ranker that was trained on the world.")],
-    towers: Annotated[Path, typer.Option(help="The retrieval checkpoint trained on the same world.")],
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the world, as given to `train-demo`.")] = 1,
-    set_: WorldSet = None,
-) -> None:
-    """Draw the demo's world again and print how many of the truly best posts retrieval finds for users it was not trained on."""
-    with refusals(*REFUSED):
-        from weights.lab.evaluate.retrieval import as_table, evaluate_retrieval, newest_posts
-        from weights.lab.training.demo import CORPUS_DAYS
-        from weights.lab.world.settings import WorldSettings
-        from weights.lab.world.simulate import simulate
-
-        ranker, encoder = load_checkpoint(checkpoint), load_encoder(towers)
-        with progress_bar() as bar:
-            world = simulate(with_settings(WorldSettings(seed=seed), set_), partial(bar, "sessions"))
-        posts = newest_posts(world, CORPUS_DAYS)
-        found = evaluate_retrieval(world, encoder.towers, ranker.ranker, posts, ranker.manifest.score_weights)
-    show(as_table(found), 120)
-    say(json.dumps(found))
 
 
 @app.command()

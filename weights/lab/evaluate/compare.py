@@ -87,7 +87,11 @@ def compare(
         raise ValueError(f"the log has no requests from {since} on")
     found = [
         predict(
-            each.ranker, examples, requests, progress=lambda done, total: progress("scoring", done, total)
+            each.ranker,
+            examples,
+            requests,
+            progress=lambda done, total: progress("scoring", done, total),
+            corrections=each.manifest.corrections,
         ).probabilities
         for each, examples in zip(pair, (first, second), strict=True)
     ]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from model.config import MAX_DWELL_SECONDS
 from model.ranker import Ranker
+from model.ranking import Calibration
 from weights.lab.evaluate import metrics
 from weights.lab.evaluate.baselines import BASELINES, SIMPLE, baselines
 from weights.lab.evaluate.metrics import Figure, Means, PooledAuc, Sampled, auc_within, draws_of, ndcg
@@ -258,12 +259,13 @@ def evaluate(
     facts: Facts | None = None,
     *,
     dwell_output: int | None = 0,
+    corrections: Calibration | None = None,
     ablation_requests: int = 2000,
     seed: int = 1,
     progress: Progress = lambda what, done, total: None,
 ) -> Evaluation:
     """Compare on all requests from `test_ts` on. Baselines know the log before it. `facts` adds the world's optimum;
-    `dwell_output` is the continuous output that predicts the dwell, None if there is none.
+    `dwell_output` is the continuous output that predicts the dwell, None if there is none; `corrections` is the checkpoint's calibration.
 
     Raises LogError if one side of the split is empty.
     """
@@ -272,7 +274,7 @@ def evaluate(
     first = int(np.searchsorted(examples.times, test_ts))
     requests = np.arange(first, len(examples))
     train, test = log.before(test_ts), log.take(log.impression_ts >= test_ts)
-    model = predict(ranker, examples, requests, progress=partial(progress, "scoring"))
+    model = predict(ranker, examples, requests, progress=partial(progress, "scoring"), corrections=corrections)
     headline = headline_actions(test, score_weights)
     simple = baselines(examples, first, headline, seed, partial(progress, "baselines"))
     sources = {MODEL: dict(enumerate(model.probabilities.T)), **simple}
@@ -293,7 +295,7 @@ def evaluate(
         pooled={source: _pooled(test, each) for source, each in sources.items()},
         quality={name: Quality.of(test.actions[:, i], model.probabilities[:, i]) for i, name in enumerate(names)},
         score=_score(judge, model.probabilities @ weights, test.actions @ weights),
-        ablations=_ablations(ranker, examples, sample, headline, progress),
+        ablations=_ablations(ranker, examples, sample, headline, progress, corrections),
         groups=_groups(
             train, test, {source: each for source, each in sources.items() if source != TRUE_AFFINITY}, headline
         ),
@@ -427,12 +429,18 @@ def _ordinal(values: Floats, test: Log, score_weights: Mapping[str, float]) -> F
 
 
 def _ablations(
-    ranker: Ranker, examples: Examples, sample: NDArray[np.int64], headline: list[int], progress: Progress
+    ranker: Ranker,
+    examples: Examples,
+    sample: NDArray[np.int64],
+    headline: list[int],
+    progress: Progress,
+    corrections: Calibration | None,
 ) -> dict[str, tuple[float, float]]:
     rows = examples.log.take(rows_of(examples, sample))
     result: dict[str, tuple[float, float]] = {}
     for name in ABLATIONS:
-        values = predict(ranker, examples, sample, name, progress=partial(progress, f"ablation: {name}")).probabilities
+        shown = partial(progress, f"ablation: {name}")
+        values = predict(ranker, examples, sample, name, progress=shown, corrections=corrections).probabilities
         losses = [metrics.log_loss(rows.actions[:, i], values[:, i]) for i in headline]
         aucs = [metrics.auc(rows.actions[:, i], values[:, i]) for i in headline]
         result[name] = (metrics.mean(aucs), metrics.mean(losses))

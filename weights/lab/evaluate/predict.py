@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from model.batch import collate
 from model.inputs import Context
 from model.ranker import Ranker
+from model.ranking import Calibration
 from weights.lab.training.examples import Examples
 
 Ablation = Literal["none", "no history", "shuffled history", "shuffled order", "no user"]
@@ -37,8 +38,11 @@ def predict(
     ablation: Ablation = "none",
     seed: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    corrections: Calibration | None = None,
 ) -> Prediction:
-    """Predictions for the rows of the given requests, in their order. An ablation removes something from every context."""
+    """Predictions for the rows of the given requests, in their order. An ablation removes something from every context. `corrections`: the
+    checkpoint's calibration; without it the probabilities are the model's own."""
     change = _ablation(ablation, examples, requests, np.random.default_rng(seed))
     order = np.argsort(examples.sizes[requests], kind="stable")  # requests of like size are padded least
     found: list[Prediction] = []
@@ -50,7 +54,9 @@ def predict(
         )
         logits, continuous = ranker(batch)
         shown = torch.arange(logits.shape[1]) < torch.tensor([len(r) for r in rows])[:, None]
-        found.append(Prediction(torch.sigmoid(logits[shown]).numpy(), continuous[shown].numpy()))
+        own = logits[shown]
+        probabilities = corrections.probabilities(own.numpy()) if corrections else torch.sigmoid(own).numpy()
+        found.append(Prediction(probabilities, continuous[shown].numpy()))
         progress(min(start + BATCH_REQUESTS, len(order)), len(order))
     computed = rows_of(examples, requests[order])
     back = np.argsort(computed)

@@ -109,7 +109,10 @@ class Scorer:
                     request = log.request_id[rows[stop]]
                     raise EngineError(f"{prepared.where}: request {request} gives scores that are not numbers")
                 stop += len(scores)
-            probabilities = np.concatenate([scores.probabilities for scores in found])
+            if (corrections := self.manifest.corrections) is None:
+                probabilities = np.concatenate([scores.probabilities for scores in found])
+            else:
+                probabilities = corrections.probabilities(np.concatenate([scores.logits for scores in found]))
             score[done:stop] = combine(probabilities, self._weights)
             outputs[:actions, done:stop] = probabilities.T[self._wanted]
             outputs[actions:, done:stop] = (np.concatenate([scores.continuous for scores in found]) * self._scales).T

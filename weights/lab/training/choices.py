@@ -116,7 +116,7 @@ def plan(
     weights, scored = propose_score_weights(known)
     name, positives = main_action(known, weights)
     choices = (
-        split, *_too_little(known, name, positives), _hidden(new), _tables(known, new), _ages(known), _dwell(known),
+        split, *_too_little(known, name, positives), _hidden(new), _tables(known, new), _ages(known), *_codes(log), _dwell(known),
         _learning(known, new), _schedule(known, name, positives), *_constant(known), scored,
     )  # fmt: skip
     values = {name: value for choice in choices for name, value in choice.values.items()} | dict(given or {})
@@ -200,6 +200,16 @@ def _tables(log: Log, new: Mapping[str, float]) -> Choice:
     seen = ", ".join(f"{counts[kind]:,} {kind}s" for kind in SALTS)
     decided = "tables of " + ", ".join(f"{count:,}" for count in rows.values()) + " rows"
     return Choice(f"to train on: {seen}", decided, {f"{kind}_rows": count for kind, count in rows.items()})
+
+
+def _codes(log: Log) -> list[Choice]:
+    """Content codes as an input, if the log has them. The whole log counts: the posts held out come from the same code book."""
+    levels, most = log.codes.shape[1], int(log.codes.max(initial=0))
+    if not most:
+        return []
+    share = float(log.codes.any(1).mean())
+    seen = f"content codes for {share:.0%} of the impressions: {levels} levels, the largest code {most}"
+    return [Choice(seen, "content codes as input", {"code_levels": levels, "code_values": most})]
 
 
 def _ages(log: Log) -> Choice:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from model.inputs import codes_as_read
 from weights.format.manifest import Manifest
 from weights.format.writer import write_whole
 from weights.lab.training.examples import Examples
@@ -54,7 +55,9 @@ def request_body(examples: Examples, index: int) -> dict[str, Any]:
     events = np.arange(examples.oldest[index], examples.last[index])
 
     def post(of: Log, ids: tuple[str, str], row: int) -> dict[str, Any]:
-        return {"post_id": ids[0], "author_id": ids[1], "product_surface": int(of.product_surface[row])}
+        found = {"post_id": ids[0], "author_id": ids[1], "product_surface": int(of.product_surface[row])}
+        codes = codes_as_read(of.codes[row : row + 1], config)[0]
+        return found | ({"codes": codes.tolist()} if codes.any() else {})
 
     def ids(of: Log, rows: NDArray[np.int64]) -> list[tuple[str, str]]:
         return list(zip(of.ids("post_id", rows), of.ids("author_id", rows), strict=True))

@@ -15,6 +15,7 @@ from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, age_bucket
 from weights.lab.training.log import Log
 from weights.tables import LogError
+from weights.values import codes_rule, problem_of_codes
 
 Request = tuple[Context, Candidates]
 
@@ -66,6 +67,7 @@ class Examples:
             raise LogError(f"the log has {log.actions.shape[1]} actions, the architecture {config.actions}")
         if (surface := int(log.product_surface.max())) >= config.product_surfaces:
             raise LogError(f"product_surface must be below {config.product_surfaces}, got {surface}")
+        self._codes = _codes_of(log, config)
         self.log = log
         self.config = config
         self.starts = np.flatnonzero(np.concatenate(([True], log.request_id[1:] != log.request_id[:-1])))
@@ -76,6 +78,7 @@ class Examples:
             log.user_id[engaged], log.impression_ts[engaged], self.users, self.times
         )
         self.events = log.take(engaged[order])
+        self._event_codes = self._codes[engaged[order]]
         self.oldest = np.maximum(self.first, self.last - config.history_length)
         self._ages = age_bucket(log.impression_ts, log.created_at, config)
         self._actions = self.events.actions.astype(np.float32)
@@ -99,6 +102,7 @@ class Examples:
             events.product_surface[kept],
             events.dwell_seconds[kept],
             is_kept,
+            codes=self._event_codes[kept],
         )
 
     def rows(self, index: int) -> NDArray[np.int64]:
@@ -108,7 +112,8 @@ class Examples:
     def candidates(self, rows: NDArray[np.int64] | slice) -> Candidates:
         """The posts shown in the given rows of the log."""
         log = self.log
-        return Candidates(log.post_id[rows], log.author_id[rows], log.product_surface[rows], self._ages[rows])
+        columns = log.post_id[rows], log.author_id[rows], log.product_surface[rows], self._ages[rows]
+        return Candidates(*columns, codes=self._codes[rows])
 
     def labels(self, rows: Sequence[NDArray[np.int64]]) -> Labels:
         """The labels of the given rows, one list per request, padded to the longest."""
@@ -174,6 +179,19 @@ class Examples:
             actions = np.stack([pad(self.smoothed[rows], slots) for rows in shown])
             labels = replace(labels, actions=torch.from_numpy(actions))
         return collate(requests, self.config), torch.from_numpy(np.stack([pad(each, slots) for each in seen])), labels
+
+
+def _codes_of(log: Log, config: ModelConfig) -> NDArray[np.int64]:
+    """The content codes of the log's posts as the model reads them, int64 `[n, Q]`; levels that the log lacks have code 0. Raises LogError
+    for codes that the model does not have."""
+    levels, values = config.code_levels, config.code_values
+    codes = np.zeros((len(log), levels), np.int64)
+    if levels:
+        codes[:, : log.codes.shape[1]] = log.codes[:, :levels]
+        if (problem := problem_of_codes(codes, levels, values)) or log.codes[:, levels:].any():
+            rule = problem[1] if problem else codes_rule(levels, values)
+            raise LogError(f"the content codes of the log do not fit the architecture: codes {rule}")
+    return codes
 
 
 def histories(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.names import checkpoint_parameters
-from model.ranker import Ranker
+from model.ranker import Ranker, by_feature, candidate_features, history_features
 from model.trunk import DecoderLayer
 
 PRE_NORMS = ("attention_norm", "ffn_norm")
@@ -46,8 +46,12 @@ def upstream(ranker: Ranker, generator: torch.Generator) -> None:
         draw(ranker.tables.author, AUTHOR_DEVIATION, generator)
         ranker.tables.user[:] = USER_DEVIATION * torch.randn(ranker.config.width, generator=generator)
         # share the post and author blocks, so that a candidate and an event of one author start as similar tokens
-        shared = tokens.candidate_projection.shape[0] - (2 if ranker.config.has_post_age else 1) * ranker.config.width
-        tokens.candidate_projection[:shared] = tokens.history_projection[:shared]
+        # and so do those of equal codes
+        candidate = by_feature(tokens.candidate_projection, candidate_features(ranker.config))
+        history = by_feature(tokens.history_projection, history_features(ranker.config))
+        for name in ("post", "author", "codes"):
+            if name in candidate:
+                candidate[name].copy_(history[name])
 
 
 def stuck(module: nn.Module) -> list[str]:

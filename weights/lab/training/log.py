@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from model.bounds import LARGEST
+from model.inputs import NO_CODES
 from weights.tables import (
     CHECKS,
     ID_TYPES,
@@ -26,10 +27,11 @@ from weights.tables import (
     hashed,
     open_table,
     place_of,
+    rows_of_lists,
     texts_of,
 )
 from weights.text_ids import IdKind
-from weights.values import action_name_problem, problem_of_surfaces
+from weights.values import action_name_problem, problem_of_codes, problem_of_surfaces
 
 ACTION_PREFIX = "action."
 COLUMNS = {
@@ -42,6 +44,8 @@ COLUMNS = {
     "created_at": pa.int64(),
     "dwell_seconds": pa.float32(),
 }
+CODES = "codes"
+"""An optional column: a list of content codes for each impression."""
 ID_COLUMNS = ("user_id", "post_id", "author_id")
 MAX_IMPRESSIONS = 25_000_000
 """The largest log that is read whole, into about 9 GB of memory with nineteen actions."""
@@ -53,7 +57,8 @@ class Log:
 
     `request_id` uint64: impressions shown together share it. `impression_ts`, `created_at`: Unix seconds, 0 unknown.
     `user_id`, `post_id`, `author_id` uint64. `product_surface` int64. `dwell_seconds` float32, 0 unknown.
-    `actions` bool `[n, A]` with names `action_names`. `texts`: the texts of the three id columns if ids are texts; else empty.
+    `actions` bool `[n, A]` with names `action_names`. `texts`: the texts of the three id columns if ids are texts; else empty. `codes`: the
+    content codes of the posts, int64 `[n, q]`, 0 for none; `[n, 0]` if the log has none.
     """
 
     request_id: NDArray[np.uint64]
@@ -67,6 +72,11 @@ class Log:
     actions: NDArray[np.bool_]
     action_names: tuple[str, ...]
     texts: Mapping[str, pa.DictionaryArray] = field(default_factory=dict)
+    codes: NDArray[np.int64] = field(default_factory=lambda: NO_CODES)
+
+    def __post_init__(self) -> None:
+        if self.codes is NO_CODES:
+            object.__setattr__(self, "codes", np.zeros((len(self.request_id), 0), np.int64))
 
     def __len__(self) -> int:
         return len(self.request_id)
@@ -75,7 +85,8 @@ class Log:
         """The given rows, in the given order."""
         columns = {name: getattr(self, name)[rows] for name in COLUMNS}
         texts = {name: column.take(pa.array(np.arange(len(self))[rows])) for name, column in self.texts.items()}
-        return Log(**columns, actions=self.actions[rows], action_names=self.action_names, texts=texts)
+        names, codes = self.action_names, self.codes[rows]
+        return Log(**columns, actions=self.actions[rows], action_names=names, texts=texts, codes=codes)
 
     def before(self, until_ts: int) -> Log:
         """The impressions shown before this time, Unix seconds."""
@@ -103,6 +114,8 @@ def date_of(unix_seconds: int) -> str:
 def write_log(path: Path, log: Log) -> None:
     """Write Parquet; with one version of pyarrow, equal logs give equal bytes."""
     arrays = {name: pa.array(getattr(log, name), kind) for name, kind in COLUMNS.items()} | dict(log.texts)
+    if log.codes.shape[1]:
+        arrays[CODES] = pa.array(log.codes.tolist(), pa.list_(pa.int32()))
     for index, name in enumerate(log.action_names):
         arrays[ACTION_PREFIX + name] = pa.array(log.actions[:, index])
     pq.write_table(pa.table(arrays), path, compression="zstd")
@@ -154,8 +167,11 @@ def log_of(
     if not len(table):
         raise LogError(f"{where} holds no impressions: it needs one row for each post that was shown to a user")
     flags = [column_of(table, ACTION_PREFIX + name, pa.bool_(), where) for name in actions]
-    log = Log(**columns, actions=np.stack(flags, 1), action_names=actions, texts=texts)
-    check_values(columns, place or (lambda row: f"{where}, row {row + 1}"), log_checks(surfaces))
+    codes = rows_of_lists(table, CODES, where) if CODES in table.schema.names else NO_CODES
+    log = Log(**columns, actions=np.stack(flags, 1), action_names=actions, texts=texts, codes=codes)
+    place = place or (lambda row: f"{where}, row {row + 1}")
+    check_values(columns, place, log_checks(surfaces))
+    check_values({CODES: codes}, place, {CODES: problem_of_codes})
     log = log.take(np.lexsort((log.request_id, log.impression_ts)))
     _check_requests(log, where)
     return log
@@ -175,7 +191,7 @@ def action_names(schema: pa.Schema, where: str) -> tuple[str, ...]:
     for name in actions:
         if problem := action_name_problem(name):
             raise LogError(f"{where}: the action name {name[:64]!r} {problem}")
-    unknown = set(schema.names) - set(COLUMNS) - {ACTION_PREFIX + name for name in actions}
+    unknown = set(schema.names) - {*COLUMNS, CODES} - {ACTION_PREFIX + name for name in actions}
     if unknown:
         raise LogError(f"{where} has unknown columns: {', '.join(sorted(unknown))}")
     return actions

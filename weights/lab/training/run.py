@@ -83,6 +83,12 @@ def check_split(log: Log, split_ts: int) -> None:
         raise LogError(f"the split at {split_ts} ({date_of(split_ts)}) lies outside the log, which covers {log.span}")
 
 
+def validation_requests(examples: Examples, until_ts: int | None, share: float = VALIDATION_SHARE) -> NDArray[np.int64]:
+    """The requests that `train` validates on, from which no step learned: all of the last `share` of the training period."""
+    requests = len(examples) if until_ts is None else int(np.searchsorted(examples.times, until_ts))
+    return split(requests, requests, share)[1]
+
+
 def split(
     requests: int, validation_requests: int, share: float = VALIDATION_SHARE
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

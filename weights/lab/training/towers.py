@@ -1,14 +1,16 @@
 """Trains the two retrieval towers on a log: posts that a user liked, against those that others in the batch liked or ignored.
 
-The loss is a softmax over the posts of the batch. A post is a negative as often as its author comes up, so the logarithm of that
-share is subtracted from its logit (the correction of sampled softmax). Without it the towers learn to avoid popular posts.
+The loss is a softmax over the posts of the batch. A popular post is a negative more often than others, so the logarithm of its share is
+subtracted from its logit (the log-Q correction of sampled softmax: Bengio and Senécal 2008, Yi et al. 2019). Without it the towers learn
+to avoid popular posts. Where most posts are new when they are ranked, the share is that of the post's author.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,14 +20,16 @@ from torch.nn import functional
 
 from model.batch import collate, hash_rows
 from model.config import ModelConfig, RetrievalConfig
-from model.inputs import Ids
+from model.inputs import codes_as_read
 from model.names import checkpoint_parameters
 from model.retrieval.towers import NO_CANDIDATES, Towers
 from weights.actions import default_score_weights
 from weights.lab.training import initial
+from weights.lab.training.choices import MOSTLY_HIDDEN, Plan
 from weights.lab.training.examples import Examples, hide
 from weights.lab.training.log import Log
 from weights.lab.training.run import reproducible
+from weights.tables import LogError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,31 @@ class TowerSettings:
     temperature: float = 0.07
     hidden_user_share: float = 0.3  # users shown without id, so the towers learn to use the history of unknown users
     hidden_post_share: float = 0.85  # posts shown under an id never seen, as most are when served
+    negatives_by: Literal["author", "post"] = (
+        "author"  # whose share corrects a post's logit, and whose posts are no negatives of its own
+    )
     threads: int = 1
+
+
+FEWEST_HIDDEN_USERS = 0.3
+LIKED_PASSES, STEPS = 5.5, (150, 2000)
+"""Passes over the requests with a liked post, and the fewest and most steps that this may be."""
+
+
+def tower_settings(log: Log, plan: Plan) -> TowerSettings:
+    """Decide how the towers learn from what `plan` saw in the log: hidden ids as the ranker's, whose share corrects, how many steps."""
+    training = log if plan.until_ts is None else log.before(plan.until_ts)
+    worth = training.actions @ np.array([plan.score_weights.get(name, 0.0) for name in log.action_names])
+    liked = len(np.unique(training.request_id[worth > 0]))
+    hidden = plan.settings.hidden_post_share
+    settings = TowerSettings(
+        seed=plan.settings.seed,
+        hidden_user_share=max(FEWEST_HIDDEN_USERS, plan.settings.hidden_user_share),
+        hidden_post_share=hidden,
+        negatives_by="author" if hidden >= MOSTLY_HIDDEN else "post",
+    )
+    steps = int(np.clip(LIKED_PASSES * liked / settings.batch_requests, *STEPS))
+    return replace(settings, steps=steps, warmup_steps=min(settings.warmup_steps, max(1, steps // 4)))
 
 
 def towers_config(ranker: ModelConfig) -> RetrievalConfig:
@@ -55,34 +83,29 @@ class Pairs:
     """The requests of a log in which the user liked something, and the liked and ignored rows.
 
     `worth`: the weighted actions of each row; `requests`: those with a row of positive worth; `left`: rows without any action.
+    `key`: the post or the author of each row; `log_share` float32 `[n]`: the logarithm of how often a batch's post has that key.
     """
 
-    def __init__(self, examples: Examples) -> None:
+    def __init__(self, examples: Examples, weights: Mapping[str, float], key: Literal["author", "post"]) -> None:
         log = examples.log
-        weights = default_score_weights(log.action_names)
         self.examples = examples
         self.worth = log.actions @ np.array([weights.get(name, 0.0) for name in log.action_names])
+        self.key: NDArray[np.uint64] = log.author_id if key == "author" else log.post_id
         request = np.repeat(np.arange(len(examples)), examples.stops - examples.starts)
         liked, passed = self.worth > 0, ~log.actions.any(1)
         self.requests, self.left = np.unique(request[liked]), np.flatnonzero(passed)
-        self.authors, of_row = np.unique(log.author_id, return_inverse=True)
-        shares = [
-            np.bincount(of_row[rows], minlength=len(self.authors)) / max(rows.sum(), 1) for rows in (liked, passed)
-        ]
-        self.log_share = np.log(np.maximum((shares[0] + shares[1]) / 2, 1e-6))
+        keys, of_row = np.unique(self.key, return_inverse=True)
+        drawn = [np.bincount(of_row[rows], minlength=len(keys)) / rows.sum() for rows in (liked, passed) if rows.any()]
+        self.log_share = np.log(np.maximum(sum(drawn) / len(drawn), 1e-6)).astype(np.float32)[of_row]
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Draw requests `[count]` and rows `[2 · count]`: a liked row of each request, then as many rows that any user ignored."""
+        """Draw requests `[count]` and rows: a liked row of each request, then as many rows that any user passed over, if there are any."""
         requests, liked = rng.choice(self.requests, count), []
         for request in requests:
             rows = self.examples.rows(request)
             worth = np.maximum(self.worth[rows], 0)
             liked.append(rng.choice(rows, p=worth / worth.sum()))
-        return requests, np.concatenate((liked, rng.choice(self.left, count)))
-
-    def correction(self, author_ids: Ids) -> Tensor:
-        """The logarithm of the share of each post's author, float32."""
-        return torch.from_numpy(self.log_share[np.searchsorted(self.authors, author_ids)].astype(np.float32))
+        return requests, np.concatenate((liked, rng.choice(self.left, count))) if len(self.left) else np.array(liked)
 
 
 def train_towers(
@@ -90,11 +113,19 @@ def train_towers(
     config: RetrievalConfig,
     settings: TowerSettings,
     *,
-    until_ts: int,
+    until_ts: int | None,
+    weights: Mapping[str, float] | None = None,
     report: Callable[[int, int, float], None] = lambda step, steps, loss: None,
 ) -> Towers:
-    """Train on the requests before `until_ts`. `report` is called with steps done, total steps and the loss."""
-    pairs = Pairs(Examples(log.take(log.impression_ts < until_ts), config))
+    """Train on the requests before `until_ts`, or on all. `weights` of actions: a row whose sum is above 0 was liked; None: X's weights.
+
+    `report` is called with steps done, total steps and the loss. Raises LogError if no post was liked.
+    """
+    seen = log if until_ts is None else log.before(until_ts)
+    scored = default_score_weights(log.action_names) if weights is None else weights
+    pairs = Pairs(Examples(seen, config), scored, settings.negatives_by)
+    if not len(pairs.requests):
+        raise LogError("the training period holds no post with an action of positive weight: there is nothing to learn")
     with reproducible(settings.threads):
         towers = initial_towers(config, torch.Generator().manual_seed(settings.seed))
         optimizer = torch.optim.AdamW(
@@ -127,7 +158,10 @@ def initial_towers(config: RetrievalConfig, generator: torch.Generator) -> Tower
 
 
 def batch_loss(towers: Towers, pairs: Pairs, settings: TowerSettings, rng: np.random.Generator) -> Tensor:
-    """The mean cross-entropy of each request's liked post among all posts of the batch; posts of the same author are no negatives."""
+    """The mean cross-entropy of each request's liked post among all posts of the batch.
+
+    Posts with the same key (author or post) are no negatives.
+    """
     requests, rows = pairs.draw(settings.batch_requests, rng)
     examples, log, config = pairs.examples, pairs.examples.log, towers.config
     contexts = [examples.context(int(request)) for request in requests]
@@ -145,8 +179,10 @@ def batch_loss(towers: Towers, pairs: Pairs, settings: TowerSettings, rng: np.ra
     vectors = towers.posts(
         torch.from_numpy(hash_rows(posts, config.post_hashes)),
         torch.from_numpy(hash_rows(authors, config.author_hashes)),
+        torch.from_numpy(codes_as_read(log.codes[rows], config)),
     )
-    logits = users @ vectors.T / settings.temperature - pairs.correction(authors)
-    same = torch.from_numpy(authors[: len(requests), None] == authors[None, :])
+    logits = users @ vectors.T / settings.temperature - torch.from_numpy(pairs.log_share[rows])
+    key = pairs.key[rows]
+    same = torch.from_numpy(key[: len(requests), None] == key[None, :])
     same[torch.arange(len(requests)), torch.arange(len(requests))] = False
     return functional.cross_entropy(logits.masked_fill(same, -torch.inf), torch.arange(len(requests)))

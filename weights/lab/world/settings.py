@@ -46,6 +46,8 @@ class WorldSettings:
     author_quality_sd: float = 0.7
     post_quality_sd: float = 0.08
     stray_topic_share: float = 0.01  # posts that are not about their author's topic
+    content_codes: bool = False  # whether posts have two codes: that of their topic, and one that says nothing
+    new_posts: bool = False  # whether each impression shows a post under an id of its own, never seen before
     fresh_hours: float = 6.0  # mean wanted age; the author's last post of at least that age is shown
     classic_share: float = 0.12  # impressions of posts older than 80 hours
 

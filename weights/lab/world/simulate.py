@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from model.inputs import NO_CODES
 from weights.lab.training.log import Log
 from weights.lab.world.behaviour import (
     ACTION_NAMES,
@@ -34,6 +35,7 @@ from weights.lab.world.population import (
 )  # fmt: skip
 from weights.lab.world.settings import DAY_SECONDS, HOUR_SECONDS, SURFACES, WorldSettings
 
+SILENT_CODES = 16  # values of the code that says nothing
 OTHER_SURFACES = (0.45, 0.0, 0.15, 0.2, 0.2)  # shares for authors that the user does not follow
 
 
@@ -208,13 +210,16 @@ def _write(drawn: Drawn, sessions: list[_Session]) -> tuple[Log, Truth]:
         request_id=np.cumsum(starts).astype(np.uint64),
         impression_ts=now,
         user_id=users.ids[who],
-        post_id=posts.ids[post],
+        post_id=np.random.default_rng(settings.seed).permutation(len(post)).astype(np.uint64) + 10**18
+        if settings.new_posts
+        else posts.ids[post],
         author_id=authors.ids[posts.author[post]],
         product_surface=np.concatenate([s.surface.ravel() for s in sessions])[order],
         created_at=posts.created_at[post],
         dwell_seconds=np.concatenate([s.seconds for s in sessions])[order],
         actions=np.concatenate([s.actions for s in sessions])[order],
         action_names=ACTION_NAMES,
+        codes=np.stack((1 + posts.topic[post], 1 + post % SILENT_CODES), 1) if settings.content_codes else NO_CODES,
     )
     test = order[now >= settings.test_ts]
     fields = ("appeal", "recency", "activity", "follow", "surface")

@@ -84,7 +84,7 @@ def test_towers_and_posts_are_written_beside_the_demo(world: World, tmp_path: Pa
     assert found["recall of towers"][0] > found["recall of random"][0]
     assert load_checkpoint(tmp_path / "demo").manifest == manifest
     chosen = [f"--set={name}={value}" for name, value in asdict(world.settings).items()]
-    printed = call("eval-retrieval", "--checkpoint", tmp_path / "demo", "--towers", tmp_path / "demo-towers", *chosen)
+    printed = call("eval-retrieval", tmp_path / "demo-towers", "--ranker", tmp_path / "demo", *chosen)
     assert printed.exit_code == 0, printed.output
     assert json.loads(printed.output.splitlines()[-1]) == found
     assert f"{found['recall of popularity'][1]:.3f}" in printed.output

@@ -1,0 +1,138 @@
+"""Parts of the log of what was served, as files: opened, filled, closed under their names, and removed when they are old.
+
+Used by one thread. `weights.served` says what a part holds. A part has its name only when it is whole and on the disk, so `kill -9` loses
+at most the parts that are open. Names are drawn at random: any number of processes may write into one directory.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from weights.served import OPEN_SUFFIX, PARTS, SUFFIX, PartEncoder, ServedRanking
+
+GROUP_BYTES = 8 * 2**20
+"""A part's rows are written when they take this much memory."""
+ABANDONED_SECONDS = 3600.0  # how much longer than any part is open an open file is left alone
+COMPRESSION = "lz4"  # a third of the time of zstd, and little longer
+DAY_SECONDS = 86_400
+
+
+class Part:
+    """A part that is being written, and the rows that it will hold. Each method raises OSError where the disk does not take it."""
+
+    def __init__(self, directory: Path, day: int, first: ServedRanking, now: float) -> None:
+        """Open a file of the directory for rows of this UTC day, counted since 1970, and of the model of `first`. `now`: Unix seconds."""
+        self.opened = now
+        self.rows = 0
+        folder = directory / _folder_of(day * DAY_SECONDS)
+        make_directory(directory)
+        make_directory(folder)
+        stamp = datetime.fromtimestamp(now, UTC).strftime("%Y%m%dT%H%M%SZ")
+        self.path = folder / f"{stamp}-{secrets.token_hex(8)}{SUFFIX}"
+        self.open_path = self.path.with_name(self.path.name.removesuffix(SUFFIX) + OPEN_SUFFIX)
+        self._encoder = PartEncoder(first)
+        self._waiting: list[pa.RecordBatch] = []
+        self._waiting_bytes = 0
+        self._descriptor = os.open(self.open_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._file = pa.OSFile(str(self.open_path), "wb")
+        # Without dictionaries and statistics, which take more time than all the rest.
+        self._writer = pq.ParquetWriter(
+            self._file,
+            self._encoder.schema,
+            compression=COMPRESSION,
+            use_dictionary=False,
+            write_statistics=False,
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the file, and of the rows that wait to be written."""
+        written: int = self._file.tell()
+        return written + self._waiting_bytes
+
+    def encode(self, rows: Sequence[ServedRanking], give_way: Callable[[], None]) -> pa.RecordBatch:
+        """These rows for `add`, as `PartEncoder.encode` makes them. The disk has no part in this."""
+        return self._encoder.encode(rows, give_way)
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Take the rows that were encoded last."""
+        self.rows += len(batch)
+        self._waiting.append(batch)
+        self._waiting_bytes += batch.nbytes
+        if self._waiting_bytes >= GROUP_BYTES:
+            self._write()
+
+    def close(self) -> int:
+        """Put the part on the disk under its name; return its size in bytes."""
+        self._write()
+        self._writer.close()
+        size: int = self._file.tell()
+        self._file.close()
+        os.fsync(self._descriptor)
+        os.close(self._descriptor)
+        os.rename(self.open_path, self.path)
+        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        return size
+
+    def abandon(self) -> None:
+        """Give the part up, and remove its file if that is possible."""
+        self._writer.is_open = False  # else it would write a footer when it is freed
+        with suppress(OSError):
+            self._file.close()
+        with suppress(OSError):
+            os.close(self._descriptor)
+        with suppress(OSError):
+            self.open_path.unlink()
+
+    def _write(self) -> None:
+        if self._waiting:
+            self._writer.write_table(pa.Table.from_batches(self._waiting), row_group_size=self.rows)
+            self._waiting, self._waiting_bytes = [], 0
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory that only this user can read, unless it is there. Raises OSError."""
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+
+
+def remove_old(directory: Path, keep_days: int, open_seconds: float, now: float) -> int:
+    """Remove the parts of days that ended more than `keep_days` ago, all days where it is 0, and files that a killed process left open.
+
+    Return how many files were removed. What has another name is not ours, and stays. Raises OSError where a file cannot be removed.
+    """
+    removed = 0
+    first_kept = _folder_of(now - keep_days * DAY_SECONDS)
+    for path in (*directory.glob(PARTS), *directory.glob(f"date=*/*{OPEN_SUFFIX}")):
+        is_old = keep_days > 0 and path.parent.name < first_kept
+        try:
+            is_abandoned = (
+                path.name.endswith(OPEN_SUFFIX) and path.stat().st_mtime < now - open_seconds - ABANDONED_SECONDS
+            )
+            if is_old or is_abandoned:
+                path.unlink()
+                removed += 1
+        except FileNotFoundError:  # another process removed it first, or closed the part
+            continue
+    for folder in directory.glob("date=*"):
+        if keep_days > 0 and folder.name < first_kept:
+            with suppress(OSError):  # something of another name is in it
+                folder.rmdir()
+    return removed
+
+
+def _folder_of(unix_seconds: float) -> str:
+    """The name of the folder of the day that this time is in."""
+    return datetime.fromtimestamp(unix_seconds, UTC).strftime("date=%Y-%m-%d")

@@ -1,0 +1,45 @@
+"""A budget that the API keys share, so that none shuts out another. Pure counting; knows neither HTTP nor an engine."""
+
+from __future__ import annotations
+
+
+def over_share(held: int, count: int, used: int, limit: int, share: float) -> int:
+    """By how much a key that holds `held` of the `used` exceeds its share if it takes `count` more; at most 0 if it does not.
+
+    This is the dynamic threshold of Choudhury and Hahne (1998): a key may hold share / (1 − share) times what is free. A key that is
+    alone fills its share; the fuller the budget, the less each key may hold, so that a newcomer finds room. With a share of 1 there is
+    no threshold.
+    """
+    if share >= 1:
+        return 0
+    return held + count - int(share / (1 - share) * (limit - used))
+
+
+class Shares:
+    """What the requests of all keys hold of a budget. Used by the event loop only; each process has its own.
+
+    A key without a name (None: no keys are set) has no threshold. A request of a key that holds nothing else only needs room.
+    """
+
+    def __init__(self, limit: int, share: float) -> None:
+        self.limit = limit
+        self.share = share
+        self.used = 0
+        self._held: dict[str | None, int] = {}  # of keys that hold something
+
+    def has_room(self, key: str | None, count: int, own: int = 0, limit: int | None = None) -> bool:
+        """Whether a request that already holds `own` may take `count` more of the budget, or of a part of it."""
+        limit = self.limit if limit is None else limit
+        if self.used + count > limit:
+            return False
+        held = self._held.get(key, 0)
+        return key is None or held == own or over_share(held, count, self.used, limit, self.share) <= 0
+
+    def take(self, key: str | None, count: int) -> None:
+        """Hold this much; a negative count gives it back."""
+        self.used += count
+        held = self._held.get(key, 0) + count
+        if held:
+            self._held[key] = held
+        else:
+            self._held.pop(key, None)

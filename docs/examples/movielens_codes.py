@@ -1,0 +1,161 @@
+"""Films that training never saw, with and without content codes: MovieLens 100k with genres and a knowledge graph as codes.
+
+    pip download --no-deps recbole -d recbole
+    python docs/examples/movielens_codes.py log recbole/recbole-*.whl unseen
+    phoenix-ranker train --log unseen/log.parquet --out unseen/with --set hidden_post_share=0.5
+    phoenix-ranker train --log unseen/log.parquet --out unseen/without --set hidden_post_share=0.5 --set code_levels=0 --set code_values=0
+    python docs/examples/movielens_codes.py table unseen/log.parquet unseen/with unseen/without
+
+A quarter of the films, drawn at random, has no rows before the newest fifth. The table has the AUC within users of `favorite` on the
+rated ones of these films, for the checkpoints and for boosted trees that have the same codes as columns, and each user's rates of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import zipfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from movielens import ACTIONS, FOLDER, log_of, table_of
+from numpy.typing import NDArray
+
+from weights.checkpoint import load_checkpoint
+from weights.lab.evaluate.baselines import Past, history_features, post_vectors
+from weights.lab.evaluate.evaluation import Judge
+from weights.lab.evaluate.predict import predict
+from weights.lab.training.examples import Examples
+from weights.lab.training.log import Log, read_log, write_log
+
+UNSEEN_SHARE, HELD_OUT = 0.25, 0.2
+NEGATIVES = 1
+MOST_VALUES = 255
+GRAPH = {  # levels of each relation
+    "film.film.genre": 3, "film.film.directed_by": 1, "film.film.country": 1, "film.film.language": 1, "film.film.rating": 1,
+    "film.film.subjects": 1,
+}  # fmt: skip
+AWARDS = ("film.film.award_nomination", "film.film.award_won")
+WITHIN = "AUC within users"
+Ints = NDArray[np.int64]
+
+
+def codes_of(source: Path) -> dict[int, list[int]]:
+    """The codes of each film: its genres, the decade, what the graph says of it, and how often it was nominated and awarded."""
+    films = {int(row["item_id"]): row for row in table_of(source, "item")}
+    entities = {row["entity_id"]: int(row["item_id"]) for row in graph_of(source, "link")}
+    facts: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for row in graph_of(source, "kg"):
+        if (film := entities.get(row["head_id"])) is not None:
+            facts[row["relation_id"]][film].append(row["tail_id"])
+    columns = levels({film: row["class"].split(" ") for film, row in films.items()}, films, 3)
+    columns += levels({film: [row["release_year"][:3]] for film, row in films.items()}, films, 1)
+    for relation, count in GRAPH.items():
+        columns += levels(facts[relation], films, count)
+    for relation in AWARDS:
+        columns.append({film: 1 + min(9, len(facts[relation].get(film, ()))) for film in films})
+    return {film: [column[film] for column in columns] for film in films}
+
+
+def graph_of(source: Path, name: str) -> Iterable[dict[str, str]]:
+    """`table_of` for the tables of the graph, which the folder and the wheel both have."""
+    if source.is_dir():
+        return table_of(source, name)
+    with zipfile.ZipFile(source) as wheel:
+        lines = io.TextIOWrapper(wheel.open(f"{FOLDER}/ml-100k.{name}"), "utf-8").read().splitlines()
+    names = [column.partition(":")[0] for column in lines[0].split("\t")]
+    return (dict(zip(names, line.split("\t"), strict=True)) for line in lines[1:])
+
+
+def levels(values: dict[int, list[str]], films: Iterable[int], count: int) -> list[dict[int, int]]:
+    """A film's values as codes of `count` levels, by film: 1 for the most frequent value; 0 for none and for rare ones."""
+    frequent = Counter(value for each in values.values() for value in each).most_common(MOST_VALUES)
+    code = {value: place + 1 for place, (value, _) in enumerate(frequent)}
+    sorted_codes = {film: sorted({code[v] for v in values.get(film, ()) if v in code}, reverse=True) for film in films}
+    return [{film: ([*found, *[0] * count][level]) for film, found in sorted_codes.items()} for level in range(count)]
+
+
+def without_new_films(log: Log, source: Path, seed: int) -> Log:
+    """The log with codes, and without the rows of the unseen films before the newest fifth."""
+    codes = codes_of(source)
+    width = len(next(iter(codes.values())))
+    rows = np.array([codes.get(int(post), [0] * width) for post in log.post_id.tolist()], np.int64)
+    until = int(log.impression_ts[int(len(log) * (1 - HELD_OUT))])
+    films = np.unique(log.post_id)
+    unseen = np.random.default_rng(seed).permutation(films)[: int(len(films) * UNSEEN_SHARE)]
+    kept = ~np.isin(log.post_id, unseen) | (log.impression_ts >= until)
+    return replace(log, codes=rows).take(kept)
+
+
+def table(log_path: Path, checkpoints: Sequence[Path]) -> list[tuple[str, float]]:
+    """The AUC within users on rated films that came after the training of the first checkpoint."""
+    log = read_log(log_path)
+    first = load_checkpoint(checkpoints[0]).manifest
+    until = int(first.training["until_ts"])
+    favorite, click = ACTIONS.index("favorite"), ACTIONS.index("click")
+    test = log.take(log.impression_ts >= until)
+    unseen = ~np.isin(test.post_id, np.unique(log.post_id[log.impression_ts < until])) & test.actions[:, click]
+    judge, liked = Judge.of(test.take(unseen)), test.actions[unseen, favorite]
+    examples = Examples(log, first.config)
+    split = int(np.searchsorted(examples.times, until))
+    requests = np.arange(split, len(examples))
+    sources = {}
+    for path in checkpoints:
+        loaded = load_checkpoint(path)
+        own = Examples(log, loaded.manifest.config)
+        probabilities = predict(loaded.ranker, own, requests).probabilities
+        sources[path.name] = probabilities[:, favorite]
+        sources[f"{path.name}, favorite ÷ click"] = probabilities[:, favorite] / probabilities[:, click]
+    for name, columns in {"boosted trees": False, "boosted trees with the codes": True}.items():
+        sources[name] = trees(log, examples, split, columns)
+    return [(name, judge.measured(liked, score[unseen].astype(float))[WITHIN].value) for name, score in sources.items()]
+
+
+def trees(log: Log, examples: Examples, split: int, has_codes: bool) -> NDArray[np.float64]:
+    """What gradient boosting on rated films says of every row from request `split` on."""
+    from sklearn.ensemble import HistGradientBoostingClassifier
+
+    frozen, favorite = int(examples.starts[split]), ACTIONS.index("favorite")
+    rated, liked = log.actions[:, ACTIONS.index("click")], log.actions[:, favorite]
+    features = history_features(examples, frozen, favorite, post_vectors(log.take(np.arange(frozen))))
+    if has_codes:
+        request = np.repeat(np.arange(len(examples)), examples.stops - examples.starts)
+        keys = [
+            log.user_id * np.uint64(1000) + log.codes[:, level].astype(np.uint64) for level in range(log.codes.shape[1])
+        ]
+        rates = [Past.of(key, request, liked, rated).rate(0.5, 4.0) for key in keys]
+        features = np.concatenate((features, log.codes.astype(np.float32), np.stack(rates, 1)), 1)
+    rows = np.flatnonzero(rated[:frozen])
+    told = ~np.isnan(features[rows]).all(0)
+    model = HistGradientBoostingClassifier(max_iter=150, learning_rate=0.06, early_stopping=False)
+    model.fit(features[rows][:, told], liked[rows])
+    return np.asarray(model.predict_proba(features[frozen:, told])[:, 1], np.float64)
+
+
+def main() -> None:
+    """Run one of the two commands."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    make = commands.add_parser("log", help="write log.parquet")
+    make.add_argument("source", type=Path, help="RecBole's wheel, or the folder ml-100k unpacked from it")
+    make.add_argument("out", type=Path)
+    make.add_argument("--seed", type=int, default=1, help="which films are unseen")
+    tabled = commands.add_parser("table", help="print the AUC within users of checkpoints and trees")
+    tabled.add_argument("log", type=Path)
+    tabled.add_argument("checkpoints", type=Path, nargs="+")
+    given = parser.parse_args()
+    if given.command == "log":
+        given.out.mkdir(parents=True, exist_ok=True)
+        log = without_new_films(log_of(given.source, NEGATIVES, given.seed), given.source, given.seed)
+        write_log(given.out / "log.parquet", log)
+        print(f"{given.out / 'log.parquet'} holds {len(log):,} impressions with {log.codes.shape[1]} codes each")
+    else:
+        for name, value in table(given.log, given.checkpoints):
+            print(f"| {name} | {value:.3f} |")
+
+
+if __name__ == "__main__":
+    main()

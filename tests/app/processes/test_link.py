@@ -1,0 +1,188 @@
+"""One message that goes wrong, between an engine process and a worker's end that run here: it ends in an answer, and the link goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from app.errors import DeadlineExceeded, InternalError, NotReady, Overloaded
+from app.interface import Health
+from app.processes.engine_process import EngineProcess
+from app.processes.link import Link
+from app.processes.messages import METHODS, Answer, Call, Cancel, FromEngine, FromWorker, Served, State
+from app.processes.remote import RemoteRanker
+from app.settings import Queue, Settings
+from app.telemetry.metrics import Metrics
+from tests.support import rankers
+from tests.support.fakes import FakeEngine, Gate, fake_model, fake_request
+
+pytestmark = pytest.mark.anyio
+HANDLE = "0" * 32
+
+
+@asynccontextmanager
+async def engine_process(path: Path, engine: Any = None, **options: Any) -> AsyncIterator[EngineProcess]:
+    """An engine process that is ready, at `path / "engine"`."""
+    process = EngineProcess(ranker := rankers.create(engine, **options), Settings())
+    serving = asyncio.create_task(process.serve(str(path / "engine")))
+    await rankers.until(lambda: ranker.health().ready)
+    try:
+        yield process
+    finally:
+        process.end()
+        await serving
+
+
+async def linked(path: Path, take: Callable[[Link, Any], None] = lambda link, message: None) -> Link:
+    """A worker's end, which gives what it is sent to `take`."""
+    link = Link(FromEngine, take, lambda link: None, lambda link: None)
+    await asyncio.get_running_loop().create_unix_connection(lambda: link, str(path / "engine"))
+    return link
+
+
+@asynccontextmanager
+async def worker(path: Path, **groups: Any) -> AsyncIterator[RemoteRanker]:
+    """A worker's ranker, once it knows the state of its engine process."""
+    ranker = RemoteRanker(Settings(**groups), str(path / "engine"), Metrics())
+    ranker.start()
+    await ranker.linked.wait()
+    try:
+        yield ranker
+    finally:
+        await ranker.stop(1.0)
+
+
+async def test_a_number_of_a_replaced_model_is_answered(tmp_path: Path) -> None:
+    async with engine_process(tmp_path):
+        with closing(await linked(tmp_path)) as link:
+            with pytest.raises(NotReady):
+                await link.call("context", 999, HANDLE, None)
+            with pytest.raises(InternalError):  # no number at all
+                await link.ask(lambda number: Call(number, "context", []), METHODS["context"][1])
+            with pytest.raises(InternalError):
+                await link.ask(lambda number: Call(number, "unheard", []), bytes)
+            assert await link.call("corpus_state") is None
+
+
+async def test_an_answer_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
+    def answer(link: Link, message: Any) -> None:
+        link.send(Answer(message.id, b"\xc1" if message.arguments else b"\xc0"))
+
+    server = await asyncio.get_running_loop().create_unix_server(
+        lambda: Link(FromWorker, answer, lambda link: None, lambda link: None), str(tmp_path / "engine")
+    )
+    async with server, asyncio.timeout(10):
+        with closing(await linked(tmp_path)) as link:
+            with pytest.raises(InternalError):
+                await link.call("context", 1, HANDLE, None)
+            assert await link.call("corpus_state") is None
+
+
+async def test_a_fault_in_what_takes_messages_ends_one_link_with_a_line(tmp_path: Path) -> None:
+    def fail(link: Link, message: Any) -> None:
+        raise ZeroDivisionError
+
+    async with engine_process(tmp_path), worker(tmp_path) as other:
+        with structlog.testing.capture_logs() as lines:
+            await linked(tmp_path, fail)
+            await rankers.until(lambda: bool(lines))
+        assert [(line["event"], line["error"]) for line in lines] == [("link_broken", "ZeroDivisionError")]
+        assert other.health().ready
+
+
+async def test_a_question_cancelled_in_its_turn_warns_of_nothing(tmp_path: Path) -> None:
+    async with engine_process(tmp_path):
+        with closing(await linked(tmp_path)) as link, warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            link.send(Call(1, "corpus_state", []))
+            link.send(Cancel(1))
+            assert await link.call("corpus_state") is None
+            gc.collect()
+    assert [str(each.message) for each in warned] == []
+
+
+async def test_a_worker_too_slow_with_its_metrics_keeps_its_link(tmp_path: Path) -> None:
+    """They are left out, and what was asked for is taken back."""
+    async with engine_process(tmp_path), worker(tmp_path) as other:
+        with closing(await linked(tmp_path)) as silent:
+            assert await silent.call("exposition")
+            assert await silent.call("corpus_state") is None
+        assert other.health().ready
+
+
+async def test_a_worker_takes_what_the_engine_process_takes_back(tmp_path: Path) -> None:
+    def greet(link: Link) -> None:
+        for message in (Cancel(1), State(Health(True, True, False, False, ""))):
+            link.send(message)
+
+    server = await asyncio.get_running_loop().create_unix_server(
+        lambda: Link(FromWorker, lambda link, message: None, greet, lambda link: None), str(tmp_path / "engine")
+    )
+    async with server, worker(tmp_path) as ranker:
+        assert ranker.health().ready
+
+
+async def test_a_fault_in_sending_the_state_does_not_end_it(tmp_path: Path) -> None:
+    fails = False
+
+    def clock() -> float:
+        if fails:
+            raise ZeroDivisionError
+        return time.monotonic()
+
+    states: list[Any] = []
+    async with engine_process(tmp_path, clock=clock):
+        with closing(await linked(tmp_path, lambda link, message: states.append(message))):
+            with structlog.testing.capture_logs() as lines:
+                fails = True
+                await rankers.until(lambda: bool(lines))
+                await asyncio.sleep(0.1)
+                fails = False
+            sent = len(states)
+            await rankers.until(lambda: len(states) > sent)
+    assert [line["event"] for line in lines] == ["state_not_sent"]
+
+
+async def test_a_handle_is_not_waited_for_beyond_the_deadline(tmp_path: Path) -> None:
+    """The engine process says that it is well, and answers nothing."""
+    state = State(Health(True, True, False, False, ""), Served.of(1, fake_model(FakeEngine()).served))
+    server = await asyncio.get_running_loop().create_unix_server(
+        lambda: Link(FromWorker, lambda link, message: None, lambda link: link.send(state), lambda link: None),
+        str(tmp_path / "engine"),
+    )
+    async with server, worker(tmp_path) as ranker, asyncio.timeout(10):
+        with pytest.raises(DeadlineExceeded):
+            await ranker.context(ranker.model(), HANDLE, None, ranker.clock() + 0.1)
+
+
+async def test_a_reserved_place_is_never_refused_and_is_freed(tmp_path: Path) -> None:
+    gate, tight = Gate(), Queue(max_candidates=4)
+    async with engine_process(tmp_path, FakeEngine(before=gate), queue=tight) as process, worker(tmp_path) as ranker:
+        admission, (context, posts) = process.ranker.admission, fake_request(1)
+        sizes: dict[str, Any] = {"candidates": 4, "history": 2, "deadline": None, "key": None}
+        with ranker.admit(ranker.model(), **sizes) as job:
+            await ranker.reserve(job)
+            assert admission.candidates == 4
+            with ranker.admit(ranker.model(), **sizes) as late, pytest.raises(Overloaded):
+                await ranker.reserve(late)
+            gate.opened.set()
+            assert len((await ranker.rank(job, context, posts)).scores) == 4
+        assert admission.candidates == 0
+        with ranker.admit(ranker.model(), **sizes) as unused:
+            await ranker.reserve(unused)
+        await rankers.until(lambda: admission.candidates == 0)
+        with ranker.admit(ranker.model(), **sizes) as cancelled:
+            await ranker.reserve(cancelled)
+            ranking = asyncio.ensure_future(ranker.rank(cancelled, context, posts))
+            await asyncio.sleep(0)
+            ranking.cancel()
+        await rankers.until(lambda: admission.candidates == 0)

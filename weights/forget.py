@@ -1,0 +1,100 @@
+"""Removes the rankings of some users from a log of what was served: the parts that hold any are written again without them.
+
+Needs pyarrow, like `weights.served`. A service may write into the log meanwhile: parts that are open then are counted and not touched.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from weights.served import OPEN_SUFFIX, PARTS, SUFFIX, check_format
+
+
+@dataclass
+class Forgotten:
+    """What was removed: `rankings`, from `rewritten` and wholly `removed` parts. `parts`: all that were read. `open_parts`: being written
+    by a service, so not looked at. `problems`: sentences about files that could not be read or written."""
+
+    parts: int = 0
+    rewritten: int = 0
+    removed: int = 0
+    rankings: int = 0
+    open_parts: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def forget_users(
+    directory: Path, user_ids: Collection[int], update: Callable[[int, int], None] = lambda done, total: None
+) -> Forgotten:
+    """Remove every ranking of these users, whose ids are as the model reads them. `update` gets the parts that are done, and all.
+
+    A part is replaced by a whole one or not at all. What can be done is done also where one file has a problem. Raises OSError where the
+    directory cannot be read.
+    """
+    if not directory.is_dir():
+        raise NotADirectoryError(f"{directory} is no directory")
+    users = pa.array(sorted(user_ids), pa.uint64())
+    parts, result = sorted(directory.glob(PARTS)), Forgotten()
+    for done, path in enumerate(parts):
+        update(done, len(parts))
+        try:
+            _forget_in(path, users, result)
+        except FileNotFoundError:  # removed meanwhile, because it is old
+            continue
+        except pa.ArrowException as error:
+            result.problems.append(f"{path} cannot be read as Parquet: {error}")
+        except (OSError, ValueError) as error:
+            result.problems.append(str(error))
+    result.open_parts = len([*directory.glob(f"date=*/*{OPEN_SUFFIX}")])
+    return result
+
+
+def _forget_in(path: Path, users: pa.Array, result: Forgotten) -> None:
+    """Remove the users' rows from one part."""
+    with pq.ParquetFile(path) as part:
+        check_format(path, part.schema_arrow)
+        result.parts += 1
+        ids = part.read(["user_id"])["user_id"]
+        rows = pc.sum(pc.is_in(ids, users)).as_py() or 0
+        if not rows:
+            return
+        if rows == len(ids):
+            path.unlink()
+            result.removed += 1
+        else:
+            _rewrite(part, path, users)
+            result.rewritten += 1
+        result.rankings += rows
+
+
+def _rewrite(part: pq.ParquetFile, path: Path, users: pa.Array) -> None:
+    """Write the part again without these users, one group of rows after the other. A context belongs to one user, so none of the rows that
+    stay loses its history."""
+    new = path.with_name(f"{path.name.removesuffix(SUFFIX)}.forget{OPEN_SUFFIX}")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        compression = part.metadata.row_group(0).column(0).compression.lower()
+        with pq.ParquetWriter(
+            str(new), part.schema_arrow, compression=compression, use_dictionary=False, write_statistics=False
+        ) as writer:
+            for group in range(part.num_row_groups):
+                table = part.read_row_group(group)
+                kept = table.filter(pc.invert(pc.is_in(table["user_id"], users)))
+                if len(kept):
+                    writer.write_table(kept, row_group_size=len(kept))
+        os.fsync(descriptor)
+        new.rename(path)
+    except BaseException:
+        with suppress(OSError):
+            new.unlink()
+        raise
+    finally:
+        os.close(descriptor)

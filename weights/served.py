@@ -1,0 +1,364 @@
+"""The format of the log of what was served: parts in Parquet, one row a ranking. `app.served` writes them; `read_part` reads one back.
+
+A part is a file `date=YYYY-MM-DD/NAME.parquet` below the log's directory, where the date is the UTC day of its rows. A file is whole from
+the moment that it has this name: a part that is still being written is called `NAME.parquet.open`. All rows of a part are of one model.
+
+Values are those that the model has read: after hashing, clipping and truncation. The columns of the history and of the candidates are the
+arrays of `model.inputs.Context` and `model.inputs.Candidates`, so a new input of the model becomes a column here by itself. An array with
+more than one axis is flattened row by row; the sizes of its other axes are in the metadata of its field, under `SIZES`.
+
+Needs pyarrow, which is imported when a function here is called.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from model.inputs import Candidates, Context
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FORMAT = "1"
+FORMAT_KEY = "phoenix_ranker.served"
+"""The key of the format's number in the metadata of a part's schema."""
+SIZES = b"sizes"
+"""The key, in the metadata of a field, of the sizes of its axes after the first: JSON, such as `[19]`."""
+PARTS = "date=*/*.parquet"
+"""The pattern of the names of all parts, below the log's directory."""
+SUFFIX, OPEN_SUFFIX = ".parquet", ".parquet.open"
+READ_ROWS = 256
+
+
+class Column:
+    """One column: its type in Arrow, as the name of a function of pyarrow; whether it is a list; whether it may be null; what it holds."""
+
+    def __init__(self, kind: str, text: str, *, is_list: bool = False, is_nullable: bool = False) -> None:
+        self.kind = kind
+        self.text = text
+        self.is_list = is_list
+        self.is_nullable = is_nullable
+
+
+# C: candidates of the row, in the order in which they were sent; A: actions; Z: continuous outputs; h: events of the history.
+COLUMNS: Mapping[str, Column] = {
+    "request_id": Column(
+        "string", "The name of the ranking, as the reply tells it; unique within a call of /rank/batch."
+    ),
+    "served_us": Column("int64", "When it was ranked, in microseconds of Unix time."),
+    "endpoint": Column("string", "The route that was called, such as /rank."),
+    "key": Column("string", "The name of the caller's API key; null where the service has no keys.", is_nullable=True),
+    "model_name": Column("string", "Name of the checkpoint."),
+    "model_version": Column("string", "Version of the checkpoint."),
+    "model_digest": Column("string", "Digest of the checkpoint."),
+    "action_names": Column(
+        "string", "Names of the A actions, in the order of the weights and probabilities.", is_list=True
+    ),
+    "continuous_names": Column("string", "Names of the Z continuous outputs.", is_list=True),
+    "user_id": Column("uint64", "The user as the model reads it (a text id is hashed); 0 is anonymous."),
+    "impression_ts": Column(
+        "int64", "When the posts were to be shown, in Unix seconds, as the request says; 0 if it does not."
+    ),
+    "context_id": Column("string", "32 hex digits: rows with the same one have the same user and history."),
+    "history_length": Column("int64", "h, the number of events that the model read."),
+    "history_dropped": Column("int64", "How many older events did not fit the model's window."),
+    "history": Column(
+        "struct",
+        "The events, oldest first: one list for each array of `Context`. Null where an earlier row of this part has the same context_id.",
+        is_nullable=True,
+    ),
+    "candidates": Column("struct", "The posts that were ranked: one list for each array of `Candidates`."),
+    "created_at": Column(
+        "int64", "When each candidate was created, in Unix seconds, as the request says; 0 unknown. [C]", is_list=True
+    ),
+    "scores": Column("float64", "The combined score of each candidate. [C]", is_list=True),
+    "ranks": Column("int64", "The rank of each candidate; 1 is best. [C]", is_list=True),
+    "returned": Column("int64", "How many candidates the reply held: those with the ranks 1 … returned."),
+    "weights": Column(
+        "float64", "The weights in force: [A], or [A + Z] where they weigh the continuous outputs too.", is_list=True
+    ),
+    "score_form": Column("string", "`sum` or `offset`: how the scores were made from the weighted sum."),
+    "temperature": Column(
+        "float64", "The temperature of exploration; null where the order is that of the scores.", is_nullable=True
+    ),
+    "propensities": Column(
+        "float64",
+        "The probability that each candidate got its rank, given those above it; null without exploration. [C]",
+        is_list=True,
+        is_nullable=True,
+    ),
+    "probabilities": Column(
+        "float32",
+        "The probability of each action. [C, A]; null where the log leaves them out.",
+        is_list=True,
+        is_nullable=True,
+    ),
+    "continuous": Column(
+        "float32",
+        "The continuous outputs in their units. [C, Z]; null where the log leaves them out.",
+        is_list=True,
+        is_nullable=True,
+    ),
+}
+"""The columns of a part, in their order."""
+INPUTS: Mapping[str, type] = {"history": Context, "candidates": Candidates}
+"""The columns that hold one list for each array of a class of the model's inputs."""
+
+
+@cache
+def arrays_of(kind: type) -> Mapping[str, np.dtype[Any]]:
+    """The dtypes of the arrays that a class of the model's inputs holds, by name; an array may be optional."""
+    dtypes: dict[str, np.dtype[Any]] = {}
+    for name, hint in get_type_hints(kind).items():
+        for choice in (hint, *get_args(hint)):
+            if get_origin(choice) is np.ndarray:
+                dtypes[name] = np.dtype(get_args(get_args(choice)[1])[0])
+    return dtypes
+
+
+def schema(sizes: Mapping[str, tuple[int, ...]] | None = None) -> pa.Schema:
+    """The schema of a part. `sizes`: of the axes after the first, by a name such as `history.actions`."""
+    import pyarrow as pa
+
+    sizes = sizes or {}
+
+    def listed(name: str, kind: pa.DataType, is_nullable: bool) -> pa.Field:
+        metadata = {SIZES: json.dumps(sizes[name])} if sizes.get(name) else None
+        return pa.field(name.rpartition(".")[2], pa.list_(kind), is_nullable, metadata)
+
+    fields: list[pa.Field] = []
+    for name, column in COLUMNS.items():
+        if name in INPUTS:
+            children = [
+                listed(f"{name}.{child}", pa.from_numpy_dtype(dtype), True)
+                for child, dtype in arrays_of(INPUTS[name]).items()
+            ]
+            fields.append(pa.field(name, pa.struct(children), column.is_nullable))
+        elif column.is_list:
+            fields.append(listed(name, getattr(pa, column.kind)(), column.is_nullable))
+        else:
+            fields.append(pa.field(name, getattr(pa, column.kind)(), column.is_nullable))
+    return pa.schema(fields, {FORMAT_KEY: FORMAT})
+
+
+@dataclass(slots=True, eq=False)
+class ServedRanking:
+    """One row. The fields have the names, units and shapes of `COLUMNS`; `context` and `candidates` are as the engine was given them."""
+
+    request_id: str
+    served_us: int
+    endpoint: str
+    key: str | None
+    model_name: str
+    model_version: str
+    model_digest: str
+    action_names: tuple[str, ...]
+    continuous_names: tuple[str, ...]
+    impression_ts: int
+    context: Context
+    candidates: Candidates
+    created_at: NDArray[np.int64]
+    scores: NDArray[np.float64]
+    ranks: NDArray[np.int64]
+    returned: int
+    weights: NDArray[np.float64]
+    score_form: str
+    temperature: float | None = None
+    propensities: NDArray[np.float64] | None = None
+    probabilities: NDArray[np.float32] | None = None
+    continuous: NDArray[np.float32] | None = None
+
+
+class PartEncoder:
+    """Turns the rows of one part into Arrow. It remembers which contexts the part holds, so that each is stored once: what `encode` returns
+    must become the part in that order."""
+
+    def __init__(self, first: ServedRanking) -> None:
+        """`first`: any row of the part, which tells its model and the sizes of its arrays."""
+        import pyarrow as pa
+
+        self.schema = schema(_sizes_of(first))
+        self._contexts: set[tuple[int, str]] = set()  # user and id of each context that the part holds
+        self._names = {
+            name: pa.array(getattr(first, name), pa.string()) for name in ("action_names", "continuous_names")
+        }
+
+    def encode(self, rows: Sequence[ServedRanking], give_way: Callable[[], None] = lambda: None) -> pa.RecordBatch:
+        """These rows as the next ones of the part. `give_way` is called after each column: a few hundred rows hold the interpreter for
+        milliseconds, and whoever answers requests beside this thread must not wait so long."""
+        import pyarrow as pa
+
+        contexts = [row.context for row in rows]
+        ids = [*map(_id_of, contexts)]
+        fresh: dict[tuple[int, str], None] = {}
+        shown: list[Context | None] = []  # None where the part, or a row before it, has the context already
+        for context, name in zip(contexts, ids, strict=True):
+            key = context.user_id, name
+            shown.append(None if key in self._contexts or key in fresh else context)
+            fresh[key] = None
+        give_way()
+        values: dict[str, Sequence[Any]] = {
+            "user_id": [context.user_id for context in contexts],
+            "context_id": ids,
+            "history_length": [*map(len, contexts)],
+            "history_dropped": [context.dropped for context in contexts],
+            "history": shown,
+        }
+        columns: list[pa.Array] = []
+        for field in self.schema:
+            columns.append(self._column(field, values.get(field.name) or [*map(attrgetter(field.name), rows)]))
+            give_way()
+        batch = pa.RecordBatch.from_arrays(columns, schema=self.schema)
+        self._contexts |= fresh.keys()  # only now: where a row cannot be encoded, the part stays as it was
+        return batch
+
+    def _column(self, field: pa.Field, values: Sequence[Any]) -> pa.Array:
+        """One column that holds these values."""
+        import pyarrow as pa
+
+        if field.name in self._names:
+            return _repeated(self._names[field.name], len(values))
+        if field.name in INPUTS:
+            return _structs(values, field.type)
+        return _lists(values, field.type) if COLUMNS[field.name].is_list else pa.array(values, field.type)
+
+
+_SEED = int.from_bytes(os.urandom(8), "little")
+"""Of the ids of contexts: nobody who sends requests can find two contexts with one id."""
+_arrays_of_context = attrgetter(*arrays_of(Context))
+
+
+def _id_of(context: Context) -> str:
+    """32 hex digits from the user and every array of the history."""
+    arrays = [array for array in _arrays_of_context(context) if array is not None]
+    return xxhash.xxh3_128_hexdigest(_joined([context.user_id.to_bytes(8, "little"), *arrays]), _SEED)
+
+
+def _sizes_of(row: ServedRanking) -> dict[str, tuple[int, ...]]:
+    """The sizes of the axes after the first, of each array of the row that has such axes."""
+    arrays = {"probabilities": row.probabilities, "continuous": row.continuous}
+    for column, inputs in (("history", row.context), ("candidates", row.candidates)):
+        arrays |= {f"{column}.{name}": getattr(inputs, name) for name in arrays_of(INPUTS[column])}
+    return {name: array.shape[1:] for name, array in arrays.items() if array is not None and array.ndim > 1}
+
+
+def _structs(inputs: Sequence[Any], kind: pa.StructType) -> pa.StructArray:
+    """One struct of lists for each of the model's inputs; None is null."""
+    import pyarrow as pa
+
+    is_null = np.array([value is None for value in inputs])
+    children = [
+        _lists([None if value is None else getattr(value, child.name) for value in inputs], child.type)
+        for child in kind
+    ]
+    return pa.StructArray.from_arrays(children, fields=list(kind), mask=pa.array(is_null) if is_null.any() else None)
+
+
+def _lists(arrays: Sequence[NDArray[Any] | None], kind: pa.ListType) -> pa.ListArray:
+    """One list for each array, which is flattened; None is null. The arrays have the dtype of the lists' elements."""
+    import pyarrow as pa
+
+    present = [array for array in arrays if array is not None]
+    offsets = np.zeros(len(arrays) + 1, np.int32)
+    np.cumsum([0 if array is None else array.size for array in arrays], out=offsets[1:])
+    values = pa.Array.from_buffers(kind.value_type, int(offsets[-1]), [None, pa.py_buffer(_joined(present))])
+    mask = pa.array([array is None for array in arrays]) if len(present) < len(arrays) else None
+    return pa.ListArray.from_arrays(pa.array(offsets), values, kind, mask=mask)
+
+
+def _joined(arrays: Sequence[Any]) -> bytes:
+    """The bytes of all arrays, row by row: several times as fast as numpy joins small ones."""
+    try:
+        return b"".join(arrays)
+    except (BufferError, TypeError):  # one is a view with gaps
+        return b"".join([array if isinstance(array, bytes) else array.tobytes() for array in arrays])
+
+
+def _repeated(names: pa.StringArray, count: int) -> pa.ListArray:
+    """The same list of texts `count` times."""
+    import pyarrow as pa
+
+    offsets = np.arange(count + 1, dtype=np.int32) * len(names)
+    return pa.ListArray.from_arrays(pa.array(offsets), names.take(pa.array(np.tile(np.arange(len(names)), count))))
+
+
+def read_part(path: Path) -> Iterator[ServedRanking]:
+    """Yield the rows of a part, in their order. Raises ValueError for a file that is no whole part of this format, and OSError."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    histories: dict[str, pa.StructScalar] = {}  # by context_id
+    try:
+        with pq.ParquetFile(path) as part:
+            check_format(path, part.schema_arrow)
+            sizes = _stored_sizes(part.schema_arrow)
+            for batch in part.iter_batches(READ_ROWS):
+                for place in range(len(batch)):
+                    row = {name: batch.column(name)[place] for name in COLUMNS}
+                    if row["history"].is_valid:
+                        histories[row["context_id"].as_py()] = row["history"]
+                    row["history"] = histories[row["context_id"].as_py()]
+                    yield _ranking(row, sizes)
+    except pa.ArrowException as error:
+        raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def check_format(path: Path, stored: pa.Schema) -> None:
+    """Raise ValueError unless this is the schema of a part of this format."""
+    number = (stored.metadata or {}).get(FORMAT_KEY.encode())
+    if number is None or not {*COLUMNS} <= {*stored.names}:
+        raise ValueError(f"{path} is no part of a log of what was served")
+    if number != FORMAT.encode():
+        raise ValueError(
+            f"{path} is of another format, {number.decode(errors='replace')[:20]}: this version reads {FORMAT}"
+        )
+
+
+def _stored_sizes(stored: pa.Schema) -> dict[str, tuple[int, ...]]:
+    """The sizes of the axes after the first, by the names of the arrays."""
+    fields = {field.name: field for field in stored}
+    for name in INPUTS:
+        fields |= {f"{name}.{child.name}": child for child in fields.pop(name).type}
+    return {name: tuple(json.loads((field.metadata or {}).get(SIZES, b"[]"))) for name, field in fields.items()}
+
+
+def _ranking(row: Mapping[str, pa.Scalar], sizes: Mapping[str, tuple[int, ...]]) -> ServedRanking:
+    """One row as numpy arrays and plain values. `row`: its cells by column, with the history where the part has it further up."""
+
+    def array(name: str, cell: pa.ListScalar | None, length: int) -> NDArray[Any] | None:
+        if cell is None or not cell.is_valid:
+            return None
+        values: NDArray[Any] = cell.values.to_numpy(zero_copy_only=False)
+        return values.reshape(length, *sizes.get(name, ())) if sizes.get(name) else values
+
+    def inputs(name: str, length: int) -> dict[str, Any]:
+        stored = row[name]
+        return {child: array(f"{name}.{child}", stored.get(child), length) for child in arrays_of(INPUTS[name])}
+
+    count = len(row["scores"])
+    context = Context(
+        row["user_id"].as_py(),
+        **inputs("history", row["history_length"].as_py()),
+        dropped=row["history_dropped"].as_py(),
+    )
+    fields: dict[str, Any] = {"context": context, "candidates": Candidates(**inputs("candidates", count))}
+    for name in ServedRanking.__dataclass_fields__.keys() - fields.keys():
+        cell, column = row[name], COLUMNS[name]
+        if not column.is_list:
+            fields[name] = cell.as_py()
+        elif column.kind == "string":
+            fields[name] = tuple(cell.as_py())
+        else:
+            fields[name] = array(name, cell, count)
+    return ServedRanking(**fields)
