@@ -20,12 +20,13 @@ from app.settings import Logs
 from app.telemetry.logs import MOST_SUCCESSES, MOST_WAITING, configure
 from tests.support.asgi import served
 
+pytestmark = pytest.mark.one_process("it is about the log of one process")
+
 LOG = """
 import structlog
 from app.settings import Logs
 from app.telemetry import logs
 
-pytestmark = pytest.mark.one_process("it is about the log of one process")
 logs.configure(Logs())
 log = structlog.get_logger("x")
 """
