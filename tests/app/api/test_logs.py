@@ -68,7 +68,7 @@ def test_what_a_library_puts_into_its_line_is_left_out(lines: io.StringIO) -> No
         library.exception("it ends\nwith secret")
     first, second = said(lines)
     assert "secret" not in lines.getvalue()
-    assert (first["logger"], first["event"], first["level"]) == ("library.part", "cannot reach %s", "error")
+    assert (first["logger"], first["event"], first["level"]) == ("library.part", "cannot reach …", "error")
     assert (second["event"], second["error"]) == ("it ends", "ValueError")
     assert "test_logs.py" in str(second["trace"])
 
