@@ -161,6 +161,8 @@ class Trainer:
 
         Raises TrainingError if the validation loss never was finite.
         """
+        if self.finished:  # resumed when there was nothing left to do
+            report(self.status(False))
         while not self.finished:
             self.advance()
             looked = self.step % self.evaluate_every == 0 or self.step == self.steps
