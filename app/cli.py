@@ -23,6 +23,7 @@ OF_WEIGHTS = {
     "relabel": "Change the names, version or score weights of a checkpoint.",
     "log": "Show what a log of impressions holds, and what training would decide from it.",
     "train": "Train a checkpoint from a log of impressions.",
+    "calibrate": "Correct a checkpoint's probabilities on a log, so that they are frequencies.",
     "eval": "Evaluate a checkpoint on a test period.",
     "train-towers": "Train the two towers of retrieval from a log.",
     "eval-retrieval": "Measure how many liked posts retrieval finds.",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 def over_share(held: int, count: int, used: int, limit: int, share: float) -> int:
-    """By how much a key that holds `held` of the `used` exceeds its share if it takes `count` more; at most 0 if it does not.
+    """By how much a key that holds `held` exceeds its share if it takes `count` more, where `used` of the limit are taken; at most 0 if it
+    does not.
 
     This is the dynamic threshold of Choudhury and Hahne (1998): a key may hold share / (1 − share) times what is free. A key that is
     alone fills its share; the fuller the budget, the less each key may hold, so that a newcomer finds room. With a share of 1 there is
@@ -33,7 +34,7 @@ class Shares:
         if self.used + count > limit:
             return False
         held = self._held.get(key, 0)
-        return key is None or held == own or over_share(held, count, self.used, limit, self.share) <= 0
+        return key is None or held == own or over_share(held, count, self.used + count, limit, self.share) <= 0
 
     def take(self, key: str | None, count: int) -> None:
         """Hold this much; a negative count gives it back."""

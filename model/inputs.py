@@ -231,12 +231,14 @@ def codes_as_read(codes: Int64s, config: ModelConfig) -> Int64s:
     return np.zeros((len(codes), config.code_levels), np.int64)
 
 
-def codes_fitting(codes: Int64s, config: ModelConfig) -> Int64s:
-    """Codes of any origin, int64 `[n, q]`, as codes of this model, `[n, Q]`. Missing levels have code 0. A post with a code in a level that
-    the model lacks, or beyond its table, has no codes at all."""
-    levels = min(codes.shape[1], config.code_levels)
-    found = np.zeros((len(codes), config.code_levels), np.int64)
-    if levels:
+def codes_fitting(codes: Int64s, count: int, config: ModelConfig) -> Int64s:
+    """Codes of any origin, int64 `[count, q]`, or of any shape without elements for none, as codes of this model, `[count, Q]`.
+
+    Missing levels have code 0. A post with a code in a level that the model lacks, or beyond its table, has no codes at all.
+    """
+    found = np.zeros((count, config.code_levels), np.int64)
+    if codes.size and config.code_levels:
+        levels = min(codes.shape[1], config.code_levels)
         fits = (codes <= config.code_values).all(1) & ~codes[:, levels:].any(1)
         found[fits, :levels] = codes[fits, :levels]
     return found

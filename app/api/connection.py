@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import select
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,7 +20,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from app.api.caller import CANCELS, COSTLY_BODY_BYTES
+from app.api.caller import CANCELS
 from app.api.middleware import MOST_TARGET_BYTES
 
 MOST_HEADERS, MOST_HEADER_BYTES = 100, 32_768
@@ -302,9 +301,6 @@ class Connection(HttpToolsProtocol):
             self.task.cancel()  # Kludex/uvicorn#501
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        if self.body_left > COSTLY_BODY_BYTES and self.is_gone():
-            self.transport.abort()  # it waited for the loop for too long: the application need not see it
-            return
         self.task = self.loop.create_task(cycle.run_asgi(app))
         self.tasks.add(self.task)
         self.task.add_done_callback(self.tasks.discard)
@@ -343,21 +339,6 @@ class Connection(HttpToolsProtocol):
         poll = select.poll()
         poll.register(socket.fileno(), events)
         return bool(poll.poll(0))
-
-    def is_gone(self) -> bool:
-        """Whether the client of a request that has just come is known to be gone for good, without waiting for a round trip. Written past
-        the transport, which writes at the end of a turn."""
-        if not self.has_closed():
-            return False
-        if self.transport.is_closing():
-            return True
-        if self.transport.get_write_buffer_size() or self.cycle.scope["http_version"] != "1.1":
-            return False
-        try:
-            os.write(self.transport.get_extra_info("socket").fileno(), CONTINUE)
-        except OSError:
-            return True
-        return self.has_event(0)
 
     def probe(self) -> None:
         """Find out whether the client is gone for good: only a write tells, and clients pass over this one (RFC 9110, 15.2)."""

@@ -285,12 +285,12 @@ class Batch:
         """Give the request at this place a name that no other one of the call has. The reply tells it, unless it has a `request_id` of its
         own."""
         by_place = f"{self._caller.exchange.request_id}/{place}"
-        if wishes.request_id is None:
-            wishes.request_id = by_place
-        wishes.name = by_place if wishes.request_id in self._names else wishes.request_id
+        own = wishes.request_id
+        wishes.name = by_place if own is None or own in self._names else own
         while wishes.name in self._names:
             wishes.name += f"/{place}"
         self._names.add(wishes.name)
+        wishes.request_id = own or wishes.name
 
     def _take(self, candidates: int) -> None:
         """Count them. Raises TooLarge or Overloaded where this call, its key, or all calls together would hold too many."""

@@ -35,7 +35,7 @@ from app.replies import Placement
 from app.schema import DEFAULT_K, PROBLEMS, RecommendReply, RecommendRequest, RetrieveReply, RetrieveRequest
 from app.settings import Deadline, Limits
 from model.config import ModelConfig
-from model.inputs import NO_CODES, Candidates, Context, Scores, age_bucket, codes_fitting, created_within
+from model.inputs import Candidates, Context, Scores, age_bucket, codes_fitting, created_within
 from model.retrieval.inputs import AT_LEAST, Filters, Query, Retrieved
 from weights.format.manifest import Manifest
 
@@ -181,7 +181,7 @@ async def _ranked(ranker: Ranker, caller: CallerInfo, job: Job, work: Recommenda
 def _candidates(work: Recommendation, posts: Retrieved) -> Candidates:
     """The posts as the ranking model reads them."""
     ages = age_bucket(work.asked.impression_ts, posts.created_at, work.config)
-    codes = codes_fitting(posts.codes, work.config) if posts.codes.size else NO_CODES
+    codes = codes_fitting(posts.codes, len(posts), work.config)
     return Candidates(posts.post_ids, posts.author_ids, np.zeros(len(posts), np.int64), ages, codes=codes)
 
 

@@ -32,6 +32,7 @@ ACTIONS = ("favorite", "click", "not_interested")
 NEGATIVES = 4
 POPULARITY_POWER = 0.75
 EARLY_SHARE = 0.8  # of the ratings give the popularity: a log does not know what will be popular
+REPEATS = 1  # a stream of random numbers
 PANEL = 50
 OLDEST_TIME = 86_400  # Unix seconds: the service knows no time before 1970, so older films count as of then
 
@@ -66,6 +67,25 @@ def negatives(users: Ints, items: Ints, films: int, each: int, rng: np.random.Ge
     return drawn
 
 
+def without_repeats(
+    drawn: Ints, users: Ints, items: Ints, requests: Ints, films: int, rng: np.random.Generator
+) -> Ints:
+    """The drawn films `[n, each]`, where one that its request has drawn before is replaced by another that the user never rated,
+    drawn as often as the films of `drawn` are."""
+    distinct = drawn.copy()
+    for request in np.unique(requests):
+        rows = np.flatnonzero(requests == request)
+        flat = distinct[rows].ravel()
+        repeated = np.setdiff1d(np.arange(len(flat)), np.unique(flat, return_index=True)[1])
+        if len(repeated):
+            left = np.setdiff1d(drawn, np.concatenate((items[users == users[rows[0]]], flat)))
+            chance = np.bincount(drawn.ravel(), minlength=films)[left]
+            count = min(len(repeated), len(left))
+            flat[repeated[:count]] = rng.choice(left, count, replace=False, p=chance / chance.sum())
+            distinct[rows] = flat.reshape(len(rows), -1)
+    return distinct
+
+
 def log_of(source: Path, each: int = NEGATIVES, seed: int = 1) -> Log:
     """The log: a row for each rated film and for each of its `each` negatives, those of a request in random order."""
     rng = np.random.default_rng(seed)
@@ -83,8 +103,10 @@ def log_of(source: Path, each: int = NEGATIVES, seed: int = 1) -> Log:
     for film, row in films.items():
         genre[film] = genres.index(first_genre(row)) + 1
         created[film] = released(row["release_year"])
-    shown = np.concatenate((item[:, None], negatives(user, item, count, each, rng)), 1)
     request = np.unique(np.stack((time, user), 1), axis=0, return_inverse=True)[1].ravel() + 1
+    drawn = negatives(user, item, count, each, rng)
+    drawn = without_repeats(drawn, user, item, request, count, np.random.default_rng((seed, REPEATS)))
+    shown = np.concatenate((item[:, None], drawn), 1)
     is_rated = np.arange(1 + each) == 0
     outcomes = np.stack((rating >= 4, rating > 0, rating <= 2), 1)
     order = np.lexsort((rng.random(shown.size), np.repeat(request, 1 + each)))

@@ -91,5 +91,5 @@ class Towers(nn.Module):
         """`posts` for ids `[n]`, in fp32. `codes`: int64 `[n, q]`, see `codes_fitting`; `[0, 0]` if no post has any."""
         config, device = self.config, self.tokens.user_projection.device
         rows = (hash_rows(post_ids, config.post_hashes), hash_rows(author_ids, config.author_hashes))
-        fitting = codes_fitting(codes if codes.size else np.zeros((len(post_ids), 0), np.int64), config)
+        fitting = codes_fitting(codes, len(post_ids), config)
         return self.posts(*(torch.from_numpy(values).to(device) for values in (*rows, fitting))).float()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from model.batch import hash_rows
 from model.config import HashSpec
-from model.inputs import Candidates, age_bucket, created_within
+from model.inputs import NO_CODES, Candidates, Context, age_bucket, codes_as_read, codes_fitting, created_within
 from tests.model.builders import random_candidates, random_config, random_context
 
 NOW = 1_780_000_000
@@ -82,6 +82,10 @@ def test_candidates_with_columns_of_unequal_length_reach_no_engine(short: str) -
         {"actions": np.ones((3, 6), np.float32)},
         {"user_id": 2**64},
         {"dropped": -1},
+        {"codes": np.array([[0, 1, 12]] * 3)},
+        {"codes": np.array([[0, 1, -1]] * 3)},
+        {"codes": np.ones((3, 2), np.int64)},
+        {"codes": np.ones((2, 3), np.int64)},
     ],
     ids=str,
 )
@@ -89,7 +93,7 @@ def test_a_context_that_the_tables_do_not_have_is_refused(change: dict[str, Any]
     config = random_config()
     context = random_context(config, 3)
     context.check(config)
-    with pytest.raises(ValueError, match=r"a context|a user id"):
+    with pytest.raises(ValueError, match=r"a context|a user id|codes"):
         replace(context, **change).check(config)
     with pytest.raises(ValueError, match="beyond the model's history"):
         random_context(config, 38).check(config)
@@ -113,3 +117,34 @@ def test_older_events_count_as_dropped() -> None:
         newest = context.last(length)
         assert (newest.user_id, newest.dropped) == (context.user_id, dropped)
         assert newest.post_ids.tolist() == context.post_ids[-length:].tolist()
+
+
+def test_codes_of_other_origin_fit_or_are_none() -> None:
+    """A post that lacks levels keeps the others; one with a code that the model does not know has none at all."""
+    config = random_config(code_levels=3, code_values=11)
+    codes = np.array([[1, 11, 2, 0], [1, 12, 2, 0], [1, 2, 3, 4], [0, 0, 0, 0]])
+    assert codes_fitting(codes, 4, config).tolist() == [[1, 11, 2], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert codes_fitting(codes[:, :2], 4, config).tolist() == [[1, 11, 0], [0, 0, 0], [1, 2, 0], [0, 0, 0]]
+    assert codes_fitting(NO_CODES, 4, config).tolist() == [[0, 0, 0]] * 4
+    plain = random_config(code_levels=0, code_values=0)
+    for width in (0, 4):
+        assert codes_fitting(codes[:, :width], 4, plain).shape == (4, 0)
+        assert codes_as_read(codes[:, :width], plain).shape == (4, 0)
+
+
+def test_a_context_without_codes_is_the_one_with_zeros() -> None:
+    config = random_config()
+    context = random_context(config, 5)
+    none = replace(context, codes=np.zeros((5, 0), np.int64))
+    zeros = replace(context, codes=np.zeros((5, 3), np.int64))
+    assert none.events(config) == zeros.events(config) != context.events(config)
+    plain = replace(config, code_levels=0, code_values=0)
+    assert context.events(plain) == none.events(plain)
+    back = Context.of_events(context.user_id, context.events(config), config)
+    assert back.codes.tolist() == context.codes.tolist()
+
+
+@pytest.mark.parametrize("wrong", [np.ones((2, 3), np.int64), np.ones((3, 3), np.int32)])
+def test_candidates_with_codes_of_another_length_reach_no_engine(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="equally long"):
+        replace(random_candidates(random_config(), 3), codes=wrong)

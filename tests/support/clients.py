@@ -31,10 +31,12 @@ class Reply:
 
 @dataclass
 class Replies:
-    """The replies to several callers in the order in which they came, and how many connections ended without one."""
+    """The replies to several callers in the order in which they came, and how many connections ended without one. `refused`: those of
+    them that were never made."""
 
     all: list[Reply] = field(default_factory=list)
     broken: int = 0
+    refused: int = 0
 
     @property
     def statuses(self) -> set[int]:
@@ -70,8 +72,9 @@ def callers(
                         turn += 1
                         refused = reply.status in (429, 503) and not impatient
                         stop.wait(min(1.0, float(reply.headers["retry-after"])) if refused else pause)
-                except (OSError, http.client.HTTPException):
+                except (OSError, http.client.HTTPException) as error:
                     replies.broken += 1
+                    replies.refused += isinstance(error, ConnectionRefusedError)
                     stop.wait(0.05)
 
     threads = [threading.Thread(target=call, args=(number,)) for number in range(count)]

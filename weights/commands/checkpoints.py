@@ -183,8 +183,6 @@ def relabel(
             manifest = msgspec.structs.replace(before, **changes).versioned()
         writer.replace_manifest(directory, manifest)
     say(f"{directory} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
-    if isinstance(manifest.config, RetrievalConfig) and manifest.digest != before.digest:
-        say("Corpora that were made with it name its old digest and are refused: build or import them again.")
 
 
 @app.command("random")

@@ -20,12 +20,13 @@ from app.settings import Logs
 from app.telemetry.logs import MOST_SUCCESSES, MOST_WAITING, configure
 from tests.support.asgi import served
 
+pytestmark = pytest.mark.one_process("it is about the log of one process")
+
 LOG = """
 import structlog
 from app.settings import Logs
 from app.telemetry import logs
 
-pytestmark = pytest.mark.one_process("it is about the log of one process")
 logs.configure(Logs())
 log = structlog.get_logger("x")
 """
@@ -68,7 +69,7 @@ def test_what_a_library_puts_into_its_line_is_left_out(lines: io.StringIO) -> No
         library.exception("it ends\nwith secret")
     first, second = said(lines)
     assert "secret" not in lines.getvalue()
-    assert (first["logger"], first["event"], first["level"]) == ("library.part", "cannot reach %s", "error")
+    assert (first["logger"], first["event"], first["level"]) == ("library.part", "cannot reach …", "error")
     assert (second["event"], second["error"]) == ("it ends", "ValueError")
     assert "test_logs.py" in str(second["trace"])
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from model.inputs import Context
+from model.native.tower import NativeTower
 from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
@@ -135,3 +136,26 @@ def test_the_joined_pipeline_retrieves_the_published_posts(name: str, tmp_path: 
         place = {post: row for row, post in enumerate(corpus["post_ids"].tolist())}
         theirs = [place[post] for post in wanted.tolist()]
         assert distance(scores[rows], scores[theirs]) < 2e-6, "only near ties may change places"
+
+
+@pytest.mark.parametrize("linear", [True, False])
+def test_codes_move_posts_and_users(linear: bool) -> None:
+    """Each post as if alone; a code of 0 adds nothing; the kernel's users are the definition's."""
+    config = retrieval_config(random_config(), linear_projection=linear)
+    towers = random_model(config, 3)
+    assert isinstance(towers, Towers)
+    ids, rng = np.arange(1, 7, dtype=np.uint64), np.random.default_rng(1)
+    codes = rng.integers(1, config.code_values + 1, (6, config.code_levels))
+    codes[5] = 0
+    vectors, plain = towers.encode_posts(ids, ids, codes).numpy(), towers.encode_posts(ids, ids).numpy()
+    assert (vectors[:5] != plain[:5]).any(1).all()
+    assert (vectors[5] == plain[5]).all()
+    alone = np.concatenate([towers.encode_posts(ids[i : i + 1], ids[i : i + 1], codes[i : i + 1]) for i in range(6)])
+    assert distance(alone, vectors) <= RETRIEVAL[torch.float32].posts
+    contexts = [random_context(config, length, length) for length in (5, 37)]
+    users = towers.encode_users(contexts).numpy()
+    tower = NativeTower(towers, threads=1)
+    assert distance(tower.encode(contexts), users) <= 1e-5
+    tower.close()
+    bare = [replace(context, codes=np.zeros((len(context), 0), np.int64)) for context in contexts]
+    assert (towers.encode_users(bare).numpy() != users).any(1).all()

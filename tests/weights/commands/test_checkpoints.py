@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests import goldens
-from tests.support import corpora
 from tests.weights.call import call
 from weights.checkpoint import load_checkpoint
 
@@ -132,13 +131,3 @@ def test_relabel_changes_names_and_leaves_the_weights(tmp_path: Path) -> None:
     assert refused.stderr == f"Checkpoint {out} is not written: needs 19 different action names, got 1 in 1.\n"
     assert load_checkpoint(out).manifest == after.manifest
     assert not list(out.glob(".*"))
-
-
-def test_relabel_of_towers_says_that_their_corpora_no_longer_fit(tmp_path: Path) -> None:
-    towers, corpus = corpora.written(tmp_path)
-    said = call("relabel", towers, "--name", "night")
-    assert said.exit_code == 0
-    assert "Corpora that were made with it name its old digest and are refused" in said.stdout
-    refused = call("corpus", "verify", corpus, "--encoder", towers)
-    assert refused.exit_code == 1
-    assert "import or build it with the checkpoint that serves" in refused.stderr

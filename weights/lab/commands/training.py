@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from functools import partial
@@ -159,6 +159,10 @@ def train(
     state: Annotated[Path | None, typer.Option(help="Directory that keeps the state of the run, for --resume.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --state.")] = False,
     seed: Seed = 1,
+    seeds: Annotated[
+        int,
+        typer.Option(min=1, max=100, help="Train so many, with --seed and the numbers after it, and keep the best."),
+    ] = 1,
     set_: Set = None,
     score_weights: Annotated[
         str,
@@ -180,6 +184,8 @@ def train(
     """Train a checkpoint from a log: look at the log, decide how to train, say why, and train with the model code that serves."""
     with refusals(*REFUSED):
         from weights.lab.evaluate.calibration import calibrate
+        from weights.lab.evaluate.evaluation import on_own_validation
+        from weights.lab.training.curve import CURVE_NAME, Followed, TrainedRun, curve_lines
         from weights.lab.training.examples import Examples
         from weights.lab.training.log import aligned
         from weights.lab.training.run import train as run
@@ -219,18 +225,44 @@ def train(
             check_target(out, replace=replace_existing)
             Manifest(**labels, version="", config=architecture, files={}, tensors={})
         share = _kept(kept)
-        with progress_bar() as bar:
-            ranker = run(
-                impressions, architecture, plan.settings, until_ts=plan.until_ts, start=begun.ranker if begun else None,
-                dwell_output=dwell, state=state, resume=resume, report=training_report(bar),
-            )  # fmt: skip
-            fits = {}
-            if share < 1:
-                examples = Examples(impressions, architecture)
-                validation = validation_requests(examples, plan.until_ts)
-                fits = calibrate(ranker, examples, validation, share, partial(bar, "calibration"))
-        calibration = {action: each.calibration for action, each in fits.items()}
-        manifest = save_checkpoint(out, ranker, **labels, calibration=calibration, replace=replace_existing)
+        runs = list[TrainedRun]()
+        for number in range(seeds):
+            of_seed = replace(plan.settings, seed=plan.settings.seed + number)
+            where = state / f"seed-{of_seed.seed}" if state and seeds > 1 else state
+            with progress_bar() as bar:
+                followed = Followed(training_report(bar), where)
+                ranker = run(
+                    impressions, architecture, of_seed, until_ts=plan.until_ts, start=begun.ranker if begun else None,
+                    dwell_output=dwell, state=where, resume=resume, report=followed,
+                )  # fmt: skip
+            runs.append(TrainedRun(ranker, of_seed, followed.status))
+            say(runs[-1].line())
+        best = min(runs, key=lambda each: each.status.best)
+        if seeds > 1:
+            say(
+                f"Seed {best.settings.seed} has the best validation loss and is kept. An average is not: that of the weights is no model, "
+                f"and that of the scores would cost {seeds} forward passes for each request."
+            )
+        judged = on_own_validation(best.ranker, impressions, best.settings, plan.until_ts, weights)
+        for line in judged.lines():
+            say(line)
+        labels["training"] |= {
+            "settings": asdict(best.settings), "run": best.record(), "own_validation": judged.lines(),
+        }  # fmt: skip
+        fits = {}
+        if share < 1:
+            examples = Examples(impressions, architecture)
+            validation = validation_requests(examples, plan.until_ts, best.settings.validation_share)
+            with progress_bar() as bar:
+                fits = calibrate(best.ranker, examples, validation, share, partial(bar, "calibration"))
+        manifest = save_checkpoint(
+            out,
+            best.ranker,
+            **labels,
+            calibration={action: each.calibration for action, each in fits.items()},
+            extras={CURVE_NAME: curve_lines(best.status.curve)},
+            replace=replace_existing,
+        )
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
     if plan.until_ts is not None:
         say(f"To evaluate it: phoenix-ranker eval --checkpoint {out} --log {log} --out {out}-report")
@@ -398,6 +430,7 @@ def eval_(
             raise CheckpointError("Give either --log or --world.")
         from weights.lab.evaluate.evaluation import evaluate
         from weights.lab.evaluate.report import headline_table, write_evaluation
+        from weights.lab.training.curve import PICTURE_NAME, draw_curve
         from weights.lab.training.log import aligned
         from weights.lab.world.store import LOG_NAME, load_facts
 
@@ -417,8 +450,11 @@ def eval_(
             )  # fmt: skip
         given = f"--world {world_directory}" if world_directory else f"--log {log} --since {test_ts}"
         command = f"phoenix-ranker eval --checkpoint {checkpoint} {given} --out {out}"
-        write_evaluation(evaluation, out, f"{manifest.name} {manifest.version} on later requests", command)
-    say(evaluation.verdict())
+        picture = PICTURE_NAME if draw_curve(checkpoint, out) else ""
+        title = f"{manifest.name} {manifest.version} on later requests"
+        write_evaluation(evaluation, out, title, command, manifest.training.get("run"), picture)
+    for line in (evaluation.verdict(), *evaluation.remarks()):
+        say(line)
     for table in headline_table(evaluation):
         say("")
         say(table)

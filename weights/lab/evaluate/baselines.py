@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weights.lab.counts import (
+    MOST_ROWS,
+    Floats,
+    Ints,
+    Past,
+    count_probabilities,
+    known_rows,
+    pair_key,
+    popularity,
+    rates,
+    request_of_rows,
+)
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
 
-POPULARITY, FACTORS, BOOSTED = "popularity", "factorisation", "boosted trees"
+POPULARITY, NEWEST, COUNTS = "popularity", "newest first", "counts"
+FACTORS, BOOSTED = "factorisation", "boosted trees"
 BASELINES = {
     POPULARITY: "the post's rate of the action before the split, pulled towards its author's rate",
+    NEWEST: "the newest post first; absent where the log has no created_at",
+    COUNTS: "logistic regression on the rates of post and author and on what the user did with posts of that author",
     FACTORS: "logistic regression on popularity and on how similar the post is to the user's history (truncated SVD)",
     BOOSTED: "gradient boosting on popularity, similarity and counts of the user's history",
 }
@@ -22,46 +36,10 @@ FEATURES = (
     "user's count of the author", "user's count of the post", "likeness to the history", "likeness to what was liked",
     "likeness to the last event", "age", "surface", "posts shown together", "seconds since the last event",
 )  # fmt: skip
+SIMPLE = (POPULARITY, NEWEST, COUNTS)
+"""Baselines that are fitted in a moment; `train` compares with them."""
 DIMENSIONS = 32
-STRENGTH = 20.0  # impressions that the rate which a rate is drawn towards counts as
 VECTOR_SHARE = 0.75
-MOST_ROWS = 200_000  # to fit the models on
-Floats = NDArray[np.float32]
-Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Past:
-    """Sums over the earlier rows of a log with the same key that count: of an action, and of rows. Float32 `[n]` each.
-
-    Rows of the same request do not count: what happened to one was not known when another was ranked.
-    """
-
-    taken: Floats
-    shown: Floats
-
-    @classmethod
-    def of(
-        cls, key: NDArray[np.unsignedinteger], request: Ints, happened: NDArray[np.bool_], counted: NDArray[np.bool_]
-    ) -> Past:
-        """`key`, `happened`, `counted` `[n]` in time order; `request` `[n]` numbers the requests."""
-        order = np.argsort(key, kind="stable")
-        counts = counted[order]
-        begins = np.append(True, key[order][1:] != key[order][:-1])
-        fresh = begins | np.append(True, request[order][1:] != request[order][:-1])
-        first = np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))
-        before = np.maximum.accumulate(np.where(fresh, np.arange(len(order)), 0))
-        sums = []
-        for values in (happened[order] & counts, counts):
-            total = np.concatenate(([0], np.cumsum(values)))
-            back = np.empty(len(order), np.float32)
-            back[order] = total[before] - total[first]
-            sums.append(back)
-        return cls(*sums)
-
-    def rate(self, prior: Floats | float, strength: float = STRENGTH) -> Floats:
-        """The action's rate, drawn towards `prior` as if that had been seen `strength` times."""
-        return np.asarray((self.taken + strength * prior) / (self.shown + strength), np.float32)
 
 
 def baselines(
@@ -70,11 +48,43 @@ def baselines(
     actions: list[int],
     seed: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    names: Sequence[str] = tuple(BASELINES),
 ) -> dict[str, dict[int, Floats]]:
     """Each baseline's probabilities of the actions (places in the log) for the rows from request `split` on, by name and action.
 
-    The models are fitted on the last quarter of the rows before, with post vectors from the other three: what a user did must not be part
-    of the vector that explains it. Users' histories go on after the split, as they do for the ranker.
+    `names`: which of BASELINES. NEWEST is left out where the log has no `created_at`. Users' histories go on after the split, as they do
+    for the ranker.
+    """
+    frozen = int(examples.starts[split])
+    learned = _learned(examples, frozen, actions, seed, progress) if {FACTORS, BOOSTED} & set(names) else {}
+    found = {
+        POPULARITY: {action: popularity(examples, frozen, action)[frozen:] for action in actions},
+        COUNTS: {action: count_probabilities(examples, frozen, action, seed)[frozen:] for action in actions},
+        **learned,
+    }
+    if (examples.log.created_at > 0).any():
+        found[NEWEST] = {action: newest_first(examples, frozen, action) for action in actions}
+    return {name: found[name] for name in BASELINES if name in found and name in names}
+
+
+def newest_first(examples: Examples, frozen: int, action: int) -> Floats:
+    """A number that falls with the age of the post, for the rows from `frozen` on, float32. Posts of unknown age come last.
+
+    It is the action's rate for a post of median age, so that its mean can be held against the other baselines'.
+    """
+    log = examples.log
+    age = np.where(log.created_at > 0, np.maximum(log.impression_ts - log.created_at, 0), np.inf)
+    finite = age[np.isfinite(age)]
+    middle = max(float(np.median(finite)), 1.0)
+    rate = log.take(slice(0, frozen)).shares[action]
+    return np.asarray(2 * rate / (1 + age[frozen:] / middle), np.float32)
+
+
+def _learned(
+    examples: Examples, frozen: int, actions: list[int], seed: int, progress: Callable[[int, int], None]
+) -> dict[str, dict[int, Floats]]:
+    """The factorisation and the trees. They are fitted on the last quarter of the rows before `frozen`, with post vectors from the other
+    three: what a user did must not be part of the vector that explains it.
     """
     from sklearn.ensemble import HistGradientBoostingClassifier
     from sklearn.linear_model import LogisticRegression
@@ -82,20 +92,18 @@ def baselines(
     from sklearn.preprocessing import StandardScaler
     from threadpoolctl import threadpool_limits
 
-    frozen, rng = int(examples.starts[split]), np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     early = max(1, int(frozen * VECTOR_SHARE))
     rows = np.sort(early + rng.permutation(frozen - early)[:MOST_ROWS])
     vectors = [post_vectors(examples.log.take(np.arange(end)), seed) for end in (early, frozen)]
-    found: dict[str, dict[int, Floats]] = {name: {} for name in BASELINES}
+    found: dict[str, dict[int, Floats]] = {FACTORS: {}, BOOSTED: {}}
     likeness = [FEATURES.index(name) for name in FEATURES if "likeness" in name or name == "post rate"]
     for done, action in enumerate(actions):
         before, features = (history_features(examples, frozen, action, each) for each in vectors)
-        unknown = examples.log.unknown
-        told_rows = rows if unknown is None else rows[~unknown[rows, action]]
+        told_rows = rows[known_rows(examples.log, action)[rows]]
         happened = examples.log.actions[told_rows, action]
-        found[POPULARITY][action] = features[frozen:, FEATURES.index("post rate")]
         if happened.all() or not happened.any():
-            found[FACTORS][action] = found[BOOSTED][action] = found[POPULARITY][action]
+            found[FACTORS][action] = found[BOOSTED][action] = features[frozen:, FEATURES.index("post rate")]
             continue
         linear = make_pipeline(StandardScaler(), LogisticRegression())
         linear.fit(np.nan_to_num(before[told_rows][:, likeness]), happened)
@@ -122,14 +130,11 @@ def history_features(
     Posts and authors are counted over all impressions, up to row `frozen`; users over what they engaged with, as the ranker's histories
     have it, to the end. `vectors`: as `post_vectors` gives them.
     """
-    log, request = examples.log, np.repeat(np.arange(len(examples)), examples.stops - examples.starts)
-    happened = log.actions[:, action]
-    told = np.ones(len(log), bool) if log.unknown is None else ~log.unknown[:, action]
-    prior = float(happened[:frozen].sum() / max(told[:frozen].sum(), 1))
-
-    shown, engaged = (np.arange(len(log)) < frozen) & told, log.actions.any(1) & (log.user_id != 0) & told
-    post, author = (Past.of(key, request, happened, shown) for key in (log.post_id, log.author_id))
-    keys = log.user_id, _pair(log.user_id, log.author_id), _pair(log.user_id, log.post_id)
+    log, request = examples.log, request_of_rows(examples)
+    happened, told = log.actions[:, action], known_rows(log, action)
+    engaged = log.actions.any(1) & (log.user_id != 0) & told
+    post, author, prior = rates(examples, frozen, happened, told)
+    keys = log.user_id, pair_key(log.user_id, log.author_id), pair_key(log.user_id, log.post_id)
     user, pair, again = (Past.of(key, request, happened, engaged) for key in keys)
     seconds = (log.impression_ts - log.created_at).astype(np.float32)
     last = examples.last - 1
@@ -202,10 +207,3 @@ def _place(sorted_ids: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> Ints:
     place = np.searchsorted(sorted_ids, wanted)
     found = np.minimum(place, len(sorted_ids) - 1)
     return np.asarray(np.where(sorted_ids[found] == wanted, found, len(sorted_ids)), np.int64)
-
-
-def _pair(left: NDArray[np.uint64], right: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """One key for a pair, by a wrapping multiply-add; equal pairs give equal keys, others collide with a chance of 2^-64."""
-    with np.errstate(over="ignore"):
-        mixed = (right + np.uint64(0x632BE59BD9B4E019)) * np.uint64(0xD6E8FEB86659FD93)
-        return left * np.uint64(0x9E3779B97F4A7C15) ^ mixed

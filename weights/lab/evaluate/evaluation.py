@@ -13,16 +13,19 @@ from model.config import MAX_DWELL_SECONDS
 from model.ranker import Ranker
 from model.ranking import Calibration
 from weights.lab.evaluate import metrics
-from weights.lab.evaluate.baselines import BASELINES, baselines
+from weights.lab.evaluate.baselines import BASELINES, SIMPLE, baselines
 from weights.lab.evaluate.metrics import Figure, Means, PooledAuc, Sampled, auc_within, draws_of, ndcg
 from weights.lab.evaluate.predict import ABLATIONS, Prediction, predict, rows_of
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
-from weights.lab.training.run import check_split
+from weights.lab.training.run import check_split, split
+from weights.lab.training.settings import TrainSettings
 from weights.lab.world.store import Facts
 
 FREQUENT_SHARE = 0.01
 MOST_HEADLINES = 5
+CHANCE = 0.5  # the AUC of a random order
+REMARKABLE = 0.001  # a difference of AUC that the report remarks on
 MODEL, TRUE_AFFINITY, OPTIMUM = "model", "true affinity", "optimum"
 K = 10
 METRICS = ("AUC", "AUC within users", "AUC within requests", f"NDCG@{K} of requests", f"NDCG@{K} of users")
@@ -40,9 +43,19 @@ class Comparison:
     gain: Figure
 
     @property
+    def is_lead(self) -> bool:
+        """Whether the whole interval of the model's lead is above 0."""
+        return self.gain.low > 0
+
+    @property
     def is_loss(self) -> bool:
-        """Whether the model is not above the baseline."""
-        return not self.gain.value > 0
+        """Whether the whole interval is below 0. Without an interval, whether the model is behind."""
+        return self.gain.value < 0 if np.isnan(self.gain.high) else self.gain.high < 0
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether the difference may be chance."""
+        return not self.is_lead and not self.is_loss
 
     @property
     def lead(self) -> str:
@@ -85,15 +98,17 @@ class Quality:
 class Evaluation:
     """`figures[action][source][metric]` for the actions that the score is for; sources are the model, the baselines and what a world knows.
 
-    `shares`: how often each action happens in the test period. `quality[action]`: of the model's probabilities. `pooled[source][action]`:
-    the AUC over all rows, of every action that the test period has. `score[metric]`: the served score, against what the actions that
-    followed are worth. `ablations[name]`: mean AUC and log-loss on a sample of requests. `groups[name]`: the share of impressions and each
+    `shares`, `positives`: how often each action happens in the test period. `quality[action]`: of the model's probabilities.
+    `pooled[source][action]`: the AUC over all rows, of every action that the test period has. `score[metric]`: the served score, against
+    what the actions that followed are worth. `ablations[name]`: mean AUC and log-loss of the actions that the score is for, on a sample
+    of requests. `groups[name]`: the share of impressions and each
     source's AUC. A metric that the log cannot have is absent everywhere.
     """
 
     actions: tuple[str, ...]
     headline: tuple[str, ...]
     shares: dict[str, float]
+    positives: dict[str, int]
     figures: dict[str, dict[str, dict[str, Figure]]]
     comparisons: list[Comparison]
     pooled: dict[str, dict[str, float]]
@@ -129,28 +144,66 @@ class Evaluation:
 
     @property
     def losses(self) -> list[Comparison]:
-        """Where a baseline is as good as the model or better."""
+        """Where a baseline is surely better than the model."""
         return [each for each in self.comparisons if each.is_loss]
 
+    def beats_chance(self, source: str) -> bool:
+        """Whether a source's AUC, pooled or within users, is surely above 0.5 for an action that the score is for."""
+        return any(
+            sources[source][metric].low > CHANCE
+            for sources in self.figures.values()
+            for metric in METRICS[:2]
+            if source in sources and metric in sources[source]
+        )
+
+    @property
+    def too_few(self) -> bool:
+        """Whether the test period cannot tell: neither the model nor a baseline is surely better than chance."""
+        return not any(self.beats_chance(source) for source in (MODEL, *BASELINES))
+
     def verdict(self) -> str:
-        """One sentence: whether the model is worth serving, by the metrics that say how it orders."""
+        """Whether the model is worth serving, by the metrics that say how it orders: losses, ties and leads apart."""
         if not self.comparisons:
             return "Nothing can be said about the order: no action of the score has both outcomes in the test period."
+        if self.too_few:
+            counts = ", ".join(f"{self.positives[name]:,} with {name}" for name in self.headline)
+            return (
+                f"Too few to tell: of {self.impressions:,} impressions in the test period, {counts}. Neither the model nor a baseline is "
+                "surely better than chance. Collect more before you decide."
+            )
+        leads, ties = (sum(getattr(each, kind) for each in self.comparisons) for kind in ("is_lead", "is_tie"))
+        closest = min(self.comparisons, key=lambda each: each.gain.value)
+        count = len(self.comparisons)
         if self.losses:
             worst = min(self.losses, key=lambda each: each.gain.value)
             those = sorted({each.baseline for each in self.losses})
             return (
                 f"The model LOSES to {', '.join(those)}. On {worst.metric} of {worst.action} its lead over {worst.baseline} is "
-                f"{worst.lead}, and it loses or ties {len(self.losses)} of "
-                f"{len(self.comparisons)} comparisons. Do not serve it in place of these."
+                f"{worst.lead}. Of {count} comparisons it loses {len(self.losses)}, ties {ties} and leads {leads}. "
+                "Do not serve it in place of these."
             )
-        closest = min(self.comparisons, key=lambda each: each.gain.value)
-        doubtful = sum(not each.gain.low > 0 for each in self.comparisons)
-        caveat = f"; {doubtful} of {len(self.comparisons)} leads may be chance" if doubtful else ""
+        if ties:
+            return (
+                f"The model loses to no baseline: of {count} comparisons it leads {leads} and ties {ties}. The closest is "
+                f"{closest.baseline} on {closest.metric} of {closest.action}: {closest.lead}."
+            )
         return (
             f"The model is ahead of every baseline on every metric. The closest is {closest.baseline} on {closest.metric} of "
-            f"{closest.action}: {closest.lead}{caveat}."
+            f"{closest.action}: {closest.lead}."
         )
+
+    def remarks(self) -> list[str]:
+        """What else a reader should know, a sentence each; often nothing."""
+        told = []
+        whole, without = (self.ablations[name][0] for name in ("none", "no user"))
+        if without > whole + REMARKABLE:
+            told.append(
+                f"Without the user's own row the model orders better (AUC {without:.3f}, with it {whole:.3f}): it learned users by heart. "
+                "Train again with --set hidden_user_share=0.9."
+            )
+        if not self.too_few and not self.beats_chance(MODEL):
+            told.append("The model is not surely better than chance: the interval of its AUC holds 0.5.")
+        return told
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -224,12 +277,12 @@ def evaluate(
     """
     check_split(log, test_ts)
     examples = Examples(log, ranker.config)
-    split = int(np.searchsorted(examples.times, test_ts))
-    requests = np.arange(split, len(examples))
+    first = int(np.searchsorted(examples.times, test_ts))
+    requests = np.arange(first, len(examples))
     train, test = log.before(test_ts), log.since(test_ts)
     model = predict(ranker, examples, requests, progress=partial(progress, "scoring"), corrections=corrections)
     headline = headline_actions(test, score_weights)
-    simple = baselines(examples, split, headline, seed, partial(progress, "baselines"))
+    simple = baselines(examples, first, headline, seed, partial(progress, "baselines"))
     sources = {MODEL: dict(enumerate(model.probabilities.T)), **simple}
     if facts:
         sources[TRUE_AFFINITY] = dict(enumerate(_ordinal(facts.truth.affinity, test, score_weights).T))
@@ -242,6 +295,7 @@ def evaluate(
         actions=names,
         headline=tuple(names[action] for action in headline),
         shares=dict(zip(names, test.shares.tolist(), strict=True)),
+        positives={name: int(test.actions[:, i].sum()) for i, name in enumerate(names)},
         figures=figures,
         comparisons=comparisons,
         pooled={source: _pooled(test, each) for source, each in sources.items()},
@@ -251,7 +305,7 @@ def evaluate(
             for known in [test.known(i)]
         },
         score=_score(judge, model.probabilities @ weights, test.actions @ weights, known_worth(test, weights)),
-        ablations=_ablations(ranker, examples, sample, progress, corrections),
+        ablations=_ablations(ranker, examples, sample, headline, progress, corrections),
         groups=_groups(
             train, test, {source: each for source, each in sources.items() if source != TRUE_AFFINITY}, headline
         ),
@@ -261,6 +315,71 @@ def evaluate(
         users=judge.draws.shape[1],
         resamples=len(judge.draws),
         span=test.span,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnValidation:
+    """The ranker and the simple baselines on the requests that its own training validated on. The ranker's weights were chosen on them,
+    so its figures are a little too good.
+
+    `figures[action][source]`: the AUC within users where there is one, else the AUC. `positives`: how often each of the actions was taken.
+    """
+
+    requests: int
+    positives: dict[str, int]
+    figures: dict[str, dict[str, Figure]]
+    comparisons: list[Comparison]
+
+    def lines(self) -> list[str]:
+        """A line for each action that the score is for, then a warning if a baseline is surely better."""
+        told = []
+        for action, sources in self.figures.items():
+            beside = ", ".join(f"{source} {figure}" for source, figure in sources.items())
+            told.append(
+                f"On its own validation, {self.requests:,} requests with {self.positives[action]:,} times {action}: {beside}"
+            )
+        losses = [each for each in self.comparisons if each.is_loss]
+        if losses:
+            worst = min(losses, key=lambda each: each.gain.value)
+            those = ", ".join(sorted({each.baseline for each in losses}))
+            told.append(
+                f"The model LOSES to {those} there: on {worst.metric} of {worst.action} its lead over {worst.baseline} is {worst.lead}."
+            )
+        return told or [
+            "Its own validation has no action of the score with both outcomes, so nothing can be said about the order."
+        ]
+
+
+def on_own_validation(
+    ranker: Ranker, log: Log, settings: TrainSettings, until_ts: int | None, score_weights: Mapping[str, float]
+) -> OwnValidation:
+    """Compare a ranker with the simple baselines on the validation requests of its own run, which `train` was given by these arguments."""
+    examples = Examples(log if until_ts is None else log.before(until_ts), ranker.config)
+    trained, validation = split(len(examples), settings.validation_requests, settings.validation_share)
+    first = len(trained)
+    rows = rows_of(examples, validation)
+    shown = examples.log.take(rows)
+    headline = headline_actions(shown, score_weights)
+    model = predict(ranker, examples, validation).probabilities
+    begin = int(examples.starts[first])
+    simple = baselines(examples, first, headline, names=SIMPLE)
+    sources = {MODEL: dict(enumerate(model.T))} | {
+        name: {action: values[rows - begin] for action, values in each.items()} for name, each in simple.items()
+    }
+    figures, comparisons = _compared(Judge.of(shown), sources, headline, lambda done, total: None)
+    ordering = METRICS[:2]
+    return OwnValidation(
+        requests=len(validation),
+        positives={log.action_names[action]: int(shown.actions[:, action].sum()) for action in headline},
+        figures={
+            action: {
+                source: next(kinds[metric] for metric in reversed(ordering) if metric in kinds)
+                for source, kinds in kinds_of.items()
+            }
+            for action, kinds_of in figures.items()
+        },
+        comparisons=[each for each in comparisons if each.metric in ordering],
     )
 
 
@@ -291,6 +410,7 @@ def _compared(
         comparisons += [
             Comparison(name, metric, baseline, (ours - found[baseline][metric]).figure())
             for baseline in BASELINES
+            if baseline in found
             for metric, ours in found[MODEL].items()
         ]
         progress(done + 1, len(headline))
@@ -332,20 +452,20 @@ def _ablations(
     ranker: Ranker,
     examples: Examples,
     sample: NDArray[np.int64],
+    headline: list[int],
     progress: Progress,
     corrections: Calibration | None,
 ) -> dict[str, tuple[float, float]]:
     rows = examples.log.take(rows_of(examples, sample))
-    frequent = [i for i, share in enumerate(rows.shares) if FREQUENT_SHARE <= share < 1]
     known = [rows.known(i) for i in range(len(rows.action_names))]
-    told = [i for i, places in enumerate(known) if len(rows.actions[places])]
+    told = [i for i in headline if len(rows.actions[known[i]])]
     result: dict[str, tuple[float, float]] = {}
     for name in ABLATIONS:
         shown = partial(progress, f"ablation: {name}")
         values = predict(ranker, examples, sample, name, progress=shown, corrections=corrections).probabilities
         losses = [metrics.log_loss(rows.actions[known[i], i], values[known[i], i]) for i in told]
-        aucs = [metrics.auc(rows.actions[known[i], i], values[known[i], i]) for i in frequent]
-        result[name] = (metrics.mean(aucs), float(np.mean(losses)))
+        aucs = [metrics.auc(rows.actions[known[i], i], values[known[i], i]) for i in told]
+        result[name] = (metrics.mean(aucs), metrics.mean(losses))
     return result
 
 

@@ -23,6 +23,10 @@ EXPLANATIONS = {
 
 TEMPLATE = """
 **{{ evaluation.verdict() }}**
+{% for remark in evaluation.remarks() %}
+
+{{ remark }}
+{% endfor %}
 
 # {{ title }}
 
@@ -72,10 +76,22 @@ Root mean squared error of the dwell: {{ model | number(2) }} s; always predicti
 
 ## What the model uses
 
-On a sample of the requests. *Shuffled history* gives each request the history of another one, *shuffled order* shuffles the events of each
-history, and *no user* sets the user id to 0.
+Measured on a sample of the requests, over the actions that the score is for. *Shuffled history* gives each request the history of
+another one, *shuffled order* shuffles the events of each history, and *no user* sets the user id to 0.
 
 {{ table(["taken away", "mean AUC", "mean log-loss"], ablations) }}
+
+{% if run %}
+
+## The run
+
+{{ "{:,} of at most {:,} steps".format(run.steps, run.most_steps) }}: {{ run.ended }}. The weights of step {{ run.best_step }} had the best
+validation loss, {{ run.best_validation_loss }}.
+{% if picture %}
+
+![Losses by step]({{ picture }})
+{% endif %}
+{% endif %}
 
 ## New and known
 
@@ -85,13 +101,23 @@ AUC, mean over {{ evaluation.headline | join(", ") }}.
 """
 
 
-def write_evaluation(evaluation: Evaluation, directory: Path, title: str, command: str) -> None:
-    """Write `report.md` and `figures.json` into `directory`, which may exist."""
+def write_evaluation(
+    evaluation: Evaluation,
+    directory: Path,
+    title: str,
+    command: str,
+    run: Mapping[str, Any] | None = None,
+    picture: str = "",
+) -> None:
+    """Write `report.md` and `figures.json` into `directory`, which may exist. `run`: how the training went, as the manifest has it;
+    `picture`: the file of its curve in the directory."""
     page = rendered(
         TEMPLATE,
         evaluation=evaluation,
         title=title,
         command=command,
+        run=run,
+        picture=picture,
         counts=(evaluation.requests, evaluation.impressions, evaluation.users),
         resamples=evaluation.resamples,
         explanations=EXPLANATIONS,
@@ -130,9 +156,11 @@ def figures(evaluation: Evaluation) -> dict[str, Any]:
     """All figures as JSON values; what has no meaning, such as the AUC of an action that never happens, is absent or null."""
     values: dict[str, Any] = {
         "verdict": evaluation.verdict(),
+        "remarks": evaluation.remarks(),
         "requests": evaluation.requests,
         "impressions": evaluation.impressions,
         "users": evaluation.users,
+        "positives": evaluation.positives,
         "frequent_actions": evaluation.frequent,
         "figures": {
             action: {

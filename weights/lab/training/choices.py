@@ -23,7 +23,22 @@ AGES_COVERED = 0.85  # of the impressions have an age within the buckets; older 
 AGE_UNITS = {"1 hour": 60, "6 hours": 360, "1 day": 1440, "1 week": 10_080, "1 month": 43_200, "1 year": 525_600}
 ROWS_AN_ID = 4  # of a table: few ids then share both of their rows
 TABLE_ROWS = (2048, 65_536)
-PASSED_IMPRESSIONS, PASSES = 2_400_000, (2.4, 8.0)
+PASSED_IMPRESSIONS = 2_400_000
+PASSES = (2.4, 40.0)
+PASSES_OF_MANY, MANY_IMPRESSIONS = 8.0, 300_000
+"""A log of so many impressions is passed over so often, a smaller one more often, by the square root of how much smaller it is."""
+EVALUATIONS, PATIENCE, WARMUP_SHARE = 30, 10, 0.05
+VALIDATION_POSITIVES = 200
+"""So many rows with the action that the score is for make a validation loss that can be trusted, if the log can spare them."""
+VALIDATION_SHARES = (0.03, 0.15)
+FEWEST_VALIDATION_REQUESTS = 600
+VALIDATION_COST = 0.05  # of the requests that training passes over: at most so many are validated on
+FEW_POSITIVES = 2000
+"""With so many, half of each label is what counts expect. With more, it is less."""
+COUNTED_IMPRESSIONS = 1_000_000  # more need no help of counts
+HIDDEN_USERS = 0.5
+LEARNABLE_POSITIVES = 100  # with fewer, expect no more than popularity
+LEARNABLE_USERS = 20
 LIKENESS = {
     "right_anchored": True, "shared_events": 16, "batch_contexts": 8, "hidden_event_share": 0.2, "attention_rate": 0.3,
     "weight_decay": 0.05, "table_decay": 0.2, "averaging": 0.998, "evaluate_every": 500,
@@ -99,9 +114,10 @@ def plan(
     _check_learnable(known, "the training period")
     new = new_shares(known)
     weights, scored = propose_score_weights(known)
+    name, positives = main_action(known, weights)
     choices = (
-        split, _hidden(new), _tables(known, new), _ages(known), *_codes(log), _dwell(known), _learning(known, new),
-        *_constant(known), scored,
+        split, *_too_little(known, name, positives), _hidden(new), _tables(known, new), _ages(known), *_codes(log), _dwell(known),
+        _learning(known, new), _schedule(known, name, positives), *_constant(known), scored,
     )  # fmt: skip
     values = {name: value for choice in choices for name, value in choice.values.items()} | dict(given or {})
     config = demo_config(len(log.action_names))
@@ -165,7 +181,7 @@ def new_shares(log: Log) -> dict[str, float]:
 
 
 def _hidden(new: Mapping[str, float]) -> Choice:
-    bounds = {"user": (0.1, 0.5), "post": (0.02, 0.85), "author": (0.0, 0.5)}
+    bounds = {"user": (HIDDEN_USERS, HIDDEN_USERS), "post": (0.02, 0.85), "author": (0.0, 0.5)}
     shares = {kind: round(float(np.clip(new[kind], *bounds[kind])), 2) for kind in bounds}
     seen = ", ".join(f"{1 - new[kind]:.0%} of {kind}s" for kind in ("post", "author", "user"))
     decided = ", ".join(f"{shares[kind]:.0%} of {kind}s" for kind in ("post", "author", "user"))
@@ -231,14 +247,63 @@ def _dwell(log: Log) -> Choice:
 
 
 def _learning(log: Log, new: Mapping[str, float]) -> Choice:
-    """How long and how to learn. Where posts are known, the model must learn what they have in common, and not each one by heart."""
-    passes = np.clip(PASSED_IMPRESSIONS / len(log), *PASSES)
+    """How often to pass over the log, and how to learn. Where posts are known, the model must learn what they have in common, and not
+    each one by heart."""
+    passes = passes_over(len(log))
     seen = f"{len(log):,} impressions to train on, {1 - new['post']:.0%} of posts known"
     told = f"at most {passes:.2g} passes, fewer if validation stops improving"
-    values = {"epochs": round(float(passes), 1)}
+    values = {"epochs": round(passes, 1)}
     if new["post"] >= MOSTLY_HIDDEN:
         return Choice(seen, told, values)
     return Choice(seen, f"{told}; learn what posts have in common, not each by heart", values | LIKENESS)
+
+
+def passes_over(impressions: int) -> float:
+    """How often training passes over so many impressions: about as much work for all large logs, less for small ones."""
+    wanted = min(PASSED_IMPRESSIONS / impressions, PASSES_OF_MANY * (MANY_IMPRESSIONS / impressions) ** 0.5)
+    return float(np.clip(wanted, *PASSES))
+
+
+def main_action(log: Log, weights: Mapping[str, float]) -> tuple[str, int]:
+    """Of the actions that the score is for, the one taken most often, and how often. If the score is undecided, of all actions."""
+    taken = dict(zip(log.action_names, log.actions.sum(0).tolist(), strict=True))
+    wanted = {name: taken[name] for name, weight in weights.items() if weight > 0 and 0 < taken.get(name, 0) < len(log)}
+    wanted = wanted or {name: count for name, count in taken.items() if 0 < count < len(log)} or taken
+    return max(wanted.items(), key=lambda item: item[1])
+
+
+def _schedule(log: Log, name: str, positives: int) -> Choice:
+    """Warm-up, evaluations and validation by how much there is of what the score is for; and how far counts are believed."""
+    requests = len(np.unique(log.request_id))
+    share = float(np.clip(VALIDATION_POSITIVES / positives, *VALIDATION_SHARES))
+    enough = int(np.ceil(VALIDATION_POSITIVES * requests / positives))
+    affordable = int(VALIDATION_COST * passes_over(len(log)) * requests)
+    validated = min(max(FEWEST_VALIDATION_REQUESTS, min(enough, affordable)), max(1, round(share * requests)))
+    counts = round(FEW_POSITIVES / (FEW_POSITIVES + positives), 1) if len(log) <= COUNTED_IMPRESSIONS else 0.0
+    smoothed = f"; {counts:.0%} of each label is what counts expect" if counts else ""
+    return Choice(
+        f"{positives:,} times {name} in {requests:,} requests",
+        f"validate on {validated:,} of the newest requests, about {positives * validated // requests:,} times {name}{smoothed}",
+        {
+            "warmup_share": WARMUP_SHARE, "evaluations": EVALUATIONS, "patience": PATIENCE, "counts_share": counts,
+            "validation_share": round(share, 3), "validation_requests": max(FEWEST_VALIDATION_REQUESTS, validated),
+        },
+    )  # fmt: skip
+
+
+def _too_little(log: Log, name: str, positives: int) -> list[Choice]:
+    """A warning of what a model cannot learn from this log, if there is something."""
+    users = len(np.unique(log.user_id))
+    told = []
+    if positives < LEARNABLE_POSITIVES:
+        told.append(
+            Choice(f"only {positives:,} times {name} to train on", "TOO FEW to learn what is wanted: collect more")
+        )
+    if users < LEARNABLE_USERS:
+        told.append(
+            Choice(f"only {users:,} users to train on", "TOO FEW to learn how users differ, and for eval to tell")
+        )
+    return told
 
 
 def _constant(log: Log) -> list[Choice]:

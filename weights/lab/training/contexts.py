@@ -85,7 +85,7 @@ class ServedContexts:
             self.product_surfaces[kept],
             self.dwell_seconds[kept],
             is_kept,
-            codes=codes_fitting(self.codes[kept], config),
+            codes=codes_fitting(self.codes[kept], stop - kept.start, config),
         )
 
     def with_actions(self, order: Sequence[int]) -> ServedContexts:

@@ -101,8 +101,11 @@ class Examples:
     of request i are rows `oldest[i] … last[i] - 1` of `events`, the newest `history_length` of `first[i] … last[i] - 1`. Nobody, user 0,
     has none. `event_rows` int64 `[E]`: where the log has the events. Where the log has the context that was served, `served[i]` is its
     place there, and that is the history instead; else -1. `history_lengths` int64 `[R]`: how many events a request reads.
+    `smoothed` float32 `[n, A]`: what training learns in place of the actions of the first n rows, if set.
     Raises LogError for a log that does not fit the architecture.
     """
+
+    smoothed: NDArray[np.float32] | None = None
 
     def __init__(self, log: Log, config: ModelConfig) -> None:
         if log.actions.shape[1] != config.actions:
@@ -233,6 +236,9 @@ class Examples:
             shown.append(rows)
             seen.append(before)
         labels, slots = self.labels(shown), max(map(len, shown))
+        if self.smoothed is not None:
+            actions = np.stack([pad(self.smoothed[rows], slots) for rows in shown])
+            labels = replace(labels, actions=torch.from_numpy(actions))
         return collate(requests, self.config), torch.from_numpy(np.stack([pad(each, slots) for each in seen])), labels
 
 

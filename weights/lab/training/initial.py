@@ -44,6 +44,8 @@ def upstream(ranker: Ranker, generator: torch.Generator) -> None:
                 fan = parameter.shape[1] if name.endswith(("table", "action_projection")) else parameter.shape[0]
                 draw(parameter, fan**-0.5, generator)
         draw(ranker.tables.author, AUTHOR_DEVIATION, generator)
+        if ranker.config.code_levels:  # as authors: what is equal must look equal to attention
+            draw(tokens.code_table, AUTHOR_DEVIATION, generator)
         ranker.tables.user[:] = USER_DEVIATION * torch.randn(ranker.config.width, generator=generator)
         # share the post and author blocks, so that a candidate and an event of one author start as similar tokens
         # and so do those of equal codes

@@ -136,9 +136,10 @@ def _code_levels(source: Table) -> int:
     """How many levels of content codes some row of the log has. Raises LogError."""
     if CODES not in source.schema.names:
         return 0
-    return max(
+    levels: list[int] = [
         rows_of_lists(table, CODES, source.files[0]).shape[1] for table in tables_of(source, PIECE_ROWS, [CODES])
-    )
+    ]
+    return max(levels)
 
 
 def _place(source: Table, before: int, row: int) -> str:

@@ -14,15 +14,14 @@ from numpy.typing import NDArray
 from model.config import ModelConfig
 from model.ranker import Ranker
 from weights.format.writer import alone_in
+from weights.lab.counts import smoothed_labels
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log, date_of
-from weights.lab.training.settings import TrainSettings
+from weights.lab.training.settings import VALIDATION_SHARE, TrainSettings
 from weights.lab.training.state import load_state, save_state
 from weights.lab.training.trainer import Status, Trainer
 from weights.tables import LogError
 from weights.values import time_problem
-
-VALIDATION_SHARE = 0.03
 
 
 def train(
@@ -37,7 +36,7 @@ def train(
     resume: bool = False,
     report: Callable[[Status], None] = lambda status: None,
 ) -> Ranker:
-    """Train on the requests before `until_ts` (all if None); the last 3 % of them validate. Returns the best ranker.
+    """Train on the requests before `until_ts` (all if None); the newest of them validate. Returns the best ranker.
 
     `start`, of the same architecture, gives the initial values; if None, they are drawn. The dwell is learned by `dwell_output`
     of the continuous outputs, or by none. `state`: a directory that keeps the run, for `resume`.
@@ -52,7 +51,9 @@ def train(
         check_split(log, until_ts)
     examples = Examples(log, config)
     requests = len(examples) if until_ts is None else int(np.searchsorted(examples.times, until_ts))
-    parts = split(requests, settings.validation_requests)
+    parts = split(requests, settings.validation_requests, settings.validation_share)
+    if settings.counts_share:
+        examples.smoothed = smoothed_labels(examples, int(examples.stops[parts[0][-1]]), settings.counts_share)
     with alone_in(state) if state else nullcontext(), reproducible(settings.threads):
         trainer = Trainer(examples, *parts, settings, start, dwell_output)
         if resume and state:
@@ -82,15 +83,17 @@ def check_split(log: Log, split_ts: int) -> None:
         raise LogError(f"the split at {split_ts} ({date_of(split_ts)}) lies outside the log, which covers {log.span}")
 
 
-def validation_requests(examples: Examples, until_ts: int | None) -> NDArray[np.int64]:
-    """The requests that `train` validates on, from which no step learned: all of the last 3 % of the training period."""
+def validation_requests(examples: Examples, until_ts: int | None, share: float = VALIDATION_SHARE) -> NDArray[np.int64]:
+    """The requests that `train` validates on, from which no step learned: all of the last `share` of the training period."""
     requests = len(examples) if until_ts is None else int(np.searchsorted(examples.times, until_ts))
-    return split(requests, requests)[1]
+    return split(requests, requests, share)[1]
 
 
-def split(requests: int, validation_requests: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Indices to train on, and an even sample of at most `validation_requests` of the last 3 % to validate on."""
-    cut = min(int(requests * (1 - VALIDATION_SHARE)), requests - 1)
+def split(
+    requests: int, validation_requests: int, share: float = VALIDATION_SHARE
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Indices to train on, and an even sample of at most `validation_requests` of the last `share` to validate on. Raises LogError."""
+    cut = min(int(requests * (1 - share)), requests - 1)
     if cut < 1:
         raise LogError(
             f"a training period of {requests} request{'s' * (requests != 1)} is too short: some must be kept to validate"

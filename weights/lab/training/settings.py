@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 from model.config import HashSpec, ModelConfig
 
 MERSENNE_61 = 2**61 - 1
+VALIDATION_SHARE = 0.03
 
 
 T = TypeVar("T")
@@ -71,10 +72,19 @@ class TrainSettings:
     hidden_event_share: Annotated[
         float, "share of events left out of the histories, so that no single event decides", SHARE
     ] = 0.0
+    counts_share: Annotated[
+        float,
+        "how much of a label is what a logistic model on counts expects, rather than what happened: small logs are then not learned by "
+        "heart",
+        SHARE,
+    ] = 0.0
     learning_rate: Annotated[
         float, "highest learning rate of AdamW; after the warm-up it falls as half a cosine", Within(0, 1, excluded=0)
     ] = 3e-3
-    warmup_steps: Annotated[int, "steps in which the learning rate rises from 0", COUNT] = 100
+    warmup_steps: Annotated[int, "most steps in which the learning rate rises from 0", COUNT] = 100
+    warmup_share: Annotated[
+        float, "the warm-up takes at most this share of the steps; 0: `warmup_steps`, however short the run is", SHARE
+    ] = 0.0
     norm_rate: Annotated[
         float,
         "factor of the learning rate for the outer and final norm scales, which start at 0 and have far to go",
@@ -95,10 +105,16 @@ class TrainSettings:
         float, "gradients with a larger norm are scaled down to this one", Within(0, 1_000_000, excluded=0)
     ] = 1.0
     dwell_weight: Annotated[float, "weight of the dwell loss; with 1 it counts as much as one action", WEIGHT] = 1.0
-    evaluate_every: Annotated[int, "steps between two evaluations on the validation requests", COUNT] = 250
-    validation_requests: Annotated[
-        int, "most validation requests, taken from the last 3 % of the training period", COUNT
-    ] = 600
+    evaluate_every: Annotated[int, "most steps between two evaluations on the validation requests", COUNT] = 250
+    evaluations: Annotated[
+        int, "a run that ends at its last step has at least so many evaluations", Within(0, COUNT.high)
+    ] = 0
+    validation_share: Annotated[
+        float,
+        "share of the requests of the training period, the newest, that are kept for validation",
+        Within(0, 1, excluded=0),
+    ] = VALIDATION_SHARE
+    validation_requests: Annotated[int, "most validation requests, an even sample of those kept", COUNT] = 600
     patience: Annotated[
         int, "the run ends after this many evaluations in a row without a better validation loss", COUNT
     ] = 8

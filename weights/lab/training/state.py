@@ -12,7 +12,7 @@ from weights.format.writer import write_whole
 from weights.lab.training.trainer import Trainer
 
 STATE_NAME = "state.pt"
-COUNTERS = ("step", "loss", "validation_loss", "best_loss", "looks_without_improvement", "best")
+COUNTERS = ("step", "loss", "validation_loss", "best_loss", "looks_without_improvement", "best", "curve", "losses")
 
 
 class StateError(ValueError):

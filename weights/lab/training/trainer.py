@@ -6,7 +6,7 @@ A batch depends only on (seed, step), so an interrupted and resumed run gives th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ from weights.lab.training.settings import TrainSettings
 TRAIN_ORDER, TRAIN_BATCH = 1, 2  # streams of random numbers
 VALIDATION_BATCH = 32
 MEMORY_SHARE = 0.1  # of a run's steps: the moving average of a run from scratch looks back no further
+LOOK_LOSSES = ("training_loss", "validation_loss", "learning_rate")
 LIKE_SIZES = 16  # batches whose requests are sorted by size together: less padding, and still mixed
 
 
@@ -34,9 +35,20 @@ class TrainingError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """One evaluation on the validation requests: after which step, the mean training loss of the steps since the one before, the
+    validation loss, and the learning rate of that step."""
+
+    step: int
+    training_loss: float
+    validation_loss: float
+    learning_rate: float
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """Progress of the run: steps done and in all, the latest training loss, the latest and best validation loss (NaN and
-    infinity before the first look), and whether this step ended with a look at the validation requests."""
+    infinity before the first look), whether this step ended with a look at the validation requests, and all looks so far."""
 
     step: int
     steps: int
@@ -44,6 +56,19 @@ class Status:
     validation: float
     best: float
     evaluated: bool
+    curve: Sequence[Look] = ()
+
+    @property
+    def best_step(self) -> int:
+        """The step whose weights are kept: the one with the best validation loss; 0 before there is one."""
+        return next((look.step for look in self.curve if look.validation_loss == self.best), 0)
+
+    @property
+    def ended(self) -> str:
+        """Why the run ended, if this was its last step."""
+        if self.step >= self.steps:
+            return "all steps were done"
+        return f"no better validation loss since step {self.best_step}"
 
 
 def epoch_batches(sizes: NDArray[np.int64], batch: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
@@ -100,6 +125,11 @@ class Trainer:
         )
         self.batches_per_epoch = -(-len(self.groups) // settings.batch_contexts)
         self.steps = max(1, round(settings.epochs * self.batches_per_epoch))
+        self.warmup_steps = settings.warmup_steps
+        if settings.warmup_share:
+            self.warmup_steps = min(self.warmup_steps, max(1, round(settings.warmup_share * self.steps)))
+        spread = self.steps // settings.evaluations if settings.evaluations else self.steps
+        self.evaluate_every = min(settings.evaluate_every, max(1, spread))
         averaging = settings.averaging
         if start is None:  # a short run would keep much of its first weights
             averaging = min(averaging, max(0.0, 1 - 1 / (MEMORY_SHARE * self.steps)))
@@ -116,6 +146,8 @@ class Trainer:
         self.best_loss = math.inf
         self.best: dict[str, Tensor] = {}
         self.looks_without_improvement = 0
+        self.curve: list[dict[str, float]] = []
+        self.losses: list[float] = []
 
     @property
     def finished(self) -> bool:
@@ -127,13 +159,15 @@ class Trainer:
 
         Raises TrainingError if the validation loss never was finite.
         """
+        if self.finished:  # resumed when there was nothing left to do
+            report(self.status(False))
         while not self.finished:
             self.advance()
-            looked = self.step % self.settings.evaluate_every == 0 or self.step == self.steps
+            looked = self.step % self.evaluate_every == 0 or self.step == self.steps
             if looked:
                 self.evaluate()
                 save(self)
-            report(Status(self.step, self.steps, self.loss, self.validation_loss, self.best_loss, looked))
+            report(self.status(looked))
         if not self.best:
             raise TrainingError(
                 f"The validation loss was never a finite number in {self.step} steps, so there is nothing to keep: "
@@ -141,6 +175,11 @@ class Trainer:
             )
         self.ranker.load_state_dict(self.best)
         return self.ranker
+
+    def status(self, evaluated: bool) -> Status:
+        """Where the run is now."""
+        looks = [Look(int(each["step"]), *(each[name] for name in LOOK_LOSSES)) for each in self.curve]
+        return Status(self.step, self.steps, self.loss, self.validation_loss, self.best_loss, evaluated, looks)
 
     def advance(self) -> None:
         """Take one step of the optimiser; the first one also leaves the saddle of the initial values."""
@@ -165,12 +204,13 @@ class Trainer:
         if self.averaged:
             self.averaged.update_parameters(self.ranker)
         self.loss = loss.item()
+        self.losses.append(self.loss)
         self.step += 1
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, then half a cosine down to 0 at the last step."""
         settings = self.settings
-        warm = min(1.0, (step + 1) / settings.warmup_steps)
+        warm = min(1.0, (step + 1) / self.warmup_steps)
         return settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
     @torch.inference_mode()
@@ -184,6 +224,13 @@ class Trainer:
             total += self._loss(ranker, batch, labels).item()
             shown += int(labels.shown.sum())
         self.validation_loss = total / shown
+        losses = (
+            float(np.mean(self.losses or [math.nan])),
+            self.validation_loss,
+            self.learning_rate(max(0, self.step - 1)),
+        )
+        self.curve.append({"step": self.step, **dict(zip(LOOK_LOSSES, losses, strict=True))})
+        self.losses = []
         if self.validation_loss < self.best_loss:
             self.best_loss, self.looks_without_improvement = self.validation_loss, 0
             self.best = {name: value.clone() for name, value in ranker.state_dict().items()}

@@ -86,6 +86,56 @@ def test_log_train_eval_and_example_from_the_command_line(log: Path, trained: tu
     assert call("verify", checkpoint).exit_code == 0
 
 
+def test_a_run_leaves_its_curve_and_the_report_draws_it(log: Path, trained: tuple[Path, str], tmp_path: Path) -> None:
+    checkpoint, printed = trained
+    looks = [json.loads(line) for line in (checkpoint / "training.jsonl").read_text().splitlines()]
+    record = json.loads(call("inspect", checkpoint, "--json").stdout)["training"]["run"]
+    assert looks[-1]["step"] == record["steps"] == record["most_steps"]
+    assert record["best_validation_loss"] == pytest.approx(min(look["validation_loss"] for look in looks), abs=1e-5)
+    assert record["ended"] == "all steps were done"
+    assert f"Seed 1: {record['steps']} of at most {record['steps']} steps; all steps were done." in printed
+    words = ("eval", "--checkpoint", checkpoint, "--log", log, "--out", tmp_path / "r", "--ablation-requests", 5)
+    assert call(*words).exit_code == 0
+    assert "<svg" in (tmp_path / "r/training.svg").read_text()
+    assert "](training.svg)" in (tmp_path / "r/report.md").read_text()
+
+
+def test_train_says_how_it_compares_on_its_own_validation(trained: tuple[Path, str]) -> None:
+    line = next(line for line in trained[1].splitlines() if line.startswith("On its own validation, "))
+    assert all(f"{name} 0." in line for name in ("model", "popularity", "newest first", "counts"))
+
+
+def test_of_several_seeds_the_best_on_validation_is_kept(log: Path, tmp_path: Path) -> None:
+    options = (
+        "--config",
+        log.with_name("config.json"),
+        "--out",
+        tmp_path / "best",
+        "--seeds",
+        2,
+        *settings(RUN_SETTINGS),
+    )
+    made = call("train", "--log", log, *options)
+    assert made.exit_code == 0, made.output
+    losses = dict(re.findall(r"Seed (\d): .*best validation loss is ([\d.]+)", made.stdout))
+    kept = re.search(r"Seed (\d) has the best validation loss and is kept. An average is not", made.stdout)
+    assert kept is not None
+    assert losses[kept[1]] == min(losses.values())
+    assert json.loads(call("inspect", tmp_path / "best", "--json").stdout)["training"]["settings"]["seed"] == int(
+        kept[1]
+    )
+
+
+def test_a_checkpoint_goes_on_with_the_log_of_the_next_day(
+    log: Path, trained: tuple[Path, str], tmp_path: Path
+) -> None:
+    few = settings(["epochs=0.05", "learning_rate=0.001"])
+    words = ("train", "--log", log, "--start", trained[0], "--until", "all", "--out", tmp_path / "tomorrow", *few)
+    made = call(*words, "--score-weights", "favorite=1")
+    assert made.exit_code == 0, made.output
+    assert load_checkpoint(tmp_path / "tomorrow").manifest.config == load_checkpoint(trained[0]).manifest.config
+
+
 def test_settings_are_listed_and_all_of_them_can_be_given(log: Path) -> None:
     listed = call("train", "--settings")
     assert listed.exit_code == 0

@@ -9,10 +9,23 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-from tests.weights.lab.training.small_run import WORLD
-from weights.lab.evaluate.baselines import BASELINES, BOOSTED, FEATURES, Past, baselines, history_features, post_vectors
+from tests.weights.lab.training.small_run import WORLD, small_config
+from weights.lab.counts import Past
+from weights.lab.evaluate.baselines import (
+    BASELINES,
+    BOOSTED,
+    COUNTS,
+    FEATURES,
+    NEWEST,
+    POPULARITY,
+    SIMPLE,
+    baselines,
+    history_features,
+    post_vectors,
+)  # fmt: skip
 from weights.lab.evaluate.metrics import auc
 from weights.lab.training.examples import Examples
+from weights.lab.training.log import Log
 from weights.lab.world.simulate import World
 
 FAVORITE = 0
@@ -59,3 +72,30 @@ def test_an_action_that_never_happened_is_predicted_by_its_rate(world: World, ex
     actions[: examples.starts[split], FAVORITE] = False
     found = baselines(Examples(replace(world.log, actions=actions), examples.config), split, [FAVORITE])
     assert all((each[FAVORITE] == 0).all() for each in found.values())
+
+
+def test_newest_first_is_the_order_of_age(world: World, examples: Examples) -> None:
+    split = int(np.searchsorted(examples.times, WORLD.test_ts))
+    test = slice(int(examples.starts[split]), None)
+    age = (world.log.impression_ts - world.log.created_at)[test]
+    newest = baselines(examples, split, [FAVORITE], names=[NEWEST])[NEWEST][FAVORITE]
+    assert (np.diff(newest[np.argsort(age)]) <= 0).all()
+    ageless = Examples(replace(world.log, created_at=np.zeros(len(world.log), np.int64)), examples.config)
+    assert NEWEST not in baselines(ageless, split, [FAVORITE], names=[NEWEST, POPULARITY])
+
+
+def test_counts_see_which_authors_a_user_likes() -> None:
+    """Each user likes one author of ten; nothing else tells posts apart."""
+    rng, rows = np.random.default_rng(1), 6000
+    user, author = rng.integers(1, 31, rows).astype(np.uint64), rng.integers(1, 11, rows).astype(np.uint64)
+    liked = rng.random(rows) < np.where(user % 10 == author % 10, 0.5, 0.02)
+    log = Log(
+        request_id=np.arange(1, rows + 1, dtype=np.uint64), impression_ts=1_600_000_000 + 60 * np.arange(rows), user_id=user,
+        post_id=np.arange(1, rows + 1, dtype=np.uint64), author_id=author, product_surface=np.zeros(rows, np.int64),
+        created_at=np.zeros(rows, np.int64), dwell_seconds=np.zeros(rows, np.float32), actions=liked[:, None], action_names=("like",),
+    )  # fmt: skip
+    examples = Examples(log, replace(small_config(), actions=1))
+    found = baselines(examples, rows // 2, [0], names=SIMPLE)
+    reached = {name: auc(liked[rows // 2 :], each[0]) for name, each in found.items()}
+    assert reached[COUNTS] > 0.85
+    assert reached["popularity"] < 0.6

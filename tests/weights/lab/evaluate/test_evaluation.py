@@ -15,13 +15,14 @@ pytest.importorskip("pyarrow")
 from model.ranker import Ranker
 from model.synthetic import random_ranker
 from tests.weights.lab.training.small_run import WORLD, small_config
-from weights.lab.evaluate.baselines import BASELINES
-from weights.lab.evaluate.evaluation import METRICS, MODEL, OPTIMUM, Comparison, Evaluation, evaluate
+from weights.lab.evaluate.baselines import BASELINES, SIMPLE
+from weights.lab.evaluate.evaluation import METRICS, MODEL, OPTIMUM, Comparison, Evaluation, evaluate, on_own_validation
 from weights.lab.evaluate.metrics import Figure
 from weights.lab.evaluate.predict import ABLATIONS, predict
 from weights.lab.evaluate.report import figures, headline_table, write_evaluation
 from weights.lab.training.demo import facts_of
 from weights.lab.training.examples import Examples
+from weights.lab.training.settings import TrainSettings
 from weights.lab.world.simulate import World
 
 
@@ -55,7 +56,7 @@ def test_the_optimum_is_the_best_and_the_model_of_random_weights_is_told_off(eva
         assert sources[OPTIMUM][metric].value == max(kinds[metric].value for kinds in sources.values())
     assert evaluation.way(OPTIMUM) == 1
     assert evaluation.way(MODEL) < 0.5
-    assert evaluation.verdict().startswith("The model LOSES to boosted trees")
+    assert evaluation.verdict().startswith("The model LOSES to boosted trees, counts")
     assert all(figure.low < figure.value < figure.high for figure in sources[MODEL].values())
 
 
@@ -107,13 +108,58 @@ def test_the_verdict_names_the_closest_baseline_or_says_that_the_model_loses(eva
         return replace(evaluation, comparisons=made).verdict()
 
     won, doubtful, lost = Figure(0.2, 0.1, 0.3), Figure(0.01, -0.02, 0.04), Figure(-0.03, -0.05, -0.01)
-    assert told(won, doubtful).startswith("The model is ahead of every baseline")
+    behind = Figure(-0.008, -0.048, 0.025)
+    assert told(won, won).startswith("The model is ahead of every baseline on every metric.")
+    assert told(won, doubtful).startswith("The model loses to no baseline: of 2 comparisons it leads 1 and ties 1.")
     assert "AUC within users of favorite: +0.010" in told(won, doubtful)
-    assert "1 of 2 leads may be chance" in told(won, doubtful)
-    assert "chance" not in told(won, won)
+    assert told(won, behind).startswith("The model loses to no baseline"), "a lead whose interval holds 0 is a tie"
     unsure = Figure(0.125, float("nan"), float("nan"))  # of a test period of one user
-    assert told(unsure).endswith("+0.125 (no interval); 1 of 1 leads may be chance.")
-    assert told(won, lost).startswith(
-        "The model LOSES to popularity. On AUC within users of favorite its lead over popularity is -0.030"
+    assert "it leads 0 and ties 1" in told(unsure)
+    assert told(unsure).endswith("The closest is popularity on AUC of favorite: +0.125 (no interval).")
+    assert told(won, behind, lost).startswith(
+        "The model LOSES to popularity. On AUC within requests of favorite its lead over popularity is -0.030"
     )
+    assert "Of 3 comparisons it loses 1, ties 1 and leads 1." in told(won, behind, lost)
     assert "both outcomes" in replace(evaluation, comparisons=[]).verdict()
+
+
+def test_a_test_period_that_tells_nothing_is_said_first(world: World, ranker: Ranker) -> None:
+    """No baseline is advised whose own interval holds 0.5."""
+    actions = np.zeros_like(world.log.actions)
+    actions[np.random.default_rng(1).permutation(len(actions))[:40], 0] = True
+    evaluation = evaluate(
+        ranker, replace(world.log, actions=actions), WORLD.test_ts, {"favorite": 1.0}, ablation_requests=10
+    )
+    count = int(actions[world.log.impression_ts >= WORLD.test_ts].sum())
+    assert evaluation.verdict().startswith(
+        f"Too few to tell: of 1,872 impressions in the test period, {count} with favorite."
+    )
+    assert evaluation.too_few
+    assert "Do not serve" not in evaluation.verdict()
+
+
+def test_users_learned_by_heart_are_remarked_on(evaluation: Evaluation, tmp_path: Path) -> None:
+    worse = replace(evaluation, ablations=evaluation.ablations | {"none": (0.7, 0.3), "no user": (0.72, 0.3)})
+    assert "Without the user's own row the model orders better (AUC 0.720, with it 0.700)" in worse.remarks()[0]
+    write_evaluation(worse, tmp_path, "Title", "command")
+    assert worse.remarks()[0] in (tmp_path / "report.md").read_text()
+    better = replace(evaluation, ablations=evaluation.ablations | {"none": (0.7, 0.3), "no user": (0.68, 0.3)})
+    assert not any("own row" in remark for remark in better.remarks())
+
+
+def test_what_the_model_uses_is_told_of_rare_actions_too(world: World, ranker: Ranker) -> None:
+    evaluation = evaluate(ranker, world.log, WORLD.test_ts, {"reply": 1.0}, ablation_requests=100)
+    assert not np.isnan(evaluation.ablations["none"][0])
+    sample = evaluate(ranker, world.log, WORLD.test_ts, {"favorite": 1.0}, ablation_requests=100)
+    assert evaluation.ablations["none"][0] != sample.ablations["none"][0], "of the actions of the score, not of all"
+
+
+def test_a_model_is_compared_on_its_own_validation(world: World, ranker: Ranker) -> None:
+    settings = TrainSettings(validation_share=0.3)
+    judged = on_own_validation(ranker, world.log, settings, WORLD.test_ts, {"favorite": 1.0})
+    assert set(judged.figures["favorite"]) == {MODEL, *SIMPLE}
+    told = judged.lines()
+    assert told[0].startswith(
+        f"On its own validation, {judged.requests:,} requests with {judged.positives['favorite']:,} times favorite"
+    )
+    assert told[-1].startswith("The model LOSES to counts"), "its weights are random"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -63,7 +64,7 @@ def test_ids_are_hidden_as_often_as_new_ones_come(log: Log) -> None:
     ordinary = plan(log).settings
     known = log.take(log.impression_ts < plan(log).until_ts)
     assert ordinary.hidden_post_share == pytest.approx(min(new_shares(known)["post"], 0.85), abs=0.01)
-    assert (ordinary.hidden_user_share, ordinary.hidden_author_share) == (0.1, 0.0), "all of them were seen before"
+    assert (ordinary.hidden_user_share, ordinary.hidden_author_share) == (0.5, 0.0), "all of them were seen before"
     new = replace(log, post_id=np.arange(1, len(log) + 1, dtype=np.uint64))
     made = plan(new)
     assert made.settings.hidden_post_share == 0.85
@@ -102,11 +103,41 @@ def test_a_log_without_dwell_makes_a_model_without_it(log: Log) -> None:
 
 
 def test_fewer_impressions_are_passed_over_more_often(log: Log) -> None:
-    assert plan(log).settings.epochs == 8
-    many = plan(log.take(np.sort(np.arange(1_500_000) % len(log))))
-    assert many.settings.epochs == 2.4
-    some = plan(log.take(np.sort(np.arange(500_000) % len(log))))
-    assert some.settings.epochs == pytest.approx(6, abs=0.1)
+    def passes(impressions: int) -> float:
+        return plan(log.take(np.sort(np.arange(impressions) % len(log)))).settings.epochs
+
+    assert passes(1_500_000) == 2.4
+    assert passes(500_000) == pytest.approx(6, abs=0.1)
+    assert passes(60_000) == pytest.approx(20, abs=0.2)
+    assert passes(5_000) == 40
+
+
+def test_validation_grows_until_it_holds_enough_positives(log: Log) -> None:
+    rare, common = (plan(with_actions(log, like=share)).settings for share in (0.01, 0.5))
+    assert (rare.validation_share, common.validation_share) == (0.15, pytest.approx(200 / 3600, abs=0.01))
+    many = plan(with_actions(log.take(np.sort(np.arange(200_000) % len(log))), like=0.3)).settings
+    assert (many.validation_share, many.validation_requests) == (0.03, 600)
+
+
+def test_the_rarer_the_action_the_more_counts_are_believed(log: Log) -> None:
+    shares = [plan(with_actions(log, like=share)).settings.counts_share for share in (0.005, 0.1, 0.6)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] == 1.0
+    many = with_actions(log.take(np.sort(np.arange(200_000) % len(log))), like=0.5)
+    assert plan(many).settings.counts_share == 0.0
+
+
+def test_a_log_of_too_few_positives_or_users_is_warned_of(log: Log) -> None:
+    assert not any("TOO FEW" in line for line in plan(log).lines())
+    rare = plan(with_actions(log, like=0.005))
+    assert re.search(r"only \d+ times like to train on +→ TOO FEW", decided(rare, "TOO FEW"))
+    four = log.take(np.isin(log.user_id, np.unique(log.user_id)[:4]))
+    assert "only 4 users to train on" in decided(plan(four), "TOO FEW")
+
+
+def test_the_plan_says_how_many_positives_it_validates_on(log: Log) -> None:
+    made = plan(with_actions(log, like=0.1))
+    assert re.search(r"\d+ times like in \d+ requests", decided(made, "validate on"))
 
 
 def test_where_posts_are_known_their_likeness_is_learned(log: Log) -> None:
@@ -115,7 +146,8 @@ def test_where_posts_are_known_their_likeness_is_learned(log: Log) -> None:
     assert (few.settings.shared_events, few.settings.hidden_event_share) == (16, 0.2)
     new = plan(replace(log, post_id=np.arange(1, len(log) + 1, dtype=np.uint64)))
     assert not new.config.right_anchored
-    assert replace(new.settings, epochs=2.4, hidden_post_share=0.85) == TrainSettings(), "as the demo"
+    rates = ("learning_rate", "batch_contexts", "weight_decay", "table_decay", "averaging", "attention_rate")
+    assert all(getattr(new.settings, name) == getattr(TrainSettings(), name) for name in rates), "as the demo"
 
 
 def test_what_is_given_replaces_what_was_chosen_and_is_printed(log: Log) -> None:

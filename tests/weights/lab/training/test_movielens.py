@@ -76,6 +76,13 @@ def run(*arguments: object) -> str:
     return printed.getvalue()
 
 
+def test_no_request_shows_a_film_twice(made: Path) -> None:
+    log = read_log(made / "log.parquet")
+    shown = np.stack((log.request_id, log.post_id), 1)
+    assert len(np.unique(log.request_id)) < len(log) / 5, "some requests have several ratings"
+    assert len(np.unique(shown, axis=0)) == len(shown)
+
+
 def test_the_log_has_each_rating_and_four_films_that_its_user_never_rated(made: Path) -> None:
     log = read_log(made / "log.parquet")
     rated = log.actions[:, log.action_names.index("click")]

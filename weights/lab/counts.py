@@ -1,0 +1,153 @@
+"""What plain counts say of the rows of a log: rates of posts and authors, what a user did before, and a logistic model on them.
+
+A baseline of `evaluate`, and what `training` smooths the labels of a small log with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weights.lab.training.examples import Examples
+from weights.lab.training.log import Log
+
+STRENGTH = 20.0  # impressions that the rate which a rate is drawn towards counts as
+COUNTS_FROM = 0.25  # the first quarter of the rows has hardly any counts
+MOST_ROWS = 200_000  # to fit the models on
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Past:
+    """Sums over the earlier rows of a log with the same key that count: of an action, and of rows. Float32 `[n]` each.
+
+    Rows of the same request do not count: what happened to one was not known when another was ranked.
+    """
+
+    taken: Floats
+    shown: Floats
+
+    @classmethod
+    def of(
+        cls, key: NDArray[np.unsignedinteger], request: Ints, happened: NDArray[np.bool_], counted: NDArray[np.bool_]
+    ) -> Past:
+        """`key`, `happened`, `counted` `[n]` in time order; `request` `[n]` numbers the requests."""
+        order = np.argsort(key, kind="stable")
+        counts = counted[order]
+        begins = np.append(True, key[order][1:] != key[order][:-1])
+        fresh = begins | np.append(True, request[order][1:] != request[order][:-1])
+        first = np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))
+        before = np.maximum.accumulate(np.where(fresh, np.arange(len(order)), 0))
+        sums = []
+        for values in (happened[order] & counts, counts):
+            total = np.concatenate(([0], np.cumsum(values)))
+            back = np.empty(len(order), np.float32)
+            back[order] = total[before] - total[first]
+            sums.append(back)
+        return cls(*sums)
+
+    def rate(self, prior: Floats | float, strength: float = STRENGTH) -> Floats:
+        """The action's rate, drawn towards `prior` as if that had been seen `strength` times."""
+        return np.asarray((self.taken + strength * prior) / (self.shown + strength), np.float32)
+
+
+def popularity(examples: Examples, frozen: int, action: int) -> Floats:
+    """The rate of the action before row `frozen` of each row's post, drawn towards its author's, float32 `[n]`."""
+    known = known_rows(examples.log, action)
+    post, author, prior = rates(examples, frozen, examples.log.actions[:, action], known)
+    return post.rate(author.rate(prior))
+
+
+def count_probabilities(examples: Examples, frozen: int, action: int, seed: int = 1) -> Floats:
+    """Probabilities of the action for every row of the log, float32 `[n]`: a logistic model on `count_features`.
+
+    It is fitted on rows before `frozen`. Every row's counts end before its own request. Where the action always or never happened before
+    `frozen`, the post's rate takes its place.
+    """
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+    from threadpoolctl import threadpool_limits
+
+    first = int(frozen * COUNTS_FROM)
+    rows = np.sort(first + np.random.default_rng(seed).permutation(frozen - first)[:MOST_ROWS])
+    rows = rows[known_rows(examples.log, action)[rows]]
+    happened = examples.log.actions[rows, action]
+    if happened.all() or not happened.any():
+        return popularity(examples, frozen, action)
+    features = count_features(examples, frozen, action)
+    model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+    with threadpool_limits(1):
+        probabilities = model.fit(features[rows], happened).predict_proba(features)
+    return np.asarray(probabilities[:, 1], np.float32)
+
+
+def count_features(examples: Examples, frozen: int, action: int) -> NDArray[np.float64]:
+    """What a table of counts knows of each row when it is ranked, `[n, F]`, without unknown values.
+
+    Log-odds of the action's rate of the post, the author and the user; the rate of any action of the post; how often the user did
+    anything, or this action, with the author and with the post; the age; which surface.
+    """
+    log, request = examples.log, request_of_rows(examples)
+    happened, known, did_any = log.actions[:, action], known_rows(log, action), np.asarray(log.actions.any(1))
+    engaged = did_any & (log.user_id != 0) & known
+    post, author, prior = rates(examples, frozen, happened, known)
+    any_post, any_author, any_prior = rates(examples, frozen, did_any, np.ones(len(log), bool))
+    keys = log.user_id, pair_key(log.user_id, log.author_id), pair_key(log.user_id, log.post_id)
+    user, pair, again = (Past.of(key, request, happened, engaged) for key in keys)
+    prior_of_events = float(happened[:frozen].sum() / max(engaged[:frozen].sum(), 1))
+    days = np.where(log.created_at > 0, np.maximum(log.impression_ts - log.created_at, 0) / 86_400, np.nan)
+    days = np.nan_to_num(days, nan=float(np.nanmedian(days)) if (log.created_at > 0).any() else 0.0)
+    surfaces = np.unique(log.product_surface[:frozen])[1:]
+    columns = [
+        _log_odds(post.rate(author.rate(prior))), _log_odds(author.rate(prior)), _log_odds(any_post.rate(any_author.rate(any_prior))),
+        _log_odds(user.rate(prior_of_events)), np.log1p(user.shown), np.log1p(pair.taken), np.log1p(pair.shown),
+        np.log1p(again.taken), np.log1p(again.shown), (pair.shown + 0.5) / (user.shown + 5), (again.shown + 0.5) / (user.shown + 5),
+        days, np.log1p(24 * days), *(log.product_surface == surface for surface in surfaces),
+    ]  # fmt: skip
+    return np.stack(columns, 1).astype(np.float64)
+
+
+def known_rows(log: Log, action: int) -> NDArray[np.bool_]:
+    """The rows of which it is known whether the action was taken, bool `[n]`."""
+    return np.ones(len(log), bool) if log.unknown is None else ~log.unknown[:, action]
+
+
+def rates(
+    examples: Examples, frozen: int, happened: NDArray[np.bool_], known: NDArray[np.bool_]
+) -> tuple[Past, Past, float]:
+    """What happened to each row's post and author up to row `frozen`, and how often it happened to any, of the rows where it is known."""
+    request, shown = request_of_rows(examples), (np.arange(len(examples.log)) < frozen) & known
+    post, author = (Past.of(key, request, happened, shown) for key in (examples.log.post_id, examples.log.author_id))
+    return post, author, float(happened[:frozen].sum() / max(known[:frozen].sum(), 1))
+
+
+def request_of_rows(examples: Examples) -> Ints:
+    """The request of each row of the log, int64 `[n]`."""
+    return np.repeat(np.arange(len(examples)), examples.stops - examples.starts)
+
+
+def _log_odds(rate: Floats) -> NDArray[np.float64]:
+    inside = np.clip(rate.astype(np.float64), 1e-6, 1 - 1e-6)
+    return np.asarray(np.log(inside / (1 - inside)))
+
+
+def smoothed_labels(examples: Examples, rows: int, share: float) -> Floats:
+    """Labels of the first `rows` rows to learn from, float32 `[rows, A]`: each action as it happened, less `share`, plus `share` of the
+    probability that counts give it. A model that learns from them does not learn single rows by heart.
+
+    This is distillation (Hinton et al., 2015, https://arxiv.org/abs/1503.02531) with the logistic model on counts as the teacher.
+    """
+    happened = examples.log.actions[:rows].astype(np.float32)
+    expected = [count_probabilities(examples, rows, action)[:rows] for action in range(happened.shape[1])]
+    return (1 - np.float32(share)) * happened + np.float32(share) * np.stack(expected, 1)
+
+
+def pair_key(left: NDArray[np.uint64], right: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """One key for a pair, by a wrapping multiply-add; equal pairs give equal keys, others collide with a chance of 2^-64."""
+    with np.errstate(over="ignore"):
+        mixed = (right + np.uint64(0x632BE59BD9B4E019)) * np.uint64(0xD6E8FEB86659FD93)
+        return left * np.uint64(0x9E3779B97F4A7C15) ^ mixed
