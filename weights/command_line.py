@@ -2,6 +2,14 @@
 
 from weights.commands import checkpoints, corpus
 from weights.commands.console import app
-from weights.lab.commands import scoring, towers, training
+from weights.lab.commands import joining, scoring, towers, training
 
-__all__ = ["app", "checkpoints", "corpus", "scoring", "towers", "training"]  # each adds its commands to `app`
+__all__ = [
+    "app",
+    "checkpoints",
+    "corpus",
+    "joining",
+    "scoring",
+    "towers",
+    "training",
+]  # each adds its commands to `app`

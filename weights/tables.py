@@ -123,18 +123,18 @@ def _bad_json(files: list[Path], columns: Mapping[str, pa.DataType], source: ds.
         number = 0
         with file.open("rb") as opened:
             while lines := list(islice(opened, LINES_AT_ONCE)):
-                if _json_error(b"".join(lines), options):
+                if json_error(b"".join(lines), options):
                     good, bad = 0, len(lines)  # the first `good` lines can be read, the first `bad` cannot
                     while bad - good > 1:
                         middle = (good + bad) // 2
-                        is_good = not _json_error(b"".join(lines[:middle]), options)
+                        is_good = not json_error(b"".join(lines[:middle]), options)
                         good, bad = (middle, bad) if is_good else (good, middle)
-                    return LogError(f"{file}, line {number + bad}: {_json_problem(lines[bad - 1], options)}")
+                    return LogError(f"{file}, line {number + bad}: {json_problem(lines[bad - 1], options)}")
                 number += len(lines)
     return LogError(f"{files[0]} cannot be read as JSON lines")
 
 
-def _json_error(lines: bytes, options: pyarrow.json.ParseOptions) -> str:
+def json_error(lines: bytes, options: pyarrow.json.ParseOptions) -> str:
     """What pyarrow says against these lines, empty if nothing."""
     try:
         if lines.strip():
@@ -144,14 +144,14 @@ def _json_error(lines: bytes, options: pyarrow.json.ParseOptions) -> str:
     return ""
 
 
-def _json_problem(line: bytes, options: pyarrow.json.ParseOptions) -> str:
+def json_problem(line: bytes, options: pyarrow.json.ParseOptions) -> str:
     """What is wrong with a line, without its values."""
     try:
         if not isinstance(json.loads(line), dict):
             return "holds no JSON object"
     except (ValueError, RecursionError):
         return "is no JSON object; it may be cut off"
-    error = _json_error(line, options)
+    error = json_error(line, options)
     if "unexpected field" in error:
         return "has a column that the first rows lack: write every column in every row"
     name = re.search(r"Column\(/([^)]*)\)", error)
@@ -228,6 +228,8 @@ def _unreadable(source: ds.FileSystemDataset) -> str:
     return str(source.files[0])
 
 
+Place = Callable[[int], str]
+"""Names a row of a table for people: its file, and its number there, from 1."""
 Where = str | Callable[[int], str]
 """What errors name: a table, or the place of one of its rows."""
 
@@ -258,6 +260,24 @@ def column_of(
         row = _first_misfit(column, kind)
         raise LogError(f"{_at(where, row)}: column {name} does not fit {kind}; it holds {column.type}") from error
     return values
+
+
+def flags_of(table: pa.Table, name: str, where: Where) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """A column that says of each row whether an action was taken, and where it is null, which is unknown; bool `[n]` both, False where
+    unknown. Raises LogError."""
+    column = table.column(name)
+    unknown: NDArray[np.bool_] = column.is_null().to_numpy()
+    is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
+    if is_number and (problem := problem_of_flags(column.fill_null(0).to_numpy())):  # else any but 0 is true
+        raise LogError(
+            f"{_at(where, problem[0])}: column {name} {problem[1]}, in every row; null says that it is unknown"
+        )
+    try:
+        taken: NDArray[np.bool_] = column.cast(pa.bool_()).fill_null(False).to_numpy()
+    except pa.ArrowException as error:
+        row = _first_misfit(column, pa.bool_())
+        raise LogError(f"{_at(where, row)}: column {name} does not fit bool; it holds {column.type}") from error
+    return taken, unknown
 
 
 def rows_of_lists(table: pa.Table, name: str, where: Where, levels: int = 0) -> NDArray[np.int64]:

@@ -37,6 +37,7 @@ ID_RULE = "must be an unsigned 64-bit integer, as an integer or a decimal string
 ID_RULES: dict[IdKind, str] = {"uint64": ID_RULE, "text": f"{TEXT_RULE}, as all ids of this checkpoint are"}
 ZERO_ID_RULE = "must not be 0, which is padding"
 
+MAX_POSITION, MAX_ROW_WEIGHT = 1_000_000, 1_000_000
 _FINER_UNITS = (("milliseconds", 10**3), ("microseconds", 10**6), ("nanoseconds", 10**9))
 
 Problem = tuple[int, str]
@@ -140,6 +141,28 @@ def problem_of_actions(column: NDArray[Any]) -> Problem | None:
     bad = ~((column >= 0) & (column <= MAX_ACTION_VALUE))
     row = _first(bad if bad.ndim == 1 else bad.any(axis=1))
     return None if row is None else (row, ACTION_VALUE_RULE)
+
+
+def problem_of_positions(column: NDArray[np.int64]) -> Problem | None:
+    """What is wrong with a column of places in a list: 1 is the first, 0 is unknown."""
+    row = _first((column < 0) | (column > MAX_POSITION))
+    return (
+        None
+        if row is None
+        else (row, f"must be an integer between 0 and {MAX_POSITION:,} (1: the first place, 0: unknown)")
+    )
+
+
+def problem_of_propensities(column: NDArray[np.float64]) -> Problem | None:
+    """What is wrong with a column of probabilities with which a post got its place; 0 is unknown."""
+    row = _first(~((column >= 0) & (column <= 1)))
+    return None if row is None else (row, "must be a probability between 0 and 1 (0: unknown)")
+
+
+def problem_of_weights(column: NDArray[np.float32]) -> Problem | None:
+    """What is wrong with a column that says how often each row counts in training."""
+    row = _first(~((column >= 0) & (column <= MAX_ROW_WEIGHT)))
+    return None if row is None else (row, f"must be a number between 0 and {MAX_ROW_WEIGHT:,}")
 
 
 def problem_of_flags(column: NDArray[Any]) -> Problem | None:

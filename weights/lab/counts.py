@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weights.lab.training.examples import Examples
+from weights.lab.training.log import Log
 
 STRENGTH = 20.0  # impressions that the rate which a rate is drawn towards counts as
 COUNTS_FROM = 0.25  # the first quarter of the rows has hardly any counts
@@ -55,7 +56,8 @@ class Past:
 
 def popularity(examples: Examples, frozen: int, action: int) -> Floats:
     """The rate of the action before row `frozen` of each row's post, drawn towards its author's, float32 `[n]`."""
-    post, author, prior = rates(examples, frozen, examples.log.actions[:, action])
+    known = known_rows(examples.log, action)
+    post, author, prior = rates(examples, frozen, examples.log.actions[:, action], known)
     return post.rate(author.rate(prior))
 
 
@@ -72,6 +74,7 @@ def count_probabilities(examples: Examples, frozen: int, action: int, seed: int 
 
     first = int(frozen * COUNTS_FROM)
     rows = np.sort(first + np.random.default_rng(seed).permutation(frozen - first)[:MOST_ROWS])
+    rows = rows[known_rows(examples.log, action)[rows]]
     happened = examples.log.actions[rows, action]
     if happened.all() or not happened.any():
         return popularity(examples, frozen, action)
@@ -89,9 +92,10 @@ def count_features(examples: Examples, frozen: int, action: int) -> NDArray[np.f
     anything, or this action, with the author and with the post; the age; which surface.
     """
     log, request = examples.log, request_of_rows(examples)
-    happened, engaged = log.actions[:, action], np.asarray(log.actions.any(1))
-    post, author, prior = rates(examples, frozen, happened)
-    any_post, any_author, any_prior = rates(examples, frozen, engaged)
+    happened, known, did_any = log.actions[:, action], known_rows(log, action), np.asarray(log.actions.any(1))
+    engaged = did_any & (log.user_id != 0) & known
+    post, author, prior = rates(examples, frozen, happened, known)
+    any_post, any_author, any_prior = rates(examples, frozen, did_any, np.ones(len(log), bool))
     keys = log.user_id, pair_key(log.user_id, log.author_id), pair_key(log.user_id, log.post_id)
     user, pair, again = (Past.of(key, request, happened, engaged) for key in keys)
     prior_of_events = float(happened[:frozen].sum() / max(engaged[:frozen].sum(), 1))
@@ -107,11 +111,18 @@ def count_features(examples: Examples, frozen: int, action: int) -> NDArray[np.f
     return np.stack(columns, 1).astype(np.float64)
 
 
-def rates(examples: Examples, frozen: int, happened: NDArray[np.bool_]) -> tuple[Past, Past, float]:
-    """What happened to each row's post and author up to row `frozen`, and how often it happened to any."""
-    request, shown = request_of_rows(examples), np.arange(len(examples.log)) < frozen
+def known_rows(log: Log, action: int) -> NDArray[np.bool_]:
+    """The rows of which it is known whether the action was taken, bool `[n]`."""
+    return np.ones(len(log), bool) if log.unknown is None else ~log.unknown[:, action]
+
+
+def rates(
+    examples: Examples, frozen: int, happened: NDArray[np.bool_], known: NDArray[np.bool_]
+) -> tuple[Past, Past, float]:
+    """What happened to each row's post and author up to row `frozen`, and how often it happened to any, of the rows where it is known."""
+    request, shown = request_of_rows(examples), (np.arange(len(examples.log)) < frozen) & known
     post, author = (Past.of(key, request, happened, shown) for key in (examples.log.post_id, examples.log.author_id))
-    return post, author, float(happened[:frozen].mean())
+    return post, author, float(happened[:frozen].sum() / max(known[:frozen].sum(), 1))
 
 
 def request_of_rows(examples: Examples) -> Ints:

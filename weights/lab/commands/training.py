@@ -32,6 +32,7 @@ from weights.commands.console import (
     refusals,
     say,
     show,
+    writable,
 )
 from weights.errors import CheckpointError
 from weights.format.manifest import ContinuousOutput, Manifest
@@ -59,7 +60,19 @@ WorldSet = Annotated[
     typer.Option("--set", help="NAME=VALUE of a setting of the world; can be given more than once."),
 ]
 LogFile = Annotated[
-    Path, typer.Option("--log", help="Log of impressions, Parquet or JSON lines; see docs/training.md.")
+    Path,
+    typer.Option(
+        "--log",
+        help="Log of impressions: Parquet, JSON lines or CSV, a file, directory or address; see docs/training.md.",
+    ),
+]
+Cache = Annotated[
+    Path | None,
+    typer.Option(
+        help="Directory that keeps the log, sorted, for the next time. Default: memory for at most five million impressions, "
+        "else phoenix-ranking-server/logs in ~/.cache.",
+        callback=writable,
+    ),
 ]
 Kept = Annotated[
     float | None,
@@ -95,19 +108,23 @@ def world(out: Out, seed: Seed = 1, set_: WorldSet = None) -> None:
 
 @app.command("log")
 def log_(
-    log: Annotated[Path, typer.Argument(help="Log of impressions, Parquet or JSON lines; see docs/training.md.")],
+    log: Annotated[
+        Path,
+        typer.Argument(
+            help="Log of impressions: Parquet, JSON lines or CSV, a file, directory or address; see docs/training.md."
+        ),
+    ],
     until: Until = "",
     set_: Set = None,
     ids: Ids = "uint64",
+    cache: Cache = None,
 ) -> None:
     """Look at a log and print what `train` would decide from it, and why. Trains nothing."""
     with refusals(*REFUSED):
-        from weights.lab.training.log import read_log
-
         given = _given(until, set_)
-        surfaces = _base(given[2]).product_surfaces
-        for line in _plan(read_log(log, ids, surfaces), 1, given).lines():
-            say(line)
+        impressions = _read(log, ids, _base(given[2]).product_surfaces, cache)
+        plan = _plan(impressions, 1, given)
+        _say_plan(plan, impressions, plan.config)
 
 
 def _print_settings(wanted: bool) -> None:
@@ -154,6 +171,7 @@ def train(
         ),
     ] = "",
     ids: Ids = "uint64",
+    cache: Cache = None,
     kept: Kept = None,
     replace_existing: Replace = False,
     settings: Annotated[
@@ -169,7 +187,7 @@ def train(
         from weights.lab.evaluate.evaluation import on_own_validation
         from weights.lab.training.curve import CURVE_NAME, Followed, TrainedRun, curve_lines
         from weights.lab.training.examples import Examples
-        from weights.lab.training.log import aligned, read_log
+        from weights.lab.training.log import aligned
         from weights.lab.training.run import train as run
         from weights.lab.training.run import validation_requests
 
@@ -187,13 +205,12 @@ def train(
             )
         begun = _begun(start, ids) if start else None
         known = begun.manifest.config if begun else _architecture(_base(given[2]), changed, preset)
-        impressions = read_log(log, ids, known.product_surfaces)
+        impressions = _read(log, ids, known.product_surfaces, cache)
         impressions = aligned(impressions, begun.manifest.action_names) if begun else impressions
         plan = _plan(impressions, seed, given)
         architecture = begun.manifest.config if begun else _architecture(plan.config, changed, preset)
         outputs, dwell = _outputs(architecture, begun)
-        for line in plan.lines():
-            say(line)
+        _say_plan(plan, impressions, architecture)
         weights = score_weights_of(score_weights, impressions.action_names) if score_weights else plan.score_weights
         if not any(weights.values()):
             example = f"{impressions.action_names[0]}=1"
@@ -268,6 +285,23 @@ def _base(given: Mapping[str, Any]) -> ModelConfig:
     return replaced(demo_config(1), given)
 
 
+def _read(log: Path, ids: IdKind, surfaces: int, cache: Path | None = None) -> Log:
+    """Read a log, showing how far that is. Raises LogError."""
+    from weights.lab.training.log import read_log
+
+    with progress_bar() as bar:
+        return read_log(log, ids, surfaces, cache, bar)
+
+
+def _say_plan(plan: Plan, log: Log, config: ModelConfig) -> None:
+    """Print the log in a line, what it holds in counts, then what is decided from it."""
+    from weights.lab.training.facts import facts
+
+    summary, *decided = plan.lines()
+    for line in (summary, *facts(log, config.history_length), *decided):
+        say(line)
+
+
 def _plan(log: Log, seed: int, given: Given) -> Plan:
     from weights.lab.training.choices import plan
 
@@ -337,6 +371,7 @@ def calibrate_(
         typer.Option(help="Only requests from here on: a day or Unix seconds. Default: where training ended."),
     ] = "",
     kept: Kept = None,
+    cache: Cache = None,
 ) -> None:
     """Fit an offset and a slope for each action on requests that training has not seen, so that probabilities are frequencies. The order by
     one action stays; version and digest change."""
@@ -347,14 +382,14 @@ def calibrate_(
         from weights.format.writer import replace_manifest
         from weights.lab.evaluate.calibration import calibrate
         from weights.lab.training.examples import Examples
-        from weights.lab.training.log import aligned, read_log
+        from weights.lab.training.log import aligned
         from weights.lab.training.run import check_split
 
         share = _kept(kept)
         loaded = load_checkpoint(checkpoint)
         manifest = loaded.manifest
         start = _since(since, manifest)
-        impressions = aligned(read_log(log, manifest.ids, manifest.config.product_surfaces), manifest.action_names)
+        impressions = aligned(_read(log, manifest.ids, manifest.config.product_surfaces, cache), manifest.action_names)
         if start > impressions.impression_ts[0]:
             check_split(impressions, start)
         examples = Examples(impressions, manifest.config)
@@ -387,6 +422,7 @@ def eval_(
         Path | None, typer.Option("--world", help="Instead of --log, a world: its log, truth and test period.")
     ] = None,
     ablation_requests: Annotated[int, typer.Option(min=1, help="Requests that each ablation is measured on.")] = 2000,
+    cache: Cache = None,
 ) -> None:
     """Evaluate a checkpoint on a period that it was not trained on, next to simple baselines that read the same history."""
     with refusals(*REFUSED):
@@ -395,13 +431,15 @@ def eval_(
         from weights.lab.evaluate.evaluation import evaluate
         from weights.lab.evaluate.report import headline_table, write_evaluation
         from weights.lab.training.curve import PICTURE_NAME, draw_curve
-        from weights.lab.training.log import aligned, read_log
+        from weights.lab.training.log import aligned
         from weights.lab.world.store import LOG_NAME, load_facts
 
         loaded = load_checkpoint(checkpoint)
         manifest = loaded.manifest
         source = world_directory / LOG_NAME if world_directory else Path(str(log))
-        impressions = aligned(read_log(source, manifest.ids, manifest.config.product_surfaces), manifest.action_names)
+        impressions = aligned(
+            _read(source, manifest.ids, manifest.config.product_surfaces, cache), manifest.action_names
+        )
         facts = load_facts(world_directory, impressions.action_names) if world_directory else None
         test_ts = facts.test_ts if facts else _since(since, manifest)
         with progress_bar() as bar:
@@ -444,14 +482,15 @@ def example(
     user: Annotated[
         str | None, typer.Option(help="Whose request. Default: the one with the longest recent history.")
     ] = None,
+    cache: Cache = None,
 ) -> None:
     """Write the example request and the names that the page of a running server shows, from the log. Then reload the page."""
     with refusals(*REFUSED):
         from weights.lab.training.example import EXAMPLE_NAME, NAMES_NAME, write_example
-        from weights.lab.training.log import aligned, read_log
+        from weights.lab.training.log import aligned
 
         manifest = load_checkpoint(checkpoint).manifest
-        impressions = aligned(read_log(log, manifest.ids, manifest.config.product_surfaces), manifest.action_names)
+        impressions = aligned(_read(log, manifest.ids, manifest.config.product_surfaces, cache), manifest.action_names)
         request = write_example(checkpoint, manifest, impressions, read_json(names, dict) if names else {}, user)
     say(f"{checkpoint} holds {EXAMPLE_NAME}, request {request} of the log, and {NAMES_NAME}")
 
@@ -466,18 +505,19 @@ def compare(
     requests: Annotated[int, typer.Option(min=1, help="At most this many requests, drawn with --seed.")] = 2000,
     seed: Seed = 1,
     explorer: Annotated[str, typer.Option(help="URL of a server's page, for links.")] = "http://127.0.0.1:8000/explore",
+    cache: Cache = None,
 ) -> None:
     """Compare two checkpoints on the requests of a log: scores, order, calibration, and the requests that changed most."""
     with refusals(*REFUSED):
         from weights.lab.evaluate.compare import compare as compared
         from weights.lab.evaluate.compare import write_comparison
-        from weights.lab.training.log import aligned, read_log
+        from weights.lab.training.log import aligned
 
         pair = load_checkpoint(first), load_checkpoint(second)
         if pair[0].manifest.ids != pair[1].manifest.ids:
             raise CheckpointError("The ids of one are integers and those of the other texts: no log has both.")
         surfaces = min(each.manifest.config.product_surfaces for each in pair)
-        impressions = read_log(log, pair[0].manifest.ids, surfaces)
+        impressions = _read(log, pair[0].manifest.ids, surfaces, cache)
         logs = aligned(impressions, pair[0].manifest.action_names), aligned(impressions, pair[1].manifest.action_names)
         with progress_bar() as bar:
             found = compared(pair, logs, time_of(since) if since else 0, requests, seed, bar)

@@ -13,6 +13,7 @@ from weights.lab.counts import (
     Ints,
     Past,
     count_probabilities,
+    known_rows,
     pair_key,
     popularity,
     rates,
@@ -75,7 +76,8 @@ def newest_first(examples: Examples, frozen: int, action: int) -> Floats:
     age = np.where(log.created_at > 0, np.maximum(log.impression_ts - log.created_at, 0), np.inf)
     finite = age[np.isfinite(age)]
     middle = max(float(np.median(finite)), 1.0)
-    return np.asarray(2 * log.actions[:frozen, action].mean() / (1 + age[frozen:] / middle), np.float32)
+    rate = log.take(slice(0, frozen)).shares[action]
+    return np.asarray(2 * rate / (1 + age[frozen:] / middle), np.float32)
 
 
 def _learned(
@@ -98,18 +100,19 @@ def _learned(
     likeness = [FEATURES.index(name) for name in FEATURES if "likeness" in name or name == "post rate"]
     for done, action in enumerate(actions):
         before, features = (history_features(examples, frozen, action, each) for each in vectors)
-        happened = examples.log.actions[rows, action]
+        told_rows = rows[known_rows(examples.log, action)[rows]]
+        happened = examples.log.actions[told_rows, action]
         if happened.all() or not happened.any():
             found[FACTORS][action] = found[BOOSTED][action] = features[frozen:, FEATURES.index("post rate")]
             continue
         linear = make_pipeline(StandardScaler(), LogisticRegression())
-        linear.fit(np.nan_to_num(before[rows][:, likeness]), happened)
+        linear.fit(np.nan_to_num(before[told_rows][:, likeness]), happened)
         found[FACTORS][action] = _second(linear.predict_proba(np.nan_to_num(features[frozen:, likeness])))
         progress(3 * done + 1, 3 * len(actions))
-        told = ~np.isnan(before[rows]).all(0)  # scikit-learn takes no column without any value
+        told = ~np.isnan(before[told_rows]).all(0)  # scikit-learn takes no column without any value
         trees = HistGradientBoostingClassifier(max_iter=150, learning_rate=0.06, early_stopping=False)
         with threadpool_limits(1):  # of several, each waits for the slowest at every leaf
-            trees.fit(before[rows][:, told], happened)
+            trees.fit(before[told_rows][:, told], happened)
             found[BOOSTED][action] = _second(trees.predict_proba(features[frozen:, told]))
         progress(3 * done + 3, 3 * len(actions))
     return found
@@ -128,8 +131,9 @@ def history_features(
     have it, to the end. `vectors`: as `post_vectors` gives them.
     """
     log, request = examples.log, request_of_rows(examples)
-    happened, engaged = log.actions[:, action], np.asarray(log.actions.any(1))
-    post, author, prior = rates(examples, frozen, happened)
+    happened, told = log.actions[:, action], known_rows(log, action)
+    engaged = log.actions.any(1) & (log.user_id != 0) & told
+    post, author, prior = rates(examples, frozen, happened, told)
     keys = log.user_id, pair_key(log.user_id, log.author_id), pair_key(log.user_id, log.post_id)
     user, pair, again = (Past.of(key, request, happened, engaged) for key in keys)
     seconds = (log.impression_ts - log.created_at).astype(np.float32)
@@ -137,7 +141,8 @@ def history_features(
     since = np.where(last >= examples.first, examples.times - examples.events.impression_ts[last], np.nan)
     columns = [
         post.rate(author.rate(prior)), np.log1p(post.shown), author.rate(prior), np.log1p(author.shown),
-        user.rate(float(happened[engaged].mean())), np.log1p(user.shown), pair.rate(user.rate(prior)), np.log1p(pair.shown), again.shown,
+        user.rate(float(happened[engaged].sum() / max(engaged.sum(), 1))), np.log1p(user.shown),
+        pair.rate(user.rate(prior)), np.log1p(pair.shown), again.shown,
         *_likeness(examples, request, action, *vectors),
         np.where(log.created_at > 0, seconds, np.nan), log.product_surface, (examples.stops - examples.starts)[request],
         since[request],
@@ -154,7 +159,7 @@ def post_vectors(log: Log, seed: int = 1) -> tuple[NDArray[np.uint64], Floats]:
     from sklearn.decomposition import TruncatedSVD
     from sklearn.preprocessing import normalize
 
-    engaged = np.flatnonzero(log.actions.any(1))
+    engaged = np.flatnonzero(log.actions.any(1) & (log.user_id != 0))
     users, of_user = np.unique(log.user_id[engaged], return_inverse=True)
     posts, of_post = np.unique(log.post_id[engaged], return_inverse=True)
     matrix = csr_matrix((np.ones(len(engaged), np.float32), (of_user, of_post)), (len(users), len(posts)))

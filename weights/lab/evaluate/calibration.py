@@ -48,10 +48,13 @@ def calibrate(
         raise LogError("there are no requests to calibrate on")
     probabilities = predict(ranker, examples, requests, progress=progress).probabilities.astype(np.float64)
     logits = _logits(probabilities)
-    happened = examples.log.actions[rows_of(examples, requests)]
-    weights = np.where(happened.any(1), 1.0, 1 / kept)
-    names = examples.log.action_names
-    return {name: fit(logits[:, i], happened[:, i], weights) for i, name in enumerate(names)}
+    shown = examples.log.take(rows_of(examples, requests))
+    happened, weights = shown.actions, np.where(shown.actions.any(1), 1.0, 1 / kept)
+    return {
+        name: fit(logits[known, i], happened[known, i], weights[known])
+        for i, name in enumerate(shown.action_names)
+        for known in [shown.known(i)]
+    }
 
 
 def fit(logits: NDArray[np.float64], happened: NDArray[np.bool_], weights: NDArray[np.float64]) -> Fit:

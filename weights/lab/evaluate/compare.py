@@ -17,6 +17,7 @@ from weights.checkpoint import Checkpoint
 from weights.format.manifest import Manifest
 from weights.lab.agreement import TOP, Floats, agreement, pearson, score_weights
 from weights.lab.evaluate import metrics
+from weights.lab.evaluate.evaluation import known_worth
 from weights.lab.evaluate.predict import predict, rows_of
 from weights.lab.report import plain, rendered, write_report
 from weights.lab.training.example import request_body
@@ -127,7 +128,8 @@ def compare(
 
 
 def _ndcg(log: Log, scores: Floats, weights: NDArray[np.float32]) -> float:
-    return metrics.mean(metrics.ndcg(log.request_id, scores, log.actions @ weights)[1])
+    known = known_worth(log, weights)
+    return metrics.mean(metrics.ndcg(log.request_id[known], scores[known], (log.actions @ weights)[known])[1])
 
 
 def _actions(logs: list[Log], found: list[NDArray[np.float32]]) -> dict[str, ActionChange]:
@@ -136,8 +138,11 @@ def _actions(logs: list[Log], found: list[NDArray[np.float32]]) -> dict[str, Act
     for column, name in enumerate(logs[0].action_names):
         if name not in logs[1].action_names:
             continue
-        happened = logs[0].actions[:, column]
-        both = found[0][:, column], found[1][:, logs[1].action_names.index(name)]
+        known = logs[0].known(column)
+        happened = logs[0].actions[known, column]
+        both = found[0][known, column], found[1][known, logs[1].action_names.index(name)]
+        if not len(happened):
+            continue
         changes[name] = ActionChange(
             float(happened.mean()),
             pearson(*both),

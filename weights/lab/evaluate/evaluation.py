@@ -81,7 +81,10 @@ class Quality:
 
     @classmethod
     def of(cls, happened: NDArray[np.bool_], probability: Floats) -> Quality:
-        """The quality of these predictions, `[n]` each."""
+        """The quality of these predictions, `[n]` each; of none, NaN."""
+        if not len(happened):
+            nothing, none = float("nan"), np.zeros(0)
+            return cls(nothing, nothing, nothing, nothing, none, none)
         return cls(
             metrics.log_loss(happened, probability),
             metrics.normalised_entropy(happened, probability),
@@ -216,18 +219,21 @@ class Judge:
     @classmethod
     def of(cls, log: Log) -> Judge:
         """The judge of these impressions, which are in time order."""
-        users, user = np.unique(log.user_id, return_inverse=True)
+        users, user = np.unique(log.people, return_inverse=True)
         _, first, request = np.unique(log.request_id, return_index=True, return_inverse=True)
         return cls(log, user, request, user[first], draws_of(len(users)))
 
-    def measured(self, happened: NDArray[np.bool_], score: metrics.Array) -> dict[str, Sampled]:
-        """Each metric that these rows can have, by its name in METRICS."""
+    def measured(
+        self, happened: NDArray[np.bool_], score: metrics.Array, known: NDArray[np.bool_] | slice = slice(None)
+    ) -> dict[str, Sampled]:
+        """Each metric that these rows can have, by its name in METRICS. `known`: the rows of which it is known what happened."""
         requests = len(self.user_of_request)
-        within = auc_within(self.user, happened, score), auc_within(self.request, happened, score)
-        lists = ndcg(self.request, score, happened, K), ndcg(self.user, score, happened, K)
+        happened, score, user, request = happened[known], score[known], self.user[known], self.request[known]
+        within = auc_within(user, happened, score), auc_within(request, happened, score)
+        lists = ndcg(request, score, happened, K), ndcg(user, score, happened, K)
         users = np.arange(self.draws.shape[1])
         found: tuple[Means | PooledAuc, ...] = (
-            PooledAuc.of(happened, score, self.user),
+            PooledAuc.of(happened, score, user),
             self.means(*within[0], users),
             self.means(*within[1], self.user_of_request),
             self.means(*lists[0], self.user_of_request),
@@ -273,7 +279,7 @@ def evaluate(
     examples = Examples(log, ranker.config)
     first = int(np.searchsorted(examples.times, test_ts))
     requests = np.arange(first, len(examples))
-    train, test = log.before(test_ts), log.take(log.impression_ts >= test_ts)
+    train, test = log.before(test_ts), log.since(test_ts)
     model = predict(ranker, examples, requests, progress=partial(progress, "scoring"), corrections=corrections)
     headline = headline_actions(test, score_weights)
     simple = baselines(examples, first, headline, seed, partial(progress, "baselines"))
@@ -288,13 +294,17 @@ def evaluate(
     return Evaluation(
         actions=names,
         headline=tuple(names[action] for action in headline),
-        shares={name: float(test.actions[:, i].mean()) for i, name in enumerate(names)},
+        shares=dict(zip(names, test.shares.tolist(), strict=True)),
         positives={name: int(test.actions[:, i].sum()) for i, name in enumerate(names)},
         figures=figures,
         comparisons=comparisons,
         pooled={source: _pooled(test, each) for source, each in sources.items()},
-        quality={name: Quality.of(test.actions[:, i], model.probabilities[:, i]) for i, name in enumerate(names)},
-        score=_score(judge, model.probabilities @ weights, test.actions @ weights),
+        quality={
+            name: Quality.of(test.actions[known, i], model.probabilities[known, i])
+            for i, name in enumerate(names)
+            for known in [test.known(i)]
+        },
+        score=_score(judge, model.probabilities @ weights, test.actions @ weights, known_worth(test, weights)),
         ablations=_ablations(ranker, examples, sample, headline, progress, corrections),
         groups=_groups(
             train, test, {source: each for source, each in sources.items() if source != TRUE_AFFINITY}, headline
@@ -375,7 +385,7 @@ def on_own_validation(
 
 def headline_actions(test: Log, score_weights: Mapping[str, float]) -> list[int]:
     """The actions, by place, that the score is mostly for: those of positive weight with both outcomes, frequent if there are such."""
-    shares = test.actions.mean(0)
+    shares = test.shares
     worth = np.array([score_weights.get(name, 0.0) for name in test.action_names])
     worth = worth if (worth > 0).any() else np.ones(len(worth))
     told = [i for i in np.argsort(-worth * shares, kind="stable").tolist() if worth[i] > 0 and 0 < shares[i] < 1]
@@ -392,7 +402,8 @@ def _compared(
     comparisons = []
     for done, action in enumerate(headline):
         name, happened = judge.log.action_names[action], judge.log.actions[:, action]
-        found = {source: judge.measured(happened, each[action]) for source, each in sources.items()}
+        known = judge.log.known(action)
+        found = {source: judge.measured(happened, each[action], known) for source, each in sources.items()}
         figures[name] = {
             source: {metric: each.figure() for metric, each in kinds.items()} for source, kinds in found.items()
         }
@@ -406,9 +417,17 @@ def _compared(
     return figures, comparisons
 
 
-def _score(judge: Judge, score: Floats, worth: Floats) -> dict[str, Figure]:
+def known_worth(log: Log, weights: Floats) -> NDArray[np.bool_] | slice:
+    """The rows of which every action that the score is for is known."""
+    if log.unknown is None:
+        return slice(None)
+    return np.asarray(~log.unknown[:, weights != 0].any(1))
+
+
+def _score(judge: Judge, score: Floats, worth: Floats, known: NDArray[np.bool_] | slice) -> dict[str, Figure]:
     """NDCG of the served score by what the actions are worth; empty if there is never anything to order."""
-    lists = ndcg(judge.request, score, worth, K), ndcg(judge.user, score, worth, K)
+    score, worth = score[known], worth[known]
+    lists = ndcg(judge.request[known], score, worth, K), ndcg(judge.user[known], score, worth, K)
     users = judge.user_of_request, np.arange(judge.draws.shape[1])
     found = {METRICS[3 + i]: judge.means(*each, users[i]) for i, each in enumerate(lists)}
     return {name: Sampled.of(each, judge.draws).figure() for name, each in found.items() if each.counts.any()}
@@ -416,9 +435,10 @@ def _score(judge: Judge, score: Floats, worth: Floats) -> dict[str, Figure]:
 
 def _pooled(test: Log, probabilities: Mapping[int, Floats]) -> dict[str, float]:
     return {
-        test.action_names[i]: metrics.auc(test.actions[:, i], each)
+        test.action_names[i]: metrics.auc(test.actions[known, i], each[known])
         for i, each in probabilities.items()
-        if 0 < test.actions[:, i].mean() < 1
+        for known in [test.known(i)]
+        if 0 < test.shares[i] < 1
     }
 
 
@@ -437,12 +457,14 @@ def _ablations(
     corrections: Calibration | None,
 ) -> dict[str, tuple[float, float]]:
     rows = examples.log.take(rows_of(examples, sample))
+    known = [rows.known(i) for i in range(len(rows.action_names))]
+    told = [i for i in headline if len(rows.actions[known[i]])]
     result: dict[str, tuple[float, float]] = {}
     for name in ABLATIONS:
         shown = partial(progress, f"ablation: {name}")
         values = predict(ranker, examples, sample, name, progress=shown, corrections=corrections).probabilities
-        losses = [metrics.log_loss(rows.actions[:, i], values[:, i]) for i in headline]
-        aucs = [metrics.auc(rows.actions[:, i], values[:, i]) for i in headline]
+        losses = [metrics.log_loss(rows.actions[known[i], i], values[known[i], i]) for i in told]
+        aucs = [metrics.auc(rows.actions[known[i], i], values[known[i], i]) for i in told]
         result[name] = (metrics.mean(aucs), metrics.mean(losses))
     return result
 
@@ -455,8 +477,9 @@ def _groups(
     for kind in ("user", "post", "author"):
         known = np.isin(getattr(test, f"{kind}_id"), getattr(train, f"{kind}_id"))
         for name, rows in ((f"known {kind}s", known), (f"new {kind}s", ~known)):
+            told = {i: rows if test.unknown is None else rows & ~test.unknown[:, i] for i in headline}
             aucs = {
-                source: metrics.mean(metrics.auc(test.actions[rows, i], each[i][rows]) for i in headline)
+                source: metrics.mean(metrics.auc(test.actions[told[i], i], each[i][told[i]]) for i in headline)
                 for source, each in sources.items()
                 if rows.any()
             }

@@ -223,7 +223,7 @@ def factors_source(examples: Examples, posts: Posts, frozen: int, seed: int) -> 
     from sklearn.utils.extmath import randomized_svd
 
     log = examples.log
-    engaged = np.flatnonzero(log.actions[:frozen].any(1))
+    engaged = np.flatnonzero(log.actions[:frozen].any(1) & (log.user_id[:frozen] != 0))
     _, user = np.unique(log.user_id[engaged], return_inverse=True)
     shape = (int(user.max()) + 1 if len(user) else 1, len(posts))
     matrix = csr_matrix((np.ones(len(engaged), np.float32), (user, posts.places(log.post_id[engaged]))), shape)

@@ -16,15 +16,16 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from weights.format.manifest import Manifest
 from weights.format.writer import alone_in, name_whole, write_whole
 from weights.lab.scoring.scorer import NAMING, Scorer
-from weights.lab.training.log import COLUMNS, ID_COLUMNS, action_names, log_checks, open_log
-from weights.tables import LogError, check_unchanged, check_values, column_of, files_of, ids_of, place_of, tables_of
+from weights.lab.training.contexts import open_contexts
+from weights.lab.training.log import action_names, checked_columns, open_log
+from weights.table_files import Table, check_unchanged, files_of, place_of, tables_of
+from weights.tables import LogError
 
 PARTITION_ROWS = 500_000
 ROUND_ROWS = 1_000_000
@@ -59,11 +60,16 @@ def score_log(
     partitions: int = 0,
     progress: Progress = lambda what, done, total: None,
 ) -> int:
-    """Score the requests of a log (a file or a directory) from `since_ts` on. Return the number of rows written.
+    """Score the requests of a log (a file or a directory) from `since_ts` on. Return the number of rows written. Histories are those of
+    the log's rows.
 
     `partitions` 0: enough to keep each near PARTITION_ROWS. Parts that a killed run finished are kept.
     Raises LogError, EngineError, JobError if `out` holds something else, or BlockingIOError if another process writes there.
     """
+    if open_contexts(log):
+        raise LogError(
+            f"{log} has contexts as served, which are not read here: give {log}/impressions, and histories are made from its rows"
+        )
     source = open_log(log, scorer.manifest.ids)
     action_names(source.schema, str(log))
     rows = source.count_rows()
@@ -128,7 +134,7 @@ def _claim(out: Path, job: Job) -> None:
         raise JobError(f"{out} belongs to another job ({', '.join(differing)} differ): choose another place")
 
 
-def _split(source: ds.FileSystemDataset, split: Path, job: Job, manifest: Manifest, progress: Progress) -> None:
+def _split(source: Table, split: Path, job: Job, manifest: Manifest, progress: Progress) -> None:
     """Check the values of the log, and write the rows of each user to one file. After a kill, the next run starts this again."""
     unfinished = split.with_name(".split.new")
     for left in (unfinished, split):
@@ -138,8 +144,7 @@ def _split(source: ds.FileSystemDataset, split: Path, job: Job, manifest: Manife
     writers = [pa.ipc.new_file(file, source.schema) for file in files]
     done = 0
     for table in tables_of(source, ROUND_ROWS):
-        users = _checked(table, source, done, manifest)
-        where = partition_of(users, job.partitions)
+        where = partition_of(_checked(table, source, done, manifest), job.partitions)
         order = np.argsort(where, kind="stable")
         sorted_table, edges = table.take(order), np.searchsorted(where[order], np.arange(job.partitions + 1))
         for writer, first, last in zip(writers, edges[:-1], edges[1:], strict=True):
@@ -153,15 +158,15 @@ def _split(source: ds.FileSystemDataset, split: Path, job: Job, manifest: Manife
     name_whole(unfinished, split)
 
 
-def _checked(table: pa.Table, source: ds.FileSystemDataset, before: int, manifest: Manifest) -> NDArray[np.uint64]:
-    """The users of a piece of the log that begins behind `before` rows. Raises LogError for a value that a request may not have."""
-    where, ids = source.files[0], manifest.ids
-    columns = {
-        name: ids_of(table, name, ids, where) if name in ID_COLUMNS else column_of(table, name, kind, where)
-        for name, kind in COLUMNS.items()
-    }
-    check_values(columns, lambda row: place_of(source, before + row), log_checks(manifest.config.product_surfaces))
-    return columns["user_id"]
+def _checked(table: pa.Table, source: Table, before: int, manifest: Manifest) -> NDArray[np.uint64]:
+    """Whose rows are to stay together, in a piece of the log that begins behind `before` rows: each user's, and each request's of nobody.
+    Raises LogError for a value that a request may not have."""
+    surfaces = manifest.config.product_surfaces
+    columns, _ = checked_columns(
+        table, source.files[0], manifest.ids, surfaces, lambda row: place_of(source, before + row)
+    )
+    users: NDArray[np.uint64] = np.where(columns["user_id"] == 0, columns["request_id"], columns["user_id"])
+    return users
 
 
 def _read(piece: Path) -> pa.Table:

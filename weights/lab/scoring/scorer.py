@@ -22,6 +22,8 @@ from weights.tables import ID_TYPES
 BATCH_TOKENS = 8192
 
 NAMING = ("request_id", "user_id", "post_id")
+TEXT_NAMING = NAMING[1:]
+"""Those that are texts where ids are texts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,9 +125,13 @@ class Scorer:
         is_scored = place >= 0
         place = place[is_scored]  # in the order of the log
         named = [
-            log.texts[name].cast(pa.string()) if name in log.texts else pa.array(getattr(log, name)) for name in NAMING
+            log.texts.of(getattr(log, name)) if log.texts and name in TEXT_NAMING else pa.array(getattr(log, name))
+            for name in NAMING
         ]
-        columns = [column.filter(pa.array(is_scored)) for column in named]
+        columns = [
+            column.filter(pa.array(is_scored)).cast(self.schema.field(name).type)
+            for name, column in zip(NAMING, named, strict=True)
+        ]
         return pa.table(columns + [pa.array(column[place]) for column in (score, *outputs)], schema=self.schema)
 
     def close(self) -> None:
@@ -142,7 +148,7 @@ def _cache_bytes(config: ModelConfig, options: EngineOptions, batch_tokens: int)
 def batches(prepared: Prepared, batch_tokens: int = BATCH_TOKENS) -> Iterator[list[Item]]:
     """Yield the requests in batches, one per forward."""
     examples, items, tokens = prepared.examples, list[Item](), 0
-    columns = (examples.starts, examples.stops, examples.last - examples.oldest)
+    columns = (examples.starts, examples.stops, examples.history_lengths)
     each = (column[prepared.requests].tolist() for column in columns)
     for index, is_kept, start, stop, events in zip(
         prepared.requests.tolist(), prepared.is_kept.tolist(), *each, strict=True

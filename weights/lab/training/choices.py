@@ -308,7 +308,7 @@ def _too_little(log: Log, name: str, positives: int) -> list[Choice]:
 
 def _constant(log: Log) -> list[Choice]:
     """A warning of actions that are always or never taken, if there are any."""
-    shares = log.actions.mean(0)
+    shares = log.shares
     found = {
         "always taken": [name for name, share in zip(log.action_names, shares, strict=True) if share == 1],
         "never taken": [name for name, share in zip(log.action_names, shares, strict=True) if share == 0],
@@ -322,7 +322,7 @@ def propose_score_weights(log: Log) -> tuple[dict[str, float], Choice]:
 
     A log with X's actions gets X's weights. Any other is scored by one action, the surest sign that a post was wanted.
     """
-    shares = dict(zip(log.action_names, log.actions.mean(0).tolist(), strict=True))
+    shares = dict(zip(log.action_names, log.shares.tolist(), strict=True))
     taken = ", ".join(
         f"{name} {'under 0.01%' if 0 < share < 1e-4 else f'{share:.2%}'}" for name, share in shares.items()
     )

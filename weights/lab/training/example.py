@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from model.inputs import codes_as_read
+from model.inputs import Candidates, Context
 from weights.format.manifest import Manifest
 from weights.format.writer import write_whole
 from weights.lab.training.examples import Examples
@@ -51,33 +50,32 @@ def _write(text: str, path: Path) -> None:
 
 def request_body(examples: Examples, index: int) -> dict[str, Any]:
     """Request `index` of the log as the body of `POST /rank`: lists of objects, ids as text."""
-    log, seen, shown, config = examples.log, examples.events, examples.rows(index), examples.config
-    events = np.arange(examples.oldest[index], examples.last[index])
+    log, shown, config, context = examples.log, examples.rows(index), examples.config, examples.context(index)
 
-    def post(of: Log, ids: tuple[str, str], row: int) -> dict[str, Any]:
-        found = {"post_id": ids[0], "author_id": ids[1], "product_surface": int(of.product_surface[row])}
-        codes = codes_as_read(of.codes[row : row + 1], config)[0]
-        return found | ({"codes": codes.tolist()} if codes.any() else {})
-
-    def ids(of: Log, rows: NDArray[np.int64]) -> list[tuple[str, str]]:
-        return list(zip(of.ids("post_id", rows), of.ids("author_id", rows), strict=True))
+    def posts(of: Context | Candidates) -> list[dict[str, Any]]:
+        columns = log.written(of.post_ids), log.written(of.author_ids), of.surfaces.tolist(), of.codes.tolist()
+        return [
+            {"post_id": post, "author_id": author, "product_surface": surface}
+            | ({"codes": codes} if any(codes) else {})
+            for post, author, surface, codes in zip(*columns, strict=True)
+        ]
 
     history = [
-        post(seen, pair, row)
-        | {"actions": [log.action_names[place] for place in np.flatnonzero(seen.actions[row])]}
-        | ({"dwell_time": round(float(seen.dwell_seconds[row]), 1)} if config.has_dwell else {})
-        for pair, row in zip(ids(seen, events), events.tolist(), strict=True)
+        post
+        | {"actions": [log.action_names[place] for place in np.flatnonzero(context.actions[event])]}
+        | ({"dwell_time": round(float(context.dwell_seconds[event]), 1)} if config.has_dwell else {})
+        for event, post in enumerate(posts(context))
     ]
     candidates = [
-        post(log, pair, row) | {"created_at": int(log.created_at[row])}
-        for pair, row in zip(ids(log, shown), shown.tolist(), strict=True)
+        post | {"created_at": int(log.created_at[row])}
+        for row, post in zip(shown.tolist(), posts(examples.candidates(shown)), strict=True)
     ]
     user = log.ids("user_id", shown[:1])[0]
     return {"user_id": user, "history": history, "candidates": candidates, "impression_ts": int(examples.times[index])}
 
 
 def _request(examples: Examples, user: str | None) -> int:
-    sizes, events = examples.stops - examples.starts, examples.last - examples.oldest
+    sizes, events = examples.stops - examples.starts, examples.history_lengths
     fits = (sizes > 1) & (events > 0)
     if user is None:
         recent = np.arange(len(examples)) >= 0.9 * len(examples)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,26 +16,39 @@ from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, age_bucket
 from weights.lab.training.log import Log
 from weights.tables import LogError
-from weights.values import codes_rule, problem_of_codes
+from weights.values import codes_rule
 
 Request = tuple[Context, Candidates]
+GROUPED_AT_ONCE = 1_000_000
+"""Requests that are Python's numbers at a time while they are put into groups."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Labels:
     """actions float32 `[B, C, A]`, 1 if the action happened; dwell float32 `[B, C]`, seconds / 30, at most 1.
 
-    shown bool `[B, C]`, False for padding; dwelt bool `[B, C]`, whether the dwell is known.
+    shown bool `[B, C]`, False for padding; dwelt bool `[B, C]`, whether the dwell is known. weight float32 `[B, C]`: how often a
+    candidate counts; None: once. known bool `[B, C, A]`: whether it is known that the action happened or not; None: of all.
     """
 
     actions: Tensor
     dwell: Tensor
     shown: Tensor
     dwelt: Tensor
+    weight: Tensor | None = None
+    known: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Labels:
         """The same labels on another device."""
-        return Labels(*(each.to(device) for each in (self.actions, self.dwell, self.shown, self.dwelt)))
+        columns = self.actions, self.dwell, self.shown, self.dwelt, self.weight, self.known
+        return Labels(*(column if column is None else column.to(device) for column in columns))  # type: ignore[arg-type]
+
+    @property
+    def counts(self) -> Tensor | None:
+        """How often each action of each candidate counts, float32 `[B, C, A]`; None: once."""
+        if self.known is None:
+            return None if self.weight is None else self.weight[..., None].expand_as(self.actions)
+        return self.known.float() if self.weight is None else self.known * self.weight[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +65,42 @@ class HiddenShares:
     events: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups(Sequence[NDArray[np.int64]]):
+    """Requests in groups, as a sequence of arrays of requests: group g is `order[starts[g] : starts[g + 1]]`. int64 `[R]`, `[G]`."""
+
+    order: NDArray[np.int64]
+    starts: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, group: int) -> NDArray[np.int64]:  # type: ignore[override]
+        """The requests of a group. Raises IndexError."""
+        start = int(self.starts[group])
+        stop = int(self.starts[group + 1]) if group + 1 < len(self) else len(self.order)
+        requests: NDArray[np.int64] = self.order[start:stop]
+        return requests
+
+    @property
+    def newest(self) -> NDArray[np.int64]:
+        """The last request of each group, int64 `[G]`."""
+        newest: NDArray[np.int64] = self.order[np.append(self.starts[1:], len(self.order)) - 1]
+        return newest
+
+    def sums(self, of_request: NDArray[np.int64]) -> NDArray[np.int64]:
+        """A number of each request, summed over each group, int64 `[G]`."""
+        sums: NDArray[np.int64] = np.add.reduceat(of_request[self.order], self.starts)
+        return sums
+
+
 class Examples:
     """Requests of a log in time order. A history is what the user engaged with, in any way, strictly before the request.
 
     `starts`, `stops` int64 `[R]`: the rows of request i are `starts[i] … stops[i] - 1`; `times` int64, `users` uint64 `[R]`. The history
-    of request i are rows `oldest[i] … last[i] - 1` of `events`, the newest `history_length` of `first[i] … last[i] - 1`.
+    of request i are rows `oldest[i] … last[i] - 1` of `events`, the newest `history_length` of `first[i] … last[i] - 1`. Nobody, user 0,
+    has none. `event_rows` int64 `[E]`: where the log has the events. Where the log has the context that was served, `served[i]` is its
+    place there, and that is the history instead; else -1. `history_lengths` int64 `[R]`: how many events a request reads.
     `smoothed` float32 `[n, A]`: what training learns in place of the actions of the first n rows, if set.
     Raises LogError for a log that does not fit the architecture.
     """
@@ -67,42 +112,53 @@ class Examples:
             raise LogError(f"the log has {log.actions.shape[1]} actions, the architecture {config.actions}")
         if (surface := int(log.product_surface.max())) >= config.product_surfaces:
             raise LogError(f"product_surface must be below {config.product_surfaces}, got {surface}")
-        self._codes = _codes_of(log, config)
+        _check_codes(log, config)
         self.log = log
         self.config = config
         self.starts = np.flatnonzero(np.concatenate(([True], log.request_id[1:] != log.request_id[:-1])))
         self.stops = np.append(self.starts[1:], len(log))
         self.times, self.users = log.impression_ts[self.starts], log.user_id[self.starts]
-        engaged = np.flatnonzero(log.actions.any(1))
+        engaged = np.flatnonzero(log.actions.any(1) & (log.user_id != 0))
         order, self.first, self.last = histories(
             log.user_id[engaged], log.impression_ts[engaged], self.users, self.times
         )
-        self.events = log.take(engaged[order])
-        self._event_codes = self._codes[engaged[order]]
+        self.event_rows = engaged[order]
         self.oldest = np.maximum(self.first, self.last - config.history_length)
-        self._ages = age_bucket(log.impression_ts, log.created_at, config)
-        self._actions = self.events.actions.astype(np.float32)
+        self.history_lengths = self.last - self.oldest
+        self.served = np.full(len(self.starts), -1)
+        if log.contexts is not None and log.context_id is not None:
+            self.served = log.contexts.places(log.context_id[self.starts])
+            lengths = np.minimum(log.contexts.stops - log.contexts.starts, config.history_length)
+            self.history_lengths = np.where(self.served >= 0, lengths[self.served], self.history_lengths)
 
     def __len__(self) -> int:
         return len(self.starts)
 
+    @cached_property
+    def events(self) -> Log:
+        """What users engaged with, by user, then time."""
+        return self.log.take(self.event_rows)
+
     @property
     def sizes(self) -> NDArray[np.int64]:
         """How many tokens each request has: its candidates and its history, int64 `[R]`."""
-        return self.stops - self.starts + self.last - self.oldest
+        return self.stops - self.starts + self.history_lengths
 
     def context(self, index: int, is_kept: bool = True) -> Context:
         """The user and the newest `history_length` events before request `index`."""
-        kept, events = slice(int(self.oldest[index]), int(self.last[index])), self.events
+        log, user = self.log, int(self.users[index])
+        if log.contexts is not None and (place := int(self.served[index])) >= 0:
+            return log.contexts.context(place, user, self.config, is_kept)
+        rows = self.event_rows[int(self.oldest[index]) : int(self.last[index])]
         return Context(
-            int(self.users[index]),
-            events.post_id[kept],
-            events.author_id[kept],
-            self._actions[kept],
-            events.product_surface[kept],
-            events.dwell_seconds[kept],
+            user,
+            log.post_id[rows],
+            log.author_id[rows],
+            log.actions[rows].astype(np.float32),
+            log.product_surface[rows],
+            log.dwell_seconds[rows],
             is_kept,
-            codes=self._event_codes[kept],
+            codes=_codes_as_read(log.codes[rows], self.config),
         )
 
     def rows(self, index: int) -> NDArray[np.int64]:
@@ -112,8 +168,9 @@ class Examples:
     def candidates(self, rows: NDArray[np.int64] | slice) -> Candidates:
         """The posts shown in the given rows of the log."""
         log = self.log
-        columns = log.post_id[rows], log.author_id[rows], log.product_surface[rows], self._ages[rows]
-        return Candidates(*columns, codes=self._codes[rows])
+        ages = age_bucket(log.impression_ts[rows], log.created_at[rows], self.config)
+        columns = log.post_id[rows], log.author_id[rows], log.product_surface[rows], ages
+        return Candidates(*columns, codes=_codes_as_read(log.codes[rows], self.config))
 
     def labels(self, rows: Sequence[NDArray[np.int64]]) -> Labels:
         """The labels of the given rows, one list per request, padded to the longest."""
@@ -122,12 +179,14 @@ class Examples:
         def column(values: NDArray[np.generic]) -> Tensor:
             return torch.from_numpy(np.stack([pad(values[r], slots) for r in rows]))
 
-        seconds = column(self.log.dwell_seconds)
+        log, seconds = self.log, column(self.log.dwell_seconds)
         return Labels(
-            actions=column(self.log.actions).float(),
+            actions=column(log.actions).float(),
             dwell=(seconds / MAX_DWELL_SECONDS).clamp(0, 1),
             shown=torch.arange(slots) < torch.tensor([len(r) for r in rows])[:, None],
             dwelt=seconds > 0,
+            weight=None if log.weight is None else column(log.weight),
+            known=None if log.unknown is None else ~column(log.unknown),
         )
 
     def batch(self, indices: Sequence[int] | NDArray[np.int64]) -> tuple[Batch, Labels]:
@@ -136,24 +195,23 @@ class Examples:
         requests = [(self.context(int(i)), self.candidates(r)) for i, r in zip(indices, rows, strict=True)]
         return collate(requests, self.config), self.labels(rows)
 
-    def groups(self, requests: NDArray[np.int64], max_candidates: int, max_events: int) -> list[NDArray[np.int64]]:
+    def groups(self, requests: NDArray[np.int64], max_candidates: int, max_events: int) -> Groups:
         """The requests, cut into groups that share one context in training: successive ones of a user, `max_candidates` together,
         with at most `max_events` events between the first and the last. One larger request is a group by itself.
         """
         order = requests[np.lexsort((self.times[requests], self.users[requests]))]
-        sizes, users, ends = (
-            (self.stops - self.starts)[order].tolist(),
-            self.users[order].tolist(),
-            self.last[order].tolist(),
-        )
-        cuts, candidates, first = list[int](), 0, 0
-        for place, size in enumerate(sizes):
-            is_apart = users[place] != users[first] or ends[place] - ends[first] > max_events
-            if place and (is_apart or candidates + size > max_candidates):
-                cuts.append(place)
-                candidates, first = 0, place
-            candidates += size
-        return np.split(order, cuts)
+        columns = self.stops - self.starts, self.users, self.last, self.served
+        starts, candidates, first = list[int](), 0, (0, 0, 0)
+        for begin in range(0, len(order), GROUPED_AT_ONCE):
+            rows = order[begin : begin + GROUPED_AT_ONCE]
+            pieces = (column[rows].tolist() for column in columns)
+            for place, (size, user, end, served) in enumerate(zip(*pieces, strict=True), begin):
+                is_apart = (user, served) != first[:2] or end - first[2] > max_events
+                if not place or is_apart or candidates + size > max_candidates:
+                    starts.append(place)
+                    candidates, first = 0, (user, served, end)
+                candidates += size
+        return Groups(order, np.array(starts, np.int64))
 
     def training_batch(
         self, groups: Sequence[NDArray[np.int64]], rng: np.random.Generator, hidden: HiddenShares, max_candidates: int
@@ -166,7 +224,10 @@ class Examples:
         requests, shown, seen = [], [], []
         for group in groups:
             rows = np.concatenate([self.rows(int(index)) for index in group])
-            before = np.repeat(self.last[group] - self.oldest[group[-1]], (self.stops - self.starts)[group])
+            seen_events = self.last[group] - self.oldest[group[-1]]
+            if self.served[group[-1]] >= 0:  # one context as served, which all of them read whole
+                seen_events = self.history_lengths[group]
+            before = np.repeat(seen_events, (self.stops - self.starts)[group])
             if len(rows) > max_candidates:
                 kept = np.sort(rng.choice(len(rows), max_candidates, replace=False))
                 rows, before = rows[kept], before[kept]
@@ -181,17 +242,19 @@ class Examples:
         return collate(requests, self.config), torch.from_numpy(np.stack([pad(each, slots) for each in seen])), labels
 
 
-def _codes_of(log: Log, config: ModelConfig) -> NDArray[np.int64]:
-    """The content codes of the log's posts as the model reads them, int64 `[n, Q]`; levels that the log lacks have code 0. Raises LogError
-    for codes that the model does not have."""
+def _check_codes(log: Log, config: ModelConfig) -> None:
+    """Raises LogError for content codes that the model does not have. A model without codes reads none."""
     levels, values = config.code_levels, config.code_values
-    codes = np.zeros((len(log), levels), np.int64)
-    if levels:
-        codes[:, : log.codes.shape[1]] = log.codes[:, :levels]
-        if (problem := problem_of_codes(codes, levels, values)) or log.codes[:, levels:].any():
-            rule = problem[1] if problem else codes_rule(levels, values)
-            raise LogError(f"the content codes of the log do not fit the architecture: codes {rule}")
-    return codes
+    if levels and ((log.codes[:, :levels] > values).any() or log.codes[:, levels:].any()):
+        raise LogError(f"the content codes of the log do not fit the architecture: codes {codes_rule(levels, values)}")
+
+
+def _codes_as_read(codes: NDArray[np.int64], config: ModelConfig) -> NDArray[np.int64]:
+    """The content codes of some rows as the model reads them, int64 `[n, Q]`; levels that the log lacks have code 0."""
+    read = np.zeros((len(codes), config.code_levels), np.int64)
+    levels = min(codes.shape[1], config.code_levels)
+    read[:, :levels] = codes[:, :levels]
+    return read
 
 
 def histories(

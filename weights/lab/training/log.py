@@ -1,8 +1,11 @@
-"""Reads and writes the columnar log of impressions for training: one row per impression, documented in docs/training.md."""
+"""Reads and writes the columnar log of impressions for training: one row per impression, documented in docs/training.md.
+
+A log of at most IN_MEMORY_ROWS impressions is read into memory. A larger one is sorted on disk by `mapped`, and its columns are mapped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -11,27 +14,37 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as ds
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from model.bounds import LARGEST
 from model.inputs import NO_CODES
+from weights.lab.training.contexts import IMPRESSIONS, ServedContexts, open_contexts, read_contexts
+from weights.lab.training.texts import Texts
+from weights.table_files import Table, filesystem_of, open_table, place_of
 from weights.tables import (
     CHECKS,
     ID_TYPES,
     Check,
     LogError,
+    Place,
     check_values,
     column_of,
+    flags_of,
     hashed,
-    open_table,
-    place_of,
     rows_of_lists,
     texts_of,
 )
 from weights.text_ids import IdKind
-from weights.values import action_name_problem, problem_of_codes, problem_of_surfaces
+from weights.values import (
+    action_name_problem,
+    problem_of_codes,
+    problem_of_positions,
+    problem_of_propensities,
+    problem_of_surfaces,
+    problem_of_weights,
+)
 
 ACTION_PREFIX = "action."
 COLUMNS = {
@@ -46,19 +59,42 @@ COLUMNS = {
 }
 CODES = "codes"
 """An optional column: a list of content codes for each impression."""
+OPTIONAL_COLUMNS = {
+    "position": pa.int64(),
+    "propensity": pa.float64(),
+    "weight": pa.float32(),
+    "context_id": pa.uint64(),
+}
+"""Columns that a log may have: fields of `Log` of the same names, None where the log has none."""
+OPTIONAL_CHECKS: dict[str, Check] = {
+    "position": problem_of_positions,
+    "propensity": problem_of_propensities,
+    "weight": problem_of_weights,
+}
 ID_COLUMNS = ("user_id", "post_id", "author_id")
-MAX_IMPRESSIONS = 25_000_000
-"""The largest log that is read whole, into about 9 GB of memory with nineteen actions."""
+IN_MEMORY_ROWS = 5_000_000
+"""The largest log that is read into memory, about 2 GB with nineteen actions."""
+IDS_KEY, HASHES = b"phoenix_ranker.ids", b"hashes of texts"
+"""In the metadata of a log's Parquet files: its ids are the hashes of texts, as a checkpoint with ids that are texts reads them."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, and how many rows of how many are done."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Log:
-    """Impressions in time order, all columns of length n.
+    """Impressions in time order, all columns of length n. The arrays may be mapped from disk: do not write to them.
 
     `request_id` uint64: impressions shown together share it. `impression_ts`, `created_at`: Unix seconds, 0 unknown.
-    `user_id`, `post_id`, `author_id` uint64. `product_surface` int64. `dwell_seconds` float32, 0 unknown.
-    `actions` bool `[n, A]` with names `action_names`. `texts`: the texts of the three id columns if ids are texts; else empty. `codes`: the
-    content codes of the posts, int64 `[n, q]`, 0 for none; `[n, 0]` if the log has none.
+    `user_id`, `post_id`, `author_id` uint64; a user of 0 is nobody. `product_surface` int64. `dwell_seconds` float32, 0 unknown.
+    `actions` bool `[n, A]` with names `action_names`. `unknown` bool `[n, A]`: where nobody knows whether the action was taken, and
+    `actions` is False; None: all are known. `texts`: of the ids, if they are texts.
+
+    None, or: `position` int64, 1 is the first place, 0 unknown. `propensity` float64, how probable it was that the post got its place,
+    0 unknown. `weight` float32, how often the row counts in training. `context_id` uint64: the context that the model read for the
+    row's request, in `contexts`; 0 where the log has none and the history is reconstructed from its rows.
+
+    `codes`: the content codes of the posts, int64 `[n, q]`, 0 for none; `[n, 0]` if the log has none.
     """
 
     request_id: NDArray[np.uint64]
@@ -71,7 +107,13 @@ class Log:
     dwell_seconds: NDArray[np.float32]
     actions: NDArray[np.bool_]
     action_names: tuple[str, ...]
-    texts: Mapping[str, pa.DictionaryArray] = field(default_factory=dict)
+    texts: Texts | None = None
+    unknown: NDArray[np.bool_] | None = None
+    position: NDArray[np.int64] | None = None
+    propensity: NDArray[np.float64] | None = None
+    weight: NDArray[np.float32] | None = None
+    context_id: NDArray[np.uint64] | None = None
+    contexts: ServedContexts | None = None
     codes: NDArray[np.int64] = field(default_factory=lambda: NO_CODES)
 
     def __post_init__(self) -> None:
@@ -81,22 +123,45 @@ class Log:
     def __len__(self) -> int:
         return len(self.request_id)
 
-    def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> Log:
-        """The given rows, in the given order."""
-        columns = {name: getattr(self, name)[rows] for name in COLUMNS}
-        texts = {name: column.take(pa.array(np.arange(len(self))[rows])) for name, column in self.texts.items()}
-        names, codes = self.action_names, self.codes[rows]
-        return Log(**columns, actions=self.actions[rows], action_names=names, texts=texts, codes=codes)
+    def take(self, rows: NDArray[np.int64] | NDArray[np.bool_] | slice) -> Log:
+        """These rows, in this order; with a slice, as views."""
+        columns = {name: getattr(self, name)[rows] for name in (*COLUMNS, "actions", CODES)}
+        optional = {name: getattr(self, name) for name in (*OPTIONAL_COLUMNS, "unknown")}
+        columns |= {name: values[rows] for name, values in optional.items() if values is not None}
+        return replace(self, **columns)
 
     def before(self, until_ts: int) -> Log:
         """The impressions shown before this time, Unix seconds."""
-        return self.take(self.impression_ts < until_ts)
+        return self.take(slice(0, int(np.searchsorted(self.impression_ts, until_ts))))
+
+    def since(self, from_ts: int) -> Log:
+        """The impressions shown at this time, Unix seconds, or later."""
+        return self.take(slice(int(np.searchsorted(self.impression_ts, from_ts)), len(self)))
+
+    def known(self, action: int) -> NDArray[np.bool_] | slice:
+        """The rows of which it is known whether the action, by its place, was taken."""
+        return slice(None) if self.unknown is None else ~self.unknown[:, action]
+
+    @property
+    def shares(self) -> NDArray[np.float64]:
+        """How often each action was taken, of the rows where that is known, float64 `[A]`; 0 where it is known of none."""
+        if self.unknown is None:
+            return np.asarray(self.actions.mean(0))
+        return np.asarray(self.actions.sum(0) / np.maximum(len(self) - self.unknown.sum(0), 1))
+
+    @property
+    def people(self) -> NDArray[np.uint64]:
+        """Who is who, uint64 `[n]`: the user, and for nobody the request, since each may be of somebody else."""
+        nobody = self.user_id == 0
+        return np.where(nobody, self.request_id, self.user_id) if nobody.any() else self.user_id
 
     def ids(self, name: str, rows: NDArray[np.int64]) -> list[str]:
         """The ids of one column as callers write them: texts or decimals."""
-        if self.texts:
-            return list(map(str, self.texts[name].take(pa.array(rows)).to_pylist()))
-        return list(map(str, getattr(self, name)[rows].tolist()))
+        return self.written(getattr(self, name)[rows])
+
+    def written(self, ids: NDArray[np.uint64]) -> list[str]:
+        """These ids, which the log holds, as callers write them: texts or decimals."""
+        return self.texts.of(ids).to_pylist() if self.texts else list(map(str, ids.tolist()))
 
     @property
     def span(self) -> str:
@@ -112,39 +177,66 @@ def date_of(unix_seconds: int) -> str:
 
 
 def write_log(path: Path, log: Log) -> None:
-    """Write Parquet; with one version of pyarrow, equal logs give equal bytes."""
-    arrays = {name: pa.array(getattr(log, name), kind) for name, kind in COLUMNS.items()} | dict(log.texts)
+    """Write the impressions as Parquet; with one version of pyarrow, equal logs give equal bytes. Contexts as served are not written."""
+    arrays = {name: pa.array(getattr(log, name), kind) for name, kind in COLUMNS.items()}
+    if log.texts:
+        arrays |= {name: log.texts.of(getattr(log, name)) for name in ID_COLUMNS}
+    for name, kind in OPTIONAL_COLUMNS.items():
+        if getattr(log, name) is not None:
+            arrays[name] = pa.array(getattr(log, name), kind)
     if log.codes.shape[1]:
         arrays[CODES] = pa.array(log.codes.tolist(), pa.list_(pa.int32()))
     for index, name in enumerate(log.action_names):
-        arrays[ACTION_PREFIX + name] = pa.array(log.actions[:, index])
+        mask = None if log.unknown is None else log.unknown[:, index]
+        arrays[ACTION_PREFIX + name] = pa.array(log.actions[:, index], mask=mask)
     pq.write_table(pa.table(arrays), path, compression="zstd")
 
 
-def read_log(path: Path, ids: IdKind = "uint64", surfaces: int = LARGEST["product_surfaces"]) -> Log:
+def read_log(
+    path: Path | str,
+    ids: IdKind = "uint64",
+    surfaces: int = LARGEST["product_surfaces"],
+    cache: Path | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> Log:
     """Read and check a log, sorted by time, then request. `surfaces`: how many product surfaces the model knows.
 
-    Raises LogError for a missing or unusable column, and for a log of more than MAX_IMPRESSIONS or too large for this machine's memory.
+    `path`: a file, a directory, or an fsspec address. A directory with the directories `impressions` and `contexts` also has contexts as
+    served. `cache`: a directory that keeps the log, sorted, for the next time. Without it, a log of more than IN_MEMORY_ROWS is kept in
+    `mapped.default_cache()`, and a smaller one is read into memory.
+
+    Raises LogError, which names the file and the row, for a log that cannot be used.
     """
     source = open_log(path, ids)
-    rows = source.count_rows()
-    if rows > MAX_IMPRESSIONS:
-        raise LogError(
-            f"{path} holds {rows:,} impressions, but at most {MAX_IMPRESSIONS:,} are read: keep the newest days"
-        )
+    contexts = open_contexts(path)
     try:
-        return log_of(source.to_table(), str(path), ids, surfaces, partial(place_of, source))
+        rows = source.count_rows()
+        if cache is None and rows <= IN_MEMORY_ROWS:
+            log = log_of(source.to_table(), str(path), ids, surfaces, partial(place_of, source))
+            served = read_contexts(contexts, log.action_names) if contexts else None
+        else:
+            from weights.lab.training.mapped import mapped_log  # DuckDB is needed for large logs alone
+
+            log, served = mapped_log(source, contexts, str(path), ids, surfaces, cache, progress)
     except MemoryError as error:
-        raise LogError(
-            f"{path} holds {rows:,} impressions, too many for this machine's memory: keep the newest days"
-        ) from error
+        raise LogError(f"{path} does not fit into this machine's memory: give --cache, a directory for it") from error
     except (OSError, pa.ArrowException) as error:
         raise LogError(f"{path} cannot be read: {error}") from error
+    if served is None:
+        return log
+    if log.context_id is None:
+        raise LogError(f"{path} has contexts, but its impressions lack the column context_id, which names them")
+    served.check(log.context_id, log.request_id, str(path))
+    return replace(log, contexts=served)
 
 
-def open_log(path: Path, ids: IdKind = "uint64") -> ds.FileSystemDataset:
-    """Open a Parquet file, a JSON lines file, or a directory of either, for reading in pieces. Raises LogError."""
-    return open_table(path, COLUMNS | dict.fromkeys(ID_COLUMNS, ID_TYPES[ids]))
+def open_log(path: Path | str, ids: IdKind = "uint64") -> Table:
+    """Open the impressions of a log for reading in pieces. Raises LogError."""
+    filesystem, place = filesystem_of(path)
+    inner = f"{str(path).rstrip('/')}/{IMPRESSIONS}"
+    is_pair = filesystem.get_file_info(f"{place.rstrip('/')}/{IMPRESSIONS}").type is pa.fs.FileType.Directory
+    kinds = COLUMNS | OPTIONAL_COLUMNS | dict.fromkeys(ID_COLUMNS, ID_TYPES[ids])
+    return open_table(inner if is_pair else path, kinds, in_every_row=True)
 
 
 def log_of(
@@ -152,34 +244,80 @@ def log_of(
     where: str,
     ids: IdKind = "uint64",
     surfaces: int = LARGEST["product_surfaces"],
-    place: Callable[[int], str] | None = None,
+    place: Place | None = None,
 ) -> Log:
     """Check the columns of a table and sort its rows by time, then request.
 
     Raises LogError, which names the table `where`, and a row as `place` names it.
     """
-    actions = action_names(table.schema, where)
-    texts = {name: texts_of(table, name, where) for name in ID_COLUMNS} if ids == "text" else {}
-    columns: dict[str, Any] = {
-        name: hashed(texts[name]) if name in texts else column_of(table, name, kind, where)
-        for name, kind in COLUMNS.items()
-    }
+    names = action_names(table.schema, where)
     if not len(table):
         raise LogError(f"{where} holds no impressions: it needs one row for each post that was shown to a user")
-    flags = [column_of(table, ACTION_PREFIX + name, pa.bool_(), where) for name in actions]
-    codes = rows_of_lists(table, CODES, where) if CODES in table.schema.names else NO_CODES
-    log = Log(**columns, actions=np.stack(flags, 1), action_names=actions, texts=texts, codes=codes)
     place = place or (lambda row: f"{where}, row {row + 1}")
-    check_values(columns, place, log_checks(surfaces))
-    check_values({CODES: codes}, place, {CODES: problem_of_codes})
-    log = log.take(np.lexsort((log.request_id, log.impression_ts)))
-    _check_requests(log, where)
+    columns, texts = checked_columns(table, where, ids, surfaces, place)
+    unknown = columns.pop("unknown")
+    order = np.lexsort((columns["request_id"], columns["impression_ts"]))
+    log = Log(**columns, action_names=names, texts=texts, unknown=unknown if unknown.any() else None).take(order)
+    check_requests(log, lambda row: place(int(order[row])))
     return log
+
+
+def checked_columns(
+    table: pa.Table, where: str, ids: IdKind, surfaces: int, place: Place, code_levels: int = 0
+) -> tuple[dict[str, Any], Texts | None]:
+    """The columns of some rows of a log by the names of the fields of `Log`, in the table's order, and the texts of their ids.
+    `code_levels`: how many levels the content codes have at least.
+
+    Raises LogError.
+    """
+    names = action_names(table.schema, where)
+    ids = kind_of(table.schema, ids)
+    if "user_id" in table.column_names:
+        table = _with_nobody(table, ids)
+    optional = {name: kind for name, kind in OPTIONAL_COLUMNS.items() if name in table.column_names}
+    coded = {name: texts_of(table, name, place) for name in ID_COLUMNS} if ids == "text" else {}
+    columns: dict[str, Any] = {
+        name: hashed(coded[name]) if name in coded else column_of(table, name, kind, place)
+        for name, kind in (COLUMNS | optional).items()
+    }
+    if ids == "text":
+        columns["user_id"] = np.where(columns["user_id"] == NOBODY_ID, np.uint64(0), columns["user_id"])
+    flags = [flags_of(table, ACTION_PREFIX + name, place) for name in names]
+    columns["actions"], columns["unknown"] = (np.stack([pair[side] for pair in flags], 1) for side in (0, 1))
+    columns[CODES] = NO_CODES
+    if CODES in table.column_names:
+        columns[CODES] = rows_of_lists(table, CODES, place, code_levels)
+    check_values(columns, place, log_checks(surfaces))
+    return columns, Texts.of_columns(coded.values(), where) if coded else None
+
+
+NOBODY = "\N{NULL}nobody"
+NOBODY_ID = hashed(pa.array([NOBODY]).dictionary_encode())[0]
+"""What stands for the user of an impression of nobody in a column of texts while it is read."""
+
+
+def _with_nobody(table: pa.Table, ids: IdKind) -> pa.Table:
+    """The table with impressions of nobody, whose user is null or an empty text, under one id that is no user's."""
+    column = table.column("user_id")
+    if ids == "text" and pa.types.is_string(column.type):
+        column = pc.if_else(pc.equal(column.fill_null(""), ""), NOBODY, column)
+    elif column.null_count and pa.types.is_integer(column.type):
+        column = column.fill_null(0)
+    else:
+        return table
+    return table.set_column(table.column_names.index("user_id"), "user_id", column)
+
+
+def kind_of(schema: pa.Schema, ids: IdKind) -> IdKind:
+    """The kind of the ids in a log's columns, for a checkpoint with ids of this kind: a log may hold the hashes of texts."""
+    return "uint64" if (schema.metadata or {}).get(IDS_KEY) == HASHES else ids
 
 
 def log_checks(surfaces: int) -> dict[str, Check]:
     """How the values of a log's columns are checked, by name, for a model that knows so many product surfaces."""
-    return CHECKS | {"product_surface": partial(problem_of_surfaces, surfaces=surfaces)}
+    checks = CHECKS | OPTIONAL_CHECKS | {CODES: problem_of_codes}
+    checks["product_surface"] = partial(problem_of_surfaces, surfaces=surfaces)
+    return {name: check for name, check in checks.items() if name != "user_id"}  # 0 is nobody
 
 
 def action_names(schema: pa.Schema, where: str) -> tuple[str, ...]:
@@ -191,7 +329,7 @@ def action_names(schema: pa.Schema, where: str) -> tuple[str, ...]:
     for name in actions:
         if problem := action_name_problem(name):
             raise LogError(f"{where}: the action name {name[:64]!r} {problem}")
-    unknown = set(schema.names) - {*COLUMNS, CODES} - {ACTION_PREFIX + name for name in actions}
+    unknown = set(schema.names) - {*COLUMNS, *OPTIONAL_COLUMNS, CODES} - {ACTION_PREFIX + name for name in actions}
     if unknown:
         raise LogError(f"{where} has unknown columns: {', '.join(sorted(unknown))}")
     return actions
@@ -204,13 +342,21 @@ def aligned(log: Log, names: tuple[str, ...]) -> Log:
     if missing := set(names) - set(log.action_names):
         raise LogError(f"the log lacks actions of the checkpoint: {', '.join(sorted(missing))}")
     order = [log.action_names.index(name) for name in names]
-    return replace(log, actions=log.actions[:, order], action_names=names)
+    unknown = None if log.unknown is None else log.unknown[:, order]
+    contexts = None if log.contexts is None else log.contexts.with_actions(order)
+    return replace(log, actions=log.actions[:, order], action_names=names, unknown=unknown, contexts=contexts)
 
 
-def _check_requests(log: Log, where: str) -> None:
-    """Raises LogError if impressions of one request differ in user or time. The log must be sorted and not empty."""
-    request, user, time = log.request_id, log.user_id, log.impression_ts  # by time: a request's rows are adjacent
-    begins = request[1:] != request[:-1]
-    differs = ~begins & ((user[1:] != user[:-1]) | (time[1:] != time[:-1]))
-    if differs.any() or len(np.unique(request[1:][begins])) < begins.sum() or (request[1:][begins] == request[0]).any():
-        raise LogError(f"{where}: impressions of one request_id differ in user_id or impression_ts")
+def check_requests(log: Log, place: Place) -> None:
+    """Raises LogError, which names a row by `place`, if impressions of one request differ in user, time or context. The log must be sorted
+    and not empty."""
+    request, one = log.request_id, "impressions of one request_id differ in"
+    begins = request[1:] != request[:-1]  # by time: a request's rows are adjacent
+    for name, values in (("user_id", log.user_id), ("context_id", log.context_id)):
+        if values is not None and (differs := ~begins & (values[1:] != values[:-1])).any():
+            raise LogError(f"{place(int(differs.argmax()) + 1)}: {one} {name}")
+    first = np.append(0, np.flatnonzero(begins) + 1)
+    met, count = np.unique(request[first], return_counts=True)
+    if len(met) < len(first):
+        again = np.flatnonzero(request[first] == met[count > 1][0])[1]
+        raise LogError(f"{place(int(first[again]))}: {one} impression_ts")

@@ -10,9 +10,14 @@ from weights.lab.training.examples import Labels
 
 
 def action_loss(logits: Tensor, labels: Labels) -> Tensor:
-    """The cross-entropy of each shown candidate, summed over candidates and averaged over actions; a scalar. logits `[B, C, A]`."""
-    shown = labels.shown
-    total = functional.binary_cross_entropy_with_logits(logits[shown], labels.actions[shown], reduction="sum")
+    """The cross-entropy of each shown candidate, summed over candidates and averaged over actions; a scalar. logits `[B, C, A]`.
+
+    An action that is unknown of a candidate adds nothing. A candidate counts as often as its weight says.
+    """
+    shown, counts = labels.shown, labels.counts
+    total = functional.binary_cross_entropy_with_logits(
+        logits[shown], labels.actions[shown], None if counts is None else counts[shown], reduction="sum"
+    )
     return total / logits.shape[-1]
 
 
@@ -26,4 +31,5 @@ def dwell_loss(dwell: Tensor, labels: Labels) -> Tensor:
         return dwell.new_zeros(())
     if bool(dwell[known].isnan().any()):  # torch would raise, and on a card end the process
         return dwell[known].sum()
-    return torch.as_tensor(functional.binary_cross_entropy(dwell[known], labels.dwell[known], reduction="sum"))
+    weight = None if labels.weight is None else labels.weight[known]
+    return torch.as_tensor(functional.binary_cross_entropy(dwell[known], labels.dwell[known], weight, reduction="sum"))

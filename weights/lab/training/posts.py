@@ -20,7 +20,7 @@ def write_posts(path: Path, log: Log) -> int:
     _, from_end = np.unique(log.post_id[::-1], return_index=True)
     rows = np.sort(len(log) - 1 - from_end)
     columns = {
-        f"{name}s": log.texts[name].take(pa.array(rows)).cast(pa.string()) if log.texts else pa.array(getattr(log, name)[rows])
+        f"{name}s": log.texts.of(getattr(log, name)[rows]).cast(pa.string()) if log.texts else pa.array(getattr(log, name)[rows])
         for name in ("post_id", "author_id")
     }  # fmt: skip
     columns["created_at"] = pa.array(log.created_at[rows])

@@ -93,6 +93,8 @@ class Pairs:
         self.key: NDArray[np.uint64] = log.author_id if key == "author" else log.post_id
         request = np.repeat(np.arange(len(examples)), examples.stops - examples.starts)
         liked, passed = self.worth > 0, ~log.actions.any(1)
+        if log.unknown is not None:  # an action that nobody knows of may have been taken
+            passed &= ~log.unknown.any(1)
         self.requests, self.left = np.unique(request[liked]), np.flatnonzero(passed)
         keys, of_row = np.unique(self.key, return_inverse=True)
         drawn = [np.bincount(of_row[rows], minlength=len(keys)) / rows.sum() for rows in (liked, passed) if rows.any()]

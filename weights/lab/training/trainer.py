@@ -136,10 +136,8 @@ class Trainer:
         decay = get_ema_multi_avg_fn(averaging)
         self.averaged = AveragedModel(self.ranker, multi_avg_fn=decay) if averaging else None
         shown = examples.stops - examples.starts
-        candidates = np.array([min(int(shown[group].sum()), settings.max_candidates) for group in self.groups])
-        self.group_sizes = candidates + np.array(
-            [examples.sizes[group[-1]] - shown[group[-1]] for group in self.groups]
-        )
+        candidates = np.minimum(self.groups.sums(shown), settings.max_candidates)
+        self.group_sizes = candidates + examples.history_lengths[self.groups.newest]
         self.shown_per_step = float(candidates.sum()) / self.batches_per_epoch
         self.dwelt_share = max(float((examples.log.dwell_seconds > 0).mean()), 1e-6)
         self.step = 0

@@ -11,7 +11,7 @@ import pytest
 pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as pq  # noqa: E402
 
-from weights.lab.training.log import COLUMNS, MAX_IMPRESSIONS, Log, read_log, write_log  # noqa: E402
+from weights.lab.training.log import COLUMNS, Log, read_log, write_log  # noqa: E402
 from weights.tables import LogError  # noqa: E402
 
 
@@ -50,9 +50,13 @@ REFUSED: dict[str, Callable[[pa.Table], pa.Table]] = {
     "lacks the column dwell_seconds": lambda t: t.drop_columns(["dwell_seconds"]),
     "no column action.": lambda t: t.drop_columns(["action.favorite", "action.reply"]),
     "unknown columns: colour": lambda t: t.append_column("colour", pa.array([1, 2, 3])),
-    "column author_id has 1 nulls; every row needs an id": lambda t: replaced(t, "author_id", pa.array([1, None, 3], pa.uint64())),
-    "column post_id does not fit uint64": lambda t: replaced(t, "post_id", pa.array([1, -2, 3], pa.int64())),
-    "row 1: user_id must not be 0": lambda t: replaced(t, "user_id", pa.array([0, 0, 3], pa.uint64())),
+    "row 2: column author_id has 1 nulls; every row needs an id": lambda t: replaced(t, "author_id", pa.array([1, None, 3], pa.uint64())),
+    "row 2: column post_id does not fit uint64": lambda t: replaced(t, "post_id", pa.array([1, -2, 3], pa.int64())),
+    "row 2: post_id must not be 0": lambda t: replaced(t, "post_id", pa.array([1, 0, 3], pa.uint64())),
+    "row 2: column created_at has 1 nulls": lambda t: replaced(t, "created_at", pa.array([1, None, 3])),
+    "row 3: position must be an integer between 0": lambda t: t.append_column("position", pa.array([1, 2, -1])),
+    "row 3: propensity must be a probability": lambda t: t.append_column("propensity", pa.array([0.5, 0, 1.5])),
+    "row 1: weight must be a number between 0": lambda t: t.append_column("weight", pa.array([-1.0, 1.0, 1.0])),
     "row 2: impression_ts must be Unix seconds.*milliseconds": lambda t: replaced(
         t, "impression_ts", pa.array([100, 1_700_000_000_000, 200])
     ),
@@ -61,7 +65,7 @@ REFUSED: dict[str, Callable[[pa.Table], pa.Table]] = {
         t, "dwell_seconds", pa.array([1.0, float("nan"), 3.0], pa.float32())
     ),
     "row 2: product_surface must be an integer between 0 and 65535": lambda t: replaced(t, "product_surface", pa.array([0, -1, 2])),
-    "one request_id differ in user_id": lambda t: replaced(t, "user_id", pa.array([5, 6, 7], pa.uint64())),
+    "row 2: impressions of one request_id differ in user_id": lambda t: replaced(t, "user_id", pa.array([5, 6, 7], pa.uint64())),
     "holds no impressions": lambda t: t.slice(0, 0),
 }  # fmt: skip
 
@@ -82,15 +86,3 @@ def written(directory: Path) -> pa.Table:
 
 def replaced(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
     return table.set_column(table.column_names.index(name), name, values)
-
-
-def test_a_log_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    for rows in (MAX_IMPRESSIONS // 25, 1):
-        table = pa.table({name: pa.nulls(rows, kind) for name, kind in COLUMNS.items()})
-        pq.write_table(table, tmp_path / f"{rows}.parquet")
-    for number in range(24):
-        (tmp_path / f"again-{number}.parquet").hardlink_to(tmp_path / f"{MAX_IMPRESSIONS // 25}.parquet")
-    with pytest.raises(
-        LogError, match=r"25,000,001 impressions, but at most 25,000,000 are read: keep the newest days"
-    ):
-        read_log(tmp_path)

@@ -1,0 +1,302 @@
+"""What was served, joined with what people did: labels, windows, what is unknown, what does not join, and bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pa = pytest.importorskip("pyarrow")
+pytest.importorskip("duckdb")
+import pyarrow.csv  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
+
+from model.inputs import age_bucket  # noqa: E402
+from model.synthetic import random_ranker  # noqa: E402
+from tests.weights.call import call  # noqa: E402
+from tests.weights.lab.joining_rows import ACTIONS, DAY, T0, event, ranking, write_events, write_part  # noqa: E402
+from tests.weights.lab.training.small_run import small_config  # noqa: E402
+from weights.lab.joining.counts import JoinCounts  # noqa: E402
+from weights.lab.joining.join import JoinSettings, join  # noqa: E402
+from weights.lab.training.examples import Examples  # noqa: E402
+from weights.lab.training.log import Log, read_log  # noqa: E402
+from weights.served import read_part  # noqa: E402
+from weights.tables import LogError  # noqa: E402
+from weights.text_ids import text_id  # noqa: E402
+
+UNTIL = T0 + 10 * DAY
+RANKINGS = 12
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Path:
+    """Two parts of six rankings each; a context repeats within a part."""
+    rows = [ranking(number, T0 + number) for number in range(RANKINGS)]
+    rows[3] = replace(rows[3], context=rows[2].context)
+    write_part(tmp_path / "served", "a", rows[:6])
+    write_part(tmp_path / "served", "b", rows[6:], "2026-06-02")
+    return tmp_path / "served"
+
+
+def joined(
+    served: Path, events: list[dict[str, Any]] | Path, out: str = "log", **settings: Any
+) -> tuple[Log, JoinCounts]:
+    source = events if isinstance(events, Path) else write_events(served.with_name("events.parquet"), events)
+    settings = {"until_ts": UNTIL} | settings
+    counts = join(served, source, served.with_name(out), JoinSettings(**settings))
+    return read_log(served.with_name(out)), counts
+
+
+def taken(log: Log, action: str) -> list[int]:
+    """The posts that an action was taken with."""
+    return sorted(log.post_id[log.actions[:, log.action_names.index(action)]].tolist())
+
+
+def test_training_reads_what_the_model_read(served: Path) -> None:
+    log, counts = joined(served, [event(1, 0, "favorite")])
+    config = replace(small_config(), actions=len(ACTIONS), post_age_granularity_minutes=60, product_surfaces=16)
+    examples = Examples(log, config)
+    rows = [row for part in sorted(served.glob("*/*.parquet")) for row in read_part(part)]
+    assert len(examples) == len(rows) == counts.joined_rankings == RANKINGS
+    for index, row in enumerate(sorted(rows, key=lambda row: row.impression_ts)):
+        context, candidates = examples.context(index), examples.candidates(examples.rows(index))
+        assert context.user_id == row.context.user_id
+        for name in ("post_ids", "author_ids", "actions", "surfaces", "dwell_seconds"):
+            assert np.array_equal(getattr(context, name), getattr(row.context, name)), name
+        for name in ("post_ids", "author_ids", "surfaces"):
+            assert np.array_equal(getattr(candidates, name), getattr(row.candidates, name)), name
+        expected = age_bucket(row.impression_ts, row.created_at, config)
+        assert np.array_equal(candidates.age_buckets, expected)
+        assert log.position is not None
+        assert np.array_equal(log.position[examples.rows(index)], row.ranks)
+    random_ranker(config, 1)(examples.batch([0, 1])[0])
+    assert counts.contexts == RANKINGS - 1, "one repeats"
+
+
+def test_an_age_that_the_model_did_not_know_stays_unknown(tmp_path: Path) -> None:
+    row = ranking(1, impression_ts=0)
+    row.candidates.age_buckets[:] = 0
+    write_part(tmp_path / "served", "a", [row])
+    log, _ = joined(tmp_path / "served", [event(1, 0, "favorite")])
+    assert log.impression_ts.tolist() == [T0] * 4
+    assert log.created_at.tolist() == [0] * 4
+
+
+def test_an_event_counts_within_the_window_of_being_shown(served: Path) -> None:
+    at = T0 + 1
+    events = [event(1, place, "favorite", at + after) for place, after in enumerate((0, 3600, 3601, -1000))]
+    log, counts = joined(served, events, window_seconds=3600)
+    assert taken(log, "favorite") == [101, 102]
+    assert (counts.joined_events, counts.events_after_window, counts.events_before_ranking) == (2, 1, 1)
+    shown = [event(1, 2, "shown", at + 100), event(1, 2, "favorite", at + 3601)]
+    log, _ = joined(served, shown, "later", window_seconds=3600)
+    assert taken(log, "favorite") == [103]
+
+
+def test_what_was_not_shown_trains_nothing(served: Path) -> None:
+    events = [event(1, 0, "shown"), event(1, 2, "shown"), event(1, 0, "favorite"), event(1, 1, "favorite")]
+    log, counts = joined(served, events)
+    assert log.post_id.tolist() == [101, 103]
+    assert (counts.joined_rankings, counts.rankings_never_shown) == (1, RANKINGS - 1)
+    assert counts.events_of_unseen_candidates == 1
+
+
+def test_without_shown_events_what_was_returned_was_shown(tmp_path: Path) -> None:
+    write_part(tmp_path / "served", "a", [ranking(1, ranks=np.array([3, 1, 4, 2]), returned=2)])
+    log, _ = joined(tmp_path / "served", [event(1, 1, "favorite")])
+    assert log.post_id.tolist() == [102, 104]
+    assert log.position is not None
+    assert log.position.tolist() == [1, 2]
+
+
+def test_the_absence_of_an_action_is_a_no_only_where_it_is_observed(served: Path) -> None:
+    events = [event(1, 0, "favorite"), event(2, 1, "report")]
+    for name, settings, unknown in (
+        ("default", {}, {"reply"}),
+        ("given", {"observed": ("favorite", "reply")}, {"report"}),
+    ):
+        log, counts = joined(served, events, name, **settings)
+        assert log.unknown is not None
+        for place, action in enumerate(ACTIONS):
+            expected = len(log) - len(taken(log, action)) if action in unknown else 0
+            assert log.unknown[:, place].sum() == expected, (name, action)
+        assert set(counts.observed) == set(ACTIONS) - unknown
+    assert taken(log, "report") == [202], "an event is a yes also where its absence is no no"
+    with pytest.raises(LogError, match=r"--observed zap: the model has no such action; it has favorite, reply, report"):
+        joined(served, events, "x", observed=("zap",))
+
+
+def test_rankings_whose_window_is_not_over_are_left_out(served: Path) -> None:
+    log, counts = joined(served, [event(1, 0, "favorite", T0 + 105)], window_seconds=100, until_ts=None)
+    assert (counts.joined_rankings, counts.open_rankings) == (6, 6)
+    assert counts.until_ts == T0 + 105
+    assert log.impression_ts.max() == T0 + 5
+
+
+def test_what_does_not_join_is_counted_by_reason(served: Path) -> None:
+    write_part(served, "again", [ranking(1, T0 + 1)])  # the same ranking in two parts
+    write_part(served, "other", [ranking(2, T0 + 500)])  # another ranking of the same name
+    events = [
+        event(1, 0, "favorite"), event(1, 0, "favorite"), event(77, 0, "favorite"), event(1, 0, "favorite", request_id=None),
+        event(2, 0, "favorite"), event(1, 50, "favorite"), event(1, 1, "zap"), event(1, 1, "zap", T0 + 61), event(3, 1, "reply"),
+    ]  # fmt: skip
+    log, counts = joined(served, events)
+    assert (counts.rankings, counts.joined_rankings) == (RANKINGS + 2, RANKINGS - 1)
+    assert (counts.repeated_rankings, counts.ambiguous_rankings) == (1, 2)
+    assert (counts.events, counts.joined_events, counts.repeated_events) == (9, 2, 1)
+    assert (counts.events_without_ranking, counts.events_of_left_out_rankings) == (2, 1)
+    assert (counts.events_without_candidate, counts.events_of_unknown_actions) == (1, {"zap": 2})
+    assert len(np.unique(log.request_id)) == counts.joined_rankings
+    assert json.loads(served.with_name("log").joinpath("join.json").read_text())["rankings"] == RANKINGS + 2
+
+
+def test_dwells_and_propensities_reach_the_log(tmp_path: Path) -> None:
+    row = ranking(1, temperature=0.5, propensities=np.array([0.5, 0.25, 1.0, 1.0]))
+    write_part(tmp_path / "served", "a", [row, ranking(2)])
+    events = [event(1, 1, "dwell_time", value=2.5), event(1, 1, "dwell_time", T0 + 61, value=7.5)]
+    log, counts = joined(tmp_path / "served", events)
+    assert log.dwell_seconds.max() == 7.5
+    assert log.propensity is not None
+    assert log.propensity.tolist() == [0.5, 0.25, 1, 1, 0, 0, 0, 0]
+    assert counts.events_of_unknown_actions == {}
+
+
+FORMS: dict[str, Callable[[pa.Table, Path], object]] = {
+    "events.jsonl": lambda table, path: path.write_text("\n".join(map(json.dumps, table.to_pylist()))),
+    "events.csv": lambda table, path: pyarrow.csv.write_csv(table, path),
+    "events.csv.gz": lambda table, path: pyarrow.csv.write_csv(table, pa.CompressedOutputStream(str(path), "gzip")),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_events_come_in_any_format_and_order(name: str, served: Path) -> None:
+    events = [event(number, number % 4, "favorite") for number in range(RANKINGS)]
+    events = [one | {"post_id": str(one["post_id"])} for one in events]  # as replies write them
+    expected, _ = joined(served, events)
+    path = served.with_name(name)
+    FORMS[name](pa.Table.from_pylist(events[::-1]), path)
+    log, _ = joined(served, path, "other")
+    assert np.array_equal(log.actions, expected.actions)
+    assert taken(log, "favorite") == sorted(int(one["post_id"]) for one in events)
+
+
+def test_ids_that_are_texts_join_and_train_as_hashes(tmp_path: Path) -> None:
+    row = ranking(1)
+    row.candidates.post_ids[0] = text_id("post:a")
+    write_part(tmp_path / "served", "a", [row])
+    events = write_events(tmp_path / "events.parquet", [event(1, 0, "favorite", post_id="post:a")])
+    join(tmp_path / "served", events, tmp_path / "log", JoinSettings(ids="text", until_ts=UNTIL))
+    log = read_log(tmp_path / "log", "text")
+    assert taken(log, "favorite") == [text_id("post:a")]
+
+
+BAD: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
+    r"events\.parquet, row 2: event_ts must be Unix seconds.*this looks like milliseconds": lambda served: [
+        event(1, 0, "favorite"), event(1, 0, "reply", T0 * 1000),
+    ],
+    r"events\.parquet, row 1: post_id 'post:a' is not an unsigned 64-bit integer \(--ids text": lambda served: [
+        event(1, 0, "favorite", post_id="post:a")
+    ],
+    r"events\.parquet lacks the column action": lambda served: [{"request_id": "feed-1", "post_id": 1, "event_ts": T0}],
+    r"events\.parquet, row 2: column event_ts has 1 nulls": lambda served: [
+        event(1, 0, "favorite"), event(1, 0, "favorite", None),
+    ],
+    r"nothing joins: 2 parts, 12 rankings: 0 joined": lambda served: [event(1, 0, "favorite", T0 - DAY)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_bad_events_are_one_sentence_with_file_and_row(reason: str, served: Path) -> None:
+    events = write_events(served.with_name("events.parquet"), BAD[reason](served))
+    told = call("join", served, "--events", events, "--out", served.with_name("log"))
+    assert told.exit_code == 1
+    assert __import__("re").search(reason, told.stderr), told.stderr
+    assert len(told.stderr.splitlines()) == 1
+    assert sorted(path.name for path in served.parent.iterdir()) == ["events.parquet", "served"]
+
+
+def test_foreign_cut_and_open_files_are_counted_and_named(served: Path) -> None:
+    whole = (served / "date=2026-06-01/a.parquet").read_bytes()
+    (served / "date=2026-06-01/cut.parquet").write_bytes(whole[: len(whole) // 2])
+    (served / "date=2026-06-02/c.parquet.open").write_bytes(whole[:100])
+    pq.write_table(pa.table({"a": [1]}), served / "date=2026-06-01/foreign.parquet")
+    (served / "notes.txt").write_text("x")
+    _, counts = joined(served, [event(1, 0, "favorite")])
+    assert (counts.parts, counts.open_parts, counts.rankings) == (2, 1, RANKINGS)
+    assert [Path(path).name for path in counts.cut_parts] == ["cut.parquet"]
+    assert sorted(Path(path).name for path in counts.foreign_files) == ["foreign.parquet", "notes.txt"]
+    assert any("WARNING: 1 files are left out, they cannot be read: " in line for line in counts.lines())
+
+
+def test_two_models_join_if_their_actions_are_the_same(served: Path) -> None:
+    write_part(served, "next", [ranking(50, model_version="2", model_digest="cd" * 32)])
+    _, counts = joined(served, [event(1, 0, "favorite")])
+    assert counts.models == {"demo 1": RANKINGS, "demo 2": 1}
+    for name, model in (("by version", "2"), ("by digest", "cdcd")):
+        _, counts = joined(served, [event(50, 0, "favorite")], name, model=model)
+        assert (counts.joined_rankings, counts.other_model_rankings) == (1, RANKINGS)
+    with pytest.raises(LogError, match="holds no rankings of model 3"):
+        joined(served, [event(50, 0, "favorite")], "none", model="3")
+    rows = [ranking(60, action_names=("favorite", "reply", "block"), model_version="3", model_digest="ef" * 32)]
+    write_part(served, "third", rows)
+    with pytest.raises(LogError, match=r"third\.parquet, row 1: the actions of demo 3 are not those .*--model"):
+        joined(served, [event(1, 0, "favorite")], "mixed")
+
+
+def test_the_command_says_what_joined_and_what_it_wrote(served: Path) -> None:
+    events = write_events(
+        served.with_name("events.parquet"), [event(1, 0, "favorite", T0 + 2 * DAY), event(1, 1, "reply")]
+    )
+    out = served.with_name("log")
+    told = call("join", served, "--events", events, "--out", out)
+    assert told.exit_code == 0, told.output
+    assert told.stdout.splitlines() == [
+        "2 parts, 12 rankings: 12 joined",
+        "2 events: 1 joined",
+        "  left out: 1, after the window",
+        "absence means no: favorite, reply; of the others it is unknown",
+        f"{out} holds 48 impressions with 11 contexts as served",
+    ]
+    again = call("join", served, "--events", events, "--out", out)
+    assert (again.exit_code, again.stderr) == (1, f"{out} is there already: choose another place\n")
+    assert "as served for 12 requests" in call("log", out, "--until", "all").stdout
+    wrong = call("join", served, "--events", events, "--out", served.with_name("x"), "--window", "soon")
+    assert wrong.stderr == "--window soon is not a length of time such as 30m, 24h or 7d.\n"
+
+
+@pytest.mark.slow
+def test_a_killed_join_leaves_nothing_half(served: Path) -> None:
+    """Killed at twenty moments; then the whole join runs in the same place."""
+    for part in range(40):
+        write_part(served, f"more-{part}", [ranking(1000 + 20 * part + row) for row in range(20)])
+    events = write_events(served.with_name("events.parquet"), [event(1000 + row, 0, "favorite") for row in range(800)])
+    out = served.with_name("log")
+    command = [sys.executable, "-m", "weights", "join", served, "--events", events, "--out", out, "--until", str(UNTIL)]
+    killed = 0
+    for attempt in range(12):
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            try:
+                process.wait(0.4 + 0.25 * attempt)
+            except subprocess.TimeoutExpired:
+                os.kill(process.pid, signal.SIGKILL)
+                killed += 1
+        if out.exists():
+            break
+        assert {path.name for path in served.parent.iterdir() if not path.name.startswith(".")} == {
+            "events.parquet",
+            "served",
+        }
+    assert killed > 1
+    if not out.exists():
+        subprocess.run(command, check=True, capture_output=True)
+    assert len(np.unique(read_log(out).request_id)) == RANKINGS + 800
+    assert not [*served.parent.glob(".log.*")], "what killed runs left is gone"

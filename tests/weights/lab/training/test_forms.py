@@ -1,0 +1,219 @@
+"""The forms that a log may have: directories by day, CSV, compressed files, addresses, sorted on disk; each gives the same log."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pa = pytest.importorskip("pyarrow")
+pytest.importorskip("duckdb")
+import pyarrow.csv  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
+
+from tests.weights.call import call  # noqa: E402
+from tests.weights.lab.training.small_run import small_config  # noqa: E402
+from weights.checkpoint import load_manifest  # noqa: E402
+from weights.lab.training.log import COLUMNS, Log, read_log, write_log  # noqa: E402
+from weights.lab.world.simulate import World  # noqa: E402
+from weights.tables import LogError  # noqa: E402
+
+ROWS = 600
+
+
+@pytest.fixture(scope="module")
+def table(world: World, tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
+    """Some rows of a world's log, in no order."""
+    rows = np.random.default_rng(3).permutation(ROWS)
+    write_log(path := tmp_path_factory.mktemp("log") / "log.parquet", world.log.take(rows))
+    return pq.read_table(path)
+
+
+def lines(table: pa.Table) -> bytes:
+    return "\n".join(map(json.dumps, table.to_pylist())).encode() + b"\n"
+
+
+def compressed(name: str, content: bytes, path: Path) -> None:
+    with pa.CompressedOutputStream(str(path), name) as out:
+        out.write(content)
+
+
+def csv(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pyarrow.csv.write_csv(table, sink)
+    return sink.getvalue().to_pybytes()
+
+
+def by_day(table: pa.Table, path: Path) -> Path:
+    path = path / "days"
+    for day in range(3):
+        (path / f"date=2026-06-0{day + 1}").mkdir(parents=True)
+        piece = table.slice(day * ROWS // 3, ROWS // 3)
+        pq.write_table(piece, path / f"date=2026-06-0{day + 1}/part-0.parquet")
+    (path / "_SUCCESS").write_text("")
+    (path / "date=2026-06-01/.part-0.parquet.crc").write_bytes(b"crc")
+    return path
+
+
+def one_file(name: str, write: Callable[[pa.Table, Path], object]) -> Callable[[pa.Table, Path], Path]:
+    def make(table: pa.Table, path: Path) -> Path:
+        write(table, path / name)
+        return path / name
+
+    return make
+
+
+FORMS: dict[str, Callable[[pa.Table, Path], Path]] = {
+    "directories by day": by_day,
+    "csv": one_file("log.csv", lambda table, path: path.write_bytes(csv(table))),
+    "csv.gz": one_file("log.csv.gz", lambda table, path: path.write_bytes(gzip.compress(csv(table)))),
+    "csv.zst": one_file("log.csv.zst", lambda table, path: compressed("zstd", csv(table), path)),
+    "jsonl.gz": one_file("log.jsonl.gz", lambda table, path: path.write_bytes(gzip.compress(lines(table)))),
+    "jsonl.zst": one_file("log.jsonl.zst", lambda table, path: compressed("zstd", lines(table), path)),
+}
+
+
+def assert_equal(log: Log, other: Log) -> None:
+    for name in (*COLUMNS, "actions"):
+        assert np.array_equal(getattr(log, name), getattr(other, name)), name
+        assert getattr(log, name).dtype == getattr(other, name).dtype
+    assert log.action_names == other.action_names
+
+
+@pytest.fixture
+def plain(table: pa.Table, tmp_path: Path) -> Log:
+    pq.write_table(table, tmp_path / "plain.parquet")
+    return read_log(tmp_path / "plain.parquet")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_log(form: str, table: pa.Table, plain: Log, tmp_path: Path) -> None:
+    path = FORMS[form](table, tmp_path)
+    assert_equal(read_log(path), plain)
+    assert_equal(read_log(path, cache=tmp_path / "cache"), plain)
+
+
+def test_a_log_is_read_from_an_address(table: pa.Table, plain: Log, tmp_path: Path) -> None:
+    import fsspec
+
+    path = by_day(table, tmp_path)
+    assert_equal(read_log(f"file://{path}"), plain)
+    fsspec.filesystem("memory").put(str(path), "/bucket/log", recursive=True)
+    assert_equal(read_log("memory://bucket/log"), plain)
+    with pytest.raises(LogError, match=r"memory://bucket/nothing is not there"):
+        read_log("memory://bucket/nothing")
+    with pytest.raises(LogError, match=r"nowhere://x cannot be opened"):
+        read_log("nowhere://x")
+    shown = call("log", f"file://{path}")
+    assert shown.exit_code == 0, shown.output
+
+
+def test_a_sorted_copy_is_made_once_and_again_after_a_change(table: pa.Table, plain: Log, tmp_path: Path) -> None:
+    told: list[str] = []
+    pq.write_table(table, tmp_path / "log.parquet")
+
+    def read() -> Log:
+        told.clear()
+        return read_log(tmp_path / "log.parquet", cache=tmp_path / "cache", progress=lambda what, *_: told.append(what))
+
+    assert_equal(read(), plain)
+    assert told == ["Reading the log", "Sorting the log"]
+    assert_equal(read(), plain)
+    assert told == [], "it was sorted before"
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "cache").iterdir()} == {0o700}
+    pq.write_table(table.slice(10), tmp_path / "log.parquet")
+    assert len(read()) == ROWS - 10
+
+
+def test_a_cut_copy_is_refused_by_name(table: pa.Table, tmp_path: Path) -> None:
+    pq.write_table(table, tmp_path / "log.parquet")
+    read_log(tmp_path / "log.parquet", cache=tmp_path / "cache")
+    (column,) = tmp_path.glob("cache/*/impressions/post_id.bin")
+    os.truncate(column, 100)
+    with pytest.raises(LogError, match=r"cache/\w+ is damaged .*: remove it, and it is made again"):
+        read_log(tmp_path / "log.parquet", cache=tmp_path / "cache")
+
+
+def test_training_gives_one_digest_from_memory_and_disk(world: World, tmp_path: Path) -> None:
+    write_log(tmp_path / "log.parquet", world.log)
+    (tmp_path / "config.json").write_text(json.dumps(small_config().to_dict()))
+    settings = ("--set", "epochs=0.05", "--set", "validation_requests=4", "--set", "evaluate_every=2")
+    digests = set()
+    for name, further in (("memory", ()), ("disk", ("--cache", tmp_path / "cache"))):
+        options = ("--config", tmp_path / "config.json", "--out", tmp_path / name, *settings, *further)
+        trained = call("train", "--log", tmp_path / "log.parquet", *options)
+        assert trained.exit_code == 0, trained.output
+        digests.add(load_manifest(tmp_path / name).digest)
+    assert [*(tmp_path / "cache").iterdir()], "the second read the copy"
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_every_mistake_names_the_file_and_the_row(is_cached: bool, table: pa.Table, tmp_path: Path) -> None:
+    path = by_day(table, tmp_path)
+    wrong = path / "date=2026-06-03/part-0.parquet"
+    posts = pq.read_table(wrong)["post_id"].to_pylist()
+    for mistake, reason in (
+        ([*posts[:4], 0, *posts[5:]], "post_id must not be 0"),
+        ([*posts[:4], None, *posts[5:]], "column post_id has 1 nulls; every row needs an id"),
+    ):
+        table = pq.read_table(wrong)
+        column = pa.array(mistake, pa.uint64())
+        pq.write_table(table.set_column(table.column_names.index("post_id"), "post_id", column), wrong)
+        with pytest.raises(LogError, match=rf"date=2026-06-03/part-0\.parquet, row 5: {reason}"):
+            read_log(path, cache=tmp_path / "cache" if is_cached else None)
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_requests_that_differ_are_named_by_their_row(is_cached: bool, table: pa.Table, tmp_path: Path) -> None:
+    users = table["user_id"].to_pylist()
+    requests = table["request_id"].to_pylist()
+    row = next(
+        place for place in range(1, ROWS) if requests.count(requests[place]) > 1 and requests[place] in requests[:place]
+    )
+    users[row] += 1
+    table = table.set_column(table.column_names.index("user_id"), "user_id", pa.array(users, pa.uint64()))
+    pq.write_table(table, tmp_path / "log.parquet")
+    with pytest.raises(
+        LogError, match=r"log\.parquet, row \d+: impressions of one request_id differ in user_id"
+    ) as told:
+        read_log(tmp_path / "log.parquet", cache=tmp_path / "cache" if is_cached else None)
+    named = int(str(told.value).partition("row ")[2].partition(":")[0]) - 1
+    assert requests[named] == requests[row]
+
+
+def test_one_request_at_two_times_is_named_by_its_row(table: pa.Table, tmp_path: Path) -> None:
+    times = table["impression_ts"].to_pylist()
+    requests = table["request_id"].to_pylist()
+    row = next(place for place in range(1, ROWS) if requests.count(requests[place]) > 1)
+    times[row] += 10**6
+    table = table.set_column(table.column_names.index("impression_ts"), "impression_ts", pa.array(times))
+    pq.write_table(table, tmp_path / "log.parquet")
+    with pytest.raises(LogError, match=rf"row {row + 1}: impressions of one request_id differ in impression_ts"):
+        read_log(tmp_path / "log.parquet")
+
+
+def test_two_formats_in_a_directory_are_refused(table: pa.Table, tmp_path: Path) -> None:
+    pq.write_table(table, tmp_path / "a.parquet")
+    (tmp_path / "b.csv").write_bytes(csv(table))
+    with pytest.raises(LogError, match=r"several formats, CSV \(.*b\.csv\) and Parquet \(.*a\.parquet\)"):
+        read_log(tmp_path)
+
+
+def test_a_value_that_is_no_number_in_csv_names_file_and_row(table: pa.Table, tmp_path: Path) -> None:
+    text = csv(table).decode().splitlines()
+    text[4] = text[4].replace(text[4].split(",")[3], "abc", 1)
+    (tmp_path / "log.csv").write_text("\n".join(text))
+    with pytest.raises(LogError, match=r"log\.csv"):
+        read_log(tmp_path / "log.csv")
+
+
+def test_a_cut_gzip_file_is_named(table: pa.Table, tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl.gz").write_bytes(gzip.compress(lines(table))[:-200])
+    with pytest.raises(LogError, match=r"log\.jsonl\.gz cannot be read as JSON lines"):
+        read_log(tmp_path / "log.jsonl.gz")

@@ -1,0 +1,136 @@
+"""What nobody knows is not a no: null actions, row weights, and impressions of nobody, in training and in evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+pytest.importorskip("pyarrow")
+
+from tests.weights.call import call
+from tests.weights.lab.training.small_run import small_config, small_trainer
+from weights.lab.evaluate.evaluation import evaluate
+from weights.lab.evaluate.metrics import auc
+from weights.lab.evaluate.predict import predict, rows_of
+from weights.lab.training.examples import Examples, HiddenShares
+from weights.lab.training.log import Log, read_log, write_log
+from weights.lab.training.losses import action_loss
+from weights.lab.training.run import reproducible
+from weights.lab.world.simulate import World
+
+HIDDEN = 0.3
+ACTION = "click"
+
+
+def hiding(log: Log, share: float, action: str) -> Log:
+    """The log with a share of one action's labels unknown, whatever they were."""
+    unknown = np.zeros(log.actions.shape, bool)
+    unknown[:, log.action_names.index(action)] = np.random.default_rng(7).random(len(log)) < share
+    return replace(log, actions=log.actions & ~unknown, unknown=unknown)
+
+
+def test_unknown_actions_read_back_as_unknown(world: World, tmp_path: Path) -> None:
+    log = hiding(world.log, HIDDEN, ACTION)
+    write_log(tmp_path / "log.parquet", log)
+    for cache in (None, tmp_path / "cache"):
+        again = read_log(tmp_path / "log.parquet", cache=cache)
+        assert again.unknown is not None
+        assert np.array_equal(again.unknown, log.unknown)
+        assert np.array_equal(again.actions, log.actions)
+    shown = call("log", tmp_path / "log.parquet").stdout
+    place = log.action_names.index(ACTION)
+    assert f"{ACTION}: taken {log.actions[:, place].sum():,}, not taken" in shown
+    assert f"unknown of {log.unknown[:, place].sum():,}" in shown
+
+
+def test_what_is_unknown_adds_no_loss_and_no_gradient(world: World) -> None:
+    config = small_config()
+    hidden, full = Examples(hiding(world.log, HIDDEN, ACTION), config), Examples(world.log, config)
+    groups = [np.array([index]) for index in range(300, 330)]
+    _, _, labels = hidden.training_batch(groups, np.random.default_rng(1), HiddenShares(), 64)
+    _, _, whole = full.training_batch(groups, np.random.default_rng(1), HiddenShares(), 64)
+    logits = torch.randn(labels.actions.shape, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    action_loss(logits, labels).backward()
+    gradient = logits.grad
+    assert gradient is not None
+    assert labels.known is not None
+    unknown = ~labels.known & labels.shown[..., None]
+    assert unknown.any()
+    assert (gradient[unknown] == 0).all()
+    again = logits.detach().clone().requires_grad_()
+    action_loss(again, whole).backward()
+    assert again.grad is not None
+    torch.testing.assert_close(gradient[labels.known], again.grad[labels.known])
+
+
+def test_a_row_counts_as_often_as_its_weight_says(world: World) -> None:
+    config = small_config()
+    log = replace(world.log, weight=np.full(len(world.log), 3, np.float32))
+    weighted, plain = Examples(log, config), Examples(world.log, config)
+    _, three = weighted.batch([300, 301])
+    _, one = plain.batch([300, 301])
+    logits = torch.randn(one.actions.shape, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(action_loss(logits, three), 3 * action_loss(logits, one))
+
+
+def test_impressions_of_nobody_are_in_no_history(world: World, tmp_path: Path) -> None:
+    users = world.log.user_id.copy()
+    users[world.log.request_id % 2 == 0] = 0
+    write_log(tmp_path / "log.parquet", replace(world.log, user_id=users))
+    log = read_log(tmp_path / "log.parquet")
+    examples = Examples(log, small_config())
+    nobody = np.flatnonzero(examples.users == 0)
+    assert len(nobody) > 100
+    assert (examples.history_lengths[nobody] == 0).all()
+    assert examples.history_lengths.sum() > 100
+    assert (examples.events.user_id != 0).all()
+    assert f"{(log.user_id == 0).sum():,} impressions of nobody" in call("log", tmp_path / "log.parquet").stdout
+    evaluation = evaluate(small_trainer(examples).ranker, log, int(examples.times[-300]), {"favorite": 1.0})
+    tested = examples.times >= examples.times[-300]
+    assert (
+        evaluation.users
+        == len(np.unique(examples.users[tested & (examples.users > 0)])) + (tested & (examples.users == 0)).sum()
+    )
+
+
+def test_no_metric_counts_what_is_unknown(world: World) -> None:
+    log = hiding(world.log, HIDDEN, ACTION)
+    examples = Examples(log, small_config())
+    ranker, at = small_trainer(examples).ranker, int(examples.times[-300])
+    evaluation = evaluate(ranker, log, at, {ACTION: 1.0}, ablation_requests=20)
+    place, test = log.action_names.index(ACTION), log.since(at)
+    known = test.known(place)
+    requests = np.flatnonzero(examples.times >= at)
+    probability = predict(ranker, examples, requests).probabilities[known, place]
+    assert np.array_equal(examples.log.take(rows_of(examples, requests)).request_id, test.request_id)
+    assert evaluation.shares[ACTION] == pytest.approx(test.actions[known, place].mean())
+    assert evaluation.quality[ACTION].mean == pytest.approx(probability.mean())
+
+
+@pytest.mark.timeout(300)
+def test_hidden_labels_cost_nothing_and_false_noes_do(world: World) -> None:
+    """AUC on the newest fifth; calibration is the mean prediction over the mean truth. Noise: what another seed changes, and 0.05."""
+    place = world.log.action_names.index(ACTION)
+    unknown = hiding(world.log, HIDDEN, ACTION)
+    plain = Examples(world.log, small_config())
+    requests = np.arange(len(plain))
+    happened = world.log.actions[:, place]
+    newest = slice(int(len(happened) * 0.8), None)
+
+    def judged(log: Log, seed: int) -> NDArray[np.float64]:
+        trainer = small_trainer(Examples(log, small_config()), epochs=3, seed=seed)
+        with reproducible(1):
+            ranker = trainer.run(lambda status: None, lambda run: None)
+            probability = predict(ranker, plain, requests).probabilities[:, place]
+        return np.array([auc(happened[newest], probability[newest]), probability.mean() / happened.mean()])
+
+    full, other = judged(world.log, 1), judged(world.log, 2)
+    noise = abs(full - other) + 0.05
+    assert (abs(judged(unknown, 1) - full) < noise).all()
+    as_no = judged(replace(unknown, unknown=None), 1)
+    assert HIDDEN - 0.1 < 1 - as_no[1] / full[1] < HIDDEN + 0.1

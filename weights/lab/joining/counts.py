@@ -1,0 +1,94 @@
+"""What the join read, what became of it, and what did not join, by reason."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class JoinCounts:
+    """Counts of parts, rankings and events; every ranking and every event is in one of them.
+
+    `rankings` = `joined_rankings` + those of the eight fields after it. `events` = `joined_events` + those after it.
+    """
+
+    parts: int = 0
+    open_parts: int = 0
+    foreign_files: list[str] = field(default_factory=list)
+    cut_parts: list[str] = field(default_factory=list)
+    models: dict[str, int] = field(default_factory=dict)
+    rankings: int = 0
+    joined_rankings: int = 0
+    open_rankings: int = 0
+    other_model_rankings: int = 0
+    repeated_rankings: int = 0
+    ambiguous_rankings: int = 0
+    rankings_without_history: int = 0
+    rankings_never_shown: int = 0
+    events: int = 0
+    joined_events: int = 0
+    repeated_events: int = 0
+    events_without_ranking: int = 0
+    events_of_left_out_rankings: int = 0
+    events_without_candidate: int = 0
+    events_of_unknown_actions: dict[str, int] = field(default_factory=dict)
+    events_before_ranking: int = 0
+    events_after_window: int = 0
+    events_of_unseen_candidates: int = 0
+    impressions: int = 0
+    contexts: int = 0
+    observed: list[str] = field(default_factory=list)
+    until_ts: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """The counts as JSON values."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """The counts for people: only those that are not 0."""
+        lines = [
+            f"{self.parts:,} parts, {self.rankings:,} rankings: {self.joined_rankings:,} joined",
+            *_told(
+                {
+                    "their window is not over": self.open_rankings,
+                    "of another model": self.other_model_rankings,
+                    "repeated": self.repeated_rankings,
+                    "several have the same request_id": self.ambiguous_rankings,
+                    "their history is not in their part": self.rankings_without_history,
+                    "none of their posts was shown": self.rankings_never_shown,
+                }
+            ),
+            f"{self.events:,} events: {self.joined_events:,} joined",
+            *_told(
+                {
+                    "repeated": self.repeated_events,
+                    "they name no ranking of the log": self.events_without_ranking,
+                    "their ranking was left out": self.events_of_left_out_rankings,
+                    "their post was not in the ranking": self.events_without_candidate,
+                    **{
+                        f"the model has no action {name!r}": count
+                        for name, count in sorted(self.events_of_unknown_actions.items())
+                    },
+                    "before the ranking": self.events_before_ranking,
+                    "after the window": self.events_after_window,
+                    "their post was not shown": self.events_of_unseen_candidates,
+                }
+            ),
+        ]
+        if len(self.models) > 1:
+            lines.append("models: " + ", ".join(f"{name} {count:,}" for name, count in sorted(self.models.items())))
+        if self.open_parts:
+            lines.append(f"{self.open_parts:,} parts are still being written")
+        for files, reason in (
+            (self.foreign_files, "they are no parts of the log"),
+            (self.cut_parts, "they cannot be read"),
+        ):
+            if files:
+                more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
+                lines.append(f"WARNING: {len(files):,} files are left out, {reason}: {', '.join(files[:3])}{more}")
+        return lines
+
+
+def _told(reasons: dict[str, int]) -> list[str]:
+    return [f"  left out: {count:,}, {reason}" for reason, count in reasons.items() if count]

@@ -1,0 +1,257 @@
+"""Joins the log of what was served with events, out of core, into a log to train on. `weights.lab.training.log` reads the result."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import duckdb
+
+from model.inputs import CLOCK_SKEW_SECONDS
+from weights.format.writer import written_beside
+from weights.lab.joining.counts import JoinCounts
+from weights.lab.joining.reading import Progress, number_of, read_events, read_parts
+from weights.lab.joining.writing import write_contexts, write_impressions
+from weights.tables import LogError
+from weights.text_ids import IdKind
+
+SHOWN = "shown"
+"""The action of an event that says that a candidate was seen."""
+DWELL = ("dwell_time", "dwell_seconds", "dwell")
+"""The actions of events whose `value` is how long a user looked at a post, in seconds."""
+COUNTS_NAME = "join.json"
+
+STATES = """
+CREATE TABLE states AS
+SELECT ranking, CASE
+    WHEN copies > 1 AND (first_us <> last_us OR users > 1) THEN 'ambiguous'
+    WHEN ranking > first_ranking THEN 'repeated'
+    WHEN NOT told THEN 'without history'
+    WHEN served_ts + $window > $until THEN 'open'
+    ELSE 'joined' END AS state
+FROM (
+    SELECT ranking, served_ts,
+        count(*) OVER name AS copies, min(served_us) OVER name AS first_us, max(served_us) OVER name AS last_us,
+        count(DISTINCT user_id) OVER name AS users, min(ranking) OVER name AS first_ranking,
+        coalesce(bool_or(has_history) OVER earlier, false) AS told
+    FROM rankings
+    WINDOW name AS (PARTITION BY request_id),
+        earlier AS (PARTITION BY part, context_id ORDER BY ranking ROWS UNBOUNDED PRECEDING)
+)
+"""
+MATCHED = """
+CREATE TABLE matched AS
+SELECT event.request_id, event.post_id, event.action, event.event_ts, event.value, event.copies,
+    ranking.ranking, ranking.served_ts, ranking.state, candidate.place, names.action_index, names.is_dwell
+FROM (SELECT *, count(*) AS copies FROM events GROUP BY ALL) event
+LEFT JOIN (
+    SELECT any_value(ranking) AS ranking, request_id, any_value(served_ts) AS served_ts, max(state) AS state
+    FROM (
+        SELECT ranking, request_id, served_ts, state FROM rankings JOIN states USING (ranking) WHERE state <> 'repeated'
+    ) GROUP BY request_id
+) ranking USING (request_id)
+LEFT JOIN candidates candidate ON candidate.ranking = ranking.ranking AND candidate.post_id = event.post_id
+LEFT JOIN names ON names.action = event.action
+"""
+SEEN = """
+CREATE TABLE seen AS
+SELECT ranking, place, min(event_ts) AS seen_ts
+FROM matched
+WHERE action = $shown AND state = 'joined' AND place IS NOT NULL AND event_ts BETWEEN served_ts - $skew AND served_ts + $window
+GROUP BY ranking, place
+"""
+REASONS = """
+CREATE TABLE reasons AS
+SELECT matched.* EXCLUDE (state), CASE
+    WHEN matched.ranking IS NULL THEN 'without ranking'
+    WHEN state <> 'joined' THEN 'left out'
+    WHEN action_index IS NULL THEN 'unknown action'
+    WHEN matched.place IS NULL THEN 'without candidate'
+    WHEN event_ts < served_ts - $skew THEN 'before'
+    WHEN event_ts > coalesce(seen_ts, served_ts) + $window THEN 'after'
+    WHEN getvariable('has_shown') AND seen_ts IS NULL THEN 'unseen'
+    ELSE 'joined' END AS reason
+FROM matched LEFT JOIN seen ON seen.ranking = matched.ranking AND seen.place = matched.place
+"""
+LABELS = """
+CREATE TABLE labels AS
+SELECT ranking, place, {words}, max(value) FILTER (is_dwell AND value > 0) AS dwell_seconds
+FROM reasons
+WHERE reason = 'joined'
+GROUP BY ranking, place
+"""
+WORD = """
+bit_or(1::UBIGINT << (greatest(action_index, 0) % 64)::UBIGINT)
+    FILTER (action_index // 64 = {word} AND action_index >= 0) AS taken_{word}
+"""
+"""64 actions of a row as the bits of a number: DuckDB can move it to the disk, where it cannot move lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinSettings:
+    """`window_seconds`: how long after it was shown an event still counts. `observed`: the actions whose absence means no; None: those that
+    some event has. `until_ts`: events are whole up to here, Unix seconds; None: up to the newest event. `model`: whose rankings are joined,
+    a version or the beginning of a digest; empty: all, if their actions are the same. `memory`: of DuckDB, such as `2GB`."""
+
+    window_seconds: int = 86_400
+    observed: tuple[str, ...] | None = None
+    ids: IdKind = "uint64"
+    until_ts: int | None = None
+    model: str = ""
+    memory: str = "2GB"
+    threads: int = 1
+
+
+def join(
+    served: Path,
+    events: Path | str,
+    out: Path,
+    settings: JoinSettings,
+    progress: Progress = lambda what, done, total: None,
+) -> JoinCounts:
+    """Write to the directory `out` the log of the candidates that were shown, with what users did, the context as served, the position and
+    the propensity. `out` is there whole or not at all. Return the counts, which are also in `out/join.json`.
+
+    A candidate was shown if an event `shown` says so; where no event in all says so, if the reply held it. Raises LogError, in one sentence
+    that names the file and the row, also where nothing joins; FileExistsError if something is at `out`.
+    """
+    if out.exists() or out.is_symlink():
+        raise LogError(f"{out} is there already: choose another place")
+    counts = JoinCounts()
+    with written_beside(out) as partial:
+        work = partial / "work"
+        work.mkdir()
+        with _enough(settings.memory), _database(work, settings) as database:
+            parts, names = read_parts(database, served, settings.model, counts, progress)
+            read_events(database, events, settings.ids, counts, progress)
+            _join(database, names, settings, counts, progress)
+            if not counts.joined_rankings:
+                raise LogError(f"nothing joins: {'; '.join(line.strip() for line in counts.lines())}")
+            observed = [name in counts.observed for name in names]
+            counts.impressions = write_impressions(database, partial, names, observed, settings.ids, progress)
+            counts.contexts = write_contexts(database, partial, parts, names, progress)
+        shutil.rmtree(work)
+        (partial / COUNTS_NAME).write_text(json.dumps(counts.as_json(), indent=1) + "\n")
+    return counts
+
+
+def _database(work: Path, settings: JoinSettings) -> duckdb.DuckDBPyConnection:
+    """A database on disk that spills what does not fit. Raises LogError for an amount of memory that is none."""
+    database = duckdb.connect(work / "join.duckdb")
+    database.execute(f"SET temp_directory = '{str(work / 'spilled').replace(chr(39), chr(39) * 2)}'")
+    database.execute(f"SET threads = {int(settings.threads)}")
+    database.execute("SET preserve_insertion_order = false")
+    try:
+        database.execute(f"SET memory_limit = '{settings.memory.replace(chr(39), '')}'")
+    except duckdb.Error as error:
+        raise LogError(f"--memory {settings.memory} is not an amount of memory such as 2GB") from error
+    return database
+
+
+@contextmanager
+def _enough(memory: str) -> Iterator[None]:
+    """Turn a lack of memory or of space on the disk into a LogError."""
+    try:
+        yield
+    except duckdb.OutOfMemoryException as error:
+        raise LogError(f"--memory {memory} is too little for the join: give more") from error
+    except duckdb.IOException as error:
+        raise LogError(
+            f"the join cannot write what does not fit into --memory {memory}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _join(
+    database: duckdb.DuckDBPyConnection,
+    names: tuple[str, ...],
+    settings: JoinSettings,
+    counts: JoinCounts,
+    progress: Progress,
+) -> None:
+    """Make the tables `shown` and `labels`, and count. Raises LogError."""
+    counts.until_ts = settings.until_ts if settings.until_ts is not None else _newest(database)
+    _name_actions(database, names)
+    steps = _steps(settings, counts, len(names))
+    for done, (statement, values) in enumerate(steps):
+        progress("Joining", done, len(steps))
+        database.execute(statement, values)
+        if statement is SEEN:
+            _make_shown(database)
+    counts.observed = _observed(database, names, settings)
+    _count(database, counts)
+
+
+def _steps(settings: JoinSettings, counts: JoinCounts, actions: int) -> list[tuple[str, dict[str, int | str]]]:
+    window = {"window": settings.window_seconds}
+    skew: dict[str, int | str] = {**window, "skew": CLOCK_SKEW_SECONDS}
+    labels = LABELS.format(words=", ".join(WORD.format(word=word) for word in range(-(-actions // 64))))
+    return [
+        (STATES, {**window, "until": counts.until_ts}),
+        (MATCHED, {}),
+        (SEEN, {**skew, "shown": SHOWN}),
+        (REASONS, {**skew}),
+        (labels, {}),
+    ]
+
+
+def _newest(database: duckdb.DuckDBPyConnection) -> int:
+    """The time of the newest event, but not later than now: up to here the events are whole."""
+    return min(number_of(database, "SELECT max(event_ts) FROM events"), int(time.time()))
+
+
+def _name_actions(database: duckdb.DuckDBPyConnection, names: tuple[str, ...]) -> None:
+    """The actions of events: their place among the model's, -1 for `shown` and for dwells that are no action of the model."""
+    database.execute("CREATE TABLE names (action VARCHAR, action_index BIGINT, is_dwell BOOLEAN)")
+    index = dict.fromkeys((SHOWN, *DWELL), -1) | {name: place for place, name in enumerate(names)}
+    database.executemany(
+        "INSERT INTO names VALUES (?, ?, ?)", [[name, place, name in DWELL] for name, place in index.items()]
+    )
+
+
+def _make_shown(database: duckdb.DuckDBPyConnection) -> None:
+    """The candidates that were shown, and whether events say so."""
+    database.execute("SET VARIABLE has_shown = (SELECT count(*) > 0 FROM events WHERE action = ?)", [SHOWN])
+    database.execute(
+        """
+        CREATE TABLE shown AS
+        SELECT candidates.* EXCLUDE (ranking), ranking
+        FROM candidates JOIN states USING (ranking) JOIN rankings USING (ranking) LEFT JOIN seen USING (ranking, place)
+        WHERE state = 'joined' AND CASE WHEN getvariable('has_shown') THEN seen_ts IS NOT NULL ELSE position <= returned END
+        """
+    )
+
+
+def _observed(database: duckdb.DuckDBPyConnection, names: tuple[str, ...], settings: JoinSettings) -> list[str]:
+    """The actions whose absence means no. Raises LogError for one that the model does not have."""
+    if settings.observed is not None:
+        if unknown := [name for name in settings.observed if name not in names]:
+            raise LogError(f"--observed {unknown[0]}: the model has no such action; it has {', '.join(names)}")
+        return [*settings.observed]
+    met = {name for (name,) in database.execute("SELECT DISTINCT action FROM events").fetchall()}
+    return [name for name in names if name in met]
+
+
+def _count(database: duckdb.DuckDBPyConnection, counts: JoinCounts) -> None:
+    states = dict(database.execute("SELECT state, count(*) FROM states GROUP BY state").fetchall())
+    counts.open_rankings = states.get("open", 0)
+    counts.repeated_rankings = states.get("repeated", 0)
+    counts.ambiguous_rankings = states.get("ambiguous", 0)
+    counts.rankings_without_history = states.get("without history", 0)
+    counts.joined_rankings = number_of(database, "SELECT count(DISTINCT ranking) FROM shown")
+    counts.rankings_never_shown = states.get("joined", 0) - counts.joined_rankings
+    reasons = dict(database.execute("SELECT reason, count(*) FROM reasons GROUP BY reason").fetchall())
+    counts.repeated_events = counts.events - sum(reasons.values())
+    counts.joined_events = reasons.get("joined", 0)
+    counts.events_without_ranking = reasons.get("without ranking", 0)
+    counts.events_of_left_out_rankings = reasons.get("left out", 0)
+    counts.events_without_candidate = reasons.get("without candidate", 0)
+    counts.events_before_ranking = reasons.get("before", 0)
+    counts.events_after_window = reasons.get("after", 0)
+    counts.events_of_unseen_candidates = reasons.get("unseen", 0)
+    unknown = "SELECT action, count(*) FROM reasons WHERE reason = 'unknown action' GROUP BY action"
+    counts.events_of_unknown_actions = dict(database.execute(unknown).fetchall())

@@ -1,0 +1,221 @@
+"""Reads parts of the log of what was served, and events, into tables of DuckDB.
+
+`rankings` has a row for each ranking, `candidates` one for each of its posts, `events`
+one for each event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from weights.lab.joining.counts import JoinCounts
+from weights.served import OPEN_SUFFIX, PARTS, check_format
+from weights.table_files import Table, open_table, place_of, tables_of
+from weights.tables import LogError, Place, column_of
+from weights.text_ids import IdKind, is_text_id, text_ids
+from weights.values import Problem, problem_of_times
+
+EVENT_COLUMNS = {
+    "request_id": pa.string(),
+    "post_id": pa.uint64(),
+    "action": pa.string(),
+    "event_ts": pa.int64(),
+    "value": pa.float64(),
+}
+REQUIRED = ("request_id", "post_id", "action", "event_ts")
+PIECE_ROWS = 200_000
+
+Progress = Callable[[str, int, int], None]
+
+TABLES = """
+CREATE TABLE rankings (
+    ranking BIGINT, part BIGINT, request_id VARCHAR, served_us BIGINT, served_ts BIGINT, log_ts BIGINT, user_id UBIGINT,
+    context_id VARCHAR, has_history BOOLEAN, returned BIGINT, model_digest VARCHAR
+);
+CREATE TABLE candidates (
+    ranking BIGINT, place BIGINT, post_id UBIGINT, author_id UBIGINT, product_surface BIGINT, created_at BIGINT, position BIGINT,
+    propensity DOUBLE, codes BIGINT[]
+);
+CREATE TABLE events (
+    request_id VARCHAR, post_id UBIGINT, action VARCHAR, event_ts BIGINT, value DOUBLE
+);
+"""
+READ_RANKINGS = """
+INSERT INTO rankings
+SELECT $first + file_row_number, $part, request_id, served_us, served_us // 1000000,
+    CASE WHEN impression_ts > 0 THEN impression_ts ELSE served_us // 1000000 END,
+    user_id, context_id, history IS NOT NULL, returned, model_digest
+FROM read_parquet($path, file_row_number = true)
+"""
+READ_CANDIDATES = """
+INSERT INTO candidates
+SELECT ranking, place, post_id, author_id, product_surface, CASE WHEN age_bucket = 0 THEN 0 ELSE created_at END, position,
+    propensity, all_codes[place * levels + 1 : (place + 1) * levels]
+FROM (
+    SELECT $first + file_row_number AS ranking, unnest(range(len(scores))) AS place,
+        unnest(candidates.post_ids) AS post_id, unnest(candidates.author_ids) AS author_id,
+        unnest(candidates.surfaces) AS product_surface, unnest(candidates.age_buckets) AS age_bucket,
+        unnest(created_at) AS created_at, unnest(ranks) AS position, unnest(propensities) AS propensity,
+        {codes} AS all_codes, len({codes}) // greatest(len(scores), 1) AS levels
+    FROM read_parquet($path, file_row_number = true)
+)
+"""
+
+
+def read_parts(
+    database: duckdb.DuckDBPyConnection, directory: Path, model: str, counts: JoinCounts, progress: Progress
+) -> tuple[list[Path], tuple[str, ...]]:
+    """Read every closed part of a log of what was served. Return the parts that were read and the names of the model's actions.
+
+    `model`: the version or the beginning of the digest of the model whose rankings are read; if empty, all, which must have the same
+    actions. Files that are no parts, and parts that were cut short, are left out and counted. Raises LogError.
+    """
+    if not directory.is_dir():
+        raise LogError(f"{directory} is not a directory: it must be a log of what was served")
+    database.execute(TABLES)
+    paths = sorted(directory.glob(PARTS))
+    others = (path for path in directory.rglob("*") if path.is_file() and path not in set(paths))
+    for path in sorted(others):
+        if path.name.endswith(OPEN_SUFFIX):
+            counts.open_parts += 1
+        else:
+            counts.foreign_files.append(str(path))
+    read, names, named_by = list[Path](), None, Path()
+    for done, path in enumerate(paths):
+        progress("Reading what was served", done, len(paths))
+        try:
+            with pq.ParquetFile(path) as part:
+                check_format(path, part.schema_arrow)
+                columns = ["action_names", "model_name", "model_version", "model_digest"]
+                first = next(part.iter_batches(1, columns=columns), None)
+                rows = part.metadata.num_rows
+                has_codes = part.schema_arrow.field("candidates").type.get_field_index("codes") >= 0
+        except pa.ArrowException:
+            counts.cut_parts.append(str(path))
+            continue
+        except ValueError as error:
+            if "of another format" in str(error):
+                raise LogError(str(error)) from error
+            counts.foreign_files.append(str(path))
+            continue
+        if first is None or not len(first):
+            continue
+        one: dict[str, Any] = first.to_pylist()[0]
+        label = f"{one['model_name']} {one['model_version']}"
+        counts.parts += 1
+        counts.rankings += rows
+        counts.models[label] = counts.models.get(label, 0) + rows
+        if model and model != one["model_version"] and not one["model_digest"].startswith(model):
+            counts.other_model_rankings += rows
+            continue
+        if names is None:
+            names, named_by = tuple(one["action_names"]), path
+        elif names != tuple(one["action_names"]):
+            raise LogError(
+                f"{path}, row 1: the actions of {label} are not those of the model in {named_by}: choose one with --model"
+            )
+        try:
+            values = {"path": str(path), "first": counts.rankings - rows}
+            database.execute(READ_RANKINGS, values | {"part": len(read)})
+            codes = "candidates.codes" if has_codes else "CAST([] AS BIGINT[])"
+            database.execute(READ_CANDIDATES.format(codes=codes), values)
+        except duckdb.Error as error:
+            raise LogError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+        read.append(path)
+    if names is None:
+        which = f" of model {model}" if counts.rankings else ""
+        raise LogError(
+            f"{directory} holds no rankings{which}: its parts are files {PARTS.replace('*/*', 'YYYY-MM-DD/NAME')}"
+        )
+    return read, names
+
+
+def read_events(
+    database: duckdb.DuckDBPyConnection, path: Path | str, ids: IdKind, counts: JoinCounts, progress: Progress
+) -> None:
+    """Read and check events. Raises LogError, which names the file and the row."""
+    source = open_table(path, EVENT_COLUMNS | ({"post_id": pa.string()} if ids == "text" else {}))
+    if missing := [name for name in REQUIRED if name not in source.schema.names]:
+        raise LogError(f"{source.files[0]} lacks the column {missing[0]}: an event has {', '.join(REQUIRED)}")
+    columns = [name for name in EVENT_COLUMNS if name in source.schema.names]
+    rows = source.count_rows()
+    for table in tables_of(source, PIECE_ROWS, columns):
+        checked = _checked_events(table, source, ids, partial(_place, source, counts.events))
+        database.register("piece", checked)
+        database.execute("INSERT INTO events SELECT * FROM piece")
+        database.unregister("piece")
+        counts.events += len(table)
+        progress("Reading events", counts.events, rows)
+    if not counts.events:
+        raise LogError(f"{path} holds no events")
+
+
+def _place(source: Table, before: int, row: int) -> str:
+    return place_of(source, before + row)
+
+
+def _checked_events(table: pa.Table, source: Table, ids: IdKind, place: Place) -> pa.Table:
+    """The columns of EVENT_COLUMNS, with posts as a model reads them."""
+    where = source.files[0]
+    for name in ("request_id", "action"):
+        kind = table.column(name).type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise LogError(f"{where}: column {name} holds {kind}, not texts")
+    times = table.column("event_ts")
+    if pa.types.is_floating(times.type) and not times.null_count:
+        table = table.set_column(table.column_names.index("event_ts"), "event_ts", pc.floor(times))
+    event_ts: NDArray[np.int64] = column_of(table, "event_ts", pa.int64(), place)
+    problem: Problem | None = problem_of_times(event_ts)
+    if problem:
+        raise LogError(f"{place(problem[0])}: event_ts {problem[1]}")
+    value = (
+        table.column("value").cast(pa.float64())
+        if "value" in table.column_names
+        else pa.nulls(len(table), pa.float64())
+    )
+    return pa.table(
+        {
+            "request_id": table.column("request_id").fill_null(""),
+            "post_id": _post_ids(table, where, ids, place),
+            "action": table.column("action").fill_null(""),
+            "event_ts": event_ts,
+            "value": value,
+        }
+    )
+
+
+def _post_ids(table: pa.Table, where: str, ids: IdKind, place: Place) -> NDArray[np.uint64]:
+    """The posts as a model reads them: integers, decimals in texts (as replies write them), or hashed texts. Raises LogError."""
+    column = table.column("post_id")
+    if not pa.types.is_string(column.type):
+        if ids == "text":
+            raise LogError(f"{where}: column post_id holds {column.type}, not texts, which its ids are")
+        found: NDArray[np.uint64] = column_of(table, "post_id", pa.uint64(), place)
+        return found
+    coded = column.combine_chunks().fill_null("").dictionary_encode()
+    texts, places = coded.dictionary.to_pylist(), coded.indices.to_numpy()
+    for number, text in enumerate(texts):
+        is_decimal = text.isascii() and text.isdecimal() and int(text) < 2**64
+        if not (is_text_id(text) if ids == "text" else is_decimal):
+            rule = (
+                "a text of 1 to 128 bytes" if ids == "text" else "an unsigned 64-bit integer (--ids text reads texts)"
+            )
+            raise LogError(f"{place(int((places == number).argmax()))}: post_id {text[:60]!r} is not {rule}")
+    numbers = text_ids(texts) if ids == "text" else np.array([*map(int, texts)], np.uint64)
+    return np.asarray(numbers[places])
+
+
+def number_of(database: duckdb.DuckDBPyConnection, question: str) -> int:
+    """The one number that a query gives."""
+    ((number,),) = database.execute(question).fetchall()
+    return int(number)

@@ -1,0 +1,205 @@
+"""Writes the result of a join as a log with contexts as served: the directories `impressions` and `contexts`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from weights.lab.joining.reading import Progress, number_of
+from weights.lab.training.contexts import CONTEXTS, IMPRESSIONS, LISTS
+from weights.lab.training.log import ACTION_PREFIX, CODES, HASHES, IDS_KEY
+from weights.text_ids import IdKind, text_ids
+
+PART_ROWS = 1_000_000
+BATCH_ROWS = 16_384
+CONTEXT_ROWS = 256
+
+JOIN_ROWS = """
+CREATE TABLE rows AS
+SELECT ranking, place, request_id, served_us, log_ts, user_id, context_id, post_id, author_id, product_surface, created_at, position,
+    propensity, codes, labels.* EXCLUDE (ranking, place)
+FROM shown JOIN rankings USING (ranking) LEFT JOIN labels USING (ranking, place)
+"""
+SORTED_ROWS = "SELECT * FROM rows ORDER BY log_ts, ranking, place"
+"""A statement of its own, so that the sort has the memory of the join."""
+CONTEXT_PLACES = """
+SELECT part, min(ranking - first_ranking) AS place, context_id
+FROM rankings
+JOIN (SELECT part, min(ranking) AS first_ranking FROM rankings GROUP BY part) USING (part)
+WHERE has_history AND context_id IN (SELECT context_id FROM rankings WHERE ranking IN (SELECT ranking FROM shown))
+GROUP BY part, context_id
+QUALIFY row_number() OVER (PARTITION BY context_id ORDER BY part) = 1
+ORDER BY part, place
+"""
+
+
+class Parts:
+    """Parquet files `part-00000.parquet …` of a directory, which it makes, each of about PART_ROWS rows. A context manager."""
+
+    def __init__(self, directory: Path, part_rows: int = PART_ROWS) -> None:
+        directory.mkdir()
+        self.rows = 0
+        self._directory, self._part_rows = directory, part_rows
+        self._writer: pq.ParquetWriter | None = None
+        self._number, self._part = 0, 0
+
+    def write(self, table: pa.Table) -> None:
+        """Add rows."""
+        if self._writer is None:
+            path = self._directory / f"part-{self._number:05}.parquet"
+            self._writer = pq.ParquetWriter(path, table.schema, compression="zstd")
+        self._writer.write_table(table)
+        self.rows += len(table)
+        self._part += len(table)
+        if self._part >= self._part_rows:
+            self._close()
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer, self._part, self._number = None, 0, self._number + 1
+
+    def __enter__(self) -> Parts:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+
+def write_impressions(
+    database: duckdb.DuckDBPyConnection,
+    out: Path,
+    names: Sequence[str],
+    observed: Sequence[bool],
+    ids: IdKind,
+    progress: Progress,
+) -> int:
+    """Write the table `shown` with its `labels`. `observed` `[A]`: the actions whose absence means no; that of others is null. Return the
+    number of rows."""
+    metadata = {IDS_KEY: HASHES} if ids == "text" else None
+    rows = number_of(database, "SELECT count(*) FROM shown")
+    database.execute(JOIN_ROWS)
+    has_codes = code_levels(database) > 0
+    with Parts(out / IMPRESSIONS) as parts:
+        for batch in database.sql(SORTED_ROWS).to_arrow_reader(BATCH_ROWS):
+            parts.write(
+                _impressions(batch, names, np.array(observed, bool), has_codes).replace_schema_metadata(metadata)
+            )
+            progress("Writing impressions", parts.rows, rows)
+    return parts.rows
+
+
+def code_levels(database: duckdb.DuckDBPyConnection) -> int:
+    """How many levels of content codes the candidates have."""
+    return number_of(database, "SELECT coalesce(max(len(codes)), 0) FROM candidates")
+
+
+def _impressions(batch: pa.RecordBatch, names: Sequence[str], observed: NDArray[np.bool_], has_codes: bool) -> pa.Table:
+    words = [
+        pc.fill_null(batch.column(f"taken_{word}"), 0).to_numpy(zero_copy_only=False)
+        for word in range(-(-len(names) // 64))
+    ]
+    flags = np.unpackbits(np.stack(words, 1).view(np.uint8), 1, count=len(names), bitorder="little").astype(bool)
+    rankings = pc.binary_join_element_wise(batch.column("request_id"), batch.column("served_us").cast(pa.string()), " ")
+    columns: dict[str, Any] = {
+        "request_id": _numbers(rankings),
+        "impression_ts": batch.column("log_ts"),
+        **{name: batch.column(name) for name in ("user_id", "post_id", "author_id", "product_surface", "created_at")},
+        "dwell_seconds": batch.column("dwell_seconds").cast(pa.float32()).fill_null(0),
+        "position": batch.column("position"),
+        "propensity": batch.column("propensity").fill_null(0),
+        "context_id": _numbers(batch.column("context_id")),
+    }
+    if has_codes:
+        columns[CODES] = batch.column("codes")
+    for place, name in enumerate(names):
+        mask = None if observed[place] else ~flags[:, place]
+        columns[ACTION_PREFIX + name] = pa.array(flags[:, place], pa.bool_(), mask=mask)
+    return pa.table(columns)
+
+
+def _numbers(texts: pa.StringArray) -> NDArray[np.uint64]:
+    """Texts as 64-bit numbers, never 0, as ids that are texts are hashed."""
+    coded = texts.dictionary_encode()
+    return np.asarray(text_ids(coded.dictionary.to_pylist())[coded.indices.to_numpy()])
+
+
+def write_contexts(
+    database: duckdb.DuckDBPyConnection, out: Path, parts: Sequence[Path], names: Sequence[str], progress: Progress
+) -> int:
+    """Write the context of each ranking of the table `shown`, once. `parts`: the files by their numbers. Return how many."""
+    has_codes = code_levels(database) > 0
+    with Parts(out / CONTEXTS, PART_ROWS // 10) as written:
+        for done, (part, places) in enumerate(_places(database)):
+            for table in _contexts(parts[part], places, names, has_codes):
+                written.write(table)
+            progress("Writing contexts", done, len(parts))
+    return written.rows
+
+
+def _places(database: duckdb.DuckDBPyConnection) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Each part that has contexts to write, and the places of their rows in it."""
+    part, places = -1, list[NDArray[np.int64]]()
+    for batch in database.sql(CONTEXT_PLACES).to_arrow_reader(BATCH_ROWS):
+        of_row, place = batch.column("part").to_numpy(), batch.column("place").to_numpy()
+        for number in np.unique(of_row).tolist():
+            if number != part and places:
+                yield part, np.concatenate(places)
+                places = []
+            part = number
+            places.append(place[of_row == number])
+    if places:
+        yield part, np.concatenate(places)
+
+
+def _contexts(path: Path, places: NDArray[np.int64], names: Sequence[str], has_codes: bool) -> Iterator[pa.Table]:
+    """The contexts in these rows of a part, in pieces."""
+    before = 0
+    with pq.ParquetFile(path) as part:
+        for batch in part.iter_batches(CONTEXT_ROWS, columns=["context_id", "history"]):
+            first, last = np.searchsorted(places, (before, before + len(batch)))
+            if last > first:
+                yield _table(batch.take(pa.array(places[first:last] - before)), names, has_codes)
+            before += len(batch)
+
+
+def _table(batch: pa.RecordBatch, names: Sequence[str], has_codes: bool) -> pa.Table:
+    history = batch.column("history")
+    events = {
+        name: pc.struct_field(history, name)
+        for name in ("post_ids", "author_ids", "surfaces", "dwell_seconds", "actions")
+    }
+    offsets = np.append(0, np.cumsum(pc.list_value_length(events["post_ids"]).to_numpy())).astype(np.int32)
+
+    def lists(values: NDArray[Any] | pa.Array, kind: pa.DataType) -> pa.ListArray:
+        return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, kind))
+
+    columns: dict[str, Any] = {"context_id": _numbers(batch.column("context_id"))}
+    for name, kind in LISTS.items():
+        columns[name] = lists(events[name.removeprefix("product_")].flatten(), kind)
+    actions = events["actions"].flatten().to_numpy().reshape(-1, len(names))
+    for place, name in enumerate(names):
+        columns[ACTION_PREFIX + name] = lists(np.ascontiguousarray(actions[:, place]), pa.float32())
+    if has_codes:
+        columns[CODES] = pa.ListArray.from_arrays(pa.array(offsets), _codes(history, len(actions)))
+    return pa.table(columns)
+
+
+def _codes(history: pa.StructArray, events: int) -> pa.ListArray:
+    """The content codes of each of these events, a list for each; empty where the part has none."""
+    if history.type.get_field_index("codes") < 0:
+        return pa.array([[]] * events, pa.list_(pa.int64()))
+    codes = pc.struct_field(history, "codes").flatten()
+    levels = len(codes) // events if events else 0
+    return pa.ListArray.from_arrays(pa.array(np.arange(events + 1, dtype=np.int32) * levels), codes)

@@ -1,0 +1,150 @@
+"""What a log holds, in counts, and what looks wrong with its histories. Printed before `choices` decides how to train on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weights.lab.training.examples import histories
+from weights.lab.training.log import Log
+
+Int64s = NDArray[np.int64]
+MOSTLY_EMPTY = 0.5
+"""Above this share of empty histories, a warning says so."""
+LENGTH_RATIO, AGE_RATIO = 1.25, 2.0
+"""Served and reconstructed histories differ if their mean lengths, or the median ages of their newest events, do so by more than this."""
+AGE_SECONDS = 60.0
+"""Ages below this count as this: a difference of seconds is none."""
+MOST_COMPARED = 20_000
+"""How many requests served and reconstructed histories are compared on."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HistoryLengths:
+    """How many events the history of each request has, int64 `[R]`: as reconstructed from rows, and as read in training, where contexts as
+    served replace some. `is_served` bool `[R]`: which."""
+
+    reconstructed: Int64s
+    read: Int64s
+    is_served: NDArray[np.bool_]
+
+
+def facts(log: Log, history_length: int) -> list[str]:
+    """Lines for people: counts of each action, of impressions of nobody and of histories; then warnings, which begin with `WARNING`.
+
+    `history_length`: how many events the model reads at most.
+    """
+    lines = [f"  {line}" for line in _actions(log)]
+    if nobody := int((log.user_id == 0).sum()):
+        lines.append(f"  {nobody:,} impressions of nobody (user 0): they have no history and are in none")
+    optional = [name for name in ("position", "propensity", "weight") if getattr(log, name) is not None]
+    if optional:
+        lines.append(f"  has {', '.join(optional)}")
+    starts = np.flatnonzero(np.append(True, log.request_id[1:] != log.request_id[:-1]))
+    users, times = log.user_id[starts], log.impression_ts[starts]
+    engaged = np.flatnonzero(log.actions.any(1) & (log.user_id != 0))
+    order, first, last = histories(log.user_id[engaged], log.impression_ts[engaged], users, times)
+    reconstructed = np.minimum(last - first, history_length)
+    served = np.full(len(starts), -1)
+    if log.contexts is not None and log.context_id is not None:
+        served = log.contexts.places(log.context_id[starts])
+        lengths = np.minimum(log.contexts.stops - log.contexts.starts, history_length)
+        read = np.where(served >= 0, lengths[served], reconstructed) if len(lengths) else reconstructed
+    else:
+        read = reconstructed
+    is_served = served >= 0
+    empty = int((read == 0).sum())
+    lines.append(
+        f"  histories: {empty:,} of {len(read):,} are empty ({empty / len(read):.0%}); "
+        f"half of them have {np.median(read):.0f} events or more"
+    )
+    if log.contexts is not None:
+        lines.append(
+            f"  contexts: as served for {is_served.sum():,} requests, reconstructed from the log's rows for {(~is_served).sum():,}"
+        )
+    lines += _warnings(log, HistoryLengths(reconstructed, read, is_served), engaged[order], last, starts, served)
+    return lines
+
+
+def _actions(log: Log) -> list[str]:
+    """How often each action was taken, was not, and is unknown."""
+    taken = log.actions.sum(0)
+    unknown = np.zeros(len(taken), np.int64) if log.unknown is None else log.unknown.sum(0)
+    lines = []
+    for name, yes, never_told in zip(log.action_names, taken.tolist(), unknown.tolist(), strict=True):
+        gap = f", unknown of {never_told:,}" if never_told else ""
+        lines.append(f"{name}: taken {yes:,}, not taken {len(log) - yes - never_told:,}{gap}")
+    return lines
+
+
+def _warnings(
+    log: Log, lengths: HistoryLengths, event_rows: Int64s, last: Int64s, starts: Int64s, served: Int64s
+) -> list[str]:
+    """`event_rows`: the rows of the log that are events, by user and time; the events of request i end before `last[i]` among them."""
+    told, both = [], np.flatnonzero(lengths.is_served & (log.user_id[starts] != 0))
+    empty = float((lengths.read == 0).mean())
+    if empty > MOSTLY_EMPTY:
+        told.append(
+            f"WARNING: {empty:.0%} of the histories are empty: a model cannot learn from them. Is the export of the users' actions whole?"
+        )
+    if not len(both):
+        return told
+    means = float(lengths.read[both].mean()), float(lengths.reconstructed[both].mean())
+    if max(means) > LENGTH_RATIO * min(means):
+        told.append(
+            f"WARNING: served histories have {means[0]:.1f} events on average; "
+            f"those that the log's rows give for the same requests have {means[1]:.1f}"
+        )
+    ages = _ages(log, both[-MOST_COMPARED:], event_rows, last, starts, served)
+    if ages and max(ages) > AGE_RATIO * max(min(ages), AGE_SECONDS):
+        told.append(
+            f"WARNING: the newest event of a served history is {_duration(ages[0])} old (median), "
+            f"that of the log's rows {_duration(ages[1])}"
+        )
+    if not lengths.is_served.all():
+        others = float(lengths.read[~lengths.is_served].mean())
+        if max(others, means[0]) > LENGTH_RATIO * min(others, means[0]):
+            told.append(
+                f"WARNING: histories differ by where they come from: {means[0]:.1f} events on average as served, {others:.1f} reconstructed"
+            )
+    return told
+
+
+def _ages(
+    log: Log, requests: Int64s, event_rows: Int64s, last: Int64s, starts: Int64s, served: Int64s
+) -> tuple[float, float] | None:
+    """The median ages in seconds, at these requests, of the newest event in the served history and in the reconstructed one.
+
+    The time of a served event is that of the newest earlier row in which the user engaged with its post. None if no request has both.
+    """
+    assert log.contexts is not None
+    times: dict[tuple[int, int], list[int]] = {}
+    for user, post, time in zip(
+        log.user_id[event_rows].tolist(),
+        log.post_id[event_rows].tolist(),
+        log.impression_ts[event_rows].tolist(),
+        strict=True,
+    ):
+        times.setdefault((user, post), []).append(time)
+    of_served, of_rows = list[int](), list[int]()
+    for request in requests.tolist():
+        user, now = int(log.user_id[starts[request]]), int(log.impression_ts[starts[request]])
+        begin, end = (int(ends[served[request]]) for ends in (log.contexts.starts, log.contexts.stops))
+        newest = event_rows[last[request] - 1] if last[request] else -1
+        if begin == end or newest < 0 or int(log.user_id[newest]) != user:
+            continue
+        earlier = [time for time in times.get((user, int(log.contexts.post_ids[end - 1])), ()) if time < now]
+        if earlier:
+            of_served.append(now - max(earlier))
+            of_rows.append(now - int(log.impression_ts[newest]))
+    return (float(np.median(of_served)), float(np.median(of_rows))) if of_served else None
+
+
+def _duration(seconds: float) -> str:
+    """A length of time in the unit that suits it."""
+    for size, name in ((86_400, "days"), (3_600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {name}"
+    return f"{seconds:.0f} seconds"

@@ -1,0 +1,336 @@
+"""Opens tables of ids (impression logs, the posts of a corpus) in Parquet, JSON lines or CSV, and reads them in pieces.
+
+A table is a file or a directory of files, here or at an fsspec address such as `s3://bucket/log`. JSON lines and CSV may be compressed with
+gzip or zstd. The columns are checked by `weights.tables`.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.fs
+import pyarrow.json
+import pyarrow.parquet as pq
+
+from weights.git_lfs import HEAD_BYTES, pointer_problem
+from weights.tables import LogError, json_error, json_problem
+
+FORMATS = {".parquet": "Parquet", ".csv": "CSV", **dict.fromkeys((".json", ".jsonl", ".ndjson"), "JSON lines")}
+"""The format of a file by the end of its name, before that of a compression."""
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://?")
+LINES_AT_ONCE = 4096
+OURS = b"phoenix_ranker."
+"""How the keys of the metadata begin that say something about a table; others say who wrote it."""
+BATCH_ROWS = 65_536
+BLOCK_BYTES = 2**20
+"""How much text is parsed at a time, at least the longest line. The first block tells the columns and their types."""
+
+Unchanged = list[tuple[str, int, int]]
+"""Path, size in bytes and modification time of each file."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """A file of a table. `open_batches()` reads it; `rows`: None until they are counted."""
+
+    path: str
+    format: str
+    schema: pa.Schema
+    open_batches: Callable[[list[str] | None], Iterator[pa.RecordBatch]]
+    rows: int | None
+
+
+@dataclass(slots=True, eq=False)
+class Table:
+    """A table on disk or at an address. `schema`: of all files; `files`: in the order in which they are read."""
+
+    schema: pa.Schema
+    pieces: list[Piece]
+    filesystem: pa.fs.FileSystem
+    _counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def files(self) -> list[str]:
+        """The paths of the files."""
+        return [piece.path for piece in self.pieces]
+
+    def count_rows(self) -> int:
+        """The number of rows. Parquet and JSON lines know it; CSV is read to count. Raises LogError."""
+        return sum(map(self.rows_of, self.pieces))
+
+    def rows_of(self, piece: Piece) -> int:
+        """The number of rows of one of the files. Raises LogError."""
+        if piece.rows is not None:
+            return piece.rows
+        if piece.path not in self._counts:
+            with _readable(piece.path, piece.format):
+                self._counts[piece.path] = sum(map(len, piece.open_batches(None)))
+        return self._counts[piece.path]
+
+    def batches(self, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
+        """Yield the rows in batches, in their order; all columns if `columns` is None. Raises LogError."""
+        fields = [self.schema.field(name) for name in columns or self.schema.names]
+        schema = pa.schema(fields, self.schema.metadata)
+        for piece in self.pieces:
+            with _readable(piece.path, piece.format):
+                for batch in piece.open_batches(columns):
+                    ordered = batch.select(schema.names)
+                    if ordered.schema.types == schema.types:
+                        yield ordered.replace_schema_metadata(schema.metadata)
+                    else:
+                        yield ordered.cast(schema)
+
+    def to_table(self) -> pa.Table:
+        """All rows. Raises LogError."""
+        return pa.Table.from_batches([*self.batches()], self.schema)
+
+
+def open_table(path: Path | str, columns: Mapping[str, pa.DataType], *, in_every_row: bool = False) -> Table:
+    """Open a file, or a directory of files and directories, for reading in pieces. `columns`: types of these columns in JSON lines and CSV.
+    `in_every_row`: the first line of JSON must have every field that a later one has.
+
+    Raises LogError, also for columns that the first file, or the first part of JSON lines, lacks: they would be lost. Names that begin with
+    a dot or an underscore are passed over, as Spark and Arrow do.
+    """
+    filesystem, place = filesystem_of(path)
+    infos = _files(filesystem, place, str(path))
+    formats = {info.path: _format_of(info.path) for info in infos}
+    if len(set(formats.values())) > 1:
+        first = {kind: file for file, kind in reversed(formats.items())}
+        names = " and ".join(f"{kind} ({file})" for kind, file in sorted(first.items()))
+        raise LogError(f"{path} holds files of several formats, {names}: put one format into a directory")
+    pieces: list[Piece] = []
+    for info in infos:
+        with _readable(info.path, formats[info.path]):
+            with filesystem.open_input_stream(info.path, compression=None) as opened:
+                if problem := pointer_problem(opened.read(HEAD_BYTES)):
+                    raise LogError(f"{info.path} {problem}")
+            open_piece = {"Parquet": _parquet, "CSV": _csv, "JSON lines": _json_lines}[formats[info.path]]
+            pieces.append(open_piece(filesystem, info.path, columns, pieces[0].schema if pieces else None))
+            if in_every_row and formats[info.path] == "JSON lines":
+                _check_first_line(filesystem, info.path, pieces[0].schema)
+        if late := set(pieces[-1].schema.names) - set(pieces[0].schema.names):
+            raise LogError(f"{info.path} has columns that {pieces[0].path} lacks: {', '.join(sorted(late))}")
+        if lost := set(pieces[0].schema.names) - set(pieces[-1].schema.names):
+            raise LogError(f"{info.path} lacks the columns {', '.join(sorted(lost))}, which {pieces[0].path} has")
+    for name in pieces[0].schema.names:
+        if name != name.strip():
+            raise LogError(f"{pieces[0].path}: the name of the column {name!r} begins or ends with a blank: rename it")
+    return Table(pieces[0].schema, pieces, filesystem)
+
+
+def place_of(source: Table, row: int) -> str:
+    """Where row `row` of a table is, for people, who count from 1: `log.jsonl, line 7` or `log.parquet, row 7`."""
+    for piece in source.pieces:
+        if row < (rows := source.rows_of(piece)):
+            return f"{piece.path}, {'line' if piece.format == 'JSON lines' else 'row'} {row + 1}"
+        row -= rows
+    raise IndexError(row)
+
+
+def files_of(source: Table) -> Unchanged:
+    """Path, size in bytes and modification time of each file."""
+    return [(info.path, info.size, info.mtime_ns or 0) for info in source.filesystem.get_file_info(source.files)]
+
+
+def check_unchanged(source: Table, before: Unchanged) -> None:
+    """Raises LogError if a file is not as it was when `files_of` gave this."""
+    if changed := [file for file, then, now in zip(source.files, before, files_of(source), strict=True) if now != then]:
+        raise LogError(f"{changed[0]} was changed while it was read: begin again, in another place")
+
+
+def tables_of(source: Table, rows: int, columns: list[str] | None = None) -> Iterator[pa.Table]:
+    """Yield a table in pieces of about `rows` rows; all columns if `columns` is None. Raises LogError."""
+    batches: list[pa.RecordBatch] = []
+    for batch in source.batches(columns):
+        batches.append(batch)
+        if sum(map(len, batches)) >= rows:
+            yield pa.Table.from_batches(batches)
+            batches = []
+    if batches:
+        yield pa.Table.from_batches(batches)
+
+
+def filesystem_of(path: Path | str) -> tuple[pa.fs.FileSystem, str]:
+    """The file system of a path or an fsspec address, and the place there. Raises LogError for an address that cannot be opened.
+
+    A `Path` has lost one of the slashes of an address: `s3:/bucket/log` is `s3://bucket/log`.
+    """
+    text = str(path)
+    if not (scheme := ADDRESS.match(text)):
+        return pa.fs.LocalFileSystem(), text
+    import fsspec
+
+    address = scheme[0].rstrip("/") + "//" + text[scheme.end() :]
+    if scheme[0].startswith("file:"):
+        address = scheme[0].rstrip("/") + "///" + text[scheme.end() :].lstrip("/")
+    try:
+        remote, place = fsspec.core.url_to_fs(address)
+    except (ImportError, ValueError, OSError) as error:
+        raise LogError(f"{address} cannot be opened: {str(error).splitlines()[0]}") from error
+    return pa.fs.PyFileSystem(pa.fs.FSSpecHandler(remote)), place
+
+
+def _files(filesystem: pa.fs.FileSystem, place: str, path: str) -> list[pa.fs.FileInfo]:
+    """The files of a table, by name. Raises LogError if there are none."""
+    try:
+        info = filesystem.get_file_info(place)
+        if info.type is pa.fs.FileType.NotFound:
+            raise LogError(f"{path} is not there")
+        if info.is_file:
+            return [info]
+        inner = filesystem.get_file_info(pa.fs.FileSelector(place, recursive=True))
+    except LogError:
+        raise
+    except OSError as error:
+        raise LogError(f"{path} cannot be opened: {str(error).splitlines()[0]}") from error
+    depth = len(place.rstrip("/")) + 1
+    files = [
+        each for each in inner if each.is_file and not re.search(r"(^|/)[._]", each.path[depth:])
+    ]  # a directory by day has names such as date=2026-11-28, which are only names
+    if not files:
+        raise LogError(f"{path} holds no Parquet files, JSON lines or CSV")
+    return sorted(files, key=lambda each: each.path)
+
+
+def _format_of(path: str) -> str:
+    """The format by the name of a file; a name that says nothing is taken for Parquet."""
+    name = Path(path)
+    suffix = Path(name.stem).suffix if name.suffix in COMPRESSIONS else name.suffix
+    return FORMATS.get(suffix, "Parquet")
+
+
+@contextmanager
+def _readable(path: str, kind: str) -> Iterator[None]:
+    """Turn what a library says about a file into a LogError that names the file."""
+    try:
+        yield
+    except LogError:
+        raise
+    except (OSError, EOFError, UnicodeDecodeError, pa.ArrowException) as error:
+        kind = "Parquet (a file of JSON lines ends in .jsonl, of CSV in .csv)" if kind == "Parquet" else kind
+        reason = str(error).rpartition("': ")[2]  # pyarrow says first, twice, which file it is
+        raise LogError(f"{path} cannot be read as {kind}: {reason}") from error
+
+
+def _check_lines(filesystem: pa.fs.FileSystem, path: str, options: pyarrow.json.ParseOptions) -> None:
+    """Raises LogError for the first line of JSON that cannot be read, and repeats no value."""
+    number = 0
+    with _stream(filesystem, path) as opened:
+        text = io.BufferedReader(opened)
+        while lines := list(islice(text, LINES_AT_ONCE)):
+            if json_error(b"".join(lines), options):
+                good, bad = 0, len(lines)  # the first `good` lines can be read, the first `bad` cannot
+                while bad - good > 1:
+                    middle = (good + bad) // 2
+                    is_good = not json_error(b"".join(lines[:middle]), options)
+                    good, bad = (middle, bad) if is_good else (good, middle)
+                raise LogError(f"{path}, line {number + bad}: {json_problem(lines[bad - 1], options)}")
+            number += len(lines)
+
+
+def _stream(filesystem: pa.fs.FileSystem, path: str) -> pa.NativeFile:
+    """The text of a file, decompressed."""
+    return filesystem.open_input_stream(path, compression=COMPRESSIONS.get(Path(path).suffix))
+
+
+def _parquet(
+    filesystem: pa.fs.FileSystem, path: str, columns: Mapping[str, pa.DataType], first: pa.Schema | None
+) -> Piece:
+    with pq.ParquetFile(filesystem.open_input_file(path)) as opened:
+        schema, rows = opened.schema_arrow, opened.metadata.num_rows
+
+    def batches(names: list[str] | None) -> Iterator[pa.RecordBatch]:
+        with pq.ParquetFile(filesystem.open_input_file(path)) as opened:
+            yield from opened.iter_batches(BATCH_ROWS, columns=names, use_threads=False)
+
+    ours = {key: value for key, value in (schema.metadata or {}).items() if key.startswith(OURS)}
+    return Piece(
+        path, "Parquet", pa.schema([pa.field(one.name, one.type) for one in schema], ours or None), batches, rows
+    )
+
+
+def _json_lines(
+    filesystem: pa.fs.FileSystem, path: str, columns: Mapping[str, pa.DataType], first: pa.Schema | None
+) -> Piece:
+    if first is None:  # pyarrow guesses types from the first block, and integers above 2^63 as floats
+        with _stream(filesystem, path) as opened, pyarrow.json.open_json(opened, _json_reading()) as reader:
+            first = pa.schema([_declared(one, columns) for one in reader.schema])
+    strict = pyarrow.json.ParseOptions(explicit_schema=first, unexpected_field_behavior="error")
+
+    def batches(names: list[str] | None) -> Iterator[pa.RecordBatch]:
+        with _stream(filesystem, path) as opened, pyarrow.json.open_json(opened, _json_reading(), strict) as reader:
+            yield from reader
+
+    try:
+        rows = sum(map(len, batches(None)))
+    except (pa.ArrowException, UnicodeDecodeError):
+        _check_lines(filesystem, path, strict)
+        raise
+    return Piece(path, "JSON lines", first, batches, rows)
+
+
+def _check_first_line(filesystem: pa.fs.FileSystem, path: str, schema: pa.Schema) -> None:
+    """Raises LogError if the first line lacks a field: an absent field reads as null, and a misspelt one would be two columns."""
+    with _stream(filesystem, path) as opened:
+        fields = msgspec.json.decode(io.TextIOWrapper(opened, encoding="utf-8").readline(), type=dict[str, msgspec.Raw])
+    if lost := set(schema.names) - set(fields):
+        raise LogError(
+            f"{path}, line 1: lacks the fields {', '.join(sorted(lost))}, which other lines have: write every column in every row"
+        )
+
+
+def _json_reading() -> pyarrow.json.ReadOptions:
+    return pyarrow.json.ReadOptions(use_threads=False, block_size=BLOCK_BYTES)
+
+
+def _csv(filesystem: pa.fs.FileSystem, path: str, columns: Mapping[str, pa.DataType], first: pa.Schema | None) -> Piece:
+    reading = pyarrow.csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES)
+    open_csv = partial(pyarrow.csv.open_csv, read_options=reading)
+    with _stream(filesystem, path) as opened, open_csv(opened) as reader:
+        schema = pa.schema([one.with_type(_csv_type(one, columns)) for one in reader.schema])
+    types = {one.name: one.type for one in first or schema}
+    strict = pyarrow.csv.ConvertOptions(column_types=types, strings_can_be_null=True, quoted_strings_can_be_null=False)
+
+    def batches(names: list[str] | None) -> Iterator[pa.RecordBatch]:
+        with _stream(filesystem, path) as opened, open_csv(opened, convert_options=strict) as reader:
+            yield from reader
+
+    return Piece(path, "CSV", schema, batches, None)
+
+
+def _csv_type(one: pa.Field, columns: Mapping[str, pa.DataType]) -> pa.DataType:
+    """The type of a column of CSV: what is declared; a column that is not, such as an action's, says yes or no if it can."""
+    kinds = pa.types
+    if one.name in columns:
+        texts = kinds.is_string(one.type) and not kinds.is_string(columns[one.name])
+        return (
+            one.type
+            if texts or (kinds.is_temporal(one.type) and not kinds.is_string(columns[one.name]))
+            else columns[one.name]
+        )
+    return pa.bool_() if kinds.is_null(one.type) or kinds.is_integer(one.type) else one.type
+
+
+def _declared(one: pa.Field, columns: Mapping[str, pa.DataType]) -> pa.Field:
+    """A field of JSON lines with its declared type, unless its values are of another kind, which is refused where they are read.
+
+    A field that is not declared, such as an action's, and has nothing but nulls so far says yes or no.
+    """
+    kinds, wish = pa.types, columns.get(one.name, pa.bool_() if pa.types.is_null(one.type) else one.type)
+    if kinds.is_string(wish):
+        fits = kinds.is_temporal(one.type)  # "2026-11-25" is a text
+    else:
+        fits = kinds.is_integer(one.type) or (kinds.is_floating(one.type) and wish != pa.int64())
+    return one.with_type(wish) if fits or kinds.is_null(one.type) else one
