@@ -76,7 +76,9 @@ def test_every_way_to_deploy_keeps_kernels_in_a_private_home() -> None:
     mounts = deployment["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]
     assert [each["mountPath"] for each in mounts if each["name"] == "kernels"] == volume
     compose = yaml.safe_load((DOCKER / "compose.yaml").read_text())
-    assert f"kernels:{volume[0]}" in compose["services"]["ranker-cpu"]["volumes"], "a named volume starts as the image's"
+    assert f"kernels:{volume[0]}" in compose["services"]["ranker-cpu"]["volumes"], (
+        "a named volume starts as the image's"
+    )
 
 
 def test_compose_takes_its_file() -> None:
