@@ -38,7 +38,7 @@ LABEL org.opencontainers.image.title="phoenix-ranking-server" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.revision="$REVISION"
 RUN useradd --uid 10001 --user-group --create-home --home-dir /home/ranker --shell /usr/sbin/nologin ranker \
-    && install -d -o ranker -g ranker /home/ranker/.cache
+    && install -d -m 0700 -o ranker -g ranker /home/ranker/.cache
 # RANKER_HOST=*: every address, IPv4 and IPv6.
 ENV PATH=/opt/ranker/bin:$PATH \
     HOME=/home/ranker \

@@ -5,7 +5,8 @@ the moment that it has this name: a part that is still being written is called `
 
 Values are those that the model has read: after hashing, clipping and truncation. The columns of the history and of the candidates are the
 arrays of `model.inputs.Context` and `model.inputs.Candidates`, so a new input of the model becomes a column here by itself. An array with
-more than one axis is flattened row by row; the sizes of its other axes are in the metadata of its field, under `SIZES`.
+more than one axis is flattened row by row; the sizes of its other axes, in the first row, are in the metadata of its field, under `SIZES`.
+A matrix may have another width in another row: the number of its values divided by the number of events or candidates.
 
 Needs pyarrow, which is imported when a function here is called.
 """
@@ -340,7 +341,9 @@ def _ranking(row: Mapping[str, pa.Scalar], sizes: Mapping[str, tuple[int, ...]])
         if cell is None or not cell.is_valid:
             return None
         values: NDArray[Any] = cell.values.to_numpy(zero_copy_only=False)
-        return values.reshape(length, *sizes.get(name, ())) if sizes.get(name) else values
+        if len(axes := sizes.get(name, ())) == 1 and length:
+            axes = (len(values) // length,)  # content codes have a width of 0 where a request came without any
+        return values.reshape(length, *axes) if axes else values
 
     def inputs(name: str, length: int) -> dict[str, Any]:
         stored = row[name]

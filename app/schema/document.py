@@ -189,7 +189,8 @@ def problems_of(*kinds: type[errors.ServiceError]) -> dict[int | str, dict[str, 
     content = {PROBLEM_TYPE: {"schema": {"$ref": REF.format(name="Problem")}}}
     found: dict[int | str, dict[str, Any]] = {}
     for kind in sorted(kinds, key=lambda kind: kind.status):
-        text = f"`{kind.code}`: {(kind.__doc__ or '').splitlines()[0]}"
+        meaning = (kind.__doc__ or "").partition("\n")[0]  # PYTHONOPTIMIZE=2 removes docstrings
+        text = f"`{kind.code}`: {meaning}" if meaning else f"`{kind.code}`"
         before = found.get(kind.status)
         found[kind.status] = {"description": f"{before['description']} {text}" if before else text, "content": content}
     return found

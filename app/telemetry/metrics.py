@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
+import prometheus_client.values
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -40,6 +41,8 @@ CHECK_TEXT = (
 )
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a `_created` beside every series, which no dashboard reads
+# Values stay in memory even if PROMETHEUS_MULTIPROC_DIR is set: the engine process adds up what all processes count.
+prometheus_client.values.ValueClass = prometheus_client.values.MutexValue  # type: ignore[misc]
 
 
 class BatchReport(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 
@@ -14,13 +15,16 @@ EXPORT_SECONDS = 2.0  # a collector that is down delays the end of the process b
 
 
 def create_tracer(settings: Tracing) -> RequestTracer | None:
-    """A tracer that exports to the collector in OpenTelemetry's own variables, or None where tracing is off. Raises SettingsProblem."""
-    if not settings.enabled:
+    """A tracer that exports to the collector in OpenTelemetry's own variables, or None where tracing is off, also by
+    `OTEL_SDK_DISABLED`. Raises SettingsProblem without the `tracing` extra, and for variables that OpenTelemetry cannot use."""
+    if not settings.enabled or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
     try:
         return RequestTracer()
     except ImportError as error:
         raise SettingsProblem(f"RANKER_TRACING__ENABLED needs the `tracing` extra: {error}") from error
+    except Exception as error:
+        raise SettingsProblem(f"OpenTelemetry refuses its variables (OTEL_…): {error}") from error
 
 
 class RequestTracer:
@@ -28,12 +32,14 @@ class RequestTracer:
 
     def __init__(self) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider = TracerProvider(resource=Resource.create({"service.name": SERVICE_NAME}))
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES come last: they win.
+        resource = Resource.create({"service.name": SERVICE_NAME}).merge(OTELResourceDetector().detect())
+        self._provider = TracerProvider(resource=resource)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(timeout=EXPORT_SECONDS)))
         self._tracer = self._provider.get_tracer(SERVICE_NAME)
         self._propagator = TraceContextTextMapPropagator()

@@ -21,6 +21,7 @@ from phoenix_ranker_client import (
     Candidate,
     ContextUnknown,
     Event,
+    NoCorpus,
     RankerClient,
     Ranking,
     RankingRequest,
@@ -28,7 +29,7 @@ from phoenix_ranker_client import (
 )
 
 from loadtest.machine import ROOT
-from loadtest.server import example
+from loadtest.server import example, serving, stop
 from tests.app.api.live import Live
 
 pytestmark = pytest.mark.slow
@@ -98,6 +99,18 @@ def test_explain_retrieve_and_recommend_are_what_the_service_says(ranker: Ranker
     reply = client.post("/recommend", json=VIEWER | {"k": 30, "exclude": ["3"], "top_k": 5}).json()
     assert [asdict(row) for row in best.candidates] == reply["candidates"]
     assert (best.models, best.actions) == (reply["models"], reply["actions"])
+
+
+def test_without_a_corpus_nothing_is_tried_again() -> None:
+    with serving(threads=1) as server, RankerClient(server.url) as ranker:
+        for ask in (ranker.retrieve, ranker.recommend):
+            with pytest.raises(
+                NoCorpus, match=r"no_corpus \(404\): This process serves no corpus: set retrieval.checkpoint"
+            ):
+                ask(USER, HISTORY, timeout_seconds=30)
+        stop(server)
+        asked = [line["route"] for line in server.log_lines if line.get("event") == "request"]
+        assert asked == ["/retrieve", "/recommend"]
 
 
 def test_a_handle_stands_for_the_history_and_the_whole_is_sent_where_it_is_unknown(

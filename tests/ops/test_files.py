@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -49,6 +50,35 @@ def test_kubernetes_takes_every_object() -> None:
         kubernetes_validate.validate(each, "1.31", strict=True)
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(objects[0] | {"spec": {"replica": 2}}, "1.31", strict=True)
+
+
+def test_a_pods_kernels_are_in_a_directory_of_its_own(tmp_path: Path) -> None:
+    deployment = next(yaml.safe_load_all((DOCKER / "kubernetes/ranker.yaml").read_text()))
+    pod = deployment["spec"]["template"]["spec"]
+    (first,), (ranker,) = pod["initContainers"], pod["containers"]
+    mount = next(each for each in ranker["volumeMounts"] if each["name"] == "kernels")
+    whole = next(each for each in first["volumeMounts"] if each["name"] == "kernels")
+    assert "subPath" not in whole
+    assert mount["subPath"], "an emptyDir itself has mode 0777"
+    assert (first["image"], first["securityContext"]) == (ranker["image"], ranker["securityContext"])
+    words = [word.replace(whole["mountPath"], str(tmp_path)) for word in first["command"]]
+    tmp_path.chmod(0o2777)  # as kubelet makes it for a pod with an fsGroup
+    for _ in range(2):  # kubelet may run it again
+        subprocess.run(words, check=True, umask=0)
+    assert (tmp_path / mount["subPath"]).stat().st_mode & 0o777 == 0o700
+
+
+def test_every_way_to_deploy_keeps_kernels_in_a_private_home() -> None:
+    image = (ROOT / "Dockerfile").read_text()
+    volume = re.findall(r"^VOLUME (\S+)$", image, re.MULTILINE)
+    assert f"install -d -m 0700 -o ranker -g ranker {volume[0]}\n" in image
+    deployment = next(yaml.safe_load_all((DOCKER / "kubernetes/ranker.yaml").read_text()))
+    mounts = deployment["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]
+    assert [each["mountPath"] for each in mounts if each["name"] == "kernels"] == volume
+    compose = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    assert f"kernels:{volume[0]}" in compose["services"]["ranker-cpu"]["volumes"], (
+        "a named volume starts as the image's"
+    )
 
 
 def test_compose_takes_its_file() -> None:

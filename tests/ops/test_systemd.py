@@ -18,6 +18,8 @@ def test_the_unit_file_stops_the_main_process_and_waits() -> None:
     assert service["KillMode"] == "mixed"
     assert float(service["TimeoutStopSec"]) > drain.delay_seconds + drain.timeout_seconds + 10
     assert service["RestartPreventExitStatus"] == str(EXIT_USAGE)
+    home = service["Environment"].removeprefix("HOME=")
+    assert (home, service["CacheDirectoryMode"]) == (f"/var/cache/{service['CacheDirectory']}", "0700")
     program, command = service["ExecStart"].split()
     assert command == "serve"
     assert Path(program).name in tomllib.loads(Path("pyproject.toml").read_text())["project"]["scripts"]

@@ -113,6 +113,21 @@ def test_arrays_with_gaps_and_in_another_order_are_read_back(tmp_path: Path) -> 
     assert bits(back.probabilities) == bits(row.probabilities)
 
 
+@pytest.mark.parametrize("first", [0, 3])
+def test_content_codes_may_be_there_or_not(tmp_path: Path, first: int) -> None:
+    """A request whose posts have no codes is read with a width of 0, beside others of the same model."""
+    rows = []
+    for number, levels in enumerate((first, 0, 3, 3, 0), 1):
+        row = ranking(number, candidates=4, history=3)
+        row.context.codes = np.arange(3 * levels).reshape(3, levels)
+        row.candidates.codes = np.arange(4 * levels).reshape(4, levels) + 7
+        rows.append(row)
+    write(tmp_path / "part.parquet", rows)
+    for row, back in zip(rows, read_part(tmp_path / "part.parquet"), strict=True):
+        assert bits(back.context.codes) == bits(row.context.codes)
+        assert bits(back.candidates.codes) == bits(row.candidates.codes)
+
+
 def test_rows_that_cannot_be_encoded_leave_the_part_as_it_was(tmp_path: Path) -> None:
     bad, good = ranking(1), ranking(2)
     bad.context = good.context
@@ -144,8 +159,10 @@ def test_every_array_of_the_inputs_has_a_column() -> None:
     def names(column: str) -> list[str]:
         return [child.name for child in schema().field(column).type]
 
-    assert names("history") == ["post_ids", "author_ids", "actions", "surfaces", "dwell_seconds"]
-    assert names("candidates") == ["post_ids", "author_ids", "surfaces", "age_buckets"]
+    row = ranking(1)
+    for column, inputs in (("history", row.context), ("candidates", row.candidates)):
+        arrays = [field.name for field in fields(inputs) if isinstance(getattr(inputs, field.name), np.ndarray)]
+        assert names(column) == arrays
     assert schema().names == [*COLUMNS]
 
 

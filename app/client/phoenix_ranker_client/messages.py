@@ -278,6 +278,10 @@ class ContextUnknown(RequestRefused):
     """The service does not know the handle, or no longer does, and the call had no history to send in its place."""
 
 
+class NoCorpus(RequestRefused):
+    """This service only ranks: it has no corpus to retrieve from, and asking again does not change that."""
+
+
 class Unavailable(RankerError):
     """No room, not ready, draining, engine down, or no connection. Raised after the last retry."""
 
@@ -305,6 +309,7 @@ def error_from(
     """
     body = body if isinstance(body, dict) else {}
     kinds: dict[int, type[RankerError]] = {429: Unavailable, 502: Unavailable, 503: Unavailable}
+    kinds[404] = NoCorpus if body.get("code") == "no_corpus" else RequestRefused
     kinds[412] = ContextUnknown if body.get("code") == "context_unknown" else RequestRefused
     kinds[504] = DeadlineExceeded if "code" in body else Unavailable
     kind = kinds.get(status, RequestRefused if 400 <= status < 500 else ServerFault)

@@ -12,8 +12,9 @@ import pytest
 
 
 @contextmanager
-def collecting() -> Iterator[dict[str, Any]]:
-    """The collector that OpenTelemetry's variables name within the block; yields the spans that it has got, by their names."""
+def collecting(services: set[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The collector that OpenTelemetry's variables name within the block; yields the spans that it has got, by their names. The names of
+    the services that sent them are added to `services`."""
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     spans: dict[str, Any] = {}
@@ -21,6 +22,9 @@ def collecting() -> Iterator[dict[str, Any]]:
     class Collector(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             sent = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
+            if services is not None:
+                attributes = (each for sender in sent.resource_spans for each in sender.resource.attributes)
+                services.update(each.value.string_value for each in attributes if each.key == "service.name")
             scopes = (scope for resource in sent.resource_spans for scope in resource.scope_spans)
             spans.update({span.name: span for scope in scopes for span in scope.spans})
             self.send_response(200)

@@ -277,6 +277,7 @@ def test_a_path_is_what_a_proxy_takes_it_for(live: Live, method: str, path: str,
         assert problem.get("error") == (problem["detail"] if path.startswith("/v2") else None)
 
 
+@pytest.mark.one_process("it is about the series of the HTTP side")
 def test_paths_make_no_series(running: Running) -> None:
     client, ranker = running
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app.settings import Tracing
+from app.settings import SettingsProblem, Tracing
 from app.telemetry.exchange import Exchange
 from app.telemetry.tracing import create_tracer
 from tests.app.api.collector import collecting
@@ -21,9 +21,9 @@ pytest.importorskip("opentelemetry.sdk.trace", reason="the tracing extra is not 
 PARENT = {b"traceparent": b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 
 
-def traced(headers: dict[bytes, bytes]) -> tuple[str, dict[str, Any]]:
-    """The trace id and the spans of a request with these headers."""
-    with collecting() as spans:
+def traced(headers: dict[bytes, bytes], services: set[str] | None = None) -> tuple[str, dict[str, Any]]:
+    """The trace id and the spans of a request with these headers. `services`: as in `collecting`."""
+    with collecting(services) as spans:
         tracer = create_tracer(Tracing(enabled=True))
         assert tracer is not None
         stages = {"parse": 0.001, "queue": 0.002, "forward": 0.003, "serialize": 0.001}
@@ -57,6 +57,36 @@ def test_a_collector_that_is_silent_does_not_hold_up_the_end(monkeypatch: pytest
         started = time.monotonic()
         tracer.close()
         assert time.monotonic() - started < 8  # OpenTelemetry's own patience is 10 s
+
+
+@pytest.mark.parametrize(
+    ("variables", "service"),
+    [
+        ({}, "phoenix-ranking-server"),
+        ({"OTEL_SERVICE_NAME": "feed"}, "feed"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=feed,team=a"}, "feed"),
+    ],
+)
+def test_the_name_of_the_service_is_opentelemetrys(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], service: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    services: set[str] = set()
+    traced({}, services)
+    assert services == {service}
+
+
+@pytest.mark.parametrize("value", ["true", "TRUE "])
+def test_a_disabled_sdk_makes_no_tracer(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("OTEL_SDK_DISABLED", value)
+    assert create_tracer(Tracing(enabled=True)) is None
+
+
+def test_a_variable_that_cannot_be_used_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "0")
+    with pytest.raises(SettingsProblem, match="OTEL_"):
+        create_tracer(Tracing(enabled=True))
 
 
 def test_off_costs_nothing() -> None:

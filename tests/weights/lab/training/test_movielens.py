@@ -18,6 +18,7 @@ pytest.importorskip("pyarrow")
 from loadtest.server import serving
 from tests.weights.call import call
 from weights.checkpoint import load_manifest
+from weights.lab.evaluate.baselines import BASELINES
 from weights.lab.training.log import read_log
 
 ROOT = Path(__file__).parents[4]
@@ -111,9 +112,7 @@ def test_the_table_compares_with_baselines_on_all_and_on_rated_films(made: Path)
         "ranker",
         "ranker, favorite ÷ click",
         "ranker, less the user's level",
-        "popularity",
-        "factorisation",
-        "boosted trees",
+        *BASELINES,
     ]
     assert all(len(row) == 8 and 0 < float(cell) < 1 for row in rows[2:] for cell in row[1:])
 
