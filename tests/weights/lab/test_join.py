@@ -300,3 +300,30 @@ def test_a_killed_join_leaves_nothing_half(served: Path) -> None:
         subprocess.run(command, check=True, capture_output=True)
     assert len(np.unique(read_log(out).request_id)) == RANKINGS + 800
     assert not [*served.parent.glob(".log.*")], "what killed runs left is gone"
+
+
+def test_content_codes_reach_training_as_they_were_read(tmp_path: Path) -> None:
+    rows = [ranking(number, T0 + number) for number in range(3)]
+    for row in rows:
+        random = np.random.default_rng(row.served_us % 100)
+        row.candidates.codes = random.integers(0, 9, (4, 2))
+        row.context.codes = random.integers(0, 9, (3, 2))
+    write_part(tmp_path / "served", "a", rows)
+    log, _ = joined(tmp_path / "served", [event(1, 0, "favorite")])
+    config = replace(
+        small_config(),
+        actions=len(ACTIONS),
+        product_surfaces=16,
+        code_levels=2,
+        code_values=9,
+        post_age_granularity_minutes=60,
+    )
+    examples = Examples(log, config)
+    for index, row in enumerate(rows):
+        assert np.array_equal(examples.context(index).codes, row.context.codes)
+        assert np.array_equal(examples.candidates(examples.rows(index)).codes, row.candidates.codes)
+    mapped = read_log(tmp_path / "log", cache=tmp_path / "cache")
+    assert np.array_equal(mapped.codes, log.codes)
+    assert mapped.contexts is not None
+    assert log.contexts is not None
+    assert np.array_equal(mapped.contexts.codes, log.contexts.codes)
