@@ -30,7 +30,6 @@ OF_WEIGHTS = {
     "posts": "Write the posts of a log, for `corpus build`.",
     "join": "Join what was served with what people did, to a log to train on.",
     "score": "Score every impression of a log as /rank would have.",
-    "join": "Join what was served with what people did, into a log to train on.",
     "example": "Write the example request and the names that the page of a running server shows.",
     "world": "Draw a synthetic log of impressions whose best ranking is known.",
     "compare": "Compare two checkpoints on the requests of a log.",
