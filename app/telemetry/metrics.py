@@ -42,7 +42,7 @@ CHECK_TEXT = (
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a `_created` beside every series, which no dashboard reads
 # Values stay in memory even if PROMETHEUS_MULTIPROC_DIR is set: the engine process adds up what all processes count.
-prometheus_client.values.ValueClass = prometheus_client.values.MutexValue  # type: ignore[misc]
+prometheus_client.values.ValueClass = prometheus_client.values.MutexValue
 
 
 class BatchReport(msgspec.Struct, frozen=True):
