@@ -124,7 +124,8 @@ def engines(ranker: Ranker, options: EngineOptions) -> Callable[[int], Engine]:
 
 
 def _picked(pool: Candidates, places: np.ndarray[Any, np.dtype[np.int64]]) -> Candidates:
-    return Candidates(pool.post_ids[places], pool.author_ids[places], pool.surfaces[places], pool.age_buckets[places])
+    columns = pool.post_ids[places], pool.author_ids[places], pool.surfaces[places], pool.age_buckets[places]
+    return Candidates(*columns, codes=pool.codes[places])
 
 
 def measure(

@@ -91,6 +91,8 @@ def test_a_request_by_handle_is_answered_as_the_whole_is(client: httpx.Client, p
 def test_a_batch_takes_whole_requests_and_handles(client: httpx.Client) -> None:
     bodies = [{**REST, "context": handle_of(client)}, EXAMPLE, {**REST, "context": UNKNOWN}]
     named, whole, unknown = said(client.post("/rank/batch", json={"requests": bodies}))["results"]
+    names = [ranking.pop("request_id") for ranking in (named, whole)]
+    assert names[0] != names[1]
     assert named == whole
     assert unknown["error"]["code"] == "context_unknown"
 

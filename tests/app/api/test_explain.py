@@ -139,6 +139,7 @@ def test_attention_adds_up_to_one_and_is_the_candidates_own(client: CheckedClien
     )
 
 
+@pytest.mark.one_process("its service is one process")
 def test_contexts_of_explanations_are_not_cached(client: CheckedClient) -> None:
     """The control is /rank, whose context is."""
     body = asked(client, history=7)
