@@ -410,6 +410,37 @@ def calibrate_(
     say(f"{checkpoint} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
 
 
+@app.command("off-policy")
+def off_policy_(
+    checkpoint: Annotated[Path, typer.Option(help="The checkpoint whose order is to be judged.")],
+    log: LogFile,
+    temperature: Annotated[
+        float,
+        typer.Option(min=1e-9, max=1e9, help="Temperature with which it would explore, as in a request's `explore`."),
+    ],
+    places: Annotated[int, typer.Option(min=1, max=100, help="Count the rewards of this many first places.")] = 1,
+    since: Annotated[
+        str, typer.Option(help="Only rankings from then on: a day or Unix seconds. Default: where training ended.")
+    ] = "",
+    cache: Cache = None,
+) -> None:
+    """Estimate what a checkpoint would have earned, had it chosen the order of a log that was served with exploration."""
+    with refusals(*REFUSED):
+        import numpy as np
+
+        from weights.lab.evaluate.off_policy import off_policy, rankings_of
+        from weights.lab.training.log import aligned
+
+        loaded = load_checkpoint(checkpoint)
+        manifest = loaded.manifest
+        impressions = aligned(_read(log, manifest.ids, manifest.config.product_surfaces, cache), manifest.action_names)
+        weights = np.array([manifest.score_weights.get(name, 0.0) for name in manifest.action_names])
+        rankings = rankings_of(loaded.ranker, impressions, _since(since, manifest), weights, manifest.corrections)
+        estimates = off_policy(rankings, temperature, places)
+    for line in estimates.lines():
+        say(line)
+
+
 @app.command("eval")
 def eval_(
     checkpoint: Annotated[Path, typer.Option(help="Checkpoint directory.")],

@@ -1,0 +1,141 @@
+"""What a log says of another ranker: exact on a small case, covering the truth in a world of known rewards, refused without exploration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sklearn")
+
+from model.exploration import draw_order, gumbel_noise
+from tests.weights.call import call
+from tests.weights.lab.training.small_run import small_config
+from weights.actions import DWELL_TIME
+from weights.checkpoint import save_checkpoint
+from weights.lab.evaluate.off_policy import Estimates, Rankings, off_policy
+from weights.lab.training.log import write_log
+from weights.lab.world.simulate import World
+from weights.synthetic.random_weights import random_ranker
+from weights.tables import LogError
+
+POSTS, USERS, PER_USER = 5, 100, 3
+TEMPERATURE = 0.7
+
+
+class Market:
+    """Users whose chances to like each post are known, a ranker that logged, and another one that is to be judged."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.rankings = USERS * PER_USER
+        self.user = np.repeat(np.arange(USERS), PER_USER)
+        taste = rng.normal(size=(USERS, POSTS))
+        self.chance = 1 / (1 + np.exp(1.5 - taste - 0.5 * rng.normal(size=(USERS, POSTS))))[self.user]
+        self.logging = rng.normal(size=(self.rankings, POSTS))
+        self.other = self.logging * 0.6 + taste[self.user] + 0.3 * rng.normal(size=(self.rankings, POSTS))
+        self.predicted = np.clip(self.chance + 0.1 * rng.normal(size=self.chance.shape), 0, 1)
+        self.rng = rng
+
+    def truth(self, places: int) -> float:
+        """The expected reward of the other ranker's first places, exactly for one, over many drawn orders for more."""
+        if places == 1:
+            shares = np.exp(self.other / TEMPERATURE)
+            return float((shares / shares.sum(1, keepdims=True) * self.chance).sum(1).mean())
+        noise = np.random.default_rng(7).gumbel(size=(200, self.rankings, POSTS))
+        order = np.argsort(-(self.other / TEMPERATURE + noise), 2)[:, :, :places]
+        return float(np.take_along_axis(self.chance[None].repeat(200, 0), order, 2).sum(2).mean())
+
+    def logged(self) -> Rankings:
+        ids = np.arange(1, POSTS + 1, dtype=np.uint64)
+        columns: dict[str, list[np.ndarray]] = {name: [] for name in Rankings.__dataclass_fields__}
+        for ranking in range(self.rankings):
+            noise = gumbel_noise(f"{self.rng.integers(2**60)}", ids)
+            order, propensity = draw_order(self.logging[ranking], TEMPERATURE, noise)
+            position = np.empty(POSTS, np.int64)
+            position[order] = np.arange(1, POSTS + 1)
+            reward = (self.rng.random(POSTS) < self.chance[ranking]).astype(float)
+            row = {
+                "request": np.full(POSTS, ranking), "user": np.full(POSTS, self.user[ranking]), "position": position,
+                "propensity": propensity, "reward": reward, "score": self.other[ranking],
+                "predicted": self.predicted[ranking],
+            }  # fmt: skip
+            for name, values in row.items():
+                columns[name].append(values)
+        return Rankings(**{name: np.concatenate(parts) for name, parts in columns.items()})
+
+
+@pytest.mark.parametrize("places", [1, 2])
+def test_the_intervals_cover_the_truth_in_most_logs(places: int) -> None:
+    covered = dict.fromkeys(("ips", "snips", "doubly_robust"), 0)
+    naive = 0
+    for seed in range(100):
+        market = Market(seed)
+        estimates = off_policy(market.logged(), TEMPERATURE, places)
+        truth = market.truth(places)
+        for name in covered:
+            figure = getattr(estimates, name)
+            covered[name] += figure.low <= truth <= figure.high
+        naive += estimates.logged.low <= truth <= estimates.logged.high
+    assert min(covered.values()) >= 90, covered
+    assert naive < 50, "what the log earned is no estimate of what the other ranker earns"
+
+
+def test_the_same_ranker_earns_what_was_logged() -> None:
+    market = Market(3)
+    market.other = market.logging
+    estimates: Estimates = off_policy(market.logged(), TEMPERATURE)
+    assert estimates.ips.value == pytest.approx(estimates.logged.value)
+    assert estimates.snips.value == pytest.approx(estimates.logged.value)
+    assert estimates.effective_rankings == pytest.approx(estimates.rankings)
+
+
+def test_a_log_without_exploration_is_refused() -> None:
+    rankings = Market(1).logged()
+    without = Rankings(
+        **{name: getattr(rankings, name) for name in Rankings.__dataclass_fields__ if name != "propensity"},
+        propensity=np.zeros(len(rankings.request)),
+    )
+    with pytest.raises(LogError, match="served without exploration"):
+        off_policy(without, TEMPERATURE)
+
+
+def test_a_log_that_lacks_ranked_posts_is_refused() -> None:
+    rankings = Market(1).logged()
+    kept = rankings.position < POSTS
+    partial = Rankings(**{name: getattr(rankings, name)[kept] for name in Rankings.__dataclass_fields__})
+    with pytest.raises(LogError, match="lack posts that were ranked"):
+        off_policy(partial, TEMPERATURE)
+
+
+def test_the_command_estimates_and_refuses(world: World, tmp_path: Path) -> None:
+    log = world.log
+    rows = slice(0, int(np.searchsorted(log.request_id, log.request_id[0] + 40)))
+    part = log.take(rows)
+    starts = np.flatnonzero(np.append(True, np.diff(part.request_id.astype(np.int64)) != 0))
+    sizes = np.diff(np.append(starts, len(part)))
+    position = np.concatenate([np.arange(1, size + 1) for size in sizes])
+    propensity = np.concatenate([1 / np.arange(size, 0, -1) for size in sizes])  # every order was as likely as any
+    save_checkpoint(
+        tmp_path / "ranker", random_ranker(small_config(), 1), name="random", action_names=log.action_names,
+        continuous=(DWELL_TIME,), score_weights={"favorite": 1.0},
+    )  # fmt: skip
+    write_log(tmp_path / "explored.parquet", replace(part, position=position, propensity=propensity))
+    write_log(tmp_path / "sorted.parquet", part)
+    options = (
+        "off-policy",
+        "--checkpoint",
+        tmp_path / "ranker",
+        "--temperature",
+        "0.5",
+        "--since",
+        "2001-01-01",
+        "--log",
+    )
+    estimated = call(*options, tmp_path / "explored.parquet")
+    assert estimated.exit_code == 0, estimated.output
+    assert "doubly robust" in estimated.stdout
+    refused = call(*options, tmp_path / "sorted.parquet")
+    assert (refused.exit_code, "served without exploration" in refused.stderr) == (1, True)
