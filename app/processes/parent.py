@@ -42,6 +42,9 @@ PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.5, 10.0  # doubled each time, up to the se
 LAST_SECONDS = 10.0  # how much longer than its drain a process may take to end
 STOPPED_STATE = "T"  # of a process after SIGSTOP; under a debugger it has another letter
 
+ORDERLY = {0, -signal.SIGTERM, -signal.SIGINT}
+"""Exit codes of processes at the end. A signal ends a process by itself only before it serves, or after its last request."""
+
 log = structlog.get_logger("app.processes.parent")
 
 
@@ -233,7 +236,10 @@ class Parent:
         codes = [worker.wait(until) for worker in self.workers]
         self.engine.send(signal.SIGTERM)
         codes.append(self.engine.wait(until + LAST_SECONDS))
-        return EXIT_FAILED if any(codes) else 0
+        if {*codes} <= ORDERLY:
+            return 0
+        log.error("processes_ended_with", exit_codes=codes)
+        return EXIT_FAILED
 
     def _end_at_once(self, number: int, frame: object) -> None:
         if time.monotonic() < self._at_once_from:

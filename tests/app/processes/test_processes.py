@@ -272,7 +272,7 @@ def test_sigterm_to_every_process_loses_nothing_and_ends_with_0(several: Server)
         assert not is_listening(several), "nobody accepts, so nobody may hold the listener"
         slow.sendall(body[100:])
         assert slow.recv(15) == b"HTTP/1.1 200 OK"
-        assert several.wait() == 0
+        assert several.wait() == 0, several.log_text[-6000:]
     assert replies.statuses <= {200, 503}
     assert replies.broken - replies.refused <= 4, "the kernel's resets of connections that no process had accepted"
 
