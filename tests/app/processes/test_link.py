@@ -51,10 +51,11 @@ async def linked(path: Path, take: Callable[[Link, Any], None] = lambda link, me
 
 @asynccontextmanager
 async def worker(path: Path, **groups: Any) -> AsyncIterator[RemoteRanker]:
-    """A worker's ranker, once it knows the state of its engine process."""
+    """A worker's ranker, once it knows that its engine process is ready."""
     ranker = RemoteRanker(Settings(**groups), str(path / "engine"), Metrics())
     ranker.start()
     await ranker.linked.wait()
+    await rankers.until(lambda: ranker.health().ready)
     try:
         yield ranker
     finally:
