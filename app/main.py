@@ -22,7 +22,7 @@ from app.api import admin, explain, infer, operations, rank, retrieve
 from app.api.caller import Bodies, KeyRing
 from app.api.middleware import HostMiddleware, RequestMiddleware
 from app.api.pages import pages
-from app.columns import Vocabularies
+from app.features import Vocabularies
 from app.interface import Ranker, ReloadableRanker
 from app.served.log import create_served_log
 from app.settings import ADMIN_HOST, Settings, SettingsProblem, load_settings, problem_of
