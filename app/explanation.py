@@ -10,9 +10,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from app import columns, replies
-from app.columns import Vocabulary, Wishes
+from app import features, replies
 from app.errors import ContextUnknown, InvalidRequest
+from app.features import Vocabulary, Wishes
 from app.interface import Ranked
 from app.schema import ExplainRequest
 from model.config import ModelConfig
@@ -51,23 +51,23 @@ class Question:
         """Check a request; `known`: the context that its handle names. Raises InvalidRequest, and ContextUnknown where the context lacks
         what is needed: an older event that would move into sight, or the texts of ids."""
         if known is None:
-            history = columns.context_of(asked, vocabulary, replace(config, history_length=config.history_length + 1))
+            history = features.context_of(asked, vocabulary, replace(config, history_length=config.history_length + 1))
         elif known.dropped or vocabulary.ids == "text":
             raise ContextUnknown
         else:
             history = known
-        candidates = columns.candidates_of(asked, vocabulary, config)
+        candidates = features.candidates_of(asked, vocabulary, config)
         events = min(len(history), config.history_length, MAX_EXPLAINED_EVENTS)
-        sent = history.post_ids.tolist() if known is not None else columns.sent_history_ids(asked)
+        sent = history.post_ids.tolist() if known is not None else features.sent_history_ids(asked)
         return cls(
             history=history,
             window=config.history_length,
             events=events,
             candidates=candidates,
             explained=_places(asked, candidates, vocabulary),
-            post_ids=columns.sent_ids(asked),
+            post_ids=features.sent_ids(asked),
             event_ids=[*map(str, sent[len(sent) - events :])],
-            wishes=columns.wishes_of(asked, vocabulary),
+            wishes=features.wishes_of(asked, vocabulary),
         )
 
     @property
@@ -100,7 +100,7 @@ class Question:
 def _places(asked: ExplainRequest, candidates: Candidates, vocabulary: Vocabulary) -> NDArray[np.int64]:
     """For each post id to explain, the place of the first candidate that has it, int64 `[n]`. Raises InvalidRequest."""
     first = {post: place for place, post in reversed([*enumerate(candidates.post_ids.tolist())])}
-    wanted = columns.ids_of(asked.explain, vocabulary.ids, "explain").tolist()
+    wanted = features.ids_of(asked.explain, vocabulary.ids, "explain").tolist()
     for number, post in enumerate(wanted):
         if post not in first:
             raise InvalidRequest(f"explain[{number}]", "must be the post_id of a candidate")

@@ -15,14 +15,14 @@ import structlog
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
-from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
 
 from app import schema
 from app.api import admin, explain, infer, operations, rank, retrieve
 from app.api.caller import Bodies, KeyRing
-from app.api.middleware import HostMiddleware, RequestMiddleware, on_http_exception
+from app.api.middleware import HostMiddleware, RequestMiddleware
 from app.api.pages import pages
-from app.columns import Vocabularies
+from app.features import Vocabularies
 from app.interface import Ranker, ReloadableRanker
 from app.served.log import create_served_log
 from app.settings import ADMIN_HOST, Settings, SettingsProblem, load_settings, problem_of
@@ -36,6 +36,26 @@ DESCRIPTION = (
     "Ranks the posts of a feed for one user with a Grok transformer. Each candidate is scored as if it were alone: with the same "
     "checkpoint its scores have the same bits, whatever else is in the request."
 )
+
+
+class Application(FastAPI):
+    """FastAPI, but a request meets the middlewares that were added and then its route, and nothing else.
+
+    The layers that FastAPI puts around them are for error pages, uploaded files and its own telemetry. `RequestMiddleware` answers every
+    exception instead, so handlers of exceptions cannot be added.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.exception_handlers = MappingProxyType({})  # type: ignore[assignment]
+        self.dependency_overrides = MappingProxyType({})  # type: ignore[assignment]  # `Route` would ignore them
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """Return the middlewares around the routes, the one that was added last outermost."""
+        app: ASGIApp = self.router
+        for kind, arguments, options in reversed(self.user_middleware):
+            app = kind(app, *arguments, **options)
+        return app
 
 
 def operation_id(route: APIRoute) -> str:
@@ -112,17 +132,15 @@ def create_admin_app(settings: Settings, ranker: ReloadableRanker) -> FastAPI:
 def _application(
     settings: Settings, ranker: Ranker, hosts: list[str], *, tracer: Any = None, **options: Any
 ) -> FastAPI:
-    app = FastAPI(
+    app = Application(
         title="Phoenix ranking server",
         version=version(operations.DISTRIBUTION),
         description=DESCRIPTION,
         openapi_url=None,  # with /docs in `pages`: FastAPI's page loads scripts from elsewhere
         telemetry={"tracing": False, "metrics": False, "logs": False},  # ours is asked for by TRACING__ENABLED
         redirect_slashes=False,  # a redirect would repeat the Host header, which anyone may forge
-        exception_handlers={HTTPException: on_http_exception},
         **options,
     )
-    app.dependency_overrides = MappingProxyType({})  # type: ignore[assignment]  # `Route` would ignore them: it takes none
     state = app.state
     state.ranker, state.settings = ranker, settings
     state.keys, state.bodies = (

@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from app.columns import Vocabulary, Wishes
+from app.features import Vocabulary, Wishes
 from app.interface import Ranked, ServedModel
 from app.telemetry.exchange import Exchange
 from model.exploration import draw_order, gumbel_noise

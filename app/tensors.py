@@ -21,8 +21,8 @@ from msgspec.json import Decoder
 from numpy.typing import NDArray
 
 from app import schema
-from app.columns import NO_MASK, NO_SURFACE, Vocabulary, Wishes, bits_of, columns_of, ids_of, warnings_of
 from app.errors import InvalidRequest
+from app.features import NO_MASK, NO_SURFACE, Vocabulary, Wishes, bits_of, columns_of, ids_of, warnings_of
 from app.interface import Ranked
 from app.replies import Placement, names_of, rows_of
 from app.schema import NO_USER, TWO_USERS, InferParameters, InferRequest, InputTensor, WantedOutput

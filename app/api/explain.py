@@ -23,9 +23,9 @@ from app.api.caller import Caller, CallerInfo, cancelled_with
 from app.api.rank import JSON, admitted, note
 from app.api.route import Route
 from app.api.window import Window
-from app.columns import Vocabulary
 from app.errors import DeadlineExceeded, Overloaded, TooLarge
 from app.explanation import MAX_EXPLAINED, Question, render
+from app.features import Vocabulary
 from app.interface import Job, Ranked, Ranker, ServedModel
 from app.schema import PROBLEMS, ExplainReply, ExplainRequest
 from model.inputs import Candidates, Context, Scores

@@ -16,8 +16,8 @@ from app.api.caller import CallerInfo, TensorCaller, cancelled_with
 from app.api.operations import DISTRIBUTION, NOT_NOW, Described, answers, check_ready, json_reply
 from app.api.rank import JSON, CheckedRequest, admitted, note, timings_of
 from app.api.route import Route
-from app.columns import Vocabulary
 from app.errors import InvalidRequest, ModelNotFound
+from app.features import Vocabulary
 from app.interface import Ranker, ServedModel
 from app.schema import PROBLEMS, InferReply, InferRequest
 from app.tensors import LENGTH_HEADER

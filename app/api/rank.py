@@ -18,12 +18,12 @@ from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app import columns, replies, schema
+from app import features, replies, schema
 from app.api.caller import Caller, CallerInfo, cancelled_with
 from app.api.route import Route
 from app.api.window import Window
-from app.columns import Vocabulary, Wishes
 from app.errors import MalformedJson, Overloaded, ServiceError, TooLarge, told
+from app.features import Vocabulary, Wishes
 from app.interface import Job, Ranked, Ranker, ServedModel
 from app.schema import PROBLEMS, BatchReply, BatchRequest, ContextReply, ContextRequest, RankReply, RankRequest
 from app.shares import Shares
@@ -103,7 +103,7 @@ async def context(request: Request, caller: Caller) -> Response:
     exchange.history = schema.count_of(asked.history)
     with admitted(state, caller, model, candidates=0, history=exchange.history) as job:
         with exchange.measured("parse"):
-            viewer = columns.context_of(asked, vocabulary, model.manifest.config)
+            viewer = features.context_of(asked, vocabulary, model.manifest.config)
             request_id = None if asked.request_id is UNSET else asked.request_id
             note(state, exchange, viewer, request_id)
         del asked  # as in `_rank`
@@ -160,15 +160,15 @@ def _check(state: State, exchange: Exchange, model: ServedModel, asked: RankRequ
     with exchange.measured("parse"):
         vocabulary, config = state.vocabularies.of(model.manifest), model.manifest.config
         named = None if asked.context is UNSET else asked.context
-        viewer = named or columns.context_of(asked, vocabulary, config)
-        candidates = columns.candidates_of(asked, vocabulary, config)
-        wishes = columns.wishes_of(asked, vocabulary)
+        viewer = named or features.context_of(asked, vocabulary, config)
+        candidates = features.candidates_of(asked, vocabulary, config)
+        wishes = features.wishes_of(asked, vocabulary)
         note(state, exchange, viewer, wishes.request_id)
         if wishes.warnings:
             state.vocabularies.log_once(vocabulary, wishes.warnings)
         wishes.name = wishes.request_id or exchange.request_id
-        created_at = None if state.served is None else columns.created_at_of(asked)
-        sent = columns.sent_ids(asked)
+        created_at = None if state.served is None else features.created_at_of(asked)
+        sent = features.sent_ids(asked)
         return CheckedRequest(model, vocabulary, viewer, candidates, sent, wishes, asked.impression_ts, created_at)
 
 

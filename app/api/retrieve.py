@@ -15,11 +15,10 @@ from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app import columns, replies, schema
+from app import features, replies, schema
 from app.api.caller import Caller, CallerInfo, cancelled_with
 from app.api.rank import JSON, CheckedRequest, admitted, note
 from app.api.route import Route
-from app.columns import Vocabulary, Wishes
 from app.errors import (
     CorpusBehind,
     CorpusNotLoaded,
@@ -30,6 +29,7 @@ from app.errors import (
     NotReady,
     TooLarge,
 )
+from app.features import Vocabulary, Wishes
 from app.interface import Corpus, Found, Job, Ranked, Ranker, ServedCorpus, ServedModel
 from app.replies import Placement
 from app.schema import DEFAULT_K, PROBLEMS, RecommendReply, RecommendRequest, RetrieveReply, RetrieveRequest
@@ -141,8 +141,8 @@ def _recommendation(
     query = _query(asked, _at_least(caller), state.vocabularies.of(theirs), theirs.config, state.settings.limits)
     context: Context | str = query.handle
     if not query.handle:
-        context = query.context if _read_alike(ours, theirs) else columns.context_of(asked, vocabulary, ours.config)
-    wishes = columns.wishes_of(asked, vocabulary)
+        context = query.context if _read_alike(ours, theirs) else features.context_of(asked, vocabulary, ours.config)
+    wishes = features.wishes_of(asked, vocabulary)
     note(state, caller.exchange, context, wishes.request_id)
     wishes.name = wishes.request_id or caller.exchange.request_id
     if wishes.warnings:
@@ -207,11 +207,11 @@ def _k(asked: RetrieveRequest, limits: Limits) -> int:
 
 def _query(asked: RetrieveRequest, at_least: str, vocabulary: Vocabulary, config: ModelConfig, limits: Limits) -> Query:
     """What the search is asked. Raises InvalidRequest, also where nothing is known of the user: then every post would score 0; TooLarge."""
-    k, context = _k(asked, limits), columns.context_of(asked, vocabulary, config)
+    k, context = _k(asked, limits), features.context_of(asked, vocabulary, config)
     handle = "" if asked.context is UNSET else asked.context
     if not handle and not context.user_id and not context.post_ids.any():
         raise InvalidRequest("user_id", NOBODY)
-    excluded = columns.ids_of(asked.exclude, vocabulary.ids, "exclude")
+    excluded = features.ids_of(asked.exclude, vocabulary.ids, "exclude")
     if asked.exclude_history and not handle:
         excluded = np.concatenate((excluded, _history_ids(asked, context, vocabulary)))
     first, last = None, None
@@ -233,7 +233,7 @@ def _history_ids(asked: RetrieveRequest, context: Context, vocabulary: Vocabular
     """The posts of the whole history, those beyond the model's window included."""
     if not context.dropped:
         return context.post_ids
-    return columns.ids_of(columns.sent_history_ids(asked), vocabulary.ids, "history.post_id")
+    return features.ids_of(features.sent_history_ids(asked), vocabulary.ids, "history.post_id")
 
 
 def _at_least(caller: CallerInfo) -> str:

@@ -11,10 +11,10 @@ import structlog
 import xxhash
 from numpy.typing import NDArray
 
-from app.columns import Vocabulary, Wishes
+from app.features import Vocabulary, Wishes
 from app.interface import Ranked
 from app.replies import Placement
-from app.served.queue import Queue
+from app.served.buffer import Queue
 from app.settings import Served
 from app.telemetry.logs import of_exception
 from app.telemetry.metrics import Metrics

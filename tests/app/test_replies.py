@@ -12,8 +12,8 @@ import orjson
 import pytest
 from msgspec.json import Decoder
 
-from app import columns, replies, schema
-from app.columns import Vocabulary, Wishes
+from app import features, replies, schema
+from app.features import Vocabulary, Wishes
 from app.interface import Ranked
 from model.inputs import Candidates, Scores
 from model.ranking import combine
@@ -28,7 +28,7 @@ RANK = Decoder(schema.RankRequest)
 
 def wishes(words: Vocabulary = WORDS, **changes: Any) -> Wishes:
     body = good(**{"top_k": ..., "actions_wanted": ..., "request_id": ..., **changes})
-    return columns.wishes_of(schema.decode(RANK, json.dumps(body).encode()), words)
+    return features.wishes_of(schema.decode(RANK, json.dumps(body).encode()), words)
 
 
 def ids(count: int) -> list[int | str]:

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from msgspec.json import Decoder
 
 from app import schema, tensors
-from app.columns import Vocabulary, candidates_of, context_of, wishes_of
 from app.errors import InvalidRequest, MalformedJson, ServiceError, TooLarge
+from app.features import Vocabulary, candidates_of, context_of, wishes_of
 from app.tensors import Columns
 from loadtest.generate.tensors import Inference, inference_of, masked
 from tests.support import strategies
@@ -88,7 +88,7 @@ def test_masks_of_bits_are_dense_actions(binary: bool) -> None:
     assert (field, text.split(" ")[-2:]) == ("history.actions", ["3", "actions"])
 
 
-def test_columns_of_actions_are_those_that_are_named() -> None:
+def test_features_of_actions_are_those_that_are_named() -> None:
     history = [{"post_id": 1, "author_id": 1, "actions": {"report": 0.5}}, {"post_id": 2, "author_id": 2}]
     asked = inference_of(good(history=history), ACTIONS)
     few = asked.inputs | {"history.actions": np.array([[0, 0.5], [0, 0]], "f4"), "weights": np.array([2.0, -3.0])}

@@ -38,7 +38,7 @@ from weights.values import (
     time_problem,
 )
 
-log = structlog.get_logger("app.columns")
+log = structlog.get_logger("app.features")
 
 NO_ACTION = "must name an action of this checkpoint, or be the decimal string of its index"
 NAMED_TWICE = "names an action twice, by name or by index"

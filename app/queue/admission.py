@@ -30,8 +30,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from app.engine.batching import Full, Work, chunk_count, forwards_of
-from app.engine.forecast import Clock, ForwardTime, Offered, Patience, Running
+from app.queue.batching import Full, Work, chunk_count, forwards_of
+from app.queue.forecast import Clock, ForwardTime, Offered, Patience, Running
 from app.settings import Batching, Queue
 from app.shares import over_share
 
