@@ -29,7 +29,7 @@ $(VENV)/.serving: pyproject.toml docker/requirements.lock .ci/install | $(BIN)/p
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml docker/requirements.lock app/client/pyproject.toml .ci/install | $(BIN)/python
-	.ci/install $(VENV) dev,redis,tracing,fetch,served,train,load
+	.ci/install $(VENV) dev,redis,tracing,fetch,served,train,tensorboard,load
 	@touch $@ $(VENV)/.serving
 
 install: $(VENV)/.installed ## make the environment in .venv with everything that tests and measurements need
