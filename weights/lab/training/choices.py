@@ -43,6 +43,8 @@ PASSING_STRENGTH = 100_000.0  # where no post or author stays popular, learning 
 LEAST_COUNTS_SHARE = 0.05  # a smaller part of the labels is not worth the time
 COUNTED_IMPRESSIONS = 1_000_000  # more need no help of counts
 HIDDEN_USERS = 0.5
+HIDDEN_CODED_POSTS = 0.5
+"""Posts with content codes are hidden at least this often: a model that sees their ids learns the posts and not the codes."""
 LEARNABLE_POSITIVES = 100  # with fewer, expect no more than popularity
 LEARNABLE_USERS = 20
 LIKENESS = {
@@ -122,8 +124,8 @@ def plan(
     weights, scored = propose_score_weights(known)
     name, positives = main_action(known, weights)
     choices = (
-        split, *_too_little(known, name, positives), _hidden(new), _tables(known, new), _ages(known), *_codes(log), _dwell(known),
-        _learning(known, new), _schedule(known, name, positives), *_constant(known), scored,
+        split, *_too_little(known, name, positives), _hidden(new, has_codes=bool(log.codes.any())), _tables(known, new), _ages(known),
+        *_codes(log), _dwell(known), _learning(known, new), _schedule(known, name, positives), *_constant(known), scored,
     )  # fmt: skip
     values = {name: value for choice in choices for name, value in choice.values.items()} | dict(given or {})
     config = demo_config(len(log.action_names))
@@ -187,11 +189,13 @@ def new_shares(log: Log) -> dict[str, float]:
     return {kind: 1 - float(pc.mean(is_seen).as_py()) for kind, is_seen in seen.items()}
 
 
-def _hidden(new: Mapping[str, float]) -> Choice:
-    bounds = {"user": (HIDDEN_USERS, HIDDEN_USERS), "post": (0.02, 0.85), "author": (0.0, 0.5)}
+def _hidden(new: Mapping[str, float], *, has_codes: bool) -> Choice:
+    fewest_posts = HIDDEN_CODED_POSTS if has_codes else 0.02
+    bounds = {"user": (HIDDEN_USERS, HIDDEN_USERS), "post": (fewest_posts, 0.85), "author": (0.0, 0.5)}
     shares = {kind: round(float(np.clip(new[kind], *bounds[kind])), 2) for kind in bounds}
     seen = ", ".join(f"{1 - new[kind]:.0%} of {kind}s" for kind in ("post", "author", "user"))
     decided = ", ".join(f"{shares[kind]:.0%} of {kind}s" for kind in ("post", "author", "user"))
+    decided += " (posts so often that the codes are learned)" if shares["post"] > max(new["post"], 0.02) else ""
     values = {f"hidden_{kind}_share": share for kind, share in shares.items()}
     return Choice(f"newest fifth of the training period: {seen} known", f"hide the ids of {decided}", values)
 
