@@ -7,12 +7,25 @@ from typing import Annotated
 
 import typer
 
-from weights.commands.console import Seed, app, out_option, progress_bar, refusals, say
+from weights.commands.console import Seed, app, out_option, progress_bar, refusals, say, show
 from weights.errors import CheckpointError
 from weights.lab.commands.joining import seconds_of
-from weights.lab.commands.training import REFUSED, Set, given_values, time_of
+from weights.lab.commands.training import REFUSED, Set, given_values, time_of, with_settings
 
 EXIT_REFUSED = 3
+
+
+def _print_bounds(is_asked: bool) -> None:
+    if is_asked:
+        from rich.table import Table
+
+        from weights.lab.loop.gate import bounds_table
+
+        table = Table("bound", "default", "check and meaning")
+        for name, default, meaning in bounds_table():
+            table.add_row(name, f"{default:g}", meaning)
+        show(table)
+        raise typer.Exit
 
 
 @app.command()
@@ -41,15 +54,20 @@ def refresh(
     set_: Set = None,
     bound: Annotated[
         list[str] | None,
-        typer.Option("--bound", help="NAME=VALUE of a bound of the checks; docs/loop.md lists them. Can be repeated."),
+        typer.Option(
+            "--bound", help="NAME=VALUE of a bound of the checks; can be repeated. `refresh --bounds` lists them."
+        ),
     ] = None,
+    bounds: Annotated[
+        bool,
+        typer.Option("--bounds", callback=_print_bounds, is_eager=True, help="Print the table of bounds and exit."),
+    ] = False,
 ) -> None:
     """Take the nightly turn: join what is new, train on from the checkpoint that serves, judge both, and publish or refuse.
 
     Exit codes: 0 published, or nothing new; 3 refused; 1 an error. In every case the link names a whole checkpoint.
     """
     with refusals(*REFUSED):
-        from weights.lab.commands.training import with_settings
         from weights.lab.joining.join import JoinSettings
         from weights.lab.loop.gate import GateSettings
         from weights.lab.loop.turn import Places, TurnSettings
@@ -70,8 +88,9 @@ def refresh(
                 until_ts=time_of(until) if until else None,
                 memory=memory,
             )
-            bounds = with_settings(GateSettings(), bound)
-            settings = TurnSettings(join, bounds, nights, held_out, keep, seed, given_values(set_))
+            settings = TurnSettings(
+                join, with_settings(GateSettings(), bound), nights, held_out, keep, seed, given_values(set_)
+            )
             with progress_bar() as bar:
                 result = take_turn(places, settings, say, bar)
     say(f"{result.sentence}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, get_args, get_type_hints
 
 import numpy as np
@@ -49,10 +49,11 @@ class GateSettings:
     ] = -0.005
 
 
-def meanings() -> dict[str, str]:
-    """What each field of GateSettings bounds, by its name."""
+def bounds_table() -> list[tuple[str, float, str]]:
+    """Name, default and meaning of every bound."""
     hints = get_type_hints(GateSettings, include_extras=True)
-    return {name: get_args(hint)[1] for name, hint in hints.items()}
+    defaults = asdict(GateSettings())
+    return [(name, defaults[name], get_args(hint)[1]) for name, hint in hints.items()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from weights.fetch import ALONGSIDE
 from weights.format.manifest import Manifest
 from weights.format.writer import alone_in, write_whole
 from weights.lab.agreement import score_weights
-from weights.lab.evaluate.predict import predict, rows_of
+from weights.lab.evaluate.predict import predict
 from weights.lab.joining.counts import JoinCounts
 from weights.lab.joining.join import COUNTS_NAME, JoinSettings, NothingJoins, join
 from weights.lab.loop.gate import (
@@ -66,7 +66,6 @@ from weights.lab.training.log import IN_MEMORY_ROWS, Log, aligned, read_log
 from weights.lab.training.run import train
 from weights.lab.training.state import STATE_NAME as TRAINING_STATE
 from weights.lab.training.trainer import Status
-from weights.values import time_problem
 
 CONTINUED: Mapping[str, Any] = {"epochs": 2.0, "learning_rate": 1e-3, "counts_share": 0.0, "evaluations": 8}
 """What differs from training from scratch: the serving checkpoint already knows most of it."""
@@ -319,8 +318,6 @@ class _Turn:
         """The night's newest requests, at most JUDGED_REQUESTS of them, and the time of the first, Unix seconds."""
         first = requests[min(int(len(requests) * (1 - self.settings.held_out)), len(requests) - 1)]
         until_ts = int(examples.times[first])
-        if problem := time_problem(until_ts):
-            raise CheckpointError(f"the time of the held-out hours {problem}")
         held_out = requests[examples.times[requests] >= until_ts]
         return held_out[:: -(-len(held_out) // JUDGED_REQUESTS)], until_ts
 
@@ -328,7 +325,6 @@ class _Turn:
         self, ranker: Ranker, manifest: Manifest, examples: Examples, requests: NDArray[np.int64]
     ) -> NDArray[np.float32]:
         """The probabilities of the rows of these requests, float32 `[n, A]`."""
-        assert len(rows_of(examples, requests))
         return predict(
             ranker,
             examples,
