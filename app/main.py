@@ -22,6 +22,7 @@ from app.api import admin, explain, infer, operations, rank, retrieve
 from app.api.caller import Bodies, KeyRing
 from app.api.middleware import HostMiddleware, RequestMiddleware, on_http_exception
 from app.api.pages import pages
+from app.api.turns import Leavers, Turns
 from app.columns import Vocabularies
 from app.interface import Ranker, ReloadableRanker
 from app.served.log import create_served_log
@@ -129,6 +130,7 @@ def _application(
         KeyRing(settings.auth),
         Bodies(settings.limits.buffered_bytes, settings.queue.max_share_per_key),
     )
+    state.leavers, state.turns = Leavers(), Turns(settings.queue.max_wait_seconds)
     state.batches = Shares(settings.limits.batch_candidates, settings.queue.max_share_per_key)
     state.explanations = explain.Turns()
     state.vocabularies = Vocabularies()
@@ -139,6 +141,7 @@ def _application(
         RequestMiddleware,
         metrics=ranker.metrics,
         bodies=state.bodies,
+        leavers=state.leavers,
         root_path=settings.root_path,
         success_sample=settings.logs.success_sample,
         tracer=tracer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
@@ -101,7 +102,7 @@ async def explain(request: Request, caller: Caller) -> Response:
         model = ranker.model()
         vocabulary: Vocabulary = state.vocabularies.of(model.manifest)
         with exchange.measured("parse"):
-            caller = replace(caller, deadline=deadline)
+            caller = replace(caller, deadline=deadline, leaves_at=math.inf)  # what is computed last would be late
             question = await _question(state, caller, model, vocabulary)
         explaining = Explaining(state, caller, model, question)
         ranked, without, attention = await cancelled_with(request, explaining.run())

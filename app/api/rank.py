@@ -206,7 +206,14 @@ def admitted(
 ) -> AbstractContextManager[Job]:
     """Return `Ranker.admit` for a request of this size and this caller."""
     ranker: Ranker = state.ranker
-    return ranker.admit(model, candidates=candidates, history=history, deadline=caller.deadline, key=caller.key)
+    return ranker.admit(
+        model,
+        candidates=candidates,
+        history=history,
+        deadline=caller.deadline,
+        key=caller.key,
+        leaves_at=caller.leaves_at,
+    )
 
 
 # --- A batch ---------------------------------------------------------------------------------------------------------------------------
