@@ -23,6 +23,7 @@ from app.api.caller import Bodies, KeyRing
 from app.api.middleware import HostMiddleware, RequestMiddleware
 from app.api.pages import pages
 from app.api.state import State
+from app.api.turns import Leavers, Turns
 from app.interface import Ranker, ReloadableRanker
 from app.served.log import ServedLog, create_served_log
 from app.settings import ADMIN_HOST, Settings, SettingsProblem, load_settings, problem_of
@@ -150,13 +151,16 @@ def _application(
         lifespan=lifespan,
     )
     bodies = Bodies(settings.limits.buffered_bytes, settings.queue.max_share_per_key)
+    leavers = Leavers()
     app.state = State(  # type: ignore[assignment]
         ranker=ranker,
         settings=settings,
         keys=KeyRing(settings.auth),
         bodies=bodies,
+        leavers=leavers,
+        turns=Turns(settings.queue.max_wait_seconds),
         batches=Shares(settings.limits.batch_candidates, settings.queue.max_share_per_key),
-        explanations=explain.Turns(),
+        explanations=explain.Explanations(),
         vocabularies=Vocabularies(),
         about=operations.of_settings(settings),
         scrapes=operations.Scrapes(ranker.exposition),
@@ -169,6 +173,7 @@ def _application(
         RequestMiddleware,
         metrics=ranker.metrics,
         bodies=bodies,
+        leavers=leavers,
         root_path=settings.root_path,
         success_sample=settings.logs.success_sample,
         tracer=tracer,
