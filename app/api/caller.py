@@ -15,6 +15,7 @@ from fastapi import Depends
 from starlette.requests import Request
 from starlette.types import Receive, Scope
 
+from app.api.state import state_of
 from app.errors import (
     BadRequest,
     InvalidRequest,
@@ -136,14 +137,14 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
     async def read_caller(request: Request) -> CallerInfo:
         """Raises Unauthorized, then what the ranker is open to (429, 503), then what the headers get (413, 415, 422), then what the body
         gets (400, 413, 429), each before the next is looked at; CallerGone."""
-        scope, state = request.scope, request.app.state
+        scope, state = request.scope, state_of(request)
         headers: Headers = dict(scope["headers"])
         exchange: Exchange = scope["exchange"]
         key = exchange.key = state.keys.caller(headers)
         state.ranker.check_open(key)
         check_type(headers, types)
         is_gzip = is_compressed(scope["headers"], headers)
-        limit: int = state.settings.limits.max_body_bytes
+        limit = state.settings.limits.max_body_bytes
         check_length(headers, limit)
         seconds = timeout_seconds_of(headers)
         deadline = None if seconds is None else state.ranker.clock() + seconds

@@ -14,7 +14,7 @@ from model.ranker import Ranker
 from model.ranking import Calibration
 from weights.lab.evaluate import metrics
 from weights.lab.evaluate.baselines import BASELINES, SIMPLE, baselines
-from weights.lab.evaluate.metrics import Figure, Means, PooledAuc, Sampled, auc_within, draws_of, ndcg
+from weights.lab.evaluate.metrics import CHANCE, Figure, Means, PooledAuc, Sampled, auc_within, draws_of, ndcg
 from weights.lab.evaluate.predict import ABLATIONS, Prediction, predict, rows_of
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
@@ -24,7 +24,6 @@ from weights.lab.world.store import Facts
 
 FREQUENT_SHARE = 0.01
 MOST_HEADLINES = 5
-CHANCE = 0.5  # the AUC of a random order
 REMARKABLE = 0.001  # a difference of AUC that the report remarks on
 SIMPLE_ROWS = 5_000_000
 """The simple baselines of a run are fitted to at most so many of the newest rows: counts of a larger log would not fit into memory."""

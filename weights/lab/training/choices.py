@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from model.config import ModelConfig
 from weights.actions import default_score_weights
+from weights.lab.counts import rates_pass
 from weights.lab.training.log import Log, date_of, distinct
 from weights.lab.training.run import check_split
 from weights.lab.training.settings import TrainSettings, demo_config, hashes, replaced
@@ -36,10 +37,14 @@ VALIDATION_POSITIVES = 200
 VALIDATION_SHARES = (0.03, 0.15)
 FEWEST_VALIDATION_REQUESTS = 600
 VALIDATION_COST = 0.05  # of the requests that training passes over: at most so many are validated on
-FEW_POSITIVES = 2000
-"""With so many, half of each label is what counts expect. With more, it is less."""
+COUNTS_STRENGTH = 2000.0
+"""What counts expect is worth so many positives: with so many, half of each label is that. With more, it is less."""
+PASSING_STRENGTH = 100_000.0  # where no post or author stays popular, learning theirs by heart only harms
+LEAST_COUNTS_SHARE = 0.05  # a smaller part of the labels is not worth the time
 COUNTED_IMPRESSIONS = 1_000_000  # more need no help of counts
 HIDDEN_USERS = 0.5
+HIDDEN_CODED_POSTS = 0.5
+"""Posts with content codes are hidden at least this often: a model that sees their ids learns the posts and not the codes."""
 LEARNABLE_POSITIVES = 100  # with fewer, expect no more than popularity
 LEARNABLE_USERS = 20
 LIKENESS = {
@@ -119,8 +124,8 @@ def plan(
     weights, scored = propose_score_weights(known)
     name, positives = main_action(known, weights)
     choices = (
-        split, *_too_little(known, name, positives), _hidden(new), _tables(known, new), _ages(known), *_codes(log), _dwell(known),
-        _learning(known, new), _schedule(known, name, positives), *_constant(known), scored,
+        split, *_too_little(known, name, positives), _hidden(new, has_codes=bool(log.codes.any())), _tables(known, new), _ages(known),
+        *_codes(log), _dwell(known), _learning(known, new), _schedule(known, name, positives), *_constant(known), scored,
     )  # fmt: skip
     values = {name: value for choice in choices for name, value in choice.values.items()} | dict(given or {})
     config = demo_config(len(log.action_names))
@@ -184,11 +189,13 @@ def new_shares(log: Log) -> dict[str, float]:
     return {kind: 1 - float(pc.mean(is_seen).as_py()) for kind, is_seen in seen.items()}
 
 
-def _hidden(new: Mapping[str, float]) -> Choice:
-    bounds = {"user": (HIDDEN_USERS, HIDDEN_USERS), "post": (0.02, 0.85), "author": (0.0, 0.5)}
+def _hidden(new: Mapping[str, float], *, has_codes: bool) -> Choice:
+    fewest_posts = HIDDEN_CODED_POSTS if has_codes else 0.02
+    bounds = {"user": (HIDDEN_USERS, HIDDEN_USERS), "post": (fewest_posts, 0.85), "author": (0.0, 0.5)}
     shares = {kind: round(float(np.clip(new[kind], *bounds[kind])), 2) for kind in bounds}
     seen = ", ".join(f"{1 - new[kind]:.0%} of {kind}s" for kind in ("post", "author", "user"))
     decided = ", ".join(f"{shares[kind]:.0%} of {kind}s" for kind in ("post", "author", "user"))
+    decided += " (posts so often that the codes are learned)" if shares["post"] > max(new["post"], 0.02) else ""
     values = {f"hidden_{kind}_share": share for kind, share in shares.items()}
     return Choice(f"newest fifth of the training period: {seen} known", f"hide the ids of {decided}", values)
 
@@ -285,13 +292,20 @@ def _schedule(log: Log, name: str, positives: int) -> Choice:
     enough = int(np.ceil(VALIDATION_POSITIVES * requests / positives))
     affordable = int(VALIDATION_COST * passes_over(len(log)) * requests)
     validated = min(max(FEWEST_VALIDATION_REQUESTS, min(enough, affordable)), max(1, round(share * requests)))
-    counts = round(FEW_POSITIVES / (FEW_POSITIVES + positives), 1) if len(log) <= COUNTED_IMPRESSIONS else 0.0
-    smoothed = f"; {counts:.0%} of each label is what counts expect" if counts else ""
+    newest = int(len(log) * (1 - NEWEST_SHARE))
+    are_counted = len(log) <= COUNTED_IMPRESSIONS
+    is_passing = are_counted and rates_pass(log, newest, log.action_names.index(name))
+    passing = ", and no post or author stays popular" if is_passing else ""
+    strength = PASSING_STRENGTH if is_passing else COUNTS_STRENGTH
+    counts = strength / (strength + positives)
+    if not are_counted or counts < LEAST_COUNTS_SHARE:
+        strength = 0.0
+    smoothed = f"; {counts:.0%} of its labels is what counts expect" if strength else ""
     return Choice(
-        f"{positives:,} times {name} in {requests:,} requests",
+        f"{positives:,} times {name} in {requests:,} requests{passing}",
         f"validate on {validated:,} of the newest requests, about {positives * validated // requests:,} times {name}{smoothed}",
         {
-            "warmup_share": WARMUP_SHARE, "evaluations": EVALUATIONS, "patience": PATIENCE, "counts_share": counts,
+            "warmup_share": WARMUP_SHARE, "evaluations": EVALUATIONS, "patience": PATIENCE, "counts_strength": strength,
             "validation_share": round(share, 3), "validation_requests": max(FEWEST_VALIDATION_REQUESTS, validated),
         },
     )  # fmt: skip
