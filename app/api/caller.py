@@ -16,7 +16,8 @@ from fastapi import Depends
 from starlette.requests import Request
 from starlette.types import Receive, Scope
 
-from app.api.turns import HASTE, Patience
+from app.api.patience import HASTE
+from app.api.state import state_of
 from app.errors import (
     BadRequest,
     InvalidRequest,
@@ -139,7 +140,7 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
     async def read_caller(request: Request) -> CallerInfo:
         """Raises Unauthorized, then what the ranker is open to (429, 503), then what the headers get (413, 415, 422), then what the body
         gets (400, 413, 429), each before the next is looked at; CallerGone."""
-        scope, state = request.scope, request.app.state
+        scope, state = request.scope, state_of(request)
         headers: Headers = dict(scope["headers"])
         exchange: Exchange = scope["exchange"]
         key = exchange.key = state.keys.caller(headers)
@@ -147,14 +148,14 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
         check_room(request, exchange, length or 0)
         check_type(headers, types)
         is_gzip = is_compressed(scope["headers"], headers)
-        limit: int = state.settings.limits.max_body_bytes
+        limit = state.settings.limits.max_body_bytes
         check_length(headers, limit)
         seconds = timeout_seconds_of(headers)
         deadline = (
             None if seconds is None else state.ranker.clock() + seconds - (time.perf_counter() - exchange.started)
         )
         body = await read_body(request.receive, exchange, state.bodies, limit, length)
-        has_waited = await state.turns.take(len(body))
+        has_waited = await state.read_queue.take(len(body))
         exchange.turn_at = time.perf_counter()
         if len(body) > COSTLY_BODY_BYTES:
             await check_waits(scope)
@@ -174,19 +175,19 @@ TensorCaller = Annotated[CallerInfo, Depends(reader(TENSORS), use_cache=False)]
 
 def leaves_at(request: Request, exchange: Exchange) -> float:
     """When the caller will likely have left, in seconds of the ranker's clock; infinite where that is not known."""
-    state, now = request.app.state, time.perf_counter()
-    patience: Patience = state.leavers.of(exchange.key, request.scope["route"].path)
-    came: float = state.ranker.clock() - (now - exchange.came)
+    state, now = state_of(request), time.perf_counter()
+    patience = state.leavers.of(exchange.key, request.scope["route"].path)
+    came = state.ranker.clock() - (now - exchange.came)
     return came + HASTE * patience.seconds(now)
 
 
 def check_room(request: Request, exchange: Exchange, size: int) -> None:
     """Raise what `Ranker.check_open` does, and Overloaded where a body of so many bytes would wait too long to be read."""
-    state, leaves = request.app.state, leaves_at(request, exchange)
-    state.ranker.check_open(exchange.key, leaves - state.turns.wait_seconds(size))
+    state, leaves = state_of(request), leaves_at(request, exchange)
+    state.ranker.check_open(exchange.key, leaves - state.read_queue.wait_seconds(size))
     reply_seconds = state.leavers.of(exchange.key, request.scope["route"].path).reply_seconds
     try:
-        state.turns.check(size, leaves - state.ranker.clock() - reply_seconds)
+        state.read_queue.check(size, leaves - state.ranker.clock() - reply_seconds)
     except Overloaded:
         state.ranker.metrics.rejected.labels("loop_overrun").inc()
         raise

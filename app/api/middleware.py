@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import time
@@ -14,12 +15,10 @@ import structlog
 from prometheus_client import Counter, Histogram
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.caller import CANCELS, CUT_OFF, LONG_BODY_BYTES, Bodies, CallerGone
-from app.api.turns import Leavers
+from app.api.patience import Leavers
 from app.errors import (
     BadRequest,
     Draining,
@@ -34,7 +33,7 @@ from app.errors import (
 )
 from app.schema import is_request_id
 from app.telemetry.exchange import Exchange
-from app.telemetry.logs import of_exception
+from app.telemetry.logs import access, of_exception
 from app.telemetry.metrics import Metrics
 from app.telemetry.tracing import RequestTracer
 
@@ -81,7 +80,6 @@ class RequestMiddleware:
         self.tracer = tracer
         self._draw = draw
         self._series: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
-        self._log = structlog.get_logger("app.request").bind()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -131,7 +129,7 @@ class RequestMiddleware:
         self, error: Exception, exchange: Exchange, scope: Scope, receive: Receive, reply: Send
     ) -> None:
         """Reply with the problem that an exception stands for, if no reply has begun."""
-        problem = told(error)
+        problem = problem_of(error)
         exchange.code = problem.code
         if problem is not error and isinstance(problem, InternalError):
             log.error("fault", request_id=exchange.request_id, **of_exception(error))
@@ -206,10 +204,10 @@ class RequestMiddleware:
         if trace_id is not None:
             fields["trace_id"] = trace_id
         if is_probe and (succeeded or exchange.status == NotReady.status):
-            write = self._log.debug if succeeded else self._log.info
+            level = logging.DEBUG if succeeded else logging.INFO
         else:
-            write = self._log.info if succeeded else self._log.warning if exchange.status < 500 else self._log.error
-        write("probe" if is_probe else "request", **fields)
+            level = logging.INFO if succeeded else logging.WARNING if exchange.status < 500 else logging.ERROR
+        access.write(level, "probe" if is_probe else "request", fields)
 
 
 class HostMiddleware(TrustedHostMiddleware):
@@ -301,11 +299,12 @@ def problem_reply(error: ServiceError, request_id: str, path: str) -> tuple[int,
     return error.status, headers, body
 
 
-async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Handler for the framework's own errors, such as an unknown path, whose details may hold parts of the request."""
-    assert isinstance(error, HTTPException)
+def problem_of(error: Exception) -> ServiceError:
+    """Return what to reply to an exception. The framework's own details may hold parts of the request."""
+    if not isinstance(error, HTTPException):
+        return told(error)
     kinds: dict[int, type[ServiceError]] = {404: NotFound, 405: MethodNotAllowed, 413: TooLarge}
     problem = kinds.get(error.status_code, BadRequest if error.status_code < 500 else InternalError)()
     if allowed := (error.headers or {}).get("Allow"):
         problem.headers = {"Allow": "GET, HEAD" if allowed == "GET" else allowed}
-    raise problem from None
+    return problem

@@ -14,16 +14,16 @@ import structlog
 from app.corpus.changes import CorpusLoader, LoadedCorpus
 from app.corpus.feed import MILESTONE, FeedReader
 from app.corpus.stream import open_feed
-from app.engine.admission import Admission
-from app.engine.contexts import Contexts
-from app.engine.forecast import Clock
-from app.engine.job import SearchJob
-from app.engine.places import Places
-from app.engine.runners import RETRIEVAL_THREAD, EngineThread, Runner, SearchForwards
-from app.engine.scheduler import RETRY_AFTER_SECONDS, Scheduler
-from app.engine.versions import Versions
 from app.errors import ChangedByFeed, CorpusBehind, CorpusNotLoaded, EngineDown, NoCorpus, Overloaded, ServiceError
 from app.interface import CorpusState, Found, ReloadInProgress, ServedCorpus
+from app.queue.admission import Admission
+from app.queue.contexts import Contexts
+from app.queue.forecast import Clock
+from app.queue.job import SearchJob
+from app.queue.places import Places
+from app.queue.runners import RETRIEVAL_THREAD, EngineThread, Runner, SearchForwards
+from app.queue.scheduler import RETRY_AFTER_SECONDS, Scheduler
+from app.queue.versions import Versions
 from app.settings import Batching, Settings
 from app.telemetry.metrics import Metrics
 from model.engine import EngineError

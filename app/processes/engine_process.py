@@ -18,7 +18,6 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from app.engine.scheduler import Scheduler
 from app.errors import InternalError, NotReady, ServiceError
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED
 from app.interface import Job
@@ -38,6 +37,7 @@ from app.processes.messages import (
     decoder,
     encode,
 )
+from app.queue.scheduler import Scheduler
 from app.service.ranker import LocalRanker
 from app.settings import Settings
 from app.telemetry.logs import of_exception

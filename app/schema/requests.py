@@ -1,4 +1,4 @@
-"""Bodies of the endpoints that rank and retrieve, and of changes of posts. `app.columns` checks what depends on the checkpoint."""
+"""Bodies of the endpoints that rank and retrieve, and of changes of posts. `app.features` checks what depends on the checkpoint."""
 
 from __future__ import annotations
 

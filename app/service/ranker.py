@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 
 from app.corpus.changes import CorpusLoader, corpus_loader
 from app.corpus.searches import Searches
-from app.engine.admission import Admission, Refusal
-from app.engine.batching import chunk_count
-from app.engine.contexts import Contexts
-from app.engine.forecast import Clock
-from app.engine.job import RankJob
-from app.engine.loading import Loader, checkpoint_loader
-from app.engine.places import Places
-from app.engine.runners import ENGINE_THREAD, RETRIEVAL_THREAD
-from app.engine.scheduler import Scheduler
-from app.engine.versions import Versions
 from app.errors import Draining, EngineDown, ModelNotFound, NotReady, ServiceError
 from app.interface import Health, Job, Ranked, ServedModel
+from app.queue.admission import Admission, Refusal
+from app.queue.batching import chunk_count
+from app.queue.contexts import Contexts
+from app.queue.forecast import Clock
+from app.queue.job import RankJob
+from app.queue.loading import Loader, checkpoint_loader
+from app.queue.places import Places
+from app.queue.runners import ENGINE_THREAD, RETRIEVAL_THREAD
+from app.queue.scheduler import Scheduler
+from app.queue.versions import Versions
 from app.service.attention import ATTENTION_THREAD, AttentionThread
 from app.service.loop_time import LoopTime, LoopWork
 from app.service.reload import Reloader

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.loading import checkpoint_loader
-from app.engine.runners import Steps
+from app.queue.loading import checkpoint_loader
+from app.queue.runners import Steps
 from app.settings import Settings
 from model.engine import EngineError
 from weights.errors import CheckpointError

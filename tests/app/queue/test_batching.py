@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from app.engine.batching import Batcher, Chunk, Work, chunk_count
+from app.queue.batching import Batcher, Chunk, Work, chunk_count
 from app.settings import Batching
 
 BATCHING = Batching(max_requests=4, max_candidates=100, chunk_candidates=30)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from app.engine.forecast import Clock, ForwardTime
+from app.queue.forecast import Clock, ForwardTime
 from app.telemetry.metrics import Metrics
 from model.engine import Engine, EngineError, Item, Outcome, OverlappingEngine
 from model.memory import shortage

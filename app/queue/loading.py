@@ -12,8 +12,8 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
-from app.engine.runners import Steps
 from app.interface import ServedModel
+from app.queue.runners import Steps
 from app.settings import Settings
 from model.create import EngineOptions, create_engine
 from model.dense import candidate_attention
@@ -22,7 +22,7 @@ from model.inputs import Candidates, Context
 from weights.checkpoint import Checkpoint, load_checkpoint
 from weights.errors import CheckpointError
 
-log = structlog.get_logger("app.engine.loading")
+log = structlog.get_logger("app.queue.loading")
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.forecast import ForwardTime
+from app.queue.forecast import ForwardTime
 
 
 def test_a_linear_engine_is_learnt() -> None:

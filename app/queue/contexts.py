@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from app.engine.job import RankJob
-from app.engine.scheduler import Scheduler
-from app.engine.versions import Versions
 from app.errors import ContextUnknown
+from app.queue.job import RankJob
+from app.queue.scheduler import Scheduler
+from app.queue.versions import Versions
 from app.telemetry.metrics import Metrics
 from model.inputs import Context, codes_as_read
 from model.retrieval.inputs import Query

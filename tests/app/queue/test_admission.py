@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.admission import KEY_BURST_SECONDS, Admission, Refusal, Wait
-from app.engine.batching import Work
-from app.engine.forecast import Running
+from app.queue.admission import KEY_BURST_SECONDS, Admission, Refusal, Wait
+from app.queue.batching import Work
+from app.queue.forecast import Running
 from app.settings import Batching, Queue
 from tests.support.fakes import FakeClock
 

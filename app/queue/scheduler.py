@@ -10,11 +10,11 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
-from app.engine.batching import Batcher, Chunk
-from app.engine.forecast import Clock, Running
-from app.engine.job import Job
-from app.engine.runners import EARLY_CANDIDATES, Result, Runner
 from app.errors import DeadlineExceeded, EngineDown, ServiceError
+from app.queue.batching import Batcher, Chunk
+from app.queue.forecast import Clock, Running
+from app.queue.job import Job
+from app.queue.runners import EARLY_CANDIDATES, Result, Runner
 from app.settings import Batching
 from app.telemetry.metrics import BatchReport
 from model.engine import EngineError

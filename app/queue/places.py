@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic
 
-from app.engine.admission import Admission, Refusal
-from app.engine.scheduler import J, Scheduler
 from app.errors import DeadlineExceeded, Overloaded, ServiceError
+from app.queue.admission import Admission, Refusal
+from app.queue.scheduler import J, Scheduler
 from app.telemetry.metrics import BatchReport, Metrics
 
 

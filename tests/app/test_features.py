@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from msgspec.json import Decoder
 from msgspec.structs import replace as remade
 
-from app import columns, schema
-from app.columns import Vocabulary, Wishes
+from app import features, schema
 from app.errors import InvalidRequest
+from app.features import ReplyOptions
+from app.vocabulary import Vocabulary
 from model.inputs import Candidates, Context
 from tests.support import strategies
 from tests.support.bodies import good, in_columns
@@ -38,13 +39,10 @@ def decoded(body: Any) -> schema.RankRequest:
     return asked
 
 
-def read(body: Any, words: Vocabulary = WORDS) -> tuple[Context, Candidates, Wishes]:
-    asked = decoded(body)
-    return (
-        columns.context_of(asked, words, CONFIG),
-        columns.candidates_of(asked, words, CONFIG),
-        columns.wishes_of(asked, words),
-    )
+def read(body: Any, words: Vocabulary = WORDS) -> tuple[Context, Candidates, ReplyOptions]:
+    request = decoded(body)
+    checked = features.check(request, words, CONFIG)
+    return features.context_of(request, words, CONFIG), checked.candidates, checked.options
 
 
 def problem_of(body: Any, words: Vocabulary = WORDS) -> tuple[str, str]:
@@ -71,7 +69,7 @@ def test_both_forms_mean_the_same(body: dict[str, Any]) -> None:
 def test_ids_keep_their_value_and_their_form(body: dict[str, Any]) -> None:
     _, candidates, _ = read(body)
     sent = [candidate["post_id"] for candidate in body["candidates"]]
-    echoed = columns.sent_ids(decoded(body))
+    echoed = features.check(decoded(body), WORDS, CONFIG).post_ids
     assert [(type(value), value) for value in echoed] == [(type(value), value) for value in sent]
     assert candidates.post_ids.tolist() == [int(value) for value in sent]
     assert candidates.author_ids.tolist() == [int(candidate["author_id"]) for candidate in body["candidates"]]
@@ -83,7 +81,7 @@ def test_ids_keep_their_value_and_their_form(body: dict[str, Any]) -> None:
 def test_one_that_is_no_id_is_told_by_its_place(value: int | str) -> None:
     for first in (0, "0"):
         with pytest.raises(InvalidRequest, match="64-bit") as caught:
-            columns.ids_of([first, 5, value], "uint64", "exclude")
+            features.ids_of([first, 5, value], "uint64", "exclude")
         assert caught.value.problems[0].field == "exclude[2]"
 
 
@@ -211,7 +209,7 @@ def test_texts_are_read_as_their_hashes() -> None:
         for found in (context.post_ids, candidates.post_ids):
             assert found.tolist() == [text_id(str(post["post_id"])) for post in posts]
         assert candidates.author_ids.tolist() == [text_id(str(post["author_id"])) for post in posts]
-        assert columns.sent_ids(decoded(body)) == [post["post_id"] for post in posts]
+        assert features.check(decoded(body), TEXTS, CONFIG).post_ids == [post["post_id"] for post in posts]
 
 
 @pytest.mark.parametrize("value", [7, "", "x" * 129, "é" * 65], ids=["integer", "empty", "long", "long in bytes"])

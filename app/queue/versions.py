@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, Generic
 
-from app.engine.forecast import Clock, Running
-from app.engine.runners import ENGINE_THREAD, EngineThread, Loaded, Runner, Steps, rank_runner
-from app.engine.scheduler import J, Scheduler
 from app.errors import ServiceError
 from app.interface import ReloadInProgress
+from app.queue.forecast import Clock, Running
+from app.queue.runners import ENGINE_THREAD, EngineThread, Loaded, Runner, Steps, rank_runner
+from app.queue.scheduler import J, Scheduler
 from app.settings import Batching
 from app.telemetry.metrics import BatchReport
 from model.engine import CacheStats, EngineError

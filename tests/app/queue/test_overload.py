@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from app.engine.admission import Admission
-from app.engine.batching import Batcher, Chunk, Work
-from app.engine.forecast import Running
+from app.queue.admission import Admission
+from app.queue.batching import Batcher, Chunk, Work
+from app.queue.forecast import Running
 from app.settings import Batching, Queue
 from tests.support.fakes import FakeClock
 

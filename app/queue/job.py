@@ -9,14 +9,14 @@ from typing import Any
 
 import structlog
 
-from app.engine.batching import Work
 from app.errors import NonFiniteScores, ServiceError, told
 from app.interface import Found, Ranked, ServedModel
+from app.queue.batching import Work
 from model.engine import CacheResult, Item, Outcome
 from model.inputs import Candidates, Context, Scores
 from model.retrieval.inputs import Answers, Query
 
-log = structlog.get_logger("app.engine.job")
+log = structlog.get_logger("app.queue.job")
 
 
 @dataclass(slots=True, eq=False, kw_only=True, repr=False)

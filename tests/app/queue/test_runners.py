@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from app.engine.loading import LoadedModel, checkpoint_loader
-from app.engine.runners import EARLY_CANDIDATES, HAND_OVER_SECONDS, Steps
 from app.errors import EngineDown
+from app.queue.loading import LoadedModel, checkpoint_loader
+from app.queue.runners import EARLY_CANDIDATES, HAND_OVER_SECONDS, Steps
 from app.service.ranker import LocalRanker
 from app.settings import Settings
 from model.engine import EngineError, Item, Outcome
