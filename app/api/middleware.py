@@ -18,7 +18,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.caller import CANCELS, CUT_OFF, LONG_BODY_BYTES, Bodies, CallerGone
-from app.api.turns import Leavers
+from app.api.patience import Leavers
 from app.errors import (
     BadRequest,
     Draining,
