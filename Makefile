@@ -14,7 +14,7 @@ DEMO = $(filter weights/demo,$(CHECKPOINT))
 RETRIEVAL ?= $(or $(RANKER_RETRIEVAL__CHECKPOINT),$(if $(DEMO),$(wildcard weights/demo-towers)))
 CORPUS ?= $(or $(RANKER_RETRIEVAL__CORPUS),$(if $(DEMO),$(wildcard weights/demo-posts)))
 
-.PHONY: help install serve demo test test-quick test-ray check bench bench-gpu load peers soak lock wheel image clean
+.PHONY: help install serve demo demo-loop test test-quick test-ray check bench bench-gpu load peers soak lock wheel image clean
 .DEFAULT_GOAL := help
 
 help: ## show this list; begin with `make serve`, then open http://127.0.0.1:8000/explore
@@ -40,6 +40,9 @@ serve: $(VENV)/.serving ## start the service: PORT=8100 HOST=:: CHECKPOINT=path 
 
 demo: $(VENV)/.installed ## train weights/demo again; takes ten minutes on one core
 	$(BIN)/python -m weights train-demo --out weights/demo
+
+demo-loop: $(VENV)/.installed ## run the service for fourteen days of a synthetic world, with a nightly turn each, and draw what it earned
+	$(BIN)/python -m loadtest demo-loop $(ARGS)
 
 WORKERS ?= 4
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal

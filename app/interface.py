@@ -214,7 +214,7 @@ class Ranker(Protocol):
         ...
 
     def has_running_threads(self) -> bool:
-        """Whether threads still run native code, which an orderly exit would wait for."""
+        """Whether a thread is still in native code. An orderly exit of the process would wait for it."""
         ...
 
     def health(self) -> Health:

@@ -159,7 +159,7 @@ def _application(
         keys=KeyRing(settings.auth),
         bodies=bodies,
         batches=Shares(settings.limits.batch_candidates, settings.queue.max_share_per_key),
-        explanations=explain.Turns(),
+        explanations=explain.Explanations(),
         vocabularies=Vocabularies(),
         about=operations.of_settings(settings),
         scrapes=operations.Scrapes(ranker.exposition),

@@ -84,7 +84,7 @@ class Port(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing: the process has one handler, of its main port."""
+        """Leave the signals alone. uvicorn would set a handler for each of our ports; the process sets one, for its main port."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -39,7 +39,7 @@ REST_TIMES = 2.0
 router = APIRouter(tags=["ranking"], route_class=Route)
 
 
-class Turns:
+class Explanations:
     """One explanation runs at a time. Each key may have one that runs or waits, and they run in the order in which they came; so no key
     shuts out another. Used by the event loop only."""
 

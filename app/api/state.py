@@ -10,7 +10,7 @@ from starlette.requests import Request
 if TYPE_CHECKING:  # the endpoints' modules import this one
     from app.api.admin import Operator
     from app.api.caller import Bodies, KeyRing
-    from app.api.explain import Turns
+    from app.api.explain import Explanations
     from app.api.operations import Scrapes
     from app.api.patience import Leavers
     from app.api.read_queue import ReadQueue
@@ -35,7 +35,7 @@ class State:
     keys: KeyRing
     bodies: Bodies
     batches: Shares
-    explanations: Turns
+    explanations: Explanations
     vocabularies: Vocabularies
     about: dict[str, Any]
     scrapes: Scrapes

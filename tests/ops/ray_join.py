@@ -29,8 +29,8 @@ Taken = set[tuple[int, str]]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes of one core each, as two machines would be: each has processes and an object store of its own."""
-    node = {"num_cpus": 1, "object_store_memory": 200 * 2**20}
+    """Two nodes, as two machines would be: each has processes and an object store of its own."""
+    node = {"num_cpus": 4, "object_store_memory": 200 * 2**20}
     cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
     cluster.add_node(**node)
     yield cluster
