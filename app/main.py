@@ -169,7 +169,7 @@ def _application(
         read_queue=ReadQueue(settings.queue.max_wait_seconds),
     )
     if hosts != ["*"]:
-        app.add_middleware(HostMiddleware, allowed_hosts=hosts, www_redirect=False)
+        app.add_middleware(HostMiddleware, allowed_hosts=hosts)
     app.add_middleware(
         RequestMiddleware,
         metrics=ranker.metrics,

@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
@@ -210,12 +210,20 @@ class RequestMiddleware:
 
 
 class HostMiddleware(TrustedHostMiddleware):
-    """Starlette's, but for HTTP/1.0, which needs no Host: no browser speaks it, so no web page can misuse it."""
+    """Starlette's, but for HTTP/1.0, which needs no Host: no browser speaks it, so no web page can misuse it.
+
+    A host that is allowed by its name needs none of Starlette's steps, which take a fortieth of a small request.
+    """
+
+    def __init__(self, app: ASGIApp, allowed_hosts: Sequence[str]) -> None:
+        super().__init__(app, allowed_hosts, www_redirect=False)
+        self._names = {host.encode() for host in allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        is_old = scope["type"] == "http" and scope["http_version"] == "1.0"
-        if is_old and all(name != b"host" for name, _ in scope["headers"]):
+        host = next((value for name, value in scope.get("headers", ()) if name == b"host"), None)
+        needs_none = host is None and scope["type"] == "http" and scope["http_version"] == "1.0"
+        if needs_none or (host is not None and host.partition(b":")[0] in self._names):
             await self.app(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
