@@ -280,7 +280,7 @@ class _Posts:
 
     def codes(self, vocabulary: Vocabulary) -> NDArray[np.int64]:
         """Content codes, int64 `[n, Q]`; zeros for a post that was sent without any."""
-        sent, (levels, values) = self.column("codes"), (vocabulary.code_levels, vocabulary.code_values)
+        sent, levels, values = self.column("codes"), vocabulary.code_levels, vocabulary.code_values
         if not any(sent):  # a post that was sent without codes has UNSET, which is false
             return np.zeros((count_of(self.items), levels), np.int64)
         none = [0] * levels

@@ -22,6 +22,8 @@ from app.api import admin, explain, infer, operations, rank, retrieve
 from app.api.caller import Bodies, KeyRing
 from app.api.middleware import HostMiddleware, RequestMiddleware
 from app.api.pages import pages
+from app.api.patience import Leavers
+from app.api.read_queue import ReadQueue
 from app.api.state import State
 from app.interface import Ranker, ReloadableRanker
 from app.served.log import ServedLog, create_served_log
@@ -150,25 +152,29 @@ def _application(
         lifespan=lifespan,
     )
     bodies = Bodies(settings.limits.buffered_bytes, settings.queue.max_share_per_key)
+    leavers = Leavers()
     app.state = State(  # type: ignore[assignment]
         ranker=ranker,
         settings=settings,
         keys=KeyRing(settings.auth),
         bodies=bodies,
         batches=Shares(settings.limits.batch_candidates, settings.queue.max_share_per_key),
-        explanations=explain.Turns(),
+        explanations=explain.Explanations(),
         vocabularies=Vocabularies(),
         about=operations.of_settings(settings),
         scrapes=operations.Scrapes(ranker.exposition),
         served=served,
         operator=operator,
+        leavers=leavers,
+        read_queue=ReadQueue(settings.queue.max_wait_seconds),
     )
     if hosts != ["*"]:
-        app.add_middleware(HostMiddleware, allowed_hosts=hosts, www_redirect=False)
+        app.add_middleware(HostMiddleware, allowed_hosts=hosts)
     app.add_middleware(
         RequestMiddleware,
         metrics=ranker.metrics,
         bodies=bodies,
+        leavers=leavers,
         root_path=settings.root_path,
         success_sample=settings.logs.success_sample,
         tracer=tracer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
@@ -38,7 +39,7 @@ REST_TIMES = 2.0
 router = APIRouter(tags=["ranking"], route_class=Route)
 
 
-class Turns:
+class Explanations:
     """One explanation runs at a time. Each key may have one that runs or waits, and they run in the order in which they came; so no key
     shuts out another. Used by the event loop only."""
 
@@ -99,7 +100,7 @@ async def explain(request: Request, caller: Caller) -> Response:
     async with state.explanations.turn(caller.key, (deadline - ranker.clock()) / 2):
         model = ranker.model()
         with exchange.measured("parse"):
-            caller = replace(caller, deadline=deadline)
+            caller = replace(caller, deadline=deadline, leaves_at=math.inf)  # what is computed last would be late
             question = await _question(state, caller, model)
         explaining = Explaining(state, caller, model, question)
         ranked, without, attention = await cancelled_with(request, explaining.run())

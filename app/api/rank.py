@@ -187,7 +187,14 @@ def admitted(
     state: State, caller: CallerInfo, model: ServedModel, *, candidates: int, history: int
 ) -> AbstractContextManager[Job]:
     """Return `Ranker.admit` for a request of this size and this caller."""
-    return state.ranker.admit(model, candidates=candidates, history=history, deadline=caller.deadline, key=caller.key)
+    return state.ranker.admit(
+        model,
+        candidates=candidates,
+        history=history,
+        deadline=caller.deadline,
+        key=caller.key,
+        leaves_at=caller.leaves_at,
+    )
 
 
 # --- A batch ---------------------------------------------------------------------------------------------------------------------------

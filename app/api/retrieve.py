@@ -68,7 +68,8 @@ async def retrieve(request: Request, caller: Caller) -> Response:
         query = _query(retrieve_request, _at_least(caller), vocabulary, served.manifest.config, state.settings.limits)
         note(state, exchange, query.context, _request_id(retrieve_request))
     exchange.candidates, exchange.history = query.k, retrieve_request.sizes()["history"]
-    found = await cancelled_with(request, corpus.search(served, query, _deadline(state, caller), caller.key))
+    search = corpus.search(served, query, _deadline(state, caller), caller.key, leaves_at=caller.leaves_at)
+    found = await cancelled_with(request, search)
     _count(caller, found)
     with exchange.measured("serialize"):
         body = _reply(retrieve_request, found, served, replies.timings_of(exchange.stages))

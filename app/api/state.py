@@ -10,8 +10,10 @@ from starlette.requests import Request
 if TYPE_CHECKING:  # the endpoints' modules import this one
     from app.api.admin import Operator
     from app.api.caller import Bodies, KeyRing
-    from app.api.explain import Turns
+    from app.api.explain import Explanations
     from app.api.operations import Scrapes
+    from app.api.patience import Leavers
+    from app.api.read_queue import ReadQueue
     from app.interface import Ranker
     from app.served.log import ServedLog
     from app.settings import Settings
@@ -25,6 +27,7 @@ class State:
 
     `bodies`: bytes of the bodies that are being read. `batches`: candidates of the batches that are being ranked. `about`: what of /info
     does not change. `served`: the log of what was served, None where it is off. `operator`: None on all ports but the admin's.
+    `leavers`: when callers leave. `read_queue`: bodies that have come and are not read yet.
     """
 
     ranker: Ranker
@@ -32,10 +35,12 @@ class State:
     keys: KeyRing
     bodies: Bodies
     batches: Shares
-    explanations: Turns
+    explanations: Explanations
     vocabularies: Vocabularies
     about: dict[str, Any]
     scrapes: Scrapes
+    leavers: Leavers
+    read_queue: ReadQueue
     served: ServedLog | None = None
     operator: Operator | None = None
 

@@ -84,7 +84,7 @@ def _learned(
     examples: Examples, frozen: int, actions: list[int], seed: int, progress: Callable[[int, int], None]
 ) -> dict[str, dict[int, Floats]]:
     """The factorisation and the trees. They are fitted on the last quarter of the rows before `frozen`, with post vectors from the other
-    three: what a user did must not be part of the vector that explains it.
+    three. Otherwise the vector of a post would hold the very action that it is to predict.
     """
     from sklearn.ensemble import HistGradientBoostingClassifier
     from sklearn.linear_model import LogisticRegression

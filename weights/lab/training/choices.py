@@ -51,7 +51,7 @@ LIKENESS = {
     "right_anchored": True, "shared_events": 16, "batch_contexts": 8, "hidden_event_share": 0.2, "attention_rate": 0.3,
     "weight_decay": 0.05, "table_decay": 0.2, "averaging": 0.998, "evaluate_every": 500,
 }  # fmt: skip
-"""How to learn where most posts were seen before: what they have in common comes from their own rows, newest events count most."""
+"""Settings for logs whose posts come again and again: a post is known best by its own row, and the newest events tell most."""
 SALTS = {"user": 10, "post": 20, "author": 30}
 KNOWN_ACTIONS = 8  # of X's actions: a log with so many is scored as X scores
 

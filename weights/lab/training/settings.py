@@ -74,7 +74,7 @@ class TrainSettings:
     ] = 0.0
     counts_strength: Annotated[
         float,
-        "how many positives the expectation of a logistic model on counts is worth: of an action taken so often, each label is half what "
+        "how many positives the expectation of models on counts is worth: of an action taken so often, each label is half what "
         "happened and half what counts expect, so that small logs are not learned by heart",
         Within(0, 1_000_000_000),
     ] = 0.0

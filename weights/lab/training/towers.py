@@ -147,12 +147,17 @@ def train_towers(
 
 
 def initial_towers(config: RetrievalConfig, generator: torch.Generator) -> Towers:
-    """Towers with weights that keep their inputs' scale, norm scales of 1, biases of 0 and small embeddings."""
+    """Towers with weights that keep their inputs' scale, norm scales of 1, biases of 0 and small embeddings.
+
+    Those of content codes are large: beside the embeddings of hidden posts, which are noise, small ones would not be learned.
+    """
     towers = Towers(config)
     with torch.no_grad():
         for name, parameter in checkpoint_parameters(towers):
             if parameter.ndim == 1:
                 parameter.fill_(0 if name.endswith("_bias") else 1)
+            elif name.endswith("code_table"):
+                initial.draw(parameter, initial.code_deviation(config), generator)
             else:
                 spread = 0.1 if name.startswith("tables.") or name.endswith("_table") else parameter.shape[0] ** -0.5
                 initial.draw(parameter, spread, generator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 pytest.importorskip("pyarrow")
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from model.ranker import Ranker, code_embeddings
 from tests.weights.call import call
@@ -20,7 +24,7 @@ from weights.lab.evaluate.predict import predict
 from weights.lab.training import initial
 from weights.lab.training.choices import plan
 from weights.lab.training.examples import Examples
-from weights.lab.training.log import Log, write_log
+from weights.lab.training.log import Log, read_log, write_log
 from weights.lab.training.posts import write_posts
 from weights.lab.training.towers import tower_settings
 from weights.lab.world.simulate import World, simulate
@@ -109,8 +113,44 @@ def test_train_and_posts_take_codes_of_a_log(new_posts: World, tmp_path: Path) -
     assert trained.exit_code == 0, trained.output
     assert load_manifest(tmp_path / "ranker").config.code_levels == 2
     assert write_posts(tmp_path / "posts.parquet", new_posts.log) == len(new_posts.log)
-    import pyarrow.parquet as pq
-
     posts = pq.read_table(tmp_path / "posts.parquet")
     codes = dict(zip(posts["post_ids"].to_pylist(), posts["codes"].to_pylist(), strict=True))
     assert [codes[post] for post in new_posts.log.post_id[:50].tolist()] == new_posts.log.codes[:50].tolist()
+
+
+REFUSED = {
+    "row 2: codes must be a list of at most 64 content codes": [[1], [2, -1], [3]],
+    "row 3: codes must be a list of at most 64 content codes": [[1], [2], [2**20 + 1]],
+    "codes holds a list of 65 codes, at most 64 are read": [[1] * 65, [2], [3]],
+    "codes has nulls in its lists; write 0 for none": [[1], [2, None], [3]],
+    "codes holds int64, not lists of integers": [1, 2, 3],
+    "codes does not fit lists of integers": [[1.5], [2.0], [3.0]],
+}
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("reason", REFUSED)
+def test_codes_that_nothing_reads_are_refused(reason: str, is_cached: bool, world: World, tmp_path: Path) -> None:
+    path = tmp_path / "log.parquet"
+    write_log(path, world.log.take(np.arange(3)))
+    table = pq.read_table(path)
+    pq.write_table(table.append_column("codes", pa.array(REFUSED[reason])), path)
+    with pytest.raises(LogError, match=reason) as refusal:
+        read_log(path, cache=tmp_path / "cache" if is_cached else None)
+    assert str(path) in str(refusal.value)
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_short_lists_and_nulls_are_zeros(suffix: str, is_cached: bool, world: World, tmp_path: Path) -> None:
+    write_log(tmp_path / "log.parquet", world.log.take(np.arange(4)))
+    lists = pa.array([[5], None, [1, 0, 7], []], pa.list_(pa.int64()))
+    table = pq.read_table(tmp_path / "log.parquet").append_column("codes", lists)
+    if suffix == ".parquet":
+        pq.write_table(table, tmp_path / "log.parquet")
+    else:
+        (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    log = read_log(tmp_path / f"log{suffix}", cache=tmp_path / "cache" if is_cached else None)
+    by_post = dict(zip(log.post_id.tolist(), log.codes.tolist(), strict=True))
+    expected = [[5, 0, 0], [0, 0, 0], [1, 0, 7], [0, 0, 0]]
+    assert [by_post[post] for post in table["post_id"].to_pylist()] == expected
