@@ -142,8 +142,9 @@ def test_counts_alone_teach_where_nothing_stays_popular(log: Log) -> None:
 
 def test_a_log_of_too_few_positives_or_users_is_warned_of(log: Log) -> None:
     assert not any("TOO FEW" in line for line in plan(log).lines())
-    rare = plan(with_actions(log, like=0.005))
-    assert re.search(r"only \d+ times like to train on +→ TOO FEW", decided(rare, "TOO FEW"))
+    for positives, is_warned in ((150, True), (260, False)):
+        lines = plan(with_actions(log, like=positives / (0.8 * len(log)))).lines()
+        assert any(re.search(r"only 1\d\d times like to train on +→ TOO FEW", line) for line in lines) == is_warned
     four = log.take(np.isin(log.user_id, np.unique(log.user_id)[:4]))
     assert "only 4 users to train on" in decided(plan(four), "TOO FEW")
 
