@@ -23,11 +23,13 @@ RUN touch README.md
 
 FROM build AS build-cuda
 ARG TORCH_BACKEND=cu130
-RUN TORCH_BACKEND=$TORCH_BACKEND .ci/install /opt/ranker redis,served,tracing --no-editable
+ARG EXTRAS=redis,served,tracing
+RUN TORCH_BACKEND=$TORCH_BACKEND .ci/install /opt/ranker $EXTRAS --no-editable
 
 FROM build AS build-cpu
 ARG TORCH_BACKEND=cpu
-RUN TORCH_BACKEND=$TORCH_BACKEND .ci/install /opt/ranker redis,served,tracing --no-editable
+ARG EXTRAS=redis,served,tracing
+RUN TORCH_BACKEND=$TORCH_BACKEND .ci/install /opt/ranker $EXTRAS --no-editable
 
 FROM base AS runtime
 ARG REVISION=unknown

@@ -29,6 +29,7 @@ OF_WEIGHTS = {
     "eval-retrieval": "Measure how many liked posts retrieval finds.",
     "posts": "Write the posts of a log, for `corpus build`.",
     "join": "Join what was served with what people did, to a log to train on.",
+    "refresh": "Take the nightly turn: join, train on, judge, and publish or refuse.",
     "off-policy": "Estimate what a checkpoint would have earned on a log with exploration.",
     "score": "Score every impression of a log as /rank would have.",
     "example": "Write the example request and the names that the page of a running server shows.",

@@ -15,6 +15,7 @@ COMMANDS = {  # name: the function that measures, whose parameters are the optio
     "peers": "loadtest.peers.run:measure",
     "bits": "loadtest.bits:measure",
     "served": "loadtest.served:measure",
+    "demo-loop": "loadtest.loop.run:measure",
 }
 
 

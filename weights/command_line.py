@@ -2,13 +2,14 @@
 
 from weights.commands import checkpoints, corpus
 from weights.commands.console import app
-from weights.lab.commands import joining, scoring, towers, training
+from weights.lab.commands import joining, loop, scoring, towers, training
 
 __all__ = [
     "app",
     "checkpoints",
     "corpus",
     "joining",
+    "loop",
     "scoring",
     "towers",
     "training",

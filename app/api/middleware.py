@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import time
@@ -14,11 +15,10 @@ import structlog
 from prometheus_client import Counter, Histogram
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.caller import CANCELS, CUT_OFF, LONG_BODY_BYTES, Bodies, CallerGone
+from app.api.patience import Leavers
 from app.errors import (
     BadRequest,
     Draining,
@@ -33,7 +33,7 @@ from app.errors import (
 )
 from app.schema import is_request_id
 from app.telemetry.exchange import Exchange
-from app.telemetry.logs import of_exception
+from app.telemetry.logs import access, of_exception
 from app.telemetry.metrics import Metrics
 from app.telemetry.tracing import RequestTracer
 
@@ -47,6 +47,7 @@ MOST_TARGET_BYTES = (
     4096  # of path and query: no endpoint reads a query, and the longest path holds a model's name and version
 )
 MOST_DRAINED_BYTES = 64 * 2**20
+NO_LAG = {"lag_seconds": 0.0}
 CUT_OFF_SECONDS = 5.0  # a guess of when another process listens here
 
 log = structlog.get_logger("app.api.middleware")
@@ -64,6 +65,7 @@ class RequestMiddleware:
         *,
         metrics: Metrics,
         bodies: Bodies,
+        leavers: Leavers,
         root_path: str = "",
         success_sample: float = 1.0,
         tracer: RequestTracer | None = None,
@@ -72,12 +74,12 @@ class RequestMiddleware:
         self.app = app
         self.metrics = metrics
         self.bodies = bodies
+        self.leavers = leavers
         self.root_path = root_path
         self.success_sample = success_sample
         self.tracer = tracer
         self._draw = draw
         self._series: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
-        self._log = structlog.get_logger("app.request").bind()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -95,6 +97,8 @@ class RequestMiddleware:
         async def reply(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
+                if exchange.is_read:
+                    self._note_patience(exchange, scope)
                 message["headers"] = [*message["headers"], (b"x-request-id", exchange.request_id.encode())]
                 if exchange.has_long_body and not exchange.is_read and scope["http_version"][0] == "1":
                     message["headers"].append((b"connection", b"close"))
@@ -125,7 +129,7 @@ class RequestMiddleware:
         self, error: Exception, exchange: Exchange, scope: Scope, receive: Receive, reply: Send
     ) -> None:
         """Reply with the problem that an exception stands for, if no reply has begun."""
-        problem = told(error)
+        problem = problem_of(error)
         exchange.code = problem.code
         if problem is not error and isinstance(problem, InternalError):
             log.error("fault", request_id=exchange.request_id, **of_exception(error))
@@ -144,6 +148,8 @@ class RequestMiddleware:
         """The reply is out, or the client has gone: `exchange.status` is 0 then."""
         seconds = time.perf_counter() - exchange.started
         self.bodies.release(exchange)
+        if exchange.is_read and not exchange.status:
+            self._note_patience(exchange, scope)
         if not exchange.status:
             exchange.status = CLIENT_GONE
             if exchange.is_reading:
@@ -160,6 +166,14 @@ class RequestMiddleware:
         if exchange.code == TooLarge.code:
             self.metrics.rejected.labels("too_large").inc()
         self._write(exchange, seconds, trace_id)
+
+    def _note_patience(self, exchange: Exchange, scope: Scope) -> None:
+        """Learn from a caller whose request had come whole: it is answered, or has left."""
+        now, route = time.perf_counter(), scope["route"].path
+        if not exchange.status or _has_left(scope):
+            self.leavers.of(exchange.key, route).left(now, now - exchange.came)
+        elif exchange.status < 300:
+            self.leavers.of(exchange.key, route).answered(now, now - exchange.turn_at)
 
     def _series_of(self, method: str, route: str, status: int) -> tuple[Counter, Histogram]:
         """The counter and the histogram of these labels, looked up once."""
@@ -190,10 +204,10 @@ class RequestMiddleware:
         if trace_id is not None:
             fields["trace_id"] = trace_id
         if is_probe and (succeeded or exchange.status == NotReady.status):
-            write = self._log.debug if succeeded else self._log.info
+            level = logging.DEBUG if succeeded else logging.INFO
         else:
-            write = self._log.info if succeeded else self._log.warning if exchange.status < 500 else self._log.error
-        write("probe" if is_probe else "request", **fields)
+            level = logging.INFO if succeeded else logging.WARNING if exchange.status < 500 else logging.ERROR
+        access.write(level, "probe" if is_probe else "request", fields)
 
 
 class HostMiddleware(TrustedHostMiddleware):
@@ -224,10 +238,12 @@ def _begin(scope: Scope) -> Exchange:
         elif name == b"transfer-encoding":
             is_chunked = True
     request_id = sent.decode("latin-1")
+    came = time.perf_counter() - scope.get("extensions", {}).get(CANCELS, NO_LAG)["lag_seconds"]
     is_named = is_request_id(request_id)
     return Exchange(
         request_id=request_id if is_named else new_request_id(),
-        started=time.perf_counter(),
+        started=came,
+        came=came,
         method=scope["method"] if scope["method"] in METHODS else OTHER,
         is_named_by_caller=is_named,
         has_long_body=is_chunked or len(length) > 5 or (length.isdigit() and int(length) > LONG_BODY_BYTES),
@@ -245,6 +261,12 @@ def _check_target(scope: Scope) -> None:
         raise BadRequest("A request must have one Host header.")
     if b"%" in raw_path and (b"%2f" in raw_path.lower() or scope["path"].endswith("\n")):
         raise NotFound
+
+
+def _has_left(scope: Scope) -> bool:
+    """Whether the caller has gone as far as the server knows: the reply is late."""
+    about = scope.get("extensions", {}).get(CANCELS, {})
+    return bool(about) and about["has_left"]()
 
 
 def _closes(scope: Scope) -> bool:
@@ -277,11 +299,12 @@ def problem_reply(error: ServiceError, request_id: str, path: str) -> tuple[int,
     return error.status, headers, body
 
 
-async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Handler for the framework's own errors, such as an unknown path, whose details may hold parts of the request."""
-    assert isinstance(error, HTTPException)
+def problem_of(error: Exception) -> ServiceError:
+    """Return what to reply to an exception. The framework's own details may hold parts of the request."""
+    if not isinstance(error, HTTPException):
+        return told(error)
     kinds: dict[int, type[ServiceError]] = {404: NotFound, 405: MethodNotAllowed, 413: TooLarge}
     problem = kinds.get(error.status_code, BadRequest if error.status_code < 500 else InternalError)()
     if allowed := (error.headers or {}).get("Allow"):
         problem.headers = {"Allow": "GET, HEAD" if allowed == "GET" else allowed}
-    raise problem from None
+    return problem

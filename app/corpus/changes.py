@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.engine.loading import engine_options, log_refusals
 from app.interface import CorpusState, ServedCorpus
+from app.queue.loading import engine_options, log_refusals
 from app.settings import Settings
 from model.create import find_device
 from model.retrieval.engine import Added, RetrievalEngine, RetrievalOptions

@@ -9,8 +9,8 @@ import numpy as np
 from msgspec import UNSET
 
 from app import schema
-from app.columns import ids_of
 from app.errors import InvalidRequest, TooLarge
+from app.features import ids_of
 from model.inputs import Ids
 from model.retrieval.inputs import PostChange, PostRows, rows_of_codes
 from weights.text_ids import IdKind

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,16 @@ import structlog
 from app.corpus.changes import CorpusLoader, LoadedCorpus
 from app.corpus.feed import MILESTONE, FeedReader
 from app.corpus.stream import open_feed
-from app.engine.admission import Admission
-from app.engine.contexts import Contexts
-from app.engine.forecast import Clock
-from app.engine.job import SearchJob
-from app.engine.places import Places
-from app.engine.runners import RETRIEVAL_THREAD, EngineThread, Runner, SearchForwards
-from app.engine.scheduler import RETRY_AFTER_SECONDS, Scheduler
-from app.engine.versions import Versions
 from app.errors import ChangedByFeed, CorpusBehind, CorpusNotLoaded, EngineDown, NoCorpus, Overloaded, ServiceError
 from app.interface import CorpusState, Found, ReloadInProgress, ServedCorpus
+from app.queue.admission import Admission
+from app.queue.contexts import Contexts
+from app.queue.forecast import Clock
+from app.queue.job import SearchJob
+from app.queue.places import Places
+from app.queue.runners import RETRIEVAL_THREAD, EngineThread, Runner, SearchForwards
+from app.queue.scheduler import RETRY_AFTER_SECONDS, Scheduler
+from app.queue.versions import Versions
 from app.settings import Batching, Settings
 from app.telemetry.metrics import Metrics
 from model.engine import EngineError
@@ -244,7 +245,14 @@ class Searches:
     # searches
 
     async def search(
-        self, served: ServedCorpus, query: Query, deadline: float, key: str | None, *, is_admitted: bool = False
+        self,
+        served: ServedCorpus,
+        query: Query,
+        deadline: float,
+        key: str | None,
+        *,
+        leaves_at: float = math.inf,
+        is_admitted: bool = False,
     ) -> Found:
         """See `interface.Corpus.search`."""
         scheduler = self.versions.find(served)
@@ -255,7 +263,15 @@ class Searches:
         if query.handle:
             query = self._contexts.query(query, served.manifest, key)
         future: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
-        job = SearchJob(candidates=1, context_tokens=0, deadline=deadline, key=key, future=future, query=query)
+        job = SearchJob(
+            candidates=1,
+            context_tokens=0,
+            deadline=deadline,
+            key=key,
+            leaves_at=leaves_at,
+            future=future,
+            query=query,
+        )
         with self.places.take(job, scheduler):
             found: Found = await self.places.compute(job)
             return found

@@ -1,6 +1,6 @@
 """What requests and replies look like, declared once: decoders, checks and FastAPI's document all come from these types.
 
-A request is checked in two steps. `read` checks what holds for every checkpoint: JSON, types, required fields, sizes. `app.columns` then
+A request is checked in two steps. `read` checks what holds for every checkpoint: JSON, types, required fields, sizes. `app.features` then
 checks what one checkpoint knows: its actions, its surfaces, its kind of ids, and the bounds of every value.
 """
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import structlog
 
+from app.served.buffer import Queue
 from app.served.parts import DAY_SECONDS, Part, make_directory, remove_old
-from app.served.queue import Queue
 from app.settings import Served
 from app.telemetry.logs import of_exception
 from app.telemetry.metrics import Metrics

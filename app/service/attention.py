@@ -12,8 +12,8 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from app.engine.loading import LoadedModel
 from app.errors import DeadlineExceeded, EngineDown
+from app.queue.loading import LoadedModel
 from model.inputs import Candidates, Context
 
 ATTENTION_THREAD = "attention"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -19,18 +20,18 @@ from numpy.typing import NDArray
 
 from app.corpus.changes import CorpusLoader, corpus_loader
 from app.corpus.searches import Searches
-from app.engine.admission import Admission, Refusal
-from app.engine.batching import chunk_count
-from app.engine.contexts import Contexts
-from app.engine.forecast import Clock
-from app.engine.job import RankJob
-from app.engine.loading import Loader, checkpoint_loader
-from app.engine.places import Places
-from app.engine.runners import ENGINE_THREAD, RETRIEVAL_THREAD
-from app.engine.scheduler import Scheduler
-from app.engine.versions import Versions
 from app.errors import Draining, EngineDown, ModelNotFound, NotReady, ServiceError
 from app.interface import Health, Job, Ranked, ServedModel
+from app.queue.admission import Admission, Refusal
+from app.queue.batching import chunk_count
+from app.queue.contexts import Contexts
+from app.queue.forecast import Clock
+from app.queue.job import RankJob
+from app.queue.loading import Loader, checkpoint_loader
+from app.queue.places import Places
+from app.queue.runners import ENGINE_THREAD, RETRIEVAL_THREAD
+from app.queue.scheduler import Scheduler
+from app.queue.versions import Versions
 from app.service.attention import ATTENTION_THREAD, AttentionThread
 from app.service.loop_time import LoopTime, LoopWork
 from app.service.reload import Reloader
@@ -188,7 +189,7 @@ class LocalRanker:
             raise ModelNotFound
         return served
 
-    def check_open(self, key: str | None = None) -> None:
+    def check_open(self, key: str | None = None, leaves_at: float = math.inf) -> None:
         """Raise the error that any request of this API key would get now: NotReady, Draining, EngineDown or Overloaded."""
         self._asked_at = now = self.clock()
         if not self._is_ticking:
@@ -199,12 +200,19 @@ class LocalRanker:
             what = "requests arrive faster than they can be answered"
             raise self.places.error(Refusal("loop_overrun", what, retry_after_seconds=wait - limit))
         if now < self.places.refused_at + CROWDED_SECONDS:
-            refusal = self.admission.full(self.versions.running(), key)
+            refusal = self.admission.full(self.versions.running(), key, leaves_at)
             if refusal is not None:
                 raise self.places.error(refusal)
 
     def admit(
-        self, model: ServedModel, *, candidates: int, history: int, deadline: float | None, key: str | None
+        self,
+        model: ServedModel,
+        *,
+        candidates: int,
+        history: int,
+        deadline: float | None,
+        key: str | None,
+        leaves_at: float = math.inf,
     ) -> AbstractContextManager[RankJob]:
         """Return a block that holds a place for one request on `model`, which `self.model()` has returned for it.
 
@@ -218,6 +226,7 @@ class LocalRanker:
             chunks=chunk_count(candidates, self.settings.batching),
             deadline=min(now + limits.default_seconds if deadline is None else deadline, now + limits.max_seconds),
             key=key,
+            leaves_at=leaves_at,
             future=asyncio.get_running_loop().create_future(),
             model=model,
         )

@@ -14,10 +14,10 @@ from typing import Any
 import structlog
 
 from app.corpus.searches import Searches
-from app.engine.job import RankJob
-from app.engine.versions import Versions
 from app.errors import NoCorpus
 from app.interface import CheckpointNotFound, ReloadInProgress, ServedCorpus, ServedModel
+from app.queue.job import RankJob
+from app.queue.versions import Versions
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
 from weights.checkpoint import load_manifest

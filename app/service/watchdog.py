@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from app.engine.job import RankJob, SearchJob
-from app.engine.versions import Versions
+from app.queue.job import RankJob, SearchJob
+from app.queue.versions import Versions
 from app.settings import Queue
 
 WATCHDOG_SECONDS = 0.5

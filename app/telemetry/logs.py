@@ -11,10 +11,10 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable, MutableMapping
-from datetime import UTC, datetime
-from functools import cache
+from collections.abc import Callable, Mapping, MutableMapping
+from functools import cache, lru_cache, partial
 from logging.handlers import QueueHandler, QueueListener
+from types import MappingProxyType
 from typing import Any, TextIO
 
 import orjson
@@ -33,18 +33,26 @@ RETRY_SECONDS = 0.2
 DRAIN_SECONDS = 2.0  # at the end, for a reader that is slow or stalled
 
 Event = MutableMapping[str, Any]
+LEVEL_NAMES = {level: name.lower() for name, level in logging.getLevelNamesMapping().items()}
 
 
 class Lines(QueueHandler):
-    """The standard handler, which never blocks: beyond `MOST_WAITING` lines, new ones are dropped. `on_drop` is called for each."""
+    """The queue of lines that wait for the thread that writes. It never blocks: beyond `MOST_WAITING` lines, new ones are dropped.
 
-    queue: queue.SimpleQueue[logging.LogRecord | threading.Event]
+    `on_drop` is called for each of these. It is the standard library's handler, so records of libraries reach the queue too.
+    """
+
+    queue: queue.SimpleQueue[str | threading.Event]
     on_drop: Callable[[], None] = staticmethod(lambda: None)
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Keep the line for the thread that writes, if there is room."""
-        if self.queue.qsize() < (MOST_SUCCESSES if record.levelno <= logging.INFO else MOST_WAITING):
-            self.queue.put_nowait(record)
+        """Keep a library's record, which `prepare` has formatted."""
+        self.put(record.levelno, record.getMessage())
+
+    def put(self, level: int, line: str) -> None:
+        """Keep a line for the thread that writes, if there is room."""
+        if self.queue.qsize() < (MOST_SUCCESSES if level <= logging.INFO else MOST_WAITING):
+            self.queue.put_nowait(line)
         else:
             self.on_drop()
 
@@ -59,16 +67,16 @@ class Writer:
         self.descriptor = descriptor
         self.gathered = b""
 
-    def handle(self, record: logging.LogRecord | threading.Event) -> None:
+    def handle(self, line: str | threading.Event) -> None:
         """Take a line; `flush` writes it. An event is set when all lines before it are written."""
-        if isinstance(record, threading.Event):
+        if isinstance(line, threading.Event):
             self.flush()
-            record.set()
+            line.set()
             return
-        line = f"{record.getMessage()}\n".encode(errors="backslashreplace")
-        if len(self.gathered) + len(line) > BLOCK_BYTES:
+        data = f"{line}\n".encode(errors="backslashreplace")
+        if len(self.gathered) + len(data) > BLOCK_BYTES:
             self.flush()
-        self.gathered += line
+        self.gathered += data
 
     def flush(self) -> None:
         """Write what was taken."""
@@ -87,7 +95,7 @@ class Writer:
 class Listener(QueueListener):
     """The standard listener, which lets the writer gather."""
 
-    def dequeue(self, block: bool) -> logging.LogRecord:
+    def dequeue(self, block: bool) -> Any:
         """The next line. Before it waits, what was gathered is written."""
         try:
             return super().dequeue(False)
@@ -107,19 +115,46 @@ listener = Listener(lines.queue, writer)  # type: ignore[arg-type]  # it only ca
 
 
 class Output:
-    """What structlog calls with a rendered line, which becomes a record of the standard library. The method's name is its level."""
+    """What structlog calls with a rendered line. The method's name is its level."""
 
-    def __init__(self, emit: Callable[[logging.LogRecord], None]) -> None:
-        self._emit = emit
+    def __init__(self, put: Callable[[int, str], None]) -> None:
+        self._put = put
 
     def __getattr__(self, name: str) -> Callable[[str], None]:
         level = logging.getLevelNamesMapping().get(name.upper(), logging.ERROR)
 
         def write(line: str) -> None:
-            self._emit(logging.LogRecord("app", level, "", 0, line, None, None))
+            self._put(level, line)
 
         setattr(self, name, write)  # found at once from now on
         return write
+
+
+class AccessLog:
+    """Writes a line a request. JSON goes straight to where lines go: structlog's processors took a tenth of a small request.
+
+    `put`: None where lines are for people, which structlog writes. `fields`: what is in every line.
+    """
+
+    put: Callable[[int, str], object] | None = None
+    level = logging.INFO
+    fields: Mapping[str, Any] = MappingProxyType({})
+
+    def write(self, level: int, event: str, fields: Mapping[str, Any]) -> None:
+        """Write these fields, of which none is longer than `MAX_TEXT`, unless lines of this level are not written."""
+        if self.put is None:
+            structlog.get_logger("app.request").log(level, event, **fields)
+        elif level >= self.level:
+            line = {**fields, **self.fields, "event": event, "level": LEVEL_NAMES[level]}
+            self.put(level, render(None, "", stamp(None, "", line)))
+
+
+access = AccessLog()
+
+
+def put_into(stream: TextIO, level: int, line: str) -> None:
+    """Write a line to a stream at once."""
+    stream.write(f"{line}\n")
 
 
 def configure(settings: Logs, stream: TextIO | None = None, worker: int | None = None) -> None:
@@ -128,7 +163,8 @@ def configure(settings: Logs, stream: TextIO | None = None, worker: int | None =
     They go to standard error from a thread of their own, or straight to a stream. `worker`: the number that is in every line.
     """
     level = logging.getLevelNamesMapping()[settings.level.upper()]
-    shared: list[Any] = [] if worker is None else [lambda logger, name, event: {**event, "worker": worker}]
+    number = {} if worker is None else {"worker": worker}
+    shared: list[Any] = [] if worker is None else [lambda logger, name, event: {**event, **number}]
     shared += [
         structlog.stdlib.add_log_level,
         stamp,
@@ -145,13 +181,16 @@ def configure(settings: Logs, stream: TextIO | None = None, worker: int | None =
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(renderer, foreign_pre_chain=of_libraries, use_get_message=False)
     )
-    output = Output(lines.enqueue if stream is None else logging.StreamHandler(stream).emit)
+    put = lines.put if stream is None else partial(put_into, stream)
+    output = Output(put)
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=lambda *names: output,
         cache_logger_on_first_use=False,
     )
+    access.put = None if renderer is not render else put
+    access.level, access.fields = level, number
     # Else a line that cannot be formatted is reported on standard error, past the queue.
     logging.raiseExceptions = False
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # no line of ours says them
@@ -207,8 +246,15 @@ def render(logger: Any, name: str, event: Event) -> str:
 
 def stamp(logger: Any, name: str, event: Event) -> Event:
     """Add the time: a processor of structlog."""
-    event["time"] = datetime.now(UTC).isoformat(timespec="microseconds")[:-6] + "Z"
+    seconds, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
+    event["time"] = f"{of_second(seconds)}.{nanoseconds // 1000:06}Z"
     return event
+
+
+@lru_cache(1)
+def of_second(seconds: int) -> str:
+    """Return Unix seconds as date and time in UTC (RFC 3339), without the zone."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
 
 
 def without_data(logger: Any, name: str, event: Event) -> Event:

@@ -30,7 +30,7 @@ SIZES = tuple(2.0**power for power in range(13))
 ROWS = tuple(4.0**power for power in range(13))
 RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
 PROBABILITIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
-MOST_PENDING = 512  # replies of one checkpoint whose probabilities wait to be counted
+MOST_PENDING_ROWS = 16_384  # candidates whose probabilities wait to be counted: some hundred kilobytes
 STAGES = ("parse", "queue", "collate", "forward", "serialize", "encode", "search", "attention")
 REJECTIONS = ("queue_full", "key_rate", "loop_overrun", "deadline", "draining", "not_ready", "too_large")
 CANCEL_STAGES = ("body", "queue", "forward")
@@ -93,16 +93,17 @@ class ReplyProbabilities(Collector):
 
     def __init__(self) -> None:
         self._bounds = np.array(PROBABILITIES, np.float32)
-        self._pending: dict[tuple[str, ...], list[NDArray[np.float32]]] = {}  # action names → means [A] of replies
+        self._pending: dict[tuple[str, ...], list[NDArray[np.float32]]] = {}  # action names → probabilities [C, A]
+        self._pending_rows = 0
         # action → replies in each bucket, sum of their means
         self._counted: dict[str, tuple[NDArray[np.int64], float]] = {}
 
     def record(self, action_names: tuple[str, ...], probabilities: NDArray[np.float32]) -> None:
         """Count a reply's probabilities, float32 `[C, A]`; a reply without candidates counts nothing."""
         if len(probabilities):
-            pending = self._pending.setdefault(action_names, [])
-            pending.append(np.add.reduce(probabilities, 0) / len(probabilities))
-            if len(pending) == MOST_PENDING:
+            self._pending.setdefault(action_names, []).append(probabilities)
+            self._pending_rows += len(probabilities)
+            if self._pending_rows >= MOST_PENDING_ROWS:
                 self._count()
 
     def describe(self) -> Iterable[Metric]:
@@ -120,11 +121,14 @@ class ReplyProbabilities(Collector):
 
     def _count(self) -> None:
         for action_names, pending in self._pending.items():
-            for name, means in zip(action_names, np.array(pending).T, strict=True):
+            lengths = np.array([len(probabilities) for probabilities in pending])
+            sums = np.add.reduceat(np.concatenate(pending), lengths.cumsum() - lengths, 0)
+            for name, means in zip(action_names, (sums / lengths[:, None]).astype(np.float32).T, strict=True):
                 row = np.bincount(self._bounds.searchsorted(means), minlength=len(self._bounds) + 1)
                 before, total = self._counted.get(name, (0, 0.0))
                 self._counted[name] = before + row, total + float(means.sum(dtype=np.float64))
         self._pending.clear()
+        self._pending_rows = 0
 
     @staticmethod
     def _family() -> HistogramMetricFamily:
@@ -178,6 +182,9 @@ class Metrics:
         self.reply_probabilities = ReplyProbabilities()
         registry.register(self.reply_probabilities)
         self.rejected = counter("rejected", "Requests refused before any work was done.", "reason")
+        self.connections_not_taken = counter(
+            "connections_not_taken", "Attempts to take connections that failed for lack of file descriptors or memory."
+        )
         self.cancelled = counter("cancelled", "Requests whose client disconnected.", "stage")
         self.candidates_scored = counter("candidates_scored", "Candidates that came out of a forward.")
         self.history_truncated = counter("history_truncated", "Requests whose history was longer than the window.")

@@ -11,9 +11,12 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+import typer
 import yaml
 
 from loadtest.machine import ROOT
+from weights.command_line import app as weights_app
+from weights.lab.commands.loop import EXIT_REFUSED
 
 DOCKER = ROOT / "docker"
 BOARDS = sorted((DOCKER / "grafana/dashboards").glob("*.json"))
@@ -50,6 +53,38 @@ def test_kubernetes_takes_every_object() -> None:
         kubernetes_validate.validate(each, "1.31", strict=True)
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(objects[0] | {"spec": {"replica": 2}}, "1.31", strict=True)
+
+
+def test_kubernetes_takes_the_nightly_turn() -> None:
+    (job,) = yaml.safe_load_all((DOCKER / "kubernetes/refresh.yaml").read_text())
+    kubernetes_validate.validate(job, "1.31", strict=True)
+    broken = job | {"spec": job["spec"] | {"concurrency": "Forbid"}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, "1.31", strict=True)
+    rules = job["spec"]["jobTemplate"]["spec"]["podFailurePolicy"]["rules"]
+    assert rules[0]["onExitCodes"]["values"] == [EXIT_REFUSED], "a refused night is not tried again"
+    pod = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    check_options([*container["command"][1:], *container["args"]])
+    served, weights = (
+        next(yaml.safe_load_all((DOCKER / "kubernetes/ranker.yaml").read_text()))["spec"]["template"]["spec"], pod
+    )  # fmt: skip
+    assert served["securityContext"] == weights["securityContext"], "one user reads what the other writes"
+    claims = [
+        {
+            volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+            for volume in each["volumes"]
+            if volume["name"] == "weights"
+        }
+        for each in (served, weights)
+    ]
+    assert claims[0] == claims[1]
+
+
+def check_options(words: list[str]) -> None:
+    """Fail for a command of `phoenix-ranker`, with its options, that there is not."""
+    command = typer.main.get_command(weights_app).commands[words[0]]  # type: ignore[attr-defined]
+    command.make_context(words[0], words[1:])
 
 
 def test_a_pods_kernels_are_in_a_directory_of_its_own(tmp_path: Path) -> None:

@@ -1,20 +1,33 @@
-"""The unit file for systemd, in form: it stops the main process alone, for longer than a drain, and starts what the wheel installs."""
+"""The unit files for systemd, in form: the service stops in order, the nightly turn runs as its user, and both start what is installed."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import tomllib
 from configparser import ConfigParser
 from pathlib import Path
 
+import pytest
+import typer
+
 from app.exits import EXIT_USAGE
 from app.settings import Drain
+from weights.command_line import app as weights_app
+
+UNITS = Path("docker/systemd")
+
+
+def unit_of(name: str) -> ConfigParser:
+    """A unit file."""
+    unit = ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    assert unit.read(UNITS / name)
+    return unit
 
 
 def test_the_unit_file_stops_the_main_process_and_waits() -> None:
-    unit = ConfigParser(interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment,method-assign]
-    unit.read("docker/systemd/ranker.service")
-    service, drain = unit["Service"], Drain()
+    service, drain = unit_of("ranker.service")["Service"], Drain()
     assert service["KillMode"] == "mixed"
     assert float(service["TimeoutStopSec"]) > drain.delay_seconds + drain.timeout_seconds + 10
     assert service["RestartPreventExitStatus"] == str(EXIT_USAGE)
@@ -23,3 +36,28 @@ def test_the_unit_file_stops_the_main_process_and_waits() -> None:
     program, command = service["ExecStart"].split()
     assert command == "serve"
     assert Path(program).name in tomllib.loads(Path("pyproject.toml").read_text())["project"]["scripts"]
+
+
+def test_the_nightly_turn_runs_as_the_user_of_the_service() -> None:
+    service, turn = unit_of("ranker.service")["Service"], unit_of("ranker-refresh.service")["Service"]
+    for name in ("User", "DynamicUser", "StateDirectory", "StateDirectoryMode"):
+        assert turn[name] == service[name]
+    program, *words = turn["ExecStart"].split()
+    assert program == service["ExecStart"].split()[0]
+    options = dict(zip(words[1::2], words[2::2], strict=True))
+    assert {*options} == {"--served", "--events", "--checkpoint", "--out"}
+    command = typer.main.get_command(weights_app).commands[words[0]]  # type: ignore[attr-defined]
+    command.make_context(words[0], words[1:])
+    state = f"/var/lib/{turn['StateDirectory']}/"
+    assert all(place.startswith(state) for name, place in options.items() if name != "--events")
+    assert turn["Type"] == "oneshot"
+    assert turn["TimeoutStartSec"] == "infinity"
+    assert "Install" not in unit_of("ranker-refresh.service"), "the timer starts it"
+    assert unit_of("ranker-refresh.timer")["Timer"]["Persistent"] == "true"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_takes_the_time_of_the_nightly_turn() -> None:
+    for time, is_right in ((unit_of("ranker-refresh.timer")["Timer"]["OnCalendar"], True), ("*-*-* 25:30", False)):
+        done = subprocess.run(["systemd-analyze", "calendar", time], capture_output=True, timeout=30)
+        assert (done.returncode == 0) == is_right

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from app.corpus.changes import CorpusLoader
-from app.engine.loading import Loader
 from app.main import create_app
+from app.queue.loading import Loader
 from app.service.ranker import LocalRanker
 from loadtest.server import wait_until
 from tests.support import rankers

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from app.engine.loading import LoadedModel, Loader
-from app.engine.runners import Steps
+from app.queue.loading import LoadedModel, Loader
+from app.queue.runners import Steps
 from model.cache import ContextCache
 from model.config import HashSpec, ModelConfig
 from model.engine import CacheStats, EngineInfo, Item, Outcome

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.corpus.changes import CorpusLoader, corpus_loader
-from app.engine.loading import Loader
 from app.interface import Ranked
+from app.queue.loading import Loader
 from app.service.ranker import LocalRanker
 from app.settings import Settings
 from app.telemetry.metrics import Metrics

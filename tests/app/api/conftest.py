@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support import processes as support
+from tests.support.log_lines import logs_as_before
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -21,3 +22,10 @@ def processes(request: pytest.FixtureRequest) -> Iterator[str]:
     support.has_several = kind == "several"
     yield kind
     support.has_several = False
+
+
+@pytest.fixture(autouse=True)
+def log() -> Iterator[None]:
+    """Each test leaves the log of this process as it was."""
+    with logs_as_before():
+        yield

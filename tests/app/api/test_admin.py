@@ -18,9 +18,9 @@ import pytest
 import structlog
 from starlette.testclient import TestClient
 
-from app.engine.loading import LoadedModel
-from app.engine.runners import Steps
 from app.main import create_admin_app
+from app.queue.loading import LoadedModel
+from app.queue.runners import Steps
 from app.service.ranker import LocalRanker
 from app.settings import Admin, Retrieval
 from tests.support import corpora, rankers

@@ -135,7 +135,7 @@ def test_the_client_sends_and_gets_codes(client: TestClient) -> None:
     assert {len(post.codes) for post in found.posts} == {LEVELS}
 
 
-def test_columns_and_tensors_give_the_bits_of_objects(client: TestClient) -> None:
+def test_features_and_tensors_give_the_bits_of_objects(client: TestClient) -> None:
     asked = body()
     columns = {
         field: {name: [post[name] for post in asked[field]] for name in asked[field][0]}

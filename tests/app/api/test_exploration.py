@@ -75,7 +75,7 @@ def test_top_k_keeps_the_best_of_the_drawn_order(client: TestClient) -> None:
     assert rows(client, top_k=3) == whole[:3]
 
 
-def test_columns_and_tensors_say_the_same(client: TestClient) -> None:
+def test_features_and_tensors_say_the_same(client: TestClient) -> None:
     objects, columns = rows(client), rows(client, reply="columns")
     tensors = inference_of(asked(explore=...), ACTIONS)
     tensors.parameters["explore_temperature"] = 0.5

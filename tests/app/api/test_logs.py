@@ -11,7 +11,6 @@ import pty
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 import structlog
@@ -33,11 +32,10 @@ log = structlog.get_logger("x")
 
 
 @pytest.fixture
-def lines() -> Iterator[io.StringIO]:
-    before, stream = structlog.get_config(), io.StringIO()
+def lines() -> io.StringIO:
+    stream = io.StringIO()
     configure(Logs(format="json"), stream)
-    yield stream
-    structlog.configure(**before)
+    return stream
 
 
 def said(lines: io.StringIO) -> list[dict[str, object]]:

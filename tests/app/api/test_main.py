@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -19,7 +18,6 @@ from typing import Any
 
 import httpx
 import pytest
-import structlog
 import uvicorn
 from anyio.from_thread import start_blocking_portal
 from fastapi import FastAPI
@@ -189,18 +187,7 @@ async def with_hypercorn(port: int, stopped: asyncio.Event) -> None:
     await hypercorn.serve(create_app(), config, shutdown_trigger=stopped.wait)
 
 
-@pytest.fixture
-def logs_as_before() -> Iterator[None]:
-    """An application without settings sets up the logs of its process."""
-    before, root = structlog.get_config(), logging.getLogger()
-    handlers = root.handlers
-    yield
-    structlog.configure(**before)
-    root.handlers = handlers
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("logs_as_before")
 @pytest.mark.parametrize("serve", [with_uvicorn, with_hypercorn])
 def test_other_servers_serve_the_same_application(
     serve: Callable[[int, asyncio.Event], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
@@ -248,7 +235,6 @@ def ranks_as_ours_does(url: str) -> None:
         assert client.post("/rank", json={}).json()["code"] == "invalid_request"
 
 
-@pytest.mark.usefixtures("logs_as_before")
 def test_without_settings_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANKER_ROOT_PATH", "/below")
     assert create_app().openapi()["servers"] == [{"url": "/below"}]

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from app.telemetry import metrics
-from app.telemetry.metrics import MOST_PENDING, BatchReport, Metrics, ReplyProbabilities
+from app.telemetry.metrics import MOST_PENDING_ROWS, BatchReport, Metrics, ReplyProbabilities
 from tests.support import rankers
 
 pytestmark = pytest.mark.one_process("tests/app/processes has the metrics of several processes")
@@ -99,7 +99,7 @@ def test_a_name_that_two_checkpoints_share_is_one_series() -> None:
     assert {action: found[action, "count"] for action in "abc"} == {"a": 1, "b": 2, "c": 1}
 
 
-@pytest.mark.parametrize("count", [1, MOST_PENDING - 1, MOST_PENDING, 3 * MOST_PENDING + 1])
+@pytest.mark.parametrize("count", [1, MOST_PENDING_ROWS - 1, MOST_PENDING_ROWS, 3 * MOST_PENDING_ROWS + 1])
 def test_no_reply_is_lost_however_many_there_are(count: int) -> None:
     found = samples(*[(("a", "b"), [[0.25, 0.75]])] * count)
     assert (found["a", "count"], found["a", "sum"], found["b", "0.7"]) == (count, pytest.approx(0.25 * count), 0)

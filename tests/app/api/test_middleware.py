@@ -344,11 +344,10 @@ text = st.lists(evil, min_size=1, max_size=4).map("".join)
 
 
 @pytest.fixture
-def lines() -> Iterator[io.StringIO]:
-    before, stream = structlog.get_config(), io.StringIO()
+def lines() -> io.StringIO:
+    stream = io.StringIO()
     logs.configure(Logs(format="json"), stream)
-    yield stream
-    structlog.configure(**before)
+    return stream
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

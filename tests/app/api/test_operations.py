@@ -16,9 +16,9 @@ from pydantic import BaseModel, SecretStr
 from starlette.testclient import TestClient
 
 from app.api.operations import SCRAPE_SHARE, Scrapes
-from app.engine.loading import LoadedModel
-from app.engine.runners import Steps
 from app.main import create_app
+from app.queue.loading import LoadedModel
+from app.queue.runners import Steps
 from app.settings import Group, Settings
 from model.engine import EngineError
 from tests.app.api.live import until

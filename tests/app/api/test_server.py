@@ -25,10 +25,10 @@ import pytest
 import structlog
 
 from app import server
-from app.engine.loading import LoadedModel
-from app.engine.runners import Steps
 from app.errors import EngineDown
 from app.main import create_app
+from app.queue.loading import LoadedModel
+from app.queue.runners import Steps
 from app.settings import Settings
 from loadtest.server import PLAIN, Server, answers, example, serving, wait_until
 from model.engine import EngineError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.loading import engine_options
+from app.queue.loading import engine_options
 from app.settings import Batching, Group, Limits, Queue, Settings, SettingsProblem, listen_hosts, load_settings, names
 from loadtest.server import DEMO, POSTS, TOWERS
 

@@ -19,9 +19,9 @@ import torch
 
 from app.corpus.changes import LoadedCorpus, corpus_loader
 from app.corpus.posts import read_change
-from app.engine.runners import RETRIEVAL_THREAD
 from app.errors import CorpusNotLoaded, DeadlineExceeded, EngineDown, NoCorpus, Overloaded
 from app.interface import ReloadInProgress
+from app.queue.runners import RETRIEVAL_THREAD
 from app.settings import Queue, Settings
 from model.engine import EngineError
 from model.retrieval.inputs import Query

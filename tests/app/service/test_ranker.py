@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.engine.loading import LoadedModel
-from app.engine.runners import Steps
 from app.errors import (
     DeadlineExceeded,
     Draining,
@@ -24,6 +22,8 @@ from app.errors import (
     Overloaded,
 )
 from app.interface import Health
+from app.queue.loading import LoadedModel
+from app.queue.runners import Steps
 from app.service.ranker import LocalRanker
 from app.settings import Batching, Deadline, Queue
 from model.engine import EngineError, Item, Outcome

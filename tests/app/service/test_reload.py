@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import structlog
 
-from app.engine.loading import LoadedModel, checkpoint_loader
-from app.engine.runners import Steps
 from app.errors import Draining, NotReady
 from app.interface import CheckpointNotFound, ReloadInProgress
+from app.queue.loading import LoadedModel, checkpoint_loader
+from app.queue.runners import Steps
 from app.service.ranker import LocalRanker
 from app.service.reload import resumed
 from app.settings import Admin, Reload, Settings

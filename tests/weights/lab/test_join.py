@@ -26,7 +26,7 @@ from tests.weights.call import call  # noqa: E402
 from tests.weights.lab.joining_rows import ACTIONS, DAY, T0, event, ranking, write_events, write_part  # noqa: E402
 from tests.weights.lab.training.small_run import small_config  # noqa: E402
 from weights.lab.joining.counts import JoinCounts  # noqa: E402
-from weights.lab.joining.join import JoinSettings, join  # noqa: E402
+from weights.lab.joining.join import JoinSettings, NothingJoins, join  # noqa: E402
 from weights.lab.training.examples import Examples  # noqa: E402
 from weights.lab.training.log import Log, read_log  # noqa: E402
 from weights.served import read_part  # noqa: E402
@@ -327,3 +327,52 @@ def test_content_codes_reach_training_as_they_were_read(tmp_path: Path) -> None:
     assert mapped.contexts is not None
     assert log.contexts is not None
     assert np.array_equal(mapped.contexts.codes, log.contexts.codes)
+
+
+def test_a_night_holds_what_was_served_after_the_one_before(served: Path) -> None:
+    events = [event(number, 0, "favorite", T0 + number + 5) for number in range(RANKINGS)]
+    log, counts = joined(served, events, "first", until_ts=T0 + 3600 + 5, window_seconds=3600)
+    assert (counts.joined_rankings, counts.open_rankings) == (6, 6)
+    log, counts = joined(served, events, "second", since_ts=T0 + 5, window_seconds=3600)
+    assert (counts.joined_rankings, counts.earlier_rankings) == (6, 6)
+    assert taken(log, "favorite") == [100 * number + 1 for number in range(6, RANKINGS)]
+    assert counts.events == counts.joined_events + counts.events_of_left_out_rankings
+    with pytest.raises(NothingJoins) as raised:
+        joined(served, events, "third", since_ts=T0 + RANKINGS, window_seconds=3600)
+    assert (raised.value.counts.earlier_rankings, raised.value.counts.joined_rankings) == (RANKINGS, 0)
+
+
+def test_days_and_events_before_the_night_are_not_read(served: Path) -> None:
+    write_part(served, "old", [ranking(90, T0 - 3 * DAY)], "2026-05-29")
+    (served / "date=2026-05-29/old.parquet").write_bytes(b"no part at all")
+    events = [event(90, 0, "favorite", T0 - 3 * DAY + 5), event(3, 0, "favorite", T0 + 3 + 5)]
+    _, counts = joined(served, events, since_ts=T0, window_seconds=3600)
+    assert (counts.parts, counts.cut_parts) == (2, [])
+    assert (counts.events, counts.earlier_events, counts.joined_events) == (1, 1, 1)
+
+
+def test_nights_with_different_labels_share_no_context(served: Path, tmp_path: Path) -> None:
+    logs = [joined(served, [event(1, 0, "favorite")], name, label=name)[0] for name in ("one", "two")]
+    first, second = (set(log.context_id.tolist()) for log in logs if log.context_id is not None)
+    assert first.isdisjoint(second)
+    assert len(first) == len(second) == RANKINGS - 1
+
+
+def test_counts_tell_how_late_events_are(served: Path) -> None:
+    events = [event(number, 0, "favorite", T0 + number + 100) for number in range(RANKINGS)]
+    assert joined(served, events)[1].delay_seconds == [100, 100]
+
+
+def test_an_event_counts_once_where_its_post_comes_twice(tmp_path: Path) -> None:
+    row = ranking(1)
+    row.candidates.post_ids[2] = row.candidates.post_ids[0]
+    write_part(tmp_path / "served", "a", [row])
+    log, counts = joined(tmp_path / "served", [event(1, 0, "favorite"), event(1, 1, "reply")])
+    assert taken(log, "favorite") == [101, 101], "nobody knows which of them it was"
+    assert (counts.events, counts.joined_events, counts.repeated_events) == (2, 2, 0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_dwell_that_is_not_finite_is_none(served: Path, value: float) -> None:
+    log, _ = joined(served, [event(1, 0, "dwell_time", value=value), event(1, 1, "dwell_time", value=7.0)])
+    assert sorted(set(log.dwell_seconds.tolist())) == [0, 7]

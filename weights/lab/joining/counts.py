@@ -10,7 +10,9 @@ from typing import Any
 class JoinCounts:
     """Counts of parts, rankings and events; every ranking and every event is in one of them.
 
-    `rankings` = `joined_rankings` + those of the eight fields after it. `events` = `joined_events` + those after it.
+    `rankings` = `joined_rankings` + those after it. `events` = `joined_events` + those after it. `earlier_events` were
+    not read, because they are older than the rankings that were to be joined. `delay_seconds`: how long after their ranking the events
+    happened that name a candidate and an action of the model, the 5th percentile and the median. Times are Unix seconds.
     """
 
     parts: int = 0
@@ -21,6 +23,7 @@ class JoinCounts:
     rankings: int = 0
     joined_rankings: int = 0
     open_rankings: int = 0
+    earlier_rankings: int = 0
     other_model_rankings: int = 0
     repeated_rankings: int = 0
     ambiguous_rankings: int = 0
@@ -40,6 +43,10 @@ class JoinCounts:
     contexts: int = 0
     observed: list[str] = field(default_factory=list)
     until_ts: int = 0
+    earlier_events: int = 0
+    newest_event_ts: int = 0
+    newest_ranking_ts: int = 0
+    delay_seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def as_json(self) -> dict[str, Any]:
         """The counts as JSON values."""
@@ -52,6 +59,7 @@ class JoinCounts:
             *_told(
                 {
                     "their window is not over": self.open_rankings,
+                    "of an earlier night": self.earlier_rankings,
                     "of another model": self.other_model_rankings,
                     "repeated": self.repeated_rankings,
                     "several have the same request_id": self.ambiguous_rankings,

@@ -25,10 +25,18 @@ SHOWN = "shown"
 DWELL = ("dwell_time", "dwell_seconds", "dwell")
 """The actions of events whose `value` is how long a user looked at a post, in seconds."""
 COUNTS_NAME = "join.json"
+NEVER = -(2**62)
+"""A time before all others, in Unix seconds."""
+DELAYS = """
+SELECT coalesce(approx_quantile(event_ts - served_ts, 0.05), 0), coalesce(approx_quantile(event_ts - served_ts, 0.5), 0)
+FROM reasons
+WHERE action_index >= 0 AND reason IN ('joined', 'before', 'after')
+"""
 
 STATES = """
 CREATE TABLE states AS
 SELECT ranking, CASE
+    WHEN served_ts <= $since THEN 'earlier'
     WHEN copies > 1 AND (first_us <> last_us OR users > 1) THEN 'ambiguous'
     WHEN ranking > first_ranking THEN 'repeated'
     WHEN NOT told THEN 'without history'
@@ -47,7 +55,8 @@ FROM (
 MATCHED = """
 CREATE TABLE matched AS
 SELECT event.request_id, event.post_id, event.action, event.event_ts, event.value, event.copies,
-    ranking.ranking, ranking.served_ts, ranking.state, candidate.place, names.action_index, names.is_dwell
+    ranking.ranking, ranking.served_ts, ranking.state, candidate.place, names.action_index, names.is_dwell,
+    coalesce(candidate.is_first, true) AS is_first
 FROM (SELECT *, count(*) AS copies FROM events GROUP BY ALL) event
 LEFT JOIN (
     SELECT any_value(ranking) AS ranking, request_id, any_value(served_ts) AS served_ts, max(state) AS state
@@ -96,7 +105,9 @@ bit_or(1::UBIGINT << (greatest(action_index, 0) % 64)::UBIGINT)
 class JoinSettings:
     """`window_seconds`: how long after it was shown an event still counts. `observed`: the actions whose absence means no; None: those that
     some event has. `until_ts`: events are whole up to here, Unix seconds; None: up to the newest event. `model`: whose rankings are joined,
-    a version or the beginning of a digest; empty: all, if their actions are the same. `memory`: of DuckDB, such as `2GB`."""
+    a version or the beginning of a digest; empty: all, if their actions are the same. `memory`: of DuckDB, such as `2GB`. `since_ts`: only
+    rankings served after this, Unix seconds; None: all. `label`: a word that goes into the numbers of the contexts, so that results with
+    different labels can be read as one log."""
 
     window_seconds: int = 86_400
     observed: tuple[str, ...] | None = None
@@ -105,6 +116,21 @@ class JoinSettings:
     model: str = ""
     memory: str = "2GB"
     threads: int = 1
+    since_ts: int | None = None
+    label: str = ""
+
+    @property
+    def first_ts(self) -> int | None:
+        """Rankings from here on are read: those of a window before `since_ts` have events among those that are read. None: all."""
+        return None if self.since_ts is None else self.since_ts - self.window_seconds
+
+
+class NothingJoins(LogError):
+    """No ranking joins. `counts` says why."""
+
+    def __init__(self, text: str, counts: JoinCounts) -> None:
+        super().__init__(text)
+        self.counts = counts
 
 
 def join(
@@ -118,7 +144,7 @@ def join(
     the propensity. `out` is there whole or not at all. Return the counts, which are also in `out/join.json`.
 
     A candidate was shown if an event `shown` says so; where no event in all says so, if the reply held it. Raises LogError, in one sentence
-    that names the file and the row, also where nothing joins; FileExistsError if something is at `out`.
+    that names the file and the row; NothingJoins where nothing joins; FileExistsError if something is at `out`.
     """
     if out.exists() or out.is_symlink():
         raise LogError(f"{out} is there already: choose another place")
@@ -127,14 +153,16 @@ def join(
         work = partial / "work"
         work.mkdir()
         with _enough(settings.memory), _database(work, settings) as database:
-            parts, names = read_parts(database, served, settings.model, counts, progress)
-            read_events(database, events, settings.ids, counts, progress)
+            parts, names = read_parts(database, served, settings.model, settings.first_ts, counts, progress)
+            read_events(database, events, settings.ids, settings.since_ts, counts, progress)
             _join(database, names, settings, counts, progress)
             if not counts.joined_rankings:
-                raise LogError(f"nothing joins: {'; '.join(line.strip() for line in counts.lines())}")
+                raise NothingJoins(f"nothing joins: {'; '.join(line.strip() for line in counts.lines())}", counts)
             observed = [name in counts.observed for name in names]
-            counts.impressions = write_impressions(database, partial, names, observed, settings.ids, progress)
-            counts.contexts = write_contexts(database, partial, parts, names, progress)
+            counts.impressions = write_impressions(
+                database, partial, names, observed, settings.ids, settings.label, progress
+            )
+            counts.contexts = write_contexts(database, partial, parts, names, settings.label, progress)
         shutil.rmtree(work)
         (partial / COUNTS_NAME).write_text(json.dumps(counts.as_json(), indent=1) + "\n")
     return counts
@@ -174,7 +202,9 @@ def _join(
     progress: Progress,
 ) -> None:
     """Make the tables `shown` and `labels`, and count. Raises LogError."""
-    counts.until_ts = settings.until_ts if settings.until_ts is not None else _newest(database)
+    counts.until_ts = (
+        settings.until_ts if settings.until_ts is not None else min(counts.newest_event_ts, int(time.time()))
+    )
     _name_actions(database, names)
     steps = _steps(settings, counts, len(names))
     for done, (statement, values) in enumerate(steps):
@@ -191,17 +221,15 @@ def _steps(settings: JoinSettings, counts: JoinCounts, actions: int) -> list[tup
     skew: dict[str, int | str] = {**window, "skew": CLOCK_SKEW_SECONDS}
     labels = LABELS.format(words=", ".join(WORD.format(word=word) for word in range(-(-actions // 64))))
     return [
-        (STATES, {**window, "until": counts.until_ts}),
+        (
+            STATES,
+            {**window, "until": counts.until_ts, "since": NEVER if settings.since_ts is None else settings.since_ts},
+        ),
         (MATCHED, {}),
         (SEEN, {**skew, "shown": SHOWN}),
         (REASONS, {**skew}),
         (labels, {}),
     ]
-
-
-def _newest(database: duckdb.DuckDBPyConnection) -> int:
-    """The time of the newest event, but not later than now: up to here the events are whole."""
-    return min(number_of(database, "SELECT max(event_ts) FROM events"), int(time.time()))
 
 
 def _name_actions(database: duckdb.DuckDBPyConnection, names: tuple[str, ...]) -> None:
@@ -219,7 +247,7 @@ def _make_shown(database: duckdb.DuckDBPyConnection) -> None:
     database.execute(
         """
         CREATE TABLE shown AS
-        SELECT candidates.* EXCLUDE (ranking), ranking
+        SELECT candidates.* EXCLUDE (ranking, is_first), ranking
         FROM candidates JOIN states USING (ranking) JOIN rankings USING (ranking) LEFT JOIN seen USING (ranking, place)
         WHERE state = 'joined' AND CASE WHEN getvariable('has_shown') THEN seen_ts IS NOT NULL ELSE position <= returned END
         """
@@ -239,12 +267,15 @@ def _observed(database: duckdb.DuckDBPyConnection, names: tuple[str, ...], setti
 def _count(database: duckdb.DuckDBPyConnection, counts: JoinCounts) -> None:
     states = dict(database.execute("SELECT state, count(*) FROM states GROUP BY state").fetchall())
     counts.open_rankings = states.get("open", 0)
+    counts.earlier_rankings = states.get("earlier", 0)
+    counts.newest_ranking_ts = number_of(database, "SELECT coalesce(max(served_ts), 0) FROM rankings")
+    counts.delay_seconds = [float(seconds) for seconds in database.execute(DELAYS).fetchall()[0]]
     counts.repeated_rankings = states.get("repeated", 0)
     counts.ambiguous_rankings = states.get("ambiguous", 0)
     counts.rankings_without_history = states.get("without history", 0)
     counts.joined_rankings = number_of(database, "SELECT count(DISTINCT ranking) FROM shown")
     counts.rankings_never_shown = states.get("joined", 0) - counts.joined_rankings
-    reasons = dict(database.execute("SELECT reason, count(*) FROM reasons GROUP BY reason").fetchall())
+    reasons = dict(database.execute("SELECT reason, count(*) FROM reasons WHERE is_first GROUP BY reason").fetchall())
     counts.repeated_events = counts.events - sum(reasons.values())
     counts.joined_events = reasons.get("joined", 0)
     counts.events_without_ranking = reasons.get("without ranking", 0)
@@ -253,5 +284,5 @@ def _count(database: duckdb.DuckDBPyConnection, counts: JoinCounts) -> None:
     counts.events_before_ranking = reasons.get("before", 0)
     counts.events_after_window = reasons.get("after", 0)
     counts.events_of_unseen_candidates = reasons.get("unseen", 0)
-    unknown = "SELECT action, count(*) FROM reasons WHERE reason = 'unknown action' GROUP BY action"
+    unknown = "SELECT action, count(*) FROM reasons WHERE is_first AND reason = 'unknown action' GROUP BY action"
     counts.events_of_unknown_actions = dict(database.execute(unknown).fetchall())

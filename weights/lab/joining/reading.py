@@ -18,7 +18,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from model.inputs import CLOCK_SKEW_SECONDS
 from weights.lab.joining.counts import JoinCounts
+from weights.lab.training.log import date_of
 from weights.served import OPEN_SUFFIX, PARTS, check_format
 from weights.table_files import Table, open_table, place_of, tables_of
 from weights.tables import LogError, Place, column_of
@@ -44,7 +46,7 @@ CREATE TABLE rankings (
 );
 CREATE TABLE candidates (
     ranking BIGINT, place BIGINT, post_id UBIGINT, author_id UBIGINT, product_surface BIGINT, created_at BIGINT, position BIGINT,
-    propensity DOUBLE, codes BIGINT[]
+    propensity DOUBLE, codes BIGINT[], is_first BOOLEAN
 );
 CREATE TABLE events (
     request_id VARCHAR, post_id UBIGINT, action VARCHAR, event_ts BIGINT, value DOUBLE
@@ -60,7 +62,8 @@ FROM read_parquet($path, file_row_number = true)
 READ_CANDIDATES = """
 INSERT INTO candidates
 SELECT ranking, place, post_id, author_id, product_surface, CASE WHEN age_bucket = 0 THEN 0 ELSE created_at END, position,
-    propensity, all_codes[place * levels + 1 : (place + 1) * levels]
+    propensity, all_codes[place * levels + 1 : (place + 1) * levels],
+    row_number() OVER (PARTITION BY ranking, post_id ORDER BY place) = 1
 FROM (
     SELECT $first + file_row_number AS ranking, unnest(range(len(scores))) AS place,
         unnest(candidates.post_ids) AS post_id, unnest(candidates.author_ids) AS author_id,
@@ -73,9 +76,16 @@ FROM (
 
 
 def read_parts(
-    database: duckdb.DuckDBPyConnection, directory: Path, model: str, counts: JoinCounts, progress: Progress
+    database: duckdb.DuckDBPyConnection,
+    directory: Path,
+    model: str,
+    first_ts: int | None,
+    counts: JoinCounts,
+    progress: Progress,
 ) -> tuple[list[Path], tuple[str, ...]]:
     """Read every closed part of a log of what was served. Return the parts that were read and the names of the model's actions.
+
+    `first_ts`: parts of days that ended before this, Unix seconds, are not read; None: all are.
 
     `model`: the version or the beginning of the digest of the model whose rankings are read; if empty, all, which must have the same
     actions. Files that are no parts, and parts that were cut short, are left out and counted. Raises LogError.
@@ -90,6 +100,9 @@ def read_parts(
             counts.open_parts += 1
         else:
             counts.foreign_files.append(str(path))
+    if first_ts is not None:
+        first_day = f"date={date_of(first_ts)}"
+        paths = [path for path in paths if path.parent.name >= first_day]
     read, names, named_by = list[Path](), None, Path()
     for done, path in enumerate(paths):
         progress("Reading what was served", done, len(paths))
@@ -141,22 +154,33 @@ def read_parts(
 
 
 def read_events(
-    database: duckdb.DuckDBPyConnection, path: Path | str, ids: IdKind, counts: JoinCounts, progress: Progress
+    database: duckdb.DuckDBPyConnection,
+    path: Path | str,
+    ids: IdKind,
+    since_ts: int | None,
+    counts: JoinCounts,
+    progress: Progress,
 ) -> None:
-    """Read and check events. Raises LogError, which names the file and the row."""
+    """Read and check events. Those before `since_ts`, Unix seconds, are checked and left out. Raises LogError, which names the file and
+    the row."""
     source = open_table(path, EVENT_COLUMNS | ({"post_id": pa.string()} if ids == "text" else {}))
     if missing := [name for name in REQUIRED if name not in source.schema.names]:
         raise LogError(f"{source.files[0]} lacks the column {missing[0]}: an event has {', '.join(REQUIRED)}")
     columns = [name for name in EVENT_COLUMNS if name in source.schema.names]
-    rows = source.count_rows()
+    rows, done = source.count_rows(), 0
     for table in tables_of(source, PIECE_ROWS, columns):
-        checked = _checked_events(table, source, ids, partial(_place, source, counts.events))
+        checked = _checked_events(table, source, ids, partial(_place, source, done))
+        done += len(table)
+        counts.newest_event_ts = max(counts.newest_event_ts, pc.max(checked.column("event_ts")).as_py() or 0)
+        if since_ts is not None:
+            checked = checked.filter(pc.greater_equal(checked.column("event_ts"), since_ts - CLOCK_SKEW_SECONDS))
         database.register("piece", checked)
         database.execute("INSERT INTO events SELECT * FROM piece")
         database.unregister("piece")
-        counts.events += len(table)
-        progress("Reading events", counts.events, rows)
-    if not counts.events:
+        counts.events += len(checked)
+        counts.earlier_events += len(table) - len(checked)
+        progress("Reading events", done, rows)
+    if not done:
         raise LogError(f"{path} holds no events")
 
 
@@ -179,7 +203,7 @@ def _checked_events(table: pa.Table, source: Table, ids: IdKind, place: Place) -
     if problem:
         raise LogError(f"{place(problem[0])}: event_ts {problem[1]}")
     value = (
-        table.column("value").cast(pa.float64())
+        _finite(table.column("value").cast(pa.float64()))
         if "value" in table.column_names
         else pa.nulls(len(table), pa.float64())
     )
@@ -192,6 +216,11 @@ def _checked_events(table: pa.Table, source: Table, ids: IdKind, place: Place) -
             "value": value,
         }
     )
+
+
+def _finite(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The numbers, with null for what is not finite."""
+    return pc.if_else(pc.is_finite(values), values, None)
 
 
 def _post_ids(table: pa.Table, where: str, ids: IdKind, place: Place) -> NDArray[np.uint64]:

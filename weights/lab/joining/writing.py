@@ -83,10 +83,11 @@ def write_impressions(
     names: Sequence[str],
     observed: Sequence[bool],
     ids: IdKind,
+    label: str,
     progress: Progress,
 ) -> int:
-    """Write the table `shown` with its `labels`. `observed` `[A]`: the actions whose absence means no; that of others is null. Return the
-    number of rows."""
+    """Write the table `shown` with its `labels`. `observed` `[A]`: the actions whose absence means no; that of others is null. `label`:
+    as `JoinSettings` has it. Return the number of rows."""
     metadata = {IDS_KEY: HASHES} if ids == "text" else None
     rows = number_of(database, "SELECT count(*) FROM shown")
     database.execute(JOIN_ROWS)
@@ -94,7 +95,7 @@ def write_impressions(
     with Parts(out / IMPRESSIONS) as parts:
         for batch in database.sql(SORTED_ROWS).to_arrow_reader(BATCH_ROWS):
             parts.write(
-                _impressions(batch, names, np.array(observed, bool), has_codes).replace_schema_metadata(metadata)
+                _impressions(batch, names, np.array(observed, bool), has_codes, label).replace_schema_metadata(metadata)
             )
             progress("Writing impressions", parts.rows, rows)
     return parts.rows
@@ -105,7 +106,9 @@ def code_levels(database: duckdb.DuckDBPyConnection) -> int:
     return number_of(database, "SELECT coalesce(max(len(codes)), 0) FROM candidates")
 
 
-def _impressions(batch: pa.RecordBatch, names: Sequence[str], observed: NDArray[np.bool_], has_codes: bool) -> pa.Table:
+def _impressions(
+    batch: pa.RecordBatch, names: Sequence[str], observed: NDArray[np.bool_], has_codes: bool, label: str
+) -> pa.Table:
     words = [
         pc.fill_null(batch.column(f"taken_{word}"), 0).to_numpy(zero_copy_only=False)
         for word in range(-(-len(names) // 64))
@@ -119,7 +122,7 @@ def _impressions(batch: pa.RecordBatch, names: Sequence[str], observed: NDArray[
         "dwell_seconds": batch.column("dwell_seconds").cast(pa.float32()).fill_null(0),
         "position": batch.column("position"),
         "propensity": batch.column("propensity").fill_null(0),
-        "context_id": _numbers(batch.column("context_id")),
+        "context_id": _numbers(batch.column("context_id"), label),
     }
     if has_codes:
         columns[CODES] = batch.column("codes")
@@ -129,20 +132,27 @@ def _impressions(batch: pa.RecordBatch, names: Sequence[str], observed: NDArray[
     return pa.table(columns)
 
 
-def _numbers(texts: pa.StringArray) -> NDArray[np.uint64]:
-    """Texts as 64-bit numbers, never 0, as ids that are texts are hashed."""
+def _numbers(texts: pa.StringArray, label: str = "") -> NDArray[np.uint64]:
+    """Texts, each with the label behind it, as 64-bit numbers, never 0, as ids that are texts are hashed."""
     coded = texts.dictionary_encode()
-    return np.asarray(text_ids(coded.dictionary.to_pylist())[coded.indices.to_numpy()])
+    labelled = [f"{text} {label}" if label else text for text in coded.dictionary.to_pylist()]
+    return np.asarray(text_ids(labelled)[coded.indices.to_numpy()])
 
 
 def write_contexts(
-    database: duckdb.DuckDBPyConnection, out: Path, parts: Sequence[Path], names: Sequence[str], progress: Progress
+    database: duckdb.DuckDBPyConnection,
+    out: Path,
+    parts: Sequence[Path],
+    names: Sequence[str],
+    label: str,
+    progress: Progress,
 ) -> int:
-    """Write the context of each ranking of the table `shown`, once. `parts`: the files by their numbers. Return how many."""
+    """Write the context of each ranking of the table `shown`, once. `parts`: the files by their numbers. `label`: as `JoinSettings` has
+    it. Return how many."""
     has_codes = code_levels(database) > 0
     with Parts(out / CONTEXTS, PART_ROWS // 10) as written:
         for done, (part, places) in enumerate(_places(database)):
-            for table in _contexts(parts[part], places, names, has_codes):
+            for table in _contexts(parts[part], places, names, has_codes, label):
                 written.write(table)
             progress("Writing contexts", done, len(parts))
     return written.rows
@@ -163,18 +173,20 @@ def _places(database: duckdb.DuckDBPyConnection) -> Iterator[tuple[int, NDArray[
         yield part, np.concatenate(places)
 
 
-def _contexts(path: Path, places: NDArray[np.int64], names: Sequence[str], has_codes: bool) -> Iterator[pa.Table]:
+def _contexts(
+    path: Path, places: NDArray[np.int64], names: Sequence[str], has_codes: bool, label: str
+) -> Iterator[pa.Table]:
     """The contexts in these rows of a part, in pieces."""
     before = 0
     with pq.ParquetFile(path) as part:
         for batch in part.iter_batches(CONTEXT_ROWS, columns=["context_id", "history"]):
             first, last = np.searchsorted(places, (before, before + len(batch)))
             if last > first:
-                yield _table(batch.take(pa.array(places[first:last] - before)), names, has_codes)
+                yield _table(batch.take(pa.array(places[first:last] - before)), names, has_codes, label)
             before += len(batch)
 
 
-def _table(batch: pa.RecordBatch, names: Sequence[str], has_codes: bool) -> pa.Table:
+def _table(batch: pa.RecordBatch, names: Sequence[str], has_codes: bool, label: str) -> pa.Table:
     history = batch.column("history")
     events = {
         name: pc.struct_field(history, name)
@@ -185,7 +197,7 @@ def _table(batch: pa.RecordBatch, names: Sequence[str], has_codes: bool) -> pa.T
     def lists(values: NDArray[Any] | pa.Array, kind: pa.DataType) -> pa.ListArray:
         return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, kind))
 
-    columns: dict[str, Any] = {"context_id": _numbers(batch.column("context_id"))}
+    columns: dict[str, Any] = {"context_id": _numbers(batch.column("context_id"), label)}
     for name, kind in LISTS.items():
         columns[name] = lists(events[name.removeprefix("product_")].flatten(), kind)
     actions = events["actions"].flatten().to_numpy().reshape(-1, len(names))

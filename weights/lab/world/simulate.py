@@ -86,7 +86,7 @@ class World(Drawn):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Session:
+class Session:
     """One session of each of several users: users, times `[n]`; posts, surfaces, affinity … `[n, slots]`; interests `[n, topics]`."""
 
     who: Ints
@@ -94,10 +94,10 @@ class _Session:
     posts: Ints
     surface: Ints
     affinity: Floats
-    interests: Floats
     given: Circumstances
     actions: NDArray[np.bool_]
     seconds: Floats
+    interests: Floats
 
 
 def simulate(settings: WorldSettings, progress: Callable[[int, int], None] = lambda done, all_: None) -> World:
@@ -114,21 +114,21 @@ def simulate(settings: WorldSettings, progress: Callable[[int, int], None] = lam
         now = np.array([users.session_ts[user][index] for user in who])
         drift(users, who, now, settings, rng)
         session = _run(drawn, who, now, rng)
-        _remember(drawn, session)
+        remember(drawn, session)
         sessions.append(session)
         progress(index + 1, rounds)
     return _write(drawn, sessions)
 
 
-def _run(drawn: Drawn, who: Ints, now: Ints, rng: np.random.Generator) -> _Session:
+def _run(drawn: Drawn, who: Ints, now: Ints, rng: np.random.Generator) -> Session:
     author = _choose_authors(drawn, who, now, rng)
-    shown = _choose_posts(drawn, author, now, rng)
+    shown = choose_posts(drawn, author, now, rng)
     elsewhere = rng.choice(len(SURFACES), shown.shape, p=OTHER_SURFACES)
     surface = np.where(drawn.users.follows[who[:, None], author], SURFACES.index("following"), elsewhere)
     affinity, given = circumstances(drawn, who, shown, surface, now)
     actions, seconds = draw(given, rng)
     interests = interest(drawn.users.latent[who], drawn.settings)
-    return _Session(who, now, shown, surface, affinity, interests, given, actions, seconds)
+    return Session(who, now, shown, surface, affinity, given, actions, seconds, interests)
 
 
 def circumstances(drawn: Drawn, who: Ints, shown: Ints, surface: Ints, now: Ints) -> tuple[Floats, Circumstances]:
@@ -173,8 +173,8 @@ def _sample_rows(logits: NDArray[np.floating], count: int, rng: np.random.Genera
     return np.stack([np.searchsorted(row, point, side="right") for row, point in zip(mass, points, strict=True)])
 
 
-def _choose_posts(drawn: Drawn, author: Ints, now: Ints, rng: np.random.Generator) -> Ints:
-    """Choose a post of each author, about as old as a drawn age: mostly fresh, some classics of 80 to 400 hours."""
+def choose_posts(drawn: Drawn, author: Ints, now: Ints, rng: np.random.Generator) -> Ints:
+    """Choose a post of each author `[n, c]` at `now [n]`, about as old as a drawn age: mostly fresh, some classics of 80 to 400 hours."""
     settings, posts = drawn.settings, drawn.posts
     fresh = rng.exponential(settings.fresh_hours, author.shape)
     classic = rng.uniform(80, 400, author.shape)
@@ -188,12 +188,12 @@ def _choose_posts(drawn: Drawn, author: Ints, now: Ints, rng: np.random.Generato
     return np.maximum(found, posts.first[author])
 
 
-def _remember(drawn: Drawn, session: _Session) -> None:
+def remember(drawn: Drawn, session: Session) -> None:
     """Update follows and regards after a session; a complaint outweighs a friendly act on the same post."""
     settings, posts, users = drawn.settings, drawn.posts, drawn.users
     author = posts.author[session.posts].ravel()
-    user = np.repeat(session.who, settings.slots)
-    now = np.repeat(session.now, settings.slots)
+    slots = session.posts.shape[1]
+    user, now = np.repeat(session.who, slots), np.repeat(session.now, slots)
 
     def done(*names: str) -> NDArray[np.bool_]:
         return np.asarray(session.actions[:, [ACTION_NAMES.index(name) for name in names]].any(1))
@@ -212,7 +212,7 @@ def _remember(drawn: Drawn, session: _Session) -> None:
         users.regard_ts[user[rows], author[rows]] = now[rows]
 
 
-def _write(drawn: Drawn, sessions: list[_Session]) -> World:
+def _write(drawn: Drawn, sessions: list[Session]) -> World:
     """The world with all sessions as one log in time order, and the truth of its test period."""
     settings, authors, posts, users = drawn.settings, drawn.authors, drawn.posts, drawn.users
     post = np.concatenate([s.posts.ravel() for s in sessions])

@@ -1,0 +1,149 @@
+"""Keeps the versions of one kind of engine: the one that serves, those finishing their requests, the one that loads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any, Generic
+
+from app.errors import ServiceError
+from app.interface import ReloadInProgress
+from app.queue.forecast import Clock, Running
+from app.queue.runners import ENGINE_THREAD, EngineThread, Loaded, Runner, Steps, rank_runner
+from app.queue.scheduler import J, Scheduler
+from app.settings import Batching
+from app.telemetry.metrics import BatchReport
+from model.engine import CacheStats, EngineError
+
+MakeRunner = Callable[[EngineThread, asyncio.AbstractEventLoop, Clock], Runner]
+
+
+class Versions(Generic[J]):
+    """Holds one scheduler for each version. Used by the event loop only."""
+
+    def __init__(
+        self,
+        batching: Batching,
+        batch_done: Callable[[BatchReport], None],
+        clock: Clock,
+        load_seconds: float,
+        make_runner: MakeRunner = rank_runner,
+        thread_name: str = ENGINE_THREAD,
+    ) -> None:
+        """`batch_done` is called with a report after each forward. A load that takes longer than `load_seconds` is given up."""
+        self.current: Scheduler[J] | None = None
+        self._batching = batching
+        self._batch_done = batch_done
+        self._clock = clock
+        self._load_seconds = load_seconds
+        self._make_runner = make_runner
+        self._thread_name = thread_name
+        self._held: dict[Any, Scheduler[J]] = {}  # by the model they serve
+        self._loading: EngineThread | None = None  # also one that was given up, while others wait for its end
+        self._waited_for_until = float("inf")
+        self._lost: asyncio.Queue[str] = asyncio.Queue()
+        self._gone = CacheStats()
+
+    async def load(self, load: Callable[[Steps], Loaded]) -> Scheduler[J]:
+        """Load and warm a model in a thread of its own. Raises what `load` raises, ReloadInProgress, or EngineError when it takes too long.
+
+        The thread of a load that was given up, or cancelled, ends at its next step. It may hang in native code, so another load is
+        refused for at most `load_seconds` after that.
+        """
+        if self._loading is not None and not self._loading.closed.done() and self._clock() < self._waited_for_until:
+            raise ReloadInProgress("another checkpoint is being loaded")
+        loop = asyncio.get_running_loop()
+        thread = EngineThread(load, loop, self._clock, self._thread_name)
+        self._loading, self._waited_for_until = thread, float("inf")
+        try:
+            async with asyncio.timeout(self._load_seconds):
+                await asyncio.wait([thread.ready])
+        except (asyncio.CancelledError, TimeoutError) as end:
+            thread.abandon()
+            self._waited_for_until = self._clock() + self._load_seconds
+            if isinstance(end, TimeoutError):
+                raise EngineError(f"the checkpoint was not loaded within {self._load_seconds:g} s") from None
+            raise
+        self._loading = None
+        model = thread.ready.result()
+        runner = self._make_runner(thread, loop, self._clock)
+        return Scheduler(model, runner, self._batching, self._clock, self._batch_done, self._lost.put_nowait)
+
+    def install(self, scheduler: Scheduler[J]) -> None:
+        """Serve new requests with this scheduler. The previous one is freed when its last request is answered."""
+        old, self.current = self.current, scheduler
+        self._held[scheduler.model.served] = scheduler
+        if old is not None:
+            old.retire(self._free)
+
+    def find(self, served: Any) -> Scheduler[J] | None:
+        """Return the scheduler that serves exactly this model, or None if it is gone."""
+        current = self.current
+        if current is not None and current.model.served is served:
+            return current  # nearly always
+        return self._held.get(served)
+
+    async def lost(self) -> str:
+        """Wait until an engine is lost for good, and return why. Its jobs have their errors then."""
+        return await self._lost.get()
+
+    @property
+    def held(self) -> list[Scheduler[J]]:
+        """All schedulers not yet freed, the oldest first."""
+        return list(self._held.values())
+
+    @property
+    def is_warming(self) -> bool:
+        """Whether a checkpoint has been read and its engine warms up."""
+        return self._loading is not None and self._loading.steps.is_warming
+
+    @property
+    def waiting(self) -> int:
+        """Number of jobs that wait to be computed."""
+        return sum(scheduler.waiting for scheduler in self._held.values())
+
+    def running(self) -> Running:
+        """Return what the current engine is computing."""
+        return Running() if self.current is None else self.current.running()
+
+    def silent_seconds(self) -> float:
+        """The longest time that work has waited while no forward finished."""
+        return max((scheduler.silent_seconds() for scheduler in self._held.values()), default=0.0)
+
+    def cache_stats(self) -> CacheStats:
+        """Cache counts of all engines since the start; bytes and entries only of those still held."""
+        stats = self._gone
+        for scheduler in self._held.values():
+            stats = _sum(stats, scheduler.model.engine.cache_stats())
+        return stats
+
+    def fail_all(self, error: Callable[[], ServiceError]) -> None:
+        """Empty all queues, and fail every job that waits or is being computed, each with an error of its own."""
+        for scheduler in self._held.values():
+            scheduler.fail_all(error)
+
+    def drop(self) -> None:
+        """Stop serving without waiting for an engine that may hang. Fail its jobs before."""
+        self.current = None
+        for scheduler in self.held:
+            self._free(scheduler)
+
+    async def close(self, timeout_seconds: float) -> None:
+        """Free each engine after its present forward; one that hangs is left behind."""
+        schedulers = self.held
+        for scheduler in schedulers:
+            scheduler.close()
+        if schedulers:
+            await asyncio.wait([scheduler.closed for scheduler in schedulers], timeout=timeout_seconds)
+
+    def _free(self, scheduler: Scheduler[J]) -> None:
+        if self._held.pop(scheduler.model.served, None) is not None:
+            # Its counters stay in the sum, so that none runs backwards.
+            counted = replace(scheduler.model.engine.cache_stats(), bytes=0, entries=0)
+            self._gone = _sum(self._gone, counted)
+            scheduler.close()
+
+
+def _sum(left: CacheStats, right: CacheStats) -> CacheStats:
+    return CacheStats(**{name: value + getattr(right, name) for name, value in asdict(left).items()})

@@ -1,0 +1,301 @@
+"""The nightly turn from the command line: it publishes, refuses by name, goes back, and survives being killed at each step."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("duckdb")
+pytest.importorskip("sklearn")
+
+from tests.weights.call import run
+from tests.weights.lab.loop.nights import OPTIONS, Nights, printing_into
+from weights.checkpoint import load_checkpoint
+from weights.fetch import point
+from weights.lab.training.log import read_log
+
+STEPS = ("Joining.", "Training.", "Judging.", "Decided.")
+"""The lines that refresh prints at its steps."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A directory with a log of what was served, events, a link and the root of the turns."""
+
+    nights: Nights
+    root: Path
+
+    @property
+    def turns(self) -> Path:
+        return self.root / "loop"
+
+    @property
+    def link(self) -> Path:
+        return self.root / "current"
+
+    def command(self, *options: object) -> list[str]:
+        where = ("--served", self.root / "served", "--events", self.root / "events")
+        return [*map(str, ("refresh", *where, "--checkpoint", self.link, "--out", self.turns, *OPTIONS, *options))]
+
+    def refresh(self, *options: object) -> tuple[int, str]:
+        return run(*self.command(*options))
+
+    def back(self) -> tuple[int, str]:
+        return run("refresh", "--back", "--checkpoint", self.link, "--out", self.turns)
+
+    def night(self, day: int, served: dict[str, Any] | None = None, **events: Any) -> None:
+        """Serve and act for a day."""
+        self.nights.serve(self.root, day, **(served or {}))
+        self.nights.act(self.root, day, **events)
+
+    def version(self) -> str:
+        """The version that the link names, every byte of it checked."""
+        return load_checkpoint(self.link).manifest.version
+
+    def figures(self, turn: int) -> dict[str, Any]:
+        values: dict[str, Any] = json.loads((self.turns / f"turns/{turn:05}/figures.json").read_text())
+        return values
+
+    def names(self, folder: str) -> list[str]:
+        return sorted(path.name for path in (self.turns / folder).iterdir())
+
+
+@pytest.fixture
+def loop(nights: Nights, tmp_path: Path) -> Loop:
+    nights.link(tmp_path)
+    return Loop(nights, tmp_path)
+
+
+def test_a_night_is_published_once(loop: Loop) -> None:
+    first = loop.version()
+    loop.night(0)
+    code, said = loop.refresh()
+    assert (code, "Turn 00001 published version" in said) == (0, True), said
+    published = loop.version()
+    assert published != first
+    manifest = load_checkpoint(loop.link).manifest
+    assert (manifest.name, manifest.training["turn"]) == ("small", "00001")
+    figures = loop.figures(1)
+    assert [check["name"] for check in figures["checks"] if check["passed"]] == [
+        "clock", "histories", "events", "enough", "labels", "quality", "order",
+    ]  # fmt: skip
+    assert figures["judged"]["unseen"]["post"]["share"] > 0
+    report = (loop.turns / "turns/00001/report.md").read_text()
+    assert f"published version {published}" in report
+    code, said = loop.refresh()
+    assert (code, "Nothing new" in said) == (0, True), said
+    assert loop.version() == published
+    assert loop.names("turns") == ["00001"]
+
+
+@pytest.mark.parametrize(
+    ("name", "served", "events"),
+    [
+        ("labels", {}, {"is_shuffled": True}),
+        ("events", {}, {"share": 0.5}),
+        ("clock", {}, {"late_seconds": 3600}),
+        ("clock", {}, {"late_seconds": -3600}),
+        ("histories", {"is_empty": True}, {}),
+    ],
+    ids=["labels shuffled", "half of the events missing", "clock ahead", "clock behind", "histories empty"],
+)
+def test_a_poisoned_night_is_refused_by_name(
+    loop: Loop, name: str, served: dict[str, Any], events: dict[str, Any]
+) -> None:
+    before = loop.version()
+    loop.night(0, served, **events)
+    code, said = loop.refresh()
+    assert (code, f"Turn 00001 is refused: {name}" in said) == (3, True), said
+    assert loop.version() == before
+    assert loop.figures(1)["outcome"]["failed"][0] == name
+    assert loop.names("log") == loop.names("checkpoints") == []
+    code, said = loop.refresh()
+    assert (code, "Nothing new" in said) == (0, True), "what was refused is not tried again"
+
+
+def test_a_night_after_a_poisoned_one_is_published_without_it(loop: Loop) -> None:
+    loop.night(0)
+    assert loop.refresh()[0] == 0
+    loop.night(1, is_shuffled=True)
+    assert loop.refresh()[0] == 3
+    loop.night(2)
+    code, said = loop.refresh()
+    assert code == 0, said
+    assert loop.names("log") == ["00001", "00003"]
+    days = {
+        int(time) // 86_400 for name in loop.names("log") for time in read_log(loop.turns / "log" / name).impression_ts
+    }
+    assert len(days) == 2
+
+
+def test_a_short_night_waits_for_the_next_one(loop: Loop) -> None:
+    loop.night(0)
+    bound = "--bound", "min_rankings=200"
+    code, said = loop.refresh(*bound)
+    assert (code, "is refused: enough." in said) == (3, True), said
+    loop.night(1)
+    code, said = loop.refresh(*bound)
+    assert code == 0, said
+    assert loop.figures(2)["night"]["rankings"] > 200
+
+
+def test_a_worse_model_is_refused_and_its_night_stays(loop: Loop) -> None:
+    before = loop.version()
+    loop.night(0)
+    code, said = loop.refresh("--set", "learning_rate=0.5", "--set", "gradient_norm=1000")
+    assert (code, "is refused: quality, order." in said) == (3, True), said
+    assert loop.version() == before
+    assert (loop.names("log"), loop.names("checkpoints")) == (["00001"], [])
+    loop.night(1)
+    code, said = loop.refresh()
+    assert code == 0, said
+    assert loop.names("log") == ["00001", "00002"]
+
+
+def test_back_returns_to_the_version_before(loop: Loop) -> None:
+    code, said = loop.back()
+    assert (code, "holds no turns" in said) == (1, True), said
+    versions = [loop.version()]
+    for day in (0, 1):
+        loop.night(day)
+        assert loop.refresh()[0] == 0
+        versions.append(loop.version())
+    assert loop.back()[0] == 0
+    assert loop.version() == versions[1]
+    code, said = loop.refresh()
+    assert (code, "Nothing new" in said) == (0, True), said
+    assert loop.version() == versions[1], "it is not published again"
+    assert loop.back()[0] == 0
+    assert loop.version() == versions[0]
+    code, said = loop.back()
+    assert (code, "knows no version before" in said) == (1, True), said
+    loop.night(2)
+    assert loop.refresh()[0] == 0
+    assert loop.version() not in versions
+    assert loop.back()[0] == 0
+    assert loop.version() == versions[0]
+
+
+def test_a_link_that_somebody_else_has_set_is_gone_back_to(loop: Loop, tmp_path: Path) -> None:
+    loop.night(0)
+    assert loop.refresh()[0] == 0
+    published = loop.version()
+    point(loop.link, str(loop.nights.checkpoint))
+    assert loop.back()[0] == 0
+    assert loop.version() == published
+
+
+def killed_at(command: Sequence[str], line: str) -> tuple[int | None, str]:
+    """Run a command in a process of its own and kill it when it prints this line; its exit code and what it printed until then."""
+    multiprocessing.set_forkserver_preload(["weights.lab.loop.turn", "weights.command_line", "sklearn.metrics"])
+    context, said = multiprocessing.get_context("forkserver"), list[str]()
+    reading, writing = context.Pipe(duplex=False)
+    process = context.Process(target=printing_into, args=(writing, [*command]))
+    process.start()
+    writing.close()
+    with os.fdopen(os.dup(reading.fileno())) as printed:
+        for each in printed:
+            said.append(each)
+            if each.strip() == line:
+                process.kill()
+    process.join()
+    return process.exitcode, "".join(said)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+def test_a_turn_that_is_killed_at_each_step_is_finished(loop: Loop) -> None:
+    loop.night(0)
+    first = loop.version()
+    for step in STEPS:
+        code, said = killed_at(loop.command(), step)
+        assert said.splitlines()[-1] == step or step == STEPS[-1], said
+        assert code == -signal.SIGKILL or step == STEPS[-1], said
+        assert loop.version() == first or step == STEPS[-1], "whole, and the one before"
+    code, said = loop.refresh()
+    assert code == 0, said
+    assert loop.version() != first
+    assert loop.names("turns") == loop.names("log") == loop.names("checkpoints") == ["00001"]
+    assert not [*loop.turns.rglob(".*.partial")]
+    code, said = loop.refresh()
+    assert (code, "Nothing new" in said) == (0, True), said
+
+
+def test_a_decision_that_was_not_carried_out_is_carried_out(loop: Loop) -> None:
+    """As if it was killed between the decision and the switch."""
+    first = os.readlink(loop.link)
+    loop.night(0)
+    assert loop.refresh()[0] == 0
+    published = loop.version()
+    point(loop.link, first)
+    (loop.turns / "state.json").unlink()
+    code, said = loop.refresh()
+    assert (code, "Turn 00001 was interrupted" in said) == (0, True), said
+    assert loop.version() == published
+    assert loop.back()[0] == 0
+    assert os.readlink(loop.link) == first
+
+
+def test_a_turn_beside_another_says_so(loop: Loop) -> None:
+    loop.night(0)
+    loop.turns.mkdir()
+    held = os.open(loop.turns, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    for code, said in (loop.refresh(), run(*loop.command("--back"))):
+        assert code == 1
+        assert said.count("\n") == 1, said
+    os.close(held)
+    assert loop.refresh()[0] == 0
+
+
+def test_old_nights_and_checkpoints_are_removed(loop: Loop) -> None:
+    for day in range(3):
+        loop.night(day)
+        code, said = loop.refresh("--nights", "2", "--keep", "2")
+        assert code == 0, said
+    assert loop.names("log") == ["00002", "00003"]
+    assert loop.names("checkpoints") == ["00002", "00003"]
+    assert loop.names("turns") == ["00001", "00002", "00003"]
+    assert [*loop.turns.glob("turns/*/work")] == []
+    assert loop.nights.checkpoint.is_dir(), "what refresh has not made stays"
+
+
+def test_events_that_ended_are_named(loop: Loop) -> None:
+    loop.night(0)
+    assert loop.refresh()[0] == 0
+    loop.nights.serve(loop.root, 1)
+    code, said = loop.refresh()
+    assert (code, "is refused: events" in said) == (3, True), said
+    assert "hours older than the newest ranking" in said
+    loop.nights.act(loop.root, 1)
+    assert loop.refresh()[0] == 0, "when they have come, the night is taken"
+
+
+def test_what_cannot_be_used_is_refused_in_a_sentence(loop: Loop, tmp_path: Path) -> None:
+    loop.night(0)
+    checks = {
+        "is not a link": ("--checkpoint", loop.nights.checkpoint),
+        "There is no setting 'min_order_'": ("--bound", "min_order_=1"),
+        "must be a share": ("--held-out", "1"),
+        "not a directory": ("--served", tmp_path / "nowhere"),
+    }
+    before = loop.version()
+    for reason, options in checks.items():
+        code, said = loop.refresh(*options)
+        assert code == 1, said
+        assert (reason in said, said.count("\n")) == (True, 1 + said.count("Joining.")), said
+    code, said = run("refresh", "--checkpoint", loop.link, "--out", loop.turns)
+    assert (code, "Give --served and --events" in said) == (1, True), said
+    loop.turns.joinpath("state.json").write_text("{}x")
+    code, said = loop.refresh()
+    assert (code, "is not as refresh writes it" in said) == (1, True), said
+    assert loop.version() == before

@@ -1,0 +1,1 @@
+"""The nightly turn: joins what was served, trains on, judges, and publishes the new checkpoint or refuses it."""

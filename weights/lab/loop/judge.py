@@ -1,0 +1,116 @@
+"""Judges two checkpoints on held-out requests by what was really shown: quality of the probabilities, and order by the score."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weights.lab.evaluate import metrics
+from weights.lab.evaluate.evaluation import Judge, known_worth
+from weights.lab.evaluate.metrics import Figure, Sampled, auc_within
+from weights.lab.evaluate.predict import rows_of
+from weights.lab.loop.night import is_positive
+from weights.lab.training.examples import Examples
+
+Floats = NDArray[np.float32]
+MIN_POSITIVES = 50
+"""Of an action with fewer positives among the held-out impressions, nothing is said."""
+CHANCE_DEVIATIONS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ActionQuality:
+    """One action of the serving and of the new model: `entropy`, the normalised cross-entropy; `ratio`, predicted ÷ observed."""
+
+    positives: int
+    entropy: tuple[float, float]
+    ratio: tuple[float, float]
+
+    @property
+    def entropy_loss(self) -> float:
+        """How much worse the new model's cross-entropy is."""
+        return self.entropy[1] - self.entropy[0]
+
+    @property
+    def calibration_loss(self) -> float:
+        """How much further from 1 the new model's ratio is. A distance that chance explains counts as none."""
+        by_chance = CHANCE_DEVIATIONS / math.sqrt(self.positives)
+        serving, new = (max(abs(ratio - 1), by_chance) for ratio in self.ratio)
+        return new - serving
+
+
+@dataclass(frozen=True, slots=True)
+class Unseen:
+    """The held-out impressions whose user, post or author was in no request that the new model was trained on: their share of all, and
+    the AUC of the new model's score over them and over the others."""
+
+    share: float
+    auc: float
+    auc_of_others: float
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """The serving model, first, and the new one on the same impressions. `order`: the AUC within users of the score, where the positives
+    are the impressions whose actions are worth more than nothing; `lead`: the difference. Intervals are of 95 %, by resampling users.
+    `actions`: those with `min_positives` positives or more. `unseen`: by `user`, `post` and `author`."""
+
+    requests: int
+    impressions: int
+    users: int
+    order: tuple[Figure, Figure]
+    lead: Figure
+    actions: Mapping[str, ActionQuality]
+    unseen: Mapping[str, Unseen]
+    min_positives: int = MIN_POSITIVES
+
+
+def judge(
+    examples: Examples, requests: NDArray[np.int64], pair: tuple[Floats, Floats], weights: Floats, until_ts: int
+) -> Judgement:
+    """Judge on these requests. `pair`: the probabilities of the rows of the requests by the serving and by the new model, float32
+    `[n, A]`; `weights` of the score, float32 `[A]`; the new model was trained on what was shown before `until_ts`, Unix seconds."""
+    rows = rows_of(examples, requests)
+    shown = examples.log.take(rows)
+    worthy, known = is_positive(shown, weights), known_worth(shown, weights)
+    scores = pair[0] @ weights, pair[1] @ weights
+    by_user = Judge.of(shown)
+    everybody = np.arange(by_user.draws.shape[1])
+
+    def within(score: Floats) -> Sampled:
+        groups = auc_within(by_user.user[known], worthy[known], score[known])
+        return Sampled.of(by_user.means(*groups, everybody), by_user.draws)
+
+    serving, new = within(scores[0]), within(scores[1])
+    actions = {}
+    for place, name in enumerate(shown.action_names):
+        kept = shown.known(place)
+        happened = shown.actions[kept, place]
+        positives = int(happened.sum())
+        if MIN_POSITIVES <= positives < len(happened):
+            both = pair[0][kept, place], pair[1][kept, place]
+            entropies = [metrics.normalised_entropy(happened, each) for each in both]
+            ratios = [float(each.sum(dtype=np.float64)) / positives for each in both]
+            actions[name] = ActionQuality(positives, (entropies[0], entropies[1]), (ratios[0], ratios[1]))
+    trained = examples.log.before(until_ts)
+    unseen = {}
+    for kind in ("user", "post", "author"):
+        is_unseen = ~np.isin(getattr(shown, f"{kind}_id"), getattr(trained, f"{kind}_id"))
+        aucs = [
+            metrics.auc(worthy[some], scores[1][some]) if some.any() else float("nan")
+            for some in (is_unseen, ~is_unseen)
+        ]
+        unseen[kind] = Unseen(float(is_unseen.mean()), aucs[0], aucs[1])
+    return Judgement(
+        len(requests),
+        len(rows),
+        len(everybody),
+        (serving.figure(), new.figure()),
+        (new - serving).figure(),
+        actions,
+        unseen,
+    )

@@ -1,0 +1,101 @@
+"""The report of one turn, as Markdown and as JSON. Computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from weights.lab.joining.counts import JoinCounts
+from weights.lab.loop.gate import Check
+from weights.lab.loop.judge import Judgement
+from weights.lab.loop.night import Night
+from weights.lab.loop.state import Outcome, name_of
+from weights.lab.report import plain, rendered, write_report
+
+TEMPLATE = """
+# {{ title }}
+
+**{{ outcome.sentence }}.**
+
+| check | | measured |
+|---|---|---|
+{% for check in checks -%}
+| {{ check.name }} | {{ "passed" if check.passed else "**failed**" }} | {{ check.sentence }} |
+{% endfor %}
+
+## The night
+
+```
+{% for line in lines -%}
+{{ line }}
+{% endfor -%}
+```
+
+{{ "{:,} rankings with {:,} impressions, {:,} of them worth more than nothing to the score".format(*counts) }}.
+Actions per impression: {{ night.activity | number(3) }}; the serving model expected {{ night.expected_activity | number(3) }} on the
+held-out ones.
+{% if judged %}
+
+## Both models on the held-out hours
+
+{{ "{:,} requests with {:,} impressions of {:,} users".format(judged.requests, judged.impressions, judged.users) }}. Serving: {{ serving }}.
+AUC within users of the score: serving {{ judged.order[0] }}, new {{ judged.order[1] }}; lead {{ judged.lead }}.
+
+{{ table(["action", "positives", "cross-entropy, serving", "new", "predicted ÷ observed, serving", "new"], actions) }}
+
+Actions with fewer than {{ judged.min_positives }} positives are not judged.
+
+{{ table(["impressions by", "share whose id was not trained on this time", "AUC of the new score there", "elsewhere"], unseen) }}
+{% endif %}
+"""
+
+
+def write_turn(
+    directory: Path,
+    outcome: Outcome,
+    counts: JoinCounts,
+    night: Night,
+    checks: Sequence[Check],
+    judged: Judgement | None,
+    serving: str,
+) -> None:
+    """Write `report.md` and `figures.json` into the turn's directory. `judged`: None where no model was trained; `serving`: the version
+    that served."""
+    actions = [
+        [
+            name,
+            f"{each.positives:,}",
+            *(f"{value:.4f}" for value in each.entropy),
+            *(f"{value:.3f}" for value in each.ratio),
+        ]
+        for name, each in (judged.actions.items() if judged else ())
+    ]
+    unseen = [
+        [kind, f"{each.share:.1%}", f"{each.auc:.3f}", f"{each.auc_of_others:.3f}"]
+        for kind, each in (judged.unseen.items() if judged else ())
+    ]
+    page = rendered(
+        TEMPLATE,
+        title=f"Turn {name_of(outcome.turn)}",
+        outcome=outcome,
+        checks=checks,
+        lines=counts.lines(),
+        counts=(night.rankings, night.impressions, night.positives),
+        night=night,
+        judged=judged,
+        serving=serving,
+        actions=actions,
+        unseen=unseen,
+    )
+    values: dict[str, Any] = {
+        "outcome": msgspec.to_builtins(outcome),
+        "checks": [asdict(check) for check in checks],
+        "night": asdict(night),
+        "join": counts.as_json(),
+        "judged": asdict(judged) if judged else None,
+    }
+    write_report(directory, page.lstrip(), plain(values, 6))

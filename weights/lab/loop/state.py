@@ -1,0 +1,143 @@
+"""What a nightly turn leaves for the next one, as JSON in the root's directory. Reads and writes; decides nothing.
+
+`ROOT/state.json` holds what has happened. `ROOT/turns/NAME/outcome.json` holds what one turn has decided. It is written before anything is
+switched, so a turn that is killed after it is finished by the next run.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from weights.checkpoint import load_manifest
+from weights.errors import CheckpointError
+from weights.fetch import point
+from weights.format.writer import sync, write_whole
+from weights.lab.loop.gate import Usual
+
+STATE_NAME, OUTCOME_NAME = "state.json", "outcome.json"
+LOGS, TURNS, CHECKPOINTS = "log", "turns", "checkpoints"
+"""The directories below the root: joined nights, reports, and checkpoints, by the name of the turn."""
+MOST_NIGHTS = 60
+"""So many nights are remembered."""
+
+T = TypeVar("T", bound=Struct)
+
+
+class NightRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    """A night that passed its checks: the turn's name, its impressions, actions per impression, and the better model's lead over chance."""
+
+    name: str
+    impressions: int
+    activity: float
+    order: float
+
+
+class Version(Struct, frozen=True, forbid_unknown_fields=True):
+    """A checkpoint that the link has named. `target`: the text of the link."""
+
+    target: str
+    version: str
+
+
+class Outcome(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a turn has decided. `failed`: the names of the checks that failed. `through_ts`: rankings served up to here are done, Unix
+    seconds. `night`: None where the night may not train a model. `publish`: None where the new checkpoint is refused."""
+
+    turn: int
+    failed: tuple[str, ...]
+    through_ts: int | None
+    sentence: str
+    night: NightRecord | None = None
+    publish: Version | None = None
+
+
+class State(Struct, frozen=True, forbid_unknown_fields=True):
+    """`turns`: how many there were. `through_ts`: rankings served up to here are done. `nights`: those that passed, the newest last.
+    `versions`: what the link has named, the newest last; `--back` drops the last. `pending`: what the link has still to name, if anything.
+    """
+
+    turns: int = 0
+    through_ts: int | None = None
+    nights: tuple[NightRecord, ...] = ()
+    versions: tuple[Version, ...] = ()
+    pending: str = ""
+
+    @property
+    def usual(self) -> Usual:
+        """What the nights that passed were like."""
+        return Usual([night.activity for night in self.nights], [night.order for night in self.nights])
+
+    def after(self, outcome: Outcome, keep: int) -> State:
+        """The state after a turn. `keep`: how many versions are remembered."""
+        nights, versions = self.nights, self.versions
+        if outcome.night:
+            nights = (*nights, outcome.night)[-MOST_NIGHTS:]
+        if outcome.publish:
+            versions = (*versions, outcome.publish)[-keep:]
+        pending = outcome.publish.target if outcome.publish else ""
+        return State(outcome.turn, outcome.through_ts, nights, versions, pending)
+
+
+def name_of(turn: int) -> str:
+    """The name of a turn, of its night and of its checkpoint."""
+    return f"{turn:05}"
+
+
+def read_json_as(path: Path, kind: type[T]) -> T | None:
+    """The values in a file; None if there is no file. Raises CheckpointError for a file that was not written by us."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not as refresh writes it: {error}.") from error
+
+
+def write_json(path: Path, values: Struct) -> None:
+    """Write the values in one step. Raises OSError."""
+    text = msgspec.json.format(msgspec.json.encode(values), indent=1)
+    write_whole(path, lambda new: new.write_bytes(text + b"\n"))
+    sync(path.parent)
+
+
+def read_state(root: Path) -> State:
+    """The state of a root; that of a new one if it has none. Raises CheckpointError."""
+    return read_json_as(root / STATE_NAME, State) or State()
+
+
+def settle(root: Path, link: Path, keep: int) -> tuple[State, Outcome | None]:
+    """Finish what a killed run has decided and not done. Returns the state, and the outcome of the turn that was finished here."""
+    state = read_state(root)
+    outcome = read_json_as(root / TURNS / name_of(state.turns + 1) / OUTCOME_NAME, Outcome)
+    if outcome:
+        state = with_present_version(link, state).after(outcome, keep)
+        write_json(root / STATE_NAME, state)
+    if state.pending:
+        state = switch(root, link, state)
+    return state, outcome
+
+
+def leads_to(link: Path, target: str) -> bool:
+    """Whether the link names what it would name with this text."""
+    return link.resolve() == (link.parent / target).resolve()
+
+
+def with_present_version(link: Path, state: State) -> State:
+    """The state with the version that the link names now as its newest, also where somebody else has set the link."""
+    if state.versions and leads_to(link, state.versions[-1].target):
+        return state
+    version = Version(os.readlink(link), load_manifest(link).version)
+    return msgspec.structs.replace(state, versions=(*state.versions, version))
+
+
+def switch(root: Path, link: Path, state: State) -> State:
+    """Point the link to what the state says is pending, and note that this is done."""
+    point(link, state.pending)
+    state = msgspec.structs.replace(state, pending="")
+    write_json(root / STATE_NAME, state)
+    return state

@@ -1,0 +1,400 @@
+"""One nightly turn: join what is new, train on from the serving checkpoint, judge both, publish or refuse. Also the way back.
+
+Every step leaves whole files, so a turn that was killed goes on where it was. The link names a whole checkpoint at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from model.ranker import Ranker
+from weights.actions import dwell_output
+from weights.checkpoint import Checkpoint, load_checkpoint, load_manifest, save_checkpoint
+from weights.errors import CheckpointError
+from weights.fetch import ALONGSIDE
+from weights.format.manifest import Manifest
+from weights.format.writer import alone_in, write_whole
+from weights.lab.agreement import score_weights
+from weights.lab.evaluate.predict import predict
+from weights.lab.joining.counts import JoinCounts
+from weights.lab.joining.join import COUNTS_NAME, JoinSettings, NothingJoins, join
+from weights.lab.loop.gate import (
+    ABOUT_THE_NIGHT,
+    ENOUGH,
+    EVENTS,
+    Check,
+    GateSettings,
+    check_labels,
+    check_model,
+    check_night,
+)
+from weights.lab.loop.judge import Judgement, judge
+from weights.lab.loop.night import Night, facts_of, requests_of, without_log
+from weights.lab.loop.report import write_turn
+from weights.lab.loop.state import (
+    CHECKPOINTS,
+    LOGS,
+    OUTCOME_NAME,
+    STATE_NAME,
+    TURNS,
+    NightRecord,
+    Outcome,
+    State,
+    Version,
+    leads_to,
+    name_of,
+    settle,
+    switch,
+    with_present_version,
+    write_json,
+)
+from weights.lab.training.choices import plan
+from weights.lab.training.contexts import CONTEXTS, IMPRESSIONS
+from weights.lab.training.curve import CURVE_NAME, Followed, TrainedRun, curve_lines
+from weights.lab.training.examples import Examples
+from weights.lab.training.log import IN_MEMORY_ROWS, Log, aligned, read_log
+from weights.lab.training.run import train
+from weights.lab.training.state import STATE_NAME as TRAINING_STATE
+from weights.lab.training.trainer import Status
+
+CONTINUED: Mapping[str, Any] = {"epochs": 2.0, "learning_rate": 1e-3, "counts_share": 0.0, "evaluations": 8}
+"""What differs from training from scratch: the serving checkpoint already knows most of it."""
+JUDGED_REQUESTS = 20_000
+"""Most held-out requests that are judged, an even sample."""
+STALE_WINDOWS = 2
+"""Events that end so many windows before the newest ranking are missing, not late."""
+WORK = "work"
+TURN_NAME = "turn.json"
+
+Say = Callable[[str], None]
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where a turn reads and writes: the log of what was served, the events, the link to the serving checkpoint, and the root of the
+    turns."""
+
+    served: Path
+    events: str
+    link: Path
+    root: Path
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSettings:
+    """`join`: how to join; its `since_ts`, `ids` and `label` are set by the turn. `nights`: train on so many, the newest; `held_out`: the
+    share of the newest night's requests that both models are judged on; `keep`: how many versions can be gone back to, and their
+    checkpoints are kept; `training`: settings of the run by the names that `--set` takes."""
+
+    join: JoinSettings = field(default_factory=JoinSettings)
+    bounds: GateSettings = field(default_factory=GateSettings)
+    nights: int = 7
+    held_out: float = 0.2
+    keep: int = 5
+    seed: int = 1
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a run ended: `decision` is `published`, `refused`, `nothing new` or `back`; `report` is the directory of the report, if any."""
+
+    decision: str
+    sentence: str
+    report: Path | None = None
+
+
+def refresh(
+    places: Places,
+    settings: TurnSettings,
+    say: Say = lambda line: None,
+    progress: Progress = lambda what, done, total: None,
+) -> Result:
+    """Take a turn, or finish the one that was interrupted. A second run at the same time raises BlockingIOError, a sentence.
+
+    Raises LogError, CheckpointError, ValueError, OSError; the link then names what it named before.
+    """
+    _check_link(places.link)
+    with alone_in(places.root):
+        state, finished = settle(places.root, places.link, settings.keep)
+        if finished:
+            _clean(places, settings, state)
+            say(f"Turn {name_of(finished.turn)} was interrupted after its decision, and is finished now.")
+            return _result(places.root, finished)
+        state = with_present_version(places.link, state)
+        turn = _Turn(places, settings, state, load_checkpoint(places.link), say, progress)
+        outcome = turn.take()
+        if isinstance(outcome, str):
+            shutil.rmtree(turn.directory, ignore_errors=True)
+            return Result("nothing new", outcome)
+        write_json(turn.directory / OUTCOME_NAME, outcome)
+        say("Decided.")
+        state = state.after(outcome, settings.keep)
+        write_json(places.root / STATE_NAME, state)
+        if state.pending:
+            state = switch(places.root, places.link, state)
+        say("Switched." if outcome.publish else "Not switched.")
+        _clean(places, settings, state)
+        return _result(places.root, outcome)
+
+
+def back(places: Places, keep: int) -> Result:
+    """Point the link to the version before the present one. The next turn does not publish the present one again: it needs a new night.
+
+    Raises CheckpointError where there is no version before.
+    """
+    _check_link(places.link)
+    if not (places.root / STATE_NAME).exists():
+        raise CheckpointError(f"{places.root} holds no turns, so there is no version to go back to.")
+    with alone_in(places.root):
+        state, _ = settle(places.root, places.link, keep)
+        versions = state.versions
+        is_ours = bool(versions) and leads_to(places.link, versions[-1].target)
+        earlier = versions[:-1] if is_ours else versions
+        if not earlier:
+            raise CheckpointError(f"{places.root} knows no version before the present one.")
+        if not (places.link.parent / earlier[-1].target).is_dir():
+            raise CheckpointError(f"The version before, {earlier[-1].target}, is not there any more.")
+        state = msgspec.structs.replace(state, versions=earlier, pending=earlier[-1].target)
+        write_json(places.root / STATE_NAME, state)
+        switch(places.root, places.link, state)
+    return Result("back", f"{places.link} names version {earlier[-1].version} again")
+
+
+def _check_link(link: Path) -> None:
+    if not link.is_symlink():
+        raise CheckpointError(
+            f"{link} is not a link to a checkpoint: refresh publishes by switching a link, such as phoenix-ranker fetch --link makes"
+        )
+
+
+def _result(root: Path, outcome: Outcome) -> Result:
+    decision = "published" if outcome.publish else "refused"
+    return Result(decision, outcome.sentence, root / TURNS / name_of(outcome.turn))
+
+
+def _clean(places: Places, settings: TurnSettings, state: State) -> None:
+    """Remove nights that no later turn reads, checkpoints that nothing goes back to, and what turns worked with."""
+    nights = {night.name for night in state.nights[-settings.nights :]}
+    for log in (places.root / LOGS).glob("[0-9]*"):
+        if log.name not in nights:
+            shutil.rmtree(log, ignore_errors=True)
+    kept = {(places.link.parent / version.target).resolve() for version in state.versions} | {places.link.resolve()}
+    for checkpoint in (places.root / CHECKPOINTS).glob("[0-9]*"):
+        if checkpoint.resolve() not in kept:
+            shutil.rmtree(checkpoint, ignore_errors=True)
+    for work in (places.root / TURNS).glob(f"*/{WORK}"):
+        shutil.rmtree(work, ignore_errors=True)
+
+
+class _Turn:
+    """The work of one turn, up to its decision."""
+
+    def __init__(
+        self, places: Places, settings: TurnSettings, state: State, serving: Checkpoint, say: Say, progress: Progress
+    ) -> None:
+        self.places, self.settings, self.state, self.serving = places, settings, state, serving
+        self.say, self.progress = say, progress
+        self.number = state.turns + 1
+        self.name = name_of(self.number)
+        self.directory = places.root / TURNS / self.name
+        self.log = places.root / LOGS / self.name
+        self.checkpoint = places.root / CHECKPOINTS / self.name
+        self.join_settings = replace(
+            settings.join, since_ts=state.through_ts, ids=serving.manifest.ids, label=f"night {self.name}"
+        )
+        self.weights: NDArray[np.float32] = score_weights(serving.manifest)
+        self.through_ts = state.through_ts
+
+    def take(self) -> Outcome | str:
+        """The decision, with its report written; or, in a sentence, why there is nothing to do."""
+        self._begin()
+        try:
+            counts = self._joined()
+        except NothingJoins as error:
+            return self._without_log(error.counts)
+        self.through_ts = counts.until_ts - self.join_settings.window_seconds
+        log = self._read(counts)
+        examples = Examples(log, self.serving.manifest.config)
+        requests = requests_of(examples, self.log)
+        held_out, until_ts = self._held_out(examples, requests)
+        of_serving = self._predicted(self.serving.ranker, self.serving.manifest, examples, held_out)
+        night = facts_of(counts, examples, requests, self.weights, float(of_serving.sum(1).mean()))
+        checks = check_night(night, self.state.usual, self.settings.bounds)
+        judged = None
+        if all(check.passed for check in checks):
+            self.say("Training.")
+            new = self._trained(log, until_ts)
+            self.say("Judging.")
+            of_new = self._predicted(new.ranker, new.manifest, examples, held_out)
+            judged = judge(examples, held_out, (of_serving, of_new), self.weights, until_ts)
+            checks += [
+                check_labels(judged, self.state.usual, self.settings.bounds),
+                *check_model(judged, self.settings.bounds),
+            ]
+        return self._decided(counts, night, checks, judged)
+
+    def _begin(self) -> None:
+        """Make the turn's directory. What an interrupted turn left there counts only if it had the same task."""
+        join_task = {
+            name: value for name, value in asdict(self.join_settings).items() if name not in ("memory", "threads")
+        }
+        task = json.dumps(
+            {
+                "served": str(self.places.served), "events": self.places.events, "join": join_task,
+                "serving": self.serving.manifest.digest, "nights": self.settings.nights,
+                "held_out": self.settings.held_out, "seed": self.settings.seed, "training": dict(self.settings.training),
+            },
+            indent=1,
+        )  # fmt: skip
+        path = self.directory / TURN_NAME
+        if not path.exists() or path.read_text() != task:
+            for left in (self.directory, self.log, self.checkpoint):
+                shutil.rmtree(left, ignore_errors=True)
+            self.directory.mkdir(parents=True)
+            write_whole(path, lambda new: new.write_text(task))
+        for folder in (self.log.parent, self.checkpoint.parent, self.directory / WORK):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def _joined(self) -> JoinCounts:
+        """The counts of the night's join, which may be one of an interrupted turn. Raises NothingJoins."""
+        if self.log.exists():
+            return JoinCounts(**json.loads((self.log / COUNTS_NAME).read_text()))
+        self.say("Joining.")
+        counts = join(self.places.served, self.places.events, self.log, self.join_settings, self.progress)
+        for line in counts.lines():
+            self.say(f"  {line}")
+        return counts
+
+    def _without_log(self, counts: JoinCounts) -> Outcome | str:
+        """Nothing joined: because nothing is new, because events ended, or because none of them fits."""
+        if not counts.rankings_never_shown:
+            window = self.join_settings.window_seconds
+            if counts.newest_event_ts + STALE_WINDOWS * window >= counts.newest_ranking_ts:
+                waiting = (
+                    f"; the window of {counts.open_rankings:,} rankings is not over" if counts.open_rankings else ""
+                )
+                return f"Nothing new: no ranking has joined since the last turn{waiting}"
+            hours = (counts.newest_ranking_ts - counts.newest_event_ts) / 3600
+            ended = Check(EVENTS, False, f"the newest event is {hours:,.1f} hours older than the newest ranking")
+            return self._decided(counts, without_log(counts), [ended], None)
+        self.through_ts = counts.until_ts - self.join_settings.window_seconds
+        night = without_log(counts)
+        checks = check_night(night, self.state.usual, self.settings.bounds)
+        return self._decided(counts, night, checks, None)
+
+    def _read(self, counts: JoinCounts) -> Log:
+        """The last nights as one log: a directory of links to their files."""
+        names = (
+            [night.name for night in self.state.nights[-(self.settings.nights - 1) :]]
+            if self.settings.nights > 1
+            else []
+        )
+        both = self.directory / WORK / "log"
+        shutil.rmtree(both, ignore_errors=True)
+        for kind in (IMPRESSIONS, CONTEXTS):
+            (both / kind).mkdir(parents=True)
+            for name in (*names, self.name):
+                for part in sorted((self.places.root / LOGS / name / kind).glob("*.parquet")):
+                    (both / kind / f"{name}-{part.name}").symlink_to(part.absolute())
+        rows = counts.impressions + sum(night.impressions for night in self.state.nights if night.name in names)
+        cache = self.directory / WORK / "sorted" if rows > IN_MEMORY_ROWS else None
+        manifest = self.serving.manifest
+        log = read_log(both, manifest.ids, manifest.config.product_surfaces, cache, self.progress)
+        return aligned(log, manifest.action_names)
+
+    def _held_out(self, examples: Examples, requests: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+        """The night's newest requests, at most JUDGED_REQUESTS of them, and the time of the first, Unix seconds."""
+        first = requests[min(int(len(requests) * (1 - self.settings.held_out)), len(requests) - 1)]
+        until_ts = int(examples.times[first])
+        held_out = requests[examples.times[requests] >= until_ts]
+        return held_out[:: -(-len(held_out) // JUDGED_REQUESTS)], until_ts
+
+    def _predicted(
+        self, ranker: Ranker, manifest: Manifest, examples: Examples, requests: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        """The probabilities of the rows of these requests, float32 `[n, A]`."""
+        return predict(
+            ranker,
+            examples,
+            requests,
+            progress=lambda done, total: self.progress("Scoring", done, total),
+            corrections=manifest.corrections,
+        ).probabilities
+
+    def _trained(self, log: Log, until_ts: int) -> Checkpoint:
+        """The checkpoint that was trained on, which may be one of an interrupted turn."""
+        if self.checkpoint.exists():
+            return load_checkpoint(self.checkpoint)
+        manifest = self.serving.manifest
+        decided = plan(log, self.settings.seed, until_ts, True, {**CONTINUED, **self.settings.training})
+        state = self.directory / WORK / "training"
+        followed = Followed(self._training_progress, state)
+        ranker = train(
+            log,
+            manifest.config,
+            decided.settings,
+            until_ts=until_ts,
+            start=self.serving.ranker,
+            dwell_output=dwell_output(manifest.continuous),
+            state=state,
+            resume=(state / TRAINING_STATE).exists(),
+            report=followed,
+        )
+        run = TrainedRun(ranker, decided.settings, followed.status)
+        self.say(f"  {run.line()}")
+        record = decided.record() | {
+            "settings": asdict(decided.settings), "run": run.record(), "turn": self.name, "start": manifest.digest,
+        }  # fmt: skip
+        beside = {name: self.serving.path / name for name in ALONGSIDE}
+        extras = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
+        save_checkpoint(
+            self.checkpoint,
+            ranker,
+            name=manifest.name,
+            action_names=manifest.action_names,
+            continuous=manifest.continuous,
+            score_weights=manifest.score_weights,
+            ids=manifest.ids,
+            training=record,
+            extras=extras | {CURVE_NAME: curve_lines(run.status.curve)},
+        )
+        return load_checkpoint(self.checkpoint)
+
+    def _training_progress(self, status: Status) -> None:
+        self.progress("Training", status.step, status.steps)
+
+    def _decided(self, counts: JoinCounts, night: Night, checks: list[Check], judged: Judgement | None) -> Outcome:
+        """The outcome by the checks. Writes the report."""
+        failed = tuple(check.name for check in checks if not check.passed)
+        record, publish = None, None
+        if judged and not {*failed} & {*ABOUT_THE_NIGHT}:
+            best = max(figure.value for figure in judged.order)
+            record = NightRecord(self.name, counts.impressions, night.activity, best - 0.5)
+        if not failed:
+            parent = self.places.link.parent.resolve()
+            version = load_manifest(self.checkpoint).version
+            publish = Version(os.path.relpath(self.checkpoint.resolve(), parent), version)
+        is_to_wait = failed == (ENOUGH,)
+        through_ts = self.state.through_ts if is_to_wait else self.through_ts  # the next night then holds this one too
+        serving = self.serving.manifest.version
+        if publish:
+            sentence = f"Turn {self.name} published version {publish.version}, trained on from {serving}"
+        else:
+            sentence = f"Turn {self.name} is refused: {', '.join(failed)}. Version {serving} goes on serving"
+        for check in checks:
+            self.say(f"  {check.name:<9} {'passed' if check.passed else 'FAILED'}: {check.sentence}")
+        outcome = Outcome(self.number, failed, through_ts, sentence, record, publish)
+        write_turn(self.directory, outcome, counts, night, checks, judged, serving)
+        return outcome
