@@ -61,7 +61,7 @@ def test_both_files_give_one_log_with_its_texts(logs: Path, tmp_path: Path) -> N
     assert are_equal(read_log(tmp_path / "again.parquet", "text"), log)
 
 
-def test_training_makes_a_checkpoint_of_texts_with_the_weights_that_were_asked_for(logs: Path, tmp_path: Path) -> None:
+def test_training_on_texts_keeps_the_requested_score_weights(logs: Path, tmp_path: Path) -> None:
     settings = [w for one in ("epochs=0.3", "batch_contexts=8", "validation_requests=4") for w in ("--set", one)]
     args = ("--log", logs / "texts.jsonl", "--out", tmp_path / "out", "--score-weights", "x-2026-09", *settings)
     code, said = run("train", *args)
