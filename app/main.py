@@ -22,8 +22,9 @@ from app.api import admin, explain, infer, operations, rank, retrieve
 from app.api.caller import Bodies, KeyRing
 from app.api.middleware import HostMiddleware, RequestMiddleware
 from app.api.pages import pages
+from app.api.patience import Leavers
+from app.api.read_queue import ReadQueue
 from app.api.state import State
-from app.api.turns import Leavers, Turns
 from app.interface import Ranker, ReloadableRanker
 from app.served.log import ServedLog, create_served_log
 from app.settings import ADMIN_HOST, Settings, SettingsProblem, load_settings, problem_of
@@ -157,8 +158,6 @@ def _application(
         settings=settings,
         keys=KeyRing(settings.auth),
         bodies=bodies,
-        leavers=leavers,
-        turns=Turns(settings.queue.max_wait_seconds),
         batches=Shares(settings.limits.batch_candidates, settings.queue.max_share_per_key),
         explanations=explain.Explanations(),
         vocabularies=Vocabularies(),
@@ -166,6 +165,8 @@ def _application(
         scrapes=operations.Scrapes(ranker.exposition),
         served=served,
         operator=operator,
+        leavers=leavers,
+        read_queue=ReadQueue(settings.queue.max_wait_seconds),
     )
     if hosts != ["*"]:
         app.add_middleware(HostMiddleware, allowed_hosts=hosts, www_redirect=False)

@@ -217,7 +217,7 @@ class Connection(HttpToolsProtocol):
                 "has_closed": self.has_closed,
                 "has_left": self.has_left,
                 "probe": self.probe,
-                "lag_seconds": self.lag_seconds(),
+                "lag_seconds": self.lag_seconds,
             }
         }
         self.header_bytes = self.body_left = self.chunks = self.chunk_bytes = 0

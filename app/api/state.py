@@ -12,7 +12,8 @@ if TYPE_CHECKING:  # the endpoints' modules import this one
     from app.api.caller import Bodies, KeyRing
     from app.api.explain import Explanations
     from app.api.operations import Scrapes
-    from app.api.turns import Leavers, Turns
+    from app.api.patience import Leavers
+    from app.api.read_queue import ReadQueue
     from app.interface import Ranker
     from app.served.log import ServedLog
     from app.settings import Settings
@@ -24,22 +25,22 @@ if TYPE_CHECKING:  # the endpoints' modules import this one
 class State:
     """The `app.state` of our applications.
 
-    `bodies`: bytes of the bodies that are being read. `leavers`: how long callers wait before they leave; `turns`: whose body is
-    decoded next. `batches`: candidates of the batches that are being ranked. `about`: what of /info
+    `bodies`: bytes of the bodies that are being read. `batches`: candidates of the batches that are being ranked. `about`: what of /info
     does not change. `served`: the log of what was served, None where it is off. `operator`: None on all ports but the admin's.
+    `leavers`: when callers leave. `read_queue`: bodies that have come and are not read yet.
     """
 
     ranker: Ranker
     settings: Settings
     keys: KeyRing
     bodies: Bodies
-    leavers: Leavers
-    turns: Turns
     batches: Shares
     explanations: Explanations
     vocabularies: Vocabularies
     about: dict[str, Any]
     scrapes: Scrapes
+    leavers: Leavers
+    read_queue: ReadQueue
     served: ServedLog | None = None
     operator: Operator | None = None
 

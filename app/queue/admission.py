@@ -21,8 +21,8 @@ So it may join even if a forward takes longer than the limit, unless demand is s
 limit, fill the next forward `FILLED_TIMES` over.
 
 *Patience.* Callers who give up after a quarter of a second and come again would fill the queue with work for nobody. So a request must end
-before its caller is likely to leave: `app.api.turns` learns when that is. A request that ends within `SURE_TIMES` its own forwards passes
-in any case, so that callers who leave at once keep nobody out.
+before its caller is likely to leave: `app.api.patience` learns when that is. A request that ends within `SURE_TIMES` its own forwards
+passes in any case, so that callers who leave at once keep nobody out.
 """
 
 from __future__ import annotations
