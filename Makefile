@@ -29,7 +29,7 @@ $(VENV)/.serving: pyproject.toml docker/requirements.lock .ci/install | $(BIN)/p
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml docker/requirements.lock app/client/pyproject.toml .ci/install | $(BIN)/python
-	.ci/install $(VENV) dev,redis,tracing,fetch,served,train,load
+	.ci/install $(VENV) dev,redis,tracing,fetch,served,train,tensorboard,load
 	@touch $@ $(VENV)/.serving
 
 install: $(VENV)/.installed ## make the environment in .venv with everything that tests and measurements need
@@ -90,11 +90,11 @@ $(RAY)/.installed: pyproject.toml docker/requirements.lock .ci/install | $(BIN)/
 	$(PYTHON) -m venv $(RAY)
 	@# the versions of the lock, except OpenTelemetry: Ray needs its own
 	grep -E '^[a-z0-9._-]+==' docker/requirements.lock | sed 's/ *\\$$//' | grep -v ^opentelemetry >$(RAY)/versions.txt
-	LOCK=$(RAY)/versions.txt .ci/install $(RAY) dev,ray
+	LOCK=$(RAY)/versions.txt .ci/install $(RAY) dev,ray,train 'ray[data]' polars
 	@touch $@
 
-test-ray: $(RAY)/.installed ## run the test of Ray Serve, with two replicas, in an environment of its own
-	$(RAY)/bin/python -m pytest tests/ops/ray_serve.py $(ARGS)
+test-ray: $(RAY)/.installed ## run the tests of Ray Serve, with two replicas, and of the join with Ray Data, in an environment of its own
+	$(RAY)/bin/python -m pytest tests/ops/ray_serve.py tests/ops/ray_join.py $(ARGS)
 
 soak: $(VENV)/.installed ## run the reliability tests for a minute each: SECONDS=600 for longer
 	@.ci/debian wrk haproxy redis-server

@@ -1,4 +1,6 @@
-"""`python -m app`: starts the service, unless the packages that it needs are somebody else's. What is not needed is not imported."""
+"""`python -m app`: starts the service. It says so where a package that the service needs is missing, or is another one of the same name.
+
+Each process imports only what it needs."""
 
 from __future__ import annotations
 

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from app import features, replies
 from app.errors import ContextUnknown, InvalidRequest
-from app.features import Vocabulary, Wishes
+from app.features import CheckedRequest
 from app.interface import Ranked
 from app.schema import ExplainRequest
+from app.vocabulary import Vocabulary
 from model.config import ModelConfig
 from model.inputs import Candidates, Context, Scores
 
@@ -30,44 +31,42 @@ Numbers = tuple[NDArray[np.float64], NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request that has been checked against one checkpoint, and what is left out of it.
+    """A request that was checked against one checkpoint, and what is left out of it.
 
     `history`: the user with one event more than `window`, which is what the model sees: it moves into sight where another is left out.
-    `events`: how many of the newest events are left out, one at a time. `explained`: places of candidates, int64 `[n]`. `post_ids`,
-    `event_ids`: those of all candidates and of the left-out events, as they are echoed.
+    `events`: how many of the newest events are left out, one at a time; `event_ids`: theirs, as they are echoed. `explained`: places of
+    candidates, int64 `[n]`.
     """
 
+    checked: CheckedRequest
     history: Context
     window: int
     events: int
-    candidates: Candidates
     explained: NDArray[np.int64]
-    post_ids: Sequence[int | str]
     event_ids: Sequence[str]
-    wishes: Wishes
 
     @classmethod
-    def of(cls, asked: ExplainRequest, known: Context | None, vocabulary: Vocabulary, config: ModelConfig) -> Question:
-        """Check a request; `known`: the context that its handle names. Raises InvalidRequest, and ContextUnknown where the context lacks
+    def of(
+        cls, request: ExplainRequest, cached: Context | None, vocabulary: Vocabulary, config: ModelConfig
+    ) -> Question:
+        """Check a request; `cached`: the context that its handle names. Raises InvalidRequest, and ContextUnknown where the context lacks
         what is needed: an older event that would move into sight, or the texts of ids."""
-        if known is None:
-            history = features.context_of(asked, vocabulary, replace(config, history_length=config.history_length + 1))
-        elif known.dropped or vocabulary.ids == "text":
+        if cached is not None and (cached.dropped or vocabulary.ids == "text"):
             raise ContextUnknown
+        checked = features.check(request, vocabulary, replace(config, history_length=config.history_length + 1))
+        if cached is None:
+            assert isinstance(checked.context, Context)
+            history, sent = checked.context, features.sent_history_ids(request)
         else:
-            history = known
-        candidates = features.candidates_of(asked, vocabulary, config)
+            history, sent = cached, cached.post_ids.tolist()
         events = min(len(history), config.history_length, MAX_EXPLAINED_EVENTS)
-        sent = history.post_ids.tolist() if known is not None else features.sent_history_ids(asked)
         return cls(
+            checked=checked,
             history=history,
             window=config.history_length,
             events=events,
-            candidates=candidates,
-            explained=_places(asked, candidates, vocabulary),
-            post_ids=features.sent_ids(asked),
+            explained=_places(request, checked.candidates, vocabulary),
             event_ids=[*map(str, sent[len(sent) - events :])],
-            wishes=features.wishes_of(asked, vocabulary),
         )
 
     @property
@@ -93,18 +92,18 @@ class Question:
     def groups(self, *, slots_matter: bool) -> list[Candidates]:
         """The candidates to explain: together, or one by one if a score depends on the slot."""
         if slots_matter:
-            return [self.candidates.chunk(place, place + 1) for place in self.explained.tolist()]
-        return [self.candidates.rows(self.explained)]
+            return [self.checked.candidates.chunk(place, place + 1) for place in self.explained.tolist()]
+        return [self.checked.candidates.rows(self.explained)]
 
 
-def _places(asked: ExplainRequest, candidates: Candidates, vocabulary: Vocabulary) -> NDArray[np.int64]:
+def _places(request: ExplainRequest, candidates: Candidates, vocabulary: Vocabulary) -> NDArray[np.int64]:
     """For each post id to explain, the place of the first candidate that has it, int64 `[n]`. Raises InvalidRequest."""
     first = {post: place for place, post in reversed([*enumerate(candidates.post_ids.tolist())])}
-    wanted = features.ids_of(asked.explain, vocabulary.ids, "explain").tolist()
-    for number, post in enumerate(wanted):
+    explained = features.ids_of(request.explain, vocabulary.ids, "explain").tolist()
+    for number, post in enumerate(explained):
         if post not in first:
             raise InvalidRequest(f"explain[{number}]", "must be the post_id of a candidate")
-    return np.array([first[post] for post in wanted], np.int64)
+    return np.array([first[post] for post in explained], np.int64)
 
 
 def render(
@@ -112,23 +111,22 @@ def render(
     ranked: Ranked,
     without: Sequence[Scores],
     attention: NDArray[np.float32],
-    vocabulary: Vocabulary,
     timings_ms: Mapping[str, float],
 ) -> Iterator[bytes]:
     """Yield the JSON reply, a candidate at a time. `ranked` has all candidates; `without` those to explain, for each of
     `Question.contexts`; `attention` is `[L, N, n, 1 + history_used + 1]`."""
-    explained, wishes = question.explained, question.wishes
-    everyone = replace(wishes, top_k=None, wanted=None)
-    placement = replies.placement_of(question.candidates, ranked.scores, everyone, vocabulary)
-    rows = replies.rows_of(question.post_ids, ranked.scores, placement, everyone, vocabulary)
-    wanted = [*range(len(vocabulary.action_names))] if wishes.wanted is None else wishes.wanted
-    own = rows.score[explained], rows.probabilities[explained][:, wanted]
-    rest = [(replies.combined_of(each, everyone, vocabulary), each.probabilities[:, wanted]) for each in without]
+    checked, explained, options = question.checked, question.explained, question.checked.options
+    whole = replace(checked, options=replace(options, top_k=None, actions=None))  # all candidates, all actions
+    rows = replies.rows_of(whole, ranked.scores, replies.placement_of(whole, ranked.scores))
+    names = replies.names_of(checked)
+    columns = [*range(len(names))] if options.actions is None else options.actions
+    own = rows.score[explained], rows.probabilities[explained][:, columns]
+    rest = [(replies.combined_of(whole, scores), scores.probabilities[:, columns]) for scores in without]
     yield (
         _json(
             {
-                "model": vocabulary.model,
-                "actions": replies.names_of(wishes, vocabulary),
+                "model": checked.vocabulary.model,
+                "actions": names,
                 "events": {"place": question.places, "post_id": question.event_ids},
             }
         )[:-1]
@@ -136,7 +134,7 @@ def render(
     )
     for row, place in enumerate(explained.tolist()):
         candidate = {
-            "post_id": question.post_ids[place],
+            "post_id": checked.post_ids[place],
             "score": rows.score[place],
             "rank": rows.rank[place],
             "probabilities": own[1][row],
@@ -144,7 +142,7 @@ def render(
             "attention": _shares(attention[:, :, row], question.events, is_alone=len(explained) == 1),
         }
         yield (b"," if row else b"") + _json(candidate)
-    yield b"]" + replies.tail_of(ranked, wishes, timings_ms)
+    yield b"]" + replies.tail_of(ranked, options, timings_ms)
 
 
 def _changes(own: Numbers, rest: Sequence[Numbers], row: int) -> dict[str, Any]:

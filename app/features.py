@@ -15,16 +15,14 @@ from typing import Any, Literal
 
 import numpy as np
 import orjson
-import structlog
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from app.errors import InvalidRequest
 from app.schema import ContextRequest, Items, RankRequest, RecommendRequest, UserRequest, count_of
+from app.vocabulary import Vocabulary, warnings_of
 from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, age_bucket
-from weights.actions import SCORE_WEIGHT_SETS, continuous_weights, default_score_weights
-from weights.format.manifest import Manifest
 from weights.text_ids import MAX_TEXT_BYTES, IdKind, is_text_id, text_ids
 from weights.values import (
     ID_RULES,
@@ -38,107 +36,24 @@ from weights.values import (
     time_problem,
 )
 
-log = structlog.get_logger("app.features")
-
 NO_ACTION = "must name an action of this checkpoint, or be the decimal string of its index"
 NAMED_TWICE = "names an action twice, by name or by index"
 NO_MASK = "must be a mask without bits beyond those of the {} actions"
 NO_SURFACE = "must be a surface of this checkpoint, an integer between 0 and {}"
-NO_WEIGHTS = "All weights in force are 0, so all scores are equal and the ranks mean nothing."
-NO_WEIGHTS_KEPT = f"{NO_WEIGHTS} The checkpoint has none: send weights, or give it some with `phoenix-ranker relabel --score-weights`."
-MOST_VOCABULARIES = 4
-"""Vocabularies that are kept: of a ranker and towers, and of those that they replaced."""
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What one checkpoint knows.
-
-    `index`: action names, and decimal strings, to columns. `ids`: what callers name users, posts and authors by. `weights`: of the
-    checkpoint, float64 `[A]`. `sets`: published weights by name, float64 `[A]`, or `[A + Z]` where they weigh continuous outputs too.
-    `code_levels`, `code_values`: of the content codes, 0 for none.
-    `model`: name and version as replies tell them, and its `digest`. `scales`: of the continuous outputs to their units, float32 `[Z]`.
-    """
-
-    action_names: tuple[str, ...]
-    index: Mapping[str, int]
-    product_surfaces: int
-    code_levels: int
-    code_values: int
-    ids: IdKind
-    weights: NDArray[np.float64]
-    sets: Mapping[str, NDArray[np.float64]]
-    model: Mapping[str, str]
-    digest: str
-    continuous_names: tuple[str, ...]
-    scales: NDArray[np.float32]
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> Vocabulary:
-        """Return the vocabulary of the checkpoint with this manifest."""
-        names, outputs = manifest.action_names, tuple(output.name for output in manifest.continuous)
-        columns = {name: column for column, name in enumerate(names)}
-        weights = np.array([manifest.score_weights.get(name, 0.0) for name in names])
-        sets = {name: _published(name, manifest) for name in SCORE_WEIGHT_SETS}
-        return cls(
-            action_names=names,
-            index={str(column): column for column in columns.values()} | columns,
-            product_surfaces=manifest.config.product_surfaces,
-            code_levels=manifest.config.code_levels,
-            code_values=manifest.config.code_values,
-            ids=manifest.ids,
-            weights=weights,
-            sets=sets,
-            model={"name": manifest.name, "version": manifest.version},
-            digest=manifest.digest,
-            continuous_names=outputs,
-            scales=np.array([output.scale for output in manifest.continuous], np.float32),
-        )
-
-
-def _published(name: str, manifest: Manifest) -> NDArray[np.float64]:
-    """The weights of this set for a checkpoint's actions and continuous outputs; its weights for others are left out."""
-    weights = default_score_weights(manifest.action_names, name)
-    actions = [weights.get(action, 0.0) for action in manifest.action_names]
-    outputs = continuous_weights(name, manifest.continuous)
-    return np.array([*actions, *outputs] if any(outputs) else actions)
-
-
-class Vocabularies:
-    """The vocabularies of the manifests used last, by identity."""
-
-    def __init__(self) -> None:
-        self._last: list[tuple[Manifest, Vocabulary]] = []
-        self._warned: list[Vocabulary] = []
-
-    def of(self, manifest: Manifest) -> Vocabulary:
-        """Return the vocabulary of this checkpoint, made once."""
-        for known, vocabulary in self._last:
-            if known is manifest:
-                return vocabulary
-        vocabulary = Vocabulary.of(manifest)
-        self._last = [(manifest, vocabulary), *self._last[: MOST_VOCABULARIES - 1]]
-        return vocabulary
-
-    def log_once(self, vocabulary: Vocabulary, warnings: Sequence[str]) -> None:
-        """Log once for each checkpoint that it has no weights, where a reply says so."""
-        if NO_WEIGHTS_KEPT in warnings and not any(vocabulary is known for known in self._warned):
-            self._warned = [vocabulary, *self._warned[: MOST_VOCABULARIES - 1]]
-            log.warning("scores_mean_nothing", detail=NO_WEIGHTS_KEPT, **vocabulary.model)
 
 
 @dataclass(slots=True)
-class Wishes:
-    """What a request asks of the reply.
+class ReplyOptions:
+    """How a request wants its reply.
 
-    `weights`: float64 `[A]`, or `[A + Z]`. `wanted`: columns of the actions in the reply, None for all. `has_offset`: whether scores are
+    `weights`: float64 `[A]`, or `[A + Z]`. `actions`: columns of the actions in the reply, None for all. `has_offset`: whether scores are
     lifted above 0 as `model.ranking.offset` says. `warnings`: sentences for the reply. `temperature`: of the draw of the ranks, None to
     rank by score. `name`: what the ranking is called, as the reply tells it; the draw depends on it.
     """
 
     weights: NDArray[np.float64]
     top_k: int | None = None
-    wanted: list[int] | None = None
+    actions: list[int] | None = None
     has_offset: bool = False
     request_id: str | None = None
     reply: Literal["objects", "columns"] = "objects"
@@ -147,15 +62,56 @@ class Wishes:
     name: str = ""
 
 
-def context_of(asked: UserRequest | ContextRequest, vocabulary: Vocabulary, config: ModelConfig) -> Context:
-    """Return the user and the newest `history_length` history items; no user where the request names a context. Raises InvalidRequest.
+@dataclass(slots=True)
+class CheckedRequest:
+    """A request that was checked against one checkpoint, whose `vocabulary` this is: what the model reads, and what the reply needs.
+
+    `context`: or its handle. `post_ids` `[C]`: the candidates' ids as they came. `created_at`: Unix seconds, int64 `[C]`, 0 unknown;
+    `impression_ts`: Unix seconds, 0 unknown. `endpoint`: the route that it came by.
+    """
+
+    vocabulary: Vocabulary
+    context: Context | str
+    candidates: Candidates
+    post_ids: Sequence[int | str] | NDArray[np.uint64]
+    created_at: NDArray[np.int64]
+    impression_ts: int
+    options: ReplyOptions
+    endpoint: str = "/rank"
+
+
+def check(request: RankRequest, vocabulary: Vocabulary, config: ModelConfig) -> CheckedRequest:
+    """Check a decoded request against the checkpoint with this vocabulary and configuration. Raises InvalidRequest.
 
     Values that the checkpoint has no input for are checked and do no harm.
     """
-    user_id = 0 if asked.user_id is UNSET else _user_id(asked.user_id, vocabulary.ids)
-    if asked.history is UNSET or not count_of(asked.history):
+    context = context_of(request, vocabulary, config) if request.context is UNSET else request.context
+    posts = _Posts("candidates", request.candidates)
+    created_at = posts.times("created_at")
+    candidates = Candidates(
+        post_ids=posts.ids("post_id", vocabulary.ids),
+        author_ids=posts.ids("author_id", vocabulary.ids),
+        surfaces=posts.surfaces(vocabulary),
+        age_buckets=age_bucket(request.impression_ts, created_at, config),
+        codes=posts.codes(vocabulary),
+    )
+    return CheckedRequest(
+        vocabulary,
+        context,
+        candidates,
+        posts.column("post_id"),
+        created_at,
+        request.impression_ts,
+        options_of(request, vocabulary),
+    )
+
+
+def context_of(request: UserRequest | ContextRequest, vocabulary: Vocabulary, config: ModelConfig) -> Context:
+    """Return the user and the newest `history_length` history items; no user where the request names a context. Raises InvalidRequest."""
+    user_id = 0 if request.user_id is UNSET else _user_id(request.user_id, vocabulary.ids)
+    if request.history is UNSET or not count_of(request.history):
         return _without_history(user_id, vocabulary)
-    posts = _Posts("history", asked.history)
+    posts = _Posts("history", request.history)
     post_ids, author_ids = posts.ids("post_id", vocabulary.ids), posts.ids("author_id", vocabulary.ids)
     surfaces, actions, dwell = posts.surfaces(vocabulary), posts.actions(vocabulary), posts.dwell_seconds()
     codes = posts.codes(vocabulary)
@@ -175,60 +131,24 @@ def _without_history(user_id: int, vocabulary: Vocabulary) -> Context:
     return Context(user_id, none, none, actions, np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
-def candidates_of(asked: RankRequest, vocabulary: Vocabulary, config: ModelConfig) -> Candidates:
-    """Return all candidates in the request's order, with their age buckets at `impression_ts`. Raises InvalidRequest."""
-    posts = _Posts("candidates", asked.candidates)
-    return Candidates(
-        post_ids=posts.ids("post_id", vocabulary.ids),
-        author_ids=posts.ids("author_id", vocabulary.ids),
-        surfaces=posts.surfaces(vocabulary),
-        age_buckets=age_bucket(asked.impression_ts, posts.times("created_at"), config),
-        codes=posts.codes(vocabulary),
-    )
-
-
-def created_at_of(asked: RankRequest) -> NDArray[np.int64]:
-    """Return when each candidate was created, in Unix seconds, int64 `[C]`; 0 where that is unknown. Raises InvalidRequest."""
-    return _Posts("candidates", asked.candidates).times("created_at")
-
-
-def sent_ids(asked: RankRequest) -> list[int | str]:
-    """Return the candidates' post ids as they came."""
-    return _Posts("candidates", asked.candidates).column("post_id")
-
-
-def sent_history_ids(asked: UserRequest) -> list[int | str]:
+def sent_history_ids(request: UserRequest) -> list[int | str]:
     """Return the history's post ids as they came, none where the request names a context."""
-    return [] if asked.history is UNSET else _Posts("history", asked.history).column("post_id")
+    return [] if request.history is UNSET else _Posts("history", request.history).column("post_id")
 
 
-def wishes_of(asked: RankRequest | RecommendRequest, vocabulary: Vocabulary) -> Wishes:
-    """Return what the request asks of the reply. Raises InvalidRequest."""
-    given = asked.weights
-    if isinstance(given, dict):
-        weights = _weights(given, vocabulary)
-    elif given is UNSET:
-        weights = vocabulary.weights
-    else:
-        weights = vocabulary.sets[given]
-    wanted = asked.actions_wanted
-    return Wishes(
+def options_of(request: RankRequest | RecommendRequest, vocabulary: Vocabulary) -> ReplyOptions:
+    """Return how the request wants its reply. Raises InvalidRequest."""
+    weights, actions = _weights(request.weights, vocabulary), request.actions_wanted
+    return ReplyOptions(
         weights=weights,
-        top_k=None if asked.top_k is UNSET else asked.top_k,
-        wanted=None if wanted is UNSET else columns_of(wanted, vocabulary.index, "actions_wanted"),
-        has_offset=asked.score == "offset",
-        request_id=None if asked.request_id is UNSET else asked.request_id,
-        reply=asked.reply if isinstance(asked, RankRequest) else "objects",
+        top_k=None if request.top_k is UNSET else request.top_k,
+        actions=None if actions is UNSET else columns_of(actions, vocabulary.index, "actions_wanted"),
+        has_offset=request.score == "offset",
+        request_id=None if request.request_id is UNSET else request.request_id,
+        reply=request.reply if isinstance(request, RankRequest) else "objects",
         warnings=warnings_of(weights, vocabulary),
-        temperature=None if asked.explore is UNSET else asked.explore.temperature,
+        temperature=None if request.explore is UNSET else request.explore.temperature,
     )
-
-
-def warnings_of(weights: NDArray[np.floating], vocabulary: Vocabulary) -> list[str]:
-    """Return what a reply should warn of: weights `[A]` or `[A + Z]` that are all 0."""
-    if weights.any():
-        return []
-    return [NO_WEIGHTS_KEPT if weights is vocabulary.weights else NO_WEIGHTS]
 
 
 def columns_of(names: Sequence[str], index: Mapping[str, int], path: str) -> list[int]:
@@ -252,24 +172,27 @@ def bits_of(masks: NDArray[np.uint64], width: int) -> NDArray[np.float32]:
     """Return the bits of words `[h, W]` as 1 or 0, float32 `[h, width]`; bits beyond `width` are ignored."""
     words = masks.astype("<u8").view(np.uint8)
     bits = np.unpackbits(words, axis=1, count=min(width, 64 * masks.shape[1]), bitorder="little")
-    found = np.zeros((len(masks), width), np.float32)
-    found[:, : bits.shape[1]] = bits
-    return found
+    actions = np.zeros((len(masks), width), np.float32)
+    actions[:, : bits.shape[1]] = bits
+    return actions
 
 
-def _weights(given: Mapping[str, float], vocabulary: Vocabulary) -> NDArray[np.float64]:
-    """The weights that a request brings, 0 where it names none. Raises InvalidRequest."""
+def _weights(sent: Mapping[str, float] | str | UnsetType, vocabulary: Vocabulary) -> NDArray[np.float64]:
+    """The weights of a request, 0 for actions that it does not name; a published set by its name; the checkpoint's own where the request
+    has none. Raises InvalidRequest."""
+    if not isinstance(sent, Mapping):
+        return vocabulary.weights if sent is UNSET else vocabulary.sets[sent]
     index = vocabulary.index
-    if not given.keys() <= index.keys():
+    if not sent.keys() <= index.keys():
         raise InvalidRequest("weights", f"every name {NO_ACTION}")
-    columns = [*map(index.__getitem__, given)]
+    columns = [*map(index.__getitem__, sent)]
     if len({*columns}) < len(columns):
         raise InvalidRequest("weights", NAMED_TWICE)
-    for name, weight in given.items():
+    for name, weight in sent.items():
         if (problem := score_weight_problem(weight)) is not None:
             raise InvalidRequest(f"weights.{name}", problem)
     weights = np.zeros(len(vocabulary.action_names))
-    weights[columns] = [*given.values()]
+    weights[columns] = [*sent.values()]
     return weights
 
 

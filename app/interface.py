@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -133,10 +134,17 @@ class Corpus(Protocol):
         ...
 
     async def search(
-        self, served: ServedCorpus, query: Query, deadline: float, key: str | None, *, is_admitted: bool = False
+        self,
+        served: ServedCorpus,
+        query: Query,
+        deadline: float,
+        key: str | None,
+        *,
+        leaves_at: float = math.inf,
+        is_admitted: bool = False,
     ) -> Found:
-        """Return the best posts of `served` for a request of this API key. Cancelling it drops the work. `is_admitted`: the request has a
-        reserved job, so the load of the ranking queue does not refuse it again.
+        """Return the best posts of `served` for a request of this API key. Cancelling it drops the work. `leaves_at`: see `Ranker.admit`.
+        `is_admitted`: the request has a reserved job, so the load of the ranking queue does not refuse it again.
 
         Raises Overloaded, DeadlineExceeded, EngineDown, CorpusBehind, CorpusNotLoaded if `served` is gone, and ContextUnknown, also if the
         cache keeps less of the context than the user tower reads.
@@ -206,7 +214,7 @@ class Ranker(Protocol):
         ...
 
     def has_running_threads(self) -> bool:
-        """Whether threads still run native code, which an orderly exit would wait for."""
+        """Whether a thread is still in native code. An orderly exit of the process would wait for it."""
         ...
 
     def health(self) -> Health:
@@ -220,16 +228,25 @@ class Ranker(Protocol):
         """
         ...
 
-    def check_open(self, key: str | None) -> None:
-        """Raise the error that any request of this API key would get now, before it is read: NotReady, Draining, EngineDown, Overloaded."""
+    def check_open(self, key: str | None, leaves_at: float = math.inf) -> None:
+        """Raise the error that any request of this API key would get now, before it is read: NotReady, Draining, EngineDown, Overloaded.
+        `leaves_at`: see `admit`."""
         ...
 
     def admit(
-        self, model: ServedModel, *, candidates: int, history: int, deadline: float | None, key: str | None
+        self,
+        model: ServedModel,
+        *,
+        candidates: int,
+        history: int,
+        deadline: float | None,
+        key: str | None,
+        leaves_at: float = math.inf,
     ) -> AbstractContextManager[Job]:
         """Reserve a place in the queue of `model` for one request of this many candidates and history events.
 
-        Leaving the block frees the place and drops what is not computed. `deadline`: None for the default.
+        Leaving the block frees the place and drops what is not computed. `deadline`: None for the default. `leaves_at`: when the caller
+        will likely have left, so that a reply that would come later is refused now; infinite where that is not known.
         A refusal (NotReady, Draining, EngineDown, Overloaded, DeadlineExceeded) comes from entering the block, or from the first call of
         `reserve` or `rank` with its job; a job that `reserve` has returned for is never refused for lack of room again.
         """

@@ -22,14 +22,17 @@ from app.api import admin, explain, infer, operations, rank, retrieve
 from app.api.caller import Bodies, KeyRing
 from app.api.middleware import HostMiddleware, RequestMiddleware
 from app.api.pages import pages
-from app.features import Vocabularies
+from app.api.patience import Leavers
+from app.api.read_queue import ReadQueue
+from app.api.state import State
 from app.interface import Ranker, ReloadableRanker
-from app.served.log import create_served_log
+from app.served.log import ServedLog, create_served_log
 from app.settings import ADMIN_HOST, Settings, SettingsProblem, load_settings, problem_of
 from app.shares import Shares
 from app.telemetry import logs
 from app.telemetry.metrics import Metrics
-from app.telemetry.tracing import create_tracer
+from app.telemetry.tracing import RequestTracer, create_tracer
+from app.vocabulary import Vocabularies
 
 log = structlog.get_logger("app.main")
 DESCRIPTION = (
@@ -95,8 +98,8 @@ def create_app(settings: Settings | None = None, ranker: Ranker | None = None) -
         if tracer is not None:
             tracer.close()
 
-    app = _application(settings, ranker, settings.allowed_hosts(settings.host), tracer=tracer, lifespan=lifespan)
-    app.state.served = served
+    hosts = settings.allowed_hosts(settings.host)
+    app = _application(settings, ranker, hosts, tracer=tracer, served=served, lifespan=lifespan)
     routers = [rank.router, retrieve.router, infer.router, operations.probes, operations.info]
     if settings.probes.port is None:
         routers.append(operations.metrics)
@@ -123,14 +126,21 @@ def create_probe_app(settings: Settings, ranker: Ranker) -> FastAPI:
 
 def create_admin_app(settings: Settings, ranker: ReloadableRanker) -> FastAPI:
     """Reloads and changes of posts, for the admin port on loopback."""
-    app = _application(settings, ranker, settings.allowed_hosts(ADMIN_HOST, is_main=False))
-    app.state.operator = admin.Operator(settings.admin)
+    hosts = settings.allowed_hosts(ADMIN_HOST, is_main=False)
+    app = _application(settings, ranker, hosts, operator=admin.Operator(settings.admin))
     _include(app, [admin.router])
     return app
 
 
 def _application(
-    settings: Settings, ranker: Ranker, hosts: list[str], *, tracer: Any = None, **options: Any
+    settings: Settings,
+    ranker: Ranker,
+    hosts: list[str],
+    *,
+    tracer: RequestTracer | None = None,
+    served: ServedLog | None = None,
+    operator: admin.Operator | None = None,
+    lifespan: Any = None,
 ) -> FastAPI:
     app = Application(
         title="Phoenix ranking server",
@@ -139,24 +149,32 @@ def _application(
         openapi_url=None,  # with /docs in `pages`: FastAPI's page loads scripts from elsewhere
         telemetry={"tracing": False, "metrics": False, "logs": False},  # ours is asked for by TRACING__ENABLED
         redirect_slashes=False,  # a redirect would repeat the Host header, which anyone may forge
-        **options,
+        lifespan=lifespan,
     )
-    state = app.state
-    state.ranker, state.settings = ranker, settings
-    state.keys, state.bodies = (
-        KeyRing(settings.auth),
-        Bodies(settings.limits.buffered_bytes, settings.queue.max_share_per_key),
+    bodies = Bodies(settings.limits.buffered_bytes, settings.queue.max_share_per_key)
+    leavers = Leavers()
+    app.state = State(  # type: ignore[assignment]
+        ranker=ranker,
+        settings=settings,
+        keys=KeyRing(settings.auth),
+        bodies=bodies,
+        batches=Shares(settings.limits.batch_candidates, settings.queue.max_share_per_key),
+        explanations=explain.Explanations(),
+        vocabularies=Vocabularies(),
+        about=operations.of_settings(settings),
+        scrapes=operations.Scrapes(ranker.exposition),
+        served=served,
+        operator=operator,
+        leavers=leavers,
+        read_queue=ReadQueue(settings.queue.max_wait_seconds),
     )
-    state.batches = Shares(settings.limits.batch_candidates, settings.queue.max_share_per_key)
-    state.explanations = explain.Turns()
-    state.vocabularies = Vocabularies()
-    state.about, state.scrapes = operations.of_settings(settings), operations.Scrapes(ranker.exposition)
     if hosts != ["*"]:
         app.add_middleware(HostMiddleware, allowed_hosts=hosts, www_redirect=False)
     app.add_middleware(
         RequestMiddleware,
         metrics=ranker.metrics,
-        bodies=state.bodies,
+        bodies=bodies,
+        leavers=leavers,
         root_path=settings.root_path,
         success_sample=settings.logs.success_sample,
         tracer=tracer,

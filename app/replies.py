@@ -7,35 +7,19 @@ the columns are woven together. float32 values keep their shortest form, which r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from app.features import Vocabulary, Wishes
+from app.features import CheckedRequest, ReplyOptions
 from app.interface import Ranked, ServedModel
 from app.telemetry.exchange import Exchange
+from app.vocabulary import Vocabulary
 from model.exploration import draw_order, gumbel_noise
-from model.inputs import Candidates, Scores
+from model.inputs import Scores
 from model.ranking import combine, magnitudes, offset, order_of
-
-
-class History(Protocol):
-    """How much of a history was used, and the handle of its context."""
-
-    @property
-    def handle(self) -> str:
-        """Empty where the cache keeps no context."""
-
-    @property
-    def history_used(self) -> int:
-        """Events that the model saw."""
-
-    @property
-    def history_dropped(self) -> int:
-        """Older events that did not fit."""
-
 
 Ids = Sequence[int | str] | NDArray[np.uint64]
 """Post ids as they are echoed."""
@@ -66,44 +50,45 @@ class Placement(NamedTuple):
     propensities: NDArray[np.float64] | None
 
 
-def names_of(wishes: Wishes, vocabulary: Vocabulary) -> tuple[str, ...]:
+def names_of(checked: CheckedRequest) -> tuple[str, ...]:
     """Return the actions in the reply."""
-    names = vocabulary.action_names
-    return names if wishes.wanted is None else tuple(names[column] for column in wishes.wanted)
+    names, columns = checked.vocabulary.action_names, checked.options.actions
+    return names if columns is None else tuple(names[column] for column in columns)
 
 
-def combined_of(scores: Scores, wishes: Wishes, vocabulary: Vocabulary) -> NDArray[np.float64]:
+def combined_of(checked: CheckedRequest, scores: Scores) -> NDArray[np.float64]:
     """Return the combined scores, float64 `[C]`."""
-    values, weights = scores.probabilities, wishes.weights
+    values, weights = scores.probabilities, checked.options.weights
     actions = values.shape[1]
     if len(weights) > actions:
-        values = np.concatenate((values, scores.continuous * vocabulary.scales), 1)
+        values = np.concatenate((values, scores.continuous * checked.vocabulary.scales), 1)
     combined = combine(values, weights)
-    return offset(combined, *magnitudes(weights[:actions])) if wishes.has_offset else combined
+    return offset(combined, *magnitudes(weights[:actions])) if checked.options.has_offset else combined
 
 
-def placement_of(candidates: Candidates, scores: Scores, wishes: Wishes, vocabulary: Vocabulary) -> Placement:
+def placement_of(checked: CheckedRequest, scores: Scores) -> Placement:
     """Rank the candidates: by score, or drawn where the request wants that."""
-    combined = combined_of(scores, wishes, vocabulary)
+    combined, options = combined_of(checked, scores), checked.options
     propensities = None
-    if wishes.temperature is None:
+    if options.temperature is None:
         order = order_of(combined)
     else:
-        noise = gumbel_noise(wishes.name, candidates.post_ids)
-        order, propensities = draw_order(combined, wishes.temperature, noise)
+        noise = gumbel_noise(options.name, checked.candidates.post_ids)
+        order, propensities = draw_order(combined, options.temperature, noise)
     ranks = np.empty(len(order), np.int64)
     ranks[order] = np.arange(1, len(order) + 1)
     return Placement(combined, order, ranks, propensities)
 
 
-def rows_of(post_ids: Ids, scores: Scores, placement: Placement, wishes: Wishes, vocabulary: Vocabulary) -> Rows:
-    """Return scores and ranks of the candidates `post_ids` `[C]`, in the order and with the columns that the request wants."""
+def rows_of(checked: CheckedRequest, scores: Scores, placement: Placement) -> Rows:
+    """Return scores and ranks of the candidates, in the order and with the columns that the request wants."""
     combined, order, ranks, propensities = placement
-    probabilities, continuous = scores.probabilities, scores.continuous * vocabulary.scales
-    if wishes.wanted is not None:
-        probabilities = probabilities[:, wishes.wanted]
-    if wishes.top_k is not None:
-        best = order[: wishes.top_k]
+    post_ids, options = checked.post_ids, checked.options
+    probabilities, continuous = scores.probabilities, scores.continuous * checked.vocabulary.scales
+    if options.actions is not None:
+        probabilities = probabilities[:, options.actions]
+    if options.top_k is not None:
+        best = order[: options.top_k]
         post_ids = post_ids[best] if isinstance(post_ids, np.ndarray) else [post_ids[place] for place in best]
         combined, ranks = combined[best], ranks[best]
         probabilities, continuous = probabilities[best], continuous[best]
@@ -111,19 +96,13 @@ def rows_of(post_ids: Ids, scores: Scores, placement: Placement, wishes: Wishes,
     return Rows(post_ids, combined, ranks, np.ascontiguousarray(probabilities), continuous, propensities)
 
 
-def rank_reply(
-    post_ids: Ids,
-    ranked: Ranked,
-    placement: Placement,
-    wishes: Wishes,
-    vocabulary: Vocabulary,
-    timings_ms: Mapping[str, float],
-) -> bytes:
-    """Return the JSON reply to a ranking of the candidates `post_ids` `[C]`. The scores must be finite."""
-    rows = rows_of(post_ids, ranked.scores, placement, wishes, vocabulary)
-    write = columns if wishes.reply == "columns" else objects
-    head = head_of(names_of(wishes, vocabulary), model=vocabulary.model)
-    return head + write(rows, vocabulary) + tail_of(ranked, wishes, timings_ms)
+def rank_reply(checked: CheckedRequest, ranked: Ranked, timings_ms: Mapping[str, float]) -> tuple[bytes, Placement]:
+    """Return the JSON reply to a ranking, and where each candidate stands. The scores must be finite."""
+    placement = placement_of(checked, ranked.scores)
+    rows, vocabulary = rows_of(checked, ranked.scores, placement), checked.vocabulary
+    write = columns if checked.options.reply == "columns" else objects
+    head = head_of(names_of(checked), model=vocabulary.model)
+    return head + write(rows, vocabulary) + tail_of(ranked, checked.options, timings_ms), placement
 
 
 def context_reply(
@@ -138,15 +117,15 @@ def head_of(names: Sequence[str], **before: Any) -> bytes:
     return b'%b,"candidates":' % orjson.dumps({**before, "actions": names})[:-1]
 
 
-def tail_of(ranked: History, wishes: Wishes, timings_ms: Mapping[str, float], **before: Any) -> bytes:
+def tail_of(ranked: Ranked, options: ReplyOptions, timings_ms: Mapping[str, float], **before: Any) -> bytes:
     """Return the end of a reply, from the comma behind its candidates. The fields in `before` come first."""
-    end = {**before, **_end_of(ranked, wishes.request_id, timings_ms)}
-    if wishes.warnings:
-        end["warnings"] = wishes.warnings
+    end = {**before, **_end_of(ranked, options.request_id, timings_ms)}
+    if options.warnings:
+        end["warnings"] = options.warnings
     return b"," + orjson.dumps(end)[1:]
 
 
-def _end_of(ranked: History, request_id: str | None, timings_ms: Mapping[str, float]) -> dict[str, Any]:
+def _end_of(ranked: Ranked, request_id: str | None, timings_ms: Mapping[str, float]) -> dict[str, Any]:
     end: dict[str, Any] = {
         "history_used": ranked.history_used,
         "history_dropped": ranked.history_dropped,
@@ -236,9 +215,9 @@ def headers(version: str, cache: str, exchange: Exchange, handle: str = "") -> d
     """Return headers that name the version, whether the context was cached (`hit`, `miss`), and where the time went; `handle` names the
     context. Version and cache are noted for the log."""
     exchange.version, exchange.cache = version, cache
-    found = {
+    fields = {
         "X-Model-Version": version,
         "X-Context-Cache": cache,
         "Server-Timing": ", ".join([f"{stage};dur={seconds * 1000:.3f}" for stage, seconds in exchange.stages.items()]),
     }
-    return found | {"X-Context": handle} if handle else found
+    return fields | {"X-Context": handle} if handle else fields

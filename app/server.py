@@ -30,7 +30,9 @@ import structlog
 import uvicorn
 import uvloop
 from fastapi import FastAPI
+from prometheus_client import Counter
 
+from app.api.acceptor import Acceptor
 from app.api.caller import CUT_OFF, KeyRing
 from app.api.connection import Connection, PortState, sweep
 from app.api.operations import Scrapes
@@ -74,6 +76,7 @@ class Port(uvicorn.Server):
         super().__init__(config)
         self.server_state: PortState = PortState()
         self.sockets = list(sockets)
+        self.shortages: Counter = app.state.ranker.metrics.connections_not_taken
 
     async def sweep(self) -> None:
         """End connections that are too slow; called every second."""
@@ -81,15 +84,19 @@ class Port(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing: the process has one handler, of its main port."""
+        """Leave the signals alone. uvicorn would set a handler for each of our ports; the process sets one, for its main port."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say where."""
-        await super().startup(sockets)
-        for each in self.sockets:
-            host, port = each.getsockname()[:2]
+        await super().startup([])
+        for listener in self.sockets:
+            self.servers.append(Acceptor(listener, self._connection, self.shortages))  # type: ignore[arg-type]
+            host, port = listener.getsockname()[:2]
             log.info("listening", host=host, port=port)
+
+    def _connection(self) -> Connection:
+        return Connection(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
 
 class Server(Port):
@@ -177,9 +184,9 @@ class Server(Port):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting, answer every open request, stop the ranker."""
         self._end_connections()
-        await asyncio.sleep(0.01)  # accepts who has connected meanwhile: closing a listener resets them
         for server in self.servers:
             server.close()
+        await asyncio.sleep(0.01)  # for the connections that were taken last to be made
         try:
             async with asyncio.timeout(GRACE_SECONDS):
                 await self._connections_end()

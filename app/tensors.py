@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 
 from app import schema
 from app.errors import InvalidRequest
-from app.features import NO_MASK, NO_SURFACE, Vocabulary, Wishes, bits_of, columns_of, ids_of, warnings_of
+from app.features import NO_MASK, NO_SURFACE, CheckedRequest, ReplyOptions, bits_of, columns_of, ids_of
 from app.interface import Ranked
 from app.replies import Placement, names_of, rows_of
 from app.schema import NO_USER, TWO_USERS, InferParameters, InferRequest, InputTensor, WantedOutput
+from app.vocabulary import Vocabulary, warnings_of
 from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, age_bucket
 from weights.format.manifest import Manifest
@@ -153,16 +154,16 @@ def read(body: bytes, length: str | None, limits: schema.Limits) -> TensorReques
     Raises MalformedJson, TooLarge or InvalidRequest.
     """
     text = body if length is None else body[: _json_bytes(length, len(body))]
-    asked = schema.read(REQUEST, text, limits)
-    parameters = asked.parameters or InferParameters()
-    inputs = _with_data(asked.inputs, memoryview(body)[len(text) :])
+    request = schema.read(REQUEST, text, limits)
+    parameters = request.parameters or InferParameters()
+    inputs = _with_data(request.inputs, memoryview(body)[len(text) :])
     _check_names(inputs, parameters)
-    sizes = asked.sizes()
+    sizes = request.sizes()
     if not sizes["candidates"]:
         raise InvalidRequest("candidates", "must not be empty")
     possible = [*OUTPUTS] if parameters.explore_temperature is not None else [name for name in OUTPUTS if name != DRAWN]
-    outputs = _wanted(asked.outputs or [], possible, is_binary=bool(parameters.binary_data_output))
-    return TensorRequest(inputs, outputs, parameters, asked.id or None, asked.model_name, **sizes)
+    outputs = _wanted(request.outputs or [], possible, is_binary=bool(parameters.binary_data_output))
+    return TensorRequest(inputs, outputs, parameters, request.id or None, request.model_name, **sizes)
 
 
 def _json_bytes(length: str, most: int) -> int:
@@ -219,21 +220,10 @@ def _wanted(outputs: Sequence[WantedOutput], possible: Sequence[str], *, is_bina
     return wanted or dict.fromkeys(possible, is_binary)
 
 
-class Columns(NamedTuple):
-    """What the model and the reply need of a request. `context`: or its handle. `post_ids`: the candidates' as they came: uint64 `[C]`, or
-    a list of texts. `created_at`: Unix seconds, int64 `[C]`, 0 unknown."""
-
-    context: Context | str
-    candidates: Candidates
-    wishes: Wishes
-    post_ids: NDArray[np.uint64] | list[str]
-    created_at: NDArray[np.int64]
-
-
-def columns(asked: TensorRequest, vocabulary: Vocabulary, config: ModelConfig) -> Columns:
-    """Read the tensors with one checkpoint's vocabulary. Raises InvalidRequest."""
-    parameters, reader = asked.parameters, _Reader(asked, vocabulary)
-    count, posts = asked.candidates, reader.array("candidates.post_id", asked.candidates)
+def check(request: TensorRequest, vocabulary: Vocabulary, config: ModelConfig, endpoint: str) -> CheckedRequest:
+    """Check a request against the checkpoint with this vocabulary and configuration. Raises InvalidRequest."""
+    parameters, reader = request.parameters, _Reader(request, vocabulary)
+    count, posts = request.candidates, reader.array("candidates.post_id", request.candidates)
     created_at = reader.array("candidates.created_at", count)
     candidates = Candidates(
         post_ids=reader.ids("candidates.post_id", posts),
@@ -242,14 +232,22 @@ def columns(asked: TensorRequest, vocabulary: Vocabulary, config: ModelConfig) -
         age_buckets=age_bucket(parameters.impression_ts, created_at, config),
         codes=reader.codes("candidates.codes", count),
     )
-    wishes = _wishes(asked, reader)
-    context = parameters.context or _context(asked, reader, config)
-    return Columns(context, candidates, wishes, posts.tolist() if vocabulary.ids == "text" else posts, created_at)
+    options = _options(request, reader)
+    return CheckedRequest(
+        vocabulary,
+        parameters.context or _context(request, reader, config),
+        candidates,
+        posts.tolist() if vocabulary.ids == "text" else posts,
+        created_at,
+        parameters.impression_ts,
+        options,
+        endpoint,
+    )
 
 
-def _context(asked: TensorRequest, reader: _Reader, config: ModelConfig) -> Context:
+def _context(request: TensorRequest, reader: _Reader, config: ModelConfig) -> Context:
     """The user and the newest `history_length` history items."""
-    count = asked.history
+    count = request.history
     whole = Context(
         user_id=int(reader.ids("user_id")[0]),
         post_ids=reader.ids("history.post_id"),
@@ -263,19 +261,19 @@ def _context(asked: TensorRequest, reader: _Reader, config: ModelConfig) -> Cont
     return whole.rows(np.arange(first, count), dropped=first) if first else whole  # a view would keep the whole history
 
 
-def _wishes(asked: TensorRequest, reader: _Reader) -> Wishes:
-    parameters, vocabulary = asked.parameters, reader.vocabulary
-    if "weights" in asked.inputs:
+def _options(request: TensorRequest, reader: _Reader) -> ReplyOptions:
+    parameters, vocabulary = request.parameters, reader.vocabulary
+    if "weights" in request.inputs:
         weights = reader.by_action("weights")
     else:
         weights = vocabulary.weights if parameters.weights is None else vocabulary.sets[parameters.weights]
-    wanted = parameters.actions_wanted
-    return Wishes(
+    actions = parameters.actions_wanted
+    return ReplyOptions(
         weights=weights,
         top_k=parameters.top_k,
-        wanted=None if wanted is None else reader.columns("actions_wanted", wanted),
+        actions=None if actions is None else reader.columns("actions_wanted", actions),
         has_offset=parameters.score == "offset",
-        request_id=asked.request_id,
+        request_id=request.request_id,
         warnings=warnings_of(weights, vocabulary),
         temperature=parameters.explore_temperature,
     )
@@ -284,13 +282,13 @@ def _wishes(asked: TensorRequest, reader: _Reader) -> Wishes:
 class _Reader:
     """Reads the tensors of one request with one checkpoint's vocabulary. Each method raises InvalidRequest."""
 
-    def __init__(self, asked: TensorRequest, vocabulary: Vocabulary) -> None:
+    def __init__(self, request: TensorRequest, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self._inputs = asked.inputs
+        self._inputs = request.inputs
         self._specs = spoken(INPUTS, vocabulary.ids)
-        named = asked.parameters.actions
+        named = request.parameters.actions
         self._actions = [*range(len(vocabulary.action_names))] if named is None else self.columns("actions", named)
-        self._sizes = {"1": 1, "C": asked.candidates, "H": asked.history, "Q": vocabulary.code_levels}
+        self._sizes = {"1": 1, "C": request.candidates, "H": request.history, "Q": vocabulary.code_levels}
         self._sizes |= {"A": len(self._actions), "W": -(-len(self._actions) // 64)}
 
     def columns(self, parameter: str, names: str) -> list[int]:
@@ -418,18 +416,17 @@ def _array(values: list[Any], code: str, shape: tuple[int, ...], dtype: np.dtype
 
 
 def render(
-    asked: TensorRequest,
-    read: Columns,
+    request: TensorRequest,
+    checked: CheckedRequest,
     ranked: Ranked,
     placement: Placement,
-    vocabulary: Vocabulary,
     timings_ms: Mapping[str, float],
 ) -> tuple[bytes, bytes]:
     """Return the JSON of a reply, and the binary data of the outputs that are to have it. The scores must be finite."""
-    rows = rows_of(read.post_ids, ranked.scores, placement, read.wishes, vocabulary)
+    rows, vocabulary = rows_of(checked, ranked.scores, placement), checked.vocabulary
     binary: list[bytes] = []
     outputs: list[dict[str, Any]] = []
-    for name, is_binary in asked.outputs.items():
+    for name, is_binary in request.outputs.items():
         values = getattr(rows, name)
         values = np.array(values, object) if isinstance(values, list) else np.ascontiguousarray(values)
         output: dict[str, Any] = {"name": name, "datatype": DATATYPES[values.dtype], "shape": values.shape}
@@ -440,7 +437,7 @@ def render(
             output["data"] = values.tolist() if values.dtype.kind == "O" else values.ravel()
         outputs.append(output)
     parameters: dict[str, Any] = {
-        "actions": ",".join(names_of(read.wishes, vocabulary)),
+        "actions": ",".join(names_of(checked)),
         "continuous": ",".join(vocabulary.continuous_names),
         "history_used": ranked.history_used,
         "history_dropped": ranked.history_dropped,
@@ -448,14 +445,14 @@ def render(
     }
     if ranked.handle:
         parameters["context"] = ranked.handle
-    if read.wishes.warnings:
-        parameters["warnings"] = " ".join(read.wishes.warnings)
+    if checked.options.warnings:
+        parameters["warnings"] = " ".join(checked.options.warnings)
     told = {
         "model_name": vocabulary.model["name"],
         "model_version": vocabulary.model["version"],
         "parameters": parameters,
     }
-    named = {} if asked.request_id is None else {"id": asked.request_id}
+    named = {} if request.request_id is None else {"id": request.request_id}
     return orjson.dumps(told | named | {"outputs": outputs}, option=orjson.OPT_SERIALIZE_NUMPY), b"".join(binary)
 
 

@@ -28,6 +28,8 @@ from weights.tables import LogError, json_error, json_problem
 FORMATS = {".parquet": "Parquet", ".csv": "CSV", **dict.fromkeys((".json", ".jsonl", ".ndjson"), "JSON lines")}
 """The format of a file by the end of its name, before that of a compression."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+OTHER_COMPRESSIONS = (".bz2", ".xz", ".zip", ".lz4", ".br", ".snappy")
+PARQUET_MAGIC = b"PAR1"
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://?")
 LINES_AT_ONCE = 4096
 OURS = b"phoenix_ranker."
@@ -101,11 +103,11 @@ def open_table(path: Path | str, columns: Mapping[str, pa.DataType], *, in_every
     `in_every_row`: the first line of JSON must have every field that a later one has.
 
     Raises LogError, also for columns that the first file, or the first part of JSON lines, lacks: they would be lost. Names that begin with
-    a dot or an underscore are passed over, as Spark and Arrow do.
+    a dot are passed over, and so are those that begin with an underscore, unless they end as a table does.
     """
     filesystem, place = filesystem_of(path)
     infos = _files(filesystem, place, str(path))
-    formats = {info.path: _format_of(info.path) for info in infos}
+    formats = {info.path: _format_of(filesystem, info.path) for info in infos}
     if len(set(formats.values())) > 1:
         first = {kind: file for file, kind in reversed(formats.items())}
         names = " and ".join(f"{kind} ({file})" for kind, file in sorted(first.items()))
@@ -113,9 +115,6 @@ def open_table(path: Path | str, columns: Mapping[str, pa.DataType], *, in_every
     pieces: list[Piece] = []
     for info in infos:
         with _readable(info.path, formats[info.path]):
-            with filesystem.open_input_stream(info.path, compression=None) as opened:
-                if problem := pointer_problem(opened.read(HEAD_BYTES)):
-                    raise LogError(f"{info.path} {problem}")
             open_piece = {"Parquet": _parquet, "CSV": _csv, "JSON lines": _json_lines}[formats[info.path]]
             pieces.append(open_piece(filesystem, info.path, columns, pieces[0].schema if pieces else None))
             if in_every_row and formats[info.path] == "JSON lines":
@@ -196,19 +195,49 @@ def _files(filesystem: pa.fs.FileSystem, place: str, path: str) -> list[pa.fs.Fi
     except OSError as error:
         raise LogError(f"{path} cannot be opened: {str(error).splitlines()[0]}") from error
     depth = len(place.rstrip("/")) + 1
-    files = [
-        each for each in inner if each.is_file and not re.search(r"(^|/)[._]", each.path[depth:])
-    ]  # a directory by day has names such as date=2026-11-28, which are only names
+    files = [info for info in inner if info.is_file and _is_data(info.path[depth:])]
     if not files:
         raise LogError(f"{path} holds no Parquet files, JSON lines or CSV")
-    return sorted(files, key=lambda each: each.path)
+    return sorted(files, key=lambda info: info.path)
 
 
-def _format_of(path: str) -> str:
-    """The format by the name of a file; a name that says nothing is taken for Parquet."""
+def _is_data(path: str) -> bool:
+    """Whether a file of a directory is to be read: not what Spark and others leave beside their data, such as `_SUCCESS`."""
+    *directories, name = path.split("/")
+    if any(part.startswith((".", "_")) for part in directories) or name.startswith("."):
+        return False
+    return not name.startswith("_") or _named_format(name) != ""
+
+
+def _named_format(path: str) -> str:
+    """The format that the name of a file says; empty if it says none."""
     name = Path(path)
     suffix = Path(name.stem).suffix if name.suffix in COMPRESSIONS else name.suffix
-    return FORMATS.get(suffix, "Parquet")
+    return FORMATS.get(suffix, "")
+
+
+def _format_of(filesystem: pa.fs.FileSystem, path: str) -> str:
+    """The format by the name of a file and its first bytes. Raises LogError, which says what to do, for a file that is no table."""
+    with _readable(path, "Parquet"), filesystem.open_input_stream(path, compression=None) as opened:
+        head = opened.read(HEAD_BYTES)
+    if problem := pointer_problem(head):
+        raise LogError(f"{path} {problem}")
+    if not head:
+        raise LogError(f"{path} is empty: remove it")
+    if head.startswith(PARQUET_MAGIC):
+        return "Parquet"
+    if Path(path).suffix in OTHER_COMPRESSIONS:
+        raise LogError(f"{path} is compressed: unpack it first, or use gzip (.gz) or zstd (.zst)")
+    kind = _named_format(path)
+    if kind in ("", "Parquet"):
+        raise LogError(
+            f"{path} is neither Parquet nor JSON lines (.jsonl) nor CSV (.csv): move it elsewhere, or convert it"
+        )
+    if kind == "JSON lines" and head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        raise LogError(
+            f"{path}, line 1: holds a JSON array; write one object in each line, without brackets and commas"
+        )
+    return kind
 
 
 @contextmanager
@@ -219,7 +248,6 @@ def _readable(path: str, kind: str) -> Iterator[None]:
     except LogError:
         raise
     except (OSError, EOFError, UnicodeDecodeError, pa.ArrowException) as error:
-        kind = "Parquet (a file of JSON lines ends in .jsonl, of CSV in .csv)" if kind == "Parquet" else kind
         reason = str(error).rpartition("': ")[2]  # pyarrow says first, twice, which file it is
         raise LogError(f"{path} cannot be read as {kind}: {reason}") from error
 
@@ -265,8 +293,13 @@ def _json_lines(
     filesystem: pa.fs.FileSystem, path: str, columns: Mapping[str, pa.DataType], first: pa.Schema | None
 ) -> Piece:
     if first is None:  # pyarrow guesses types from the first block, and integers above 2^63 as floats
-        with _stream(filesystem, path) as opened, pyarrow.json.open_json(opened, _json_reading()) as reader:
-            first = pa.schema([_declared(one, columns) for one in reader.schema])
+        try:
+            with _stream(filesystem, path) as opened, pyarrow.json.open_json(opened, _json_reading()) as reader:
+                first = pa.schema([_declared(one, columns) for one in reader.schema])
+        except pa.ArrowException:
+            declared = pa.schema(list(columns.items()))
+            _check_lines(filesystem, path, pyarrow.json.ParseOptions(declared, unexpected_field_behavior="infer"))
+            raise
     strict = pyarrow.json.ParseOptions(explicit_schema=first, unexpected_field_behavior="error")
 
     def batches(names: list[str] | None) -> Iterator[pa.RecordBatch]:

@@ -1,32 +1,21 @@
-"""Opens tables of ids in Parquet or JSON lines (impression logs, the posts of a corpus), reads them in pieces and checks them."""
+"""Checks the columns of tables of ids (impression logs, the posts of a corpus). `weights.table_files` opens and reads them."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.json
 from numpy.typing import NDArray
 
 from model.bounds import MAX_CODE_LEVELS
-from weights.git_lfs import HEAD_BYTES, pointer_problem
 from weights.text_ids import TEXT_RULE, IdKind, is_text_id, text_ids
 from weights.values import Problem, problem_of_dwells, problem_of_flags, problem_of_stored_ids, problem_of_times
 
-JSON_LINES = (".json", ".jsonl", ".ndjson")
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4", ".br")
-MARKS = ("_SUCCESS", "_metadata", "_common_metadata", "_delta_log")
-"""Files without rows that Spark, pyarrow and others write beside their data."""
-LINES_AT_ONCE = 4096
 ID_TYPES: dict[IdKind, pa.DataType] = {"uint64": pa.uint64(), "text": pa.string()}
 
 
@@ -42,96 +31,6 @@ CHECKS: dict[str, Check] = {
 
 class LogError(ValueError):
     """A table that cannot be used; the message names the file and the column."""
-
-
-def open_table(path: Path, columns: Mapping[str, pa.DataType]) -> ds.FileSystemDataset:
-    """Open a Parquet file, a JSON lines file (.jsonl), or a directory of either, for reading in pieces. `columns`: types of these columns
-    in JSON lines.
-
-    Raises LogError, which names the file, and in JSON lines the line; also for a file that is neither, and for columns that the first
-    file, or the first megabyte of JSON lines, lacks: they would be lost.
-    """
-    if not path.exists():
-        raise LogError(f"{path} is not there")
-    files = [file for file in sorted(path.rglob("*")) if _is_data(file)] if path.is_dir() else [path]
-    if not files:
-        raise LogError(f"{path} holds no Parquet files")
-    formats = {file: _format_of(file) for file in files}
-    is_json = formats[files[0]] == "json"
-    for file, form in formats.items():
-        if form != formats[files[0]]:
-            raise LogError(f"{file} is not of the same format as {files[0]}: Parquet and JSON lines do not mix")
-    names, where = [str(file) for file in files], files[0]
-    source: ds.FileSystemDataset | None = None
-    try:
-        source = ds.dataset(names, format="json" if is_json else "parquet")
-        if is_json:  # pyarrow guesses types from the first megabyte, and integers above 2^63 as floats
-            source = ds.dataset(names, pa.schema([_declared(field, columns) for field in source.schema]), "json")
-        strict = pyarrow.json.ParseOptions(explicit_schema=source.schema, unexpected_field_behavior="error")
-        for piece in source.get_fragments():
-            where = Path(piece.path)
-            if is_json:
-                deque(pyarrow.json.open_json(piece.path, parse_options=strict), maxlen=0)
-            elif late := set(piece.physical_schema.names) - set(source.schema.names):
-                raise LogError(f"{piece.path} has columns that {source.files[0]} lacks: {', '.join(sorted(late))}")
-    except (OSError, pa.ArrowException) as error:
-        if is_json:
-            raise _bad_json(files, columns, source) from error
-        raise LogError(f"{where} cannot be read as Parquet: {_reason(error)}") from error
-    for name in source.schema.names:
-        if name != name.strip():
-            raise LogError(f"{source.files[0]}: the name of the column {name!r} begins or ends with a blank: rename it")
-    return source
-
-
-def _is_data(path: Path) -> bool:
-    """Whether a file of a directory is to be read: not if its name begins with a dot, or is a mark that Spark and others leave."""
-    return path.is_file() and not path.name.startswith(".") and path.name not in MARKS
-
-
-def _format_of(file: Path) -> str:
-    """`parquet` or `json`, by a file's first bytes and its ending. Raises LogError, which says what to do, for anything else."""
-    try:
-        with file.open("rb") as opened:
-            head = opened.read(max(HEAD_BYTES, 1024))
-    except OSError as error:
-        raise LogError(f"{file} cannot be read: {error.strerror}") from error
-    if problem := pointer_problem(head):
-        raise LogError(f"{file} {problem}")
-    if head.startswith(b"PAR1"):
-        return "parquet"
-    if not head:
-        raise LogError(f"{file} is empty: remove it")
-    if head.startswith(b"\x1f\x8b") or file.suffix in COMPRESSED:
-        raise LogError(f"{file} is compressed: unpack it first")
-    if file.suffix not in JSON_LINES:
-        raise LogError(f"{file} is neither Parquet nor JSON lines (.jsonl): move it elsewhere, or convert it")
-    if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-        raise LogError(
-            f"{file}, line 1: holds a JSON array; write one object in each line, without brackets and commas"
-        )
-    return "json"
-
-
-def _bad_json(files: list[Path], columns: Mapping[str, pa.DataType], source: ds.FileSystemDataset | None) -> LogError:
-    """The error for the first line of these files that cannot be read. It repeats no value. `source`: with the types of its columns, if
-    they could be found out."""
-    schema = pa.schema(list(columns.items())) if source is None else source.schema
-    others = "infer" if source is None else "error"
-    options = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior=others)
-    for file in files:
-        number = 0
-        with file.open("rb") as opened:
-            while lines := list(islice(opened, LINES_AT_ONCE)):
-                if json_error(b"".join(lines), options):
-                    good, bad = 0, len(lines)  # the first `good` lines can be read, the first `bad` cannot
-                    while bad - good > 1:
-                        middle = (good + bad) // 2
-                        is_good = not json_error(b"".join(lines[:middle]), options)
-                        good, bad = (middle, bad) if is_good else (good, middle)
-                    return LogError(f"{file}, line {number + bad}: {json_problem(lines[bad - 1], options)}")
-                number += len(lines)
-    return LogError(f"{files[0]} cannot be read as JSON lines")
 
 
 def json_error(lines: bytes, options: pyarrow.json.ParseOptions) -> str:
@@ -159,21 +58,6 @@ def json_problem(line: bytes, options: pyarrow.json.ParseOptions) -> str:
     return f"{where} holds another type than in the rows before, or a number that does not fit"
 
 
-def _reason(error: Exception) -> str:
-    """What pyarrow says, less the name of the file, which it repeats."""
-    return str(error).rpartition("': ")[2]
-
-
-def _declared(field: pa.Field, columns: Mapping[str, pa.DataType]) -> pa.Field:
-    """A field of JSON lines with its declared type, unless its values are of another kind, which is refused where they are read."""
-    wanted, is_ = columns.get(field.name, field.type), pa.types
-    if is_.is_string(wanted):
-        fits = is_.is_temporal(field.type)  # "2026-11-25" is a text
-    else:
-        fits = is_.is_integer(field.type) or (is_.is_floating(field.type) and wanted != pa.int64())
-    return field.with_type(wanted) if fits or is_.is_null(field.type) else field
-
-
 def check_values(
     columns: Mapping[str, NDArray[Any]], place: Callable[[int], str], checks: Mapping[str, Check] = CHECKS
 ) -> None:
@@ -181,51 +65,6 @@ def check_values(
     for name, column in columns.items():
         if name in checks and (problem := checks[name](column)):
             raise LogError(f"{place(problem[0])}: {name} {problem[1]}")
-
-
-def place_of(source: ds.FileSystemDataset, row: int) -> str:
-    """Where row `row` of a table is, for people, who count from 1: `log.jsonl, line 7` or `log.parquet, row 7`."""
-    for piece in source.get_fragments():
-        if row < (rows := piece.count_rows()):
-            return f"{piece.path}, {'line' if piece.path.endswith(JSON_LINES) else 'row'} {row + 1}"
-        row -= rows
-    raise IndexError(row)
-
-
-def files_of(source: ds.FileSystemDataset) -> list[tuple[str, int, int]]:
-    """Path, size in bytes and modification time of each file."""
-    return [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in source.files]
-
-
-def check_unchanged(source: ds.FileSystemDataset, before: list[tuple[str, int, int]]) -> None:
-    """Raises LogError if a file is not as it was when `files_of` gave this."""
-    if changed := [file for file, then, now in zip(source.files, before, files_of(source), strict=True) if now != then]:
-        raise LogError(f"{changed[0]} was changed while it was read: begin again, in another place")
-
-
-def tables_of(source: ds.FileSystemDataset, rows: int, columns: list[str] | None = None) -> Iterator[pa.Table]:
-    """Yield a table in pieces of about `rows` rows; all columns if `columns` is None. Raises LogError."""
-    batches: list[pa.RecordBatch] = []
-    try:
-        for batch in source.to_batches(columns=columns, batch_readahead=2, fragment_readahead=1):
-            batches.append(batch)
-            if sum(map(len, batches)) >= rows:
-                yield pa.Table.from_batches(batches)
-                batches = []
-    except (OSError, pa.ArrowException) as error:
-        raise LogError(f"{_unreadable(source)} cannot be read: {_reason(error)}") from error
-    if batches:
-        yield pa.Table.from_batches(batches)
-
-
-def _unreadable(source: ds.FileSystemDataset) -> str:
-    """The first file of a table that cannot be read to its end."""
-    for piece in source.get_fragments():
-        try:
-            deque(piece.to_batches(schema=source.schema), maxlen=0)
-        except (OSError, pa.ArrowException):
-            return str(piece.path)
-    return str(source.files[0])
 
 
 Place = Callable[[int], str]

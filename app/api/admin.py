@@ -6,7 +6,7 @@ import hashlib
 import hmac
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 from fastapi import APIRouter, Depends
@@ -18,6 +18,7 @@ from app import errors, schema
 from app.api.caller import Headers, check_length, check_type, read_body
 from app.api.operations import json_reply
 from app.api.route import Route
+from app.api.state import state_of
 from app.corpus.posts import read_change
 from app.errors import InvalidRequest, NotFound, ReloadBusy, ReloadRefused, Unauthorized, UnsupportedMediaType
 from app.interface import CheckpointNotFound, ReloadableRanker, ReloadInProgress
@@ -62,9 +63,11 @@ class Operator:
 async def read_operator(request: Request) -> bytes:
     """The body of a request with the token. Raises Unauthorized, TooLarge, UnsupportedMediaType."""
     headers: Headers = dict(request.scope["headers"])
-    request.app.state.operator.check(headers)
+    state = state_of(request)
+    assert state.operator is not None
+    state.operator.check(headers)
     check_length(headers, MAX_BODY_BYTES)
-    body = await read_body(request.receive, request.scope["exchange"], request.app.state.bodies, MAX_BODY_BYTES, None)
+    body = await read_body(request.receive, request.scope["exchange"], state.bodies, MAX_BODY_BYTES, None)
     if body:
         check_type(headers, (b"application/json",))
         if b"content-encoding" in headers:
@@ -78,7 +81,7 @@ Body = Annotated[bytes, Depends(read_operator)]
 @router.post("/admin/reload", response_class=Response)
 async def reload(request: Request, body: Body) -> Response:
     """Serve another checkpoint, or read the current one again. Or do so for the retrieval checkpoint and the corpus, both in one step."""
-    ranker: ReloadableRanker = request.app.state.ranker
+    ranker = cast(ReloadableRanker, state_of(request).ranker)  # `create_admin_app` is given one
     wanted = schema.decode(RELOAD, body or b"{}")
     names = [None if name is UNSET else name for name in (wanted.checkpoint, wanted.retrieval, wanted.corpus)]
     checkpoint, retrieval, corpus = names
@@ -120,7 +123,7 @@ async def _reload_corpus(ranker: ReloadableRanker, retrieval: str | None, corpus
 async def posts(request: Request, body: Body) -> Response:
     """Change the posts of the corpus: `{"upsert": [{"post_id", "author_id", "created_at", "topic", "codes"}], "delete": [ids]}`. When the
     reply is sent, the change is on disk, and every search that begins after that sees it."""
-    corpus = request.app.state.ranker.corpus
+    corpus = state_of(request).ranker.corpus
     change = read_change(body, corpus.served.corpus.ids)
     with _problems():
         state = await corpus.change(change)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import math
+import time
 import zlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from fastapi import Depends
 from starlette.requests import Request
 from starlette.types import Receive, Scope
 
+from app.api.patience import HASTE
+from app.api.state import state_of
 from app.errors import (
     BadRequest,
     InvalidRequest,
@@ -40,7 +44,9 @@ MOST_TYPE_BYTES = 256  # of Content-Type, and of Content-Encoding: no caller nee
 CANCELS = "ranker.cancels"  # extension of a server that cancels a request's task when its client has gone
 LONG_BODY_BYTES = 65_536
 """While a longer body came, others were admitted: asking again whether there is room costs less than decoding it for nothing."""
-COSTLY_BODY_BYTES = 16_384  # reading a longer body takes longer than looking whether somebody waits for the reply
+COSTLY_BODY_BYTES = 16_384
+"""A longer body waits for its turn to be read, and is not read if nobody waits for the reply any more. A shorter one takes less time
+than these steps save."""
 PROBE_WAIT_SECONDS = 0.02
 CUT_OFF = "The drain timed out."  # message of the cancellation where the client still waits
 
@@ -121,10 +127,11 @@ class Bodies:
 @dataclass(slots=True)
 class CallerInfo:
     """`key`: the name of the API key, None where none are set. `deadline` in seconds of the ranker's clock, None where the caller sets
-    none. `body`: whole and inflated."""
+    none. `leaves_at`: when the caller will likely have left, in seconds of that clock. `body`: whole and inflated."""
 
     key: str | None
     deadline: float | None
+    leaves_at: float
     body: bytes
     exchange: Exchange
     headers: Headers
@@ -136,32 +143,62 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
     async def read_caller(request: Request) -> CallerInfo:
         """Raises Unauthorized, then what the ranker is open to (429, 503), then what the headers get (413, 415, 422), then what the body
         gets (400, 413, 429), each before the next is looked at; CallerGone."""
-        scope, state = request.scope, request.app.state
+        scope, state = request.scope, state_of(request)
         headers: Headers = dict(scope["headers"])
         exchange: Exchange = scope["exchange"]
         key = exchange.key = state.keys.caller(headers)
-        state.ranker.check_open(key)
+        length = _length_of(headers)
+        check_room(request, exchange, length or 0)
         check_type(headers, types)
         is_gzip = is_compressed(scope["headers"], headers)
-        limit: int = state.settings.limits.max_body_bytes
+        limit = state.settings.limits.max_body_bytes
         check_length(headers, limit)
         seconds = timeout_seconds_of(headers)
-        deadline = None if seconds is None else state.ranker.clock() + seconds
-        body = await read_body(request.receive, exchange, state.bodies, limit, _length_of(headers))
+        deadline = (
+            None if seconds is None else state.ranker.clock() + seconds - (time.perf_counter() - exchange.started)
+        )
+        body = await read_body(request.receive, exchange, state.bodies, limit, length)
+        has_waited = False
         if len(body) > COSTLY_BODY_BYTES:
+            has_waited = await state.read_queue.take(len(body))
             await check_waits(scope)
-        if len(body) > LONG_BODY_BYTES:
-            state.ranker.check_open(key)
+        exchange.turn_at = time.perf_counter()
+        if has_waited or len(body) > LONG_BODY_BYTES:
+            state.ranker.check_open(key, leaves_at(request, exchange))
         if is_gzip:
             packed, body = len(body), inflate(body, limit)
             state.bodies.hold(exchange, max(0, len(body) - packed), len(body), is_whole=True)
-        return CallerInfo(key, deadline, body, exchange, headers)
+        return CallerInfo(key, deadline, leaves_at(request, exchange), body, exchange, headers)
 
     return read_caller
 
 
 Caller = Annotated[CallerInfo, Depends(reader(JSON_ALONE), use_cache=False)]
 TensorCaller = Annotated[CallerInfo, Depends(reader(TENSORS), use_cache=False)]
+
+
+def leaves_at(request: Request, exchange: Exchange) -> float:
+    """When the caller will likely have left, in seconds of the ranker's clock; infinite where that is not known."""
+    state, now = state_of(request), time.perf_counter()
+    patience_seconds = state.leavers.of(exchange.key, request.scope["route"].path).seconds(now)
+    if patience_seconds == math.inf:
+        return math.inf
+    return state.ranker.clock() - (now - exchange.came) + HASTE * patience_seconds
+
+
+def check_room(request: Request, exchange: Exchange, size: int) -> None:
+    """Raise what `Ranker.check_open` does, and Overloaded where a body of so many bytes would wait too long to be read."""
+    state, leaves = state_of(request), leaves_at(request, exchange)
+    if size <= COSTLY_BODY_BYTES:
+        state.ranker.check_open(exchange.key, leaves)
+        return
+    state.ranker.check_open(exchange.key, leaves - state.read_queue.wait_seconds(size))
+    reply_seconds = state.leavers.of(exchange.key, request.scope["route"].path).reply_seconds
+    try:
+        state.read_queue.check(size, leaves - state.ranker.clock() - reply_seconds)
+    except Overloaded:
+        state.ranker.metrics.rejected.labels("loop_overrun").inc()
+        raise
 
 
 async def read_body(receive: Receive, exchange: Exchange, bodies: Bodies, limit: int, length: int | None) -> bytes:
@@ -186,6 +223,7 @@ async def read_body(receive: Receive, exchange: Exchange, bodies: Bodies, limit:
             body += piece
         if not message.get("more_body", False):
             exchange.is_reading, exchange.is_read = False, True
+            exchange.came = time.perf_counter()
             return bytes(body)
 
 
@@ -290,9 +328,9 @@ def timeout_seconds_of(headers: Headers) -> float | None:
 
 
 def _length_of(headers: Headers) -> int | None:
-    """The length that a checked header says, None where there is none: the body comes in chunks."""
+    """The length that a header says, None where there is none: the body comes in chunks. 0 for what `check_length` refuses."""
     length = headers.get(b"content-length")
-    return None if length is None else int(length)
+    return None if length is None else int(length) if _is_count(length) else 0
 
 
 def check_length(headers: Headers, limit: int) -> None:

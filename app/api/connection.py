@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import math
 import select
+import socket
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,7 +31,10 @@ HEAD_SECONDS = 5.0  # from the connect or the first byte to the end of the heade
 BODY_SECONDS = 30.0  # from there to the end of the body
 LINGER_SECONDS = 5.0  # for a client to read its reply while it still writes
 PROBE_SECONDS = (0.1, 0.2)  # after a client has closed its sending half
+RESET_SECONDS = (0.001, 0.01, 0.05)  # after a probe, for a client that has gone to have said so
 WITH_REQUEST_SECONDS = 0.05  # a client that closes its sending half later than its request has most likely gone
+LAST_DATA_RECEIVED = slice(52, 56)  # tcpi_last_data_recv of Linux' struct tcp_info: milliseconds
+CLOCK_TICK_SECONDS = 0.01  # the longest tick of the clock that it is taken from
 PIECE_BYTES = 4096  # of what has no length of its own
 MOST_CALLBACKS = 256  # of the parser in one turn of the event loop, but for those of the last piece
 FREE_CHUNKS, LEAST_CHUNK_BYTES = 1024, 4  # after so many chunks of a body, they must be this long on average
@@ -104,6 +109,7 @@ class Connection(HttpToolsProtocol):
     task: asyncio.Task[None] | None = None
     due_at = math.inf
     ended_at = 0.0  # when the last request had come, in seconds of the loop's clock
+    closed_at = math.inf  # when the client was seen to have closed its sending half
     unread = 0  # bytes since the last piece of a body or the end of headers
     received = b""  # the last read; its bytes from `parsed` on wait for their turn
     parsed = 0
@@ -203,7 +209,14 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {CANCELS: {"has_closed": self.has_closed, "probe": self.probe}}
+        self.scope["extensions"] = {
+            CANCELS: {
+                "has_closed": self.has_closed,
+                "has_left": self.has_left,
+                "probe": self.probe,
+                "lag_seconds": self.lag_seconds(),
+            }
+        }
         self.header_bytes = self.body_left = self.chunks = self.chunk_bytes = 0
         self.due_at = self.loop.time() + HEAD_SECONDS
 
@@ -316,10 +329,11 @@ class Connection(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Kludex/uvicorn#1264: a client that has closed its sending half alone is answered."""
+        self.closed_at = self.loop.time()
         if self.is_ending or self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
             return False
         self.cycle.keep_alive = False
-        if self.loop.time() - self.ended_at > WITH_REQUEST_SECONDS:
+        if self.has_left():
             self.probe()
         for seconds in PROBE_SECONDS:
             self.loop.call_later(seconds, self.probe)
@@ -331,20 +345,44 @@ class Connection(HttpToolsProtocol):
             return True
         return self.has_event(select.POLLRDHUP)
 
+    def has_left(self) -> bool:
+        """Whether the client has closed its sending half, and not with its request."""
+        if self.closed_at < math.inf:
+            return self.closed_at > self.ended_at + WITH_REQUEST_SECONDS
+        return self.loop.time() > self.ended_at + WITH_REQUEST_SECONDS and self.has_closed()
+
     def has_event(self, events: int) -> bool:
         """Whether the system reports one of these events of the connection, or its end."""
-        socket = self.transport.get_extra_info("socket")
-        if socket is None:
+        sock = self.transport.get_extra_info("socket")
+        if sock is None:
             return False
         poll = select.poll()
-        poll.register(socket.fileno(), events)
+        poll.register(sock.fileno(), events)
         return bool(poll.poll(0))
+
+    def lag_seconds(self) -> float:
+        """How long ago the last bytes came from the network, as far as it is more than a tick of the system's clock: a busy loop reads them
+        late. 0 where the system does not say."""
+        sock = self.transport.get_extra_info("socket")
+        if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+            return 0.0
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_DATA_RECEIVED.stop)
+        seconds = int.from_bytes(info[LAST_DATA_RECEIVED], sys.byteorder) / 1000
+        return seconds if seconds > CLOCK_TICK_SECONDS else 0.0
 
     def probe(self) -> None:
         """Find out whether the client is gone for good: only a write tells, and clients pass over this one (RFC 9110, 15.2)."""
         is_waiting = not (self.pipeline or self.cycle.response_started or self.transport.is_closing())
         if is_waiting and self.cycle.scope["http_version"] == "1.1":
             self.transport.write(CONTINUE)
+            for seconds in RESET_SECONDS:
+                self.loop.call_later(seconds, self.end_if_reset)
+
+    def end_if_reset(self) -> None:
+        """End the connection if the client has answered a probe with a reset. uvloop would notice at the next write only: it reads no more
+        after the end of what the client sends."""
+        if not self.transport.is_closing() and self.has_event(0):
+            self.transport.abort()
 
 
 def sweep(connections: Iterable[Connection], now: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
@@ -14,7 +15,6 @@ from fastapi import APIRouter, Depends
 from msgspec import UNSET
 from msgspec.json import Decoder
 from numpy.typing import NDArray
-from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,11 +22,11 @@ from app import replies, schema
 from app.api.caller import Caller, CallerInfo, cancelled_with
 from app.api.rank import JSON, admitted, note
 from app.api.route import Route
+from app.api.state import State, state_of
 from app.api.window import Window
 from app.errors import DeadlineExceeded, Overloaded, TooLarge
 from app.explanation import MAX_EXPLAINED, Question, render
-from app.features import Vocabulary
-from app.interface import Job, Ranked, Ranker, ServedModel
+from app.interface import Job, Ranked, ServedModel
 from app.schema import PROBLEMS, ExplainReply, ExplainRequest
 from model.inputs import Candidates, Context, Scores
 
@@ -39,7 +39,7 @@ REST_TIMES = 2.0
 router = APIRouter(tags=["ranking"], route_class=Route)
 
 
-class Turns:
+class Explanations:
     """One explanation runs at a time. Each key may have one that runs or waits, and they run in the order in which they came; so no key
     shuts out another. Used by the event loop only."""
 
@@ -76,7 +76,7 @@ class Turns:
 async def check_room(request: Request) -> None:
     """Refuse before the body is read: first a caller without a key, then one whose key already has an explanation. Raises Unauthorized or
     Overloaded."""
-    state = request.app.state
+    state = state_of(request)
     state.explanations.check(state.keys.caller(dict(request.scope["headers"])))
 
 
@@ -93,39 +93,41 @@ async def explain(request: Request, caller: Caller) -> Response:
     Each item costs a ranking of its own, so this can take hundreds of times as long as `/rank`. Only one call runs at a time. Each API key
     may have one that runs or waits for its turn.
     """
-    state, exchange = request.app.state, caller.exchange
-    ranker: Ranker = state.ranker
+    state, exchange = state_of(request), caller.exchange
+    ranker = state.ranker
     latest = ranker.clock() + state.settings.deadline.default_seconds
     deadline = latest if caller.deadline is None else min(latest, caller.deadline)
     async with state.explanations.turn(caller.key, (deadline - ranker.clock()) / 2):
         model = ranker.model()
-        vocabulary: Vocabulary = state.vocabularies.of(model.manifest)
         with exchange.measured("parse"):
-            caller = replace(caller, deadline=deadline)
-            question = await _question(state, caller, model, vocabulary)
+            caller = replace(caller, deadline=deadline, leaves_at=math.inf)  # what is computed last would be late
+            question = await _question(state, caller, model)
         explaining = Explaining(state, caller, model, question)
         ranked, without, attention = await cancelled_with(request, explaining.run())
         started, timings = time.perf_counter(), replies.timings_of(exchange.stages)
         written: list[bytes] = []
-        for piece in render(question, ranked, without, attention, vocabulary, timings):
+        for piece in render(question, ranked, without, attention, timings):
             written.append(piece)
             await asyncio.sleep(0)  # let other requests in
         exchange.stages["serialize"] = time.perf_counter() - started
     return Response(b"".join(written), media_type=JSON, headers=replies.headers_of(model, ranked, exchange))
 
 
-async def _question(state: State, caller: CallerInfo, model: ServedModel, vocabulary: Vocabulary) -> Question:
+async def _question(state: State, caller: CallerInfo, model: ServedModel) -> Question:
     """Read and check a request of a caller whose deadline is set. Raises MalformedJson, TooLarge, InvalidRequest, or what
     `Ranker.context` raises."""
-    asked = schema.read(EXPLAIN, caller.body, state.settings.limits, vocabulary.index)
-    if len(asked.explain) > MAX_EXPLAINED:
-        raise TooLarge(f"explain: {len(asked.explain)} items, but at most {MAX_EXPLAINED} are allowed.")
-    exchange, sizes = caller.exchange, asked.sizes()
+    vocabulary = state.vocabularies.of(model.manifest)
+    request = schema.read(EXPLAIN, caller.body, state.settings.limits, vocabulary.index)
+    if len(request.explain) > MAX_EXPLAINED:
+        raise TooLarge(f"explain: {len(request.explain)} items, but at most {MAX_EXPLAINED} are allowed.")
+    exchange, sizes = caller.exchange, request.sizes()
     exchange.candidates, exchange.history = sizes["candidates"], sizes["history"]
-    handle = None if asked.context is UNSET else asked.context
-    known = None if handle is None else await state.ranker.context(model, handle, caller.key, caller.deadline)
-    question = Question.of(asked, known, vocabulary, model.manifest.config)
-    note(state, exchange, question.context, question.wishes.request_id)
+    cached = None
+    if request.context is not UNSET:
+        assert caller.deadline is not None
+        cached = await state.ranker.context(model, request.context, caller.key, caller.deadline)
+    question = Question.of(request, cached, vocabulary, model.manifest.config)
+    note(state, exchange, question.context, question.checked.options.request_id)
     return question
 
 
@@ -147,11 +149,12 @@ class Explaining:
         groups = question.groups(slots_matter=self.model.engine.candidate_positions == "sequential")
         without = ((context, group) for context in question.contexts() for group in groups)
         started = time.perf_counter()
-        own, *others = await self._ranked(chain([(question.context, question.candidates)], without))
+        own, *others = await self._ranked(chain([(question.context, question.checked.candidates)], without))
         exchange.requests = 1 + len(others)
         exchange.stages |= {"queue": own.queue_seconds, "forward": time.perf_counter() - started}
         with exchange.measured("attention"):
             deadline = self.caller.deadline
+            assert deadline is not None
             attention = [await ranker.attention(self.model, question.context, group, deadline) for group in groups]
         ranker.metrics.stage["attention"].observe(exchange.stages["attention"])
         scores, size = [other.scores for other in others], len(groups)

@@ -7,17 +7,16 @@ from importlib.metadata import version as version_of
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
 
 from app import replies, schema, tensors
 from app.api.caller import CallerInfo, TensorCaller, cancelled_with
 from app.api.operations import DISTRIBUTION, NOT_NOW, Described, answers, check_ready, json_reply
-from app.api.rank import JSON, CheckedRequest, admitted, note, timings_of
+from app.api.rank import JSON, admitted, note_checked, timings_of
 from app.api.route import Route
+from app.api.state import State, state_of
 from app.errors import InvalidRequest, ModelNotFound
-from app.features import Vocabulary
 from app.interface import Ranker, ServedModel
 from app.schema import PROBLEMS, InferReply, InferRequest
 from app.tensors import LENGTH_HEADER
@@ -105,32 +104,32 @@ async def live() -> Response:
 @router.get("/health/ready", responses=answers(Ready) | NOT_NOW, response_class=Response)
 async def ready(request: Request) -> Response:
     """Requests may be sent here, as in `/readyz`."""
-    check_ready(request.app.state.ranker)
+    check_ready(state_of(request).ranker)
     return json_reply({"ready": True})
 
 
 @router.get(MODEL, responses=answers(ModelMetadata) | NO_MODEL, response_class=Response)
 async def metadata(request: Request, name: str) -> Response:
     """The tensors of the model: names, datatypes and shapes."""
-    return json_reply(tensors.describe(_model(request.app.state.ranker, name, "").manifest))
+    return json_reply(tensors.describe(_model(state_of(request).ranker, name, "").manifest))
 
 
 @router.get(VERSION, responses=answers(ModelMetadata) | NO_MODEL, response_class=Response)
 async def version_metadata(request: Request, name: str, version: str) -> Response:
     """The tensors of this version of the model: names, datatypes and shapes."""
-    return json_reply(tensors.describe(_model(request.app.state.ranker, name, version).manifest))
+    return json_reply(tensors.describe(_model(state_of(request).ranker, name, version).manifest))
 
 
 @router.get(f"{MODEL}/ready", responses=answers(ModelReady) | NO_MODEL, response_class=Response)
 async def model_ready(request: Request, name: str) -> Response:
     """Requests for this model may be sent here, as in `/readyz`; 404 if another model serves."""
-    return _model_ready(request.app.state.ranker, name, "")
+    return _model_ready(state_of(request).ranker, name, "")
 
 
 @router.get(f"{VERSION}/ready", responses=answers(ModelReady) | NO_MODEL, response_class=Response)
 async def version_ready(request: Request, name: str, version: str) -> Response:
     """Requests for this version of the model may be sent here, as in `/readyz`; 404 if another one serves."""
-    return _model_ready(request.app.state.ranker, name, version)
+    return _model_ready(state_of(request).ranker, name, version)
 
 
 def _model_ready(ranker: Ranker, name: str, version: str) -> Response:
@@ -160,43 +159,29 @@ async def version_infer(request: Request, caller: TensorCaller, name: str, versi
 
 
 async def _infer(request: Request, caller: CallerInfo, name: str, version: str) -> Response:
-    state, exchange = request.app.state, caller.exchange
+    state, exchange = state_of(request), caller.exchange
     model = _model(state.ranker, name, version)
     with exchange.measured("parse"):
-        asked = tensors.read(caller.body, request.headers.get(LENGTH_HEADER), state.settings.limits)
-        if asked.model_name not in (None, model.manifest.name):
+        tensor_request = tensors.read(caller.body, request.headers.get(LENGTH_HEADER), state.settings.limits)
+        if tensor_request.model_name not in (None, model.manifest.name):
             raise InvalidRequest("model_name", "must be the name in the path, or left out")
-    exchange.candidates, exchange.history = asked.candidates, asked.history
-    patient = _in_time(state, caller, asked.timeout_seconds)
-    with admitted(state, patient, model, candidates=asked.candidates, history=asked.history) as job:
+    exchange.candidates, exchange.history = tensor_request.candidates, tensor_request.history
+    caller = _in_time(state, caller, tensor_request.timeout_seconds)
+    with admitted(state, caller, model, candidates=exchange.candidates, history=exchange.history) as job:
         with exchange.measured("parse"):
-            vocabulary: Vocabulary = state.vocabularies.of(model.manifest)
-            read = tensors.columns(asked, vocabulary, model.manifest.config)
-            note(state, exchange, read.context, asked.request_id)
-            read.wishes.name = asked.request_id or exchange.request_id
-            if read.wishes.warnings:
-                state.vocabularies.log_once(vocabulary, read.wishes.warnings)
-        ranked = await cancelled_with(request, state.ranker.rank(job, read.context, read.candidates))
+            vocabulary = state.vocabularies.of(model.manifest)
+            checked = tensors.check(tensor_request, vocabulary, model.manifest.config, f"/v2{MODEL}/infer")
+            note_checked(state, exchange, checked)
+        ranked = await cancelled_with(request, state.ranker.rank(job, checked.context, checked.candidates))
     timings = timings_of(exchange, exchange.stages["parse"], ranked)
     exchange.scored.append((vocabulary.action_names, ranked.scores.probabilities))
     with exchange.measured("serialize"):
-        placement = replies.placement_of(read.candidates, ranked.scores, read.wishes, vocabulary)
-        text, binary = tensors.render(asked, read, ranked, placement, vocabulary, timings)
+        placement = replies.placement_of(checked, ranked.scores)
+        text, binary = tensors.render(tensor_request, checked, ranked, placement, timings)
         if state.served is not None:
-            checked = CheckedRequest(
-                model,
-                vocabulary,
-                read.context,
-                read.candidates,
-                post_ids=(),
-                wishes=read.wishes,
-                impression_ts=asked.parameters.impression_ts,
-                created_at=read.created_at,
-                endpoint=f"/v2{MODEL}/infer",
-            )
             state.served.record(checked, ranked, placement, exchange.key)
     fields = replies.headers_of(model, ranked, exchange)
-    if not any(asked.outputs.values()):
+    if not any(tensor_request.outputs.values()):
         return Response(text, media_type=JSON, headers=fields)
     return Response(text + binary, media_type=BINARY, headers=fields | {LENGTH_HEADER: str(len(text))})
 

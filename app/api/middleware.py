@@ -18,6 +18,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.caller import CANCELS, CUT_OFF, LONG_BODY_BYTES, Bodies, CallerGone
+from app.api.patience import Leavers
 from app.errors import (
     BadRequest,
     Draining,
@@ -46,6 +47,7 @@ MOST_TARGET_BYTES = (
     4096  # of path and query: no endpoint reads a query, and the longest path holds a model's name and version
 )
 MOST_DRAINED_BYTES = 64 * 2**20
+NO_LAG = {"lag_seconds": 0.0}
 CUT_OFF_SECONDS = 5.0  # a guess of when another process listens here
 
 log = structlog.get_logger("app.api.middleware")
@@ -63,6 +65,7 @@ class RequestMiddleware:
         *,
         metrics: Metrics,
         bodies: Bodies,
+        leavers: Leavers,
         root_path: str = "",
         success_sample: float = 1.0,
         tracer: RequestTracer | None = None,
@@ -71,6 +74,7 @@ class RequestMiddleware:
         self.app = app
         self.metrics = metrics
         self.bodies = bodies
+        self.leavers = leavers
         self.root_path = root_path
         self.success_sample = success_sample
         self.tracer = tracer
@@ -93,6 +97,8 @@ class RequestMiddleware:
         async def reply(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
+                if exchange.is_read:
+                    self._note_patience(exchange, scope)
                 message["headers"] = [*message["headers"], (b"x-request-id", exchange.request_id.encode())]
                 if exchange.has_long_body and not exchange.is_read and scope["http_version"][0] == "1":
                     message["headers"].append((b"connection", b"close"))
@@ -142,6 +148,8 @@ class RequestMiddleware:
         """The reply is out, or the client has gone: `exchange.status` is 0 then."""
         seconds = time.perf_counter() - exchange.started
         self.bodies.release(exchange)
+        if exchange.is_read and not exchange.status:
+            self._note_patience(exchange, scope)
         if not exchange.status:
             exchange.status = CLIENT_GONE
             if exchange.is_reading:
@@ -158,6 +166,14 @@ class RequestMiddleware:
         if exchange.code == TooLarge.code:
             self.metrics.rejected.labels("too_large").inc()
         self._write(exchange, seconds, trace_id)
+
+    def _note_patience(self, exchange: Exchange, scope: Scope) -> None:
+        """Learn from a caller whose request had come whole: it is answered, or has left."""
+        now, route = time.perf_counter(), scope["route"].path
+        if not exchange.status or _has_left(scope):
+            self.leavers.of(exchange.key, route).left(now, now - exchange.came)
+        elif exchange.status < 300:
+            self.leavers.of(exchange.key, route).answered(now, now - exchange.turn_at)
 
     def _series_of(self, method: str, route: str, status: int) -> tuple[Counter, Histogram]:
         """The counter and the histogram of these labels, looked up once."""
@@ -222,10 +238,12 @@ def _begin(scope: Scope) -> Exchange:
         elif name == b"transfer-encoding":
             is_chunked = True
     request_id = sent.decode("latin-1")
+    came = time.perf_counter() - scope.get("extensions", {}).get(CANCELS, NO_LAG)["lag_seconds"]
     is_named = is_request_id(request_id)
     return Exchange(
         request_id=request_id if is_named else new_request_id(),
-        started=time.perf_counter(),
+        started=came,
+        came=came,
         method=scope["method"] if scope["method"] in METHODS else OTHER,
         is_named_by_caller=is_named,
         has_long_body=is_chunked or len(length) > 5 or (length.isdigit() and int(length) > LONG_BODY_BYTES),
@@ -243,6 +261,12 @@ def _check_target(scope: Scope) -> None:
         raise BadRequest("A request must have one Host header.")
     if b"%" in raw_path and (b"%2f" in raw_path.lower() or scope["path"].endswith("\n")):
         raise NotFound
+
+
+def _has_left(scope: Scope) -> bool:
+    """Whether the caller has gone as far as the server knows: the reply is late."""
+    about = scope.get("extensions", {}).get(CANCELS, {})
+    return bool(about) and about["has_left"]()
 
 
 def _closes(scope: Scope) -> bool:

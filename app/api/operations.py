@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app.api.route import Route
+from app.api.state import state_of
 from app.errors import Draining, EngineDown, NotReady, ServiceError
 from app.interface import CorpusState, Health, Ranker
 from app.schema import problems_of
@@ -117,7 +118,7 @@ async def livez() -> Response:
 @probes.get("/readyz", responses=answers(Status) | NOT_NOW, response_class=Response)
 async def readyz(request: Request) -> Response:
     """Requests may be sent here. 503 with the reason while the process loads, warms up or drains, or if its engine is stuck."""
-    ranker: Ranker = request.app.state.ranker
+    ranker = state_of(request).ranker
     feed = check_ready(ranker).feed
     rung = ranker.model().engine.notes.get("rung")
     return json_reply({"status": "ready"} | ({"engine": str(rung)} if rung else {}) | ({"feed": feed} if feed else {}))
@@ -132,7 +133,7 @@ async def health(request: Request) -> Response:
 @probes.get("/startupz", responses=answers(Status) | NOT_NOW, response_class=Response)
 async def startupz(request: Request) -> Response:
     """Warm-up is done: 503 until the first checkpoint is loaded and warmed up, 200 from then on."""
-    health = request.app.state.ranker.health()
+    health = state_of(request).ranker.health()
     if not health.started:
         raise NotReady(health.reason, retry_after_seconds=PROBE_RETRY_SECONDS)
     return json_reply({"status": "started"})
@@ -141,20 +142,20 @@ async def startupz(request: Request) -> Response:
 @info.get("/version", summary="Version", responses=answers(Build), response_class=Response)
 async def build(request: Request) -> Response:
     """Versions of the service, Python and torch; answers as soon as the process listens."""
-    return json_reply(request.app.state.about["build"])
+    return json_reply(state_of(request).about["build"])
 
 
 @metrics.get("/metrics", summary="Metrics", responses={200: {"content": {CONTENT_TYPE: {}}}}, response_class=Response)
 async def scrape(request: Request) -> Response:
     """All metrics in the Prometheus text format. Their names begin with `ranker_`."""
-    return Response(await request.app.state.scrapes.get(), headers={"content-type": CONTENT_TYPE})
+    return Response(await state_of(request).scrapes.get(), headers={"content-type": CONTENT_TYPE})
 
 
 @info.get("/info", summary="Info", responses=answers(Info) | NOT_NOW, response_class=Response)
 async def what_runs(request: Request) -> Response:
     """What runs here: model, checkpoint, architecture, action names, limits, device, dtype, build."""
-    ranker: Ranker = request.app.state.ranker
-    return json_reply(describe(ranker, await ranker.corpus.state()) | request.app.state.about)
+    ranker = state_of(request).ranker
+    return json_reply(describe(ranker, await ranker.corpus.state()) | state_of(request).about)
 
 
 def check_ready(ranker: Ranker) -> Health:

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 
 from app import schema
 from app.api.route import Route
+from app.api.state import state_of
 from app.errors import NotFound, ServiceError
 from app.interface import Ranker
 from app.settings import Settings
@@ -75,7 +76,7 @@ def pages(settings: Settings, document: Callable[[], dict[str, Any]]) -> APIRout
 
     @router.get("/openapi.json")
     async def openapi(request: Request) -> Response:
-        return await described.reply(request, _example_key(request.app.state.ranker))
+        return await described.reply(request, _example_key(state_of(request).ranker))
 
     @router.get("/docs")
     async def docs(request: Request) -> Response:
@@ -101,7 +102,7 @@ def pages(settings: Settings, document: Callable[[], dict[str, Any]]) -> APIRout
 
         @router.get("/explore/checkpoint.json")
         async def checkpoint(request: Request) -> Response:
-            digest = request.app.state.ranker.model().manifest.digest
+            digest = state_of(request).ranker.model().manifest.digest
             return await beside.reply(request, f"{digest} {_written(settings.checkpoint)}")
 
     return router

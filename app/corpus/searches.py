@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -244,7 +245,14 @@ class Searches:
     # searches
 
     async def search(
-        self, served: ServedCorpus, query: Query, deadline: float, key: str | None, *, is_admitted: bool = False
+        self,
+        served: ServedCorpus,
+        query: Query,
+        deadline: float,
+        key: str | None,
+        *,
+        leaves_at: float = math.inf,
+        is_admitted: bool = False,
     ) -> Found:
         """See `interface.Corpus.search`."""
         scheduler = self.versions.find(served)
@@ -255,7 +263,15 @@ class Searches:
         if query.handle:
             query = self._contexts.query(query, served.manifest, key)
         future: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
-        job = SearchJob(candidates=1, context_tokens=0, deadline=deadline, key=key, future=future, query=query)
+        job = SearchJob(
+            candidates=1,
+            context_tokens=0,
+            deadline=deadline,
+            key=key,
+            leaves_at=leaves_at,
+            future=future,
+            query=query,
+        )
         with self.places.take(job, scheduler):
             found: Found = await self.places.compute(job)
             return found

@@ -205,13 +205,19 @@ class EngineProcess:
 
     def _admit(self, peer: Peer, asked: Admit) -> None:
         model = self._served(asked.model)
-        peer.places[asked.id] = self._place(model, asked.candidates, asked.history, asked.deadline, asked.key)
+        peer.places[asked.id] = self._place(
+            model, asked.candidates, asked.history, asked.deadline, asked.key, asked.leaves_at
+        )
 
-    def _place(self, model: Any, candidates: int, history: int, deadline: float | None, key: str | None) -> Place:
+    def _place(
+        self, model: Any, candidates: int, history: int, deadline: float | None, key: str | None, leaves_at: float
+    ) -> Place:
         """Admit a request. Raises what `interface.Ranker.admit` describes."""
-        self.ranker.check_open(key)
+        self.ranker.check_open(key, leaves_at)
         with ExitStack() as held:
-            admit = self.ranker.admit(model, candidates=candidates, history=history, deadline=deadline, key=key)
+            admit = self.ranker.admit(
+                model, candidates=candidates, history=history, deadline=deadline, key=key, leaves_at=leaves_at
+            )
             return Place(held.enter_context(admit), held.pop_all())
 
     async def _rank(self, peer: Peer, asked: Rank) -> Any:
@@ -228,7 +234,7 @@ class EngineProcess:
                 asked.context.check(model.manifest.config)  # native code trusts it
                 history = len(asked.context)
             if place is None:
-                place = self._place(model, len(asked.candidates), history, asked.deadline, asked.key)
+                place = self._place(model, len(asked.candidates), history, asked.deadline, asked.key, asked.leaves_at)
                 held.push(place.held)
             ranked = await self.ranker.rank(place.job, asked.context, asked.candidates)
         is_logged = self.settings.served.directory is not None
@@ -238,8 +244,10 @@ class EngineProcess:
         served = self._served(asked.corpus)
         asked.query.check(served.manifest.config)
         if not asked.is_admitted:
-            self.ranker.check_open(asked.key)
-        return await self.ranker.corpus.search(served, asked.query, asked.deadline, asked.key)
+            self.ranker.check_open(asked.key, asked.leaves_at)
+        return await self.ranker.corpus.search(
+            served, asked.query, asked.deadline, asked.key, leaves_at=asked.leaves_at
+        )
 
     def _served(self, number: int) -> Any:
         scheduler = self._kept.get(number)

@@ -30,7 +30,7 @@ MAX_BYTES = 256 * 2**20
 
 class Admit(msgspec.Struct, tag=True):
     """Reserve a place for a request to the model of this number; answered with None. The place keeps this id until a `Rank` names it or a
-    `Cancel` frees it. `deadline`: seconds of the machine's monotonic clock."""
+    `Cancel` frees it. `deadline`, and `leaves_at`, when the caller will likely have left: seconds of the machine's monotonic clock."""
 
     id: int
     model: int
@@ -38,6 +38,7 @@ class Admit(msgspec.Struct, tag=True):
     history: int
     deadline: float | None
     key: str | None
+    leaves_at: float
 
 
 class Rank(msgspec.Struct, tag=True):
@@ -50,6 +51,7 @@ class Rank(msgspec.Struct, tag=True):
     candidates: Candidates
     deadline: float | None
     key: str | None
+    leaves_at: float
     place: int = 0
 
 
@@ -61,6 +63,7 @@ class Search(msgspec.Struct, tag=True):
     query: Query
     deadline: float
     key: str | None
+    leaves_at: float
     is_admitted: bool = False
 
 

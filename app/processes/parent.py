@@ -3,6 +3,7 @@
 SIGTERM, SIGINT    workers drain and end, then the engine process; a second signal, a second later or more, ends all at once
 SIGHUP             the workers read the file of keys again, the engine process the present checkpoint
 a worker ends      it is started again; a process that stays stopped (SIGSTOP) is killed first
+no worker starts   all end: with 2 if the settings cannot be used, else as the last one that failed several times in a row
 the engine ends    it is started again and workers answer 503 meanwhile; or, with ENGINE_LOSS=exit, all end with 70
 the first load fails   all end with 1
 """
@@ -39,6 +40,7 @@ PR_SET_PDEATHSIG = 1
 LOOK_SECONDS = 0.05
 SOON_SECONDS = 10.0  # a process that ends within this time of its start is started again after a pause
 PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.5, 10.0  # doubled each time, up to the second
+MOST_FAILURES = 3
 LAST_SECONDS = 10.0  # how much longer than its drain a process may take to end
 STOPPED_STATE = "T"  # of a process after SIGSTOP; under a debugger it has another letter
 
@@ -101,6 +103,7 @@ class Child:
         self.parent = parent
         self.number = number
         self.pause = PAUSE_SECONDS
+        self.failures = 0  # ends in a row with an exit code that is not 0, soon after the start
         self.start_at = 0.0
         self.stopped_since: float | None = None  # monotonic seconds
         self.process: subprocess.Popen[bytes] | None = None
@@ -124,8 +127,10 @@ class Child:
     def again(self) -> None:
         """Start it again when it is due."""
         now = time.monotonic()
-        self.pause = min(MOST_PAUSE_SECONDS, 2 * self.pause) if now < self.start_at + SOON_SECONDS else PAUSE_SECONDS
-        self.process, self.start_at = None, now + (self.pause if now < self.start_at + SOON_SECONDS else 0.0)
+        ended_soon = now < self.start_at + SOON_SECONDS
+        self.pause = min(MOST_PAUSE_SECONDS, 2 * self.pause) if ended_soon else PAUSE_SECONDS
+        self.failures = self.failures + 1 if ended_soon and (self.ended() or 0) > 0 else 0
+        self.process, self.start_at = None, now + (self.pause if ended_soon else 0.0)
 
     def end_stopped(self, seconds: float) -> None:
         """Kill it if it has been stopped by a signal for that long: its callers would wait for ever."""
@@ -204,6 +209,8 @@ class Parent:
                     return code if 0 < code < EXIT_ENGINE_LOST else EXIT_ENGINE_LOST
                 else:
                     child.again()
+                    if code > 0 and self._no_worker_starts(code):
+                        return code
             child.end_stopped(self.settings.queue.stall_exit_seconds)
             if child.process is None and time.monotonic() >= child.start_at:
                 try:
@@ -212,6 +219,12 @@ class Parent:
                     log.error("process_not_started", worker=child.number, reason=str(error))
                     child.again()
         return 0
+
+    def _no_worker_starts(self, code: int) -> bool:
+        """Whether to give up: no worker runs, and each has failed soon after its start, so often that the next would too. `code`: the exit
+        code of the last one. One failure is enough for settings that cannot be used."""
+        most = 1 if code == EXIT_USAGE else MOST_FAILURES
+        return all(worker.process is None and worker.failures >= most for worker in self.workers)
 
     def _forget_reload(self) -> bool:
         """Have the next engine process load what the settings name. False if the one that failed did so too."""

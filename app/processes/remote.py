@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -56,6 +57,7 @@ class RemoteJob:
     model: ServedModel
     deadline: float | None
     key: str | None
+    leaves_at: float
     link: Link | None = None
     place: int = 0
 
@@ -194,7 +196,7 @@ class RemoteRanker:
             raise ModelNotFound
         return served
 
-    def check_open(self, key: str | None) -> None:
+    def check_open(self, key: str | None, leaves_at: float = math.inf) -> None:
         """Raise what, as far as this worker knows, every request would get now. As in one process, the room is looked at only where the
         last refusal is not long ago: until then, a request that cannot be read is told so."""
         if self._refuses:
@@ -217,10 +219,17 @@ class RemoteRanker:
 
     @contextmanager
     def admit(
-        self, model: ServedModel, *, candidates: int, history: int, deadline: float | None, key: str | None
+        self,
+        model: ServedModel,
+        *,
+        candidates: int,
+        history: int,
+        deadline: float | None,
+        key: str | None,
+        leaves_at: float = math.inf,
     ) -> Iterator[Job]:
         """Prepare a request: the engine process admits or refuses it in `reserve`, or else in `rank`."""
-        job = RemoteJob(candidates, history, model, deadline, key)
+        job = RemoteJob(candidates, history, model, deadline, key, leaves_at)
         try:
             yield job
         finally:
@@ -273,7 +282,7 @@ class RemoteRanker:
         def admit(id: int) -> Admit:
             nonlocal place
             place = id
-            return Admit(id, number, job.candidates, job.history, deadline, job.key)
+            return Admit(id, number, job.candidates, job.history, deadline, job.key, job.leaves_at)
 
         await self.ask(admit, None, deadline)
         job.link, job.place = link, place
@@ -285,7 +294,9 @@ class RemoteRanker:
             raise EngineDown(ENDED.health.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
         number, deadline = self.number_of(job.model), self._deadline(job)
         ranked = await self.ask(
-            lambda id: Rank(id, number, context, candidates, deadline, job.key, job.place), Ranked, deadline
+            lambda id: Rank(id, number, context, candidates, deadline, job.key, job.leaves_at, job.place),
+            Ranked,
+            deadline,
         )
         job.place = 0
         return cast(Ranked, ranked)
@@ -343,13 +354,20 @@ class RemoteCorpus:
         return served
 
     async def search(
-        self, served: ServedCorpus, query: Query, deadline: float, key: str | None, *, is_admitted: bool = False
+        self,
+        served: ServedCorpus,
+        query: Query,
+        deadline: float,
+        key: str | None,
+        *,
+        leaves_at: float = math.inf,
+        is_admitted: bool = False,
     ) -> Found:
         """See `interface.Corpus.search`."""
         number = self._ranker.number_of(served)
 
         def search(id: int) -> Search:
-            return Search(id, number, query, deadline, key, is_admitted)
+            return Search(id, number, query, deadline, key, leaves_at, is_admitted)
 
         found = await self._ranker.ask(search, Found, deadline)
         return cast(Found, found)

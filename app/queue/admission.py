@@ -11,7 +11,7 @@ yet answered. An engine without work takes any request that passes the first two
                                                                 unfinished context tokens        262144   queue.max_context_tokens
     key share  a key that would hold more than its share        unfinished work of the key       0.5      queue.max_share_per_key
     wait       a longer wait, if beyond the next forward        seconds until its first forward  0.5      queue.max_wait_seconds
-    patience   a request whose caller would leave before        that, and its own forwards       as learned from those who left
+    patience   a request whose caller would leave before        that, and its own forwards       `Work.leaves_at`
     deadline   a request that would end too late                that, and its own forwards       10.0     deadline.default_seconds
 
 *Key share* holds for requests, candidates and context tokens: see `app.shares`.
@@ -20,18 +20,19 @@ yet answered. An engine without work takes any request that passes the first two
 So it may join even if a forward takes longer than the limit, unless demand is so high that later requests, which wait within the
 limit, fill the next forward `FILLED_TIMES` over.
 
-*Patience.* Callers who give up after a quarter of a second and come again would fill the queue with work for nobody. What the callers of
-the same key who left had waited bounds the predicted end of the next ones. A request that ends within `SURE_TIMES` its own forwards
+*Patience.* Callers who give up after a quarter of a second and come again would fill the queue with work for nobody. So a request must end
+before its caller is likely to leave: `app.api.patience` learns when that is. A request that ends within `SURE_TIMES` its own forwards
 passes in any case, so that callers who leave at once keep nobody out.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from app.queue.batching import Full, Work, chunk_count, forwards_of
-from app.queue.forecast import Clock, ForwardTime, Offered, Patience, Running
+from app.queue.forecast import Clock, ForwardTime, Offered, Running
 from app.settings import Batching, Queue
 from app.shares import over_share
 
@@ -40,7 +41,6 @@ Reason = Literal["queue_full", "key_rate", "loop_overrun", "deadline"]
 KEY_BURST_SECONDS = 2.0  # an idle key may use this many seconds of its rate at once
 FILLED_TIMES = 1.5  # arrivals are random: demand that fills it once on average would often leave it partly empty
 SURE_TIMES = 1.5
-HASTE = 0.8  # of the time after which callers left: forwards take longer at times
 NO_RATE_RETRY_SECONDS = 1.0  # `retry_after_seconds` before the first forward was measured
 
 
@@ -82,7 +82,6 @@ class Admission:
         self._batching = batching
         self.forward_time = ForwardTime()
         self.offered = Offered()
-        self._patience: dict[str | None, Patience] = {}
         self.requests = 0
         self.candidates = 0
         self.context_tokens = 0
@@ -95,19 +94,19 @@ class Admission:
         """Unfinished candidates plus context tokens."""
         return self.candidates + self.context_tokens
 
-    def full(self, running: Running, key: str | None = None) -> Refusal | None:
+    def full(self, running: Running, key: str | None = None, leaves_at: float = math.inf) -> Refusal | None:
         """Return why even this key's smallest request would be refused, or None. Records one arrival if refused."""
-        refusal = self.closed(running, key)
+        refusal = self.closed(running, key, leaves_at)
         if refusal is not None:
             self.offered.observe(self.clock())
         return refusal
 
-    def closed(self, running: Running, key: str | None = None) -> Refusal | None:
+    def closed(self, running: Running, key: str | None = None, leaves_at: float = math.inf) -> Refusal | None:
         """Why even this key's smallest request would be refused, or None; records nothing. With keys, None stands for a key without
         unfinished work, which finds the most room."""
         if not self.requests:
             return None
-        smallest = Work(candidates=1, context_tokens=1, deadline=float("inf"), key=key)
+        smallest = Work(candidates=1, context_tokens=1, deadline=math.inf, key=key, leaves_at=leaves_at)
         wait = self.wait(smallest, running)
         return self._no_room(smallest) or self._over_wait(wait) or self._over_patience(smallest, wait)
 
@@ -133,12 +132,6 @@ class Admission:
         if rate and job.key is not None:
             now = self.clock()
             self._rate_used_until[job.key] = max(self._rate_used_until.get(job.key, now), now) + _rated(job) / rate
-
-    def note_end(self, job: Work, *, has_left: bool) -> None:
-        """Learn from a job that was answered or whose caller has left."""
-        now = self.clock()
-        patience = self._patience.setdefault(job.key, Patience())
-        patience.observe(now, now - job.arrived if has_left else None)
 
     def remove(self, job: Work) -> None:
         """Stop counting a job that was answered, was cancelled or expired."""
@@ -201,11 +194,11 @@ class Admission:
         return None
 
     def _over_patience(self, job: Work, wait: Wait) -> Refusal | None:
-        patience, own = self._patience.get(job.key), self.forward_time.seconds(job.cost / job.chunks)
-        if patience is None or own is None:
+        own = self.forward_time.seconds(job.cost / job.chunks)
+        if job.leaves_at == math.inf or own is None:
             return None
         end = (wait.seconds + own) * job.chunks
-        late = end - max(HASTE * patience.seconds(self.clock()), SURE_TIMES * own * job.chunks)
+        late = end - max(job.leaves_at - self.clock(), SURE_TIMES * own * job.chunks)
         return Refusal("queue_full", "callers leave before such a wait is over", late) if late > 0 else None
 
     def _over_share(self, job: Work) -> int:

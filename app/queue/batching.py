@@ -17,7 +17,7 @@ class Work:
     """What policy sees of a job: how much it is, its API key and its deadline.
 
     `context_tokens` are user and history. `chunks` is how many chunks it is served in, `served` counts the candidates of finished ones.
-    Times are clock seconds; `key` is the caller's API key, by name.
+    Times are clock seconds; `leaves_at` is when the caller will likely have left; `key` is the caller's API key, by name.
     """
 
     candidates: int
@@ -25,6 +25,7 @@ class Work:
     deadline: float
     chunks: int = 1
     key: str | None = None
+    leaves_at: float = float("inf")
     arrived: float = 0.0
     served: int = 0
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 Clock = Callable[[], float]  # seconds that never run backwards
 
 MEMORY_SECONDS = 0.5  # of `Offered`
-PATIENCE_MEMORY_SECONDS, LEAST_LEAVERS, MOST_LEAVERS = 5.0, 3, 32
-LEAVERS_SHARE = 0.05
 
 
 class ForwardTime:
@@ -60,36 +57,6 @@ class Running(NamedTuple):
     def cost(self) -> int:
         """Tokens that run through the model."""
         return self.candidates + self.context_tokens
-
-
-class Patience:
-    """How long callers lately waited before they left without their result: a guess of when those who wait now will leave.
-
-    It counts for nothing while few callers leave. It fades when nobody leaves, so that longer waits are tried again.
-    """
-
-    def __init__(self) -> None:
-        self._left: deque[tuple[float, float]] = deque(maxlen=MOST_LEAVERS)  # when, and after how many seconds
-        self._answered: deque[float] = deque(maxlen=round(MOST_LEAVERS / LEAVERS_SHARE))
-
-    def observe(self, now: float, seconds: float | None = None) -> None:
-        """Record that a caller left after so many seconds, or got its result (None)."""
-        if seconds is None:
-            self._answered.append(now)
-        else:
-            self._left.append((now, seconds))
-
-    def seconds(self, now: float) -> float:
-        """After how many seconds callers leave; infinite where less than `LEAVERS_SHARE` of them did lately."""
-        since = now - PATIENCE_MEMORY_SECONDS
-        while self._left and self._left[0][0] < since:
-            self._left.popleft()
-        while self._answered and self._answered[0] < since:
-            self._answered.popleft()
-        count = len(self._left)
-        if count < LEAST_LEAVERS or count < LEAVERS_SHARE * (count + len(self._answered)):
-            return math.inf
-        return sorted(seconds for _, seconds in self._left)[count // 2]
 
 
 class Offered:

@@ -58,16 +58,12 @@ class Places(Generic[J]):
         """
         self.scheduler(job).submit(job)
         try:
-            result = await job.future
+            return await job.future
         except asyncio.CancelledError:
-            self.admission.note_end(job, has_left=True)
             self.metrics.cancelled.labels("queue" if job.started is None else "forward").inc()
             if job.future.done() and not job.future.cancelled():
                 job.future.exception()  # it failed just now; else asyncio logs that nobody asked
             raise
-        else:
-            self.admission.note_end(job, has_left=False)
-            return result
         finally:
             self.free(job)
 

@@ -41,8 +41,8 @@ class Scheduler(Generic[J]):
         batch_done: Callable[[BatchReport], None],
         lost: Callable[[str], None],
     ) -> None:
-        """`model` is what was loaded, a `runners.Loaded`. `batch_done` hears of each forward, `lost` the reason once the
-        engine is lost for good and its jobs have their errors."""
+        """`model` is what was loaded, a `runners.Loaded`. `batch_done` is called with a report after each forward. `lost` is called with
+        the reason after the engine was lost for good and its jobs have got their errors."""
         self.model = model
         self.clock = clock
         self.unfinished = 0  # calls of `hold` that `leave` has not undone

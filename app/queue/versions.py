@@ -31,7 +31,7 @@ class Versions(Generic[J]):
         make_runner: MakeRunner = rank_runner,
         thread_name: str = ENGINE_THREAD,
     ) -> None:
-        """`batch_done` hears of each forward. A load that takes longer than `load_seconds` is given up."""
+        """`batch_done` is called with a report after each forward. A load that takes longer than `load_seconds` is given up."""
         self.current: Scheduler[J] | None = None
         self._batching = batching
         self._batch_done = batch_done

@@ -132,14 +132,14 @@ Explore = Annotated[
 
 
 class Request(Strict, kw_only=True):
-    """A body. `sizes` counts what a limit of the same name bounds, and `check` raises InvalidRequest for what types cannot express."""
+    """A body. `sizes` counts its items by the names of the limits on them. `check` makes the checks that types cannot express."""
 
     def sizes(self) -> dict[str, int]:
         """The numbers of items by field."""
         return {}
 
     def check(self) -> None:
-        """Raise InvalidRequest for the first thing that is wrong with any checkpoint."""
+        """Raise InvalidRequest for the first fault that does not depend on the checkpoint."""
 
 
 class ContextRequest(Request, kw_only=True):

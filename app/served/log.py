@@ -4,21 +4,19 @@ and counted."""
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-import numpy as np
 import structlog
 import xxhash
-from numpy.typing import NDArray
 
-from app.features import Vocabulary, Wishes
+from app.features import CheckedRequest
 from app.interface import Ranked
 from app.replies import Placement
 from app.served.buffer import Queue
 from app.settings import Served
 from app.telemetry.logs import of_exception
 from app.telemetry.metrics import Metrics
-from model.inputs import Candidates, Context
+from model.inputs import Context
 from weights.served import ServedRanking
 
 if TYPE_CHECKING:
@@ -42,25 +40,6 @@ def create_served_log(settings: Served, metrics: Metrics) -> ServedLog | None:
     return ServedLog(settings, metrics, queue, Writer(settings, settings.directory, metrics, queue))
 
 
-class Asked(Protocol):
-    """A ranking that was asked for, as it was checked. `context`: or its handle. `created_at`: Unix seconds, int64 `[C]`."""
-
-    @property
-    def vocabulary(self) -> Vocabulary: ...
-    @property
-    def context(self) -> Context | str: ...
-    @property
-    def candidates(self) -> Candidates: ...
-    @property
-    def wishes(self) -> Wishes: ...
-    @property
-    def impression_ts(self) -> int: ...
-    @property
-    def created_at(self) -> NDArray[np.int64] | None: ...
-    @property
-    def endpoint(self) -> str: ...
-
-
 class ServedLog:
     """Used by the event loop only."""
 
@@ -81,44 +60,43 @@ class ServedLog:
         drawn = user_id.to_bytes(8, "little") if user_id else request_id.encode()
         return self.settings.share >= 1 or xxhash.xxh64_intdigest(drawn) < self._threshold
 
-    def record(self, asked: Asked, ranked: Ranked, placement: Placement, key: str | None) -> None:
+    def record(self, checked: CheckedRequest, ranked: Ranked, placement: Placement, key: str | None) -> None:
         """Have a ranking of this API key written, if its user is among those who are logged. Never raises."""
         try:
-            context = ranked.context if isinstance(asked.context, str) else asked.context
+            context = ranked.context if isinstance(checked.context, str) else checked.context
             if context is None:
                 raise ValueError("the ranker has not told what a handle named")
-            if self.wants(context.user_id, asked.wishes.name):
-                self._add(self._row_of(asked, context, ranked, placement, key))
+            if self.wants(context.user_id, checked.options.name):
+                self._add(self._row_of(checked, context, ranked, placement, key))
         except Exception as error:
             self._faults.inc()
             log.error("fault", **of_exception(error))
 
     def _row_of(
-        self, asked: Asked, context: Context, ranked: Ranked, placement: Placement, key: str | None
+        self, checked: CheckedRequest, context: Context, ranked: Ranked, placement: Placement, key: str | None
     ) -> ServedRanking:
-        vocabulary, wishes, scores = asked.vocabulary, asked.wishes, ranked.scores
+        vocabulary, options, scores = checked.vocabulary, checked.options, ranked.scores
         count, has_probabilities = len(placement.scores), self.settings.probabilities
-        assert asked.created_at is not None
         return ServedRanking(
-            request_id=wishes.name,
+            request_id=options.name,
             served_us=time.time_ns() // 1000,
-            endpoint=asked.endpoint,
+            endpoint=checked.endpoint,
             key=key,
             model_name=vocabulary.model["name"],
             model_version=vocabulary.model["version"],
             model_digest=vocabulary.digest,
             action_names=vocabulary.action_names,
             continuous_names=vocabulary.continuous_names,
-            impression_ts=asked.impression_ts,
+            impression_ts=checked.impression_ts,
             context=context,
-            candidates=asked.candidates,
-            created_at=asked.created_at,
+            candidates=checked.candidates,
+            created_at=checked.created_at,
             scores=placement.scores,
             ranks=placement.ranks,
-            returned=count if wishes.top_k is None else min(wishes.top_k, count),
-            weights=wishes.weights,
-            score_form="offset" if wishes.has_offset else "sum",
-            temperature=wishes.temperature,
+            returned=count if options.top_k is None else min(options.top_k, count),
+            weights=options.weights,
+            score_form="offset" if options.has_offset else "sum",
+            temperature=options.temperature,
             propensities=placement.propensities,
             probabilities=scores.probabilities if has_probabilities else None,
             continuous=scores.continuous * vocabulary.scales if has_probabilities else None,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -188,7 +189,7 @@ class LocalRanker:
             raise ModelNotFound
         return served
 
-    def check_open(self, key: str | None = None) -> None:
+    def check_open(self, key: str | None = None, leaves_at: float = math.inf) -> None:
         """Raise the error that any request of this API key would get now: NotReady, Draining, EngineDown or Overloaded."""
         self._asked_at = now = self.clock()
         if not self._is_ticking:
@@ -199,12 +200,19 @@ class LocalRanker:
             what = "requests arrive faster than they can be answered"
             raise self.places.error(Refusal("loop_overrun", what, retry_after_seconds=wait - limit))
         if now < self.places.refused_at + CROWDED_SECONDS:
-            refusal = self.admission.full(self.versions.running(), key)
+            refusal = self.admission.full(self.versions.running(), key, leaves_at)
             if refusal is not None:
                 raise self.places.error(refusal)
 
     def admit(
-        self, model: ServedModel, *, candidates: int, history: int, deadline: float | None, key: str | None
+        self,
+        model: ServedModel,
+        *,
+        candidates: int,
+        history: int,
+        deadline: float | None,
+        key: str | None,
+        leaves_at: float = math.inf,
     ) -> AbstractContextManager[RankJob]:
         """Return a block that holds a place for one request on `model`, which `self.model()` has returned for it.
 
@@ -218,6 +226,7 @@ class LocalRanker:
             chunks=chunk_count(candidates, self.settings.batching),
             deadline=min(now + limits.default_seconds if deadline is None else deadline, now + limits.max_seconds),
             key=key,
+            leaves_at=leaves_at,
             future=asyncio.get_running_loop().create_future(),
             model=model,
         )

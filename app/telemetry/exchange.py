@@ -11,10 +11,11 @@ import msgspec
 class Exchange(msgspec.Struct):
     """It is logged, so it holds nothing of a user's history, and names of requests only after a check.
 
-    `started` in seconds of `time.perf_counter`, `stages` in seconds. `status` 499 means that the client disconnected; `code` is a
-    problem's. A request that was not named by its caller's header takes the name in its body, if there is one. `scored`: of its
-    replies, the action names and the probabilities, float32 `[C, A]`. `body_bytes` counts towards what all bodies may take together;
-    `is_reading`: the body is on its way, `is_read`: it is whole. `has_long_body`: it is, or may be, too long to be read for nothing.
+    `started`, when its first bytes came, `came`, when the last did, and `turn_at`, when they were read, in seconds of
+    `time.perf_counter`; `stages` in seconds. `status` 499 means that the client disconnected; `code` is a problem's. A request that was
+    not named by its caller's header takes the name in its body, if there is one. `scored`: of its replies, the action names and the
+    probabilities, float32 `[C, A]`. `body_bytes` counts towards what all bodies may take together; `is_reading`: the body is on its way,
+    `is_read`: it is whole. `has_long_body`: it is, or may be, too long to be read for nothing.
     """
 
     request_id: str
@@ -36,6 +37,8 @@ class Exchange(msgspec.Struct):
     is_reading: bool = False
     is_read: bool = False
     has_long_body: bool = False
+    came: float = 0.0
+    turn_at: float = 0.0
 
     def measured(self, stage: str) -> Stopwatch:
         """A block whose time is added to a stage."""

@@ -182,6 +182,9 @@ class Metrics:
         self.reply_probabilities = ReplyProbabilities()
         registry.register(self.reply_probabilities)
         self.rejected = counter("rejected", "Requests refused before any work was done.", "reason")
+        self.connections_not_taken = counter(
+            "connections_not_taken", "Attempts to take connections that failed for lack of file descriptors or memory."
+        )
         self.cancelled = counter("cancelled", "Requests whose client disconnected.", "stage")
         self.candidates_scored = counter("candidates_scored", "Candidates that came out of a forward.")
         self.history_truncated = counter("history_truncated", "Requests whose history was longer than the window.")

@@ -58,8 +58,8 @@ def residuals(rows: Floats, book: Floats) -> tuple[Floats, NDArray[np.int32]]:
 
 def codes_of(vectors: Floats, book: Floats) -> NDArray[np.int32]:
     """The codes of each vector, int32 `[n, levels]`; 0 for a vector of zeros."""
-    found = [residuals(piece, book)[1] * piece.any(1)[:, None] for piece in pieces(vectors)]
-    return np.concatenate(found).astype(np.int32)
+    codes = [residuals(piece, book)[1] * piece.any(1)[:, None] for piece in pieces(vectors)]
+    return np.concatenate(codes).astype(np.int32)
 
 
 def main() -> None:
@@ -71,17 +71,17 @@ def main() -> None:
     parser.add_argument("out", type=Path, nargs="?", help="where `codes` writes them")
     parser.add_argument("--levels", type=int, default=6)
     parser.add_argument("--values", type=int, default=256)
-    given = parser.parse_args()
-    vectors = np.load(given.vectors, mmap_mode="r")
-    if given.command == "fit":
-        np.savez(given.book, book=fit(vectors, given.levels, given.values))
-        print(f"{given.book} holds {given.levels} levels of {given.values} centroids")
-    elif given.out is None:
+    options = parser.parse_args()
+    vectors = np.load(options.vectors, mmap_mode="r")
+    if options.command == "fit":
+        np.savez(options.book, book=fit(vectors, options.levels, options.values))
+        print(f"{options.book} holds {options.levels} levels of {options.values} centroids")
+    elif options.out is None:
         parser.error("codes needs a third file, for the codes")
     else:
-        codes = codes_of(vectors, np.load(given.book)["book"])
-        np.save(given.out, codes)
-        print(f"{given.out} holds {codes.shape[1]} codes for each of {len(codes)} posts")
+        codes = codes_of(vectors, np.load(options.book)["book"])
+        np.save(options.out, codes)
+        print(f"{options.out} holds {codes.shape[1]} codes for each of {len(codes)} posts")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,11 @@ USERS, POSTS, AUTHORS = 2_000_000, 1_000_000, 50_000
 ACTIONS = {"favorite": 0.05, "reply": 0.01, "click": 0.12, "report": 0.001}
 
 
+def id_of(numbers: np.ndarray) -> np.ndarray:
+    """Ids of 64 bits, as services have them, one for each number above 0: small ones would be easier to count. uint64, as `numbers`."""
+    return numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+
+
 def day_of(day: int, rows: int, rng: np.random.Generator) -> pa.Table:
     """The impressions of one day, in no order: requests of SLOTS posts."""
     requests = rows // SLOTS
@@ -32,11 +37,11 @@ def day_of(day: int, rows: int, rng: np.random.Generator) -> pa.Table:
     author = post % AUTHORS + 1
     likes = 1 + ((user[:, None] + author) % 7 == 0) * 4.0
     columns = {
-        "request_id": np.repeat(request, SLOTS).astype(np.uint64),
+        "request_id": np.repeat(id_of(request), SLOTS),
         "impression_ts": np.repeat(seconds, SLOTS),
-        "user_id": np.repeat(user, SLOTS).astype(np.uint64),
-        "post_id": post.ravel().astype(np.uint64),
-        "author_id": author.ravel().astype(np.uint64),
+        "user_id": np.repeat(id_of(user), SLOTS),
+        "post_id": id_of(post.ravel()),
+        "author_id": id_of(author.ravel()),
         "product_surface": rng.integers(0, 3, requests * SLOTS),
         "created_at": np.repeat(seconds, SLOTS) - rng.integers(0, 3 * DAY_SECONDS, requests * SLOTS),
         "dwell_seconds": np.zeros(requests * SLOTS, np.float32),

@@ -2,12 +2,13 @@
 
     pip download --no-deps recbole -d recbole
     python docs/examples/movielens_codes.py log recbole/recbole-*.whl unseen
-    phoenix-ranker train --log unseen/log.parquet --out unseen/with --set hidden_post_share=0.5
-    phoenix-ranker train --log unseen/log.parquet --out unseen/without --set hidden_post_share=0.5 --set code_levels=0 --set code_values=0
+    phoenix-ranker train --log unseen/log.parquet --out unseen/with
+    phoenix-ranker train --log unseen/log.parquet --out unseen/without --set code_levels=0 --set code_values=0
     python docs/examples/movielens_codes.py table unseen/log.parquet unseen/with unseen/without
 
-A quarter of the films, drawn at random, has no rows before the newest fifth. The table has the AUC within users of `favorite` on the
-rated ones of these films, for the checkpoints and for boosted trees that have the same codes as columns, and each user's rates of them.
+A quarter of the films, drawn at random, has no rows before the newest fifth. The table has the AUC within users of `favorite`, with
+intervals by resampling users: on the rated ones of these films, and on all impressions of the other films. Beside the checkpoints stand
+boosted trees on the history, without and with the codes and each user's rates of them as columns.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 from weights.checkpoint import load_checkpoint
 from weights.lab.evaluate.baselines import Past, history_features, post_vectors
 from weights.lab.evaluate.evaluation import Judge
+from weights.lab.evaluate.metrics import Sampled
 from weights.lab.evaluate.predict import predict
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log, read_log, write_log
@@ -72,10 +74,10 @@ def graph_of(source: Path, name: str) -> Iterable[dict[str, str]]:
 
 def levels(values: dict[int, list[str]], films: Iterable[int], count: int) -> list[dict[int, int]]:
     """A film's values as codes of `count` levels, by film: 1 for the most frequent value; 0 for none and for rare ones."""
-    frequent = Counter(value for each in values.values() for value in each).most_common(MOST_VALUES)
+    frequent = Counter(value for of_film in values.values() for value in of_film).most_common(MOST_VALUES)
     code = {value: place + 1 for place, (value, _) in enumerate(frequent)}
-    sorted_codes = {film: sorted({code[v] for v in values.get(film, ()) if v in code}, reverse=True) for film in films}
-    return [{film: ([*found, *[0] * count][level]) for film, found in sorted_codes.items()} for level in range(count)]
+    rarest_first = {film: sorted({code[v] for v in values.get(film, ()) if v in code}, reverse=True) for film in films}
+    return [{film: ([*codes, *[0] * count][level]) for film, codes in rarest_first.items()} for level in range(count)]
 
 
 def without_new_films(log: Log, source: Path, seed: int) -> Log:
@@ -86,32 +88,40 @@ def without_new_films(log: Log, source: Path, seed: int) -> Log:
     until = int(log.impression_ts[int(len(log) * (1 - HELD_OUT))])
     films = np.unique(log.post_id)
     unseen = np.random.default_rng(seed).permutation(films)[: int(len(films) * UNSEEN_SHARE)]
-    kept = ~np.isin(log.post_id, unseen) | (log.impression_ts >= until)
-    return replace(log, codes=rows).take(kept)
+    return replace(log, codes=rows).take(~np.isin(log.post_id, unseen) | (log.impression_ts >= until))
 
 
-def table(log_path: Path, checkpoints: Sequence[Path]) -> list[tuple[str, float]]:
-    """The AUC within users on rated films that came after the training of the first checkpoint."""
-    log = read_log(log_path)
-    first = load_checkpoint(checkpoints[0]).manifest
-    until = int(first.training["until_ts"])
+def table(log_path: Path, checkpoints: Sequence[Path]) -> list[list[str]]:
+    """Rows of the table, for favorite after the training of the first checkpoint: AUC within users on the rated films that training never
+    saw, the lead of the first checkpoint there, and AUC within users on all impressions of films that training saw."""
+    log, loaded = read_log(log_path), [load_checkpoint(path) for path in checkpoints]
+    until = int(loaded[0].manifest.training["until_ts"])
     favorite, click = ACTIONS.index("favorite"), ACTIONS.index("click")
     test = log.take(log.impression_ts >= until)
-    unseen = ~np.isin(test.post_id, np.unique(log.post_id[log.impression_ts < until])) & test.actions[:, click]
-    judge, liked = Judge.of(test.take(unseen)), test.actions[unseen, favorite]
-    examples = Examples(log, first.config)
+    is_unseen = ~np.isin(test.post_id, np.unique(log.post_id[log.impression_ts < until]))
+    parts = is_unseen & test.actions[:, click], ~is_unseen
+    judges = [Judge.of(test.take(part)) for part in parts]
+    examples = Examples(log, loaded[0].manifest.config)
     split = int(np.searchsorted(examples.times, until))
-    requests = np.arange(split, len(examples))
-    sources = {}
-    for path in checkpoints:
-        loaded = load_checkpoint(path)
-        own = Examples(log, loaded.manifest.config)
-        probabilities = predict(loaded.ranker, own, requests).probabilities
-        sources[path.name] = probabilities[:, favorite]
-        sources[f"{path.name}, favorite ÷ click"] = probabilities[:, favorite] / probabilities[:, click]
-    for name, columns in {"boosted trees": False, "boosted trees with the codes": True}.items():
-        sources[name] = trees(log, examples, split, columns)
-    return [(name, judge.measured(liked, score[unseen].astype(float))[WITHIN].value) for name, score in sources.items()]
+    scores = dict[str, NDArray[np.floating]]()
+    for path, checkpoint in zip(checkpoints, loaded, strict=True):
+        own = Examples(log, checkpoint.manifest.config)
+        probabilities = predict(checkpoint.ranker, own, np.arange(split, len(own))).probabilities.astype(float)
+        scores[path.name] = probabilities[:, favorite]
+        scores[f"{path.name}, favorite ÷ click"] = probabilities[:, favorite] / probabilities[:, click]
+    for name, has_codes in {"boosted trees": False, "boosted trees with the codes": True}.items():
+        scores[name] = trees(log, examples, split, has_codes)
+    rows = list[list[str]]()
+    first: Sampled | None = None
+    for name, score in scores.items():
+        unseen, seen = (
+            judge.measured(test.actions[part, favorite], score[part])[WITHIN]
+            for judge, part in zip(judges, parts, strict=True)
+        )
+        first = first or unseen
+        lead = (first - unseen).figure()
+        rows.append([name, str(unseen.figure()), str(lead) if first is not unseen else "", str(seen.figure())])
+    return rows
 
 
 def trees(log: Log, examples: Examples, split: int, has_codes: bool) -> NDArray[np.float64]:
@@ -129,10 +139,10 @@ def trees(log: Log, examples: Examples, split: int, has_codes: bool) -> NDArray[
         rates = [Past.of(key, request, liked, rated).rate(0.5, 4.0) for key in keys]
         features = np.concatenate((features, log.codes.astype(np.float32), np.stack(rates, 1)), 1)
     rows = np.flatnonzero(rated[:frozen])
-    told = ~np.isnan(features[rows]).all(0)
+    has_values = ~np.isnan(features[rows]).all(0)
     model = HistGradientBoostingClassifier(max_iter=150, learning_rate=0.06, early_stopping=False)
-    model.fit(features[rows][:, told], liked[rows])
-    return np.asarray(model.predict_proba(features[frozen:, told])[:, 1], np.float64)
+    model.fit(features[rows][:, has_values], liked[rows])
+    return np.asarray(model.predict_proba(features[frozen:, has_values])[:, 1], np.float64)
 
 
 def main() -> None:
@@ -146,15 +156,16 @@ def main() -> None:
     tabled = commands.add_parser("table", help="print the AUC within users of checkpoints and trees")
     tabled.add_argument("log", type=Path)
     tabled.add_argument("checkpoints", type=Path, nargs="+")
-    given = parser.parse_args()
-    if given.command == "log":
-        given.out.mkdir(parents=True, exist_ok=True)
-        log = without_new_films(log_of(given.source, NEGATIVES, given.seed), given.source, given.seed)
-        write_log(given.out / "log.parquet", log)
-        print(f"{given.out / 'log.parquet'} holds {len(log):,} impressions with {log.codes.shape[1]} codes each")
+    options = parser.parse_args()
+    if options.command == "log":
+        options.out.mkdir(parents=True, exist_ok=True)
+        log = without_new_films(log_of(options.source, NEGATIVES, options.seed), options.source, options.seed)
+        write_log(options.out / "log.parquet", log)
+        print(f"{options.out / 'log.parquet'} holds {len(log):,} impressions with {log.codes.shape[1]} codes each")
     else:
-        for name, value in table(given.log, given.checkpoints):
-            print(f"| {name} | {value:.3f} |")
+        head = ["favorite, held out", "unseen films that were rated", "lead of the first", "impressions of films seen"]
+        for row in (head, ["---", *["--:"] * (len(head) - 1)], *table(options.log, options.checkpoints)):
+            print("| " + " | ".join(row) + " |")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,11 @@ import json
 import sys
 import tarfile
 import time
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +35,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import movielens
 
 from weights.lab.training.log import Log, write_log
+
+if TYPE_CHECKING:
+    from weights.lab.training.choices import Plan
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -44,6 +50,8 @@ DRAWN_ROWS = 60_000
 SEEDS = 3
 DRAWN: tuple[str, ...] = ("shop", "fashions", "rare")
 ORDERS = ("AUC", "AUC within users")
+TOLERATED = 0.005  # so far behind is no loss
+ABLATION_REQUESTS = 300
 
 
 def assembled(columns: dict[str, Ints], actions: dict[str, NDArray[np.bool_]]) -> Log:
@@ -285,77 +293,91 @@ def make(packages: Path, out: Path) -> None:
     (out / "best.json").write_text(json.dumps(best, indent=1) + "\n")
 
 
-def measured(path: Path, seed: int) -> dict[str, object]:
-    """Train on a log with the defaults and evaluate: figures by name."""
+def measured(log: Log, planned: Plan) -> dict[str, Any]:
+    """Train on a log as planned and evaluate: figures by name."""
     from weights.lab.evaluate.baselines import BASELINES
     from weights.lab.evaluate.evaluation import MODEL, evaluate
-    from weights.lab.training.choices import plan
-    from weights.lab.training.log import read_log
     from weights.lab.training.run import train
     from weights.lab.training.trainer import Status
 
-    log, began, steps = read_log(path), time.process_time(), list[Status]()
-    made = plan(log, seed)
-    ranker = train(log, made.config, made.settings, until_ts=made.until_ts, report=steps.append, dwell_output=None)
+    began, steps = time.process_time(), list[Status]()
+    until = planned.until_ts
+    ranker = train(log, planned.config, planned.settings, until_ts=until, report=steps.append, dwell_output=None)
     seconds = time.process_time() - began
-    assert made.until_ts is not None
-    found = evaluate(ranker, log, made.until_ts, made.score_weights, dwell_output=None, ablation_requests=1000)
-    action = next(iter(made.score_weights))
-    place = log.action_names.index(action)
-    row: dict[str, object] = {
+    assert until is not None
+    evaluation = evaluate(
+        ranker, log, until, planned.score_weights, dwell_output=None, ablation_requests=ABLATION_REQUESTS
+    )
+    action = next(iter(planned.score_weights))
+    taken = log.actions[log.impression_ts < until, log.action_names.index(action)]
+    row: dict[str, Any] = {
         "rows": len(log), "seconds": round(seconds), "steps": steps[-1].step, "best_step": steps[-1].best_step, "action": action,
-        "positives": [int(log.actions[log.impression_ts < made.until_ts, place].sum()), found.positives[action]],
-        "verdict": found.verdict(), "remarks": found.remarks(),
+        "positives": [int(taken.sum()), evaluation.positives[action]], "too_few": evaluation.too_few,
+        "verdict": evaluation.verdict(), "remarks": evaluation.remarks(),
     }  # fmt: skip
-    sources = found.figures.get(action, {})
+    sources = evaluation.figures.get(action, {})
     for metric in ORDERS:
         if metric not in sources.get(MODEL, {}):
             continue
-        name = max((each for each in BASELINES if each in sources), key=lambda each: sources[each][metric].value)
-        against = next(
-            each for each in found.comparisons if (each.action, each.metric, each.baseline) == (action, metric, name)
-        )
+        name = max((source for source in BASELINES if source in sources), key=lambda it: sources[it][metric].value)
+        compared = (action, metric, name)
+        lead = next(it.gain for it in evaluation.comparisons if (it.action, it.metric, it.baseline) == compared)
         row[metric] = {
             "model": sources[MODEL][metric].value, "best baseline": name, "its": sources[name][metric].value,
-            "lead": [against.gain.value, against.gain.low, against.gain.high],
+            "lead": [lead.value, lead.low, lead.high],
         }  # fmt: skip
     return row
 
 
-def standing(leads: list[list[float]]) -> str:
-    """`ahead`, `tie` or `LOSES` of a seed's lead with its interval, for all seeds."""
-    words = ["ahead" if low > 0 else "LOSES" if high < 0 and value < -0.005 else "tie" for value, low, high in leads]
-    return words[0] if len(set(words)) == 1 else ", ".join(words)
+def runs_of(name: str, folder: Path, seeds: int) -> list[dict[str, Any]]:
+    """A run of each seed on a log. `measured.jsonl` keeps them; one with the same settings is not measured again."""
+    from weights.lab.training.choices import plan
+    from weights.lab.training.log import read_log
+
+    path = folder / "measured.jsonl"
+    earlier = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    log, runs = read_log(folder / f"{name}.parquet"), []
+    for seed in range(1, seeds + 1):
+        planned = plan(log, seed)
+        key = {"log": name, "settings": asdict(planned.settings)}
+        run = next((run for run in earlier if run["log"] == name and run["settings"] == key["settings"]), None)
+        if run is None:
+            run = key | measured(log, planned)
+            with path.open("a") as lines:
+                lines.write(json.dumps(run) + "\n")
+        runs.append(run)
+    return runs
+
+
+def standing(run: dict[str, Any], metric: str) -> str:
+    """`ahead`, `tie` or `LOSES` of a run on a metric; `too few` if the test period cannot tell."""
+    if run["too_few"]:
+        return "too few"
+    value, low, high = run[metric]["lead"]
+    return "ahead" if low > 0 else "LOSES" if high < 0 and value < -TOLERATED else "tie"
 
 
 def table(folder: Path, names: list[str], seeds: int) -> None:
-    """Print a row for each log as soon as it is measured; `measured.jsonl` keeps each run, which is then not measured again."""
-    kept = folder / "measured.jsonl"
-    done = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    """Print a row for each log, small logs first, as soon as it is measured."""
     best = json.loads((folder / "best.json").read_text())
     print(
         "| log | rows; positives to train on, in the test | AUC: ranker, best baseline | | within users | | CPU seconds |"
     )
     print("|---|---|---|---|---|---|--:|")
-    for name in names or list(best):
-        runs = [run for run in done if run["log"] == name]
-        for seed in range(1, seeds + 1):
-            if not any(run["seed"] == seed for run in runs):
-                runs.append({"log": name, "seed": seed, **measured(folder / f"{name}.parquet", seed)})
-                with kept.open("a") as lines:
-                    lines.write(json.dumps(runs[-1]) + "\n")
-        runs = runs[:seeds]
+    for name in names or sorted(best, key=lambda it: (folder / f"{it}.parquet").stat().st_size):
+        runs = runs_of(name, folder, seeds)
         cells = []
         for metric in ORDERS:
-            of = [run[metric] for run in runs if metric in run]
-            if not of:
+            if any(metric not in run for run in runs):
                 cells += ["-", "nothing to order"]
                 continue
-            ours, theirs = (np.mean([each[key] for each in of]) for key in ("model", "its"))
-            cells += [f"{ours:.3f}; {of[0]['best baseline']} {theirs:.3f}", standing([each["lead"] for each in of])]
+            ours, theirs = (np.mean([run[metric][key] for run in runs]) for key in ("model", "its"))
+            words = Counter(standing(run, metric) for run in runs)
+            told = next(iter(words)) if len(words) == 1 else ", ".join(f"{n} {word}" for word, n in words.items())
+            cells += [f"{ours:.3f}; {runs[0][metric]['best baseline']} {theirs:.3f}", told]
         train, test = runs[0]["positives"]
         optimum = f" (best possible AUC {best[name][runs[0]['action']]:.3f})" if best.get(name) else ""
-        seconds = sorted(run["seconds"] for run in runs)[len(runs) // 2]
+        seconds = int(np.median([run["seconds"] for run in runs]))
         print(
             f"| {name}{optimum} | {runs[0]['rows']:,}; {train:,}, {test:,} | {' | '.join(cells)} | {seconds} |",
             flush=True,

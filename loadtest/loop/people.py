@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from loadtest.loop.settings import REWARD, WORLD, LoopSettings
 from weights.lab.training.log import Log
 from weights.lab.world.behaviour import ACTION_NAMES, draw, true_probabilities
-from weights.lab.world.population import draw_authors, draw_posts, draw_users, drift
+from weights.lab.world.population import draw_authors, draw_posts, draw_users, drift, interest
 from weights.lab.world.settings import DAY_SECONDS, SURFACES, WorldSettings
 from weights.lab.world.simulate import OTHER_SURFACES, Drawn, Session, choose_posts, circumstances, remember
 
@@ -114,7 +114,9 @@ class People:
         surface = np.take_along_axis(visits.surface, places, 1)
         affinity, given = circumstances(world, visits.who, posts, surface, visits.now)
         actions, seconds = draw(given, self.rng)
-        remember(world, Session(visits.who, visits.now, posts, surface, affinity, given, actions, seconds))
+        interests = interest(world.users.latent[visits.who], world.settings)
+        session = Session(visits.who, visits.now, posts, surface, affinity, given, actions, seconds, interests)
+        remember(world, session)
         acts = Acts(posts, surface, actions.reshape(*posts.shape, -1), seconds.reshape(posts.shape))
         self._keep(visits, acts)
         return acts

@@ -15,7 +15,8 @@ from msgspec.structs import replace as remade
 
 from app import features, schema
 from app.errors import InvalidRequest
-from app.features import Vocabulary, Wishes
+from app.features import ReplyOptions
+from app.vocabulary import Vocabulary
 from model.inputs import Candidates, Context
 from tests.support import strategies
 from tests.support.bodies import good, in_columns
@@ -38,13 +39,10 @@ def decoded(body: Any) -> schema.RankRequest:
     return asked
 
 
-def read(body: Any, words: Vocabulary = WORDS) -> tuple[Context, Candidates, Wishes]:
-    asked = decoded(body)
-    return (
-        features.context_of(asked, words, CONFIG),
-        features.candidates_of(asked, words, CONFIG),
-        features.wishes_of(asked, words),
-    )
+def read(body: Any, words: Vocabulary = WORDS) -> tuple[Context, Candidates, ReplyOptions]:
+    request = decoded(body)
+    checked = features.check(request, words, CONFIG)
+    return features.context_of(request, words, CONFIG), checked.candidates, checked.options
 
 
 def problem_of(body: Any, words: Vocabulary = WORDS) -> tuple[str, str]:
@@ -71,7 +69,7 @@ def test_both_forms_mean_the_same(body: dict[str, Any]) -> None:
 def test_ids_keep_their_value_and_their_form(body: dict[str, Any]) -> None:
     _, candidates, _ = read(body)
     sent = [candidate["post_id"] for candidate in body["candidates"]]
-    echoed = features.sent_ids(decoded(body))
+    echoed = features.check(decoded(body), WORDS, CONFIG).post_ids
     assert [(type(value), value) for value in echoed] == [(type(value), value) for value in sent]
     assert candidates.post_ids.tolist() == [int(value) for value in sent]
     assert candidates.author_ids.tolist() == [int(candidate["author_id"]) for candidate in body["candidates"]]
@@ -211,7 +209,7 @@ def test_texts_are_read_as_their_hashes() -> None:
         for found in (context.post_ids, candidates.post_ids):
             assert found.tolist() == [text_id(str(post["post_id"])) for post in posts]
         assert candidates.author_ids.tolist() == [text_id(str(post["author_id"])) for post in posts]
-        assert features.sent_ids(decoded(body)) == [post["post_id"] for post in posts]
+        assert features.check(decoded(body), TEXTS, CONFIG).post_ids == [post["post_id"] for post in posts]
 
 
 @pytest.mark.parametrize("value", [7, "", "x" * 129, "é" * 65], ids=["integer", "empty", "long", "long in bytes"])

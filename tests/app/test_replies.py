@@ -13,8 +13,9 @@ import pytest
 from msgspec.json import Decoder
 
 from app import features, replies, schema
-from app.features import Vocabulary, Wishes
+from app.features import CheckedRequest, ReplyOptions
 from app.interface import Ranked
+from app.vocabulary import Vocabulary
 from model.inputs import Candidates, Scores
 from model.ranking import combine
 from tests.support.bodies import good
@@ -26,9 +27,9 @@ BARE = replace(WORDS, continuous_names=(), scales=np.zeros(0, np.float32))
 RANK = Decoder(schema.RankRequest)
 
 
-def wishes(words: Vocabulary = WORDS, **changes: Any) -> Wishes:
+def wishes(words: Vocabulary = WORDS, **changes: Any) -> ReplyOptions:
     body = good(**{"top_k": ..., "actions_wanted": ..., "request_id": ..., **changes})
-    return features.wishes_of(schema.decode(RANK, json.dumps(body).encode()), words)
+    return features.options_of(schema.decode(RANK, json.dumps(body).encode()), words)
 
 
 def ids(count: int) -> list[int | str]:
@@ -46,15 +47,20 @@ def ranked(given: Scores, handle: str = "") -> Ranked:
 
 
 def reply_to(
-    post_ids: Any, given: Ranked, asked: Wishes, words: Vocabulary = WORDS, timings_ms: dict[str, float] | None = None
+    post_ids: Any,
+    given: Ranked,
+    asked: ReplyOptions,
+    words: Vocabulary = WORDS,
+    timings_ms: dict[str, float] | None = None,
 ) -> bytes:
     none = np.zeros(len(given.scores), np.int64)
     candidates = Candidates(np.arange(len(none), dtype=np.uint64), none.astype(np.uint64), none, none)
-    placement = replies.placement_of(candidates, given.scores, asked, words)
-    return replies.rank_reply(post_ids, given, placement, asked, words, timings_ms or {})
+    checked = CheckedRequest(words, "", candidates, post_ids, none, 0, asked)
+    body, _ = replies.rank_reply(checked, given, timings_ms or {})
+    return body
 
 
-def written(asked: Wishes, given: Scores, post_ids: Any = None, words: Vocabulary = WORDS) -> dict[str, Any]:
+def written(asked: ReplyOptions, given: Scores, post_ids: Any = None, words: Vocabulary = WORDS) -> dict[str, Any]:
     sent = ids(len(given)) if post_ids is None else post_ids
     found: dict[str, Any] = orjson.loads(reply_to(sent, ranked(given), asked, words, {"parse": 0.1}))
     return found
@@ -73,7 +79,7 @@ def test_a_reply_byte_by_byte() -> None:
         b'"context":"abababababababababababababababab","request_id":"page-7"}'
     )
     shorter = reply_to(
-        [90, "5"], ranked(given.scores), replace(asked, reply="columns", request_id=None, wanted=[2]), WORDS, {}
+        [90, "5"], ranked(given.scores), replace(asked, reply="columns", request_id=None, actions=[2]), WORDS, {}
     )
     assert shorter == (
         b'{"model":{"name":"fake","version":"v1"},"actions":["report"],"candidates":{"post_id":[90,"5"],'

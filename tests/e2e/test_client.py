@@ -40,6 +40,7 @@ HISTORY = [Event(**event) for event in EXAMPLE["history"]]
 CANDIDATES = [Candidate(**post) for post in EXAMPLE["candidates"]]
 VIEWER = {name: EXAMPLE[name] for name in ("user_id", "history", "impression_ts")}
 UNKNOWN = "0123456789abcdef" * 2
+UNEXPLORED = {"propensity": None}  # of a candidate where the request does not explore
 CLIENT = ROOT / "app" / "client"
 
 
@@ -52,7 +53,7 @@ def ranker(server: Live) -> Any:
 def same(ranking: Ranking, reply: dict[str, Any]) -> bool:
     """Whether a ranking is this reply, bit for bit."""
     rows = [asdict(row) for row in ranking.candidates]
-    return (rows, ranking.context) == (reply["candidates"], reply["context"])
+    return (rows, ranking.context) == ([UNEXPLORED | row for row in reply["candidates"]], reply["context"])
 
 
 def test_rank_is_what_the_service_says(ranker: RankerClient, client: httpx.Client) -> None:
@@ -85,6 +86,23 @@ def test_a_batch_gives_a_ranking_or_an_error_for_each_request(ranker: RankerClie
     assert [field for field, _ in refused.errors] == ["top_k"]
 
 
+def test_exploration_is_asked_for_and_its_propensities_come_back(ranker: RankerClient, client: httpx.Client) -> None:
+    explore = {"temperature": 0.1}
+    ranking = ranker.rank(
+        USER, CANDIDATES, HISTORY, impression_ts=NOW, explore=explore, request_id="feed-17", timeout_seconds=30
+    )
+    reply = client.post("/rank", json=EXAMPLE | {"explore": explore, "request_id": "feed-17"}).json()
+    assert same(ranking, reply)
+    assert all(0 < row.propensity <= 1 for row in ranking.candidates if row.propensity is not None)
+    assert not [row for row in ranking.candidates if row.propensity is None]
+    asked = RankingRequest(USER, CANDIDATES, HISTORY, impression_ts=NOW, explore=explore)
+    (of_batch,) = ranker.rank_batch([asked], timeout_seconds=30)
+    assert isinstance(of_batch, Ranking)
+    best = ranker.recommend(USER, HISTORY, impression_ts=NOW, k=30, explore=explore, timeout_seconds=30)
+    for candidate in (of_batch.candidates[0], best.candidates[0]):
+        assert candidate.propensity is not None
+
+
 def test_explain_retrieve_and_recommend_are_what_the_service_says(ranker: RankerClient, client: httpx.Client) -> None:
     posts = [EXAMPLE["candidates"][0]["post_id"]]
     explained = ranker.explain(USER, CANDIDATES, posts, HISTORY, impression_ts=NOW)
@@ -97,7 +115,7 @@ def test_explain_retrieve_and_recommend_are_what_the_service_says(ranker: Ranker
     assert (found.corpus, found.visible) == (reply["corpus"], reply["visible"])
     best = ranker.recommend(USER, HISTORY, top_k=5, **options)
     reply = client.post("/recommend", json=VIEWER | {"k": 30, "exclude": ["3"], "top_k": 5}).json()
-    assert [asdict(row) for row in best.candidates] == reply["candidates"]
+    assert [asdict(row) for row in best.candidates] == [UNEXPLORED | row for row in reply["candidates"]]
     assert (best.models, best.actions) == (reply["models"], reply["actions"])
 
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
+import uvloop
+
 from app.settings import Batching, Queue
+from loadtest.server import Server, example, serving
 from tests.app.api.live import BODY, QUIET, head, listening
 from tests.support.fakes import FakeEngine
 
@@ -61,3 +69,94 @@ def test_callers_who_give_up_keep_others_from_nothing() -> None:
     few = good_replies(8)
     many = good_replies(64)  # without what is learned of them a quarter of the few's replies, with it three quarters
     assert many["200"] > 0.5 * few["200"], (few, many)
+
+
+CANDIDATES, DEMO_PATIENCE_SECONDS, ROUND_SECONDS, ROUNDS = 512, 0.25, 3.0, 4
+LEAST_SHARE = 0.6  # other work of the machine takes from the crowd first: alone, it gets 0.7 and more
+
+
+class Call(asyncio.Protocol):
+    """Sends a request on its connection; `status` is that of the reply."""
+
+    def __init__(self, request: bytes, status: asyncio.Future[str]) -> None:
+        self.request = request
+        self.status = status
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = transport
+        transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.status.done():
+            self.status.set_result(data[9:12].decode())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.status.done():
+            self.status.set_result("closed")
+
+
+async def status_of(port: int, request: bytes) -> str:
+    """The status that a caller gets on a new connection within its patience, else `left`."""
+    loop = asyncio.get_running_loop()
+    call = Call(request, loop.create_future())
+    try:
+        async with asyncio.timeout(DEMO_PATIENCE_SECONDS):
+            await loop.create_connection(lambda: call, "127.0.0.1", port)
+            return await call.status
+    except TimeoutError:
+        return "left"
+    finally:
+        if call.transport is not None:
+            call.transport.close()
+
+
+async def ends_of(port: int, request: bytes, callers: int, *, pauses: bool) -> Counter[str]:
+    """How the calls of so many callers end, each of whom calls again after the last. `pauses`: a refused one first waits as long as it
+    would have for a reply."""
+    ends: Counter[str] = Counter()
+    until = time.monotonic() + ROUND_SECONDS
+
+    async def caller() -> None:
+        while time.monotonic() < until:
+            status = await status_of(port, request)
+            ends[status] += 1
+            if pauses and status not in ("200", "left"):
+                await asyncio.sleep(DEMO_PATIENCE_SECONDS)
+
+    await asyncio.gather(*(caller() for _ in range(callers)))
+    return ends
+
+
+@contextmanager
+def apart() -> Iterator[Sequence[str]]:
+    """A command that serves on another processor than this one: callers and server do not take each other's time."""
+    usable = sorted(os.sched_getaffinity(0))
+    command = (sys.executable, "-m", "app")
+    os.sched_setaffinity(0, usable[-1:])
+    try:
+        yield ("taskset", "--cpu-list", str(usable[0]), *command)
+    finally:
+        os.sched_setaffinity(0, usable)
+
+
+@pytest.fixture(scope="module", params=[0, 2], ids=["one", "several"])
+def demo(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with apart() as command, serving(command=command, workers=request.param, logs__success_sample=0) as server:
+        yield server
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pauses", [True, False], ids=["after a pause", "at once"])
+@pytest.mark.parametrize("callers", [16, 64, 256])
+def test_a_crowd_that_gives_up_gets_as_much_as_eight(demo: Server, callers: int, pauses: bool) -> None:
+    body = json.dumps(example(CANDIDATES)).encode()
+    request = head(length=len(body)) + body
+    rounds = []
+    for _ in range(ROUNDS):  # other work of the machine spoils some
+        few = uvloop.run(ends_of(demo.port, request, 8, pauses=pauses))
+        many = uvloop.run(ends_of(demo.port, request, callers, pauses=pauses))
+        rounds.append((few, many))
+        if many["200"] >= LEAST_SHARE * few["200"] > 0:
+            return
+    raise AssertionError(rounds)

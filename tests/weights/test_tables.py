@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from weights.lab.training.log import COLUMNS, read_log
-from weights.tables import LogError, column_of, ids_of, open_table, tables_of
+from weights.table_files import open_table, tables_of
+from weights.tables import LogError, column_of, ids_of
 
 IDS = [1, 2**53 + 1, 5281804507670857603, 2**63 - 1, 2**63, 2**63 + 12345, 2**64 - 1]
 MANY = 20_000  # rows of more than the megabyte from which pyarrow guesses the types

@@ -68,7 +68,8 @@ def build(
     posts: Annotated[
         Path,
         typer.Argument(
-            help="npz, Parquet or JSON lines (.jsonl) with post_ids, author_ids, perhaps created_at and topics. Not npz if ids are texts."
+            help="Posts with post_ids, author_ids, perhaps created_at and topics: npz, or Parquet, JSON lines (.jsonl) or CSV, a file, "
+            "directory or address. Not npz if ids are texts."
         ),
     ],
     encoder: Encoder,

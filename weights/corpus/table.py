@@ -1,4 +1,4 @@
-"""Reads a corpus's posts from Parquet or JSON lines, with integer or text ids. Refuses texts whose hashes collide."""
+"""Reads a corpus's posts from Parquet, JSON lines or CSV, with integer or text ids. Refuses texts whose hashes collide."""
 
 from __future__ import annotations
 
@@ -17,17 +17,8 @@ from model.retrieval.corpus import packed
 from weights.corpus.importer import REPRESENTATIONS, Posts, in_bounds
 from weights.corpus.manifest import CODES, TEXTS
 from weights.errors import CheckpointError
-from weights.tables import (
-    ID_TYPES,
-    LogError,
-    column_of,
-    ids_of,
-    open_table,
-    place_of,
-    rows_of_lists,
-    tables_of,
-    texts_of,
-)
+from weights.table_files import open_table, place_of, tables_of
+from weights.tables import ID_TYPES, LogError, column_of, ids_of, rows_of_lists, texts_of
 from weights.text_ids import IdKind, collision
 
 IDS = ("post_ids", "author_ids")
@@ -45,7 +36,7 @@ class PostsTable(Posts):
         names = self._source.schema.names
         if missing := set(IDS) - set(names):
             raise LogError(f"{self._source.files[0]} lacks the column {min(missing)}: a post has {' and '.join(IDS)}")
-        self.posts = int(self._source.count_rows())
+        self.posts = self._source.count_rows()
         self.columns = [*IDS, *(name for name in FURTHER if name in names or (name == "topics" and topics))]
         if CODES in names:
             levels = (rows_of_lists(table, CODES, place).shape[1] for table, place in self._tables(CODES))

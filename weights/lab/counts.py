@@ -10,12 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from weights.lab.evaluate.metrics import auc
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
 
 STRENGTH = 20.0  # impressions that the rate which a rate is drawn towards counts as
 COUNTS_FROM = 0.25  # the first quarter of the rows has hardly any counts
 MOST_ROWS = 200_000  # to fit the models on
+LASTING_AUC = 0.55
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
@@ -54,10 +56,9 @@ class Past:
         return np.asarray((self.taken + strength * prior) / (self.shown + strength), np.float32)
 
 
-def popularity(examples: Examples, frozen: int, action: int) -> Floats:
+def popularity(log: Log, frozen: int, action: int) -> Floats:
     """The rate of the action before row `frozen` of each row's post, drawn towards its author's, float32 `[n]`."""
-    known = known_rows(examples.log, action)
-    post, author, prior = rates(examples, frozen, examples.log.actions[:, action], known)
+    post, author, prior = rates(log, frozen, log.actions[:, action], known_rows(log, action))
     return post.rate(author.rate(prior))
 
 
@@ -67,22 +68,70 @@ def count_probabilities(examples: Examples, frozen: int, action: int, seed: int 
     It is fitted on rows before `frozen`. Every row's counts end before its own request. Where the action always or never happened before
     `frozen`, the post's rate takes its place.
     """
+    rows = _rows_to_fit_on(examples.log, frozen, action, seed)
+    happened = examples.log.actions[rows, action]
+    if happened.all() or not happened.any():
+        return popularity(examples.log, frozen, action)
+    features = count_features(examples, frozen, action)
+    return _logistic(features[rows], happened, features)
+
+
+def count_expectations(examples: Examples, frozen: int, action: int, seed: int = 1) -> Floats:
+    """What counts expect of the rows before `frozen`, probabilities float32 `[frozen]`: the logistic model of `count_probabilities` and
+    boosted trees on the same features, their logits averaged.
+
+    The trees of the older half of the rows predict the newer half, and the other way round, so that they do not repeat what they learned
+    by heart. Without both outcomes in either half, there are no trees.
+    """
+    log = examples.log
+    rows = _rows_to_fit_on(log, frozen, action, seed)
+    happened = log.actions[rows, action]
+    if happened.all() or not happened.any():
+        return popularity(log, frozen, action)[:frozen]
+    features = count_features(examples, frozen, action)[:frozen]
+    logistic = _logistic(features[rows], happened, features)
+    middle = int(np.median(rows))
+    is_older = rows < middle
+    if any(part.all() or not part.any() for part in (happened[is_older], happened[~is_older])):
+        return logistic
+    older, newer = features[:middle], features[middle:]
+    trees = np.concatenate(
+        (
+            _boosted(features[rows[~is_older]], happened[~is_older], older),
+            _boosted(features[rows[is_older]], happened[is_older], newer),
+        )
+    )
+    odds = (_log_odds(logistic) + _log_odds(trees)) / 2
+    return np.asarray(1 / (1 + np.exp(-odds)), np.float32)
+
+
+def _rows_to_fit_on(log: Log, frozen: int, action: int, seed: int) -> Ints:
+    """At most MOST_ROWS of the rows before `frozen` that have counts and whose outcome is known, in order."""
+    first = int(frozen * COUNTS_FROM)
+    rows = np.sort(first + np.random.default_rng(seed).permutation(frozen - first)[:MOST_ROWS])
+    return rows[known_rows(log, action)[rows]]
+
+
+def _logistic(features: NDArray[np.float64], happened: NDArray[np.bool_], others: NDArray[np.float64]) -> Floats:
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
     from threadpoolctl import threadpool_limits
 
-    first = int(frozen * COUNTS_FROM)
-    rows = np.sort(first + np.random.default_rng(seed).permutation(frozen - first)[:MOST_ROWS])
-    rows = rows[known_rows(examples.log, action)[rows]]
-    happened = examples.log.actions[rows, action]
-    if happened.all() or not happened.any():
-        return popularity(examples, frozen, action)
-    features = count_features(examples, frozen, action)
     model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
     with threadpool_limits(1):
-        probabilities = model.fit(features[rows], happened).predict_proba(features)
-    return np.asarray(probabilities[:, 1], np.float32)
+        return np.asarray(model.fit(features, happened).predict_proba(others)[:, 1], np.float32)
+
+
+def _boosted(features: NDArray[np.float64], happened: NDArray[np.bool_], others: NDArray[np.float64]) -> Floats:
+    from sklearn.ensemble import HistGradientBoostingClassifier
+    from threadpoolctl import threadpool_limits
+
+    model = HistGradientBoostingClassifier(
+        max_iter=100, learning_rate=0.05, max_leaf_nodes=8, min_samples_leaf=50, l2_regularization=5.0, early_stopping=False
+    )  # fmt: skip
+    with threadpool_limits(1):  # of several, each waits for the slowest at every leaf
+        return np.asarray(model.fit(features, happened).predict_proba(others)[:, 1], np.float32)
 
 
 def count_features(examples: Examples, frozen: int, action: int) -> NDArray[np.float64]:
@@ -91,11 +140,11 @@ def count_features(examples: Examples, frozen: int, action: int) -> NDArray[np.f
     Log-odds of the action's rate of the post, the author and the user; the rate of any action of the post; how often the user did
     anything, or this action, with the author and with the post; the age; which surface.
     """
-    log, request = examples.log, request_of_rows(examples)
+    log, request = examples.log, request_of_rows(examples.log)
     happened, known, did_any = log.actions[:, action], known_rows(log, action), np.asarray(log.actions.any(1))
     engaged = did_any & (log.user_id != 0) & known
-    post, author, prior = rates(examples, frozen, happened, known)
-    any_post, any_author, any_prior = rates(examples, frozen, did_any, np.ones(len(log), bool))
+    post, author, prior = rates(log, frozen, happened, known)
+    any_post, any_author, any_prior = rates(log, frozen, did_any, np.ones(len(log), bool))
     keys = log.user_id, pair_key(log.user_id, log.author_id), pair_key(log.user_id, log.post_id)
     user, pair, again = (Past.of(key, request, happened, engaged) for key in keys)
     prior_of_events = float(happened[:frozen].sum() / max(engaged[:frozen].sum(), 1))
@@ -116,18 +165,31 @@ def known_rows(log: Log, action: int) -> NDArray[np.bool_]:
     return np.ones(len(log), bool) if log.unknown is None else ~log.unknown[:, action]
 
 
-def rates(
-    examples: Examples, frozen: int, happened: NDArray[np.bool_], known: NDArray[np.bool_]
-) -> tuple[Past, Past, float]:
+def rates(log: Log, frozen: int, happened: NDArray[np.bool_], known: NDArray[np.bool_]) -> tuple[Past, Past, float]:
     """What happened to each row's post and author up to row `frozen`, and how often it happened to any, of the rows where it is known."""
-    request, shown = request_of_rows(examples), (np.arange(len(examples.log)) < frozen) & known
-    post, author = (Past.of(key, request, happened, shown) for key in (examples.log.post_id, examples.log.author_id))
+    request, shown = request_of_rows(log), (np.arange(len(log)) < frozen) & known
+    post, author = (Past.of(key, request, happened, shown) for key in (log.post_id, log.author_id))
     return post, author, float(happened[:frozen].sum() / max(known[:frozen].sum(), 1))
 
 
-def request_of_rows(examples: Examples) -> Ints:
-    """The request of each row of the log, int64 `[n]`."""
-    return np.repeat(np.arange(len(examples)), examples.stops - examples.starts)
+def request_of_rows(log: Log) -> Ints:
+    """The number of the request of each row of the log, from 0, int64 `[n]`."""
+    return np.cumsum(np.append(False, log.request_id[1:] != log.request_id[:-1]))
+
+
+def rates_pass(log: Log, frozen: int, action: int) -> bool:
+    """Whether the rates of posts and authors before row `frozen` surely say next to nothing of later rows.
+
+    Their AUC must be below LASTING_AUC by two standard deviations of the AUC of a random order (Mann and Whitney, 1947,
+    https://doi.org/10.1214/aoms/1177730491).
+    """
+    later = np.flatnonzero(known_rows(log, action)[frozen:]) + frozen
+    happened = log.actions[later, action]
+    positives, negatives = int(happened.sum()), int((~happened).sum())
+    if not positives or not negatives:
+        return False
+    deviation = float(((positives + negatives + 1) / (12 * positives * negatives)) ** 0.5)
+    return auc(happened, popularity(log, frozen, action)[later]) < LASTING_AUC - 2 * deviation
 
 
 def _log_odds(rate: Floats) -> NDArray[np.float64]:
@@ -135,15 +197,18 @@ def _log_odds(rate: Floats) -> NDArray[np.float64]:
     return np.asarray(np.log(inside / (1 - inside)))
 
 
-def smoothed_labels(examples: Examples, rows: int, share: float) -> Floats:
-    """Labels of the first `rows` rows to learn from, float32 `[rows, A]`: each action as it happened, less `share`, plus `share` of the
-    probability that counts give it. A model that learns from them does not learn single rows by heart.
+def smoothed_labels(examples: Examples, rows: int, strength: float) -> Floats:
+    """Labels of the first `rows` rows to learn from, float32 `[rows, A]`: in part what happened, in part what counts expect of that row.
 
-    This is distillation (Hinton et al., 2015, https://arxiv.org/abs/1503.02531) with the logistic model on counts as the teacher.
+    The expectation has the share `strength / (strength + positives)` of an action's labels, where `positives` is how often it was taken.
+    A model that learns from such labels does not learn single rows by heart. This is distillation (Hinton et al., 2015,
+    https://arxiv.org/abs/1503.02531) with models on counts as the teacher.
     """
     happened = examples.log.actions[:rows].astype(np.float32)
-    expected = [count_probabilities(examples, rows, action)[:rows] for action in range(happened.shape[1])]
-    return (1 - np.float32(share)) * happened + np.float32(share) * np.stack(expected, 1)
+    share = np.float32(strength) / np.maximum(np.float32(strength) + happened.sum(0), 1)
+    expected = [count_expectations(examples, rows, action) for action in range(happened.shape[1])]
+    labels: Floats = (1 - share) * happened + share * np.stack(expected, 1)
+    return labels
 
 
 def pair_key(left: NDArray[np.uint64], right: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from operator import attrgetter, itemgetter
 from typing import Any, ClassVar, TypeVar
 
@@ -81,8 +81,8 @@ class ContextRequest(Request):
 
 @dataclass(frozen=True, slots=True)
 class RankingRequest(Request):
-    """What to rank. `weights`: by action, or the name of a published set. `score`: "sum", or "offset" for scores above 0. `explain`: post
-    ids, for `explain` alone."""
+    """What to rank. `weights`: by action, or the name of a published set. `score`: "sum", or "offset" for scores above 0. `explore`:
+    `{"temperature": 0.1}` draws the ranks at random, in units of the score; not for `explain`. `explain`: post ids, for `explain` alone."""
 
     user_id: Id
     candidates: Sequence[Candidate]
@@ -94,11 +94,12 @@ class RankingRequest(Request):
     context: str | None = None
     score: str | None = None
     explain: Sequence[Id] | None = None
+    explore: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RetrievalRequest(Request):
-    """Which posts to look for. `weights`, `top_k`, `actions_wanted` and `score` are for `recommend` alone."""
+    """Which posts to look for. `weights`, `top_k`, `actions_wanted`, `score` and `explore` are for `recommend` alone."""
 
     user_id: Id
     history: Sequence[Event] | None = None
@@ -114,6 +115,7 @@ class RetrievalRequest(Request):
     actions_wanted: Sequence[str] | None = None
     context: str | None = None
     score: str | None = None
+    explore: Mapping[str, float] | None = None
 
 
 class Reply:
@@ -126,25 +128,27 @@ class Reply:
     def from_json(cls: type[R], body: Mapping[str, Any]) -> R:
         """Build it from a reply's body. Ignores unknown fields, which a later server may add."""
         name, kind = cls.ROWS
-        values_of = itemgetter(*(field.name for field in fields(kind)))
+        rows = body[name]
+        first = rows[0] if rows else {}
+        values_of = itemgetter(
+            *(field.name for field in fields(kind) if field.default is MISSING or field.name in first)
+        )
         flat = {f"model_{part}": value for part, value in body.get("model", {}).items()} | dict(body)
-        try:
-            flat[name] = [kind(*values_of(row)) for row in body[name]]
-        except KeyError:  # optional fields are left out
-            known = [field.name for field in fields(kind)]
-            flat[name] = [kind(**{field: row[field] for field in known if field in row}) for row in body[name]]
+        flat[name] = [kind(*values_of(row)) for row in rows]
         return cls(**{field.name: flat[field.name] for field in fields(cls) if field.name in flat})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A candidate's scores. `probabilities` line up with the ranking's `actions`; `continuous` by name, in its unit."""
+    """A candidate's scores. `probabilities` line up with the ranking's `actions`; `continuous` by name, in its unit. `propensity`: with
+    `explore`, the probability that the candidate got its rank, given those above it; else None."""
 
     post_id: Id
     score: float
     rank: int
     probabilities: list[float]
     continuous: dict[str, float]
+    propensity: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +226,7 @@ class Retrieval(Reply):
 
 @dataclass(frozen=True, slots=True)
 class Recommended:
-    """A ranked post, with how it was retrieved."""
+    """A ranked post, with how it was retrieved. `propensity`: as in `Ranked`."""
 
     post_id: str
     score: float
@@ -231,6 +235,7 @@ class Recommended:
     continuous: dict[str, float]
     retrieval_score: float
     retrieval_rank: int
+    propensity: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ from starlette.testclient import TestClient
 
 from app.main import create_app
 from app.settings import Retrieval, Settings
-from loadtest.server import free_port, serving
+from loadtest.server import free_port, serving, wait_until
 from tests.support.asgi import ADDRESS
+from tests.support.redis import RedisServer
 from tests.weights.call import call
 from weights.actions import DWELL_TIME, STANDARD_ACTIONS, default_score_weights
 from weights.corpus.store import load_corpus
@@ -318,3 +319,43 @@ def test_changed_posts_keep_their_codes_on_disk(root: Path, tmp_path: Path) -> N
         httpx.Client(base_url=server.url, timeout=60) as client,
     ):
         assert sorted(recommended(client)[0], key=str) == sorted(seen[0][0], key=str)
+
+
+@pytest.mark.skipif(not RedisServer.is_installed(), reason="Debian's redis-server is not installed")
+def test_codes_come_with_the_feed_of_posts(root: Path, tmp_path: Path) -> None:
+    """A post of the feed is found and ranked with its codes, before and after a restart; bad codes stop only their own entry."""
+    made = call("corpus", "build", root / "posts.jsonl", "--encoder", root / "towers", "--out", tmp_path / "corpus")
+    assert made.exit_code == 0, made.output
+    viewer = {name: value for name, value in body().items() if name != "candidates"} | {"k": 1000}
+    with RedisServer(tmp_path / "redis") as redis:
+        settings: dict[str, Any] = {
+            "checkpoint": root / "ranker", "threads": 1, "dtype": "float32", "retrieval__checkpoint": root / "towers",
+            "retrieval__corpus": tmp_path / "corpus", "retrieval__feed": redis.address(),
+        }  # fmt: skip
+        entries = [
+            {"upsert": [{"post_id": 500, "author_id": 3, "codes": CODES}, {"post_id": 501, "author_id": 3}]},
+            {"upsert": [{"post_id": 502, "author_id": 3, "codes": [-1]}]},
+            {"upsert": [{"post_id": 503, "author_id": 3, "codes": [1, 2, VALUES]}]},
+        ]
+        for entry in entries:
+            redis.client().xadd("posts", {"change": json.dumps(entry)})
+        replies = []
+        for _ in range(2):
+            with (
+                serving(**settings, port=free_port()) as server,
+                httpx.Client(base_url=server.url, timeout=60) as client,
+            ):
+
+                def posts(client: httpx.Client = client) -> dict[str, dict[str, Any]]:
+                    return {post["post_id"]: post for post in client.post("/retrieve", json=viewer).json()["posts"]}
+
+                wait_until(lambda: "503" in posts())
+                assert [posts()[post]["codes"] for post in ("500", "501", "503")] == [CODES, [0] * 3, [1, 2, VALUES]]
+                assert "502" not in posts()
+                assert len({posts()[post]["score"] for post in ("500", "501", "503")}) == 3
+                joined, ranked = recommended(client)
+                assert joined == ranked
+                replies.append(joined)
+        assert replies[0] == replies[1]
+        (unreadable,) = redis.client().xrange("posts:unreadable")
+        assert b"codes" in unreadable[1][b"reason"]

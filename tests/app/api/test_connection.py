@@ -45,7 +45,7 @@ def test_what_is_relied_on_is_as_it_was_in_this_minor_version_of_uvicorn() -> No
     }
     assert overridden - vars(HttpToolsProtocol).keys() == {
         "decline_upgrade", "probe", "parse", "parse_soon", "is_over", "next_piece", "feed", "close", "linger", "leave",
-        "has_closed", "has_event"
+        "has_closed", "has_left", "has_event", "lag_seconds", "end_if_reset"
     }  # fmt: skip
     source = inspect.getsource(inspect.getmodule(HttpToolsProtocol))  # type: ignore[arg-type]
     for name in (

@@ -18,11 +18,11 @@ from msgspec.structs import replace as remade
 from starlette.testclient import TestClient
 
 from app import features, schema
-from app.features import Vocabulary
 from app.queue.loading import LoadedModel
 from app.queue.runners import Steps
 from app.service.ranker import LocalRanker
 from app.settings import Limits
+from app.vocabulary import NO_WEIGHTS, Vocabulary
 from tests.support import strategies
 from tests.support.asgi import served
 from tests.support.bodies import good, in_columns
@@ -71,7 +71,7 @@ def test_a_reply_holds_what_the_contract_says(client: TestClient) -> None:
 def test_scores_are_the_engines_in_either_form(client: TestClient) -> None:
     asked = schema.decode(Decoder(schema.RankRequest), json.dumps(PLAIN).encode())
     words = Vocabulary.of(fake_model(FakeEngine()).checkpoint.manifest)
-    wanted = expected(features.context_of(asked, words, CONFIG), features.candidates_of(asked, words, CONFIG))
+    wanted = expected(features.context_of(asked, words, CONFIG), features.check(asked, words, CONFIG).candidates)
     for body in (PLAIN, strategies.columnar(PLAIN)):
         rows = rows_of(client, body)
         assert np.array_equal(np.array([row["probabilities"] for row in rows], np.float32), wanted.probabilities)
@@ -121,7 +121,7 @@ def test_weights_that_are_all_zero_are_warned_of() -> None:
         for weights in ({"favorite": 1}, "default"):
             assert "warnings" not in client.post("/rank", json=good(weights=weights)).json()
         for weights in ({}, {"favorite": 0}):  # the caller's own: told, and not logged
-            assert client.post("/rank", json=good(weights=weights)).json()["warnings"] == [columns.NO_WEIGHTS]
+            assert client.post("/rank", json=good(weights=weights)).json()["warnings"] == [NO_WEIGHTS]
     assert len([line for line in lines if line["event"] == "scores_mean_nothing"]) == 1
 
 

@@ -174,6 +174,16 @@ def test_a_call_sends_columns_deadline_name_and_routing_key(start: Start, is_asy
     assert (ranking.model_name, ranking.context, ranking.candidates[0].score) == ("m", "h1", 0.5)
 
 
+def test_exploration_is_sent_and_what_it_drew_is_read(start: Start) -> None:
+    drawn = GOOD | {"candidates": [GOOD["candidates"][0] | {"propensity": 0.25}]}
+    script = start(Reply(content=orjson.dumps(drawn)), good())
+    with RankerClient(script.url) as client:
+        explored = client.rank(7, CANDIDATES, HISTORY, explore={"temperature": 0.1})
+        plain = client.rank(7, CANDIDATES, HISTORY)
+    assert [body.get("explore") for body in script.bodies()] == [{"temperature": 0.1}, None]
+    assert (explored.candidates[0].propensity, plain.candidates[0].propensity) == (0.25, None)
+
+
 @both
 def test_a_refusal_and_a_broken_connection_are_tried_again(start: Start, is_async: bool) -> None:
     script = start(refusal(429, "overloaded", **{"retry-after": "0"}), BROKEN, good())

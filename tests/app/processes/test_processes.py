@@ -24,6 +24,7 @@ from starlette.testclient import TestClient
 from app.main import create_app
 from app.processes.parent import directory
 from app.settings import Retrieval, Settings
+from loadtest.machine import ROOT
 from loadtest.server import DEMO, POSTS, TOWERS, Server, example, free_port, serving, wait_until
 from tests.app.api.live import head
 from tests.support.asgi import ADDRESS
@@ -319,6 +320,28 @@ def test_a_taken_address_ends_several_processes_with_3() -> None:
         port = taken.getsockname()[1]
         with serving(workers=2, port=port, wait_ready=False) as server:
             assert server.wait(60) == 3
+
+
+def test_settings_that_only_a_worker_reads_end_all_with_2() -> None:
+    with serving(workers=2, tracing__enabled="true", env={"OTEL_BSP_SCHEDULE_DELAY": "0"}, wait_ready=False) as server:
+        assert server.wait(60) == 2
+        assert "OpenTelemetry refuses its variables" in server.log_text
+
+
+def test_workers_that_all_fail_at_their_start_end_all(tmp_path: Path) -> None:
+    """All processes but the first two, the parent and the engine process, end at once."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"""
+import os
+with open({str(tmp_path / "started")!r}, "a") as started:
+    started.write("x")
+    started.flush()
+    if started.tell() > 2:
+        os._exit(1)
+"""
+    )
+    with serving(workers=2, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, wait_ready=False) as server:
+        assert server.wait(60) == 1
 
 
 def test_a_checkpoint_that_cannot_be_loaded_ends_all(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 pytest.importorskip("pyarrow")
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 
 from tests.goldens import GOLDEN
@@ -108,7 +110,7 @@ def test_the_second_file_and_its_row_are_named(tmp_path: Path, towers: dict[str,
 Write = Callable[[Path], object]
 STRAY: dict[str, tuple[str, Write, str]] = {
     "a README": ("README.md", lambda path: path.write_text("# Posts\n"), "is neither Parquet nor JSON lines"),
-    "a table of another form": ("b.csv", lambda path: path.write_text("post_ids\n1\n"), "is neither Parquet nor JSON"),
+    "a table of another form": ("b.tsv", lambda path: path.write_text("post_ids\n1\n"), "is neither Parquet nor JSON"),
     "an empty file": ("b.jsonl", lambda path: path.touch(), "is empty"),
     "a JSON array": ("b.jsonl", lambda path: path.write_text(json.dumps(ROWS)), ", line 1: holds a JSON array"),
     "a cut last line": ("b.jsonl", lambda path: path.write_text(lines_of(ROWS)[:-9]), ", line 20: is no JSON object"),
@@ -128,11 +130,15 @@ STRAY: dict[str, tuple[str, Write, str]] = {
         ", line 21: has a column that the first rows lack",
     ),
     "a compressed file": (
-        "b.jsonl.gz",
-        lambda path: path.write_bytes(gzip.compress(lines_of(ROWS).encode())),
-        "is compressed",
+        "b.jsonl.bz2",
+        lambda path: path.write_bytes(bz2.compress(lines_of(ROWS).encode())),
+        "is compressed: unpack it first, or use gzip (.gz) or zstd (.zst)",
     ),
-    "Parquet beside JSON": ("b.parquet", lambda path: pq.write_table(pa.Table.from_pylist(ROWS), path), "do not mix"),
+    "Parquet beside JSON": (
+        "b.parquet",
+        lambda path: pq.write_table(pa.Table.from_pylist(ROWS), path),
+        "of several formats",
+    ),
 }
 
 
@@ -170,14 +176,41 @@ def test_a_blank_in_a_columns_name_is_named(tmp_path: Path, towers: dict[str, Pa
 
 
 def test_files_that_begin_with_an_underscore_are_read(tmp_path: Path, towers: dict[str, Path]) -> None:
-    """All but the marks that Spark and pyarrow leave, and hidden files."""
+    """If they end as a table does. Others are what Spark and pyarrow leave."""
     (folder := tmp_path / "posts").mkdir()
     pq.write_table(pa.Table.from_pylist(ROWS[:10]), folder / "a.parquet")
     pq.write_table(pa.Table.from_pylist(ROWS[10:]), folder / "_b.parquet")
-    for name in ("_SUCCESS", ".a.parquet.crc"):
+    for name in ("_SUCCESS", "_committed_17", ".a.parquet.crc"):
         (folder / name).touch()
+    (folder / "_temporary").mkdir()
+    (folder / "_temporary/c.parquet").write_bytes((folder / "a.parquet").read_bytes())
     assert build(towers["uint64"], folder)[0] == 0
     assert len(load_corpus(tmp_path / "posts-corpus").corpus) == 20
-    (folder / "_notes").write_text("x")
+    (folder / "notes").write_text("x")
     code, said = build(towers["uint64"], folder)
-    assert (code, f"{folder}/_notes is neither Parquet nor JSON lines" in said) == (1, True), said
+    assert (code, f"{folder}/notes is neither Parquet nor JSON lines" in said) == (1, True), said
+
+
+FORMS: dict[str, Callable[[Path], object]] = {
+    "posts.csv": lambda path: pyarrow.csv.write_csv(pa.Table.from_pylist(ROWS), path),
+    "posts.csv.gz": lambda path: pyarrow.csv.write_csv(
+        pa.Table.from_pylist(ROWS), pa.CompressedOutputStream(str(path), "gzip")
+    ),
+    "posts.jsonl.gz": lambda path: path.write_bytes(gzip.compress(lines_of(ROWS).encode())),
+    "date=2026-11-28/posts.parquet": lambda path: pq.write_table(pa.Table.from_pylist(ROWS), path),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_posts_come_in_every_form_that_a_log_may_have(tmp_path: Path, towers: dict[str, Path], name: str) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), plain := tmp_path / "plain.parquet")
+    (folder := tmp_path / "posts" / name).parent.mkdir(parents=True)
+    FORMS[name](folder)
+    for source in (plain, tmp_path / "posts", Path(f"file://{tmp_path}/posts")):
+        code, said = run(
+            "corpus", "build", source, "--encoder", towers["uint64"], "--out", tmp_path / "out", "--replace"
+        )
+        assert code == 0, said
+        corpus = load_corpus(tmp_path / "out").corpus
+        assert corpus.post_ids.tolist() == [row["post_ids"] for row in ROWS], source
+        assert corpus.topic_names == ("art",)

@@ -13,17 +13,18 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from model.retrieval.inputs import Change
+from model.retrieval.inputs import Change, Mark
 from tests.support import corpora
 from tests.weights.call import run
 from tests.weights.corpus import changing
 from weights.checkpoint import load_manifest
-from weights.corpus.changes import Changes, load_changed, no_posts, read_changes
+from weights.corpus.changes import Changes, load_changed, mark_after, no_posts, read_changes
 from weights.corpus.store import changes_file, load_corpus_manifest
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 
@@ -39,6 +40,18 @@ def paths(tmp_path: Path) -> tuple[Path, Path]:
 @pytest.fixture
 def corpus(paths: tuple[Path, Path]) -> Path:
     return paths[1]
+
+
+def test_changes_that_differ_only_in_codes_have_different_marks() -> None:
+    """So two replicas whose posts have other codes do not look alike. Codes of 0 are none, and leave older marks as they were."""
+    made = changing.first(2, Mark())[1]
+    rows = [
+        replace(made.posts, codes=np.full((len(made.posts), levels), code))
+        for levels, code in ((0, 0), (2, 0), (2, 3), (2, 4))
+    ]
+    none, zeros, three, four = (mark_after(Mark(), replace(made, posts=posts)).digest for posts in rows)
+    assert none == zeros
+    assert len({none, three, four}) == 3
 
 
 def opened(corpus: Path, *, may_change: bool = True, before: Changes | None = None) -> tuple[Changes, Change]:

@@ -15,7 +15,7 @@ from weights.checkpoint import Encoder, load_checkpoint, load_encoder, save_chec
 from weights.commands.console import Ids, Replace, Seed, app, out_option, progress_bar, refusals, say, show
 from weights.errors import CheckpointError
 from weights.format.writer import check_target, refused_writing
-from weights.lab.commands.training import REFUSED, LogFile, Until, WorldSet, time_of, with_settings
+from weights.lab.commands.training import REFUSED, Cache, LogFile, Until, WorldSet, time_of, with_settings
 
 TowerSet = Annotated[
     list[str] | None,
@@ -41,6 +41,7 @@ def train_towers(
         ),
     ] = "",
     ids: Ids = "uint64",
+    cache: Cache = None,
     replace_existing: Replace = False,
 ) -> None:
     """Train the two towers of retrieval from a log: a user's liked posts against those that others liked or passed over."""
@@ -50,13 +51,15 @@ def train_towers(
         from weights.actions import score_weights_of
         from weights.lab.training.choices import plan as plan_of
         from weights.lab.training.log import read_log
+        from weights.lab.training.settings import demo_config
         from weights.lab.training.towers import tower_settings, towers_config
         from weights.lab.training.towers import train_towers as run
 
         with refused_writing(f"Checkpoint {out}"):  # refuse now, not after training
             check_target(out, replace=replace_existing)
         hold_out = until != "all"
-        impressions = read_log(log, ids)
+        with progress_bar() as bar:
+            impressions = read_log(log, ids, demo_config(1).product_surfaces, cache, bar)
         plan = plan_of(impressions, seed, time_of(until) if until and hold_out else None, hold_out)
         if score_weights:
             weights = score_weights_of(score_weights, impressions.action_names)
@@ -104,13 +107,15 @@ def posts(
         str, typer.Option(help="Only posts shown from then on: a day or Unix seconds. Default: all.")
     ] = "",
     ids: Ids = "uint64",
+    cache: Cache = None,
 ) -> None:
     """Write the posts of a log as `corpus build` takes them: ids, authors and times, one row for each post."""
     with refusals(*REFUSED):
         from weights.lab.training.log import read_log
         from weights.lab.training.posts import write_posts
 
-        impressions = read_log(log, ids)
+        with progress_bar() as bar:
+            impressions = read_log(log, ids, cache=cache, progress=bar)
         if since:
             impressions = impressions.take(impressions.impression_ts >= time_of(since))
         count = write_posts(out, impressions)
@@ -132,6 +137,7 @@ def eval_retrieval(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the world, as given to `train-demo`.")] = 1,
     set_: WorldSet = None,
+    cache: Cache = None,
 ) -> None:
     """Print how many of the posts that users came to like are among the first 10, 100 and 500, beside popularity and a factorisation."""
     with refusals(*REFUSED):
@@ -149,7 +155,9 @@ def eval_retrieval(
         from weights.lab.training.run import check_split
 
         manifest = encoder.manifest
-        impressions = aligned(read_log(log, manifest.ids, manifest.config.product_surfaces), manifest.action_names)
+        with progress_bar() as bar:
+            impressions = read_log(log, manifest.ids, manifest.config.product_surfaces, cache, bar)
+        impressions = aligned(impressions, manifest.action_names)
         until = time_of(since) if since else manifest.training.get("until_ts")
         if type(until) is not int:
             raise CheckpointError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
@@ -163,6 +164,16 @@ def train(
         int,
         typer.Option(min=1, max=100, help="Train so many, with --seed and the numbers after it, and keep the best."),
     ] = 1,
+    search: Annotated[
+        int,
+        typer.Option(
+            min=1, max=100, help="Try so many settings, the chosen ones first, and keep the best on validation."
+        ),
+    ] = 1,
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(help="Directory for TensorBoard's event files of the run. Needs the extra tensorboard."),
+    ] = None,
     set_: Set = None,
     score_weights: Annotated[
         str,
@@ -190,7 +201,10 @@ def train(
         from weights.lab.training.log import aligned
         from weights.lab.training.run import train as run
         from weights.lab.training.run import validation_requests
+        from weights.lab.training.search import difference, trials
 
+        if seeds > 1 and search > 1:
+            raise CheckpointError("--seeds and --search both train several times: give one of them.")
         if resume and state is None:
             raise CheckpointError("--resume needs --state, the directory of the run to continue.")
         if out.exists() and not replace_existing:
@@ -226,23 +240,42 @@ def train(
             Manifest(**labels, version="", config=architecture, files={}, tensors={})
         share = _kept(kept)
         runs = list[TrainedRun]()
-        for number in range(seeds):
-            of_seed = replace(plan.settings, seed=plan.settings.seed + number)
-            where = state / f"seed-{of_seed.seed}" if state and seeds > 1 else state
-            with progress_bar() as bar:
-                followed = Followed(training_report(bar), where)
+        candidates = {
+            f"seed-{plan.settings.seed + number}": replace(plan.settings, seed=plan.settings.seed + number)
+            for number in range(seeds)
+        }
+        if search > 1:
+            fixed = given[2].keys()
+            candidates = {
+                f"trial-{number}": each for number, each in enumerate(trials(plan.settings, search, fixed), start=1)
+            }
+        for place, settings_of_run in candidates.items():
+            directories = [
+                parent / place if parent and len(candidates) > 1 else parent for parent in (state, tensorboard)
+            ]
+            with progress_bar() as bar, closing(Followed(training_report(bar), *directories)) as followed:
                 ranker = run(
-                    impressions, architecture, of_seed, until_ts=plan.until_ts, start=begun.ranker if begun else None,
-                    dwell_output=dwell, state=where, resume=resume, report=followed,
+                    impressions, architecture, settings_of_run, until_ts=plan.until_ts, start=begun.ranker if begun else None,
+                    dwell_output=dwell, state=directories[0], resume=resume, report=followed,
                 )  # fmt: skip
-            runs.append(TrainedRun(ranker, of_seed, followed.status))
-            say(runs[-1].line())
+            runs.append(TrainedRun(ranker, settings_of_run, followed.status))
+            changed_settings = difference(settings_of_run, plan.settings) if search > 1 else {}
+            with_these = ", ".join(f"{name}={value:.3g}" for name, value in changed_settings.items())
+            say(f"With {with_these}. {runs[-1].line()}" if with_these else runs[-1].line())
         best = min(runs, key=lambda each: each.status.best)
         if seeds > 1:
             say(
                 f"Seed {best.settings.seed} has the best validation loss and is kept. An average is not: that of the weights is no model, "
                 f"and that of the scores would cost {seeds} forward passes for each request."
             )
+        if search > 1:
+            say(
+                f"Trial {runs.index(best) + 1} of {len(runs)} has the best validation loss and is kept. That loss is a little too good, "
+                "because it was chosen; eval tells how good the ranker is."
+            )
+            labels["training"] |= {
+                "search": [difference(each.settings, plan.settings) | each.record() for each in runs]
+            }
         judged = on_own_validation(best.ranker, impressions, best.settings, plan.until_ts, weights)
         for line in judged.lines():
             say(line)

@@ -58,7 +58,7 @@ def baselines(
     frozen = int(examples.starts[split])
     learned = _learned(examples, frozen, actions, seed, progress) if {FACTORS, BOOSTED} & set(names) else {}
     found = {
-        POPULARITY: {action: popularity(examples, frozen, action)[frozen:] for action in actions},
+        POPULARITY: {action: popularity(examples.log, frozen, action)[frozen:] for action in actions},
         COUNTS: {action: count_probabilities(examples, frozen, action, seed)[frozen:] for action in actions},
         **learned,
     }
@@ -84,7 +84,7 @@ def _learned(
     examples: Examples, frozen: int, actions: list[int], seed: int, progress: Callable[[int, int], None]
 ) -> dict[str, dict[int, Floats]]:
     """The factorisation and the trees. They are fitted on the last quarter of the rows before `frozen`, with post vectors from the other
-    three: what a user did must not be part of the vector that explains it.
+    three. Otherwise the vector of a post would hold the very action that it is to predict.
     """
     from sklearn.ensemble import HistGradientBoostingClassifier
     from sklearn.linear_model import LogisticRegression
@@ -130,10 +130,10 @@ def history_features(
     Posts and authors are counted over all impressions, up to row `frozen`; users over what they engaged with, as the ranker's histories
     have it, to the end. `vectors`: as `post_vectors` gives them.
     """
-    log, request = examples.log, request_of_rows(examples)
+    log, request = examples.log, request_of_rows(examples.log)
     happened, told = log.actions[:, action], known_rows(log, action)
     engaged = log.actions.any(1) & (log.user_id != 0) & told
-    post, author, prior = rates(examples, frozen, happened, told)
+    post, author, prior = rates(log, frozen, happened, told)
     keys = log.user_id, pair_key(log.user_id, log.author_id), pair_key(log.user_id, log.post_id)
     user, pair, again = (Past.of(key, request, happened, engaged) for key in keys)
     seconds = (log.impression_ts - log.created_at).astype(np.float32)

@@ -14,7 +14,7 @@ from model.ranker import Ranker
 from model.ranking import Calibration
 from weights.lab.evaluate import metrics
 from weights.lab.evaluate.baselines import BASELINES, SIMPLE, baselines
-from weights.lab.evaluate.metrics import Figure, Means, PooledAuc, Sampled, auc_within, draws_of, ndcg
+from weights.lab.evaluate.metrics import CHANCE, Figure, Means, PooledAuc, Sampled, auc_within, draws_of, ndcg
 from weights.lab.evaluate.predict import ABLATIONS, Prediction, predict, rows_of
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log
@@ -24,8 +24,9 @@ from weights.lab.world.store import Facts
 
 FREQUENT_SHARE = 0.01
 MOST_HEADLINES = 5
-CHANCE = 0.5  # the AUC of a random order
 REMARKABLE = 0.001  # a difference of AUC that the report remarks on
+SIMPLE_ROWS = 5_000_000
+"""The simple baselines of a run are fitted to at most so many of the newest rows: counts of a larger log would not fit into memory."""
 MODEL, TRUE_AFFINITY, OPTIMUM = "model", "true affinity", "optimum"
 K = 10
 METRICS = ("AUC", "AUC within users", "AUC within requests", f"NDCG@{K} of requests", f"NDCG@{K} of users")
@@ -363,7 +364,11 @@ def on_own_validation(
     headline = headline_actions(shown, score_weights)
     model = predict(ranker, examples, validation).probabilities
     begin = int(examples.starts[first])
-    simple = baselines(examples, first, headline, names=SIMPLE)
+    skipped = int(np.searchsorted(examples.starts, begin - SIMPLE_ROWS))  # requests that simple baselines do not read
+    newest = (
+        Examples(examples.log.take(slice(int(examples.starts[skipped]), None)), ranker.config) if skipped else examples
+    )
+    simple = baselines(newest, first - skipped, headline, names=SIMPLE)
     sources = {MODEL: dict(enumerate(model.T))} | {
         name: {action: values[rows - begin] for action, values in each.items()} for name, each in simple.items()
     }

@@ -16,6 +16,7 @@ CLIP = 1e-7  # a probability of 0 or 1 would make the log-loss infinite
 BINS = 15
 RESAMPLES = 200
 INTERVAL = (2.5, 97.5)  # percent
+CHANCE = 0.5  # the AUC of a random order
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Annotated, get_args, get_type_hints
 
 import numpy as np
 
-from weights.lab.evaluate.evaluation import CHANCE
+from weights.lab.evaluate.metrics import CHANCE
 from weights.lab.loop.judge import Judgement
 from weights.lab.loop.night import Night
 

@@ -7,10 +7,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from model.config import ModelConfig
 from weights.actions import default_score_weights
-from weights.lab.training.log import Log, date_of
+from weights.lab.counts import rates_pass
+from weights.lab.training.log import Log, date_of, distinct
 from weights.lab.training.run import check_split
 from weights.lab.training.settings import TrainSettings, demo_config, hashes, replaced
 from weights.tables import LogError
@@ -19,6 +22,7 @@ NEWEST_SHARE = 0.2
 """This share of the log is held out. The newest part of the rest, the same share, tells how many ids will be new there."""
 MOSTLY_HIDDEN = 0.5  # posts are hidden so often that their own table says little
 AGE_BUCKETS = 80
+AGES_READ = 5_000_000  # of a larger log, an even sample
 AGES_COVERED = 0.85  # of the impressions have an age within the buckets; older posts share the last one
 AGE_UNITS = {"1 hour": 60, "6 hours": 360, "1 day": 1440, "1 week": 10_080, "1 month": 43_200, "1 year": 525_600}
 ROWS_AN_ID = 4  # of a table: few ids then share both of their rows
@@ -33,17 +37,21 @@ VALIDATION_POSITIVES = 200
 VALIDATION_SHARES = (0.03, 0.15)
 FEWEST_VALIDATION_REQUESTS = 600
 VALIDATION_COST = 0.05  # of the requests that training passes over: at most so many are validated on
-FEW_POSITIVES = 2000
-"""With so many, half of each label is what counts expect. With more, it is less."""
+COUNTS_STRENGTH = 2000.0
+"""What counts expect is worth so many positives: with so many, half of each label is that. With more, it is less."""
+PASSING_STRENGTH = 100_000.0  # where no post or author stays popular, learning theirs by heart only harms
+LEAST_COUNTS_SHARE = 0.05  # a smaller part of the labels is not worth the time
 COUNTED_IMPRESSIONS = 1_000_000  # more need no help of counts
 HIDDEN_USERS = 0.5
+HIDDEN_CODED_POSTS = 0.5
+"""Posts with content codes are hidden at least this often: a model that sees their ids learns the posts and not the codes."""
 LEARNABLE_POSITIVES = 100  # with fewer, expect no more than popularity
 LEARNABLE_USERS = 20
 LIKENESS = {
     "right_anchored": True, "shared_events": 16, "batch_contexts": 8, "hidden_event_share": 0.2, "attention_rate": 0.3,
     "weight_decay": 0.05, "table_decay": 0.2, "averaging": 0.998, "evaluate_every": 500,
 }  # fmt: skip
-"""How to learn where most posts were seen before: what they have in common comes from their own rows, newest events count most."""
+"""Settings for logs whose posts come again and again: a post is known best by its own row, and the newest events tell most."""
 SALTS = {"user": 10, "post": 20, "author": 30}
 KNOWN_ACTIONS = 8  # of X's actions: a log with so many is scored as X scores
 
@@ -116,8 +124,8 @@ def plan(
     weights, scored = propose_score_weights(known)
     name, positives = main_action(known, weights)
     choices = (
-        split, *_too_little(known, name, positives), _hidden(new), _tables(known, new), _ages(known), *_codes(log), _dwell(known),
-        _learning(known, new), _schedule(known, name, positives), *_constant(known), scored,
+        split, *_too_little(known, name, positives), _hidden(new, has_codes=bool(log.codes.any())), _tables(known, new), _ages(known),
+        *_codes(log), _dwell(known), _learning(known, new), _schedule(known, name, positives), *_constant(known), scored,
     )  # fmt: skip
     values = {name: value for choice in choices for name, value in choice.values.items()} | dict(given or {})
     config = demo_config(len(log.action_names))
@@ -136,9 +144,9 @@ def plan(
 def _check_learnable(log: Log, what: str) -> None:
     """Raises LogError for a log of one request, one user or one time, or without two different outcomes."""
     found = f"{what} ({log.span}) holds"
-    if len(np.unique(log.request_id)) < 2:
+    if log.requests < 2:
         raise LogError(f"{found} only one request: a model needs many, of many users")
-    if len(np.unique(log.user_id)) < 2:
+    if (log.user_id == log.user_id[0]).all():
         raise LogError(f"{found} only one user: a model needs many")
     if log.impression_ts[0] == log.impression_ts[-1]:
         raise LogError(f"{found} only one time: no history comes before it")
@@ -149,7 +157,7 @@ def _check_learnable(log: Log, what: str) -> None:
 
 
 def _summary(log: Log) -> str:
-    counts = {name: len(np.unique(getattr(log, f"{name}_id"))) for name in ("request", "user", "post")}
+    counts = {"request": log.requests, "user": len(distinct(log.user_id)), "post": len(distinct(log.post_id))}
     return (
         f"{len(log):,} impressions, "
         + ", ".join(f"{count:,} {name}s" for name, count in counts.items())
@@ -177,20 +185,23 @@ def new_shares(log: Log) -> dict[str, float]:
     """Of the impressions in the newest fifth: the share whose user, post and author was not seen before that fifth."""
     cut = min(int(len(log) * (1 - NEWEST_SHARE)), len(log) - 1)
     columns = {kind: getattr(log, f"{kind}_id") for kind in SALTS}
-    return {kind: float(1 - np.isin(ids[cut:], ids[:cut]).mean()) for kind, ids in columns.items()}
+    seen = {kind: pc.is_in(pa.array(ids[cut:]), value_set=distinct(ids[:cut])) for kind, ids in columns.items()}
+    return {kind: 1 - float(pc.mean(is_seen).as_py()) for kind, is_seen in seen.items()}
 
 
-def _hidden(new: Mapping[str, float]) -> Choice:
-    bounds = {"user": (HIDDEN_USERS, HIDDEN_USERS), "post": (0.02, 0.85), "author": (0.0, 0.5)}
+def _hidden(new: Mapping[str, float], *, has_codes: bool) -> Choice:
+    fewest_posts = HIDDEN_CODED_POSTS if has_codes else 0.02
+    bounds = {"user": (HIDDEN_USERS, HIDDEN_USERS), "post": (fewest_posts, 0.85), "author": (0.0, 0.5)}
     shares = {kind: round(float(np.clip(new[kind], *bounds[kind])), 2) for kind in bounds}
     seen = ", ".join(f"{1 - new[kind]:.0%} of {kind}s" for kind in ("post", "author", "user"))
     decided = ", ".join(f"{shares[kind]:.0%} of {kind}s" for kind in ("post", "author", "user"))
+    decided += " (posts so often that the codes are learned)" if shares["post"] > max(new["post"], 0.02) else ""
     values = {f"hidden_{kind}_share": share for kind, share in shares.items()}
     return Choice(f"newest fifth of the training period: {seen} known", f"hide the ids of {decided}", values)
 
 
 def _tables(log: Log, new: Mapping[str, float]) -> Choice:
-    counts = {kind: len(np.unique(getattr(log, f"{kind}_id"))) for kind in SALTS}
+    counts = {kind: len(distinct(getattr(log, f"{kind}_id"))) for kind in SALTS}
     wanted = {
         kind: ROWS_AN_ID * count if new[kind] < MOSTLY_HIDDEN or kind == "user" else 0 for kind, count in counts.items()
     }
@@ -213,8 +224,10 @@ def _codes(log: Log) -> list[Choice]:
 
 
 def _ages(log: Log) -> Choice:
-    known = (log.created_at > 0) & (log.impression_ts >= log.created_at)
-    minutes = (log.impression_ts - log.created_at)[known] / 60
+    some = slice(None, None, -(-len(log) // AGES_READ))
+    shown_at, created_at = log.impression_ts[some], log.created_at[some]
+    known = (created_at > 0) & (shown_at >= created_at)
+    minutes = (shown_at - created_at)[known] / 60
     if not len(minutes):
         seen = "every created_at is later than its impression_ts" if log.created_at.any() else "no created_at"
         return Choice(seen, "no post ages", {"has_post_age": False})
@@ -274,18 +287,25 @@ def main_action(log: Log, weights: Mapping[str, float]) -> tuple[str, int]:
 
 def _schedule(log: Log, name: str, positives: int) -> Choice:
     """Warm-up, evaluations and validation by how much there is of what the score is for; and how far counts are believed."""
-    requests = len(np.unique(log.request_id))
+    requests = log.requests
     share = float(np.clip(VALIDATION_POSITIVES / positives, *VALIDATION_SHARES))
     enough = int(np.ceil(VALIDATION_POSITIVES * requests / positives))
     affordable = int(VALIDATION_COST * passes_over(len(log)) * requests)
     validated = min(max(FEWEST_VALIDATION_REQUESTS, min(enough, affordable)), max(1, round(share * requests)))
-    counts = round(FEW_POSITIVES / (FEW_POSITIVES + positives), 1) if len(log) <= COUNTED_IMPRESSIONS else 0.0
-    smoothed = f"; {counts:.0%} of each label is what counts expect" if counts else ""
+    newest = int(len(log) * (1 - NEWEST_SHARE))
+    are_counted = len(log) <= COUNTED_IMPRESSIONS
+    is_passing = are_counted and rates_pass(log, newest, log.action_names.index(name))
+    passing = ", and no post or author stays popular" if is_passing else ""
+    strength = PASSING_STRENGTH if is_passing else COUNTS_STRENGTH
+    counts = strength / (strength + positives)
+    if not are_counted or counts < LEAST_COUNTS_SHARE:
+        strength = 0.0
+    smoothed = f"; {counts:.0%} of its labels is what counts expect" if strength else ""
     return Choice(
-        f"{positives:,} times {name} in {requests:,} requests",
+        f"{positives:,} times {name} in {requests:,} requests{passing}",
         f"validate on {validated:,} of the newest requests, about {positives * validated // requests:,} times {name}{smoothed}",
         {
-            "warmup_share": WARMUP_SHARE, "evaluations": EVALUATIONS, "patience": PATIENCE, "counts_share": counts,
+            "warmup_share": WARMUP_SHARE, "evaluations": EVALUATIONS, "patience": PATIENCE, "counts_strength": strength,
             "validation_share": round(share, 3), "validation_requests": max(FEWEST_VALIDATION_REQUESTS, validated),
         },
     )  # fmt: skip
@@ -293,7 +313,7 @@ def _schedule(log: Log, name: str, positives: int) -> Choice:
 
 def _too_little(log: Log, name: str, positives: int) -> list[Choice]:
     """A warning of what a model cannot learn from this log, if there is something."""
-    users = len(np.unique(log.user_id))
+    users = len(distinct(log.user_id))
     told = []
     if positives < LEARNABLE_POSITIVES:
         told.append(

@@ -11,6 +11,7 @@ from typing import Any
 from model.ranker import Ranker
 from weights.format.writer import write_whole
 from weights.lab.report import plain
+from weights.lab.training.events import event_writer, write_look
 from weights.lab.training.settings import TrainSettings
 from weights.lab.training.trainer import Look, Status
 
@@ -20,19 +21,35 @@ DIGITS = 6
 
 
 class Followed:
-    """Reports the steps of a run on to `report`, and remembers the last one. `state`: a directory that gets the curve at every
-    evaluation, so that a run can be watched."""
+    """Reports the steps of a run on to `report`, and remembers the last one.
 
-    def __init__(self, report: Callable[[Status], None], state: Path | None = None) -> None:
+    So that a run can be watched, two directories are written at every evaluation: `state` gets the curve, and `tensorboard` event files.
+    Raises ValueError if `tensorboard` is given without that package, and OSError.
+    """
+
+    def __init__(
+        self, report: Callable[[Status], None], state: Path | None = None, tensorboard: Path | None = None
+    ) -> None:
         self.report, self.state = report, state
+        self.events = event_writer(tensorboard) if tensorboard else None
+        self.looks_written = 0
         self.status = Status(0, 0, float("nan"), float("nan"), float("inf"), False)
 
     def __call__(self, status: Status) -> None:
         """Take note of a step."""
         self.status = status
-        if self.state and status.evaluated:
+        if status.evaluated and self.state:
             write_whole(self.state / CURVE_NAME, lambda new: new.write_bytes(curve_lines(status.curve)))
+        if status.evaluated and self.events:
+            for look in status.curve[self.looks_written :]:
+                write_look(self.events, look)
+            self.looks_written = len(status.curve)
         self.report(status)
+
+    def close(self) -> None:
+        """Close the event files."""
+        if self.events:
+            self.events.close()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -201,17 +201,18 @@ class Examples:
         """
         order = requests[np.lexsort((self.times[requests], self.users[requests]))]
         columns = self.stops - self.starts, self.users, self.last, self.served
-        starts, candidates, first = list[int](), 0, (0, 0, 0)
+        starts, candidates, first = [np.zeros(0, np.int64)], 0, (0, 0, 0)
         for begin in range(0, len(order), GROUPED_AT_ONCE):
             rows = order[begin : begin + GROUPED_AT_ONCE]
-            pieces = (column[rows].tolist() for column in columns)
+            pieces, begun = (column[rows].tolist() for column in columns), list[int]()
             for place, (size, user, end, served) in enumerate(zip(*pieces, strict=True), begin):
                 is_apart = (user, served) != first[:2] or end - first[2] > max_events
                 if not place or is_apart or candidates + size > max_candidates:
-                    starts.append(place)
+                    begun.append(place)
                     candidates, first = 0, (user, served, end)
                 candidates += size
-        return Groups(order, np.array(starts, np.int64))
+            starts.append(np.array(begun, np.int64))  # Python's numbers would take five times the memory
+        return Groups(order, np.concatenate(starts))
 
     def training_batch(
         self, groups: Sequence[NDArray[np.int64]], rng: np.random.Generator, hidden: HiddenShares, max_candidates: int

@@ -31,9 +31,9 @@ def upstream(ranker: Ranker, generator: torch.Generator) -> None:
     """Upstream's initial values: zeros, and draws where upstream draws.
 
     A projection `[in, out]` is drawn with deviation 1/√in, the action projection and tables `[rows, D]` with 1/√D.
-    Upstream does not draw the embedding tables. Post rows stay 0, so that an untrained one adds nothing. Author rows are drawn, because
-    equal authors must look equal to attention before anything is learned about them. All user rows are one row drawn once: from 0,
-    the norm before attention would blow up the first steps; beside a common vector they stay small.
+    Upstream does not draw the embedding tables. Post rows stay 0, so that an untrained one adds nothing. Rows of authors and codes are
+    drawn, because what is equal must look equal to attention before anything is learned about it. All user rows are one row drawn once:
+    from 0, the norm before attention would blow up the first steps; beside a common vector they stay small.
     """
     tokens, heads = ranker.tokens, ranker.heads
     with torch.no_grad():
@@ -45,7 +45,7 @@ def upstream(ranker: Ranker, generator: torch.Generator) -> None:
                 draw(parameter, fan**-0.5, generator)
         draw(ranker.tables.author, AUTHOR_DEVIATION, generator)
         if ranker.config.code_levels:  # as authors: what is equal must look equal to attention
-            draw(tokens.code_table, AUTHOR_DEVIATION, generator)
+            draw(tokens.code_table, code_deviation(ranker.config), generator)
         ranker.tables.user[:] = USER_DEVIATION * torch.randn(ranker.config.width, generator=generator)
         # share the post and author blocks, so that a candidate and an event of one author start as similar tokens
         # and so do those of equal codes
@@ -54,6 +54,11 @@ def upstream(ranker: Ranker, generator: torch.Generator) -> None:
         for name in ("post", "author", "codes"):
             if name in candidate:
                 candidate[name].copy_(history[name])
+
+
+def code_deviation(config: ModelConfig) -> float:
+    """The deviation of each code's row with which all codes of a post together weigh as much in its token as the rows of its author."""
+    return AUTHOR_DEVIATION * math.sqrt(config.author_hashes.count / config.code_levels)
 
 
 def stuck(module: nn.Module) -> list[str]:

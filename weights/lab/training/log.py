@@ -155,6 +155,11 @@ class Log:
         nobody = self.user_id == 0
         return np.where(nobody, self.request_id, self.user_id) if nobody.any() else self.user_id
 
+    @property
+    def requests(self) -> int:
+        """The number of requests; the rows of one are adjacent."""
+        return int(np.count_nonzero(self.request_id[1:] != self.request_id[:-1])) + min(len(self), 1)
+
     def ids(self, name: str, rows: NDArray[np.int64]) -> list[str]:
         """The ids of one column as callers write them: texts or decimals."""
         return self.written(getattr(self, name)[rows])
@@ -169,6 +174,11 @@ class Log:
         first, last = int(self.impression_ts[0]), int(self.impression_ts[-1])
         days = date_of(first), date_of(last)
         return f"{days[0]} … {days[1]}" if days[0] != days[1] else f"{days[0]}, Unix seconds {first} … {last}"
+
+
+def distinct(ids: NDArray[np.uint64]) -> pa.UInt64Array:
+    """These ids without repetitions, in no order. Hashing takes a tenth of the time that numpy takes to sort."""
+    return pa.array(ids).unique()
 
 
 def date_of(unix_seconds: int) -> str:

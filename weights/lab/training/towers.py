@@ -25,7 +25,7 @@ from model.names import checkpoint_parameters
 from model.retrieval.towers import NO_CANDIDATES, Towers
 from weights.actions import default_score_weights
 from weights.lab.training import initial
-from weights.lab.training.choices import MOSTLY_HIDDEN, Plan
+from weights.lab.training.choices import MOSTLY_HIDDEN, Plan, new_shares
 from weights.lab.training.examples import Examples, hide
 from weights.lab.training.log import Log
 from weights.lab.training.run import reproducible
@@ -67,7 +67,7 @@ def tower_settings(log: Log, plan: Plan) -> TowerSettings:
         seed=plan.settings.seed,
         hidden_user_share=max(FEWEST_HIDDEN_USERS, plan.settings.hidden_user_share),
         hidden_post_share=hidden,
-        negatives_by="author" if hidden >= MOSTLY_HIDDEN else "post",
+        negatives_by="author" if new_shares(training)["post"] >= MOSTLY_HIDDEN else "post",
     )
     steps = int(np.clip(LIKED_PASSES * liked / settings.batch_requests, *STEPS))
     return replace(settings, steps=steps, warmup_steps=min(settings.warmup_steps, max(1, steps // 4)))
@@ -147,12 +147,17 @@ def train_towers(
 
 
 def initial_towers(config: RetrievalConfig, generator: torch.Generator) -> Towers:
-    """Towers with weights that keep their inputs' scale, norm scales of 1, biases of 0 and small embeddings."""
+    """Towers with weights that keep their inputs' scale, norm scales of 1, biases of 0 and small embeddings.
+
+    Those of content codes are large: beside the embeddings of hidden posts, which are noise, small ones would not be learned.
+    """
     towers = Towers(config)
     with torch.no_grad():
         for name, parameter in checkpoint_parameters(towers):
             if parameter.ndim == 1:
                 parameter.fill_(0 if name.endswith("_bias") else 1)
+            elif name.endswith("code_table"):
+                initial.draw(parameter, initial.code_deviation(config), generator)
             else:
                 spread = 0.1 if name.startswith("tables.") or name.endswith("_table") else parameter.shape[0] ** -0.5
                 initial.draw(parameter, spread, generator)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,16 +65,29 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class World(Drawn):
-    """A finished world. `truth` lines up with the rows of `log` from `settings.test_ts` on."""
+    """A finished world. `truth`, `given` and `interests` line up with the rows of `log` from `settings.test_ts` on.
+
+    `given`: the circumstances of each row; `interests` float32 `[n, topics]`: what each topic adds to the appeal for the row's user.
+    """
 
     log: Log
     truth: Truth
+    given: Circumstances
+    interests: Floats
+
+    def probabilities_without_topic(self) -> Floats:
+        """The probability of every action for someone who knows all but the topic of the post, float32 `[n, A]`: the mean over topics.
+
+        True if every topic is as frequent with every author (`stray_topic_share` of 1).
+        """
+        appeal = self.given.appeal - self.interests[np.arange(len(self.interests)), self.truth.topic]
+        topics = [true_probabilities(replace(self.given, appeal=appeal + column)) for column in self.interests.T]
+        return np.asarray(np.mean(topics, 0), np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Session:
-    """One session of each of several users: users and times `[n]`; posts, surfaces and affinity `[n, slots]`; the circumstances, the
-    actions `[…, A]` and the dwell seconds, flat `[n · slots]`."""
+    """One session of each of several users: users, times `[n]`; posts, surfaces, affinity … `[n, slots]`; interests `[n, topics]`."""
 
     who: Ints
     now: Ints
@@ -84,6 +97,7 @@ class Session:
     given: Circumstances
     actions: NDArray[np.bool_]
     seconds: Floats
+    interests: Floats
 
 
 def simulate(settings: WorldSettings, progress: Callable[[int, int], None] = lambda done, all_: None) -> World:
@@ -103,8 +117,7 @@ def simulate(settings: WorldSettings, progress: Callable[[int, int], None] = lam
         remember(drawn, session)
         sessions.append(session)
         progress(index + 1, rounds)
-    log, truth = _write(drawn, sessions)
-    return World(settings, authors, posts, users, log, truth)
+    return _write(drawn, sessions)
 
 
 def _run(drawn: Drawn, who: Ints, now: Ints, rng: np.random.Generator) -> Session:
@@ -114,7 +127,8 @@ def _run(drawn: Drawn, who: Ints, now: Ints, rng: np.random.Generator) -> Sessio
     surface = np.where(drawn.users.follows[who[:, None], author], SURFACES.index("following"), elsewhere)
     affinity, given = circumstances(drawn, who, shown, surface, now)
     actions, seconds = draw(given, rng)
-    return Session(who, now, shown, surface, affinity, given, actions, seconds)
+    interests = interest(drawn.users.latent[who], drawn.settings)
+    return Session(who, now, shown, surface, affinity, given, actions, seconds, interests)
 
 
 def circumstances(drawn: Drawn, who: Ints, shown: Ints, surface: Ints, now: Ints) -> tuple[Floats, Circumstances]:
@@ -198,8 +212,8 @@ def remember(drawn: Drawn, session: Session) -> None:
         users.regard_ts[user[rows], author[rows]] = now[rows]
 
 
-def _write(drawn: Drawn, sessions: list[Session]) -> tuple[Log, Truth]:
-    """All sessions as one log in time order, and the truth of its test period."""
+def _write(drawn: Drawn, sessions: list[Session]) -> World:
+    """The world with all sessions as one log in time order, and the truth of its test period."""
     settings, authors, posts, users = drawn.settings, drawn.authors, drawn.posts, drawn.users
     post = np.concatenate([s.posts.ravel() for s in sessions])
     who = np.concatenate([np.repeat(s.who, settings.slots) for s in sessions])
@@ -226,4 +240,6 @@ def _write(drawn: Drawn, sessions: list[Session]) -> tuple[Log, Truth]:
     fields = ("appeal", "recency", "activity", "follow", "surface")
     given = Circumstances(*(np.concatenate([getattr(s.given, name) for s in sessions])[test] for name in fields))
     affinity = np.concatenate([s.affinity.ravel() for s in sessions])[test]
-    return log, Truth(true_probabilities(given), log_dwell(given), affinity, posts.topic[post[now >= settings.test_ts]])
+    interests = np.concatenate([np.repeat(s.interests, settings.slots, 0) for s in sessions])[test]
+    truth = Truth(true_probabilities(given), log_dwell(given), affinity, posts.topic[post[now >= settings.test_ts]])
+    return World(settings, authors, posts, users, log, truth, given, interests)

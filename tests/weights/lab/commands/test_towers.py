@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,12 @@ from app.settings import Settings
 from loadtest.server import wait_until
 from tests.support.asgi import ADDRESS
 from tests.weights.call import call
+from tests.weights.lab.training.small_run import WORLD
 from weights.checkpoint import load_encoder
 from weights.lab.evaluate.recall import POPULARITY, TOWERS, evaluate_recall
 from weights.lab.training.examples import Examples
 from weights.lab.training.log import Log, read_log, write_log
-from weights.lab.world.simulate import World
+from weights.lab.world.simulate import World, simulate
 
 FEW = ("--set", "steps=25", "--set", "batch_requests=16", "--set", "warmup_steps=5")
 
@@ -112,3 +114,48 @@ def test_train_towers_refuses_in_one_sentence(
 def test_eval_retrieval_needs_a_log_or_a_ranker(towers: Path) -> None:
     refused = call("eval-retrieval", towers)
     assert (refused.exit_code, refused.stderr.strip()) == (1, "Give either --log or --ranker.")
+
+
+def test_a_cached_log_gives_the_same_towers(log: Path, towers: Path, tmp_path: Path) -> None:
+    cache = ("--cache", tmp_path / "cache")
+    for _ in range(2):  # the second time the sorted copy is there already
+        again = call("train-towers", "--log", log, "--out", tmp_path / "towers", "--replace", *FEW, *cache)
+        assert again.exit_code == 0, again.output
+        assert any((tmp_path / "cache").iterdir())
+        assert load_encoder(tmp_path / "towers").manifest.files == load_encoder(towers).manifest.files
+    judged = call("eval-retrieval", towers, "--log", log, "--queries", "50", *cache)
+    assert judged.exit_code == 0, judged.output
+    assert len(list((tmp_path / "cache").iterdir())) == 1, "the copy serves both commands"
+    written = call("posts", log, "--out", tmp_path / "posts.parquet", *cache)
+    assert written.exit_code == 0, written.output
+
+
+def test_new_posts_are_recommended_by_their_content(tmp_path: Path) -> None:
+    """Of posts that are in no log, by an author of all topics, a user gets those whose codes are like what the user liked."""
+    tastes = {"interest_low": -2.0, "interest_high": 3.0, "freshness_sd": 0.1, "activity_sd": 0.1}
+    new = {"new_posts": True, "content_codes": True, "stray_topic_share": 1.0, "classic_share": 0.0}
+    drawn = simulate(replace(WORLD, users=80, days=14, **tastes, **new))
+    write_log(tmp_path / "log.parquet", drawn.log)
+    few = [f"--set={setting}" for setting in ("steps=60", "batch_requests=32", "warmup_steps=20", "learning_rate=0.01")]
+    trained = call("train-towers", "--log", tmp_path / "log.parquet", "--out", tmp_path / "towers", *few)
+    assert trained.exit_code == 0, trained.output
+    author, topics = int(drawn.authors.ids[0]), drawn.settings.topics
+    rows = [{"post_ids": 10 + post, "author_ids": author, "codes": [1 + post % topics, 1]} for post in range(80)]
+    (tmp_path / "posts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    built = call(
+        "corpus", "build", tmp_path / "posts.jsonl", "--encoder", tmp_path / "towers", "--out", tmp_path / "corpus"
+    )
+    assert built.exit_code == 0, built.output
+    retrieval = {"checkpoint": str(tmp_path / "towers"), "corpus": str(tmp_path / "corpus")}
+    settings = Settings.model_validate({"checkpoint": "weights/demo", "threads": 1, "retrieval": retrieval})
+    with TestClient(create_app(settings), base_url=ADDRESS) as client:
+        wait_until(lambda: client.get("/readyz").status_code == 200)
+        alike = 0
+        for topic in range(topics):
+            event = {"author_id": author, "actions": ["favorite", "dwell", "reply"], "codes": [1 + topic, 1]}
+            history = [event | {"post_id": 10_000 + place} for place in range(8)]
+            reply = client.post("/recommend", json={"user_id": 7, "history": history, "k": 10})
+            assert reply.status_code == 200, reply.text
+            posts = [int(post["post_id"]) for post in reply.json()["candidates"]]
+            alike += sum((post - 10) % topics == topic for post in posts)
+    assert alike >= 3 * topics, f"{alike} of {10 * topics}; by chance it would be 10"

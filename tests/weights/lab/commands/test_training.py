@@ -126,6 +126,47 @@ def test_of_several_seeds_the_best_on_validation_is_kept(log: Path, tmp_path: Pa
     )
 
 
+def test_a_search_keeps_the_best_trial_on_validation(log: Path, tmp_path: Path) -> None:
+    options = ("--config", log.with_name("config.json"), "--out", tmp_path / "best", "--search", 3)
+    made = call("train", "--log", log, *options, *settings(RUN_SETTINGS))
+    assert made.exit_code == 0, made.output
+    losses = re.findall(r"best validation loss is ([\d.]+)", made.stdout)
+    best = re.search(r"Trial (\d) of 3 has the best validation loss and is kept", made.stdout)
+    assert best is not None
+    assert losses[int(best[1]) - 1] == min(losses)
+    training = json.loads(call("inspect", tmp_path / "best", "--json").stdout)["training"]
+    first, *others = ({name for name in trial if name in training["settings"]} for trial in training["search"])
+    assert first == set(), "the chosen settings are tried first"
+    assert all(others)
+    assert not set().union(*others) & {value.partition("=")[0] for value in RUN_SETTINGS}, "what is given stays"
+    changed = {
+        name: value for name, value in training["search"][int(best[1]) - 1].items() if name in training["settings"]
+    }
+    assert training["settings"] | changed == training["settings"]
+    both = call("train", "--log", log, *options, "--replace", "--seeds", 2)
+    assert (both.exit_code, "give one of them" in both.stderr) == (1, True), both.output
+
+
+def test_tensorboard_shows_every_evaluation(log: Path, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    options = (
+        "--config",
+        log.with_name("config.json"),
+        "--out",
+        tmp_path / "one",
+        "--tensorboard",
+        tmp_path / "events",
+    )
+    made = call("train", "--log", log, *options, *settings(RUN_SETTINGS))
+    assert made.exit_code == 0, made.output
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    looks = [json.loads(line) for line in (tmp_path / "one/training.jsonl").read_text().splitlines()]
+    for name in ("training_loss", "validation_loss", "learning_rate"):
+        shown = {event.step: event.value for event in events.Scalars(name)}
+        assert shown == pytest.approx({look["step"]: look[name] for look in looks}, abs=1e-6)
+
+
 def test_a_checkpoint_goes_on_with_the_log_of_the_next_day(
     log: Path, trained: tuple[Path, str], tmp_path: Path
 ) -> None:

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 pytest.importorskip("pyarrow")
 
 from tests.weights.lab.training.small_run import WORLD, small_config
-from weights.lab.counts import Past
+from weights.lab.counts import Past, count_expectations, count_probabilities
 from weights.lab.evaluate.baselines import (
     BASELINES,
     BOOSTED,
@@ -84,18 +85,47 @@ def test_newest_first_is_the_order_of_age(world: World, examples: Examples) -> N
     assert NEWEST not in baselines(ageless, split, [FAVORITE], names=[NEWEST, POPULARITY])
 
 
+def one_row_requests(
+    liked: NDArray[np.bool_], user: NDArray[np.uint64], author: NDArray[np.uint64], age: int | NDArray[np.int64] = 0
+) -> Log:
+    """A request a minute, of one new post each. `age`: of the post in seconds, 0 if unknown."""
+    rows = len(liked)
+    ids, times = np.arange(1, rows + 1, dtype=np.uint64), 1_600_000_000 + 60 * np.arange(rows)
+    return Log(
+        request_id=ids, impression_ts=times, user_id=user, post_id=ids, author_id=author,
+        product_surface=np.zeros(rows, np.int64), created_at=np.where(age, times - age, 0),
+        dwell_seconds=np.zeros(rows, np.float32), actions=liked[:, None], action_names=("like",),
+    )  # fmt: skip
+
+
 def test_counts_see_which_authors_a_user_likes() -> None:
     """Each user likes one author of ten; nothing else tells posts apart."""
     rng, rows = np.random.default_rng(1), 6000
     user, author = rng.integers(1, 31, rows).astype(np.uint64), rng.integers(1, 11, rows).astype(np.uint64)
     liked = rng.random(rows) < np.where(user % 10 == author % 10, 0.5, 0.02)
-    log = Log(
-        request_id=np.arange(1, rows + 1, dtype=np.uint64), impression_ts=1_600_000_000 + 60 * np.arange(rows), user_id=user,
-        post_id=np.arange(1, rows + 1, dtype=np.uint64), author_id=author, product_surface=np.zeros(rows, np.int64),
-        created_at=np.zeros(rows, np.int64), dwell_seconds=np.zeros(rows, np.float32), actions=liked[:, None], action_names=("like",),
-    )  # fmt: skip
-    examples = Examples(log, replace(small_config(), actions=1))
+    examples = Examples(one_row_requests(liked, user, author), replace(small_config(), actions=1))
     found = baselines(examples, rows // 2, [0], names=SIMPLE)
     reached = {name: auc(liked[rows // 2 :], each[0]) for name, each in found.items()}
     assert reached[COUNTS] > 0.85
     assert reached["popularity"] < 0.6
+
+
+def test_expectations_follow_a_curve_that_no_line_can() -> None:
+    """Posts are liked in the second half of each day after they were written."""
+    rng, rows = np.random.default_rng(1), 4000
+    user, author = rng.integers(1, 31, rows).astype(np.uint64), rng.integers(1, 11, rows).astype(np.uint64)
+    age = rng.integers(1, 3 * 86_400, rows)
+    liked = rng.random(rows) < np.where(age // 43_200 % 2 == 1, 0.5, 0.02)
+    examples = Examples(one_row_requests(liked, user, author, age), replace(small_config(), actions=1))
+    assert auc(liked, count_expectations(examples, rows, 0)) > 0.8
+    assert auc(liked, count_probabilities(examples, rows, 0)) < 0.7
+
+
+def test_expectations_repeat_no_row_by_heart() -> None:
+    rng, rows = np.random.default_rng(1), 2000
+    user, author = rng.integers(1, 31, rows).astype(np.uint64), rng.integers(1, 11, rows).astype(np.uint64)
+    liked = rng.random(rows) < 0.3
+    examples = Examples(
+        one_row_requests(liked, user, author, rng.integers(1, 86_400, rows)), replace(small_config(), actions=1)
+    )
+    assert auc(liked, count_expectations(examples, rows, 0)) < 0.56

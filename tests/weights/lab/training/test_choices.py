@@ -119,12 +119,25 @@ def test_validation_grows_until_it_holds_enough_positives(log: Log) -> None:
     assert (many.validation_share, many.validation_requests) == (0.03, 600)
 
 
-def test_the_rarer_the_action_the_more_counts_are_believed(log: Log) -> None:
-    shares = [plan(with_actions(log, like=share)).settings.counts_share for share in (0.005, 0.1, 0.6)]
-    assert shares == sorted(shares, reverse=True)
-    assert shares[0] == 1.0
-    many = with_actions(log.take(np.sort(np.arange(200_000) % len(log))), like=0.5)
-    assert plan(many).settings.counts_share == 0.0
+def test_counts_help_where_the_log_has_few_positives(log: Log) -> None:
+    popular = log.author_id % np.uint64(2) == 0
+    few = with_actions(log, like=0.1)
+    few = replace(few, actions=few.actions & popular[:, None])
+    assert plan(few).settings.counts_strength == 2000
+    many = few.take(np.sort(np.arange(1_000_000) % len(log)))
+    assert plan(many).settings.counts_strength == 0
+
+
+def test_counts_alone_teach_where_nothing_stays_popular(log: Log) -> None:
+    """Every day other authors are liked."""
+    large = log.take(np.sort(np.arange(60_000) % len(log)))
+    in_fashion = (large.author_id + large.impression_ts.astype(np.uint64) // np.uint64(DAY)) % np.uint64(5) == 0
+    made = plan(replace(large, actions=in_fashion[:, None], action_names=("like",)))
+    assert made.settings.counts_strength == 100_000
+    assert "no post or author stays popular" in decided(made, "times like")
+    always = large.author_id % np.uint64(5) == 0
+    lasting = plan(replace(large, actions=always[:, None], action_names=("like",)))
+    assert "stays popular" not in "".join(lasting.lines())
 
 
 def test_a_log_of_too_few_positives_or_users_is_warned_of(log: Log) -> None:

@@ -14,6 +14,8 @@ pytest.importorskip("pyarrow")
 
 from tests.weights.call import call
 from tests.weights.lab.training.small_run import small_config, small_trainer
+from weights.lab.counts import count_probabilities
+from weights.lab.evaluate.calibration import Fit, calibrate, fit
 from weights.lab.evaluate.evaluation import evaluate
 from weights.lab.evaluate.metrics import auc
 from weights.lab.evaluate.predict import predict, rows_of
@@ -112,24 +114,56 @@ def test_no_metric_counts_what_is_unknown(world: World) -> None:
     assert evaluation.quality[ACTION].mean == pytest.approx(probability.mean())
 
 
+def test_calibration_leaves_out_what_is_unknown(world: World) -> None:
+    """Fitted on what is known of some rows, or on those rows alone, it is the same; fitted on false noes, it is lower."""
+    hidden = hiding(world.log, HIDDEN, ACTION)
+    place = hidden.action_names.index(ACTION)
+    ranker = small_trainer(Examples(world.log, small_config())).ranker
+    requests = np.arange(300, 500)
+
+    def fitted(log: Log) -> Fit:
+        return calibrate(ranker, Examples(log, small_config()), requests)[ACTION]
+
+    assert hidden.unknown is not None
+    examples = Examples(hidden, small_config())
+    known = hidden.take(rows_of(examples, requests)).known(place)
+    probabilities = predict(ranker, examples, requests).probabilities[known, place].astype(np.float64)
+    happened = hidden.take(rows_of(examples, requests)).actions[known, place]
+    alone = fit(np.log(probabilities / (1 - probabilities)), happened, np.ones(len(happened)))
+    assert fitted(hidden).calibration.offset == pytest.approx(alone.calibration.offset, abs=1e-3)
+    assert fitted(hidden).positives == happened.sum()
+    assert fitted(replace(hidden, unknown=None)).calibration.offset < alone.calibration.offset - 0.2
+
+
+def test_counts_leave_out_what_is_unknown(world: World) -> None:
+    hidden = hiding(world.log, HIDDEN, ACTION)
+    place = hidden.action_names.index(ACTION)
+
+    def mean(log: Log) -> float:
+        return float(count_probabilities(Examples(log, small_config()), len(log) // 2, place).mean())
+
+    assert mean(hidden) == pytest.approx(mean(world.log), rel=0.05)
+    assert mean(replace(hidden, unknown=None)) == pytest.approx((1 - HIDDEN) * mean(world.log), rel=0.1)
+
+
 @pytest.mark.timeout(300)
 def test_hidden_labels_cost_nothing_and_false_noes_do(world: World) -> None:
     """AUC on the newest fifth; calibration is the mean prediction over the mean truth. Noise: what another seed changes, and 0.05."""
     place = world.log.action_names.index(ACTION)
     unknown = hiding(world.log, HIDDEN, ACTION)
     plain = Examples(world.log, small_config())
-    requests = np.arange(len(plain))
-    happened = world.log.actions[:, place]
-    newest = slice(int(len(happened) * 0.8), None)
+    newest = np.arange(int(len(plain) * 0.8), len(plain))
+    happened = world.log.actions[rows_of(plain, newest), place]
 
     def judged(log: Log, seed: int) -> NDArray[np.float64]:
-        trainer = small_trainer(Examples(log, small_config()), epochs=3, seed=seed)
+        trainer = small_trainer(Examples(log, small_config()), epochs=1.5, evaluate_every=1000, seed=seed)
         with reproducible(1):
             ranker = trainer.run(lambda status: None, lambda run: None)
-            probability = predict(ranker, plain, requests).probabilities[:, place]
-        return np.array([auc(happened[newest], probability[newest]), probability.mean() / happened.mean()])
+            probability = predict(ranker, plain, newest).probabilities[:, place]
+        return np.array([auc(happened, probability), probability.mean() / happened.mean()])
 
     full, other = judged(world.log, 1), judged(world.log, 2)
+    assert full[0] > 0.6, "it has learned"
     noise = abs(full - other) + 0.05
     assert (abs(judged(unknown, 1) - full) < noise).all()
     as_no = judged(replace(unknown, unknown=None), 1)

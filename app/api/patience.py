@@ -1,0 +1,65 @@
+"""Learns when callers leave without their reply. Pure arithmetic; knows no HTTP.
+
+Callers who give up after a quarter of a second and come again would fill every queue with work for nobody. What those who left had waited
+bounds the predicted end of the next requests: `app.api.read_queue` and `app.queue.admission` refuse what would be late.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+MEMORY_SECONDS, LEAST_LEAVERS, MOST_LEAVERS = 5.0, 3, 32
+LEAVERS_SHARE, FEW_LEAVERS_SHARE = 0.05, 0.01  # from which it begins to count, and below which it ends to
+REPLIES = 16  # that an average goes over
+HASTE = 0.7  # of the time after which callers left: replies take longer at times
+
+
+class Patience:
+    """How long the callers of one kind lately waited before they left without their reply: a guess of when those who wait now will leave.
+
+    It counts for nothing while few callers leave. Then it counts until almost nobody leaves, so that longer waits are tried again: where it
+    is just enough for most, those who leave a little before their reply are taken for answered. `reply_seconds`: how long replies lately
+    took from the turn in which the body was read.
+    """
+
+    def __init__(self) -> None:
+        self.reply_seconds = 0.0
+        self._counts = False  # as of the last look
+        self._left: deque[tuple[float, float]] = deque(maxlen=MOST_LEAVERS)  # when, and after how many seconds
+        self._answered: deque[float] = deque(maxlen=round(MOST_LEAVERS / LEAVERS_SHARE))
+
+    def left(self, now: float, seconds: float) -> None:
+        """Record that a caller left after so many seconds."""
+        self._left.append((now, seconds))
+
+    def answered(self, now: float, seconds: float) -> None:
+        """Record that a caller got its reply so many seconds after its turn."""
+        self._answered.append(now)
+        self.reply_seconds += (seconds - self.reply_seconds) / REPLIES
+
+    def seconds(self, now: float) -> float:
+        """After how many seconds callers leave; infinite where less than `LEAVERS_SHARE` of them did lately."""
+        since = now - MEMORY_SECONDS
+        while self._left and self._left[0][0] < since:
+            self._left.popleft()
+        while self._answered and self._answered[0] < since:
+            self._answered.popleft()
+        count = len(self._left)
+        share = FEW_LEAVERS_SHARE if self._counts else LEAVERS_SHARE
+        self._counts = count >= LEAST_LEAVERS and count >= share * (count + len(self._answered))
+        return sorted(seconds for _, seconds in self._left)[count // 2] if self._counts else math.inf
+
+
+class Leavers:
+    """The patience of callers, by API key and route: what one key does, or one kind of request takes, tells nothing of another."""
+
+    def __init__(self) -> None:
+        self._patience: dict[tuple[str | None, str], Patience] = {}
+
+    def of(self, key: str | None, route: str) -> Patience:
+        """The patience of the callers with this key at this route."""
+        patience = self._patience.get((key, route))
+        if patience is None:
+            patience = self._patience[key, route] = Patience()
+        return patience
