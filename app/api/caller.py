@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import math
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -43,7 +44,9 @@ MOST_TYPE_BYTES = 256  # of Content-Type, and of Content-Encoding: no caller nee
 CANCELS = "ranker.cancels"  # extension of a server that cancels a request's task when its client has gone
 LONG_BODY_BYTES = 65_536
 """While a longer body came, others were admitted: asking again whether there is room costs less than decoding it for nothing."""
-COSTLY_BODY_BYTES = 16_384  # reading a longer body takes longer than looking whether somebody waits for the reply
+COSTLY_BODY_BYTES = 16_384
+"""A longer body waits for its turn to be read, and is not read if nobody waits for the reply any more. A shorter one takes less time
+than these steps save."""
 PROBE_WAIT_SECONDS = 0.02
 CUT_OFF = "The drain timed out."  # message of the cancellation where the client still waits
 
@@ -90,8 +93,8 @@ class KeyRing:
 
     def _name_of(self, key: bytes) -> str | None:
         digest, name = hashlib.sha256(key).digest(), None
-        for other, known in self._digests.items():
-            if hmac.compare_digest(digest, known):
+        for other, key_digest in self._digests.items():
+            if hmac.compare_digest(digest, key_digest):
                 name = other
         return name
 
@@ -155,10 +158,11 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
             None if seconds is None else state.ranker.clock() + seconds - (time.perf_counter() - exchange.started)
         )
         body = await read_body(request.receive, exchange, state.bodies, limit, length)
-        has_waited = await state.read_queue.take(len(body))
-        exchange.turn_at = time.perf_counter()
+        has_waited = False
         if len(body) > COSTLY_BODY_BYTES:
+            has_waited = await state.read_queue.take(len(body))
             await check_waits(scope)
+        exchange.turn_at = time.perf_counter()
         if has_waited or len(body) > LONG_BODY_BYTES:
             state.ranker.check_open(key, leaves_at(request, exchange))
         if is_gzip:
@@ -176,14 +180,18 @@ TensorCaller = Annotated[CallerInfo, Depends(reader(TENSORS), use_cache=False)]
 def leaves_at(request: Request, exchange: Exchange) -> float:
     """When the caller will likely have left, in seconds of the ranker's clock; infinite where that is not known."""
     state, now = state_of(request), time.perf_counter()
-    patience = state.leavers.of(exchange.key, request.scope["route"].path)
-    came = state.ranker.clock() - (now - exchange.came)
-    return came + HASTE * patience.seconds(now)
+    patience_seconds = state.leavers.of(exchange.key, request.scope["route"].path).seconds(now)
+    if patience_seconds == math.inf:
+        return math.inf
+    return state.ranker.clock() - (now - exchange.came) + HASTE * patience_seconds
 
 
 def check_room(request: Request, exchange: Exchange, size: int) -> None:
     """Raise what `Ranker.check_open` does, and Overloaded where a body of so many bytes would wait too long to be read."""
     state, leaves = state_of(request), leaves_at(request, exchange)
+    if size <= COSTLY_BODY_BYTES:
+        state.ranker.check_open(exchange.key, leaves)
+        return
     state.ranker.check_open(exchange.key, leaves - state.read_queue.wait_seconds(size))
     reply_seconds = state.leavers.of(exchange.key, request.scope["route"].path).reply_seconds
     try:
