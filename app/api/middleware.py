@@ -29,7 +29,7 @@ from app.errors import (
     ServiceError,
     TargetTooLong,
     TooLarge,
-    told,
+    service_error_of,
 )
 from app.schema import is_request_id
 from app.telemetry.exchange import Exchange
@@ -128,7 +128,7 @@ class RequestMiddleware:
         self, error: Exception, exchange: Exchange, scope: Scope, receive: Receive, reply: Send
     ) -> None:
         """Reply with the problem that an exception stands for, if no reply has begun."""
-        problem = problem_of(error)
+        problem = error_to_reply(error)
         exchange.code = problem.code
         if problem is not error and isinstance(problem, InternalError):
             log.error("fault", request_id=exchange.request_id, **of_exception(error))
@@ -176,11 +176,11 @@ class RequestMiddleware:
 
     def _series_of(self, method: str, route: str, status: int) -> tuple[Counter, Histogram]:
         """The counter and the histogram of these labels, looked up once."""
-        found = self._series.get((method, route, status))
-        if found is None:
+        series = self._series.get((method, route, status))
+        if series is None:
             counter = self.metrics.http_requests.labels(method, route, str(status))
-            found = self._series[method, route, status] = counter, self.metrics.http_seconds.labels(method, route)
-        return found
+            series = self._series[method, route, status] = counter, self.metrics.http_seconds.labels(method, route)
+        return series
 
     def _write(self, exchange: Exchange, seconds: float, trace_id: str | None) -> None:
         """One line: of every failure, and of the given share of the successes. Nothing in it is what the caller sent. Those of probes and
@@ -308,10 +308,10 @@ def problem_reply(error: ServiceError, request_id: str, path: str) -> tuple[int,
     return error.status, headers, body
 
 
-def problem_of(error: Exception) -> ServiceError:
+def error_to_reply(error: Exception) -> ServiceError:
     """Return what to reply to an exception. The framework's own details may hold parts of the request."""
     if not isinstance(error, HTTPException):
-        return told(error)
+        return service_error_of(error)
     kinds: dict[int, type[ServiceError]] = {404: NotFound, 405: MethodNotAllowed, 413: TooLarge}
     problem = kinds.get(error.status_code, BadRequest if error.status_code < 500 else InternalError)()
     if allowed := (error.headers or {}).get("Allow"):

@@ -13,7 +13,7 @@ from loadtest.rows import Row, publish
 
 def measure(
     only: Annotated[
-        Literal["all", "engines", "http", "served", "limits"], typer.Option(help="What to measure.")
+        Literal["all", "engines", "codes", "http", "served", "limits"], typer.Option(help="What to measure.")
     ] = "all",
     before: Annotated[
         Path | None, typer.Option(help="Another checkout, with its own .venv or ours, for HTTP in turns.")
@@ -36,6 +36,11 @@ def measure(
         from loadtest.bench.engines import engine_rows
 
         for row in engine_rows(dtype, rounds):
+            add(row)
+    if only in ("all", "codes"):
+        from loadtest.bench.engines import code_rows
+
+        for row in code_rows(dtype, rounds):
             add(row)
     if only in ("all", "http"):
         from loadtest.bench.http import http_rows

@@ -8,6 +8,7 @@ from typing import Annotated, get_args, get_type_hints
 
 import numpy as np
 
+from weights.lab.evaluate.metrics import CHANCE
 from weights.lab.loop.judge import Judgement
 from weights.lab.loop.night import Night
 
@@ -134,13 +135,12 @@ def _events(night: Night, usual: Usual, bounds: GateSettings) -> Check:
 def check_labels(judged: Judgement, usual: Usual, bounds: GateSettings) -> Check:
     """Whether what users did depends on what they were shown: if not, no model can order it, not even one trained on that night."""
     best = max(judged.order, key=lambda figure: figure.value)
-    if usual.order is not None:
-        passed = best.value - 0.5 >= bounds.min_order * usual.order
-        bound = f"their usual lead over chance is {usual.order:.3f}, at least {bounds.min_order:.0%} of it is asked for"
-    else:
-        passed = best.low > 0.5 or bounds.min_order <= 0
-        bound = "on a first night it must be surely above 0.5"
-    return Check(LABELS, bool(passed), f"the better of the two models has an AUC within users of {best}; {bound}")
+    usual_lead = usual.order or 0.0
+    passed = bounds.min_order <= 0 or (best.low > CHANCE and best.value - CHANCE >= bounds.min_order * usual_lead)
+    bound = "it must be surely above 0.5" + (
+        f", by at least {bounds.min_order:.0%} of the usual {usual_lead:.3f}" if usual_lead else ""
+    )
+    return Check(LABELS, passed, f"the better of the two models has an AUC within users of {best}; {bound}")
 
 
 def check_model(judged: Judgement, bounds: GateSettings) -> list[Check]:
