@@ -64,7 +64,7 @@ class ServedCorpus:
     notes: dict[str, Any]
 
 
-class Found(msgspec.Struct, frozen=True, eq=False):
+class SearchResult(msgspec.Struct, frozen=True, eq=False):
     """The result of one search: its posts, how long it waited, and how long its batch took to encode users and to search. The history
     counts are those of `Ranked`."""
 
@@ -142,7 +142,7 @@ class Corpus(Protocol):
         *,
         leaves_at: float = math.inf,
         is_admitted: bool = False,
-    ) -> Found:
+    ) -> SearchResult:
         """Return the best posts of `served` for a request of this API key. Cancelling it drops the work. `leaves_at`: see `Ranker.admit`.
         `is_admitted`: the request has a reserved job, so the load of the ranking queue does not refuse it again.
 

@@ -169,7 +169,7 @@ def _application(
         read_queue=ReadQueue(settings.queue.max_wait_seconds),
     )
     if hosts != ["*"]:
-        app.add_middleware(HostMiddleware, allowed_hosts=hosts, www_redirect=False)
+        app.add_middleware(HostMiddleware, allowed_hosts=hosts)
     app.add_middleware(
         RequestMiddleware,
         metrics=ranker.metrics,
@@ -199,7 +199,7 @@ def describe(app: FastAPI, settings: Settings) -> dict[str, Any]:
             title=app.title, version=app.version, description=app.description, routes=app.routes, servers=servers
         )
         document.setdefault("components", {}).setdefault("schemas", {}).update(schema.components())
-        for operation in (each for path in document["paths"].values() for each in path.values()):
+        for operation in (operation for path in document["paths"].values() for operation in path.values()):
             if "HTTPValidationError" in str(operation["responses"].get("422")):
                 del operation["responses"]["422"]  # FastAPI's, of parameters: ours are texts, and our 422 is a problem
         for name in ("HTTPValidationError", "ValidationError"):

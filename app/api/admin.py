@@ -26,7 +26,7 @@ from app.settings import Admin
 from model.engine import EngineError
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 
-WANTED = 'must be {"checkpoint": "name"}, {"retrieval": "name", "corpus": "name"} or {}'
+RELOAD_RULE = 'must be {"checkpoint": "name"}, {"retrieval": "name", "corpus": "name"} or {}'
 NOT_BELOW_ROOT = "There is no checkpoint or corpus of that name below the configured root."
 MAX_BODY_BYTES = 4 * 2**20
 FULL_SECONDS, RETRY_SECONDS = 30.0, 5.0  # somebody has to look at a full disk
@@ -82,12 +82,15 @@ Body = Annotated[bytes, Depends(read_operator)]
 async def reload(request: Request, body: Body) -> Response:
     """Serve another checkpoint, or read the current one again. Or do so for the retrieval checkpoint and the corpus, both in one step."""
     ranker = cast(ReloadableRanker, state_of(request).ranker)  # `create_admin_app` is given one
-    wanted = schema.decode(RELOAD, body or b"{}")
-    names = [None if name is UNSET else name for name in (wanted.checkpoint, wanted.retrieval, wanted.corpus)]
+    reload_request = schema.decode(RELOAD, body or b"{}")
+    names = [
+        None if name is UNSET else name
+        for name in (reload_request.checkpoint, reload_request.retrieval, reload_request.corpus)
+    ]
     checkpoint, retrieval, corpus = names
     is_of_corpus = retrieval is not None or corpus is not None
     if checkpoint is not None and is_of_corpus:
-        raise InvalidRequest("", WANTED)
+        raise InvalidRequest("", RELOAD_RULE)
     with _problems():
         try:
             if is_of_corpus:
@@ -128,8 +131,8 @@ async def posts(request: Request, body: Body) -> Response:
     with _problems():
         state = await corpus.change(change)
     now = {"posts": state.posts, "changes": state.changes, "sequence": state.mark.sequence}
-    told = {"name": state.corpus.name, "version": state.corpus.version} | now
-    return json_reply({"corpus": told, "upserted": len(change.upsert.post_ids), "deleted": state.deleted})
+    corpus_reply = {"name": state.corpus.name, "version": state.corpus.version} | now
+    return json_reply({"corpus": corpus_reply, "upserted": len(change.upsert.post_ids), "deleted": state.deleted})
 
 
 @contextmanager

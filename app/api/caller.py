@@ -93,8 +93,8 @@ class KeyRing:
 
     def _name_of(self, key: bytes) -> str | None:
         digest, name = hashlib.sha256(key).digest(), None
-        for other, known in self._digests.items():
-            if hmac.compare_digest(digest, known):
+        for other, key_digest in self._digests.items():
+            if hmac.compare_digest(digest, key_digest):
                 name = other
         return name
 

@@ -165,16 +165,16 @@ class Explaining:
         """Rank each context through the queue and the engine, a few at a time, with rests that leave the engine to others."""
         clock, deadline = self.state.ranker.clock, self.caller.deadline
         assert deadline is not None
-        found: list[Ranked] = []
+        ranked: list[Ranked] = []
         rest, rests_until = iter(work), (clock() + deadline) / 2
         together, took = 1, 0.0  # contexts of a turn, and seconds of the last one
         for first in rest:
             await asyncio.sleep(min(REST_TIMES * took, rests_until - clock()))
             began = time.perf_counter()
-            found += await self._turn(chain([first], islice(rest, together - 1)))
+            ranked += await self._turn(chain([first], islice(rest, together - 1)))
             took = time.perf_counter() - began
             together = max(1, together // 2 if took > TURN_SECONDS else together * 2)
-        return found
+        return ranked
 
     async def _turn(self, turn: Iterable[tuple[Context, Candidates]]) -> list[Ranked]:
         """Rank several contexts at once."""

@@ -243,7 +243,7 @@ class Scrapes:
     def __init__(self, make: Callable[[], Awaitable[bytes]]) -> None:
         self._make = make
         self._next: asyncio.Task[bytes] | None = None
-        self._made = asyncio.Lock()
+        self._render_lock = asyncio.Lock()
         self._free_at = 0.0  # of the monotonic clock
 
     async def get(self) -> bytes:
@@ -253,7 +253,7 @@ class Scrapes:
         return await asyncio.shield(self._next)
 
     async def _run(self) -> bytes:
-        async with self._made:
+        async with self._render_lock:
             await asyncio.sleep(self._free_at - time.monotonic())
             self._next, began = None, time.monotonic()
             try:

@@ -21,7 +21,7 @@ from app.api.caller import Caller, CallerInfo, cancelled_with
 from app.api.route import Route
 from app.api.state import State, state_of
 from app.api.window import Window
-from app.errors import MalformedJson, Overloaded, ServiceError, TooLarge, told
+from app.errors import MalformedJson, Overloaded, ServiceError, TooLarge, service_error_of
 from app.features import CheckedRequest, ReplyOptions
 from app.interface import Job, Ranked, ServedModel
 from app.schema import PROBLEMS, BatchReply, BatchRequest, ContextReply, ContextRequest, RankReply, RankRequest
@@ -249,7 +249,7 @@ class Batch:
                 ranked = await self._state.ranker.rank(job, checked.context, checked.candidates)
             body = _reply(self._state, self._caller.exchange, checked, ranked, parse_seconds)
         except (ServiceError, MemoryError) as error:
-            return told(error)
+            return service_error_of(error)
         return Result(body, job.model, ranked.cache, ranked.handle)
 
     async def _begin(self, place: int, item: bytes, places: ExitStack) -> tuple[CheckedRequest, Job, float]:

@@ -85,7 +85,7 @@ def corpus_loader(settings: Settings) -> CorpusLoader:
     def load(checkpoint: Path, corpus: Path, before: LoadedCorpus | None) -> LoadedCorpus:
         encoder = load_encoder(checkpoint)
         held = None if before is None else before.changes
-        stored, changes, made = load_changed(corpus, encoder.manifest, may_change=may_change, before=held)
+        stored, changes, stored_change = load_changed(corpus, encoder.manifest, may_change=may_change, before=held)
         try:
             search = RetrievalOptions(
                 backend="torch" if options.backend == "dense" else options.backend,
@@ -97,7 +97,7 @@ def corpus_loader(settings: Settings) -> CorpusLoader:
             engine = RetrievalEngine(encoder.towers, stored.corpus, search)
             engine.warm_up()
             engine.mark = stored.manifest.first_mark
-            engine.change(made)
+            engine.change(stored_change)
         except BaseException:
             changes.close()
             raise

@@ -15,7 +15,7 @@ from app.corpus.changes import CorpusLoader, LoadedCorpus
 from app.corpus.feed import MILESTONE, FeedReader
 from app.corpus.stream import open_feed
 from app.errors import ChangedByFeed, CorpusBehind, CorpusNotLoaded, EngineDown, NoCorpus, Overloaded, ServiceError
-from app.interface import CorpusState, Found, ReloadInProgress, ServedCorpus
+from app.interface import CorpusState, ReloadInProgress, SearchResult, ServedCorpus
 from app.queue.admission import Admission
 from app.queue.contexts import Contexts
 from app.queue.forecast import Clock
@@ -139,12 +139,12 @@ class Searches:
         finally:
             self._is_loading = False
         served = self.served
-        said = {
+        versions = {
             "version": served.manifest.version,
             "corpus": served.corpus.version,
             "changes": self._loaded.engine.changes,
         }
-        log.info("corpus_loaded", **said, posts=self._loaded.engine.posts, hidden=served.hidden)
+        log.info("corpus_loaded", **versions, posts=self._loaded.engine.posts, hidden=served.hidden)
         return served
 
     async def stop(self, timeout_seconds: float) -> bool:
@@ -253,7 +253,7 @@ class Searches:
         *,
         leaves_at: float = math.inf,
         is_admitted: bool = False,
-    ) -> Found:
+    ) -> SearchResult:
         """See `interface.Corpus.search`."""
         scheduler = self.versions.find(served)
         if scheduler is None:
@@ -262,7 +262,7 @@ class Searches:
             raise CorpusBehind(retry_after_seconds=1.0)
         if query.handle:
             query = self._contexts.query(query, served.manifest, key)
-        future: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[SearchResult] = asyncio.get_running_loop().create_future()
         job = SearchJob(
             candidates=1,
             context_tokens=0,
@@ -273,8 +273,8 @@ class Searches:
             query=query,
         )
         with self.places.take(job, scheduler):
-            found: Found = await self.places.compute(job)
-            return found
+            result: SearchResult = await self.places.compute(job)
+            return result
 
     def _runner(self, thread: EngineThread, loop: asyncio.AbstractEventLoop, clock: Clock) -> Runner:
         return SearchForwards(thread, thread.ready.result().engine, loop, clock, self.metrics)

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from app.errors import InternalError, InvalidRequest, ServiceError, error_class, told
+from app.errors import InternalError, InvalidRequest, ServiceError, error_class, service_error_of
 from app.interface import CorpusState, Health, ServedCorpus, ServedModel
 from model.engine import EngineInfo
 from model.inputs import Candidates, Context
@@ -99,8 +99,8 @@ class Failed(msgspec.Struct, tag=True):
     @classmethod
     def of(cls, number: int, error: Exception) -> Failed:
         """From what was raised: an internal error unless it is a ServiceError or a lack of memory."""
-        known = told(error) if isinstance(error, ServiceError | MemoryError) else InternalError()
-        return cls(number, known.code, known.detail, known.retry_after_seconds)
+        problem = service_error_of(error) if isinstance(error, ServiceError | MemoryError) else InternalError()
+        return cls(number, problem.code, problem.detail, problem.retry_after_seconds)
 
     def error(self) -> ServiceError:
         """The error to raise."""

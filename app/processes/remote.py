@@ -25,7 +25,7 @@ from app.errors import (
     Overloaded,
     ServiceError,
 )
-from app.interface import CorpusState, Found, Health, Job, Ranked, ServedCorpus, ServedModel
+from app.interface import CorpusState, Health, Job, Ranked, SearchResult, ServedCorpus, ServedModel
 from app.processes.link import Link
 from app.processes.messages import Admit, Answer, Call, Cancel, Failed, FromEngine, Rank, Search, State, encode
 from app.settings import Settings
@@ -62,7 +62,7 @@ class RemoteJob:
     place: int = 0
 
 
-class Known(NamedTuple):
+class NumberedModel(NamedTuple):
     """What serves, with the engine process's number for it."""
 
     number: int
@@ -83,8 +83,8 @@ class RemoteRanker:
         self.linked = asyncio.Event()  # set while the engine process's state is known
         self._path = path
         self._link: Link | None = None
-        self._model: Known | None = None
-        self._towers: Known | None = None
+        self._model: NumberedModel | None = None
+        self._towers: NumberedModel | None = None
         self._served: dict[int, Any] = {}  # models and corpora that serve or did lately, by number
         self._heard = 0.0
         self._refused_at = float("-inf")  # clock seconds when the engine process last refused a request of this worker
@@ -124,11 +124,11 @@ class RemoteRanker:
         while True:
             ended = asyncio.Event()
 
-            def lost(link: Link, ended: asyncio.Event = ended) -> None:
+            def on_close(link: Link, ended: asyncio.Event = ended) -> None:
                 self._lose()
                 ended.set()
 
-            link = Link(FromEngine, self._take, self._made, lost)
+            link = Link(FromEngine, self._take, self._on_open, on_close)
             try:
                 await loop.create_unix_connection(lambda link=link: link, self._path)  # type: ignore[misc]
                 made_at = self.clock()
@@ -141,7 +141,7 @@ class RemoteRanker:
                 log.error("not_linked", **of_exception(error))
             await asyncio.sleep(CONNECT_SECONDS)
 
-    def _made(self, link: Link) -> None:
+    def _on_open(self, link: Link) -> None:
         self._link, self._heard = link, self.clock()
 
     def _lose(self) -> None:
@@ -169,20 +169,20 @@ class RemoteRanker:
         if message.model is None:
             self._model = None
         elif self._model is None or self._model.number != message.model.number:
-            self._model = self._known(message.model.number, message.model.model)
+            self._model = self._numbered(message.model.number, message.model.model)
         if message.corpus is None:
             self._towers = None
         elif self._towers is None or self._towers.number != message.corpus.number:
-            self._towers = self._known(message.corpus.number, message.corpus.towers)
+            self._towers = self._numbered(message.corpus.number, message.corpus.towers)
         self.linked.set()
 
-    def _known(self, number: int, make: Callable[[], Any]) -> Known:
+    def _numbered(self, number: int, make: Callable[[], Any]) -> NumberedModel:
         if number not in self._served:
             self._served[number] = make()
-            serving = {known.number for known in (self._model, self._towers) if known is not None}
+            serving = {numbered.number for numbered in (self._model, self._towers) if numbered is not None}
             for old in sorted(self._served.keys() - serving)[:-REPLACED_KEPT]:
                 del self._served[old]
-        return Known(number, self._served[number])
+        return NumberedModel(number, self._served[number])
 
     # admission
 
@@ -243,8 +243,8 @@ class RemoteRanker:
 
     def number_of(self, served: Any) -> int:
         """The engine process's number for a model or a corpus. Raises NotReady if it serves no more."""
-        for number, known in self._served.items():
-            if known is served:
+        for number, model in self._served.items():
+            if model is served:
                 return number
         raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
 
@@ -313,19 +313,28 @@ class RemoteRanker:
         self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
     ) -> NDArray[np.float32]:
         """See `interface.Ranker.attention`."""
-        found = await self.call("attention", self.number_of(model), context, candidates, deadline, deadline=deadline)
-        return cast(NDArray[np.float32], found)
+        attention = await self.call(
+            "attention", self.number_of(model), context, candidates, deadline, deadline=deadline
+        )
+        return cast(NDArray[np.float32], attention)
 
     def health(self) -> Health:
         """Whether requests may be sent here, and why not."""
-        told = self.state.health
-        failed, reason = told.failed, told.reason
+        engine_health = self.state.health
+        failed, reason = engine_health.failed, engine_health.reason
         silent = self.clock() - self._heard
         if self._link is not None and silent > SILENT_SECONDS:
             failed, reason = True, f"The engine process has been silent for {silent:.1f} s."
         if self._is_draining and not failed:
             reason = "The process is shutting down."
-        return Health(not reason, self._has_started, failed, self._is_draining or told.draining, reason, told.feed)
+        return Health(
+            not reason,
+            self._has_started,
+            failed,
+            self._is_draining or engine_health.draining,
+            reason,
+            engine_health.feed,
+        )
 
     async def exposition(self) -> bytes:
         """The metrics of all processes. Raises EngineDown while the engine process is gone."""
@@ -362,15 +371,15 @@ class RemoteCorpus:
         *,
         leaves_at: float = math.inf,
         is_admitted: bool = False,
-    ) -> Found:
+    ) -> SearchResult:
         """See `interface.Corpus.search`."""
         number = self._ranker.number_of(served)
 
         def search(id: int) -> Search:
             return Search(id, number, query, deadline, key, leaves_at, is_admitted)
 
-        found = await self._ranker.ask(search, Found, deadline)
-        return cast(Found, found)
+        result = await self._ranker.ask(search, SearchResult, deadline)
+        return cast(SearchResult, result)
 
     async def change(self, change: PostChange) -> CorpusState:
         """See `interface.Corpus.change`."""

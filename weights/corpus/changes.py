@@ -113,7 +113,7 @@ class Changes:
 
     def read(self) -> Change:
         """All changes as one, which makes of the corpus as it was built what it is now."""
-        self._file = _found(self._path)
+        self._file = _status_of(self._path)
         change = _read(self._stored.path, self._stored.manifest)
         if not self.is_in(self._stored.path):
             raise NotStored(f"Corpus {self._stored.path} was replaced while it was read; read it again.")
@@ -122,8 +122,8 @@ class Changes:
 
     def is_in(self, directory: Path) -> bool:
         """Whether the corpus of these changes is what lies in this directory now."""
-        found = _found(directory / MANIFEST_NAME)
-        return found is not None and not self._lock.closed and os.path.samestat(found, os.fstat(self._lock.fileno()))
+        status = _status_of(directory / MANIFEST_NAME)
+        return status is not None and not self._lock.closed and os.path.samestat(status, os.fstat(self._lock.fileno()))
 
     def record(self, changes: Sequence[Change]) -> None:
         """Write changes in order, and return once they are on the disk. If this raises, the corpus that lies in the directory has none of
@@ -169,8 +169,8 @@ class Changes:
         built = set(corpus.post_ids[corpus.rows_of(change.delete)].view(np.int64).tolist())
         gone = ((post, (None,) * 6) for post in change.delete.view(np.int64).tolist())
         for place, (post, columns) in enumerate((*gone, *_columns_of(change.posts))):
-            found = database.execute("SELECT digest FROM posts WHERE post_id = ?", (post,)).fetchone()
-            rows ^= found[0] if found else 0
+            row_before = database.execute("SELECT digest FROM posts WHERE post_id = ?", (post,)).fetchone()
+            rows ^= row_before[0] if row_before else 0
             if columns[-1] is None and post not in built:
                 database.execute("DELETE FROM posts WHERE post_id = ?", (post,))
                 continue
@@ -186,7 +186,7 @@ class Changes:
                 if self._path.exists():
                     raise NotStored(NOT_READ)
                 _create(self._path, self._stored.manifest)
-                self._file = _found(self._path)
+                self._file = _status_of(self._path)
             self._database = _connected(self._path, "rw")
         return self._database
 
@@ -200,7 +200,7 @@ class Changes:
         """Raises NotStored unless whoever reads the corpus next will find what is written here."""
         if not self.is_in(self._stored.path):
             raise NotStored("The corpus was replaced on the disk; read it again.")
-        if self._file is not None and not ((found := _found(self._path)) and os.path.samestat(found, self._file)):
+        if self._file is not None and not ((status := _status_of(self._path)) and os.path.samestat(status, self._file)):
             raise LogLost(
                 "The file of the corpus's changes was removed or replaced under this process, which still has them: put it back, or read "
                 "the corpus again to go on without them."
@@ -230,13 +230,13 @@ def mark_after(mark: Mark, change: Change | PostChange) -> Mark:
     posts: NewPosts | PostRows = change.upsert if isinstance(change, PostChange) else change.posts
     post_ids, author_ids = zip(*posts.texts, strict=True) if posts.texts else (posts.post_ids, posts.author_ids)
     ids = {"delete": change.delete_texts or change.delete, "post_ids": post_ids, "author_ids": author_ids}
-    said: dict[str, Any] = {
+    content: dict[str, Any] = {
         name: column.tolist() if isinstance(column, np.ndarray) else list(column) for name, column in ids.items()
     }
-    said |= {"created_at": posts.created_at.tolist(), "topics": list(posts.topics)}
+    content |= {"created_at": posts.created_at.tolist(), "topics": list(posts.topics)}
     if posts.codes.any():
-        said["codes"] = posts.codes.tolist()
-    digest = hashlib.blake2b(mark.digest.encode() + json.dumps(said).encode(), digest_size=16).hexdigest()
+        content["codes"] = posts.codes.tolist()
+    digest = hashlib.blake2b(mark.digest.encode() + json.dumps(content).encode(), digest_size=16).hexdigest()
     return Mark(mark.sequence + 1, digest, mark.position)
 
 
@@ -368,7 +368,7 @@ def _digest(values: Sequence[Any]) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _found(path: Path) -> os.stat_result | None:
+def _status_of(path: Path) -> os.stat_result | None:
     try:
         return os.stat(path)
     except OSError:

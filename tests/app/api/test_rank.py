@@ -228,9 +228,7 @@ CASES = (
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_refusal_has_a_status_a_code_no_word_of_the_caller_and_no_place(
-    running: tuple[TestClient, LocalRanker], name: str
-) -> None:
+def test_a_refusal_has_status_and_code_and_echoes_nothing(running: tuple[TestClient, LocalRanker], name: str) -> None:
     client, ranker = running
     body, status, code = CASES[name]
     with structlog.testing.capture_logs() as lines:

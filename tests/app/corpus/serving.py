@@ -15,7 +15,7 @@ import numpy as np
 
 from app.corpus.changes import CorpusLoader, LoadedCorpus, corpus_loader
 from app.corpus.searches import Searches
-from app.interface import Found, ServedCorpus
+from app.interface import SearchResult, ServedCorpus
 from app.service.ranker import LocalRanker
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
@@ -74,7 +74,7 @@ class Watched:
         self.scans.append([query.context.user_id for query in queries])
         self.threads.append(threading.current_thread().name.partition("_")[0])
         self._before.get("retrieve", id)(queries)
-        encode_seconds = self.encode_seconds if users.unknown else 0.0
+        encode_seconds = self.encode_seconds if users.uncached else 0.0
         answers: Answers = self._engine.retrieve(queries, users)
         return replace(answers, encode_seconds=encode_seconds, search_seconds=self.search_seconds)
 
@@ -117,13 +117,13 @@ def query(user: int = 1, k: int = 500, at_least: str = "") -> Query:
     return Query(context, k, Filters(NO_IDS), at_least=at_least)
 
 
-async def found(searches: Searches, asked: Query) -> Found:
+async def found(searches: Searches, asked: Query) -> SearchResult:
     return await searches.search(searches.served, asked, FAR, None)
 
 
 def begun(
     searches: Searches, user: int, deadline: float = FAR, served: ServedCorpus | None = None, key: str | None = None
-) -> asyncio.Task[Found]:
+) -> asyncio.Task[SearchResult]:
     """A search of five posts that is under way."""
     return asyncio.ensure_future(searches.search(served or searches.served, query(user, 5), deadline, key))
 

@@ -88,7 +88,7 @@ async def test_an_answer_that_cannot_be_read_fails_alone(tmp_path: Path) -> None
             assert await link.call("corpus_state") is None
 
 
-async def test_a_fault_in_what_takes_messages_ends_one_link_with_a_line(tmp_path: Path) -> None:
+async def test_a_fault_in_a_message_handler_ends_one_link_with_a_line(tmp_path: Path) -> None:
     def fail(link: Link, message: Any) -> None:
         raise ZeroDivisionError
 

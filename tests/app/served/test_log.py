@@ -262,7 +262,7 @@ def test_nothing_is_removed_where_days_are_kept_for_ever(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("place", ["missing/log", "file/log", "file"])
-def test_a_directory_that_cannot_be_made_costs_rankings_not_requests(tmp_path: Path, place: str) -> None:
+def test_an_unwritable_directory_costs_rankings_not_requests(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_bytes(b"")
     with logging(tmp_path / place) as (client, ranker):
         for number in range(5):
