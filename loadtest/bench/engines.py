@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -26,18 +27,44 @@ SHAPES = ("mini", "nano")
 COMPOSITIONS = 1000  # of the row on bits
 SPEED_TARGETS = {("mini", 64): (4, 8), ("mini", 512): (9, 12), ("nano", 64): (3, 16), ("nano", 512): (6, 18)}
 LIMIT_TARGETS = {("mini", 64, "cold"): 0.55, ("mini", 512, "cold"): 0.68, ("mini", 512, "cached"): 0.75}  # in fp32
+CODES_TARGET, CODE_REPEATS = 1.05, 3
 PRODUCT = 1024  # rows, depth and columns of a product that runs as fast as this processor can
 THRICE = {"cold": 3, "cached": 3, "ours": 3, "widest": 3}  # quick sides run three times per round
 
 
 def engine_rows(dtype: Literal["auto", "bfloat16", "float32"], rounds: int) -> Iterator[Row]:
-    """All engine rows; `auto` is the dtype that the engine chooses on this processor."""
-    chosen = NativeEngine(random_ranker(small_config())).info.dtype if dtype == "auto" else dtype
-    computed: torch.dtype = getattr(torch, chosen)
+    """All engine rows but those of content codes."""
+    computed = computed_dtype(dtype)
     yield from speed_rows(computed, rounds)
     yield from limit_rows(computed, rounds)
     yield growth_row(computed, rounds)
     yield bits_row(COMPOSITIONS)
+
+
+def computed_dtype(dtype: Literal["auto", "bfloat16", "float32"]) -> torch.dtype:
+    """The dtype of this name; `auto` is the one that the engine chooses on this processor."""
+    chosen = NativeEngine(random_ranker(small_config())).info.dtype if dtype == "auto" else dtype
+    computed: torch.dtype = getattr(torch, chosen)
+    return computed
+
+
+def code_rows(dtype: Literal["auto", "bfloat16", "float32"], rounds: int) -> Iterator[Row]:
+    """The time of a forward with content codes, X's six levels of 256, over that without."""
+    plain, computed = GEOMETRIES["mini"], computed_dtype(dtype)
+    configs = {"without": plain, "with": replace(plain, code_levels=6, code_values=256)}
+    for state, kept in (("cold", 0), ("cached", CACHE_BYTES)):
+        engines = {
+            side: NativeEngine(random_ranker(config), computed, cache_bytes=kept) for side, config in configs.items()
+        }
+        for candidates in (64, 512):
+            sides = {
+                side: partial(engine.forward, [item_of(configs[side], candidates)]) for side, engine in engines.items()
+            }
+            seconds = alternate(sides, rounds, repeats=dict.fromkeys(sides, CODE_REPEATS))
+            what = f"mini C={candidates}, {state}, with codes vs without"
+            yield compared(what, seconds, "with", "without", CODES_TARGET, faster=False)
+        for engine in engines.values():
+            engine.close()
 
 
 def item_of(config: ModelConfig, candidates: int) -> Item:

@@ -50,7 +50,9 @@ def write(
     def chunks(name: str) -> Iterable[Tensor]:
         return torch.split(values[name], 33)
 
-    columns = [name for name in ("post_ids", "author_ids", "created_at", "topics") if name in values]
+    columns = [name for name in ("post_ids", "author_ids", "created_at", "topics", "codes") if name in values]
+    if "codes" in values:
+        options |= {"code_levels": values["codes"].shape[1]}
     labels = CorpusLabels("posts", position=position)
     return write_corpus(path, labels, encoder, POSTS, columns, chunks, lambda: ("a", "b", "c"), **options)
 
@@ -105,9 +107,15 @@ def in_milliseconds(values: dict[str, Tensor]) -> None:
     values["created_at"][3] = 1_780_000_000_000
 
 
+def with_a_negative_code(values: dict[str, Tensor]) -> None:
+    values["codes"] = torch.ones(POSTS, 2, dtype=torch.int32)
+    values["codes"][5, 1] = -1
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
+        (with_a_negative_code, "row 6: codes must be a list of at most 64 content codes"),
         (longer, "a vector of length 1.002 in row 40, not 1"),
         (unnamed, "a topic that the manifest does not name"),
         (in_milliseconds, r"row 4: created_at must be Unix seconds.*milliseconds"),
@@ -140,7 +148,7 @@ def test_half_vectors_may_be_less_exact(encoder: Encoder, tmp_path: Path) -> Non
         (CorpusLabels("posts", position="1-2-3"), "not two numbers and a dash"),
     ],
 )
-def test_labels_that_no_corpus_may_have_are_refused_before_a_post_is_encoded(
+def test_impossible_labels_are_refused_before_any_encoding(
     encoder: Encoder, tmp_path: Path, labels: CorpusLabels, sentence: str
 ) -> None:
     asked: list[str] = []
@@ -150,9 +158,7 @@ def test_labels_that_no_corpus_may_have_are_refused_before_a_post_is_encoded(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_corpus_whose_posts_were_changed_is_replaced_only_by_one_that_says_up_to_where_it_has_them(
-    encoder: Encoder, tmp_path: Path
-) -> None:
+def test_a_changed_corpus_is_replaced_only_with_a_feed_position(encoder: Encoder, tmp_path: Path) -> None:
     path, values = tmp_path / "corpus", arrays()
     write(path, encoder, values)
     _, changes, _ = load_changed(path, encoder.manifest)

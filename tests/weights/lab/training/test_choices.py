@@ -39,7 +39,7 @@ def with_actions(log: Log, **shares: float) -> Log:
     return replace(log, actions=actions, action_names=tuple(shares))
 
 
-def test_every_choice_is_printed_with_its_reason_and_kept_for_the_manifest(log: Log) -> None:
+def test_every_choice_is_printed_with_its_reason_and_recorded(log: Log) -> None:
     made = plan(log)
     assert made.lines()[0].startswith(f"{len(log):,} impressions, ")
     assert made.lines()[0].endswith("2026-06-01 … 2026-06-10")
@@ -229,7 +229,7 @@ def test_a_log_that_teaches_nothing_is_refused_with_its_range(reason: str, log: 
         plan(USELESS[reason](log))
 
 
-def test_a_training_period_that_teaches_nothing_is_refused_with_its_range(log: Log) -> None:
+def test_a_useless_training_period_is_refused_with_its_range(log: Log) -> None:
     """The log as a whole would do."""
     times = np.unique(log.impression_ts)
     with pytest.raises(LogError, match=r"^the training period \(2026-06-01, Unix seconds .*\) holds only one "):

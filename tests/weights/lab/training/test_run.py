@@ -110,7 +110,7 @@ def test_smoothed_labels_know_nothing_of_later_rows(world: World) -> None:
     assert np.array_equal(smoothed_labels(examples, rows, 0.5), smoothed_labels(other, rows, 0.5))
 
 
-def test_a_run_learns_from_smoothed_labels_and_validates_on_hard_ones(world: World) -> None:
+def test_a_run_learns_smoothed_labels_and_validates_on_hard_ones(world: World) -> None:
     def run(counts_share: float) -> list[Status]:
         seen: list[Status] = []
         settings = replace(SHORT, counts_share=counts_share)
