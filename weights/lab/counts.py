@@ -76,35 +76,6 @@ def count_probabilities(examples: Examples, frozen: int, action: int, seed: int 
     return _logistic(features[rows], happened, features)
 
 
-def count_expectations(examples: Examples, frozen: int, action: int, seed: int = 1) -> Floats:
-    """What counts expect of the rows before `frozen`, probabilities float32 `[frozen]`: the logistic model of `count_probabilities` and
-    boosted trees on the same features, their logits averaged.
-
-    The trees of the older half of the rows predict the newer half, and the other way round, so that they do not repeat what they learned
-    by heart. Without both outcomes in either half, there are no trees.
-    """
-    log = examples.log
-    rows = _rows_to_fit_on(log, frozen, action, seed)
-    happened = log.actions[rows, action]
-    if happened.all() or not happened.any():
-        return popularity(log, frozen, action)[:frozen]
-    features = count_features(examples, frozen, action)[:frozen]
-    logistic = _logistic(features[rows], happened, features)
-    middle = int(np.median(rows))
-    is_older = rows < middle
-    if any(part.all() or not part.any() for part in (happened[is_older], happened[~is_older])):
-        return logistic
-    older, newer = features[:middle], features[middle:]
-    trees = np.concatenate(
-        (
-            _boosted(features[rows[~is_older]], happened[~is_older], older),
-            _boosted(features[rows[is_older]], happened[is_older], newer),
-        )
-    )
-    odds = (_log_odds(logistic) + _log_odds(trees)) / 2
-    return np.asarray(1 / (1 + np.exp(-odds)), np.float32)
-
-
 def _rows_to_fit_on(log: Log, frozen: int, action: int, seed: int) -> Ints:
     """At most MOST_ROWS of the rows before `frozen` that have counts and whose outcome is known, in order."""
     first = int(frozen * COUNTS_FROM)
@@ -120,17 +91,6 @@ def _logistic(features: NDArray[np.float64], happened: NDArray[np.bool_], others
 
     model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
     with threadpool_limits(1):
-        return np.asarray(model.fit(features, happened).predict_proba(others)[:, 1], np.float32)
-
-
-def _boosted(features: NDArray[np.float64], happened: NDArray[np.bool_], others: NDArray[np.float64]) -> Floats:
-    from sklearn.ensemble import HistGradientBoostingClassifier
-    from threadpoolctl import threadpool_limits
-
-    model = HistGradientBoostingClassifier(
-        max_iter=100, learning_rate=0.05, max_leaf_nodes=8, min_samples_leaf=50, l2_regularization=5.0, early_stopping=False
-    )  # fmt: skip
-    with threadpool_limits(1):  # of several, each waits for the slowest at every leaf
         return np.asarray(model.fit(features, happened).predict_proba(others)[:, 1], np.float32)
 
 
@@ -201,10 +161,10 @@ def smoothed_labels(examples: Examples, rows: int, share: float) -> Floats:
     """Labels of the first `rows` rows to learn from, float32 `[rows, A]`: each action as it happened, less `share`, plus `share` of the
     probability that counts give it. A model that learns from them does not learn single rows by heart.
 
-    This is distillation (Hinton et al., 2015, https://arxiv.org/abs/1503.02531) with models on counts as the teacher.
+    This is distillation (Hinton et al., 2015, https://arxiv.org/abs/1503.02531) with the logistic model on counts as the teacher.
     """
     happened = examples.log.actions[:rows].astype(np.float32)
-    expected = [count_expectations(examples, rows, action) for action in range(happened.shape[1])]
+    expected = [count_probabilities(examples, rows, action)[:rows] for action in range(happened.shape[1])]
     return (1 - np.float32(share)) * happened + np.float32(share) * np.stack(expected, 1)
 
 

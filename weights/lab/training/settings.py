@@ -74,7 +74,8 @@ class TrainSettings:
     ] = 0.0
     counts_share: Annotated[
         float,
-        "how much of a label is what models on counts expect, rather than what happened: small logs are then not learned by heart",
+        "how much of a label is what a logistic model on counts expects, rather than what happened: small logs are then not learned by "
+        "heart",
         SHARE,
     ] = 0.0
     learning_rate: Annotated[

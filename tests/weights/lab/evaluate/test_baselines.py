@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 pytest.importorskip("pyarrow")
 
 from tests.weights.lab.training.small_run import WORLD, small_config
-from weights.lab.counts import Past, count_expectations, count_probabilities
+from weights.lab.counts import Past
 from weights.lab.evaluate.baselines import (
     BASELINES,
     BOOSTED,
@@ -108,24 +108,3 @@ def test_counts_see_which_authors_a_user_likes() -> None:
     reached = {name: auc(liked[rows // 2 :], each[0]) for name, each in found.items()}
     assert reached[COUNTS] > 0.85
     assert reached["popularity"] < 0.6
-
-
-def test_expectations_follow_a_curve_that_no_line_can() -> None:
-    """Posts are liked in the second half of each day after they were written."""
-    rng, rows = np.random.default_rng(1), 4000
-    user, author = rng.integers(1, 31, rows).astype(np.uint64), rng.integers(1, 11, rows).astype(np.uint64)
-    age = rng.integers(1, 3 * 86_400, rows)
-    liked = rng.random(rows) < np.where(age // 43_200 % 2 == 1, 0.5, 0.02)
-    examples = Examples(one_row_requests(liked, user, author, age), replace(small_config(), actions=1))
-    assert auc(liked, count_expectations(examples, rows, 0)) > 0.8
-    assert auc(liked, count_probabilities(examples, rows, 0)) < 0.7
-
-
-def test_expectations_repeat_no_row_by_heart() -> None:
-    rng, rows = np.random.default_rng(1), 2000
-    user, author = rng.integers(1, 31, rows).astype(np.uint64), rng.integers(1, 11, rows).astype(np.uint64)
-    liked = rng.random(rows) < 0.3
-    examples = Examples(
-        one_row_requests(liked, user, author, rng.integers(1, 86_400, rows)), replace(small_config(), actions=1)
-    )
-    assert auc(liked, count_expectations(examples, rows, 0)) < 0.56
