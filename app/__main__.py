@@ -32,8 +32,8 @@ def main(arguments: Sequence[str] = (), program: str = "python -m app") -> int:
         signal.signal(number, lambda *_: sys.exit(0))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for name in ("model", "weights"):
-        found = importlib.util.find_spec(name)
-        origin = found.origin if found else None
+        spec = importlib.util.find_spec(name)
+        origin = spec.origin if spec else None
         if origin is None or Path(origin).parents[1] != Path(__file__).parents[1]:
             advice = "start with python -P -m app, which leaves the working directory out, or with phoenix-ranker serve"
             say(f"{program}: the package {name} is not ours but {origin or 'missing'}: {advice}")

@@ -134,7 +134,10 @@ def info(
         "torch": importlib.metadata.version("torch"),
         "from": str(ROOT),
         "demo": str(DEMO) if DEMO.is_dir() else "not there",
-        **{f"{name} kernel": found.name if found else "compiled at the first start" for name, found in kernels.items()},
+        **{
+            f"{name} kernel": library.name if library else "compiled at the first start"
+            for name, library in kernels.items()
+        },
     }
     if as_json:
         import json

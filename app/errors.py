@@ -231,7 +231,7 @@ class StorageFull(ServiceError, status=507, code="storage_full", title="Insuffic
     """The disk or the quota is full, or the file system is read-only: nothing was changed."""
 
 
-def told(error: Exception) -> ServiceError:
+def service_error_of(error: Exception) -> ServiceError:
     """Return the ServiceError to report for any exception. What a library says is not repeated: it may quote the caller."""
     if isinstance(error, ServiceError):
         return error

@@ -147,7 +147,7 @@ def render(
 
 def _changes(own: Numbers, rest: Sequence[Numbers], row: int) -> dict[str, Any]:
     """What each thing changes: the numbers with it minus those without it."""
-    scores, columns = (np.array([own[part][row] - each[part][row] for each in rest]) for part in (0, 1))
+    scores, columns = (np.array([own[part][row] - without[part][row] for without in rest]) for part in (0, 1))
     *_, user, everything = range(len(rest))
 
     def one(score: Any, probabilities: Floats) -> dict[str, Any]:

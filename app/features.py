@@ -245,8 +245,8 @@ class _Posts:
         """One value a post as it was sent; empty where an optional array was left out."""
         if isinstance(self.items, list):
             return [*map(attrgetter(field), self.items)]
-        found: list[Any] | UnsetType = getattr(self.items, field)
-        return [] if found is UNSET else found
+        column: list[Any] | UnsetType = getattr(self.items, field)
+        return [] if column is UNSET else column
 
     def path(self, field: str, row: int) -> str:
         """Where the value of one post is."""
@@ -280,15 +280,15 @@ class _Posts:
 
     def codes(self, vocabulary: Vocabulary) -> NDArray[np.int64]:
         """Content codes, int64 `[n, Q]`; zeros for a post that was sent without any."""
-        sent, (levels, values) = self.column("codes"), (vocabulary.code_levels, vocabulary.code_values)
+        sent, levels, values = self.column("codes"), vocabulary.code_levels, vocabulary.code_values
         if not any(sent):  # a post that was sent without codes has UNSET, which is false
             return np.zeros((count_of(self.items), levels), np.int64)
         none = [0] * levels
         rows = [codes or none for codes in sent]
         flat = [*chain.from_iterable(rows)]
         if not levels or {*map(len, rows)} != {levels} or min(flat) < 0 or max(flat) > values:
-            found = [(row, codes_problem(codes or (), levels, values)) for row, codes in enumerate(sent)]
-            for row, problem in found:
+            problems = [(row, codes_problem(codes or (), levels, values)) for row, codes in enumerate(sent)]
+            for row, problem in problems:
                 if problem is not None:
                     raise InvalidRequest(self.path("codes", row), problem)
             return np.zeros((len(sent), levels), np.int64)  # of a checkpoint that reads none
@@ -314,24 +314,24 @@ class _Posts:
         sent, width = self.column("actions"), len(vocabulary.action_names)
         kinds = {*map(type, sent)}
         if int not in kinds:
-            found = np.zeros((count_of(self.items), width), np.float32)
+            values = np.zeros((count_of(self.items), width), np.float32)
         else:
             masks = sent if kinds == {int} else [item if type(item) is int else 0 for item in sent]
             most = min(2**width - 1, MAX_ID)
             if min(masks) < 0 or max(masks) > most:
                 row = next(row for row, mask in enumerate(masks) if not 0 <= mask <= most)
                 raise InvalidRequest(self.path("actions", row), NO_MASK.format(width))
-            found = bits_of(np.asarray(array("Q", masks)).reshape(-1, 1), width)
+            values = bits_of(np.asarray(array("Q", masks)).reshape(-1, 1), width)
         if kinds - {int}:
             items = [() if type(item) is int else item for item in sent] if int in kinds else sent
-            self._take_named(items, found, vocabulary.index, has_maps=dict in kinds)
-        return found
+            self._take_named(items, values, vocabulary.index, has_maps=dict in kinds)
+        return values
 
     def _take_named(
-        self, items: Sequence[Any], found: NDArray[np.float32], index: Mapping[str, int], *, has_maps: bool
+        self, items: Sequence[Any], out: NDArray[np.float32], index: Mapping[str, int], *, has_maps: bool
     ) -> None:
-        """Write the actions of lists and maps into `found`, `[n, A]`."""
-        width = found.shape[1]
+        """Write the actions of lists and maps into `out`, `[n, A]`."""
+        width = out.shape[1]
         try:
             places = [row * width + index[name] for row, item in enumerate(items) for name in item]
         except KeyError:
@@ -341,13 +341,13 @@ class _Posts:
             raise InvalidRequest(self.path("actions", row), NAMED_TWICE)
         values: NDArray[np.float64] | float = 1.0
         if has_maps:
-            each = (item.values() if isinstance(item, dict) else repeat(1.0, len(item)) for item in items)
-            values = np.fromiter(chain.from_iterable(each), np.float64, len(places))
+            values_by_item = (item.values() if isinstance(item, dict) else repeat(1.0, len(item)) for item in items)
+            values = np.fromiter(chain.from_iterable(values_by_item), np.float64, len(places))
             if (problem := problem_of_actions(values)) is not None:
                 place, text = problem
                 name = [*chain.from_iterable(items)][place]
                 raise InvalidRequest(f"{self.path('actions', places[place] // width)}.{name}", text)
-        found.put(places, values)
+        out.put(places, values)
 
     def _unknown_action(self, items: Sequence[Any], index: Mapping[str, int]) -> InvalidRequest:
         row = next(row for row, item in enumerate(items) if not index.keys() >= {*item})

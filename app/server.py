@@ -37,7 +37,7 @@ from app.api.caller import CUT_OFF, KeyRing
 from app.api.connection import Connection, PortState, sweep
 from app.api.operations import Scrapes
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START, SAME_SIGNAL_SECONDS
-from app.interface import Ranker, ReloadableRanker
+from app.interface import RankingService, ReloadableService
 from app.main import create_admin_app, create_app, create_probe_app
 from app.settings import ADMIN_HOST, ANY_ADDRESS, Settings, listen_hosts
 from app.telemetry import logs
@@ -102,7 +102,9 @@ class Port(uvicorn.Server):
 class Server(Port):
     """The service's port. To stop, it loses readiness, waits the delay, closes its listeners and finishes open requests."""
 
-    def __init__(self, app: FastAPI, sockets: Sequence[socket.socket], ranker: Ranker, settings: Settings) -> None:
+    def __init__(
+        self, app: FastAPI, sockets: Sequence[socket.socket], ranker: RankingService, settings: Settings
+    ) -> None:
         super().__init__(app, sockets, settings, lifespan=True)
         self.ranker = ranker
         self.settings = settings
@@ -220,7 +222,7 @@ class Server(Port):
 
 def run(
     settings: Settings,
-    ranker: Ranker | None = None,
+    ranker: RankingService | None = None,
     sockets: Sequence[socket.socket] | None = None,
     *,
     announces: bool = True,
@@ -229,9 +231,9 @@ def run(
 
     A worker of several is given its ranker and its sockets, which it shares with the others; one of them `announces` what people can try.
     """
-    local: ReloadableRanker | None = None
+    local: ReloadableService | None = None
     if ranker is None:
-        from app.service.ranker import create_ranker
+        from app.service.local import create_ranker
         from app.telemetry.metrics import Metrics
 
         ranker = local = create_ranker(settings, Metrics())
@@ -281,19 +283,19 @@ async def serve_engine(engine: EngineProcess, path: str, sides: Sequence[Port]) 
 
 
 def side_ports(
-    settings: Settings, ranker: ReloadableRanker, exposition: Callable[[], Awaitable[bytes]] | None = None
+    settings: Settings, ranker: ReloadableService, exposition: Callable[[], Awaitable[bytes]] | None = None
 ) -> list[Port]:
     """The ports for probes and for the admin interface, where they are set. Raises OSError, which is logged, where one is taken.
     `exposition`: the metrics of all processes."""
-    found = []
+    ports = []
     if settings.probes.port is not None:
         app = create_probe_app(settings, ranker)
         if exposition is not None:
             app.state.scrapes = Scrapes(exposition)
-        found.append(Port(app, bind_logged(settings.probes.host, settings.probes.port), settings))
+        ports.append(Port(app, bind_logged(settings.probes.host, settings.probes.port), settings))
     if settings.admin.port is not None:
-        found.append(Port(create_admin_app(settings, ranker), bind_logged(ADMIN_HOST, settings.admin.port), settings))
-    return found
+        ports.append(Port(create_admin_app(settings, ranker), bind_logged(ADMIN_HOST, settings.admin.port), settings))
+    return ports
 
 
 def bind_logged(host: str, port: int) -> list[socket.socket]:
@@ -324,28 +326,28 @@ async def serve(server: Server, sides: Sequence[Port]) -> None:
 def bind(host: str, port: int) -> list[socket.socket]:
     """A socket that listens for each address that `host` names, all on one port. Raises OSError unless every family that the machine has
     is bound."""
-    found: list[socket.socket] = []
+    listeners: list[socket.socket] = []
     failed: OSError | None = None
     try:
-        for each in listen_hosts(host):
+        for address_name in listen_hosts(host):
             for family, _, _, _, address in socket.getaddrinfo(
-                each, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+                address_name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             ):
                 try:
-                    found.append(_listening(family, (address[0], port, *address[2:])))
+                    listeners.append(_listening(family, (address[0], port, *address[2:])))
                 except OSError as error:
                     if error.errno not in NO_FAMILY:
                         raise
                     failed = error
                 else:
-                    port = found[-1].getsockname()[1]  # the same for all where it was 0
-        if failed is not None and not found:
+                    port = listeners[-1].getsockname()[1]  # the same for all where it was 0
+        if failed is not None and not listeners:
             raise failed
     except OSError:
-        for opened in found:
+        for opened in listeners:
             opened.close()
         raise
-    return found
+    return listeners
 
 
 def _listening(family: int, address: tuple[Any, ...]) -> socket.socket:
@@ -368,15 +370,15 @@ def announce(settings: Settings, host: str, port: int) -> None:
     url = f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"
     example = settings.checkpoint.absolute() / "example.json"
     curl = f"curl -s {url}/rank -H 'content-type: application/json' -d @'{example}'"
-    told = {"try": curl} if os.path.isfile(example) else {}
+    example_line = {"try": curl} if os.path.isfile(example) else {}
     if not logs.are_for_people(settings.logs):
         if settings.explores:
-            log.info("page", url=f"{url}/explore", **told)
+            log.info("page", url=f"{url}/explore", **example_line)
         return
     page = {"page": f"{url}/explore"} if settings.explores else {}
     print(f"Phoenix ranking server: {settings.checkpoint.name} on {url}", file=sys.stderr)
-    for name, said in (page | told | {"stop": "Ctrl-C"}).items():
-        print(f"  {name:5} {said}", file=sys.stderr)
+    for name, value in (page | example_line | {"stop": "Ctrl-C"}).items():
+        print(f"  {name:5} {value}", file=sys.stderr)
 
 
 def raise_file_limit() -> None:

@@ -266,7 +266,7 @@ class Auth(Group):
     def read(self) -> dict[str, bytes]:
         """Name → SHA-256 of the key; what the file holds now, if there is one. Raises SettingsProblem for a file that cannot be used."""
         keys = self.keys if self.keys_file is None else _keys_in(self.keys_file)
-        return {name: bytes.fromhex(each.get_secret_value()) for name, each in sorted(keys.items())}
+        return {name: bytes.fromhex(digest.get_secret_value()) for name, digest in sorted(keys.items())}
 
     @field_validator("keys")
     @classmethod
@@ -294,8 +294,8 @@ def _keys_in(path: Path) -> dict[str, SecretStr]:
     try:
         return Auth(keys=json.loads(text)).keys
     except ValidationError as error:
-        said = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors(include_input=False))
-        raise SettingsProblem(f"{path}: {said}") from None
+        problems = "; ".join(entry["msg"].removeprefix("Value error, ") for entry in error.errors(include_input=False))
+        raise SettingsProblem(f"{path}: {problems}") from None
 
 
 class Admin(Group):
@@ -517,7 +517,7 @@ class Settings(BaseSettings):
         names = [name for name in self.hosts.split(",") if name and (is_main or is_loopback(host))]
         if "*" in names or (names and is_main):
             return names
-        own = [f"[{each}]" if ":" in each else each for each in listen_hosts(host)]
+        own = [f"[{address}]" if ":" in address else address for address in listen_hosts(host)]
         return [*dict.fromkeys([*names, *LOOPBACK, *own])] if is_loopback(host) else ["*"]
 
     def effective(self) -> dict[str, Any]:
@@ -540,8 +540,8 @@ def load_settings(
 
     Raises SettingsProblem for a `RANKER_` name, a flag or a name in the file that is unknown, and for a value that does not fit.
     """
-    known = {_flag(name): name for name in names()}
-    groups = {flag.partition(".")[0] for flag in known}
+    names_by_flag = {_flag(name): name for name in names()}
+    groups = {flag.partition(".")[0] for flag in names_by_flag}
     config, flags = _config_of([_dashed(flag) for flag in argv])
     if {"--help", "-h"} & {*flags}:
         from app.settings_help import print_help
@@ -549,13 +549,14 @@ def load_settings(
         print_help(Settings, program)
         raise SystemExit(0)
     for flag in flags:
-        given = flag.partition("=")[0]
-        if given.startswith("--") and given not in {*known, *groups, "--help"}:
+        flag_name = flag.partition("=")[0]
+        if flag_name.startswith("--") and flag_name not in {*names_by_flag, *groups, "--help"}:
             raise SettingsProblem(
-                f"{given} is not a setting; the nearest one is {_nearest(given, known)}, and --help lists them all"
+                f"{flag_name} is not a setting; the nearest one is {_nearest(flag_name, names_by_flag)}, "
+                "and --help lists them all"
             )
     environ = os.environ if environ is None else environ
-    _refuse_unknown(environ, [*known.values(), CONFIG])
+    _refuse_unknown(environ, [*names_by_flag.values(), CONFIG])
     for name, value in environ.items():
         if name.upper() == f"{PREFIX}AUTH__KEYS" and (problem := problem_of_keys(value)):
             raise SettingsProblem(f"{PREFIX}AUTH__KEYS: {problem}")
@@ -610,18 +611,20 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise SettingsProblem(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:  # of TOML and of UTF-8
         raise SettingsProblem(f"{path} is not TOML: {error}") from None
-    known = [name.removeprefix(PREFIX).lower().replace("__", ".") for name in names()]
-    for name in _leaves(values, known):
-        if name not in known:
-            raise SettingsProblem(f"{path}: {name} is not a setting; the nearest one is {_nearest(name, known)}")
+    setting_names = [name.removeprefix(PREFIX).lower().replace("__", ".") for name in names()]
+    for name in _leaves(values, setting_names):
+        if name not in setting_names:
+            raise SettingsProblem(
+                f"{path}: {name} is not a setting; the nearest one is {_nearest(name, setting_names)}"
+            )
     return values
 
 
-def _leaves(values: Mapping[str, Any], known: Sequence[str], prefix: str = "") -> Iterator[str]:
+def _leaves(values: Mapping[str, Any], setting_names: Sequence[str], prefix: str = "") -> Iterator[str]:
     """The names of all values, such as `queue.max_requests`. A setting whose value is a table counts as one."""
     for name, value in values.items():
-        if isinstance(value, dict) and value and f"{prefix}{name}" not in known:
-            yield from _leaves(value, known, f"{prefix}{name}.")
+        if isinstance(value, dict) and value and f"{prefix}{name}" not in setting_names:
+            yield from _leaves(value, setting_names, f"{prefix}{name}.")
         elif value != {}:
             yield f"{prefix}{name}"
 
@@ -654,26 +657,26 @@ def listen_hosts(host: str) -> list[str]:
 
     Raises ValueError with a sentence for one that is no address and cannot be a name.
     """
-    found: list[str] = []
-    for part in (each.strip() for each in host.split(",")):
+    addresses: list[str] = []
+    for part in (text.strip() for text in host.split(",")):
         bare = part[1:-1] if part.startswith("[") and part.endswith("]") else part
         if part == "*":
-            found += ["0.0.0.0", "::"]  # noqa: S104  # what the operator asked for
+            addresses += ["0.0.0.0", "::"]  # noqa: S104  # what the operator asked for
         elif ":" in bare or bare != part:
             try:
-                found.append(str(ipaddress.IPv6Address(bare)))
+                addresses.append(str(ipaddress.IPv6Address(bare)))
             except ValueError:
                 raise ValueError(f"{part} is not an IPv6 address; set the port separately") from None
         elif re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?", bare):
-            found.append(bare)
+            addresses.append(bare)
         else:
             raise ValueError("must be an address, a host name, several of them separated by commas, or *")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(addresses))
 
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches those addresses."""
-    return all(each in ("localhost", "::1") or each.startswith("127.") for each in listen_hosts(host))
+    return all(address in ("localhost", "::1") or address.startswith("127.") for address in listen_hosts(host))
 
 
 def _flag(name: str) -> str:
@@ -689,17 +692,19 @@ def _dashed(flag: str) -> str:
     return name.replace("_", "-") + equals + value
 
 
-def _nearest(name: str, known: Mapping[str, object] | Sequence[str]) -> str:
-    return difflib.get_close_matches(name, list(known), n=1, cutoff=0)[0]
+def _nearest(name: str, setting_names: Mapping[str, object] | Sequence[str]) -> str:
+    return difflib.get_close_matches(name, list(setting_names), n=1, cutoff=0)[0]
 
 
-def _refuse_unknown(environ: Mapping[str, str], known: Sequence[str]) -> None:
+def _refuse_unknown(environ: Mapping[str, str], setting_names: Sequence[str]) -> None:
     for name in sorted(environ):
-        asked = name.upper()
-        if not asked.startswith(PREFIX) or asked in known:
+        upper_name = name.upper()
+        if not upper_name.startswith(PREFIX) or upper_name in setting_names:
             continue
-        group = [other for other in known if other.startswith(f"{asked}__")]
-        hint = f"{name} is not a setting; the nearest one is {group[0] if group else _nearest(asked, known)}"
+        group = [other for other in setting_names if other.startswith(f"{upper_name}__")]
+        hint = (
+            f"{name} is not a setting; the nearest one is {group[0] if group else _nearest(upper_name, setting_names)}"
+        )
         if re.search(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)", name):
             hint += " (Kubernetes injects such names for a Service called ranker: set enableServiceLinks to false)"
         raise SettingsProblem(hint)

@@ -24,7 +24,7 @@ def print_help(settings: type[BaseModel], program: str) -> None:
         """Serve a checkpoint, or the demo if none is named."""
 
     serve.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    serve.__annotations__ = {each.name: each.annotation for each in parameters}
+    serve.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     commands = typer.Typer(add_completion=False)
     epilog = (
         "Each option is also a variable: --queue.max-requests is RANKER_QUEUE__MAX_REQUESTS. Options win over variables, and variables "
@@ -76,7 +76,7 @@ def _metavar(kind: Any) -> str:
     """What a value looks like, such as `<int>` or `[auto|cpu|cuda]`, as the other commands show it."""
     if get_origin(kind) is Literal:
         return f"[{'|'.join(map(str, get_args(kind)))}]"
-    options = [each for each in get_args(kind) if each is not type(None)]
+    options = [argument for argument in get_args(kind) if argument is not type(None)]
     if get_origin(kind) is dict:
         return "<json>"
     if options:

@@ -148,7 +148,7 @@ class TensorRequest:
         return None if self.parameters.timeout is None else self.parameters.timeout / 1e6
 
 
-def read(body: bytes, length: str | None, limits: schema.Limits) -> TensorRequest:
+def read(body: bytes, length: str | None, limits: schema.RequestLimits) -> TensorRequest:
     """Decode and check what holds for every checkpoint. `length`: the value of `LENGTH_HEADER`, where the caller sent it.
 
     Raises MalformedJson, TooLarge or InvalidRequest.
@@ -162,7 +162,7 @@ def read(body: bytes, length: str | None, limits: schema.Limits) -> TensorReques
     if not sizes["candidates"]:
         raise InvalidRequest("candidates", "must not be empty")
     possible = [*OUTPUTS] if parameters.explore_temperature is not None else [name for name in OUTPUTS if name != DRAWN]
-    outputs = _wanted(request.outputs or [], possible, is_binary=bool(parameters.binary_data_output))
+    outputs = _chosen_outputs(request.outputs or [], possible, is_binary=bool(parameters.binary_data_output))
     return TensorRequest(inputs, outputs, parameters, request.id or None, request.model_name, **sizes)
 
 
@@ -174,24 +174,24 @@ def _json_bytes(length: str, most: int) -> int:
 
 def _with_data(inputs: Sequence[InputTensor], rest: memoryview) -> dict[str, Tensor]:
     """Each input by its name with its own data: from the JSON, or the next piece of the rest. JSON `null` is no data."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     place = 0
-    for number, given in enumerate(inputs):
-        if given.name not in INPUTS:
+    for number, tensor in enumerate(inputs):
+        if tensor.name not in INPUTS:
             raise InvalidRequest(f"inputs[{number}].name", f"must be one of {', '.join(INPUTS)}")
-        if given.name in found:
+        if tensor.name in tensors:
             raise InvalidRequest(f"inputs[{number}].name", "repeats the name of an earlier tensor")
-        size = None if given.parameters is None else given.parameters.binary_data_size
-        data = memoryview(given.data)
+        size = None if tensor.parameters is None else tensor.parameters.binary_data_size
+        data = memoryview(tensor.data)
         is_json = bytes(data[:5]) not in (b"", b"null")
         if is_json == (size is not None):
             raise InvalidRequest(f"inputs[{number}]", NO_DATA)
         if size is not None:
             data, place = rest[place : place + size], place + size
-        found[given.name] = Tensor(given.datatype, given.shape, data, is_json)
+        tensors[tensor.name] = Tensor(tensor.datatype, tensor.shape, data, is_json)
     if place != len(rest):
         raise InvalidRequest("inputs", NO_FIT)
-    return found
+    return tensors
 
 
 def _check_names(inputs: Mapping[str, Tensor], parameters: InferParameters) -> None:
@@ -209,15 +209,15 @@ def _check_names(inputs: Mapping[str, Tensor], parameters: InferParameters) -> N
         raise InvalidRequest("parameters.weights", "must not be given together with the tensor weights")
 
 
-def _wanted(outputs: Sequence[WantedOutput], possible: Sequence[str], *, is_binary: bool) -> dict[str, bool]:
+def _chosen_outputs(outputs: Sequence[WantedOutput], possible: Sequence[str], *, is_binary: bool) -> dict[str, bool]:
     """The outputs that are wanted, by default all that are possible, each with whether it is binary. Raises InvalidRequest."""
-    wanted: dict[str, bool] = {}
+    chosen: dict[str, bool] = {}
     for output in outputs:
         own = None if output.parameters is None else output.parameters.binary_data
-        if output.name not in possible or output.name in wanted:
+        if output.name not in possible or output.name in chosen:
             raise InvalidRequest("outputs", f"must name some of {', '.join(possible)}, each once")
-        wanted[output.name] = is_binary if own is None else own
-    return wanted or dict.fromkeys(possible, is_binary)
+        chosen[output.name] = is_binary if own is None else own
+    return chosen or dict.fromkeys(possible, is_binary)
 
 
 def check(request: TensorRequest, vocabulary: Vocabulary, config: ModelConfig, endpoint: str) -> CheckedRequest:
@@ -310,16 +310,16 @@ class _Reader:
         """Ids as the model reads them, uint64; `sent`: the tensor, where it was read already. Without the tensor there are none."""
         if name not in self._inputs:
             return np.zeros(0, np.uint64)
-        found = self.array(name) if sent is None else sent
-        return ids_of(found.tolist(), "text", name) if found.dtype.kind == "O" else found
+        values = self.array(name) if sent is None else sent
+        return ids_of(values.tolist(), "text", name) if values.dtype.kind == "O" else values
 
     def surfaces(self, name: str, count: int) -> NDArray[np.int64]:
         """Rows of the surfaces' table, 0 where the tensor is missing."""
-        found, last = self.array(name, count), self.vocabulary.product_surfaces - 1
-        bad = (found < 0) | (found > last)
+        values, last = self.array(name, count), self.vocabulary.product_surfaces - 1
+        bad = (values < 0) | (values > last)
         if bad.any():
             raise InvalidRequest(f"{name}[{int(bad.argmax())}]", NO_SURFACE.format(last))
-        return found
+        return values
 
     def codes(self, name: str, count: int) -> NDArray[np.int64]:
         """Content codes, int64 `[count, Q]`; zeros where the tensor is missing, and for a checkpoint that reads none."""
@@ -328,10 +328,10 @@ class _Reader:
             return np.zeros((count, levels), np.int64)
         if not levels:  # any number of levels is checked, and ignored
             self._sizes["Q"] = min(self._inputs[name].shape[-1:], default=0)
-        found = self.array(name)
-        if (problem := problem_of_codes(found, levels, values)) is not None:
+        codes = self.array(name)
+        if (problem := problem_of_codes(codes, levels, values)) is not None:
             raise InvalidRequest(f"{name}[{problem[0]}]", problem[1])
-        return found if levels else np.zeros((count, 0), np.int64)
+        return codes if levels else np.zeros((count, 0), np.int64)
 
     def by_action(self, name: str, count: int | None = None) -> NDArray[Any]:
         """A tensor whose last axis is all actions of the checkpoint, 0 for those that it does not name; `[count, A]` zeros if missing."""
@@ -342,9 +342,9 @@ class _Reader:
         values = self._unmasked(self._inputs[name]) if is_mask else self.array(name)
         if self._actions == [*range(width)]:
             return values
-        found = np.zeros((*values.shape[:-1], width), values.dtype)
-        found[..., self._actions] = values
-        return found
+        all_actions = np.zeros((*values.shape[:-1], width), values.dtype)
+        all_actions[..., self._actions] = values
+        return all_actions
 
     def _unmasked(self, tensor: Tensor) -> NDArray[np.float32]:
         """The dense form of masks."""
@@ -362,10 +362,10 @@ class _Reader:
         if shape != tuple(self._sizes[axis] for axis in spec.axes):
             axes = ", ".join(spec.axes)
             raise InvalidRequest(name, f"must have the shape [{axes}], with the same sizes as the other tensors")
-        found = _from_json(name, tensor, shape) if tensor.is_json else _from_bytes(name, tensor, shape)
-        if (problem := spec.problem(found)) is not None:
+        array = _from_json(name, tensor, shape) if tensor.is_json else _from_bytes(name, tensor, shape)
+        if (problem := spec.problem(array)) is not None:
             raise InvalidRequest(f"{name}[{problem[0]}]", problem[1])
-        return found
+        return array
 
 
 def _from_bytes(name: str, tensor: Tensor, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -447,13 +447,13 @@ def render(
         parameters["context"] = ranked.handle
     if checked.options.warnings:
         parameters["warnings"] = " ".join(checked.options.warnings)
-    told = {
+    head = {
         "model_name": vocabulary.model["name"],
         "model_version": vocabulary.model["version"],
         "parameters": parameters,
     }
     named = {} if request.request_id is None else {"id": request.request_id}
-    return orjson.dumps(told | named | {"outputs": outputs}, option=orjson.OPT_SERIALIZE_NUMPY), b"".join(binary)
+    return orjson.dumps(head | named | {"outputs": outputs}, option=orjson.OPT_SERIALIZE_NUMPY), b"".join(binary)
 
 
 def _raw(values: NDArray[Any]) -> bytes:

@@ -84,8 +84,8 @@ class Vocabularies:
 
     def of(self, manifest: Manifest) -> Vocabulary:
         """Return the vocabulary of this checkpoint, made once."""
-        for known, vocabulary in self._last:
-            if known is manifest:
+        for described, vocabulary in self._last:
+            if described is manifest:
                 return vocabulary
         vocabulary = Vocabulary.of(manifest)
         self._last = [(manifest, vocabulary), *self._last[: MOST_VOCABULARIES - 1]]
@@ -93,7 +93,7 @@ class Vocabularies:
 
     def log_once(self, vocabulary: Vocabulary, warnings: Sequence[str]) -> None:
         """Log once for each checkpoint that it has no weights, where a reply says so."""
-        if NO_WEIGHTS_KEPT in warnings and not any(vocabulary is known for known in self._warned):
+        if NO_WEIGHTS_KEPT in warnings and not any(vocabulary is other for other in self._warned):
             self._warned = [vocabulary, *self._warned[: MOST_VOCABULARIES - 1]]
             log.warning("scores_mean_nothing", detail=NO_WEIGHTS_KEPT, **vocabulary.model)
 

@@ -16,6 +16,7 @@ COMMANDS = {  # name: the function that measures, whose parameters are the optio
     "bits": "loadtest.bits:measure",
     "served": "loadtest.served:measure",
     "demo-loop": "loadtest.loop.run:measure",
+    "log-bias": "loadtest.loop.bias:measure",
 }
 
 

@@ -105,13 +105,13 @@ def fields_from_json(cls: type, values: Any, where: str) -> dict[str, Any]:
     """JSON values as arguments of a dataclass. Raises ConfigError for an unknown, missing or wrongly typed one."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where} must be an object")
-    known = {field.name: field for field in fields(cls)}
-    if unknown := sorted(set(values) - set(known)):
+    fields_by_name = {field.name: field for field in fields(cls)}
+    if unknown := sorted(set(values) - set(fields_by_name)):
         raise ConfigError(f"{where} has unknown keys: {', '.join(unknown)}")
-    for name, field in known.items():
+    for name, field in fields_by_name.items():
         if name not in values and field.default is field.default_factory:  # both are MISSING: no default at all
             raise ConfigError(f"{where} lacks {name}")
-    return {name: _typed(value, str(known[name].type), f"{where}.{name}") for name, value in values.items()}
+    return {name: _typed(value, str(fields_by_name[name].type), f"{where}.{name}") for name, value in values.items()}
 
 
 def _typed(value: Any, annotation: str, where: str) -> Any:
@@ -121,7 +121,7 @@ def _typed(value: Any, annotation: str, where: str) -> Any:
         if not isinstance(value, list | tuple) or any(type(item) is not int for item in value):
             raise ConfigError(f"{where} must be a list of integers")
         return tuple(value)
-    wanted = {"int": (int,), "float": (int, float), "bool": (bool,)}.get(kind)
-    if wanted and type(value) not in wanted and not (optional and value is None):
+    types = {"int": (int,), "float": (int, float), "bool": (bool,)}.get(kind)
+    if types and type(value) not in types and not (optional and value is None):
         raise ConfigError(f"{where} must be of type {annotation}, got {type(value).__name__}")
     return value

@@ -114,8 +114,8 @@ class ContextCache(Generic[State]):
         """The entry's handle for the caller of this item; empty if none is wanted or the entry is not kept."""
         if item.caller is None or not item.context.is_kept:
             return ""
-        found = entry.handles.get(whose := (item.caller, item.context.dropped))
-        return self._make_handle(entry, whose) if found is None else found
+        handle = entry.handles.get(whose := (item.caller, item.context.dropped))
+        return self._make_handle(entry, whose) if handle is None else handle
 
     def name(self, item: Item, config: ModelConfig) -> str:
         """The handle of an item's context, which is kept without a state; empty as in `handle`."""

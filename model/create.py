@@ -134,25 +134,25 @@ def _split(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engi
     return SplitEngine(ranker, device, dtype, options.candidate_positions, cache_bytes)
 
 
-def cache_budget(wanted: int | None, device: torch.device) -> int:
+def cache_budget(requested_bytes: int | None, device: torch.device) -> int:
     """Bytes of the context cache: from the device's total memory, not what is free, so that a reload gets the same."""
-    if wanted is not None:
-        return wanted
+    if requested_bytes is not None:
+        return requested_bytes
     return torch.cuda.mem_get_info(device)[1] // 8 if device.type == "cuda" else HOST_CACHE_BYTES
 
 
-def find_device(wanted: Device) -> torch.device:
+def find_device(choice: Device) -> torch.device:
     """The torch device for an operator's choice on this machine. Raises EngineError if there is none."""
-    if wanted == "cuda" and not torch.cuda.is_available():
+    if choice == "cuda" and not torch.cuda.is_available():
         raise EngineError("device 'cuda' was asked for, but torch sees no CUDA device here: choose 'auto' or 'cpu'")
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if choice != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def _dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
+def _dtype(choice: Dtype, device: torch.device) -> torch.dtype:
     """bf16 on CUDA by default; fp32 on a CPU, where torch's bf16 is fast on few processors."""
-    if wanted == "auto":
+    if choice == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype: torch.dtype = getattr(torch, wanted)
+    dtype: torch.dtype = getattr(torch, choice)
     return dtype
 
 

@@ -236,12 +236,12 @@ def codes_fitting(codes: Int64s, count: int, config: ModelConfig) -> Int64s:
 
     Missing levels have code 0. A post with a code in a level that the model lacks, or beyond its table, has no codes at all.
     """
-    found = np.zeros((count, config.code_levels), np.int64)
+    fitting = np.zeros((count, config.code_levels), np.int64)
     if codes.size and config.code_levels:
         levels = min(codes.shape[1], config.code_levels)
         fits = (codes <= config.code_values).all(1) & ~codes[:, levels:].any(1)
-        found[fits, :levels] = codes[fits, :levels]
-    return found
+        fitting[fits, :levels] = codes[fits, :levels]
+    return fitting
 
 
 def age_bucket(impression_ts: int | Int64s, created_at: Int64s, config: ModelConfig) -> Int64s:

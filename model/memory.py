@@ -69,17 +69,17 @@ def usable_threads(root: Path = Path("/")) -> int:
 def _groups(root: Path) -> list[Path]:
     """This process's control group and those around it, as far as it sees them. A container sees one, a service of systemd all."""
     try:
-        found = re.search(r"(?m)^0::/(.*)$", (root / "proc/self/cgroup").read_text())
+        match = re.search(r"(?m)^0::/(.*)$", (root / "proc/self/cgroup").read_text())
     except OSError:
-        found = None
-    own = Path(found[1]) if found and ".." not in found[1] else Path()  # "..": seen from another namespace
+        match = None
+    own = Path(match[1]) if match and ".." not in match[1] else Path()  # "..": seen from another namespace
     return [root / "sys/fs/cgroup" / group for group in (own, *own.parents)]
 
 
 def _number(file: Path, pattern: str) -> int:
     """The number that `pattern` finds first in a file; 0 if it finds none or the file cannot be read."""
     try:
-        found = re.search(pattern, file.read_text())
+        match = re.search(pattern, file.read_text())
     except OSError:
         return 0
-    return int(found[1]) if found else 0
+    return int(match[1]) if match else 0

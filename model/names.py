@@ -44,5 +44,5 @@ def _rename_saved(module: nn.Module, state: dict[str, Tensor], prefix: str, _: A
 
 def _rename_loaded(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
     for name, _parameter in module.named_parameters():
-        if (known := prefix + checkpoint_name(name)) in state:
-            state[prefix + name] = state.pop(known)
+        if (key := prefix + checkpoint_name(name)) in state:
+            state[prefix + name] = state.pop(key)

@@ -64,8 +64,8 @@ class Definition:
         dtype: torch.dtype = getattr(torch, engine.info.dtype)
         positions = engine.info.candidate_positions
         expected = self._logits(WIDER[dtype], positions)
-        found = [outcome.scores.logits for outcome in engine.forward(self._items)]
-        worst, allowed = _largest(found, expected), PARITY[dtype].logits
+        actual = [outcome.scores.logits for outcome in engine.forward(self._items)]
+        worst, allowed = _largest(actual, expected), PARITY[dtype].logits
         if not worst <= allowed:
             allowed += 2 * _largest(self._logits(dtype, positions), expected)
         if not worst <= allowed:
@@ -77,13 +77,13 @@ class Definition:
         return [forward_on(self._ranker, batch, dtype, self._device)[0][0].cpu().numpy() for batch in batches]
 
 
-def largest_difference(found: Sequence[Scores], expected: Sequence[Scores]) -> float:
+def largest_difference(actual: Sequence[Scores], expected: Sequence[Scores]) -> float:
     """The largest absolute difference of any logit; NaN if one is NaN."""
-    return _largest([scores.logits for scores in found], [scores.logits for scores in expected])
+    return _largest([scores.logits for scores in actual], [scores.logits for scores in expected])
 
 
-def _largest(found: Sequence[Float32s], expected: Sequence[Float32s]) -> float:
-    return float(np.max([np.abs(ours - theirs).max() for ours, theirs in zip(found, expected, strict=True)]))
+def _largest(actual: Sequence[Float32s], expected: Sequence[Float32s]) -> float:
+    return float(np.max([np.abs(ours - theirs).max() for ours, theirs in zip(actual, expected, strict=True)]))
 
 
 def same_bits(first: Scores, second: Scores) -> bool:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 def main() -> None:
     """Run the command line. Exit if `model` is another package, such as a model.py in the working directory."""
-    found = importlib.util.find_spec("model")
-    origin = found.origin if found else None
+    spec = importlib.util.find_spec("model")
+    origin = spec.origin if spec else None
     if origin is None or Path(origin).parents[1] != Path(__file__).parents[1]:
         sys.exit(
             f"python -m weights: the package model is not ours but {origin or 'missing'}: start with python -P -m weights"

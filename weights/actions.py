@@ -96,17 +96,19 @@ def default_score_weights(action_names: Sequence[str], name: str = "default") ->
     return {action: weights[action] for action in action_names if action in weights}
 
 
-def score_weights_of(given: str, action_names: Sequence[str]) -> dict[str, float]:
+def score_weights_of(option: str, action_names: Sequence[str]) -> dict[str, float]:
     """The score weights that `--score-weights` asks for, by action.
 
-    `given` is one of: the name of a set in SCORE_WEIGHT_SETS, of which the known actions are taken; the weights themselves, as in
+    `option` is one of: the name of a set in SCORE_WEIGHT_SETS, of which the known actions are taken; the weights themselves, as in
     `favorite=1,report=-20`; a JSON file with an object of action → weight. An action that is not named has the weight 0.
     Raises CheckpointError for an unknown action, an action named twice, or a value that is not a number within ±1e9.
     """
-    if given in SCORE_WEIGHT_SETS:
-        return default_score_weights(action_names, given)
-    path = Path(given)
-    entries, where = (_inline(given), "--score-weights") if "=" in given and not path.exists() else (_of(path), given)
+    if option in SCORE_WEIGHT_SETS:
+        return default_score_weights(action_names, option)
+    path = Path(option)
+    entries, where = (
+        (_inline(option), "--score-weights") if "=" in option and not path.exists() else (_of(path), option)
+    )
     weights: dict[str, float] = {}
     for action, weight in entries:
         if action not in action_names:
@@ -126,10 +128,10 @@ def score_weights_text(weights: Mapping[str, float]) -> str:
     return ",".join(f"{action}={weight:.15g}" for action, weight in weights.items())
 
 
-def _inline(given: str) -> list[tuple[str, Any]]:
+def _inline(option: str) -> list[tuple[str, Any]]:
     """The entries of `favorite=1,report=-20`; what is no number stays a text, which is no weight."""
     entries: list[tuple[str, Any]] = []
-    for entry in filter(None, map(str.strip, given.split(","))):
+    for entry in filter(None, map(str.strip, option.split(","))):
         action, _, text = entry.partition("=")
         try:
             entries.append((action.strip(), float(text)))

@@ -80,8 +80,8 @@ def load_any(path: str | Path, progress: Progress | None = None, *, threads: int
         tensors = read_tensors(directory, manifest, progress, threads, mapped=mapped)
     model.load_state_dict(tensors, assign=True)
     model.requires_grad_(False).eval()
-    kept = path, manifest
-    return Encoder(*kept, model, mapped) if isinstance(model, Towers) else Checkpoint(*kept, model, mapped)
+    source = path, manifest
+    return Encoder(*source, model, mapped) if isinstance(model, Towers) else Checkpoint(*source, model, mapped)
 
 
 def load_manifest(path: str | Path) -> Manifest:

@@ -28,8 +28,8 @@ class LogLost(NotStored):
 
 def reason_of(error: Exception) -> str:
     """What an error says, without a full stop, to be part of a sentence. Some, such as a MemoryError, say nothing but their name."""
-    said = getattr(error, "strerror", None) or str(error).rstrip(".")
-    return said or ("not enough memory" if isinstance(error, MemoryError) else type(error).__name__)
+    text = getattr(error, "strerror", None) or str(error).rstrip(".")
+    return text or ("not enough memory" if isinstance(error, MemoryError) else type(error).__name__)
 
 
 def kind_of(error: Exception) -> type[CheckpointError]:

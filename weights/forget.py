@@ -87,9 +87,9 @@ def _rewrite(part: pq.ParquetFile, path: Path, users: pa.Array) -> None:
         ) as writer:
             for group in range(part.num_row_groups):
                 table = part.read_row_group(group)
-                kept = table.filter(pc.invert(pc.is_in(table["user_id"], users)))
-                if len(kept):
-                    writer.write_table(kept, row_group_size=len(kept))
+                remaining = table.filter(pc.invert(pc.is_in(table["user_id"], users)))
+                if len(remaining):
+                    writer.write_table(remaining, row_group_size=len(remaining))
         os.fsync(descriptor)
         new.rename(path)
     except BaseException:

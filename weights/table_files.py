@@ -249,6 +249,8 @@ def _readable(path: str, kind: str) -> Iterator[None]:
         raise
     except (OSError, EOFError, UnicodeDecodeError, pa.ArrowException) as error:
         reason = str(error).rpartition("': ")[2]  # pyarrow says first, twice, which file it is
+        if "magic bytes not found in footer" in reason:
+            reason = "its end is not that of a Parquet file; it may be cut off"
         raise LogError(f"{path} cannot be read as {kind}: {reason}") from error
 
 
@@ -331,16 +333,40 @@ def _json_reading() -> pyarrow.json.ReadOptions:
 def _csv(filesystem: pa.fs.FileSystem, path: str, columns: Mapping[str, pa.DataType], first: pa.Schema | None) -> Piece:
     reading = pyarrow.csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES)
     open_csv = partial(pyarrow.csv.open_csv, read_options=reading)
-    with _stream(filesystem, path) as opened, open_csv(opened) as reader:
+    with _csv_rows_named(path, []), _stream(filesystem, path) as opened, open_csv(opened) as reader:
         schema = pa.schema([one.with_type(_csv_type(one, columns)) for one in reader.schema])
     types = {one.name: one.type for one in first or schema}
     strict = pyarrow.csv.ConvertOptions(column_types=types, strings_can_be_null=True, quoted_strings_can_be_null=False)
 
     def batches(names: list[str] | None) -> Iterator[pa.RecordBatch]:
-        with _stream(filesystem, path) as opened, open_csv(opened, convert_options=strict) as reader:
+        with (
+            _csv_rows_named(path, schema.names),
+            _stream(filesystem, path) as opened,
+            open_csv(opened, convert_options=strict) as reader,
+        ):
             yield from reader
 
     return Piece(path, "CSV", schema, batches, None)
+
+
+@contextmanager
+def _csv_rows_named(path: str, names: list[str]) -> Iterator[None]:
+    """Turn what pyarrow says about a row of CSV into a LogError that repeats no value and counts rows without the header, from 1."""
+    try:
+        yield
+    except pa.ArrowInvalid as error:
+        if misfit := re.search(r"In CSV column #(\d+): Row #(\d+): CSV conversion error to (\w+)", str(error)):
+            column, row, kind = misfit.groups()
+            name = names[int(column)]
+            raise LogError(
+                f"{path}, row {int(row) - 1}: column {name} holds a value that does not fit {kind}"
+            ) from error
+        if uneven := re.search(r"Row #(\d+): Expected (\d+) columns, got (\d+)", str(error)):
+            row, columns, cells = map(int, uneven.groups())
+            raise LogError(
+                f"{path}, row {row - 1}: has {cells} values for {columns} columns; it may be cut off"
+            ) from error
+        raise
 
 
 def _csv_type(one: pa.Field, columns: Mapping[str, pa.DataType]) -> pa.DataType:
@@ -353,7 +379,7 @@ def _csv_type(one: pa.Field, columns: Mapping[str, pa.DataType]) -> pa.DataType:
             if texts or (kinds.is_temporal(one.type) and not kinds.is_string(columns[one.name]))
             else columns[one.name]
         )
-    return pa.bool_() if kinds.is_null(one.type) or kinds.is_integer(one.type) else one.type
+    return pa.bool_() if kinds.is_null(one.type) else one.type
 
 
 def _declared(one: pa.Field, columns: Mapping[str, pa.DataType]) -> pa.Field:

@@ -49,7 +49,7 @@ def collision(pieces: Callable[[], Iterable[Sequence[str]]]) -> tuple[str, str] 
     same = (ids[order][1:] == ids[order][:-1]) & (seconds[order][1:] != seconds[order][:-1])
     if not same.any():
         return None
-    wanted = ids[order][1:][same][0]
-    found = dict.fromkeys(text for texts in pieces() for text in texts if text_id(text) == wanted)
-    first, second, *_ = found
+    shared_id = ids[order][1:][same][0]
+    texts_of_id = dict.fromkeys(text for texts in pieces() for text in texts if text_id(text) == shared_id)
+    first, second, *_ = texts_of_id
     return first, second

@@ -21,12 +21,12 @@ from app.api.route import Route
 from app.api.state import state_of
 from app.corpus.posts import read_change
 from app.errors import InvalidRequest, NotFound, ReloadBusy, ReloadRefused, Unauthorized, UnsupportedMediaType
-from app.interface import CheckpointNotFound, ReloadableRanker, ReloadInProgress
+from app.interface import CheckpointNotFound, ReloadableService, ReloadInProgress
 from app.settings import Admin
 from model.engine import EngineError
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 
-WANTED = 'must be {"checkpoint": "name"}, {"retrieval": "name", "corpus": "name"} or {}'
+RELOAD_RULE = 'must be {"checkpoint": "name"}, {"retrieval": "name", "corpus": "name"} or {}'
 NOT_BELOW_ROOT = "There is no checkpoint or corpus of that name below the configured root."
 MAX_BODY_BYTES = 4 * 2**20
 FULL_SECONDS, RETRY_SECONDS = 30.0, 5.0  # somebody has to look at a full disk
@@ -81,13 +81,16 @@ Body = Annotated[bytes, Depends(read_operator)]
 @router.post("/admin/reload", response_class=Response)
 async def reload(request: Request, body: Body) -> Response:
     """Serve another checkpoint, or read the current one again. Or do so for the retrieval checkpoint and the corpus, both in one step."""
-    ranker = cast(ReloadableRanker, state_of(request).ranker)  # `create_admin_app` is given one
-    wanted = schema.decode(RELOAD, body or b"{}")
-    names = [None if name is UNSET else name for name in (wanted.checkpoint, wanted.retrieval, wanted.corpus)]
+    ranker = cast(ReloadableService, state_of(request).ranker)  # `create_admin_app` is given one
+    reload_request = schema.decode(RELOAD, body or b"{}")
+    names = [
+        None if name is UNSET else name
+        for name in (reload_request.checkpoint, reload_request.retrieval, reload_request.corpus)
+    ]
     checkpoint, retrieval, corpus = names
     is_of_corpus = retrieval is not None or corpus is not None
     if checkpoint is not None and is_of_corpus:
-        raise InvalidRequest("", WANTED)
+        raise InvalidRequest("", RELOAD_RULE)
     with _problems():
         try:
             if is_of_corpus:
@@ -99,13 +102,13 @@ async def reload(request: Request, body: Body) -> Response:
             raise ReloadRefused("The current checkpoint is no longer below the configured root.") from None
 
 
-async def _reload_checkpoint(ranker: ReloadableRanker, name: str | None) -> dict[str, Any]:
+async def _reload_checkpoint(ranker: ReloadableService, name: str | None) -> dict[str, Any]:
     before = ranker.model().manifest.digest if ranker.health().started else None
     manifest = (await ranker.reloads.reload(name)).manifest
     return {"model": _named(manifest), "result": _result(before == manifest.digest)}
 
 
-async def _reload_corpus(ranker: ReloadableRanker, retrieval: str | None, corpus: str | None) -> dict[str, Any]:
+async def _reload_corpus(ranker: ReloadableService, retrieval: str | None, corpus: str | None) -> dict[str, Any]:
     async def identity() -> object:
         state = await ranker.corpus.state()
         if state is None:
@@ -128,8 +131,8 @@ async def posts(request: Request, body: Body) -> Response:
     with _problems():
         state = await corpus.change(change)
     now = {"posts": state.posts, "changes": state.changes, "sequence": state.mark.sequence}
-    told = {"name": state.corpus.name, "version": state.corpus.version} | now
-    return json_reply({"corpus": told, "upserted": len(change.upsert.post_ids), "deleted": state.deleted})
+    corpus_reply = {"name": state.corpus.name, "version": state.corpus.version} | now
+    return json_reply({"corpus": corpus_reply, "upserted": len(change.upsert.post_ids), "deleted": state.deleted})
 
 
 @contextmanager

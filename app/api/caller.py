@@ -93,8 +93,8 @@ class KeyRing:
 
     def _name_of(self, key: bytes) -> str | None:
         digest, name = hashlib.sha256(key).digest(), None
-        for other, known in self._digests.items():
-            if hmac.compare_digest(digest, known):
+        for other, key_digest in self._digests.items():
+            if hmac.compare_digest(digest, key_digest):
                 name = other
         return name
 
@@ -187,7 +187,7 @@ def leaves_at(request: Request, exchange: Exchange) -> float:
 
 
 def check_room(request: Request, exchange: Exchange, size: int) -> None:
-    """Raise what `Ranker.check_open` does, and Overloaded where a body of so many bytes would wait too long to be read."""
+    """Raise what `RankingService.check_open` does, and Overloaded where a body of so many bytes would wait too long to be read."""
     state, leaves = state_of(request), leaves_at(request, exchange)
     if size <= COSTLY_BODY_BYTES:
         state.ranker.check_open(exchange.key, leaves)

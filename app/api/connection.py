@@ -175,8 +175,8 @@ class Connection(HttpToolsProtocol):
         if self.body_left:
             stop = start + self.body_left
         else:
-            found = self.received.find(b"\r\n\r\n", start, start + PIECE_BYTES)
-            stop = start + PIECE_BYTES if found < 0 else found + 4
+            message_end = self.received.find(b"\r\n\r\n", start, start + PIECE_BYTES)
+            stop = start + PIECE_BYTES if message_end < 0 else message_end + 4
         self.parsed = min(stop, len(self.received))
         return memoryview(self.received)[start : self.parsed]
 
@@ -202,7 +202,10 @@ class Connection(HttpToolsProtocol):
         head = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         head += [b"%b: %b" % field for field in self.headers if field[0] not in HOP_BY_HOP]
         options = b",".join([value for name, value in self.headers if name == b"connection"]).lower().split(b",")
-        head += [b"connection: " + option for option in {each.strip() for each in options} & {b"close", b"keep-alive"}]
+        head += [
+            b"connection: " + option
+            for option in {option_name.strip() for option_name in options} & {b"close", b"keep-alive"}
+        ]
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self.received, self.parsed = b"\r\n".join([*head, b"", rest]) + self.received[self.parsed :], 0
@@ -214,7 +217,7 @@ class Connection(HttpToolsProtocol):
                 "has_closed": self.has_closed,
                 "has_left": self.has_left,
                 "probe": self.probe,
-                "lag_seconds": self.lag_seconds(),
+                "lag_seconds": self.lag_seconds,
             }
         }
         self.header_bytes = self.body_left = self.chunks = self.chunk_bytes = 0

@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
@@ -29,7 +29,7 @@ from app.errors import (
     ServiceError,
     TargetTooLong,
     TooLarge,
-    told,
+    service_error_of,
 )
 from app.schema import is_request_id
 from app.telemetry.exchange import Exchange
@@ -47,7 +47,6 @@ MOST_TARGET_BYTES = (
     4096  # of path and query: no endpoint reads a query, and the longest path holds a model's name and version
 )
 MOST_DRAINED_BYTES = 64 * 2**20
-NO_LAG = {"lag_seconds": 0.0}
 CUT_OFF_SECONDS = 5.0  # a guess of when another process listens here
 
 log = structlog.get_logger("app.api.middleware")
@@ -129,7 +128,7 @@ class RequestMiddleware:
         self, error: Exception, exchange: Exchange, scope: Scope, receive: Receive, reply: Send
     ) -> None:
         """Reply with the problem that an exception stands for, if no reply has begun."""
-        problem = problem_of(error)
+        problem = error_to_reply(error)
         exchange.code = problem.code
         if problem is not error and isinstance(problem, InternalError):
             log.error("fault", request_id=exchange.request_id, **of_exception(error))
@@ -177,11 +176,11 @@ class RequestMiddleware:
 
     def _series_of(self, method: str, route: str, status: int) -> tuple[Counter, Histogram]:
         """The counter and the histogram of these labels, looked up once."""
-        found = self._series.get((method, route, status))
-        if found is None:
+        series = self._series.get((method, route, status))
+        if series is None:
             counter = self.metrics.http_requests.labels(method, route, str(status))
-            found = self._series[method, route, status] = counter, self.metrics.http_seconds.labels(method, route)
-        return found
+            series = self._series[method, route, status] = counter, self.metrics.http_seconds.labels(method, route)
+        return series
 
     def _write(self, exchange: Exchange, seconds: float, trace_id: str | None) -> None:
         """One line: of every failure, and of the given share of the successes. Nothing in it is what the caller sent. Those of probes and
@@ -211,12 +210,20 @@ class RequestMiddleware:
 
 
 class HostMiddleware(TrustedHostMiddleware):
-    """Starlette's, but for HTTP/1.0, which needs no Host: no browser speaks it, so no web page can misuse it."""
+    """Starlette's, but for HTTP/1.0, which needs no Host: no browser speaks it, so no web page can misuse it.
+
+    A host that is allowed by its name needs none of Starlette's steps, which take a fortieth of a small request.
+    """
+
+    def __init__(self, app: ASGIApp, allowed_hosts: Sequence[str]) -> None:
+        super().__init__(app, allowed_hosts, www_redirect=False)
+        self._names = {host.encode() for host in allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        is_old = scope["type"] == "http" and scope["http_version"] == "1.0"
-        if is_old and all(name != b"host" for name, _ in scope["headers"]):
+        host = next((value for name, value in scope.get("headers", ()) if name == b"host"), None)
+        needs_none = host is None and scope["type"] == "http" and scope["http_version"] == "1.0"
+        if needs_none or (host is not None and host.partition(b":")[0] in self._names):
             await self.app(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
@@ -238,7 +245,9 @@ def _begin(scope: Scope) -> Exchange:
         elif name == b"transfer-encoding":
             is_chunked = True
     request_id = sent.decode("latin-1")
-    came = time.perf_counter() - scope.get("extensions", {}).get(CANCELS, NO_LAG)["lag_seconds"]
+    came = time.perf_counter()
+    if (is_chunked or len(length) > 4) and (about := scope.get("extensions", {}).get(CANCELS)):
+        came -= about["lag_seconds"]()  # asking the system takes a tenth of a small request
     is_named = is_request_id(request_id)
     return Exchange(
         request_id=request_id if is_named else new_request_id(),
@@ -299,10 +308,10 @@ def problem_reply(error: ServiceError, request_id: str, path: str) -> tuple[int,
     return error.status, headers, body
 
 
-def problem_of(error: Exception) -> ServiceError:
+def error_to_reply(error: Exception) -> ServiceError:
     """Return what to reply to an exception. The framework's own details may hold parts of the request."""
     if not isinstance(error, HTTPException):
-        return told(error)
+        return service_error_of(error)
     kinds: dict[int, type[ServiceError]] = {404: NotFound, 405: MethodNotAllowed, 413: TooLarge}
     problem = kinds.get(error.status_code, BadRequest if error.status_code < 500 else InternalError)()
     if allowed := (error.headers or {}).get("Allow"):

@@ -21,7 +21,7 @@ from app import schema
 from app.api.route import Route
 from app.api.state import state_of
 from app.errors import NotFound, ServiceError
-from app.interface import Ranker
+from app.interface import RankingService
 from app.settings import Settings
 from weights.format.manifest import MANIFEST_NAME
 
@@ -41,20 +41,24 @@ CARRIED = ("example", "names")
 MOST_CARRIED_BYTES = 2**20  # of a file beside a manifest; those of the demo are 38 kB
 
 
-class Kept:
+class CachedReply:
     """The bytes of the last key, made in a thread, with an ETag."""
 
     def __init__(self, make: Callable[[str], bytes], media_type: str) -> None:
         self._make = make
         self._headers = HEADERS | {"content-type": media_type, "cache-control": "no-cache"}
         self._key: str | None = None
-        self._made: asyncio.Future[tuple[bytes, str]] | None = None
+        self._body_and_tag: asyncio.Future[tuple[bytes, str]] | None = None
 
     async def reply(self, request: Request, key: str = "") -> Response:
         """The bytes for this key, or 304 to a caller who has them. Raises what making them raises."""
-        if self._made is None or self._key != key or (self._made.done() and self._made.exception() is not None):
-            self._key, self._made = key, asyncio.ensure_future(asyncio.to_thread(self._tagged, key))
-        body, tag = await asyncio.shield(self._made)
+        if (
+            self._body_and_tag is None
+            or self._key != key
+            or (self._body_and_tag.done() and self._body_and_tag.exception() is not None)
+        ):
+            self._key, self._body_and_tag = key, asyncio.ensure_future(asyncio.to_thread(self._tagged, key))
+        body, tag = await asyncio.shield(self._body_and_tag)
         headers = self._headers | {"etag": tag}
         # no other tag contains this one with its quotes, so that the list, which may be long, need not be split
         has_it = tag in request.headers.get("if-none-match", "")
@@ -70,9 +74,9 @@ def pages(settings: Settings, document: Callable[[], dict[str, Any]]) -> APIRout
     what there is. Every address in the pages is relative, so that they work below a path of a proxy."""
     router = APIRouter(include_in_schema=False, route_class=Route)
     folders = FOLDERS if settings.explores else FOLDERS[:2]
-    kept = {path.name: _file(path) for folder in folders for path in _files(*folder)}
-    described = Kept(lambda key: orjson.dumps(_with_examples(document(), key)), "application/json")
-    beside = Kept(lambda key: orjson.dumps(carried(settings.checkpoint, key.split()[0])), "application/json")
+    files = {path.name: _file(path) for folder in folders for path in _files(*folder)}
+    described = CachedReply(lambda key: orjson.dumps(_with_examples(document(), key)), "application/json")
+    beside = CachedReply(lambda key: orjson.dumps(carried(settings.checkpoint, key.split()[0])), "application/json")
 
     @router.get("/openapi.json")
     async def openapi(request: Request) -> Response:
@@ -80,13 +84,13 @@ def pages(settings: Settings, document: Callable[[], dict[str, Any]]) -> APIRout
 
     @router.get("/docs")
     async def docs(request: Request) -> Response:
-        return await kept["docs.html"].reply(request)
+        return await files["docs.html"].reply(request)
 
     @router.get("/assets/{name}")
     async def asset(name: str, request: Request) -> Response:
-        if name not in kept:
+        if name not in files:
             raise NotFound
-        return await kept[name].reply(request)
+        return await files[name].reply(request)
 
     @router.get("/")
     async def root() -> Response:
@@ -98,7 +102,7 @@ def pages(settings: Settings, document: Callable[[], dict[str, Any]]) -> APIRout
 
         @router.get("/explore")
         async def explore(request: Request) -> Response:
-            return await kept["explore.html"].reply(request)
+            return await files["explore.html"].reply(request)
 
         @router.get("/explore/checkpoint.json")
         async def checkpoint(request: Request) -> Response:
@@ -108,7 +112,7 @@ def pages(settings: Settings, document: Callable[[], dict[str, Any]]) -> APIRout
     return router
 
 
-def _example_key(ranker: Ranker) -> str:
+def _example_key(ranker: RankingService) -> str:
     """The actions of the checkpoint that serves and its kind of ids, with blanks between; X's before one does."""
     try:
         manifest = ranker.model().manifest
@@ -150,8 +154,8 @@ def _read(path: Path) -> Any:
         opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a FIFO would block
         with open(opened, "rb") as file:
             is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-            found = file.read(MOST_CARRIED_BYTES + 1) if is_file else b""
-        return orjson.loads(found) if len(found) <= MOST_CARRIED_BYTES else None
+            content = file.read(MOST_CARRIED_BYTES + 1) if is_file else b""
+        return orjson.loads(content) if len(content) <= MOST_CARRIED_BYTES else None
     except (OSError, ValueError):
         return None
 
@@ -161,6 +165,6 @@ def _files(package: str, folder: str) -> list[Path]:
     return [path for path in inside if path.is_file() and path.suffix != ".py"]
 
 
-def _file(path: Path) -> Kept:
+def _file(path: Path) -> CachedReply:
     """A file with a content policy: its page loads nothing from elsewhere and runs only its own scripts."""
-    return Kept(lambda key: path.read_bytes(), mimetypes.guess_type(path.name)[0] or "application/octet-stream")
+    return CachedReply(lambda key: path.read_bytes(), mimetypes.guess_type(path.name)[0] or "application/octet-stream")

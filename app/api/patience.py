@@ -40,6 +40,9 @@ class Patience:
 
     def seconds(self, now: float) -> float:
         """After how many seconds callers leave; infinite where less than `LEAVERS_SHARE` of them did lately."""
+        if not self._left:
+            self._counts = False
+            return math.inf
         since = now - MEMORY_SECONDS
         while self._left and self._left[0][0] < since:
             self._left.popleft()

@@ -18,7 +18,7 @@ from app import features, replies, schema
 from app.api.caller import Caller, CallerInfo, cancelled_with
 from app.api.rank import JSON, NO_CANDIDATES, admitted, note, note_checked
 from app.api.route import Route
-from app.api.state import State, state_of
+from app.api.state import AppState, state_of
 from app.errors import (
     CorpusBehind,
     CorpusNotLoaded,
@@ -30,7 +30,7 @@ from app.errors import (
     TooLarge,
 )
 from app.features import CheckedRequest
-from app.interface import Found, Job, Ranked, ServedCorpus, ServedModel
+from app.interface import Job, Ranked, SearchResult, ServedCorpus, ServedModel
 from app.replies import Placement
 from app.schema import DEFAULT_K, PROBLEMS, RecommendReply, RecommendRequest, RetrieveReply, RetrieveRequest
 from app.settings import Limits
@@ -69,12 +69,12 @@ async def retrieve(request: Request, caller: Caller) -> Response:
         note(state, exchange, query.context, _request_id(retrieve_request))
     exchange.candidates, exchange.history = query.k, retrieve_request.sizes()["history"]
     search = corpus.search(served, query, _deadline(state, caller), caller.key, leaves_at=caller.leaves_at)
-    found = await cancelled_with(request, search)
-    _count(caller, found)
+    search_result = await cancelled_with(request, search)
+    _count(caller, search_result)
     with exchange.measured("serialize"):
-        body = _reply(retrieve_request, found, served, replies.timings_of(exchange.stages))
-    fields = replies.headers(served.manifest.version, "hit" if found.posts.cached else "miss", exchange)
-    return Response(body, media_type=JSON, headers=fields | {VERSION_HEADER: _label(served, found)})
+        body = _reply(retrieve_request, search_result, served, replies.timings_of(exchange.stages))
+    fields = replies.headers(served.manifest.version, "hit" if search_result.posts.cached else "miss", exchange)
+    return Response(body, media_type=JSON, headers=fields | {VERSION_HEADER: _label(served, search_result)})
 
 
 @router.post(
@@ -100,19 +100,21 @@ async def recommend(request: Request, caller: Caller) -> Response:
     with admitted(state, caller, model, candidates=exchange.candidates, history=exchange.history) as job:
         with exchange.measured("parse"):
             query, checked = _check(state, caller, recommend_request, model, served)
-        found, ranked = await cancelled_with(request, _search_and_rank(state, caller, job, served, query, checked))
+        search_result, ranked = await cancelled_with(
+            request, _search_and_rank(state, caller, job, served, query, checked)
+        )
     exchange.scored.append((vocabulary.action_names, ranked.scores.probabilities))
     with exchange.measured("serialize"):
         placement = replies.placement_of(checked, ranked.scores)
-        body = _recommended(served, found, checked, ranked, placement, replies.timings_of(exchange.stages))
+        body = _recommended(served, search_result, checked, ranked, placement, replies.timings_of(exchange.stages))
         if state.served is not None and len(checked.candidates):
             state.served.record(checked, ranked, placement, exchange.key)
     fields = replies.headers_of(model, ranked, exchange)
-    return Response(body, media_type=JSON, headers=fields | {VERSION_HEADER: _label(served, found)})
+    return Response(body, media_type=JSON, headers=fields | {VERSION_HEADER: _label(served, search_result)})
 
 
 def _check(
-    state: State, caller: CallerInfo, request: RecommendRequest, model: ServedModel, served: ServedCorpus
+    state: AppState, caller: CallerInfo, request: RecommendRequest, model: ServedModel, served: ServedCorpus
 ) -> tuple[Query, CheckedRequest]:
     """Check a request against both checkpoints. What is to be ranked has no candidates yet. Raises InvalidRequest."""
     ranker, towers = model.manifest, served.manifest
@@ -143,15 +145,15 @@ def _reading(manifest: Manifest) -> tuple[object, ...]:
 
 
 async def _search_and_rank(
-    state: State, caller: CallerInfo, job: Job, served: ServedCorpus, query: Query, checked: CheckedRequest
-) -> tuple[Found, Ranked]:
+    state: AppState, caller: CallerInfo, job: Job, served: ServedCorpus, query: Query, checked: CheckedRequest
+) -> tuple[SearchResult, Ranked]:
     """Find posts, make them the candidates of the checked request, and rank them, best first."""
     assert caller.deadline is not None
     ranker, config = state.ranker, job.model.manifest.config
     await ranker.reserve(job)
-    found = await ranker.corpus.search(served, query, caller.deadline, caller.key, is_admitted=True)
-    _count(caller, found)
-    posts, count, stages = found.posts, len(found.posts), caller.exchange.stages
+    search_result = await ranker.corpus.search(served, query, caller.deadline, caller.key, is_admitted=True)
+    _count(caller, search_result)
+    posts, count, stages = search_result.posts, len(search_result.posts), caller.exchange.stages
     ages = age_bucket(checked.impression_ts, posts.created_at, config)
     codes = codes_fitting(posts.codes, count, config)
     surfaces = np.zeros(count, np.int64)
@@ -162,17 +164,17 @@ async def _search_and_rank(
     if count:
         ranked = await ranker.rank(job, checked.context, checked.candidates)
     else:
-        ranked = _nothing(found, query, config)
+        ranked = _nothing(search_result, query, config)
     stages["queue"] += ranked.queue_seconds
     stages["forward"] = ranked.forward_seconds
-    return found, ranked
+    return search_result, ranked
 
 
-def _nothing(found: Found, query: Query, config: ModelConfig) -> Ranked:
+def _nothing(search_result: SearchResult, query: Query, config: ModelConfig) -> Ranked:
     """The ranking of no posts, which takes no time."""
     actions, outputs = config.actions, config.continuous_actions
     scores = Scores(*(np.empty((0, width), np.float32) for width in (actions, actions, outputs)))
-    events = found.history_used + found.history_dropped
+    events = search_result.history_used + search_result.history_dropped
     used = min(events, config.history_length)
     return Ranked(scores, "miss", 0.0, 0.0, query.handle, used, events - used)
 
@@ -230,7 +232,7 @@ def _at_least(caller: CallerInfo) -> str:
     return sent
 
 
-def _deadline(state: State, caller: CallerInfo) -> float:
+def _deadline(state: AppState, caller: CallerInfo) -> float:
     settings, now = state.settings.deadline, state.ranker.clock()
     return min(
         now + settings.default_seconds if caller.deadline is None else caller.deadline, now + settings.max_seconds
@@ -241,21 +243,23 @@ def _request_id(request: RetrieveRequest) -> str | None:
     return None if request.request_id is UNSET else request.request_id
 
 
-def _count(caller: CallerInfo, found: Found) -> None:
+def _count(caller: CallerInfo, search_result: SearchResult) -> None:
     """Note where a search's time went."""
     caller.exchange.stages |= {
-        "queue": found.queue_seconds,
-        "encode": found.encode_seconds,
-        "search": found.search_seconds,
+        "queue": search_result.queue_seconds,
+        "encode": search_result.encode_seconds,
+        "search": search_result.search_seconds,
     }
 
 
 # --- Replies ---------------------------------------------------------------------------------------------------------------------------
 
 
-def _reply(request: RetrieveRequest, found: Found, served: ServedCorpus, timings_ms: dict[str, float]) -> bytes:
+def _reply(
+    request: RetrieveRequest, search_result: SearchResult, served: ServedCorpus, timings_ms: dict[str, float]
+) -> bytes:
     """The reply of /retrieve: ids are strings, which every JSON reader keeps exactly."""
-    posts = found.posts
+    posts = search_result.posts
     topics = {topic: b"[]" if topic is None else orjson.dumps([topic]) for topic in posts.topics}
     ids, authors = zip(*posts.texts, strict=True) if posts.texts else (posts.post_ids, posts.author_ids)
     rows = b""
@@ -277,8 +281,8 @@ def _reply(request: RetrieveRequest, found: Found, served: ServedCorpus, timings
     head = orjson.dumps({"model": _name_of(served.manifest), "corpus": _corpus_of(served, posts)})
     end: dict[str, Any] = {
         "visible": posts.visible,
-        "history_used": found.history_used,
-        "history_dropped": found.history_dropped,
+        "history_used": search_result.history_used,
+        "history_dropped": search_result.history_dropped,
         "timings_ms": timings_ms,
     }
     if request.context is not UNSET:
@@ -290,14 +294,14 @@ def _reply(request: RetrieveRequest, found: Found, served: ServedCorpus, timings
 
 def _recommended(
     served: ServedCorpus,
-    found: Found,
+    search_result: SearchResult,
     checked: CheckedRequest,
     ranked: Ranked,
     placement: Placement,
     timings_ms: dict[str, float],
 ) -> bytes:
     """The reply of /recommend: what /rank says of the posts, best first, with their scores and ranks in /retrieve."""
-    posts, vocabulary = found.posts, checked.vocabulary
+    posts, vocabulary = search_result.posts, checked.vocabulary
     rows = replies.rows_of(checked, ranked.scores, placement)
     best = placement.order[: checked.options.top_k]
     further: list[tuple[bytes, NDArray[Any]]] = [
@@ -320,7 +324,7 @@ def _corpus_of(served: ServedCorpus, searched: Retrieved) -> dict[str, Any]:
     return description | {"posts": searched.posts, "changes": searched.changes, "sequence": searched.mark.sequence}
 
 
-def _label(served: ServedCorpus, found: Found) -> str:
+def _label(served: ServedCorpus, search_result: SearchResult) -> str:
     """The corpus's version with the changes that it had."""
-    mark, corpus = found.posts.mark, served.corpus
+    mark, corpus = search_result.posts.mark, served.corpus
     return f"{corpus.label(mark)}.{mark.digest[:8]}" if mark.sequence else corpus.version

@@ -64,7 +64,9 @@ def _name(function: Dependant) -> str:
 
 
 def _answering(dependant: Dependant, endpoint: Callable[..., Awaitable[Response]]) -> ASGIApp:
-    dependencies = [(each.name, each.call, each.request_param_name) for each in dependant.dependencies]
+    dependencies = [
+        (dependency.name, dependency.call, dependency.request_param_name) for dependency in dependant.dependencies
+    ]
     texts = [field.name for field in dependant.path_params]
     request_name = dependant.request_param_name
 
@@ -74,9 +76,9 @@ def _answering(dependant: Dependant, endpoint: Callable[..., Awaitable[Response]
         if request_name is not None:
             arguments[request_name] = request
         for name, call, takes_request in dependencies:
-            made = await call(**({} if takes_request is None else {takes_request: request}))  # type: ignore[misc]
+            value = await call(**({} if takes_request is None else {takes_request: request}))  # type: ignore[misc]
             if name is not None:
-                arguments[name] = made
+                arguments[name] = value
         response = await endpoint(**arguments)
         await response(scope, receive, send)
 

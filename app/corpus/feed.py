@@ -76,8 +76,8 @@ class FeedReader:
         lag = self.lag_seconds
         if lag is not None and lag <= self._most_lag_seconds:
             return ""
-        said = "have not been read from their feed yet" if lag is None else f"are {lag:.0f} s behind their feed"
-        return f"The posts {said}.{self.reason and ' '}{self.reason}"
+        state = "have not been read from their feed yet" if lag is None else f"are {lag:.0f} s behind their feed"
+        return f"The posts {state}.{self.reason and ' '}{self.reason}"
 
     def serves(self, mark: Mark) -> None:
         """Another corpus, of this mark, serves now. If it is behind that before, it has not reached the feed yet."""

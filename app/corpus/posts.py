@@ -29,8 +29,8 @@ def read_change(body: bytes | bytearray, ids: IdKind = "uint64") -> PostChange:
     Raises MalformedJson, InvalidRequest, and TooLarge for more than `MAX_POSTS` posts.
     """
     schema.check_cost(body, MAX_VALUES)
-    asked = schema.decode(POSTS, body)
-    posts, count = asked.upsert, len(asked.upsert) + len(asked.delete)
+    request = schema.decode(POSTS, body)
+    posts, count = request.upsert, len(request.upsert) + len(request.delete)
     if count > MAX_POSTS:
         raise TooLarge(f"{count} posts, but at most {MAX_POSTS} can be changed at once.")
     for row, post in enumerate(posts):
@@ -46,8 +46,8 @@ def read_change(body: bytes | bytearray, ids: IdKind = "uint64") -> PostChange:
         [(str(post.post_id), str(post.author_id)) for post in posts] if ids == "text" else [],
         rows_of_codes([post.codes or () for post in posts]),
     )
-    delete = ids_of(asked.delete, ids, "delete")
-    change = PostChange(delete, rows, [*map(str, asked.delete)] if ids == "text" else [])
+    delete = ids_of(request.delete, ids, "delete")
+    change = PostChange(delete, rows, [*map(str, request.delete)] if ids == "text" else [])
     try:
         change.check()
     except ValueError as error:

@@ -86,21 +86,21 @@ class RedisStream:
         """See `Stream.after`."""
         with _in_our_words():
             # in this order, so that whatever is deleted before the first is seen by the second; a Redis that is full refuses MULTI
-            with self._redis.pipeline(transaction=False) as asked:
-                asked.xrange(self._stream, position or "-", "+", most + bool(position))
-                asked.xinfo_stream(self._stream)
-                found, info = asked.execute(raise_on_error=False)
-            if isinstance(found, Exception):
-                raise found
-            is_there = bool(position and found and found[0][0].decode() == position)
-            self._check_whole(position, info, is_there=is_there, is_empty=not found)
-            found = found[is_there:]
-            if not found:
+            with self._redis.pipeline(transaction=False) as pipeline:
+                pipeline.xrange(self._stream, position or "-", "+", most + bool(position))
+                pipeline.xinfo_stream(self._stream)
+                entries, info = pipeline.execute(raise_on_error=False)
+            if isinstance(entries, Exception):
+                raise entries
+            is_there = bool(position and entries and entries[0][0].decode() == position)
+            self._check_whole(position, info, is_there=is_there, is_empty=not entries)
+            entries = entries[is_there:]
+            if not entries:
                 wait = max(1, round(1000 * wait_seconds))
                 self._redis.xread({self._stream: position or "0-0"}, count=1, block=wait)
         return [
             Entry(name.decode(), (fields or {}).get(b"change"), int(name.partition(b"-")[0]) / 1000)
-            for name, fields in found
+            for name, fields in entries
         ]
 
     def _check_whole(self, position: str, info: Any, *, is_there: bool, is_empty: bool) -> None:
@@ -141,14 +141,14 @@ class RedisStream:
 
     def bury(self, entry: Entry, reason: str) -> None:
         """See `Stream.bury`: under its own id in the stream `STREAM:unreadable`, once for all replicas."""
-        kept, said = self._stream + UNREADABLE, {"change": entry.body or b"", "reason": reason}
+        stream, fields = self._stream + UNREADABLE, {"change": entry.body or b"", "reason": reason}
         with _in_our_words():
             try:
-                self._redis.xadd(kept, said, id=entry.position)
+                self._redis.xadd(stream, fields, id=entry.position)
             except Exception as error:
                 if "equal or smaller" in str(error):
                     with suppress(Exception):  # who may write there may perhaps not read
-                        if self._redis.xrange(kept, entry.position, entry.position):
+                        if self._redis.xrange(stream, entry.position, entry.position):
                             return  # another replica has already put it there
                     raise FeedError("The stream for unreadable entries has a later one already.") from None
                 raise

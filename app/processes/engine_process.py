@@ -28,17 +28,17 @@ from app.processes.messages import (
     Answer,
     Call,
     Cancel,
+    EngineState,
     Failed,
     FromWorker,
     Rank,
     Search,
     Served,
-    State,
     decoder,
     encode,
 )
 from app.queue.scheduler import Scheduler
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from app.settings import Settings
 from app.telemetry.logs import of_exception
 
@@ -83,7 +83,7 @@ class Peer:
 class EngineProcess:
     """Serves workers until a signal or the loss of the engine. Used by the event loop only."""
 
-    def __init__(self, ranker: LocalRanker, settings: Settings) -> None:
+    def __init__(self, ranker: LocalService, settings: Settings) -> None:
         self.ranker = ranker
         self.settings = settings
         self.exit_code = 0
@@ -91,8 +91,8 @@ class EngineProcess:
         self._peer_numbers = itertools.count(1)
         self._numbers = itertools.count(1)
         self._named: dict[Any, int] = {}  # numbers of what serves, or was replaced just now
-        self._kept: dict[int, Scheduler[Any]] = {}  # held, by number
-        self._state = State(ranker.health())
+        self._schedulers: dict[int, Scheduler[Any]] = {}  # held, by number
+        self._state = EngineState(ranker.health())
         self._sent_at = 0.0
         self._fault_logged_at = float("-inf")
         self._ended = asyncio.Event()
@@ -121,7 +121,9 @@ class EngineProcess:
             ):  # asyncio's own would be gone with the loop, before the process ends
                 signal.signal(number, lambda *_: loop.is_closed() or loop.call_soon_threadsafe(self.end))
             loop.add_signal_handler(signal.SIGHUP, self.ranker.reloads.reload_soon)
-        server = await loop.create_unix_server(lambda: Link(FromWorker, self._take, self._made, self._lost), path)
+        server = await loop.create_unix_server(
+            lambda: Link(FromWorker, self._take, self._on_open, self._on_close), path
+        )
         self.ranker.start()
         look = loop.create_task(self._keep_sending_state())
         await self._ended.wait()
@@ -157,12 +159,12 @@ class EngineProcess:
 
     # links
 
-    def _made(self, link: Link) -> None:
+    def _on_open(self, link: Link) -> None:
         self._peers[link] = Peer(link, next(self._peer_numbers))
         self._without_workers.clear()
         link.send(self._state)
 
-    def _lost(self, link: Link) -> None:
+    def _on_close(self, link: Link) -> None:
         peer = self._peers.pop(link)
         for number in [*peer.tasks, *peer.places]:
             peer.forget(number)
@@ -200,19 +202,19 @@ class EngineProcess:
         if isinstance(question, Search):
             return await self._search(question)
         kinds, _ = METHODS[question.method]
-        arguments = [decoder(kind).decode(each) for kind, each in zip(kinds, question.arguments, strict=True)]
+        arguments = [decoder(kind).decode(argument) for kind, argument in zip(kinds, question.arguments, strict=True)]
         return await self._methods[question.method](*arguments)
 
-    def _admit(self, peer: Peer, asked: Admit) -> None:
-        model = self._served(asked.model)
-        peer.places[asked.id] = self._place(
-            model, asked.candidates, asked.history, asked.deadline, asked.key, asked.leaves_at
+    def _admit(self, peer: Peer, question: Admit) -> None:
+        model = self._served(question.model)
+        peer.places[question.id] = self._place(
+            model, question.candidates, question.history, question.deadline, question.key, question.leaves_at
         )
 
     def _place(
         self, model: Any, candidates: int, history: int, deadline: float | None, key: str | None, leaves_at: float
     ) -> Place:
-        """Admit a request. Raises what `interface.Ranker.admit` describes."""
+        """Admit a request. Raises what `interface.RankingService.admit` describes."""
         self.ranker.check_open(key, leaves_at)
         with ExitStack() as held:
             admit = self.ranker.admit(
@@ -220,37 +222,39 @@ class EngineProcess:
             )
             return Place(held.enter_context(admit), held.pop_all())
 
-    async def _rank(self, peer: Peer, asked: Rank) -> Any:
-        place = peer.places.pop(asked.place, None)
-        if place is None and asked.place:
+    async def _rank(self, peer: Peer, question: Rank) -> Any:
+        place = peer.places.pop(question.place, None)
+        if place is None and question.place:
             raise NotReady("The place of this request is gone.", retry_after_seconds=0.0)
         with ExitStack() as held:
             if place is not None:
                 held.push(place.held)
-            model = self._served(asked.model) if place is None else place.job.model
-            asked.candidates.check(model.manifest.config)
+            model = self._served(question.model) if place is None else place.job.model
+            question.candidates.check(model.manifest.config)
             history = 0
-            if not isinstance(asked.context, str):
-                asked.context.check(model.manifest.config)  # native code trusts it
-                history = len(asked.context)
+            if not isinstance(question.context, str):
+                question.context.check(model.manifest.config)  # native code trusts it
+                history = len(question.context)
             if place is None:
-                place = self._place(model, len(asked.candidates), history, asked.deadline, asked.key, asked.leaves_at)
+                place = self._place(
+                    model, len(question.candidates), history, question.deadline, question.key, question.leaves_at
+                )
                 held.push(place.held)
-            ranked = await self.ranker.rank(place.job, asked.context, asked.candidates)
+            ranked = await self.ranker.rank(place.job, question.context, question.candidates)
         is_logged = self.settings.served.directory is not None
         return ranked if is_logged or ranked.context is None else msgspec.structs.replace(ranked, context=None)
 
-    async def _search(self, asked: Search) -> Any:
-        served = self._served(asked.corpus)
-        asked.query.check(served.manifest.config)
-        if not asked.is_admitted:
-            self.ranker.check_open(asked.key, asked.leaves_at)
+    async def _search(self, question: Search) -> Any:
+        served = self._served(question.corpus)
+        question.query.check(served.manifest.config)
+        if not question.is_admitted:
+            self.ranker.check_open(question.key, question.leaves_at)
         return await self.ranker.corpus.search(
-            served, asked.query, asked.deadline, asked.key, leaves_at=asked.leaves_at
+            served, question.query, question.deadline, question.key, leaves_at=question.leaves_at
         )
 
     def _served(self, number: int) -> Any:
-        scheduler = self._kept.get(number)
+        scheduler = self._schedulers.get(number)
         if scheduler is None:
             raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
         return scheduler.model.served
@@ -273,7 +277,7 @@ class EngineProcess:
         ranker = self.ranker
         refusal = ranker.admission.closed(ranker.versions.running())
         model, corpus = self._described(ranker.versions.current), self._described(ranker.corpus.versions.current)
-        state = State(
+        state = EngineState(
             ranker.health(),
             model,
             corpus,
@@ -299,23 +303,23 @@ class EngineProcess:
         served = scheduler.model.served
         if served not in self._named:
             self._named[served] = number = next(self._numbers)
-            self._kept[number] = scheduler
+            self._schedulers[number] = scheduler
             scheduler.hold()
-        for known in (self._state.model, self._state.corpus):
-            if known is not None and known.number == self._named[served]:
-                return known
+        for served_before in (self._state.model, self._state.corpus):
+            if served_before is not None and served_before.number == self._named[served]:
+                return served_before
         return Served.of(self._named[served], served)
 
     def _leave(self, number: int) -> None:
-        self._kept.pop(number).leave()
+        self._schedulers.pop(number).leave()
 
     # metrics
 
     async def exposition(self) -> bytes:
         """Every metric of this process, and those of each worker with the label `worker`."""
         peers = list(self._peers.values())
-        told = await asyncio.gather(*(self._metrics_of(peer) for peer in peers))
-        texts = [(peer.number, text.decode()) for peer, text in zip(peers, told, strict=True) if text]
+        expositions = await asyncio.gather(*(self._metrics_of(peer) for peer in peers))
+        texts = [(peer.number, text.decode()) for peer, text in zip(peers, expositions, strict=True) if text]
         merged = CollectorRegistry()
         merged.register(Merged(self.ranker.metrics.registry, texts))
         return generate_latest(merged)
@@ -323,8 +327,8 @@ class EngineProcess:
     async def _metrics_of(self, peer: Peer) -> bytes:
         try:
             async with asyncio.timeout(SCRAPE_SECONDS):
-                found: bytes = await peer.link.call("exposition")
-                return found
+                metrics_text: bytes = await peer.link.call("exposition")
+                return metrics_text
         except (TimeoutError, ConnectionError, InternalError):
             return b""
 
@@ -345,11 +349,11 @@ class Merged(Collector):
         families = {family.name: family for family in self._registry.collect()}
         for number, text in self._texts:
             for family in text_string_to_metric_families(text):
-                known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 for sample in family.samples:
-                    known.add_sample(sample.name, {**sample.labels, "worker": str(number)}, sample.value)
+                    merged.add_sample(sample.name, {**sample.labels, "worker": str(number)}, sample.value)
         yield from families.values()
 
 
-def _without_time(state: State) -> State:
+def _without_time(state: EngineState) -> EngineState:
     return msgspec.structs.replace(state, retry_after_seconds=0.0)

@@ -13,7 +13,7 @@ from typing import Any, cast
 import msgspec
 import structlog
 
-from app.errors import InternalError, told
+from app.errors import InternalError, service_error_of
 from app.processes.messages import LENGTH, MAX_BYTES, METHODS, Answer, Call, Cancel, Failed, decoder, encode, frame
 from app.telemetry.logs import of_exception
 
@@ -25,20 +25,26 @@ log = structlog.get_logger("app.processes.link")
 
 class Link(asyncio.Protocol):
     """`take` is called with each message but the answers to this end's own questions. If it raises, or if bytes are no message, the link
-    ends, which is logged. `made` and `lost` are called once each, unless the peer is another user's process. Used by the event loop only.
+    ends, which is logged. `on_open` and `on_close` are called once each, unless the peer is another user's process. Used by the event loop
+    only.
 
     What is sent in one turn of the loop is written by one system call: one each would take a fifth of a busy engine process's time.
     """
 
     def __init__(
-        self, kinds: Any, take: Callable[[Link, Any], None], made: Callable[[Link], None], lost: Callable[[Link], None]
+        self,
+        kinds: Any,
+        take: Callable[[Link, Any], None],
+        on_open: Callable[[Link], None],
+        on_close: Callable[[Link], None],
     ) -> None:
         self._decode = decoder(kinds).decode
         self._take = take
-        self._made = made
-        self._lost = lost
+        self._on_open = on_open
+        self._on_close = on_close
         self._numbers = itertools.count(1)
-        self._asked: dict[int, tuple[asyncio.Future[Any], Any]] = {}  # by id: who waits, and the type of the result
+        # By id: who waits, and the type of the result.
+        self._unanswered: dict[int, tuple[asyncio.Future[Any], Any]] = {}
         self._rest = bytearray()  # the beginning of an incomplete message
         self._unwritten: list[bytes] = []
         self._unwritten_bytes = 0
@@ -54,7 +60,7 @@ class Link(asyncio.Protocol):
     @property
     def questions(self) -> int:
         """How many of this end's questions have no answer yet."""
-        return len(self._asked)
+        return len(self._unanswered)
 
     async def ask(self, make: Callable[[int], msgspec.Struct], result: Any) -> Any:
         """Send the question that `make` makes of an id; return its result, of type `result`. Cancelling tells the peer.
@@ -63,7 +69,7 @@ class Link(asyncio.Protocol):
         """
         number = next(self._numbers)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._asked[number] = future, result
+        self._unanswered[number] = future, result
         try:
             self.send(make(number))
             return await future
@@ -71,12 +77,12 @@ class Link(asyncio.Protocol):
             self.send(Cancel(number))
             raise
         finally:
-            self._asked.pop(number, None)
+            self._unanswered.pop(number, None)
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of `METHODS` at the other end."""
         return await self.ask(
-            lambda number: Call(number, method, [encode(each) for each in arguments]), METHODS[method][1]
+            lambda number: Call(number, method, [encode(argument) for argument in arguments]), METHODS[method][1]
         )
 
     def send(self, message: msgspec.Struct) -> None:
@@ -118,16 +124,16 @@ class Link(asyncio.Protocol):
             transport.abort()
             return
         self._transport, self._is_known = transport, True
-        self._made(self)
+        self._on_open(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Every question ends with ConnectionError."""
         self._transport = None
-        for future, _ in self._asked.values():
+        for future, _ in self._unanswered.values():
             if not future.done():
                 future.set_exception(ConnectionError("the other process has ended"))
         if self._is_known:
-            self._lost(self)
+            self._on_close(self)
 
     def pause_writing(self) -> None:
         """The peer is slow."""
@@ -172,7 +178,7 @@ class Link(asyncio.Protocol):
         if not isinstance(message, Answer | Failed):
             self._take(self, message)
             return
-        future, kind = self._asked.pop(message.id, (None, None))
+        future, kind = self._unanswered.pop(message.id, (None, None))
         if future is None or future.done():
             return  # its caller has gone
         if isinstance(message, Failed):
@@ -182,7 +188,7 @@ class Link(asyncio.Protocol):
             result = decoder(kind).decode(message.result)
         except Exception as error:  # such as a lack of memory: the others have their answers
             log.error("fault", **of_exception(error))
-            future.set_exception(told(error) if isinstance(error, MemoryError) else InternalError())
+            future.set_exception(service_error_of(error) if isinstance(error, MemoryError) else InternalError())
         else:
             future.set_result(result)
 

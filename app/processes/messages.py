@@ -1,7 +1,7 @@
 """The eight messages between a worker and the engine process, as msgpack with its length before it.
 
     worker → engine    Admit, Rank, Search, Cancel, Call
-    engine → worker    Answer, Failed, State; and Call, for the worker's metrics, which it answers like the engine, and Cancel of that
+    engine → worker    Answer, Failed, EngineState; and Call, for the worker's metrics, which it answers like the engine, and Cancel of that
 
 A new question is a new method of `Call`, not a new message. Both ends are the same build on one machine.
 """
@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from app.errors import InternalError, InvalidRequest, ServiceError, error_class, told
+from app.errors import InternalError, InvalidRequest, ServiceError, error_class, service_error_of
 from app.interface import CorpusState, Health, ServedCorpus, ServedModel
 from model.engine import EngineInfo
 from model.inputs import Candidates, Context
@@ -99,8 +99,8 @@ class Failed(msgspec.Struct, tag=True):
     @classmethod
     def of(cls, number: int, error: Exception) -> Failed:
         """From what was raised: an internal error unless it is a ServiceError or a lack of memory."""
-        known = told(error) if isinstance(error, ServiceError | MemoryError) else InternalError()
-        return cls(number, known.code, known.detail, known.retry_after_seconds)
+        problem = service_error_of(error) if isinstance(error, ServiceError | MemoryError) else InternalError()
+        return cls(number, problem.code, problem.detail, problem.retry_after_seconds)
 
     def error(self) -> ServiceError:
         """The error to raise."""
@@ -140,7 +140,7 @@ class Served(msgspec.Struct):
         return ServedCorpus(Manifest.from_json(self.manifest), corpus, self.hidden, self.duplicates, self.notes)
 
 
-class State(msgspec.Struct, tag=True):
+class EngineState(msgspec.Struct, tag=True):
     """The engine process as it is now: sent when it changes, and as a sign of life. `closed`: why every request would be refused."""
 
     health: Health
@@ -151,7 +151,7 @@ class State(msgspec.Struct, tag=True):
 
 
 FromWorker = Admit | Rank | Search | Cancel | Call | Answer | Failed
-FromEngine = Answer | Failed | State | Call | Cancel
+FromEngine = Answer | Failed | EngineState | Call | Cancel
 
 METHODS: dict[str, tuple[tuple[Any, ...], Any]] = {  # name: types of the arguments, type of the result
     "exposition": ((), bytes),

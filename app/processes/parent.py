@@ -62,10 +62,10 @@ class Role(msgspec.Struct, frozen=True):
 
 def inherited() -> Role | None:
     """This process's role, None for one that was started by hand. With a role it ends with its parent."""
-    told = os.environ.pop(VARIABLE, None)
-    if told is None:
+    encoded_role = os.environ.pop(VARIABLE, None)
+    if encoded_role is None:
         return None
-    role = msgspec.json.decode(told, type=Role)
+    role = msgspec.json.decode(encoded_role, type=Role)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != role.parent:
         os._exit(EXIT_FAILED)  # the parent has ended meanwhile
@@ -79,13 +79,13 @@ def play(role: Role, settings: Settings) -> int:
 
     gc.freeze()
     if role.worker:
-        from app.processes.remote import RemoteRanker
+        from app.processes.remote import RemoteService
 
-        ranker = RemoteRanker(settings, role.path, Metrics())
+        ranker = RemoteService(settings, role.path, Metrics())
         sockets = [socket.socket(fileno=descriptor) for descriptor in role.sockets]
         return server.run(settings, ranker, sockets, announces=role.worker == 1)
     from app.processes.engine_process import EngineProcess
-    from app.service.ranker import create_ranker
+    from app.service.local import create_ranker
     from app.service.reload import resumed
 
     paths_file = Path(role.path).with_name(PATHS_FILE)
@@ -111,7 +111,7 @@ class Child:
     def start(self) -> None:
         """Start it. Raises OSError or MemoryError where the system cannot do that now."""
         parent = self.parent
-        shared = [each.fileno() for each in parent.sockets] if self.number else []
+        shared = [listener.fileno() for listener in parent.sockets] if self.number else []
         role = Role(parent.path, os.getpid(), self.number, tuple(shared))
         environment = {**os.environ, VARIABLE: msgspec.json.encode(role).decode()}
         self.start_at = time.monotonic()
@@ -242,8 +242,8 @@ class Parent:
         until = now + drain.delay_seconds + drain.timeout_seconds + LAST_SECONDS
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._end_at_once)
-        for each in self.sockets:
-            each.close()  # the workers have them: when those accept no more, a new connection is refused
+        for listener in self.sockets:
+            listener.close()  # the workers have them: when those accept no more, a new connection is refused
         for worker in self.workers:
             worker.send(signal.SIGTERM)
         codes = [worker.wait(until) for worker in self.workers]

@@ -1,4 +1,4 @@
-"""The ranker as a worker sees it: `app.interface.Ranker` over a link to the engine process, which decides who is admitted."""
+"""The ranker as a worker sees it: `app.interface.RankingService` over a link to the engine process, which decides who is admitted."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from app.errors import (
     Overloaded,
     ServiceError,
 )
-from app.interface import CorpusState, Found, Health, Job, Ranked, ServedCorpus, ServedModel
+from app.interface import CorpusState, Health, Job, Ranked, SearchResult, ServedCorpus, ServedModel
 from app.processes.link import Link
-from app.processes.messages import Admit, Answer, Call, Cancel, Failed, FromEngine, Rank, Search, State, encode
+from app.processes.messages import Admit, Answer, Call, Cancel, EngineState, Failed, FromEngine, Rank, Search, encode
 from app.settings import Settings
 from app.telemetry.logs import of_exception
 from app.telemetry.metrics import Metrics
@@ -41,8 +41,8 @@ GRACE_SECONDS = 0.25  # after a deadline, for the engine process to answer first
 SILENT_SECONDS = 4.0  # the longest time without a sign of life, which comes once a second
 CROWDED_SECONDS = 0.1  # for this long after a refusal, check for room before reading a request
 REPLACED_KEPT = 4  # models and corpora that no longer serve, for requests under way
-STARTING = State(Health(False, False, False, False, "The engine process is starting."))
-ENDED = State(Health(False, False, True, False, "The engine process has ended."))
+STARTING = EngineState(Health(False, False, False, False, "The engine process is starting."))
+ENDED = EngineState(Health(False, False, True, False, "The engine process has ended."))
 
 log = structlog.get_logger("app.processes.remote")
 
@@ -62,15 +62,15 @@ class RemoteJob:
     place: int = 0
 
 
-class Known(NamedTuple):
+class NumberedModel(NamedTuple):
     """What serves, with the engine process's number for it."""
 
     number: int
     served: Any
 
 
-class RemoteRanker:
-    """`interface.Ranker` of one worker. Used by the event loop only."""
+class RemoteService:
+    """`interface.RankingService` of one worker. Used by the event loop only."""
 
     def __init__(self, settings: Settings, path: str, metrics: Metrics) -> None:
         """`path` is that of the engine process's socket."""
@@ -83,8 +83,8 @@ class RemoteRanker:
         self.linked = asyncio.Event()  # set while the engine process's state is known
         self._path = path
         self._link: Link | None = None
-        self._model: Known | None = None
-        self._towers: Known | None = None
+        self._model: NumberedModel | None = None
+        self._towers: NumberedModel | None = None
         self._served: dict[int, Any] = {}  # models and corpora that serve or did lately, by number
         self._heard = 0.0
         self._refused_at = float("-inf")  # clock seconds when the engine process last refused a request of this worker
@@ -124,11 +124,11 @@ class RemoteRanker:
         while True:
             ended = asyncio.Event()
 
-            def lost(link: Link, ended: asyncio.Event = ended) -> None:
+            def on_close(link: Link, ended: asyncio.Event = ended) -> None:
                 self._lose()
                 ended.set()
 
-            link = Link(FromEngine, self._take, self._made, lost)
+            link = Link(FromEngine, self._take, self._on_open, on_close)
             try:
                 await loop.create_unix_connection(lambda link=link: link, self._path)  # type: ignore[misc]
                 made_at = self.clock()
@@ -141,7 +141,7 @@ class RemoteRanker:
                 log.error("not_linked", **of_exception(error))
             await asyncio.sleep(CONNECT_SECONDS)
 
-    def _made(self, link: Link) -> None:
+    def _on_open(self, link: Link) -> None:
         self._link, self._heard = link, self.clock()
 
     def _lose(self) -> None:
@@ -152,7 +152,7 @@ class RemoteRanker:
         if not self._refuses:
             log.error("engine_process_lost")
 
-    def _take(self, link: Link, message: State | Call | Cancel) -> None:
+    def _take(self, link: Link, message: EngineState | Call | Cancel) -> None:
         self._heard = self.clock()
         if isinstance(message, Cancel):
             return  # calls are answered at once: this one has been
@@ -169,25 +169,25 @@ class RemoteRanker:
         if message.model is None:
             self._model = None
         elif self._model is None or self._model.number != message.model.number:
-            self._model = self._known(message.model.number, message.model.model)
+            self._model = self._numbered(message.model.number, message.model.model)
         if message.corpus is None:
             self._towers = None
         elif self._towers is None or self._towers.number != message.corpus.number:
-            self._towers = self._known(message.corpus.number, message.corpus.towers)
+            self._towers = self._numbered(message.corpus.number, message.corpus.towers)
         self.linked.set()
 
-    def _known(self, number: int, make: Callable[[], Any]) -> Known:
+    def _numbered(self, number: int, make: Callable[[], Any]) -> NumberedModel:
         if number not in self._served:
             self._served[number] = make()
-            serving = {known.number for known in (self._model, self._towers) if known is not None}
+            serving = {numbered.number for numbered in (self._model, self._towers) if numbered is not None}
             for old in sorted(self._served.keys() - serving)[:-REPLACED_KEPT]:
                 del self._served[old]
-        return Known(number, self._served[number])
+        return NumberedModel(number, self._served[number])
 
     # admission
 
     def model(self, name: str = "") -> ServedModel:
-        """See `interface.Ranker.model`."""
+        """See `interface.RankingService.model`."""
         if self._model is None:
             raise NotReady(self.health().reason, retry_after_seconds=RETRY_AFTER_SECONDS)
         served: ServedModel = self._model.served
@@ -243,8 +243,8 @@ class RemoteRanker:
 
     def number_of(self, served: Any) -> int:
         """The engine process's number for a model or a corpus. Raises NotReady if it serves no more."""
-        for number, known in self._served.items():
-            if known is served:
+        for number, model in self._served.items():
+            if model is served:
                 return number
         raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
 
@@ -306,26 +306,35 @@ class RemoteRanker:
         return self.clock() + self.settings.deadline.default_seconds if job.deadline is None else job.deadline
 
     async def context(self, model: ServedModel, handle: str, key: str | None, deadline: float) -> Context:
-        """See `interface.Ranker.context`."""
+        """See `interface.RankingService.context`."""
         return cast(Context, await self.call("context", self.number_of(model), handle, key, deadline=deadline))
 
     async def attention(
         self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
     ) -> NDArray[np.float32]:
-        """See `interface.Ranker.attention`."""
-        found = await self.call("attention", self.number_of(model), context, candidates, deadline, deadline=deadline)
-        return cast(NDArray[np.float32], found)
+        """See `interface.RankingService.attention`."""
+        attention = await self.call(
+            "attention", self.number_of(model), context, candidates, deadline, deadline=deadline
+        )
+        return cast(NDArray[np.float32], attention)
 
     def health(self) -> Health:
         """Whether requests may be sent here, and why not."""
-        told = self.state.health
-        failed, reason = told.failed, told.reason
+        engine_health = self.state.health
+        failed, reason = engine_health.failed, engine_health.reason
         silent = self.clock() - self._heard
         if self._link is not None and silent > SILENT_SECONDS:
             failed, reason = True, f"The engine process has been silent for {silent:.1f} s."
         if self._is_draining and not failed:
             reason = "The process is shutting down."
-        return Health(not reason, self._has_started, failed, self._is_draining or told.draining, reason, told.feed)
+        return Health(
+            not reason,
+            self._has_started,
+            failed,
+            self._is_draining or engine_health.draining,
+            reason,
+            engine_health.feed,
+        )
 
     async def exposition(self) -> bytes:
         """The metrics of all processes. Raises EngineDown while the engine process is gone."""
@@ -338,14 +347,14 @@ class RemoteRanker:
 
 
 class RemoteCorpus:
-    """`interface.Corpus` of one worker. Used by the event loop only."""
+    """`interface.CorpusService` of one worker. Used by the event loop only."""
 
-    def __init__(self, ranker: RemoteRanker) -> None:
+    def __init__(self, ranker: RemoteService) -> None:
         self._ranker = ranker
 
     @property
     def served(self) -> ServedCorpus:
-        """See `interface.Corpus.served`."""
+        """See `interface.CorpusService.served`."""
         served = self._ranker.towers
         if served is None:
             if self._ranker.settings.retrieval.checkpoint is None:
@@ -362,22 +371,22 @@ class RemoteCorpus:
         *,
         leaves_at: float = math.inf,
         is_admitted: bool = False,
-    ) -> Found:
-        """See `interface.Corpus.search`."""
+    ) -> SearchResult:
+        """See `interface.CorpusService.search`."""
         number = self._ranker.number_of(served)
 
         def search(id: int) -> Search:
             return Search(id, number, query, deadline, key, leaves_at, is_admitted)
 
-        found = await self._ranker.ask(search, Found, deadline)
-        return cast(Found, found)
+        result = await self._ranker.ask(search, SearchResult, deadline)
+        return cast(SearchResult, result)
 
     async def change(self, change: PostChange) -> CorpusState:
-        """See `interface.Corpus.change`."""
+        """See `interface.CorpusService.change`."""
         return cast(CorpusState, await self._ranker.call("change", change))
 
     async def state(self) -> CorpusState | None:
-        """See `interface.Corpus.state`."""
+        """See `interface.CorpusService.state`."""
         return cast(
             CorpusState | None, await self._ranker.call("corpus_state", deadline=self._ranker.clock() + SILENT_SECONDS)
         )

@@ -9,8 +9,8 @@ from typing import Any
 
 import structlog
 
-from app.errors import NonFiniteScores, ServiceError, told
-from app.interface import Found, Ranked, ServedModel
+from app.errors import NonFiniteScores, ServiceError, service_error_of
+from app.interface import Ranked, SearchResult, ServedModel
 from app.queue.batching import Work
 from model.engine import CacheResult, Item, Outcome
 from model.inputs import Candidates, Context, Scores
@@ -60,7 +60,7 @@ class Job(Work, ABC):
                 result = self.result()
             except Exception as fault:  # out of memory, for example: the others of the batch get theirs
                 log.error("scores_not_joined", exc_info=fault)
-                self.fail(told(fault))
+                self.fail(service_error_of(fault))
             else:
                 self.future.set_result(result)
 
@@ -113,7 +113,7 @@ class SearchJob(Job):
     """One search. It counts as one candidate without context."""
 
     query: Query
-    found: tuple[Answers, int] | None = None  # the answers of its batch, and its place in them
+    outcome: tuple[Answers, int] | None = None  # the answers of its batch, and its place in them
 
     def part(self, start: int, stop: int) -> Query:
         """Return the query: a search has one part."""
@@ -121,12 +121,12 @@ class SearchJob(Job):
 
     def take(self, outcome: tuple[Answers, int]) -> ServiceError | None:
         """Keep the answers of the batch and the place of this search in them."""
-        self.found = outcome
+        self.outcome = outcome
         return None
 
-    def result(self) -> Found:
+    def result(self) -> SearchResult:
         """Return the posts, and how long they took."""
-        assert self.found is not None
-        answers, place = self.found
+        assert self.outcome is not None
+        answers, place = self.outcome
         context, seconds = self.query.context, (self.queue_seconds, answers.encode_seconds, answers.search_seconds)
-        return Found(answers.retrieved[place], *seconds, len(context.post_ids), context.dropped)
+        return SearchResult(answers.retrieved[place], *seconds, len(context.post_ids), context.dropped)

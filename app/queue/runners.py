@@ -309,20 +309,22 @@ class SearchForwards:
 
     def _is_short(self, queries: Sequence[Query], users: Users) -> bool:
         """Whether the batch is predicted to take less than `SHORT_SEARCH_SECONDS`."""
-        encode = self._encode_time.seconds(users.unknown_tokens) if users.unknown_tokens else 0.0
+        encode = self._encode_time.seconds(users.uncached_tokens) if users.uncached_tokens else 0.0
         search = self._search_time.seconds(_search_cost(queries))
         return encode is not None and search is not None and encode + search < SHORT_SEARCH_SECONDS
 
     def _learn(self, queries: Sequence[Query], answers: Answers) -> None:
         """Record the batch's times for the forecasts and the metrics."""
-        metrics, found = self._metrics, answers.retrieved
-        made = sum(1 + len(query.context) for query, posts in zip(queries, found, strict=True) if not posts.cached)
-        self._encode_time.observe(made, answers.encode_seconds)
+        metrics, retrieved = self._metrics, answers.retrieved
+        encoded_tokens = sum(
+            1 + len(query.context) for query, posts in zip(queries, retrieved, strict=True) if not posts.cached
+        )
+        self._encode_time.observe(encoded_tokens, answers.encode_seconds)
         self._search_time.observe(_search_cost(queries), answers.search_seconds)
         metrics.searches.observe(len(queries))
         metrics.stage["encode"].observe(answers.encode_seconds)
         metrics.stage["search"].observe(answers.search_seconds)
-        for posts in found:
+        for posts in retrieved:
             metrics.visible_rows.observe(posts.visible)
             metrics.scored_rows.observe(posts.scored)
             metrics.user_vectors.labels("cache" if posts.cached else "tower").inc()

@@ -139,9 +139,9 @@ _HEADERS_OUT = {
 
 def components() -> dict[str, Any]:
     """The JSON Schemas of all bodies and replies by name, for `components.schemas` of the document."""
-    _, found = msgspec.json.schema_components([*EXAMPLES, *REPLIES], ref_template=REF)
-    _type_choices(found)
-    return found
+    _, schemas = msgspec.json.schema_components([*EXAMPLES, *REPLIES], ref_template=REF)
+    _type_choices(schemas)
+    return schemas
 
 
 def _type_choices(schema: Any) -> None:
@@ -164,9 +164,9 @@ def body_of(kind: type[Struct], further: Mapping[str, str] | None = None) -> dic
 
 def with_examples(document: dict[str, Any], actions: Sequence[str], ids: IdKind) -> dict[str, Any]:
     """The document with examples that a checkpoint with these actions and ids takes, as a copy."""
-    document, found = copy.deepcopy(document), examples_of(actions, ids)
-    by_name = {REF.format(name=kind.__name__): examples for kind, examples in found.items()}
-    for operation in (each for path in document["paths"].values() for each in path.values()):
+    document, examples_by_kind = copy.deepcopy(document), examples_of(actions, ids)
+    by_name = {REF.format(name=kind.__name__): examples for kind, examples in examples_by_kind.items()}
+    for operation in (operation for path in document["paths"].values() for operation in path.values()):
         for content in operation.get("requestBody", {}).get("content", {}).values():
             if (examples := by_name.get(content["schema"].get("$ref"))) is not None:
                 content["examples"] = _listed(examples)
@@ -187,13 +187,16 @@ def reply_of(kind: type[Struct], description: str) -> dict[int | str, dict[str, 
 def problems_of(*kinds: type[errors.ServiceError]) -> dict[int | str, dict[str, Any]]:
     """`responses` of a route that can answer with these errors."""
     content = {PROBLEM_TYPE: {"schema": {"$ref": REF.format(name="Problem")}}}
-    found: dict[int | str, dict[str, Any]] = {}
+    responses: dict[int | str, dict[str, Any]] = {}
     for kind in sorted(kinds, key=lambda kind: kind.status):
         meaning = (kind.__doc__ or "").partition("\n")[0]  # PYTHONOPTIMIZE=2 removes docstrings
         text = f"`{kind.code}`: {meaning}" if meaning else f"`{kind.code}`"
-        before = found.get(kind.status)
-        found[kind.status] = {"description": f"{before['description']} {text}" if before else text, "content": content}
-    return found
+        before = responses.get(kind.status)
+        responses[kind.status] = {
+            "description": f"{before['description']} {text}" if before else text,
+            "content": content,
+        }
+    return responses
 
 
 PROBLEMS = problems_of(*_PROBLEM_KINDS)

@@ -110,7 +110,7 @@ Score = Annotated[
         "s + 0.001 if s ≥ 0, otherwise (s + N) / T · 0.001. N is the sum of the magnitudes of the negative weights, T that of all weights."
     ),
 ]
-Wanted = Annotated[
+ActionsWanted = Annotated[
     list[str] | UnsetType,
     about("Return only the probabilities of these actions, in this order. Default: all actions.", ["favorite"]),
 ]

@@ -24,7 +24,7 @@ T = TypeVar("T")
 R = TypeVar("R", bound=Request)
 
 
-class Limits(Protocol):
+class RequestLimits(Protocol):
     """The settings that bound one request."""
 
     @property
@@ -47,20 +47,22 @@ class Limits(Protocol):
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 
 
-def read(decoder: msgspec.json.Decoder[R], body: bytes | bytearray, limits: Limits, actions: Collection[str] = ()) -> R:
+def read(
+    decoder: msgspec.json.Decoder[R], body: bytes | bytearray, limits: RequestLimits, actions: Collection[str] = ()
+) -> R:
     """Decode and check a request of bounded size; `actions` as in `decode`.
 
     Raises TooLarge before it decodes a body that would be slow to read, and for more items than the limits allow; MalformedJson;
     InvalidRequest.
     """
     check_cost(body, limits.max_values)
-    asked = decode(decoder, body, actions)
+    request = decode(decoder, body, actions)
     most = {"candidates": limits.max_candidates, "history": limits.max_history, "exclude": limits.max_excluded}
-    for name, count in asked.sizes().items():
+    for name, count in request.sizes().items():
         if count > most[name]:
             raise TooLarge(f"{name}: {count} items, but at most {most[name]} are allowed.")
-    asked.check()
-    return asked
+    request.check()
+    return request
 
 
 def check_cost(body: bytes | bytearray, max_values: int) -> None:
@@ -104,12 +106,12 @@ def split_batch(body: bytes | bytearray, most: int) -> tuple[list[bytes], bool]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         _parsed(body)
         raise MalformedJson("The body is nested too deeply.") from None
-    found = [bytes(item) for item in msgspec.structs.astuple(items) if item is not UNSET]
-    if not found:
+    requests = [bytes(item) for item in msgspec.structs.astuple(items) if item is not UNSET]
+    if not requests:
         raise InvalidRequest("requests", NO_REQUESTS)
-    if len(found) > most:
+    if len(requests) > most:
         raise TooLarge(f"requests: at most {most} are allowed.")
-    return found, is_bare
+    return requests, is_bare
 
 
 @cache
@@ -144,10 +146,10 @@ _UNKNOWN, _MISSING, _NO_CHOICE = (
 
 def _invalid(message: str, kind: Any, value: Any, actions: Collection[str]) -> InvalidRequest:
     """msgspec's sentence as a problem of ours. `value`: the whole body."""
-    found = _MESSAGE.fullmatch(message)
-    assert found is not None
-    sentence, path, types = found[1], found[2] or "", _flat([_type_of(kind)])
-    if sentence.startswith(_UNKNOWN) and type(value) is dict and not {*value} <= {*_known(types)}:
+    match = _MESSAGE.fullmatch(message)
+    assert match is not None
+    sentence, path, types = match[1], match[2] or "", _flat([_type_of(kind)])
+    if sentence.startswith(_UNKNOWN) and type(value) is dict and not {*value} <= {*_field_names(types)}:
         path = ""  # what looks like one may be the end of the field's name
     for index, name, entry in _STEPS.findall(path):
         types = _below(types, name, is_index=bool(index))
@@ -158,9 +160,14 @@ def _invalid(message: str, kind: Any, value: Any, actions: Collection[str]) -> I
         name = sentence[len(_MISSING) : -1]
         return InvalidRequest(f"{path}.{name}" if path else name, "is required")
     if sentence.startswith(_UNKNOWN):
-        return InvalidRequest(path, f"has an unknown field; known are {', '.join(_known(types))}")
+        return InvalidRequest(path, f"has an unknown field; known are {', '.join(_field_names(types))}")
     if sentence.startswith(_NO_CHOICE):
-        choices = [str(choice) for each in types if isinstance(each, inspect.LiteralType) for choice in each.values]
+        choices = [
+            str(choice)
+            for schema_type in types
+            if isinstance(schema_type, inspect.LiteralType)
+            for choice in schema_type.values
+        ]
         return InvalidRequest(path, f"must be one of {', '.join(choices)}")
     return InvalidRequest(path, sentence[:1].lower() + sentence[1:])
 
@@ -170,8 +177,13 @@ def _type_of(kind: Any) -> inspect.Type:
     return inspect.type_info(kind)
 
 
-def _known(types: Sequence[inspect.Type]) -> list[str]:
-    return [field.encode_name for each in types if isinstance(each, inspect.StructType) for field in each.fields]
+def _field_names(types: Sequence[inspect.Type]) -> list[str]:
+    return [
+        field.encode_name
+        for schema_type in types
+        if isinstance(schema_type, inspect.StructType)
+        for field in schema_type.fields
+    ]
 
 
 def _entry_path(path: str, value: Any, actions: Collection[str]) -> str:
@@ -188,24 +200,24 @@ def _entry_path(path: str, value: Any, actions: Collection[str]) -> str:
 
 def _below(types: list[inspect.Type], name: str, *, is_index: bool) -> list[inspect.Type]:
     """The types of an entry of a list or a map, or of this field, whose parent has one of these types; unions are taken apart."""
-    found: list[inspect.Type] = []
-    for each in types:
-        if isinstance(each, inspect.ListType) and is_index:
-            found.append(each.item_type)
-        elif isinstance(each, inspect.StructType) and name:
-            found += [field.type for field in each.fields if field.encode_name == name]
-        elif isinstance(each, inspect.DictType) and not is_index and not name:
-            found.append(each.value_type)
-    return _flat(found)
+    entry_types: list[inspect.Type] = []
+    for schema_type in types:
+        if isinstance(schema_type, inspect.ListType) and is_index:
+            entry_types.append(schema_type.item_type)
+        elif isinstance(schema_type, inspect.StructType) and name:
+            entry_types += [field.type for field in schema_type.fields if field.encode_name == name]
+        elif isinstance(schema_type, inspect.DictType) and not is_index and not name:
+            entry_types.append(schema_type.value_type)
+    return _flat(entry_types)
 
 
 def _flat(types: list[inspect.Type]) -> list[inspect.Type]:
-    found: list[inspect.Type] = []
-    for each in types:
-        if isinstance(each, inspect.Metadata):
-            found += _flat([each.type])
-        elif isinstance(each, inspect.UnionType):
-            found += _flat([*each.types])
+    flat: list[inspect.Type] = []
+    for schema_type in types:
+        if isinstance(schema_type, inspect.Metadata):
+            flat += _flat([schema_type.type])
+        elif isinstance(schema_type, inspect.UnionType):
+            flat += _flat([*schema_type.types])
         else:
-            found.append(each)
-    return found
+            flat.append(schema_type)
+    return flat

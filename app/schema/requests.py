@@ -13,6 +13,7 @@ from app.schema.fields import (
     HANDLE_RULE,
     REQUEST_ID_RULE,
     ActionsTaken,
+    ActionsWanted,
     AuthorId,
     ContentCodes,
     Count,
@@ -27,7 +28,6 @@ from app.schema.fields import (
     Time,
     Topic,
     UserId,
-    Wanted,
     Weights,
     about,
     is_handle,
@@ -63,28 +63,28 @@ class Candidate(Post, gc=False):
     created_at: CreatedAt = 0
 
 
-_EACH = about("One entry for each post, in the same order as the other arrays.")
+_ONE_A_POST = about("One entry for each post, in the same order as the other arrays.")
 
 
 class HistoryColumns(Strict):
     """The history as arrays of equal length, one entry for each item: shorter and faster to read. The fields are those of `HistoryItem`."""
 
-    post_id: Annotated[list[PostId], _EACH]
-    author_id: Annotated[list[AuthorId], _EACH]
-    product_surface: Annotated[list[Surface] | UnsetType, _EACH] = UNSET
-    codes: Annotated[list[ContentCodes] | UnsetType, _EACH] = UNSET
-    actions: Annotated[list[ActionsTaken] | UnsetType, _EACH] = UNSET
-    dwell_time: Annotated[list[Dwell] | UnsetType, _EACH] = UNSET
+    post_id: Annotated[list[PostId], _ONE_A_POST]
+    author_id: Annotated[list[AuthorId], _ONE_A_POST]
+    product_surface: Annotated[list[Surface] | UnsetType, _ONE_A_POST] = UNSET
+    codes: Annotated[list[ContentCodes] | UnsetType, _ONE_A_POST] = UNSET
+    actions: Annotated[list[ActionsTaken] | UnsetType, _ONE_A_POST] = UNSET
+    dwell_time: Annotated[list[Dwell] | UnsetType, _ONE_A_POST] = UNSET
 
 
 class CandidateColumns(Strict):
     """The candidates as arrays of equal length, one entry for each: shorter and faster to read. The fields are those of `Candidate`."""
 
-    post_id: Annotated[list[PostId], _EACH]
-    author_id: Annotated[list[AuthorId], _EACH]
-    product_surface: Annotated[list[Surface] | UnsetType, _EACH] = UNSET
-    codes: Annotated[list[ContentCodes] | UnsetType, _EACH] = UNSET
-    created_at: Annotated[list[CreatedAt] | UnsetType, _EACH] = UNSET
+    post_id: Annotated[list[PostId], _ONE_A_POST]
+    author_id: Annotated[list[AuthorId], _ONE_A_POST]
+    product_surface: Annotated[list[Surface] | UnsetType, _ONE_A_POST] = UNSET
+    codes: Annotated[list[ContentCodes] | UnsetType, _ONE_A_POST] = UNSET
+    created_at: Annotated[list[CreatedAt] | UnsetType, _ONE_A_POST] = UNSET
 
 
 History = Annotated[
@@ -212,7 +212,7 @@ class RankRequest(UserRequest, kw_only=True):
     weights: Weights = UNSET
     score: Score = "sum"
     top_k: Annotated[Count | UnsetType, about("Sort the reply by rank, best first, and keep this many.")] = UNSET
-    actions_wanted: Wanted = UNSET
+    actions_wanted: ActionsWanted = UNSET
     explore: Explore = UNSET
 
     def sizes(self) -> dict[str, int]:
@@ -304,7 +304,7 @@ class RecommendRequest(RetrieveRequest, kw_only=True):
     top_k: Annotated[
         Count | UnsetType, about("Return only this many of the retrieved posts, best first. Default: all.")
     ] = UNSET
-    actions_wanted: Wanted = UNSET
+    actions_wanted: ActionsWanted = UNSET
     explore: Explore = UNSET
 
 

@@ -35,7 +35,7 @@ class AttentionThread:
         future = asyncio.get_running_loop().run_in_executor(self._executor, model.attention, context, candidates)
         try:
             async with asyncio.timeout(timeout_seconds):
-                found = await future
+                attention = await future
         except TimeoutError:
             raise DeadlineExceeded from None
         except (MemoryError, RuntimeError) as error:  # torch raises the second
@@ -43,7 +43,7 @@ class AttentionThread:
             raise EngineDown("Attention could not be computed for this request.", retry_after_seconds=1.0) from error
         if changed := model.changed_file():
             raise EngineDown(changed, retry_after_seconds=1.0)
-        return found
+        return attention
 
     def stop(self) -> None:
         """Start no more computations."""

@@ -55,7 +55,7 @@ class Reloader:
         self._versions = versions
         self._corpus = corpus
         self._serve = serve
-        self._given = settings.checkpoint  # the only one that may lie outside the root
+        self._first_checkpoint = settings.checkpoint  # the only one that may lie outside the root
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def reload(self, name: str | None = None) -> ServedModel:
@@ -64,9 +64,9 @@ class Reloader:
         Raises CheckpointNotFound, CheckpointError, EngineError, ReloadInProgress or Draining; then the old one keeps serving.
         """
         path = self.checkpoint if name is None else self._resolve(name)
-        async with self._recorded(self._model_identity, checkpoint=str(path)) as said:
-            model = await self._serve(path if path == self._given else self._target(path))
-            said |= {"version": model.manifest.version, "digest": model.manifest.digest}
+        async with self._recorded(self._model_identity, checkpoint=str(path)) as log_fields:
+            model = await self._serve(path if path == self._first_checkpoint else self._target(path))
+            log_fields |= {"version": model.manifest.version, "digest": model.manifest.digest}
         self.checkpoint = path
         self._keep_paths()
         return model
@@ -80,9 +80,9 @@ class Reloader:
         posts = self.retrieval[1] if corpus is None else self._resolve(corpus)
         if towers is None or posts is None:
             raise NoCorpus("Name both a retrieval checkpoint and a corpus: none is served yet.")
-        async with self._recorded(self._corpus_identity, retrieval=str(towers), corpus=str(posts)) as said:
+        async with self._recorded(self._corpus_identity, retrieval=str(towers), corpus=str(posts)) as log_fields:
             served = await self._corpus.swap(towers, posts)
-            said |= {"version": served.manifest.version, "corpus_version": served.corpus.version}
+            log_fields |= {"version": served.manifest.version, "corpus_version": served.corpus.version}
         self.retrieval = towers, posts
         self._keep_paths()
         return served
@@ -175,9 +175,9 @@ class Reloader:
             posts = await asyncio.to_thread(self._retrieval_manifests)
             if posts != seen_posts and None not in posts and await self._follow_corpus():
                 seen_posts = posts
-            found = await asyncio.to_thread(_identity, self.checkpoint)
-            if found not in (None, seen) and await self._follow():
-                seen = found  # a refused one is not tried again until it changes
+            identity = await asyncio.to_thread(_identity, self.checkpoint)
+            if identity not in (None, seen) and await self._follow():
+                seen = identity  # a refused one is not tried again until it changes
 
     async def _follow(self) -> bool:
         """Load the checkpoint that is there now, unless it serves. Return False if that has to be tried again."""
@@ -251,10 +251,10 @@ def _root(settings: Settings) -> Path:
 
 def _identity(checkpoint: Path) -> Identity:
     try:
-        found = os.stat(checkpoint / MANIFEST_NAME)
+        status = os.stat(checkpoint / MANIFEST_NAME)
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _digest(checkpoint: Path) -> str | None:

@@ -239,8 +239,8 @@ def render(logger: Any, name: str, event: Event) -> str:
     try:
         text = json.dumps(event, default=str, ensure_ascii=True, separators=(",", ":"))
     except Exception as error:
-        known = {name: str(event.get(name)) for name in ("level", "time")}
-        text = json.dumps({"event": "unprintable", "error": type(error).__name__, **known})
+        fields = {name: str(event.get(name)) for name in ("level", "time")}
+        text = json.dumps({"event": "unprintable", "error": type(error).__name__, **fields})
     return text.replace("\x7f", "\\u007f")
 
 
@@ -262,8 +262,8 @@ def without_data(logger: Any, name: str, event: Event) -> Event:
     with a password, or what a caller sent."""
     event["event"] = PLACEHOLDER.sub("…", event["event"].partition("\n")[0])
     event.pop("stack_info", None)
-    if found := event.pop("exc_info", None):
-        event.update(of_exception(found[1]))
+    if exception_info := event.pop("exc_info", None):
+        event.update(of_exception(exception_info[1]))
     return event
 
 

@@ -47,9 +47,9 @@ def main() -> None:
     parts = [str(path) for path in sorted(options.served.glob("date=*/*.parquet"))]
     if not parts:
         parser.error(f"{options.served} holds no parts date=YYYY-MM-DD/NAME.parquet")
-    served = ray.data.read_parquet(parts, columns=["request_id", "candidates", "ranks"])
+    served = ray.data.read_parquet(parts).select_columns(["request_id", "candidates", "ranks"])
     candidates = served.map_batches(candidates_of, batch_format="pandas")
-    events = ray.data.read_parquet(str(options.events), columns=["request_id", "post_id", "action"])
+    events = ray.data.read_parquet(str(options.events)).select_columns(["request_id", "post_id", "action"])
     joined = candidates.join(
         events.map_batches(events_of, batch_format="pandas"),
         join_type="inner",

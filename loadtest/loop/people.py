@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtest.loop.settings import REWARD, LoopSettings
+from loadtest.loop.settings import REWARD, WORLD, LoopSettings
 from weights.lab.training.log import Log
 from weights.lab.world.behaviour import ACTION_NAMES, draw, true_probabilities
 from weights.lab.world.population import draw_authors, draw_posts, draw_users, drift, interest
@@ -54,10 +54,14 @@ class People:
         self.settings = settings
         self.rng = np.random.default_rng(settings.seed)
         world = WorldSettings(
-            seed=settings.seed, users=settings.users, new_users=0, authors=settings.all_authors, topics=6, follows=5,
-            days=settings.warm_up_days + settings.days, test_days=settings.days, posts_per_author_day=4.0,
-            author_quality_sd=1.0, freshness_mean=0.8, freshness_sd=0.2, surface_taste_sd=0.1, activity_sd=0.5,
-        )  # fmt: skip
+            seed=settings.seed,
+            users=settings.users,
+            new_users=0,
+            authors=settings.all_authors,
+            days=settings.warm_up_days + settings.days,
+            test_days=settings.days,
+            **WORLD,
+        )
         authors = draw_authors(world, self.rng)
         posts = draw_posts(world, authors, self.rng)
         users = draw_users(world, authors, self.rng)

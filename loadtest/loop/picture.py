@@ -53,11 +53,15 @@ def draw_picture(days: Sequence[Day], settings: LoopSettings, path: Path) -> Non
 def table_of(days: Sequence[Day]) -> str:
     """The rewards by day, the share of the gap between frozen and optimum that the loop recovers, and how the night's turn ended."""
     head = ["day", *KINDS, "share of the gap", "the night's turn"]
-    rows = [
-        [
-            str(day.day), *(f"{day.rewards[kind]:.3f}" for kind in KINDS), f"{day.recovered:+.2f}",
-            day.sentence.split(". ")[0].split(" version")[0].removeprefix("Turn ")[6:],
-        ]
-        for day in days
-    ]  # fmt: skip
+    rows = []
+    for day in days:
+        rewards = [f"{day.rewards[kind]:.3f}" for kind in KINDS]
+        rows.append([str(day.day), *rewards, f"{day.recovered:+.2f}", ending_of(day)])
     return markdown(head, rows)
+
+
+def ending_of(day: Day) -> str:
+    """How the night's turn ended, in a word or two."""
+    if " is refused: " in day.sentence:
+        return "refused: " + day.sentence.split(" is refused: ")[1].split(".")[0]
+    return "published" if " published " in day.sentence else "–"

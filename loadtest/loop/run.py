@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from loadtest.loop.people import WORTH, Acts, Floats, Ints, People, Visits, best
 from loadtest.loop.picture import draw_picture, table_of
-from loadtest.loop.settings import ARCHITECTURE, BOUNDS, FIRST_TRAINING, KINDS, NIGHTLY_TRAINING, REWARD, LoopSettings
+from loadtest.loop.settings import ARCHITECTURE, FIRST_TRAINING, KINDS, NIGHTLY_TRAINING, REWARD, LoopSettings
 from loadtest.machine import ROOT
 from loadtest.server import PLAIN, Server, serving, wait_until
 from model.create import EngineOptions, create_engine
@@ -125,7 +125,9 @@ class Demo:
         last_ts = max(row.served_us for row in rows.values()) // SECOND_US
         self._write_events(day, visited, rows)
         rewards, lead_error = self._judged([(visits, names) for visits, _, names in visited], rows)
-        code, said = self._turn(last_ts + self.settings.window_seconds)
+        code, said = 0, "The last day has no night"
+        if day < self.settings.days - 1:
+            code, said = self._turn(last_ts + self.settings.window_seconds)
         version = load_manifest(self.link).version
         wait_until(lambda: server.get("/info").json()["model"]["version"] == version, 60, server)
         return Day(day, rewards, lead_error, code, said, version, self.failures)
@@ -222,7 +224,7 @@ class Demo:
         ]  # fmt: skip
         for name, value in NIGHTLY_TRAINING.items():
             options += ["--set", f"{name}={value:g}"]
-        for name, value in BOUNDS.items():
+        for name, value in settings.bounds.items():
             options += ["--bound", f"{name}={value:g}"]
         command = [sys.executable, "-m", "weights", "refresh", *map(str, options)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

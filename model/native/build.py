@@ -87,12 +87,12 @@ def find_prebuilt(
     """
     if not (source.parent / PREBUILT).is_dir():
         return None
-    known, digest = _processor_words() if words is None else set(words), source_digest(source)
+    processor_words, digest = _processor_words() if words is None else set(words), source_digest(source)
     for level in LEVELS:
         if (
             vectors in ("auto", level.name)
             and level.machine == (machine or platform.machine())
-            and level.words <= known
+            and level.words <= processor_words
         ):
             library = source.parent / PREBUILT / f"{source.stem}-{level.name}-{digest}.so"
             if _is_whole(library, ours=False):
@@ -161,30 +161,30 @@ def _usable(directory: Path | None) -> tuple[Path | None, str]:
     try:
         directory = directory or Path.home() / ".cache" / "phoenix-ranking-server"
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = directory.lstat()
+        status = directory.lstat()
         above = [(path, path.stat()) for path in directory.resolve().parents]
     except RuntimeError as error:  # no home directory
         return None, str(error)
     except OSError as error:
         return None, f"{directory} cannot be made: {error.strerror}"
-    problem = f"{directory} is a link" if stat.S_ISLNK(found.st_mode) else _foreign(directory, found)
+    problem = f"{directory} is a link" if stat.S_ISLNK(status.st_mode) else _foreign(directory, status)
     problem = problem or next(filter(None, (_replaceable(path, at) for path, at in above)), "")
     return (None, problem) if problem else (directory.resolve(), "")
 
 
-def _foreign(path: Path, found: os.stat_result) -> str:
+def _foreign(path: Path, status: os.stat_result) -> str:
     """Why another user may have written this; empty if only we or root can have."""
-    if found.st_uid not in (0, os.geteuid()):
+    if status.st_uid not in (0, os.geteuid()):
         return f"{path} belongs to another user"
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"{path} can be written by other users"
     return ""
 
 
-def _replaceable(path: Path, found: os.stat_result) -> str:
+def _replaceable(path: Path, status: os.stat_result) -> str:
     """Why another user may replace a directory below this one, as `_foreign`. In one that is sticky, such as /tmp, only its owner may."""
-    is_sticky = found.st_uid in (0, os.geteuid()) and bool(found.st_mode & stat.S_ISVTX)
-    return "" if is_sticky else _foreign(path, found)
+    is_sticky = status.st_uid in (0, os.geteuid()) and bool(status.st_mode & stat.S_ISVTX)
+    return "" if is_sticky else _foreign(path, status)
 
 
 @functools.cache
@@ -200,8 +200,8 @@ def _is_whole(library: Path, *, ours: bool = True) -> bool:
     """
     try:
         with open(os.open(library, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or (ours and _foreign(library, found)):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or (ours and _foreign(library, status)):
                 return False
             content = file.read()
     except OSError:
@@ -232,8 +232,8 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+    labels = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(labels)}))
 
 
 def _processor_words() -> set[str]:

@@ -65,9 +65,9 @@ class NativeEngine:
         if dtype is None:
             dtype = torch.bfloat16 if measured["bfloat16"] < measured["float32"] else torch.float32
         self._packed = pack(ranker, dtype, self._kernel.strip(), candidate_positions)
-        wanted = threads or usable_threads()
+        requested_threads = threads or usable_threads()
         self._handle: ctypes.c_void_p | None
-        self._handle, threads = self._kernel.create(self._packed.model, wanted, bf16=dtype is torch.bfloat16)
+        self._handle, threads = self._kernel.create(self._packed.model, requested_threads, bf16=dtype is torch.bfloat16)
         config = self.config
         extendable = config.context_attention == "causal" and not config.right_anchored
         self._begun: _Plan | None = None
@@ -82,8 +82,8 @@ class NativeEngine:
             "tile_registers": tiles,
             "probe_milliseconds": {key: round(value, 4) for key, value in measured.items()},
         }
-        if threads < wanted:
-            notes["threads_refused"] = f"{wanted} threads were wanted, the system gave {threads}"
+        if threads < requested_threads:
+            notes["threads_refused"] = f"{requested_threads} threads were wanted, the system gave {threads}"
         if self._kernel.note:
             notes["kernel_file"] = self._kernel.note
         self.info = EngineInfo("cpu", name, "native", candidate_positions, notes)
@@ -120,17 +120,17 @@ class NativeEngine:
         return _Plan(self, items)
 
     def _outcomes(self, plan: _Plan, finite: bool) -> list[Outcome]:
-        kept: dict[ContextKey, Entry[Keys]] = {}
-        for key, (_, keys, is_kept) in plan.made.items():
+        entries: dict[ContextKey, Entry[Keys]] = {}
+        for key, (_, keys, is_kept) in plan.computed.items():
             if is_kept and (entry := self._cache.insert(key, keys, keys.buffer.nbytes)):
-                kept[key] = entry
+                entries[key] = entry
         outcomes, stop = [], 0
         logits, probabilities, continuous = plan.scores
-        for item, (keys, result, handle, made) in zip(plan.items, plan.results, strict=True):
+        for item, (keys, result, handle, context_key) in zip(plan.items, plan.results, strict=True):
             start, stop = stop, stop + len(item.candidates.post_ids)
             scores = Scores(logits[start:stop], probabilities[start:stop], continuous[start:stop], finite=finite)
-            if made in kept:
-                handle = self._cache.handle(kept[made], item)
+            if context_key in entries:
+                handle = self._cache.handle(entries[context_key], item)
             outcomes.append(Outcome(scores, keys, result, handle))
         return outcomes
 
@@ -164,7 +164,7 @@ class NativeEngine:
         return Keys(buffer, buffer.ctypes.data, rows, blocks)
 
 
-_Found = tuple[Keys, CacheResult, str, ContextKey | None]
+_Lookup = tuple[Keys, CacheResult, str, ContextKey | None]
 """Of an item: its keys, the cache result, the handle if its context was cached, and the key if this forward makes the context."""
 
 
@@ -173,18 +173,18 @@ class _Plan:
 
     def __init__(self, engine: NativeEngine, items: Sequence[Item]) -> None:
         self.items = items
-        self.made: dict[ContextKey, tuple[int, Keys, bool]] = {}
-        self.results: list[_Found] = []
+        self.computed: dict[ContextKey, tuple[int, Keys, bool]] = {}
+        self.results: list[_Lookup] = []
         self._engine = engine
         self._arrays: list[ContextRows] = []  # what the contexts' jobs point into
         self._contexts: list[bytes] = []
         jobs, rows = [], 0
         for item in items:
-            context, found = self._keys_of(item)
-            keys = found[0]
+            context, lookup = self._keys_of(item)
+            keys = lookup[0]
             count, slot = len(item.candidates.post_ids), item.candidates.first_slot
             jobs.append(CANDIDATE_JOB(count, rows, slot, keys.rows, keys.blocks, context, keys.address))
-            self.results.append(found)
+            self.results.append(lookup)
             rows += count
         lists = [item.candidates for item in items]
         actions, continuous = engine.config.actions, engine.config.continuous_actions
@@ -205,21 +205,21 @@ class _Plan:
         )
         self.arguments = arguments_of(self._contexts, jobs, columns, (address, address + 4 * size, address + 8 * size))
 
-    def _keys_of(self, item: Item) -> tuple[int, _Found]:
+    def _keys_of(self, item: Item) -> tuple[int, _Lookup]:
         """The index of the job that makes the keys of an item's context, -1 if there is nothing to compute, and what was found."""
         if item.state is not None:
             return -1, (item.state, "hit", "", None)
         engine = self._engine
         key = ContextKey.of(item.context, engine.config)
-        if key in self.made:
-            job, keys, _ = self.made[key]
+        if key in self.computed:
+            job, keys, _ = self.computed[key]
             return job, (keys, "hit", "", key)
         entry = engine._cache.find(key)
         if entry is not None:
             return -1, (entry.state, "hit", engine._cache.handle(entry, item), None)
         older = engine._cache.find_prefix(key)
         keys, job = self._add_context(item.context, older)
-        self.made[key] = (job, keys, item.context.is_kept)
+        self.computed[key] = (job, keys, item.context.is_kept)
         return job, (keys, "miss" if older is None else "prefix", "", key)
 
     def _add_context(self, context: Context, older: Keys | None) -> tuple[Keys, int]:

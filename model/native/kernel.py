@@ -76,10 +76,12 @@ class Kernel:
 
     def create(self, model: ctypes.Structure, threads: int, *, bf16: bool) -> tuple[ctypes.c_void_p, int]:
         """Make an engine, which `destroy` frees. Returns its handle and how many threads it has: fewer if the system refuses more."""
-        handle, given = ctypes.c_void_p(), Int64(threads)
-        status = self.library.ranker_create(ctypes.byref(model), Int64(bf16), ctypes.byref(given), ctypes.byref(handle))
+        handle, granted_threads = ctypes.c_void_p(), Int64(threads)
+        status = self.library.ranker_create(
+            ctypes.byref(model), Int64(bf16), ctypes.byref(granted_threads), ctypes.byref(handle)
+        )
         check_status(status, "make an engine")
-        return handle, given.value
+        return handle, granted_threads.value
 
     def forward(self, handle: ctypes.c_void_p | None, arguments: Arguments) -> bool:
         """Run one forward; returns whether every score is finite."""

@@ -61,7 +61,7 @@ KERNEL_TAKES: dict[str, tuple[object, ...]] = {
 
 def refusal(config: ModelConfig) -> str | None:
     """Why the kernel does not support an architecture, as a sentence; None if it does."""
-    others = [name for name, known in KERNEL_TAKES.items() if getattr(config, name) not in known]
+    others = [name for name, taken in KERNEL_TAKES.items() if getattr(config, name) not in taken]
     return f"the native kernel does not know this trunk's {', '.join(others)}" if others else None
 
 
@@ -212,7 +212,7 @@ def _candidate_tokens(tokens: TokenBuilder, strip: int) -> dict[str, Tensor]:
 
 def _heads(heads: Heads, config: ModelConfig, strip: int) -> dict[str, Tensor]:
     width, maps = round_up(config.width, GRAIN), [heads.actions, heads.continuous]
-    outputs = torch.cat([each.weight for each in maps if isinstance(each, Linear)], 1)
+    outputs = torch.cat([head.weight for head in maps if isinstance(head, Linear)], 1)
     return {
         "final_norm": pad(heads.norm.scale[None], 1, width),
         "heads": strips(outputs, width, torch.float32, strip),

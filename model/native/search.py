@@ -14,7 +14,7 @@ from model.memory import usable_threads
 from model.native.build import HERE, Vectors, build_kernel
 from model.native.kernel import check_status, open_library
 from model.native.packing import Float, Int64, Pointer, structure
-from model.retrieval.search import Found, Wish
+from model.retrieval.search import Hits, Wish
 
 CWish = structure(
     "Wish",
@@ -59,33 +59,35 @@ class NativeIndex:
         self._handle = ctypes.c_void_p()
         rows, width = (Int64(size) for size in vectors.shape)
         count = Int64(threads or usable_threads())
-        made = self.library.search_create(Pointer(vectors.ctypes.data), rows, width, count, ctypes.byref(self._handle))
-        check_status(made, "make an index")
+        status = self.library.search_create(
+            Pointer(vectors.ctypes.data), rows, width, count, ctypes.byref(self._handle)
+        )
+        check_status(status, "make an index")
 
     def __len__(self) -> int:
         return len(self._vectors)
 
-    def search(self, wishes: Sequence[Wish]) -> list[Found]:
+    def search(self, wishes: Sequence[Wish]) -> list[Hits]:
         """The best rows for each wish. A row's score has the same bits whatever else is searched for, and wherever it stands."""
         if self._handle is None:
             raise EngineError("the index is closed")
-        kept, results = [], []
+        arrays, results = [], []
         count, width = self._vectors.shape
-        asked = (CWish * len(wishes))()
+        wish_structs = (CWish * len(wishes))()
         for place, wish in enumerate(wishes):
             query, visible = wish.checked(count, width)
             k = min(wish.k, count)
             rows, scores = np.empty(k, np.int64), np.empty(k, np.float32)
-            kept.append((query, visible))
+            arrays.append((query, visible))
             results.append((rows, scores))
-            asked[place] = CWish(
+            wish_structs[place] = CWish(
                 query.ctypes.data, None if visible is None else visible.ctypes.data, k, wish.least, 0, 0, 0,
                 rows.ctypes.data, scores.ctypes.data,
             )  # fmt: skip
-        check_status(self.library.search_run(self._handle, ctypes.addressof(asked), len(wishes)), "search")
+        check_status(self.library.search_run(self._handle, ctypes.addressof(wish_structs), len(wishes)), "search")
         return [
-            Found(rows[: done.found], scores[: done.found], done.seen, done.scored)
-            for done, (rows, scores) in zip(asked, results, strict=True)
+            Hits(rows[: wish_struct.found], scores[: wish_struct.found], wish_struct.seen, wish_struct.scored)
+            for wish_struct, (rows, scores) in zip(wish_structs, results, strict=True)
         ]
 
     def close(self) -> None:

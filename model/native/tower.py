@@ -45,13 +45,13 @@ class NativeTower:
         self._kernel.enable_tiles()
         self._packed = pack(towers, dtype, self._kernel.strip())
         self._handle: ctypes.c_void_p | None
-        self._handle, given = self._kernel.create(
+        self._handle, granted_threads = self._kernel.create(
             self._packed.model, threads or usable_threads(), bf16=dtype is torch.bfloat16
         )
         head, config = self._config.head_width, self._config
         self._block_bytes = PANEL * (head + round_up(head, GRAIN)) * config.layers * config.kv_heads * dtype.itemsize
         self.notes: dict[str, Any] = {
-            "backend": "native", "dtype": str(dtype).removeprefix("torch."), "threads": given,
+            "backend": "native", "dtype": str(dtype).removeprefix("torch."), "threads": granted_threads,
             "vectors": self._kernel.vectors(),
         }  # fmt: skip
 
@@ -61,12 +61,12 @@ class NativeTower:
             raise EngineError("the user tower is closed")
         rows = [ContextRows(context, self._config) for context in contexts]
         outputs = [np.empty((job.rows, self._config.width), np.float32) for job in rows]
-        jobs, kept = [], []
+        jobs, key_buffers = [], []
         for job, output in zip(rows, outputs, strict=True):
             if not job.is_empty:
                 blocks = -(-job.rows // PANEL)
                 keys = np.zeros(blocks * self._block_bytes, np.uint8)
-                kept.append(keys)
+                key_buffers.append(keys)
                 jobs.append(job.packed(blocks, keys.ctypes.data, output.ctypes.data))
         if jobs:
             self._kernel.forward(self._handle, arguments_of(jobs, [], [b""] * 5, [0] * 3))

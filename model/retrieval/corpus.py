@@ -65,8 +65,8 @@ class Corpus:
         """The first row of each of these posts that the corpus has; the others are left out."""
         places = np.searchsorted(self.post_ids, post_ids, sorter=self.by_id)
         rows = self.by_id[np.minimum(places, len(self) - 1)]
-        found: NDArray[np.int64] = rows[self.post_ids[rows] == post_ids]
-        return found
+        present: NDArray[np.int64] = rows[self.post_ids[rows] == post_ids]
+        return present
 
     def texts_of(self, rows: NDArray[np.int64]) -> list[tuple[str, str]]:
         """The ids of post and author as texts; empty if ids are integers."""
@@ -87,8 +87,8 @@ def packed(texts: Sequence[tuple[str, str]], width: int = 0) -> NDArray[np.uint8
 def unpacked(texts: NDArray[np.uint8]) -> list[tuple[str, str]]:
     """The inverse of `packed`; bytes that are not UTF-8 become U+FFFD."""
     data = np.ascontiguousarray(texts).reshape(-1, texts.shape[2]).view(f"S{texts.shape[2]}")[:, 0].tolist()
-    each = iter([text.rstrip(TEXT_END).decode("utf-8", "replace") for text in data])
-    return list(zip(each, each, strict=True))
+    column = iter([text.rstrip(TEXT_END).decode("utf-8", "replace") for text in data])
+    return list(zip(column, column, strict=True))
 
 
 def worst_norm(vectors: NDArray[np.float32]) -> tuple[int, float]:
@@ -174,9 +174,9 @@ class Segment:
         bits = self._topic_bits.pop(places, None)
         if bits is None:
             # The last entry is for rows without a topic, whose place is -1.
-            wanted = np.zeros(len(self._topic_places) + 1, np.bool_)
-            wanted[list(places)] = True
-            bits = bits_of(wanted[self.corpus.topics])
+            is_chosen = np.zeros(len(self._topic_places) + 1, np.bool_)
+            is_chosen[list(places)] = True
+            bits = bits_of(is_chosen[self.corpus.topics])
         self._topic_bits[places] = bits
         if len(self._topic_bits) > KEPT_TOPICS:
             del self._topic_bits[next(iter(self._topic_bits))]

@@ -22,7 +22,7 @@ from model.native.search import NativeIndex
 from model.native.tower import NativeTower
 from model.retrieval.corpus import Corpus, Segment, segment_of
 from model.retrieval.inputs import Answers, Change, Filters, Mark, NewPosts, Query, Retrieved, joined_codes
-from model.retrieval.search import Found, Index, TorchIndex, Wish
+from model.retrieval.search import Hits, Index, TorchIndex, Wish
 from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
 
@@ -77,13 +77,13 @@ class RetrievalOptions:
 
 
 class Users(NamedTuple):
-    """The users of one batch, `keys` in its order. `known`: vectors from the cache, float32 `[D]`; `unknown`: contexts to encode; each
-    key is in one of the two. `unknown_tokens`: tokens that the user tower has to read; `seconds`: how long the look-up took."""
+    """The users of one batch, `keys` in its order. `cached`: vectors from the cache, float32 `[D]`; `uncached`: contexts to encode; each
+    key is in one of the two. `uncached_tokens`: tokens that the user tower has to read; `seconds`: how long the look-up took."""
 
     keys: list[ContextKey]
-    known: dict[ContextKey, NDArray[np.float32]]
-    unknown: dict[ContextKey, Context]
-    unknown_tokens: int
+    cached: dict[ContextKey, NDArray[np.float32]]
+    uncached: dict[ContextKey, Context]
+    uncached_tokens: int
     seconds: float
 
 
@@ -160,18 +160,18 @@ class RetrievalEngine:
         """Look up which of these users have a vector in the cache; each one found counts as a hit."""
         began = time.perf_counter()
         keys: list[ContextKey] = []
-        known: dict[ContextKey, NDArray[np.float32]] = {}
-        unknown: dict[ContextKey, Context] = {}
+        cached: dict[ContextKey, NDArray[np.float32]] = {}
+        uncached: dict[ContextKey, Context] = {}
         tokens = 0
         for query in queries:
             key = ContextKey.of(query.context, self.config)
             keys.append(key)
             if (entry := self._users.find(key)) is not None:
-                known[key] = entry.state
-            elif key not in unknown:
-                unknown[key] = query.context
+                cached[key] = entry.state
+            elif key not in uncached:
+                uncached[key] = query.context
                 tokens += 1 + len(query.context.post_ids)
-        return Users(keys, known, unknown, tokens, time.perf_counter() - began)
+        return Users(keys, cached, uncached, tokens, time.perf_counter() - began)
 
     def retrieve(self, queries: Sequence[Query], users: Users | None = None) -> Answers:
         """Answers in the order of the queries, which share one scan of the corpus. An answer does not depend on the other queries.
@@ -180,10 +180,10 @@ class RetrievalEngine:
         """
         users = self.look_up(queries) if users is None else users
         began = time.perf_counter()
-        cached = [key in users.known for key in users.keys]
+        is_cached = [key in users.cached for key in users.keys]
         vectors = self._encode(users)
         encoded = time.perf_counter()
-        found = [
+        hits_by_segment = [
             segment.index.search(
                 [
                     Wish(vector, query.k, segment.visible(query.filters), query.least)
@@ -192,7 +192,9 @@ class RetrievalEngine:
             )
             for segment in self._segments
         ]
-        retrieved = [self._retrieved(*one) for one in zip(zip(*found, strict=True), queries, cached, strict=True)]
+        retrieved = [
+            self._retrieved(*one) for one in zip(zip(*hits_by_segment, strict=True), queries, is_cached, strict=True)
+        ]
         return Answers(retrieved, users.seconds + encoded - began, time.perf_counter() - encoded)
 
     def change(self, change: Change, added: Added | None = None) -> int:
@@ -200,7 +202,9 @@ class RetrievalEngine:
         `change.delete` removed. `added`: what `prepare` returned for this change, if no other one came between. Raises EngineError if an
         index cannot be made; then nothing has changed."""
         segment, replaced = added or self.prepare(change)
-        hidden = [sum(each.hide(ids) for each in self._segments) for ids in (change.delete, change.posts.post_ids)]
+        hidden = [
+            sum(segment.hide(ids) for segment in self._segments) for ids in (change.delete, change.posts.post_ids)
+        ]
         self.posts -= sum(hidden)
         self.changes += change.mark.sequence - self.mark.sequence
         self.mark = change.mark
@@ -278,10 +282,10 @@ class RetrievalEngine:
                 return index
             except Exception as error:  # what a broken card raises is not known
                 reason = f"{device}: {(str(error) or type(error).__name__).splitlines()[0]}"
-        made = self._make_index(vectors, self.options.threads)
+        host_index = self._make_index(vectors, self.options.threads)
         if reason:
             self.notes["search"]["not_on_device"] = reason
-        return made
+        return host_index
 
     def _make_index(self, vectors: NDArray[np.float32], threads: int) -> Index:
         options = self.options
@@ -303,17 +307,17 @@ class RetrievalEngine:
 
     def _encode(self, users: Users) -> list[NDArray[np.float32]]:
         """A unit vector, float32 `[D]`, for each key; the unknown ones are encoded and put into the cache."""
-        known = dict(users.known)
-        if users.unknown:
-            for key, vector in zip(users.unknown, self.tower.encode(list(users.unknown.values())), strict=True):
+        vectors = dict(users.cached)
+        if users.uncached:
+            for key, vector in zip(users.uncached, self.tower.encode(list(users.uncached.values())), strict=True):
                 self._users.find_prefix(key)  # counts the miss
                 self._users.insert(key, vector, vector.nbytes)
-                known[key] = vector
-        return [known[key] for key in users.keys]
+                vectors[key] = vector
+        return [vectors[key] for key in users.keys]
 
-    def _retrieved(self, found: Sequence[Found], query: Query, cached: bool) -> Retrieved:
+    def _retrieved(self, hits_by_segment: Sequence[Hits], query: Query, cached: bool) -> Retrieved:
         """The best of what the segments found: equal scores by segment, then by row."""
-        parts = list(zip(self._segments, found, strict=True))
+        parts = list(zip(self._segments, hits_by_segment, strict=True))
         scores = np.concatenate([part.scores for _, part in parts])
         order = np.argsort(-scores, kind="stable")[: query.k]  # each part is in the right order already
 
@@ -330,8 +334,8 @@ class RetrievalEngine:
             scores[order],
             of(lambda segment, rows: segment.times_of(rows)),
             [names[place] for place in order],
-            sum(part.visible for part in found),
-            sum(part.scored for part in found),
+            sum(part.visible for part in hits_by_segment),
+            sum(part.scored for part in hits_by_segment),
             cached,
             self.posts,
             self.changes,

@@ -30,11 +30,11 @@ class Mark(NamedTuple):
     digest: str = ""
     position: str = ""
 
-    def reaches(self, wanted: str) -> bool:
-        """Whether the corpus has had `wanted` changes, or the one at `wanted` if that is a feed position: two numbers and a dash."""
-        if "-" not in wanted:
-            return self.sequence >= int(wanted or 0)
-        return bool(self.position) and _numbers(self.position) >= _numbers(wanted)
+    def reaches(self, at_least: str) -> bool:
+        """Whether the corpus has had `at_least` changes, or the one at `at_least` if that is a feed position: two numbers and a dash."""
+        if "-" not in at_least:
+            return self.sequence >= int(at_least or 0)
+        return bool(self.position) and _numbers(self.position) >= _numbers(at_least)
 
 
 UNCHANGED = Mark()
@@ -168,16 +168,16 @@ class PostChange:
     def merged(cls, changes: Sequence[PostChange]) -> PostChange:
         """One change that gives the same posts in the same order as these one after the other; an empty one for no changes."""
         gone: dict[int, str | None] = {}
-        kept: dict[int, tuple[PostRows, int]] = {}  # each post's last row, in the order of the last upserts
+        last_rows: dict[int, tuple[PostRows, int]] = {}  # each post's last row, in the order of the last upserts
         for change in changes:
             for post, text in zip_longest(change.delete.tolist(), change.delete_texts):
-                kept.pop(post, None)
+                last_rows.pop(post, None)
                 gone[post] = text
             for row, post in enumerate(change.upsert.post_ids.tolist()):
-                kept.pop(post, None)
+                last_rows.pop(post, None)
                 gone.pop(post, None)
-                kept[post] = change.upsert, row
-        new = list(kept.values())
+                last_rows[post] = change.upsert, row
+        new = list(last_rows.values())
         upsert = PostRows(
             np.array([rows.post_ids[row] for rows, row in new], np.uint64),
             np.array([rows.author_ids[row] for rows, row in new], np.uint64),

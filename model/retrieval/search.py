@@ -59,7 +59,7 @@ class Wish:
 
 
 @dataclass(slots=True, eq=False)
-class Found:
+class Hits:
     """`rows`: int64, best first, equal scores by row. `scores`: float32. `visible`: how many rows could have been found.
     `scored`: how many of them were scored in fp32."""
 
@@ -74,7 +74,7 @@ class Index(Protocol):
 
     def __len__(self) -> int: ...
 
-    def search(self, wishes: Sequence[Wish]) -> list[Found]:
+    def search(self, wishes: Sequence[Wish]) -> list[Hits]:
         """The best rows for each wish, in the order of the wishes. Raises ValueError for one that does not fit the rows."""
         ...
 
@@ -137,19 +137,19 @@ class TorchIndex:
     def __len__(self) -> int:
         return len(self._vectors)
 
-    def search(self, wishes: Sequence[Wish]) -> list[Found]:
+    def search(self, wishes: Sequence[Wish]) -> list[Hits]:
         """The best rows of each wish, in order. The wishes share one product with each block of rows."""
         if not wishes:
             return []
         vectors = self._vectors
-        given = np.stack([wish.checked_query(vectors.shape[1]) for wish in wishes])
-        queries = torch.from_numpy(given).to(vectors.device)
+        stacked = np.stack([wish.checked_query(vectors.shape[1]) for wish in wishes])
+        queries = torch.from_numpy(stacked).to(vectors.device)
         if self._exhaustive:
             return [self._one(wish, query, None) for wish, query in zip(wishes, queries, strict=True)]
         rough = torch.cat([queries @ block.T for block in vectors.split(BLOCK_ROWS)], 1)
         return [self._one(*one) for one in zip(wishes, queries, rough, strict=True)]
 
-    def _one(self, wish: Wish, query: Tensor, rough: Tensor | None) -> Found:
+    def _one(self, wish: Wish, query: Tensor, rough: Tensor | None) -> Hits:
         """`rough`: the query's products with every row, as the device makes them; None to score all rows."""
         width, shown = self._vectors.shape[1], self._shown(wish)
         seen = int(shown.sum())
@@ -160,8 +160,8 @@ class TorchIndex:
             shown = rough >= rough.topk(wish.k).values[-1] - bound
         rows = shown.nonzero()[:, 0]
         scores = score_rows(self._vectors[rows], query)
-        found, values = best(rows.cpu().numpy(), scores.cpu().numpy(), wish)
-        return Found(found, values, seen, len(rows))
+        best_rows, values = best(rows.cpu().numpy(), scores.cpu().numpy(), wish)
+        return Hits(best_rows, values, seen, len(rows))
 
     def _shown(self, wish: Wish) -> Tensor:
         """The mask of a wish, bool `[n]`; its bits are unpacked on the device."""

@@ -29,7 +29,7 @@ from model.synthetic import random_candidates, random_context
 KernelSet = Literal["auto", "torch", "triton"]
 MakeKernels = Callable[[ModelConfig, SplitWeights, torch.dtype], Kernels]
 Work = tuple[ContextWork | None, int, Candidates, ContextState]
-Found = tuple[ContextState, CacheResult, str]
+Lookup = tuple[ContextState, CacheResult, str]
 """The state that an item's candidates see, the cache result, and the handle if the context was cached."""
 
 
@@ -129,21 +129,21 @@ class SplitEngine:
                 raise EngineError("the device is out of memory") from error
 
     def _forward(self, items: Sequence[Item]) -> list[Outcome]:
-        made: dict[ContextKey, ContextState] = {}
+        computed: dict[ContextKey, ContextState] = {}
         with self._on_device():
-            works, results = self._works(items, made)
+            works, results = self._works(items, computed)
             plans = plan_steps(works, self._capacity)
             outputs = self._runner.run(plans)
         dropped = {id(state) for item, (state, *_) in zip(items, results, strict=True) if not item.context.is_kept}
-        kept = {}
-        for key, state in made.items():
+        entries = {}
+        for key, state in computed.items():
             if id(state) not in dropped and (entry := self._cache.insert(key, state, state.nbytes)):
-                kept[id(state)] = entry
+                entries[id(state)] = entry
         outcomes = []
-        for item, scores, found in zip(items, self._scores(items, plans, outputs), results, strict=True):
-            state, result, handle = found
-            if id(state) in kept and item.state is None:
-                handle = self._cache.handle(kept[id(state)], item)
+        for item, scores, lookup in zip(items, self._scores(items, plans, outputs), results, strict=True):
+            state, result, handle = lookup
+            if id(state) in entries and item.state is None:
+                handle = self._cache.handle(entries[id(state)], item)
             outcomes.append(Outcome(scores, state, result, handle))
         return outcomes
 
@@ -193,29 +193,31 @@ class SplitEngine:
             plan.add_candidates(CandidateWork(number, 0, chunk, states[owner]))
         return plan
 
-    def _works(self, items: Sequence[Item], made: dict[ContextKey, ContextState]) -> tuple[list[Work], list[Found]]:
+    def _works(
+        self, items: Sequence[Item], computed: dict[ContextKey, ContextState]
+    ) -> tuple[list[Work], list[Lookup]]:
         """The work to compute, and what was found for each item's context."""
         works: list[Work] = []
-        results: list[Found] = []
+        results: list[Lookup] = []
         for number, item in enumerate(items):
-            context, found = self._context_of(item, made)
-            works.append((context, number, item.candidates, found[0]))
-            results.append(found)
+            context, lookup = self._context_of(item, computed)
+            works.append((context, number, item.candidates, lookup[0]))
+            results.append(lookup)
         return works, results
 
-    def _context_of(self, item: Item, made: dict[ContextKey, ContextState]) -> tuple[ContextWork | None, Found]:
+    def _context_of(self, item: Item, computed: dict[ContextKey, ContextState]) -> tuple[ContextWork | None, Lookup]:
         """The context to compute before an item's candidates, if any, and what was found."""
         if item.state is not None:
             return None, (item.state, "hit", "")
         key = ContextKey.of(item.context, self.config)
-        if key in made:
-            return None, (made[key], "hit", "")
+        if key in computed:
+            return None, (computed[key], "hit", "")
         entry = self._cache.find(key)
         if entry is not None:
             return None, (entry.state, "hit", self._cache.handle(entry, item))
         older = self._cache.find_prefix(key)
         state = self._allocate(item.context, older)
-        made[key] = state
+        computed[key] = state
         work = ContextWork(item.context, state, older.history if older else 0, older.length if older else 0)
         return work, (state, "prefix" if older else "miss", "")
 
@@ -269,8 +271,8 @@ def device_tables(ranker: Ranker, device: torch.device) -> Tables:
     """The embedding tables on the device. Raises EngineError unless all are float32 or all bfloat16."""
     three = [parameter.detach() for parameter in (ranker.tables.user, ranker.tables.post, ranker.tables.author)]
     if len({table.dtype for table in three}) > 1 or three[0].dtype not in (torch.float32, torch.bfloat16):
-        found = ", ".join(str(table.dtype).removeprefix("torch.") for table in three)
-        raise EngineError(f"embedding tables must all be float32 or all bfloat16, got {found}")
+        dtypes = ", ".join(str(table.dtype).removeprefix("torch.") for table in three)
+        raise EngineError(f"embedding tables must all be float32 or all bfloat16, got {dtypes}")
     return Tables(*(table.to(device) for table in three))
 
 

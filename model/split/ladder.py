@@ -49,11 +49,11 @@ class LadderEngine:
             if self._engine is not None:
                 self.info = self._engine.info
                 self.info.notes.update(rung=rung.name, steps_down=left)
-                for device in {each.device for each in self._rungs if each.device is not None}:
+                for device in {rung.device for rung in self._rungs if rung.device is not None}:
                     leave(device, is_left=rung.device is None)
                 return
             left.append({"rung": rung.name, "reason": reason})
-        raise EngineError("; ".join(f"{each['rung']}: {each['reason']}" for each in left))
+        raise EngineError("; ".join(f"{step['rung']}: {step['reason']}" for step in left))
 
     def _try(self, rung: Rung) -> str:
         """Probe, build and check it. Returns why it must not serve, empty if it may."""

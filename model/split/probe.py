@@ -91,18 +91,18 @@ def try_in_child(
     check_seconds: float = CHECK_SECONDS,
 ) -> str:
     """Why this must not be taken; empty if it passed its checks in a child process. Compiled kernels stay in Triton's cache."""
-    asked = trial.to_json()
-    if asked in _passed:
+    trial_json = trial.to_json()
+    if trial_json in _passed:
         return ""
     use_private_cache_if_needed()
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as stderr:
         child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, start_new_session=True,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True,
             env=os.environ | {"PYTHONPATH": path},
         )  # fmt: skip
         try:
-            reason = _reason(child, asked, said, compile_seconds, check_seconds)
+            reason = _reason(child, trial_json, stderr, compile_seconds, check_seconds)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)  # and its compilers
@@ -111,17 +111,17 @@ def try_in_child(
             with suppress(subprocess.TimeoutExpired):  # one that hangs in a driver may not even end then
                 child.wait(EXIT_SECONDS)
     if not reason:
-        _passed.add(asked)
+        _passed.add(trial_json)
     return reason
 
 
 def _reason(
-    child: subprocess.Popen[bytes], asked: str, said: IO[bytes], compile_seconds: float, check_seconds: float
+    child: subprocess.Popen[bytes], trial_json: str, stderr: IO[bytes], compile_seconds: float, check_seconds: float
 ) -> str:
     assert child.stdin is not None
     assert child.stdout is not None
     with suppress(BrokenPipeError):
-        child.stdin.write(asked.encode())
+        child.stdin.write(trial_json.encode())
         child.stdin.close()
     received, has_compiled, deadline = b"", False, time.monotonic() + compile_seconds
     while True:
@@ -142,8 +142,8 @@ def _reason(
         code = child.wait(EXIT_SECONDS)
     except subprocess.TimeoutExpired:
         code = 0
-    said.seek(0)
-    lines = said.read().decode(errors="replace").strip().splitlines()
+    stderr.seek(0)
+    lines = stderr.read().decode(errors="replace").strip().splitlines()
     how = f"by signal {-code}" if code < 0 else "without a result"
     return f"the trial's process ended {how}: {lines[-1][:300] if lines else 'it said nothing'}"
 
@@ -168,12 +168,12 @@ def use_private_cache_if_needed() -> None:
         with tempfile.TemporaryFile(dir=folder):
             return
     except OSError:
-        kept = tempfile.TemporaryDirectory(prefix="triton-cache-")
-        _kept.append(kept)
-        os.environ["TRITON_CACHE_DIR"] = kept.name
+        directory = tempfile.TemporaryDirectory(prefix="triton-cache-")
+        _private_caches.append(directory)
+        os.environ["TRITON_CACHE_DIR"] = directory.name
 
 
-_kept: list[Any] = []
+_private_caches: list[Any] = []
 
 
 def main(kind: type[Trial] = Trial) -> None:

@@ -141,10 +141,10 @@ def _layer(
         del joined[name]
 
     def merged(maps: Sequence[Linear], columns: int) -> Tensor:
-        return _moved(torch.cat([functional.pad(each.weight, (0, columns)) for each in maps], -1), device, dtype)
+        return _moved(torch.cat([functional.pad(linear.weight, (0, columns)) for linear in maps], -1), device, dtype)
 
     def merged_bias(maps: Sequence[Linear], columns: int) -> Tensor:
-        biases = [functional.pad(each.bias, (0, columns)) for each in maps if each.bias is not None]
+        biases = [functional.pad(linear.bias, (0, columns)) for linear in maps if linear.bias is not None]
         return _moved(torch.cat(biases, -1), device, dtype)
 
     weights = {name: merged(*maps) for name, maps in joined.items()}

@@ -60,19 +60,19 @@ class StepWriter:
             return _NO_SPANS
         config = self.config
         lists = [work.candidates for work in works]
-        counts = np.array([len(each) for each in lists])
+        counts = np.array([len(candidates) for candidates in lists])
         rows = arrays.rows[: int(counts.sum())]
-        _join([each.post_ids for each in lists], rows["post"])
-        _join([each.author_ids for each in lists], rows["author"])
+        _join([candidates.post_ids for candidates in lists], rows["post"])
+        _join([candidates.author_ids for candidates in lists], rows["author"])
         if slot_period(config, self.mode) == 1:
             rows["position"] = config.candidate_position
         else:
-            _join([slot_positions(each, config, self.mode) for each in lists], rows["position"])
-        _join([each.surfaces for each in lists], rows["surface"])
+            _join([slot_positions(candidates, config, self.mode) for candidates in lists], rows["position"])
+        _join([candidates.surfaces for candidates in lists], rows["surface"])
         if config.has_post_age:
-            _join([each.age_buckets for each in lists], rows["age"])
+            _join([candidates.age_buckets for candidates in lists], rows["age"])
         if config.code_levels:
-            _join([codes_as_read(each.codes, config) for each in lists], arrays.codes[: len(rows)])
+            _join([codes_as_read(candidates.codes, config) for candidates in lists], arrays.codes[: len(rows)])
         rows["place"] = -1
         return np.stack((counts, [requests[id(work.state)] for work in works], np.full_like(counts, -1)))
 
@@ -86,27 +86,27 @@ class StepWriter:
         new = [slice(first, None) for first in firsts] if any(firsts) else None
 
         def columns(whole: list[NDArray[Any]]) -> list[NDArray[Any]]:
-            return whole if new is None else [each[part] for each, part in zip(whole, new, strict=True)]
+            return whole if new is None else [context[part] for context, part in zip(whole, new, strict=True)]
 
-        posts = [each.post_ids for each in contexts]
-        lengths, known = np.array([len(each) for each in posts]), np.array(firsts, np.int64)
+        posts = [context.post_ids for context in contexts]
+        lengths, cached_lengths = np.array([len(context) for context in posts]), np.array(firsts, np.int64)
         indices = np.array([work.first_index + work.has_user for work in works])
         counts = np.array([work.state.length for work in works]) - indices
         owners = np.array([requests[id(work.state)] for work in works])
         total = int(counts.sum())
         rows, history = arrays.rows[row : row + total], arrays.history[:total]
         posts = columns(posts)
-        pick = np.concatenate(posts) != 0 if total < int((lengths - known).sum()) else None
+        pick = np.concatenate(posts) != 0 if total < int((lengths - cached_lengths).sum()) else None
         _join(posts, rows["post"], pick)
-        _join(columns([each.author_ids for each in contexts]), rows["author"], pick)
-        places = _counting(lengths - known, history_start(lengths, self.config) + known)
+        _join(columns([context.author_ids for context in contexts]), rows["author"], pick)
+        places = _counting(lengths - cached_lengths, history_start(lengths, self.config) + cached_lengths)
         rows["position"] = places if pick is None else places[pick]
-        _join(columns([each.surfaces for each in contexts]), rows["surface"], pick)
+        _join(columns([context.surfaces for context in contexts]), rows["surface"], pick)
         if self.config.code_levels:
-            codes = [codes_as_read(each.codes, self.config) for each in contexts]
+            codes = [codes_as_read(context.codes, self.config) for context in contexts]
             _join(columns(codes), arrays.codes[row : row + total], pick)
-        _join(columns([each.actions for each in contexts]), history[:, :-1], pick)
-        _join(columns([each.dwell_seconds for each in contexts]), history[:, -1], pick)
+        _join(columns([context.actions for context in contexts]), history[:, :-1], pick)
+        _join(columns([context.dwell_seconds for context in contexts]), history[:, -1], pick)
         rows["request"] = np.repeat(owners, counts)
         rows["place"] = _counting(counts, indices)
         return np.stack((counts, owners, indices))

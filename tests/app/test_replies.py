@@ -107,7 +107,7 @@ def test_every_number_survives_the_round_trip(count: int, words: Vocabulary) -> 
 
 
 @pytest.mark.parametrize("count", [1, 5, 39, 40, 99, 2**63 - 1])
-def test_ranks_count_from_the_best_and_top_k_is_the_head_of_the_whole(count: int) -> None:
+def test_ranks_count_from_the_best_and_top_k_is_their_head(count: int) -> None:
     given = scores(40)
     whole = sorted(written(wishes(), given)["candidates"], key=lambda row: row["rank"])
     assert [row["rank"] for row in whole] == list(range(1, 41))
@@ -140,7 +140,7 @@ def test_the_published_weights_weigh_continuous_outputs_too() -> None:
     assert math.isclose(row["score"], 0.5 * 0.5 + 5 * 0.25 - 234 * 0.125 + 0.004 * 15, rel_tol=1e-12)
 
 
-def test_the_offset_lifts_every_score_above_0_and_keeps_the_order() -> None:
+def test_the_offset_makes_scores_positive_and_keeps_the_order() -> None:
     rows = np.array([[0.1, 0.1, 0.1], [0.0, 0.0, 0.0], [0.1, 0.1, 0.0], [0.9, 0.9, 0.9]], np.float32)
     given = Scores(rows, rows, np.zeros((4, 1), np.float32))
     plain = written(wishes(weights="x-2026-09"), given)["candidates"]

@@ -68,7 +68,7 @@ def test_a_choice_is_told_by_what_there_is() -> None:
     assert problem_of(good(score="mean"))[1] == "must be one of offset, sum"
 
 
-def test_of_equal_keys_the_last_one_counts_wherever_the_problem_is() -> None:
+def test_of_equal_keys_the_last_counts_wherever_the_problem_is() -> None:
     body = (
         b'{"user_id":1,"candidates":[{"post_id":[],"author_id":1}],"candidates":3,"weights":{"reply":"x"},"weights":1}'
     )
@@ -86,7 +86,7 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_read() -> None:
             schema.read(RANK, piece * most, LIMITS)
 
 
-def test_a_body_within_the_other_limits_is_not_refused_for_its_values() -> None:
+def test_a_body_within_the_other_limits_is_never_too_many_values() -> None:
     event = POST | {"product_surface": 1, "dwell_time": 1.5, "actions": ["favorite", "reply", "report", "0"]}
     schema.read(RANK, json.dumps(good(candidates=[POST] * 4096, history=[event] * 2048)).encode(), LIMITS)
     longer = Limits(max_history=8192)
@@ -131,7 +131,7 @@ def seconds(body: bytes) -> float:
 
 
 @pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE.keys())
-def test_no_body_takes_much_longer_than_the_largest_that_is_right(body: bytes) -> None:
+def test_no_body_takes_much_longer_than_the_largest_valid_one(body: bytes) -> None:
     assert len(body) <= 2**20 + 100
     largest = json.dumps(
         {"user_id": 1, "candidates": [POST | {"created_at": 1779990000}] * 4096, "history": [POST] * 2000}

@@ -67,7 +67,7 @@ PRODUCTS = {"attend_tiles", "multiply_tiles", "project_tiles"}
 SHARED_KIB = {"80": 163, "90": 227, "100": 227}
 
 
-def test_seven_kernels_compile_and_keep_their_numbers_in_registers(compiled: list[dict[str, Any]]) -> None:
+def test_seven_kernels_compile_and_spill_no_registers(compiled: list[dict[str, Any]]) -> None:
     cases: dict[str, list[str]] = {}
     for each in compiled:
         cases.setdefault(each["case"], []).append(each["kernel"])
@@ -79,7 +79,7 @@ def test_seven_kernels_compile_and_keep_their_numbers_in_registers(compiled: lis
     assert max(map(len, cases.values())) <= 22, "a start compiles few binaries"
 
 
-def test_the_kernels_pass_the_trial_of_a_start_in_the_interpreter(tmp_path: Path) -> None:
+def test_the_kernels_pass_the_start_trial_in_the_interpreter(tmp_path: Path) -> None:
     script = tmp_path / "interpreted.py"
     script.write_text(
         "import os\nos.environ['TRITON_INTERPRET'] = '1'\n"

@@ -55,7 +55,7 @@ def test_the_wheel_and_the_sdist_hold_what_serves_and_no_tests(built: Path) -> N
     assert not any(name.startswith("loadtest/") or name.endswith(".so") for name in sources)
 
 
-def test_it_serves_the_demo_from_an_empty_home_without_a_compiler(built: Path, tmp_path: Path) -> None:
+def test_the_wheel_serves_the_demo_without_home_or_compiler(built: Path, tmp_path: Path) -> None:
     environment, home, elsewhere = tmp_path / "environment", tmp_path / "home", tmp_path / "elsewhere"
     venv.create(environment, symlinks=True)
     (wheel,), python = built.glob("*.whl"), environment / "bin/python"

@@ -34,7 +34,7 @@ def ids(posts: list[dict[str, Any]]) -> set[str]:
     return {post["post_id"] for post in posts}
 
 
-def test_what_was_acknowledged_is_seen_at_once_and_survives_a_kill(tmp_path: Path) -> None:
+def test_an_acknowledged_change_is_visible_and_survives_a_kill(tmp_path: Path) -> None:
     towers, corpus = corpora.written(tmp_path, actions=STANDARD_ACTIONS)
     admin_port, digest = free_port(), hashlib.sha256(TOKEN.encode()).hexdigest()
     settings: dict[str, Any] = {"threads": 1, "retrieval__checkpoint": towers, "retrieval__corpus": corpus}

@@ -103,7 +103,7 @@ def test_exploration_is_asked_for_and_its_propensities_come_back(ranker: RankerC
         assert candidate.propensity is not None
 
 
-def test_explain_retrieve_and_recommend_are_what_the_service_says(ranker: RankerClient, client: httpx.Client) -> None:
+def test_the_client_repeats_what_the_service_replies(ranker: RankerClient, client: httpx.Client) -> None:
     posts = [EXAMPLE["candidates"][0]["post_id"]]
     explained = ranker.explain(USER, CANDIDATES, posts, HISTORY, impression_ts=NOW)
     reply = client.post("/explain", json=EXAMPLE | {"explain": posts}).json()
@@ -131,9 +131,7 @@ def test_without_a_corpus_nothing_is_tried_again() -> None:
         assert asked == ["/retrieve", "/recommend"]
 
 
-def test_a_handle_stands_for_the_history_and_the_whole_is_sent_where_it_is_unknown(
-    ranker: RankerClient, client: httpx.Client
-) -> None:
+def test_a_handle_stands_for_the_history_sent_where_unknown(ranker: RankerClient, client: httpx.Client) -> None:
     handle = ranker.context(USER, HISTORY, timeout_seconds=30)
     reply = client.post("/rank", json=EXAMPLE).json()
     assert handle == reply["context"]
@@ -156,7 +154,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_the_wheel_and_the_sdist_hold_the_client_and_nothing_else(built: Path) -> None:
+def test_the_wheel_and_sdist_hold_the_client_and_nothing_else(built: Path) -> None:
     (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {f"phoenix_ranker_client/{path.name}" for path in (CLIENT / "phoenix_ranker_client").glob("*.py")}
@@ -165,9 +163,7 @@ def test_the_wheel_and_the_sdist_hold_the_client_and_nothing_else(built: Path) -
         assert {"README.md", "LICENSE", "pyproject.toml"} <= {name.partition("/")[2] for name in archive.getnames()}
 
 
-def test_the_example_of_its_readme_runs_where_nothing_of_the_server_is(
-    built: Path, server: Live, tmp_path: Path
-) -> None:
+def test_the_readme_example_runs_without_the_server_installed(built: Path, server: Live, tmp_path: Path) -> None:
     """In an environment with the wheel and what it asks for alone."""
     venv.create(tmp_path, symlinks=True)
     python, (wheel,) = tmp_path / "bin/python", built.glob("*.whl")

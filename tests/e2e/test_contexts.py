@@ -57,7 +57,7 @@ def handle_of(client: httpx.Client) -> str:
     return handle
 
 
-def test_a_context_that_was_computed_ahead_is_found_by_the_next_request(client: httpx.Client) -> None:
+def test_the_next_request_hits_a_context_computed_ahead(client: httpx.Client) -> None:
     viewer = VIEWER | {"user_id": 424242}
     ahead = client.post("/context", json=viewer)
     body = ahead.json()

@@ -94,7 +94,7 @@ def test_towers_and_posts_are_served_once_both_links_lead_there(watched: Watched
     assert len(watched.refusals()) == 1, "what was refused is not tried again"
 
 
-def test_damaged_posts_are_refused_with_their_file_and_the_next_ones_are_served(watched: Watched) -> None:
+def test_damaged_posts_are_refused_by_file_and_the_next_serve(watched: Watched) -> None:
     towers, posts = watched.directories["b"]
     assert watched.answers_as("a")
     damaged = shutil.copytree(posts, watched.root / "damaged")

@@ -67,7 +67,7 @@ def test_only_growth_by_new_events_is_a_prefix() -> None:
     assert not ContextKey(1, (POST * 5, b"x" * 20)).grew_from(key(1, 3))
 
 
-def test_the_newest_state_of_a_user_is_found_as_a_beginning_after_an_older_one_is_evicted() -> None:
+def test_the_newest_prefix_of_a_user_survives_older_evictions() -> None:
     cache: ContextCache[str] = ContextCache(2 * ENTRY_BYTES + 200, prefixes=True)
     for length, state in ((1, "older"), (2, "newer")):
         cache.insert(key(1, length), state, 10)

@@ -93,7 +93,7 @@ def test_hash_functions_must_pair_up() -> None:
             ModelConfig.from_dict(values)
 
 
-def test_a_model_of_70_billion_with_a_history_of_32_768_is_allowed() -> None:
+def test_70_billion_parameters_and_32_768_events_are_allowed() -> None:
     """The shape of a Llama 3 70B, as an example of what is far beyond a ranker of today."""
     shape = {"width": 8192, "layers": 80, "query_heads": 64, "kv_heads": 8, "head_width": 128, "widening": 5.25}
     assert random_config(**shape, history_length=32_768, candidate_length=32_768).ffn_width == 28_672

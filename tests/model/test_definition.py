@@ -48,7 +48,7 @@ def test_parameters_have_the_names_of_the_checkpoints_in_use(name: str) -> None:
                 assert torch.equal(stored.get_tensor(tensor), state[tensor]), tensor
 
 
-def test_random_weights_differ_from_each_other_and_need_no_gradient() -> None:
+def test_random_weights_all_differ_and_need_no_gradient() -> None:
     """Equal rows would hide every wrong look-up from the tests that use them."""
     for name, parameter in checkpoint_parameters(random_ranker(random_config())):
         spread, mean = parameter.std().item(), parameter.mean().item()
@@ -159,7 +159,7 @@ def test_attention_explains_the_very_update_that_the_model_makes() -> None:
         torch.testing.assert_close(layer.attention.output(mixed), added[20 + row], atol=1e-5, rtol=0)
 
 
-def test_the_position_of_a_slot_moves_the_attention_in_sequential_mode_alone() -> None:
+def test_a_slot_position_moves_attention_in_sequential_mode_only() -> None:
     config = random_config()
     ranker = random_ranker(config, seed=3)
     context, candidates = random_request(config, 9, 5, seed=7)

@@ -246,7 +246,7 @@ def test_equal_contexts_of_one_forward_are_computed_once(build: Build) -> None:
 
 
 @ENGINES
-def test_nan_gives_nan_scores_not_numbers_and_to_its_own_item_alone(build: Build) -> None:
+def test_nan_gives_nan_scores_to_its_own_item_alone(build: Build) -> None:
     ranker = random_ranker(random_config())
     (context, good), (_, bad) = random_request(ranker.config, 5, 3), random_request(ranker.config, 5, 3, seed=1)
     ranker.tables.post[hash_rows(bad.post_ids[1:2], ranker.config.post_hashes)[0, 0]] = float("nan")

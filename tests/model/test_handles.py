@@ -120,7 +120,7 @@ def test_without_room_there_is_no_handle(build: Build) -> None:
         assert engine.forward([alone(config, random_context(config, 7))])[0].handle == ""
 
 
-def test_contexts_are_looked_up_while_the_engine_inserts_and_evicts() -> None:
+def test_contexts_are_looked_up_while_the_engine_evicts() -> None:
     """No lock: a look-up gives nothing, or the very columns."""
     config = random_config()
     made = NativeEngine(random_ranker(config), torch.float32, cache_bytes=150_000)

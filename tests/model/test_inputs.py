@@ -47,7 +47,7 @@ def test_rows_are_those_of_exact_arithmetic(
     ("age", "bucket"),
     [(0, 1), (3599, 1), (3600, 2), (4800 * 60 - 1, 80), (4800 * 60, 81), (10**9, 81), (-1, 0), (-(10**9), 0)],
 )  # fmt: skip
-def test_a_post_is_as_old_as_its_hours_and_one_from_the_future_is_of_unknown_age(age: int, bucket: int) -> None:
+def test_a_posts_age_is_in_hours_and_unknown_from_the_future(age: int, bucket: int) -> None:
     config, created = random_config(), np.array([NOW - age], np.int64)
     assert age_bucket(NOW, created, config).tolist() == [bucket]
     assert age_bucket(np.array([NOW], np.int64), created, config).tolist() == [bucket]
@@ -58,13 +58,13 @@ def test_without_a_time_the_age_is_unknown() -> None:
     assert age_bucket(0, np.array([0, 7], np.int64), random_config()).tolist() == [0, 0]
 
 
-def test_an_age_limit_takes_what_is_young_and_what_seems_five_minutes_younger_than_now() -> None:
+def test_an_age_limit_admits_five_minutes_of_the_future() -> None:
     assert created_within(NOW, 3600) == (NOW - 3600, NOW + 300)
     assert created_within(5, 3600) == (1, 305), "a time of 0 is unknown"
 
 
 @pytest.mark.parametrize("short", ["author_ids", "surfaces", "age_buckets"])
-def test_candidates_with_columns_of_unequal_length_reach_no_engine(short: str) -> None:
+def test_candidates_with_unequal_columns_reach_no_engine(short: str) -> None:
     """Joined with others as bytes, they would shift their neighbours' columns."""
     columns = {name: np.ones(3, np.int64) for name in ("post_ids", "author_ids", "surfaces", "age_buckets")}
     Candidates(**columns)  # type: ignore[arg-type]

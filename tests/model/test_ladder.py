@@ -67,7 +67,7 @@ def plain(kernels: Any = "torch") -> Engine:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_way_that_hangs_in_a_child_is_left_and_the_next_rung_serves(child: Path) -> None:
+def test_a_rung_that_hangs_in_a_child_gives_way_to_the_next(child: Path) -> None:
     def probe() -> str:
         return try_in_child(TRIAL, (sys.executable, str(child), "hangs"), 120, 4)
 
@@ -138,7 +138,7 @@ def test_a_trial_compiles_and_compares_with_the_definition(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_way_that_passes_in_a_child_serves_and_is_not_tried_again_for_a_reload(child: Path) -> None:
+def test_a_rung_that_passes_in_a_child_is_not_tried_again(child: Path) -> None:
     asked: list[str] = []
 
     def probe() -> str:
@@ -181,7 +181,7 @@ def test_a_way_that_fails_in_the_server_itself_is_left_too() -> None:
     assert engine.cache_stats().entries == 0
 
 
-def test_a_device_lost_at_the_start_is_left_alone_and_the_processor_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_lost_at_the_start_leaves_it_to_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     lost: list[bool] = []
 
@@ -202,7 +202,7 @@ def test_a_device_lost_at_the_start_is_left_alone_and_the_processor_serves(monke
     assert reasons == ["AcceleratorError: CUDA error: device-side assert triggered", "this process has lost the device"]
 
 
-def test_where_nothing_on_a_card_passes_nothing_else_is_tried_there() -> None:
+def test_a_card_where_no_rung_passes_is_left_for_good() -> None:
     here = torch.device("cpu")
 
     def fails() -> Engine:
@@ -215,7 +215,7 @@ def test_where_nothing_on_a_card_passes_nothing_else_is_tried_there() -> None:
     assert not is_left(here)
 
 
-def test_a_child_that_not_even_a_kill_ends_keeps_no_start_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unkillable_child_keeps_no_start_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that hangs in a driver."""
     monkeypatch.setattr(os, "killpg", lambda group, number: None)
     started = time.monotonic()
@@ -258,9 +258,7 @@ def test_a_card_without_memory_is_not_even_tried(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("home", [None, "/proc/nowhere"])
-def test_without_a_home_directory_kernels_are_kept_in_a_temporary_one(
-    home: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_home_kernels_go_to_a_temporary_directory(home: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setenv("HOME", home) if home else monkeypatch.delenv("HOME")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path.replace("~", home) if home else path)

@@ -70,9 +70,7 @@ def test_a_control_group_limits_the_threads(tmp_path: Path, said: str | None, th
 @pytest.mark.parametrize(
     ("group", "is_seen"), [("/system.slice/ranker.service", True), ("/", False), ("/../other", False)]
 )
-def test_a_service_is_held_to_the_limits_of_its_own_group_and_of_those_around(
-    tmp_path: Path, group: str, is_seen: bool
-) -> None:
+def test_a_service_obeys_the_limits_of_its_group_and_of_parents(tmp_path: Path, group: str, is_seen: bool) -> None:
     """As systemd sets them with `MemoryMax` and `CPUQuota`: the group of the whole machine has no limit."""
     torch.set_num_threads(8)
     root = machine(tmp_path, 8 * GIB)

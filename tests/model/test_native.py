@@ -175,7 +175,7 @@ def test_without_wide_vectors_auto_takes_the_torch_engine() -> None:
     np.testing.assert_allclose(actual.logits, expected.logits, atol=PARITY[torch.float32].logits, rtol=0)
 
 
-def test_vectors_that_the_processor_lacks_are_refused_with_their_name() -> None:
+def test_vectors_that_the_processor_lacks_are_refused_by_name() -> None:
     """Before anything is compiled for them: an unknown instruction would end the process."""
     other, lacking = ("neon", "asimd") if NARROWER == "avx2" else ("avx2", "avx2, bmi2, fma")
     ranker = random_ranker(random_config())
@@ -198,9 +198,7 @@ TRUNKS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("config", TRUNKS.values(), ids=TRUNKS)
-def test_other_trunks_equal_the_plain_definition_and_depend_on_no_batch(
-    config: ModelConfig, dtype: torch.dtype
-) -> None:
+def test_other_trunks_equal_the_definition_in_any_batch(config: ModelConfig, dtype: torch.dtype) -> None:
     ranker = random_ranker(config)
     item = Item(*random_request(config, config.history_length, 40))
     expected = DenseEngine(ranker, torch.float32).forward([item])[0].scores
@@ -220,7 +218,7 @@ def test_other_trunks_equal_the_plain_definition_and_depend_on_no_batch(
     assert dtype is torch.bfloat16 or same_bits(*scores)
 
 
-def test_a_trunk_that_the_kernel_does_not_know_goes_to_the_torch_engine_with_the_reason() -> None:
+def test_a_trunk_unknown_to_the_kernel_goes_to_torch_with_why() -> None:
     vanilla = with_preset(random_config(), "vanilla")
     assert refusal(random_config()) is None
     assert refusal(vanilla) == "the native kernel does not know this trunk's norm, positions, activation, gated, biases"

@@ -121,9 +121,7 @@ DIRECTORIES = {
 
 
 @pytest.mark.parametrize("problem", DIRECTORIES)
-def test_a_directory_that_cannot_be_used_is_replaced_by_one_for_the_process(
-    problem: str, compiler: Compiler, tmp_path: Path
-) -> None:
+def test_an_unusable_directory_is_replaced_for_the_process(problem: str, compiler: Compiler, tmp_path: Path) -> None:
     directory = tmp_path / "kept"
     try:
         DIRECTORIES[problem](directory)

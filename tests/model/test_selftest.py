@@ -32,7 +32,7 @@ class Asked(DenseEngine):
         return outcomes
 
 
-def test_an_engine_is_compared_with_the_definition_on_the_longest_request_and_on_one_without_history() -> None:
+def test_an_engine_is_checked_on_a_longest_and_an_empty_history() -> None:
     ranker = random_ranker(random_config(history_length=90))
     definition, engine = Definition(ranker), Asked(ranker, torch.float32)
     assert definition.check(engine) < 1e-5
@@ -47,9 +47,7 @@ def test_an_engine_is_compared_with_the_definition_on_the_longest_request_and_on
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 50), (torch.float32, 1000)])
-def test_an_engine_may_also_differ_by_twice_what_the_definition_loses_in_its_dtype(
-    dtype: torch.dtype, factor: float
-) -> None:
+def test_an_engine_may_differ_by_twice_the_loss_of_its_dtype(dtype: torch.dtype, factor: float) -> None:
     ranker = random_ranker(random_config())
     with torch.no_grad():
         ranker.heads.actions.weight.mul_(factor)  # large logits lose more than the tolerance

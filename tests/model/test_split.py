@@ -216,7 +216,7 @@ class Journal(PlainRecorder):
         return lambda: self.said.append(f"{number} has ended")
 
 
-def test_a_host_buffer_is_written_again_only_after_its_step_has_ended() -> None:
+def test_a_host_buffer_is_reused_only_after_its_step_has_ended() -> None:
     recorder = Journal()
     engine = SplitEngine(random_ranker(random_config()), capacity=128, recorder=recorder)
     engine.warm_up()
@@ -247,7 +247,7 @@ class Crowded(PlainRecorder):
 
 
 @pytest.mark.parametrize("says_so", [True, False])
-def test_recordings_stop_where_memory_does_and_every_step_is_still_served(says_so: bool) -> None:
+def test_recordings_stop_at_the_memory_and_every_step_is_served(says_so: bool) -> None:
     config = random_config(layers=1)
     engine = SplitEngine(random_ranker(config), capacity=256, recorder=Crowded(5 + says_so, says_so=says_so))
     engine.warm_up()
@@ -321,7 +321,7 @@ def test_a_step_is_filled_to_its_limits(asked: Any, steps: Any) -> None:
     assert found == steps
 
 
-def test_a_cache_takes_its_share_of_a_card_by_its_size_not_by_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_budget_depends_on_the_card_not_on_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reload finds the old version's tables and cache there, and must decide as the start did."""
     for free in (80, 1):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free * 2**30, 80 * 2**30))
@@ -349,7 +349,7 @@ def test_a_checkpoint_that_the_kernels_cannot_hold_is_refused() -> None:
 CUDA = torch.device("cuda", 0)
 
 
-def test_a_recording_on_cuda_is_run_once_and_then_captured_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_on_cuda_runs_once_and_is_then_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Any] = []
 
     class Graph:
@@ -402,7 +402,7 @@ class Lost(Planted):
 
 
 @pytest.mark.parametrize("rung", ["recorded", "torch"])
-def test_a_device_that_is_lost_while_serving_is_said_to_need_a_new_process(rung: str) -> None:
+def test_a_device_lost_while_serving_needs_a_new_process(rung: str) -> None:
     recorder = PlainRecorder(records=rung == "recorded")
     config = random_config()
     engine = SplitEngine(random_ranker(config), kernels=Lost.make, capacity=512, recorder=recorder)
@@ -423,7 +423,7 @@ def test_so_is_one_that_the_definition_runs_on() -> None:
     assert raised.value.sticky
 
 
-def test_a_lost_device_is_known_by_asking_it_whatever_error_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_device_is_recognised_whatever_the_error_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton raises a plain RuntimeError."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
 

@@ -30,8 +30,11 @@ Taken = set[tuple[int, str]]
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two nodes, as two machines would be: each has processes and an object store of its own."""
-    node = {"num_cpus": 4, "object_store_memory": 200 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
+    node = {"num_cpus": 2, "object_store_memory": 200 * 2**20}
+    patient = {"worker_register_timeout_seconds": 600}  # a busy machine starts processes slowly
+    cluster = Cluster(
+        initialize_head=True, head_node_args=node | {"include_dashboard": False, "_system_config": patient}
+    )
     cluster.add_node(**node)
     yield cluster
     cluster.shutdown()

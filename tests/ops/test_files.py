@@ -139,7 +139,7 @@ def test_compose_mounts_what_there_is_and_waits_for_a_drain() -> None:
 
 
 @pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
-def test_a_dashboard_has_no_dangling_source_no_overlap_and_a_unit_for_each_panel(path: Path) -> None:
+def test_a_dashboard_has_sources_units_and_no_overlap(path: Path) -> None:
     board = json.loads(path.read_text())
     assert list(faults(board)) == []
     board["panels"][1]["gridPos"] = board["panels"][0]["gridPos"]

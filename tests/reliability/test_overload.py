@@ -57,7 +57,7 @@ def peak_kib(server: Server) -> int:
     return peak
 
 
-def test_the_excess_is_refused_and_what_is_admitted_is_answered_in_time(server: Server, duration: float) -> None:
+def test_the_excess_is_refused_and_the_admitted_are_in_time(server: Server, duration: float) -> None:
     bodies = [body(user, 800) for user in range(48)]
     with callers(server, lambda turn: bodies[turn % 48], 4) as light:
         time.sleep(duration / 2)
@@ -148,7 +148,7 @@ def is_closed(sock: socket.socket) -> bool:
         sock.setblocking(True)
 
 
-def test_memory_is_bounded_while_256_connections_send_the_most_expensive_bodies(server: Server) -> None:
+def test_memory_is_bounded_under_256_most_expensive_bodies(server: Server) -> None:
     for user in range(8):
         server.post("/rank", body(user))
     before = server.status_field("VmRSS")

@@ -109,7 +109,7 @@ def test_a_write_to_the_loaded_tables_does_not_reach_the_file(large: Path) -> No
     assert again.tables.post.abs().max() > 0
 
 
-def test_a_write_to_a_mapped_file_is_noticed_and_one_to_a_copied_file_does_no_harm(large: Path) -> None:
+def test_a_write_to_a_mapped_file_is_noticed(large: Path) -> None:
     loaded = load_checkpoint(large)
     post = loaded.ranker.tables.post.clone()
     for name in ("params.safetensors", "tables.post.safetensors"):  # short: read into memory
@@ -122,7 +122,7 @@ def test_a_write_to_a_mapped_file_is_noticed_and_one_to_a_copied_file_does_no_ha
     assert "tables.user.safetensors was written to" in loaded.mapped.changed()
 
 
-def test_tables_are_mapped_while_the_ranker_lives_and_a_file_that_is_replaced_with_it(large: Path) -> None:
+def test_tables_stay_mapped_as_long_as_the_ranker_lives(large: Path) -> None:
     def is_mapped() -> bool:
         return str(large / "tables.user.safetensors") in Path("/proc/self/maps").read_text()
 
@@ -136,9 +136,7 @@ def test_tables_are_mapped_while_the_ranker_lives_and_a_file_that_is_replaced_wi
     assert not is_mapped()
 
 
-def test_a_file_written_just_before_is_read_once_its_times_can_be_trusted(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_just_written_file_is_read_when_its_time_is_reliable(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of file times is coarse: a write in the same tick would not be seen."""
     params = small / "params.safetensors"  # read first
     written = params.stat().st_ctime

@@ -184,7 +184,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_refused_with_the_file_and_the_reason(small: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_refused_with_file_and_reason(small: Path, damage: str) -> None:
     make, sentence = DAMAGES[damage]
     make(small)
     with pytest.raises(CheckpointError, match=sentence) as refused:
@@ -219,7 +219,7 @@ def test_a_write_after_the_last_byte_was_read_is_refused(small: Path) -> None:
         load_checkpoint(small, meanwhile, threads=1)
 
 
-def test_the_undamaged_checkpoint_loads_and_so_does_a_link_to_its_directory(small: Path) -> None:
+def test_an_intact_checkpoint_loads_also_through_a_link(small: Path) -> None:
     (small.parent / "current").symlink_to(small)  # the way to switch versions: the link is renamed over
     assert load_checkpoint(small.parent / "current").manifest == load_checkpoint(small).manifest
 

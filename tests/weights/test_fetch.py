@@ -44,9 +44,7 @@ def web() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("by", ["path", "http"])
-def test_what_is_fetched_has_the_bytes_of_its_source_and_the_link_leads_there(
-    by: str, web: str, tmp_path: Path
-) -> None:
+def test_fetched_bytes_equal_the_source_and_the_link_leads_there(by: str, web: str, tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     where = web if by == "http" else "weights"
     path, manifest = fetch(f"{where}/demo", tmp_path, "current", progress=lambda *told: seen.append(told))
@@ -82,7 +80,7 @@ def test_what_is_there_is_not_copied_again(tmp_path: Path) -> None:
     assert (tmp_path / "current" / "manifest.json").stat().st_ino == before
 
 
-def test_of_two_fetches_at_once_the_first_to_end_stays_and_both_succeed(tmp_path: Path) -> None:
+def test_of_two_fetches_at_once_the_first_stays_and_both_succeed(tmp_path: Path) -> None:
     inodes: list[int] = []
 
     def meanwhile(*_: object) -> None:
@@ -156,7 +154,7 @@ def test_a_server_that_fails_on_the_way_is_one_sentence(fault: str, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_checkpoint_of_the_same_name_and_version_is_refused(tmp_path: Path) -> None:
+def test_another_checkpoint_of_equal_name_and_version_is_refused(tmp_path: Path) -> None:
     source = another(tmp_path / "source")
     fetch(str(source), tmp_path / "out", "current")
     (tmp_path / "weights.json").write_text('{"favorite": 3}')

@@ -35,13 +35,13 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 @pytest.mark.parametrize("before", [0, MANY])
-def test_every_integer_of_64_bits_is_read_as_it_is_from_json_lines(tmp_path: Path, before: int) -> None:
+def test_every_64_bit_integer_is_read_exactly_from_json_lines(tmp_path: Path, before: int) -> None:
     ids = [7] * before + IDS
     log = read_log(write(tmp_path / "log.jsonl", [row(post_id=one, author_id=one) for one in ids]))
     assert log.post_id.tolist() == log.author_id.tolist() == ids
 
 
-def test_what_the_first_rows_of_json_lines_look_like_does_not_decide_the_type(tmp_path: Path) -> None:
+def test_the_first_json_lines_do_not_decide_the_type_of_a_column(tmp_path: Path) -> None:
     rows = [row(post_id="2026-11-25", dwell_seconds=0)] * MANY + [row(post_id="post:a", dwell_seconds=1.5)]
     rows = [one | {"user_id": "a", "author_id": "b"} for one in rows]
     log = read_log(write(tmp_path / "log.jsonl", rows), "text")
@@ -90,7 +90,7 @@ def test_a_file_that_is_damaged_within_is_named(tmp_path: Path) -> None:
         list(tables_of(open_table(path, COLUMNS), 10))
 
 
-def test_only_for_ids_that_may_be_texts_is_the_option_for_texts_named() -> None:
+def test_the_text_option_is_named_only_for_ids_that_may_be_texts() -> None:
     for name, option in (("user_id", True), ("request_id", False)):
         with pytest.raises(LogError, match=f"column {name} holds texts, not integers") as told:
             column_of(pa.table({name: ["r-1"]}), name, pa.uint64(), "The table")
@@ -107,7 +107,7 @@ def test_ids_as_floats_and_times_with_a_unit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_a_number_that_is_neither_1_nor_0_says_of_no_action_that_it_was_taken(tmp_path: Path, suffix: str) -> None:
+def test_a_number_other_than_1_or_0_is_no_action(tmp_path: Path, suffix: str) -> None:
     """The service takes how much of an action there was; a log has only whether."""
     log = write(tmp_path / f"log{suffix}", [row(**{"action.like": each}) for each in (1, 0)])
     assert read_log(log).actions.ravel().tolist() == [True, False]

@@ -176,7 +176,9 @@ def relabel(
         before = checkpoint.load_manifest(directory)
         if actions and before.calibration:  # it belongs to the outputs
             renamed = dict(zip(before.action_names, changes["action_names"], strict=False))
-            changes["calibration"] = {renamed[old]: each for old, each in before.calibration.items() if old in renamed}
+            changes["calibration"] = {
+                renamed[old]: correction for old, correction in before.calibration.items() if old in renamed
+            }
         if score_weights:
             changes["score_weights"] = score_weights_of(score_weights, changes.get("action_names", before.action_names))
         with writer.refused_writing(f"Checkpoint {directory}"):

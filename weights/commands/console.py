@@ -187,7 +187,7 @@ class _Lines:
 
     def __init__(self, in_bytes: bool) -> None:
         self._in_bytes = in_bytes
-        self._said = self._began = time.monotonic()
+        self._printed_at = self._began = time.monotonic()
         self._first, self._last, self._total = 0, -1, -1
 
     def update(self, what: str, done: int, total: int) -> None:
@@ -195,8 +195,8 @@ class _Lines:
         if total != self._total or done < self._last:
             self._began, self._first, self._total = now, done, total
         self._last = done
-        if now - self._said >= HALF_MINUTE:
-            self._said = now
+        if now - self._printed_at >= HALF_MINUTE:
+            self._printed_at = now
             print(self._line(what, done, total, now - self._began), file=sys.stderr, flush=True)
 
     def _line(self, what: str, done: int, total: int, seconds: float) -> str:

@@ -29,7 +29,7 @@ def forget(
 ) -> None:
     """Remove all rankings of a user from the log: the parts that hold any are written again without them."""
     started = time.perf_counter()
-    user_ids = [_user_id(each, ids) for each in user]
+    user_ids = [_user_id(text, ids) for text in user]
     with refusals(OSError, extra="served"), progress_bar() as bar:
         from weights.forget import forget_users
 

@@ -74,7 +74,7 @@ _REASONS = {
 _NO_PLACE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
 
 
-class State(NamedTuple):
+class StateRow(NamedTuple):
     """The row of the table `state`, less its own digest."""
 
     corpus: str
@@ -89,13 +89,13 @@ class State(NamedTuple):
         return Mark(self.sequence, self.digest, self.position)
 
 
-class Changes:
+class ChangeLog:
     """The changes of one corpus directory, from `load_changed`. Used by one thread at a time.
 
     Raises CheckpointError for a file that cannot be read, NotStored while another process uses the directory.
     """
 
-    def __init__(self, stored: StoredCorpus, *, may_change: bool = True, before: Changes | None = None) -> None:
+    def __init__(self, stored: StoredCorpus, *, may_change: bool = True, before: ChangeLog | None = None) -> None:
         """`may_change`: this process alone uses the directory until `close`; without, it shares it with others that do not change it.
         `before`: of the same process, which holds the directory already and is closed later."""
         self.mark = stored.manifest.first_mark
@@ -113,7 +113,7 @@ class Changes:
 
     def read(self) -> Change:
         """All changes as one, which makes of the corpus as it was built what it is now."""
-        self._file = _found(self._path)
+        self._file = _status_of(self._path)
         change = _read(self._stored.path, self._stored.manifest)
         if not self.is_in(self._stored.path):
             raise NotStored(f"Corpus {self._stored.path} was replaced while it was read; read it again.")
@@ -122,8 +122,8 @@ class Changes:
 
     def is_in(self, directory: Path) -> bool:
         """Whether the corpus of these changes is what lies in this directory now."""
-        found = _found(directory / MANIFEST_NAME)
-        return found is not None and not self._lock.closed and os.path.samestat(found, os.fstat(self._lock.fileno()))
+        status = _status_of(directory / MANIFEST_NAME)
+        return status is not None and not self._lock.closed and os.path.samestat(status, os.fstat(self._lock.fileno()))
 
     def record(self, changes: Sequence[Change]) -> None:
         """Write changes in order, and return once they are on the disk. If this raises, the corpus that lies in the directory has none of
@@ -163,14 +163,14 @@ class Changes:
         self._disconnect()
         self._lock.close()
 
-    def _put(self, database: sqlite3.Connection, state: State, change: Change) -> State:
+    def _put(self, database: sqlite3.Connection, state: StateRow, change: Change) -> StateRow:
         """Write one change. A deleted post keeps a row only if the corpus as it was built has the post."""
         corpus, rows = self._stored.corpus, state.rows
         built = set(corpus.post_ids[corpus.rows_of(change.delete)].view(np.int64).tolist())
         gone = ((post, (None,) * 6) for post in change.delete.view(np.int64).tolist())
         for place, (post, columns) in enumerate((*gone, *_columns_of(change.posts))):
-            found = database.execute("SELECT digest FROM posts WHERE post_id = ?", (post,)).fetchone()
-            rows ^= found[0] if found else 0
+            row_before = database.execute("SELECT digest FROM posts WHERE post_id = ?", (post,)).fetchone()
+            rows ^= row_before[0] if row_before else 0
             if columns[-1] is None and post not in built:
                 database.execute("DELETE FROM posts WHERE post_id = ?", (post,))
                 continue
@@ -178,7 +178,7 @@ class Changes:
             digest = _digest(row)
             rows ^= digest
             database.execute(PUT_ROW, (*row, digest))
-        return State(state.corpus, *change.mark, rows)
+        return StateRow(state.corpus, *change.mark, rows)
 
     def _opened(self) -> sqlite3.Connection:
         if self._database is None:
@@ -186,7 +186,7 @@ class Changes:
                 if self._path.exists():
                     raise NotStored(NOT_READ)
                 _create(self._path, self._stored.manifest)
-                self._file = _found(self._path)
+                self._file = _status_of(self._path)
             self._database = _connected(self._path, "rw")
         return self._database
 
@@ -200,7 +200,7 @@ class Changes:
         """Raises NotStored unless whoever reads the corpus next will find what is written here."""
         if not self.is_in(self._stored.path):
             raise NotStored("The corpus was replaced on the disk; read it again.")
-        if self._file is not None and not ((found := _found(self._path)) and os.path.samestat(found, self._file)):
+        if self._file is not None and not ((status := _status_of(self._path)) and os.path.samestat(status, self._file)):
             raise LogLost(
                 "The file of the corpus's changes was removed or replaced under this process, which still has them: put it back, or read "
                 "the corpus again to go on without them."
@@ -208,11 +208,11 @@ class Changes:
 
 
 def load_changed(
-    path: Path, encoder: Manifest, *, may_change: bool = True, before: Changes | None = None
-) -> tuple[StoredCorpus, Changes, Change]:
-    """Load a corpus, lock its directory (see `Changes`) and read its changes as one. Raises CheckpointError."""
+    path: Path, encoder: Manifest, *, may_change: bool = True, before: ChangeLog | None = None
+) -> tuple[StoredCorpus, ChangeLog, Change]:
+    """Load a corpus, lock its directory (see `ChangeLog`) and read its changes as one. Raises CheckpointError."""
     stored = load_corpus(path, encoder)
-    changes = Changes(stored, may_change=may_change, before=before)
+    changes = ChangeLog(stored, may_change=may_change, before=before)
     try:
         return stored, changes, changes.read()
     except BaseException:
@@ -221,7 +221,7 @@ def load_changed(
 
 
 def read_changes(directory: Path, manifest: CorpusManifest) -> Change:
-    """All changes as one, as `Changes.read`, without a lock: also beside the process that makes them. Raises CheckpointError."""
+    """All changes as one, as `ChangeLog.read`, without a lock: also beside the process that makes them. Raises CheckpointError."""
     return _read(directory, manifest)
 
 
@@ -230,13 +230,13 @@ def mark_after(mark: Mark, change: Change | PostChange) -> Mark:
     posts: NewPosts | PostRows = change.upsert if isinstance(change, PostChange) else change.posts
     post_ids, author_ids = zip(*posts.texts, strict=True) if posts.texts else (posts.post_ids, posts.author_ids)
     ids = {"delete": change.delete_texts or change.delete, "post_ids": post_ids, "author_ids": author_ids}
-    said: dict[str, Any] = {
+    content: dict[str, Any] = {
         name: column.tolist() if isinstance(column, np.ndarray) else list(column) for name, column in ids.items()
     }
-    said |= {"created_at": posts.created_at.tolist(), "topics": list(posts.topics)}
+    content |= {"created_at": posts.created_at.tolist(), "topics": list(posts.topics)}
     if posts.codes.any():
-        said["codes"] = posts.codes.tolist()
-    digest = hashlib.blake2b(mark.digest.encode() + json.dumps(said).encode(), digest_size=16).hexdigest()
+        content["codes"] = posts.codes.tolist()
+    digest = hashlib.blake2b(mark.digest.encode() + json.dumps(content).encode(), digest_size=16).hexdigest()
     return Mark(mark.sequence + 1, digest, mark.position)
 
 
@@ -266,7 +266,7 @@ def _read(directory: Path, manifest: CorpusManifest) -> Change:
         ) from error
 
 
-def _change_of(database: sqlite3.Connection, state: State, manifest: CorpusManifest) -> Change:
+def _change_of(database: sqlite3.Connection, state: StateRow, manifest: CorpusManifest) -> Change:
     """Every row of the table as one change. Raises ValueError for rows that are not what was written."""
     gone, new, vectors, combined = list[int](), list[list[Any]](), bytearray(), 0
     codes: list[list[int]] = []
@@ -308,11 +308,11 @@ def _columns_of(posts: NewPosts) -> Iterator[tuple[int, tuple[Any, ...]]]:
         yield post, (author, created, topic, post_text, author_text, blob)
 
 
-def _state_of(database: sqlite3.Connection, manifest: CorpusManifest) -> State:
+def _state_of(database: sqlite3.Connection, manifest: CorpusManifest) -> StateRow:
     """Raises ValueError for a state that is not what was written, or of another corpus."""
     (form,) = database.execute("PRAGMA user_version").fetchone()
     ((*columns, own),) = database.execute("SELECT * FROM state").fetchall()
-    state = State(*columns)
+    state = StateRow(*columns)
     if form != FORM or own != _digest(state) or state.corpus != manifest.digest:
         raise ValueError("the state is not what was written")
     return state
@@ -324,7 +324,7 @@ def _create(path: Path, manifest: CorpusManifest) -> None:
     new.unlink(missing_ok=True)
     try:
         with closing(_connected(new, "rwc")) as database:
-            state = State(manifest.digest, *manifest.first_mark, 0)
+            state = StateRow(manifest.digest, *manifest.first_mark, 0)
             database.executescript(f"{TABLES} PRAGMA user_version = {FORM}")
             database.execute(SAVE_STATE, (*state, _digest(state)))
         Path(f"{path}-journal").unlink(missing_ok=True)  # of a file that somebody removed
@@ -368,7 +368,7 @@ def _digest(values: Sequence[Any]) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _found(path: Path) -> os.stat_result | None:
+def _status_of(path: Path) -> os.stat_result | None:
     try:
         return os.stat(path)
     except OSError:

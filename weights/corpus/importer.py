@@ -96,8 +96,8 @@ class Posts:
     def _check_each(self, name: str, problem_of: Callable[[NDArray[np.int64]], Problem | None]) -> None:
         rows = 0
         for chunk in self.column(name):
-            if (found := problem_of(chunk.numpy())) is not None:
-                raise CheckpointError(f"{self.place(rows + found[0])}: {name} {found[1]}.")
+            if (problem := problem_of(chunk.numpy())) is not None:
+                raise CheckpointError(f"{self.place(rows + problem[0])}: {name} {problem[1]}.")
             rows += len(chunk)
 
     def place(self, row: int) -> str:
@@ -153,8 +153,8 @@ class PostsFile(Posts):
             self._archive.__exit__()
             raise
         self.has_vectors = REPRESENTATIONS in self._archive.names
-        known = {"post_ids", "author_ids", "created_at", "topics", CODES, REPRESENTATIONS}
-        self.notes += [f"Array {name} is not read." for name in self._archive.names if name not in known]
+        read_arrays = {"post_ids", "author_ids", "created_at", "topics", CODES, REPRESENTATIONS}
+        self.notes += [f"Array {name} is not read." for name in self._archive.names if name not in read_arrays]
 
     def __exit__(self, *_: object) -> None:
         self._archive.__exit__()
@@ -223,9 +223,9 @@ def make_corpus(
     """
     if not source.posts:
         raise CheckpointError(f"{source.path} holds no post.")
-    if source.ids != (wanted := encoder.manifest.ids):
+    if source.ids != (expected_ids := encoder.manifest.ids):
         raise CheckpointError(
-            f"{source.path} has ids that are {source.ids}, those of {encoder.manifest.name} are {wanted}: texts are read "
+            f"{source.path} has ids that are {source.ids}, those of {encoder.manifest.name} are {expected_ids}: texts are read "
             "from Parquet or JSON lines."
         )
     source.check_values(ids=encode)  # a published file may have padding, which it is imported with
@@ -278,14 +278,14 @@ def in_bounds(codes: Int64s) -> NDArray[np.int32]:
 
 def check_rows(source: Posts, encoder: Encoder) -> None:
     """Raises CheckpointError if the file's vectors differ from the candidate tower's for the same posts (a sample of rows)."""
-    wanted = np.unique(np.linspace(0, source.posts - 1, min(CHECKED_ROWS, source.posts)).astype(np.int64))
+    sampled_rows = np.unique(np.linspace(0, source.posts - 1, min(CHECKED_ROWS, source.posts)).astype(np.int64))
     posts, authors = (
-        np.concatenate([chunk.view(np.uint64) for chunk in _picked(source.column(name), wanted)])
+        np.concatenate([chunk.view(np.uint64) for chunk in _picked(source.column(name), sampled_rows)])
         for name in ("post_ids", "author_ids")
     )
-    codes = np.concatenate(list(_picked(source.codes(), wanted))).astype(np.int64)
-    theirs = np.concatenate(list(_picked(source.vectors(encoder.manifest.config.width), wanted)))
-    _compare(theirs, encode(encoder, posts, authors, codes).numpy(), wanted, encoder, "The file's vectors")
+    codes = np.concatenate(list(_picked(source.codes(), sampled_rows))).astype(np.int64)
+    theirs = np.concatenate(list(_picked(source.vectors(encoder.manifest.config.width), sampled_rows)))
+    _compare(theirs, encode(encoder, posts, authors, codes).numpy(), sampled_rows, encoder, "The file's vectors")
 
 
 def check_corpus(stored: StoredCorpus, encoder: Encoder, progress: Callable[[int, int], None] | None = None) -> None:
@@ -310,10 +310,10 @@ def check_texts(stored: StoredCorpus) -> None:
             raise CheckpointError(f"Corpus {stored.path} is refused: it has texts that are not those of its ids.")
 
 
-def _picked(chunks: Iterator[Tensor], wanted: NDArray[np.int64]) -> Iterator[NDArray[Any]]:
+def _picked(chunks: Iterator[Tensor], chosen_rows: NDArray[np.int64]) -> Iterator[NDArray[Any]]:
     start = 0
     for chunk in chunks:
-        rows = wanted[(wanted >= start) & (wanted < start + len(chunk))] - start
+        rows = chosen_rows[(chosen_rows >= start) & (chosen_rows < start + len(chunk))] - start
         yield chunk.numpy()[rows]
         start += len(chunk)
 

@@ -29,8 +29,8 @@ def file_of(tensor: str, mark: str = "") -> str:
 
 def mark_of(file: str) -> str:
     """The mark in a file's name, empty if it has none."""
-    found = re.fullmatch(r"(?:vectors|posts)-([0-9a-f]{8})\.safetensors", file)
-    return found[1] if found else ""
+    match = re.fullmatch(r"(?:vectors|posts)-([0-9a-f]{8})\.safetensors", file)
+    return match[1] if match else ""
 
 
 def corpus_tensors(

@@ -90,7 +90,8 @@ class PostsTable(Posts):
         for texts in self._listed(name):
             longest = max((len(text.encode()) for text in texts), default=0)
             self.text_width = max(self.text_width, longest + 1)
-        if found := collision(lambda: self._listed(name)):
+        if colliding := collision(lambda: self._listed(name)):
             raise CheckpointError(
-                f"{self.path}: {found[0]!r} and {found[1]!r} in the column {name} have one hash, so a model cannot tell them apart."
+                f"{self.path}: {colliding[0]!r} and {colliding[1]!r} in the column {name} have one hash, "
+                "so a model cannot tell them apart."
             )

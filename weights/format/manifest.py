@@ -137,8 +137,8 @@ class Document(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, di
         if problem := pointer_problem(raw):
             raise CheckpointError(problem)
         values = parse_json_object(raw)
-        if (found := values.pop("format_version", None)) != FORMAT_VERSION:
-            raise CheckpointError(f"has format version {str(found)[:40]}, this build reads {FORMAT_VERSION}")
+        if (format_version := values.pop("format_version", None)) != FORMAT_VERSION:
+            raise CheckpointError(f"has format version {str(format_version)[:40]}, this build reads {FORMAT_VERSION}")
         stated = values.pop("digest", None)
         try:
             document = msgspec.convert(cls.fields_of(values), cls)
@@ -188,10 +188,10 @@ class Manifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, 
                 raise CheckpointError(f"score weight of {name} {problem}")
 
     def _check_calibration(self) -> None:
-        for name, each in self.calibration.items():
+        for name, correction in self.calibration.items():
             if name not in self.action_names:
                 raise CheckpointError(f"calibration {name[:64]!r} belongs to no action of this checkpoint")
-            if not (abs(each.offset) <= MAX_OFFSET and 1 / MAX_SLOPE <= each.slope <= MAX_SLOPE):
+            if not (abs(correction.offset) <= MAX_OFFSET and 1 / MAX_SLOPE <= correction.slope <= MAX_SLOPE):
                 raise CheckpointError(
                     f"calibration of {name} must have an offset within ±{MAX_OFFSET} and a slope in {1 / MAX_SLOPE:g} … {MAX_SLOPE}"
                 )
@@ -202,8 +202,11 @@ class Manifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, 
         if not self.calibration:
             return None
         identity = ActionCalibration(0.0, 1.0)
-        each = [self.calibration.get(name, identity) for name in self.action_names]
-        return Calibration(np.array([one.offset for one in each]), np.array([one.slope for one in each]))
+        by_output = [self.calibration.get(name, identity) for name in self.action_names]
+        return Calibration(
+            np.array([correction.offset for correction in by_output]),
+            np.array([correction.slope for correction in by_output]),
+        )
 
     def _check_continuous(self) -> None:
         names = [output.name for output in self.continuous]
@@ -235,7 +238,7 @@ class Manifest(Document, frozen=True, kw_only=True, forbid_unknown_fields=True, 
             "architecture": self.config.to_dict(),
             "action_names": list(self.action_names),
             "continuous": [
-                {"name": each.name, "scale": float(each.scale), "unit": each.unit} for each in self.continuous
+                {"name": output.name, "scale": float(output.scale), "unit": output.unit} for output in self.continuous
             ],
             "score_weights": {name: float(weight) for name, weight in self.score_weights.items()},
             **({"training": self.training} if self.training else {}),

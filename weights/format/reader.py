@@ -148,7 +148,8 @@ def _read_file(
     is_mapped: Callable[[str], bool],
     mapped: MappedFiles,
 ) -> dict[str, Tensor]:
-    entry, listed = manifest.files[name], {key: each for key, each in manifest.tensors.items() if each.file == name}
+    entry = manifest.files[name]
+    listed = {key: tensor for key, tensor in manifest.tensors.items() if tensor.file == name}
     with _open_file(directory, name) as file:
         before = _settled(file)
         if problem := pointer_problem(file.read(HEAD_BYTES)):

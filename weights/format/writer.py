@@ -67,14 +67,14 @@ def write_checkpoint(
     path = Path(path).absolute()
     with refused_writing(f"Checkpoint {path}"):
         check_target(path, replace=replace)
-        said = {one.name: getattr(labels, one.name) for one in fields(labels)} | {"config": config}
-        Manifest(**said, files={}, tensors={})  # refuses bad names before gigabytes are written
+        values = {field.name: getattr(labels, field.name) for field in fields(labels)} | {"config": config}
+        Manifest(**values, files={}, tensors={})  # refuses bad names before gigabytes are written
         tensors = {
             name: TensorEntry(file_of(name), table_dtype if is_table(name) else "float32", shape)
             for name, shape in expected_shapes(config).items()
         }
         with written_beside(path, replace=replace) as partial:
-            manifest = Manifest(**said, files=write_files(partial, tensors, chunks, progress), tensors=tensors)
+            manifest = Manifest(**values, files=write_files(partial, tensors, chunks, progress), tensors=tensors)
             manifest = manifest.versioned()
             for name, content in {**(extras or {}), MANIFEST_NAME: manifest.to_json()}.items():
                 write_file(partial / name, content)

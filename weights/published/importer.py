@@ -111,12 +111,12 @@ class PublishedModel:
                 raise CheckpointError(problem)
             if len(raw) > _MAX_CONFIG_BYTES:
                 raise CheckpointError("is longer than 1 MiB")
-            given = parse_json_object(raw)
-            if absent := set(ignore).difference(given, self._params.names, self._tables.names):
+            published_values = parse_json_object(raw)
+            if absent := set(ignore).difference(published_values, self._params.names, self._tables.names):
                 raise CheckpointError(
                     f"has no key, and the download no array, called {', '.join(sorted(absent))} (--ignore)"
                 )
-            values = {key: value for key, value in given.items() if key not in ignore}
+            values = {key: value for key, value in published_values.items() if key not in ignore}
             config = self._retrieval(values) if self._is_retrieval else self._variant(published_config(values))
             if context_attention:
                 config = replace(config, context_attention=context_attention)
@@ -157,22 +157,22 @@ class PublishedModel:
 
     def _check_arrays(self, ignore: Collection[str]) -> None:
         """Refuse missing, misshapen and unknown arrays before a byte is written."""
-        known = {_TRAINING_ONLY, *ignore} if self._is_retrieval else set(ignore)
+        ignorable = {_TRAINING_ONLY, *ignore} if self._is_retrieval else set(ignore)
         for archive, tables in ((self._params, False), (self._tables, True)):
-            wanted = {
+            shapes_by_name = {
                 published_name(name, self._is_retrieval): shape
                 for name, shape in self.shapes.items()
                 if is_table(name) == tables
             }
-            for name, shape in wanted.items():
-                found, dtype = archive.header(name)
+            for name, shape in shapes_by_name.items():
+                stored_shape, dtype = archive.header(name)
                 if dtype != FLOAT32:
                     raise CheckpointError(f"{archive.path}: array {name} holds {dtype.str}; only float32 is read.")
-                if found != shape:
+                if stored_shape != shape:
                     raise CheckpointError(
-                        f"{archive.path}: array {name} has shape {list(found)}, {CONFIG_FILE} asks {list(shape)}."
+                        f"{archive.path}: array {name} has shape {list(stored_shape)}, {CONFIG_FILE} asks {list(shape)}."
                     )
-            unknown = sorted(set(archive.names) - set(wanted) - known)
+            unknown = sorted(set(archive.names) - set(shapes_by_name) - ignorable)
             if unknown:
                 raise CheckpointError(
                     f"{archive.path} holds arrays for which this model has no place: {', '.join(unknown)[:300]}; leaving them "
@@ -195,8 +195,8 @@ def published_name(name: str, is_retrieval: bool = False) -> str:
 def published_config(values: Mapping[str, Any]) -> ModelConfig:
     """Convert `config.json` to a ModelConfig of the January variant; the arrays give the rest. Raises CheckpointError, ConfigError."""
     entity_keys = {f"{entity}_vocab_size" for entity in ENTITIES} | {f"num_{entity}_hashes" for entity in ENTITIES}
-    known = {*SIZES, *OPTIONAL, *entity_keys, "hash_params"}
-    unknown = sorted(set(values) - known)
+    readable_keys = {*SIZES, *OPTIONAL, *entity_keys, "hash_params"}
+    unknown = sorted(set(values) - readable_keys)
     if unknown:
         raise CheckpointError(
             f"has keys that this build does not know: {', '.join(unknown)[:300]}; a key can change the maths, so name each "

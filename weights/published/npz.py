@@ -74,11 +74,13 @@ class NpzFile:
 
     def array(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
         """An array of this dtype and shape, in C order. Raises CheckpointError, before anything is read if it has another."""
-        found, stored = self.header(name)
-        if stored != dtype:
-            raise self._error(name, f"holds {stored.str}; only {dtype.name} is read, and Python objects never are")
-        if found != shape:
-            raise self._error(name, f"has shape {list(found)}, {list(shape)} is expected")
+        stored_shape, stored_dtype = self.header(name)
+        if stored_dtype != dtype:
+            raise self._error(
+                name, f"holds {stored_dtype.str}; only {dtype.name} is read, and Python objects never are"
+            )
+        if stored_shape != shape:
+            raise self._error(name, f"has shape {list(stored_shape)}, {list(shape)} is expected")
         try:
             return np.asarray(self._archive[name], order="C")
         except Exception as error:  # a wrong checksum, a stream that cannot be unpacked, memory

@@ -150,8 +150,8 @@ class Call(Generic[T]):
 def wait_seconds(state: RetryCallState) -> float:
     """Seconds to wait: the service's Retry-After plus a random 0 to 25 %; without one, a random exponential backoff."""
     error = state.outcome.exception() if state.outcome is not None else None
-    asked = error.retry_after_seconds if isinstance(error, Unavailable) else None
-    return BACKOFF(state) if asked is None else asked * (1 + random.uniform(0, JITTER_SHARE))
+    retry_after = error.retry_after_seconds if isinstance(error, Unavailable) else None
+    return BACKOFF(state) if retry_after is None else retry_after * (1 + random.uniform(0, JITTER_SHARE))
 
 
 def _number_of_seconds(timeout_seconds: float) -> float:
@@ -164,11 +164,11 @@ def _number_of_seconds(timeout_seconds: float) -> float:
     raise ValueError("timeout_seconds must be a number of seconds; math.inf waits without a limit")
 
 
-def _seconds(asked: str) -> float | None:
+def _seconds(retry_after: str) -> float | None:
     """The seconds that a Retry-After asks for: a number or, from some proxies, a date. None if it is neither."""
-    if asked.isdecimal():
-        return float(asked)
+    if retry_after.isdecimal():
+        return float(retry_after)
     try:
-        return max(0.0, parsedate_to_datetime(asked).timestamp() - time.time())
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
     except (ValueError, OverflowError):
         return None

@@ -102,8 +102,10 @@ class Calls:
         def parse(reply: Any) -> list[Ranking | RankerError]:
             results = reply["results"]
             return [
-                error_from(each["error"]["status"], each["error"], "") if "error" in each else Ranking.from_json(each)
-                for each in results
+                error_from(result["error"]["status"], result["error"], "")
+                if "error" in result
+                else Ranking.from_json(result)
+                for result in results
             ]
 
         headers = self._headers | (

@@ -65,8 +65,8 @@ def fast_tanh(x, EMULATED: tl.constexpr):
     """`tanh` in one instruction, within 2⁻¹¹ of its value. EMULATED: exact, then rounded to as few bits, for the interpreter."""
     if EMULATED:
         exact = 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
-        kept = exact * 8193.0  # Veltkamp's splitting at 2¹³ leaves 11 bits
-        return kept - (kept - exact)
+        scaled = exact * 8193.0  # Veltkamp's splitting at 2¹³ leaves 11 bits
+        return scaled - (scaled - exact)
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
 

@@ -209,7 +209,7 @@ class TritonKernels(Kernels):
 
     def compiled(self) -> int:
         """See `Kernels.compiled`; on all devices, for all engines of the process."""
-        return sum(len(each[0]) for kernel in KERNELS for each in getattr(kernel, "device_caches", {}).values())
+        return sum(len(caches[0]) for kernel in KERNELS for caches in getattr(kernel, "device_caches", {}).values())
 
 
 def embedding_slots(config: ModelConfig, tables: Tables) -> Tensor:

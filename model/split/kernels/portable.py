@@ -77,12 +77,12 @@ class PortableKernels(Kernels):
         ]
         if kind == USER:
             entities = [(tables.user, config.user_hashes, rows["post"])]
-        found = []
+        parts = []
         for table, spec, ids in entities:
             numbers = _padded(torch.from_numpy(hash_rows(ids, spec))).to(table.device)
             embedded = functional.embedding(numbers, table).float()
-            found.append(torch.where(numbers[..., None] == 0, 0.0, embedded).flatten(1))
-        return torch.cat(found, 1)
+            parts.append(torch.where(numbers[..., None] == 0, 0.0, embedded).flatten(1))
+        return torch.cat(parts, 1)
 
     def _small_inputs(self, step: Step, tokens: TokenWeights, tile: slice) -> Tensor:
         """Inputs of a history item from actions and dwell seconds, see `TokenWeights`: fp32 `[TILE_ROWS, A or A + 64]`."""

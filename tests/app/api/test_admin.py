@@ -21,7 +21,7 @@ from starlette.testclient import TestClient
 from app.main import create_admin_app
 from app.queue.loading import LoadedModel
 from app.queue.runners import Steps
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from app.settings import Admin, Retrieval
 from tests.support import corpora, rankers
 from tests.support.fakes import Gate, load_by_name
@@ -32,7 +32,7 @@ TOKEN = "correct horse"
 GOOD = {"host": "localhost:9000", "authorization": f"Bearer {TOKEN}"}
 ADMIN: dict[str, Any] = {"port": 0, "token_sha256": hashlib.sha256(TOKEN.encode()).hexdigest()}
 
-Running = tuple[TestClient, LocalRanker]
+Running = tuple[TestClient, LocalService]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def change(client: TestClient, **body: object) -> tuple[int, dict[str, Any]]:
     return reply.status_code, reply.json()
 
 
-def test_a_named_checkpoint_serves_afterwards_and_what_changed_nothing_says_so(running: Running) -> None:
+def test_a_named_checkpoint_is_reloaded_or_said_to_be_unchanged(running: Running) -> None:
     client, ranker = running
     assert reload(client, {}) == (200, {"model": named(ranker), "result": "unchanged"})
     assert reload(client, {"checkpoint": "nested/v2"}) == (200, {"model": named(ranker), "result": "reloaded"})
@@ -88,7 +88,7 @@ def test_a_named_checkpoint_serves_afterwards_and_what_changed_nothing_says_so(r
     assert rankers.figure(ranker, 'ranker_reloads_total{result="unchanged"}') == 2
 
 
-def named(ranker: LocalRanker) -> Any:
+def named(ranker: LocalService) -> Any:
     class Later:
         """Equal to what names the model that serves when this is compared."""
 
@@ -222,7 +222,7 @@ def test_a_change_that_is_not_right_changes_nothing(retrieval: Running, body: di
         ("the corpus was replaced", 503, "not_stored", "5", "was replaced on the disk; read it again"),
     ],
 )
-def test_a_change_that_cannot_be_stored_is_refused_with_the_reason(
+def test_a_change_that_cannot_be_stored_is_refused_with_why(
     retrieval: Running, monkeypatch: pytest.MonkeyPatch, how: str, status: int, code: str, seconds: str, said: str
 ) -> None:
     def full(descriptor: int) -> None:

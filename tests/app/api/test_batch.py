@@ -68,7 +68,7 @@ def test_a_request_that_fails_carries_its_own_problem(client: TestClient, is_bar
 @pytest.mark.parametrize(
     "bad", [b'{"user_id":"\xff"}', b'{"user_id":NaN}', b'{"user_id":1e999}', b'{"user_id":"\\ud800"}', b"{"]
 )
-def test_a_body_that_is_no_json_in_one_place_is_refused_as_a_whole(client: TestClient, bad: bytes) -> None:
+def test_one_request_that_is_no_json_refuses_the_whole_body(client: TestClient, bad: bytes) -> None:
     whole = json.dumps(good()).encode()
     for body in (b"[%b,%b]" % (whole, bad), b'{"requests":[%b,%b]}' % (bad, whole)):
         reply = client.post("/rank/batch", content=body, headers=JSON)
@@ -128,7 +128,7 @@ def test_nan_fails_one_request_alone() -> None:
 
 
 @pytest.mark.parametrize("batching", [Batching(), Batching(max_candidates=10)])
-def test_a_batch_is_not_refused_for_the_room_that_it_takes_up_itself(batching: Batching) -> None:
+def test_a_batch_is_not_refused_because_of_its_own_requests(batching: Batching) -> None:
     engine = FakeEngine()
     with served(engine, queue=TIGHT, batching=batching) as (client, ranker):
         assert codes_of(client, BIG) == [None] * 8
@@ -146,7 +146,7 @@ def test_a_batch_is_refused_for_the_room_that_others_take_up() -> None:
         assert first.result(10).status_code == 200
 
 
-def test_candidates_of_a_call_and_of_all_calls_have_room_up_to_a_bound() -> None:
+def test_candidates_of_one_call_and_of_all_calls_are_bounded() -> None:
     items = [good(user_id=user, candidates=[{"post_id": 1, "author_id": 1}] * 4, top_k=...) for user in range(6)]
     with served(limits=Limits(max_candidates=5)) as (client, _):  # 20 in a call, 80 in all calls
         for _ in range(5):  # what a call has taken it gives back

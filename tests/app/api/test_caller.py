@@ -143,7 +143,7 @@ def test_gzip_of_any_number_of_members_is_inflated_to_the_limit(
 
 
 @pytest.mark.parametrize("length", ["4097", "x", "-1", "9" * 30])
-def test_a_length_beyond_the_limit_or_none_at_all_is_refused_before_the_body(client: TestClient, length: str) -> None:
+def test_a_long_or_absent_length_is_refused_before_the_body(client: TestClient, length: str) -> None:
     reply = client.post("/rank", content=b"{}", headers=JSON | {"content-length": length})
     assert (reply.status_code, reply.json()["code"]) == (413, "too_large")
 
@@ -182,7 +182,7 @@ def test_the_shorter_of_two_timeouts_counts() -> None:
         gate.opened.set()
 
 
-def test_all_bodies_together_have_a_limit_and_give_back_what_they_took() -> None:
+def test_all_bodies_together_have_a_limit_and_give_it_back() -> None:
     gate = Gate()
     with listening(FakeEngine(before=gate), limits=Limits(max_body_bytes=1024)) as live:
         body = BODY + (1024 - len(BODY)) * b" "
@@ -231,7 +231,7 @@ async def play(
 
 
 @pytest.mark.parametrize("within_body", [True, False])
-def test_a_server_that_only_says_that_the_client_has_gone_drops_its_request_too(within_body: bool) -> None:
+def test_a_disconnect_message_alone_drops_the_request(within_body: bool) -> None:
     async def scenario() -> None:
         gate = Gate()
         async with rankers.running(FakeEngine(before=gate)) as ranker:
@@ -259,7 +259,7 @@ def test_no_request_gets_longer_than_the_settings_allow(path: str, seconds: floa
         gate.opened.set()
 
 
-def test_a_body_in_many_pieces_is_one_body_and_a_long_one_is_refused_while_it_is_read() -> None:
+def test_a_body_in_pieces_is_read_and_a_long_one_cut_off() -> None:
     async def scenario() -> None:
         async with rankers.running() as ranker:
             app = create_app(Settings(limits=Limits(max_body_bytes=10_000)), ranker)
@@ -281,7 +281,7 @@ def test_a_body_in_many_pieces_is_one_body_and_a_long_one_is_refused_while_it_is
 
 
 @pytest.mark.parametrize("path", ["/rank", "/rank/batch"])
-def test_a_request_that_gets_no_memory_is_told_so_and_leaves_its_place(path: str) -> None:
+def test_a_request_without_memory_gets_an_error_and_no_place(path: str) -> None:
     class Full(FakeEngine):
         def context_of(self, handle: str, caller: str) -> Context | None:
             raise MemoryError
@@ -303,7 +303,7 @@ def test_refused_before_its_body_is_read_a_request_reads_none() -> None:
     assert (start["status"], json.loads(body["body"])["code"]) == (503, "not_ready")
 
 
-def test_a_long_body_that_came_while_the_queue_filled_is_not_decoded() -> None:
+def test_a_long_body_sent_while_the_queue_filled_is_not_decoded() -> None:
     """It is not JSON, and nobody finds out."""
     gate, stop, long = Gate(), threading.Event(), b"{" * 100_000
     with listening(FakeEngine(before=gate), queue=Queue(max_requests=1)) as live, ThreadPoolExecutor() as pool:

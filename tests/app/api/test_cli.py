@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.one_process("it is about the command
 COMMAND = (sys.executable, "-c", "from app.cli import main; main()")
 
 
-def test_the_help_lists_what_the_commands_say_of_themselves_without_importing_them() -> None:
+def test_the_help_lists_the_commands_without_importing_them() -> None:
     weights = typer.main.get_command(command_line.app)
     for name in OF_WEIGHTS:
         command = weights.get_command(None, name)  # type: ignore[attr-defined]
@@ -160,7 +160,7 @@ def read_until(terminal: int, wanted: str, seconds: float) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def test_at_a_terminal_a_few_lines_say_where_it_is_and_what_to_try(tmp_path: Path) -> None:
+def test_a_terminal_gets_a_few_lines_with_address_and_example(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     command = [*COMMAND, "serve", "--port", "0", "--drain.delay-seconds", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
@@ -182,7 +182,7 @@ def test_at_a_terminal_a_few_lines_say_where_it_is_and_what_to_try(tmp_path: Pat
         os.close(ours)
 
 
-def test_somebody_elses_package_of_the_same_name_is_named_and_not_run(tmp_path: Path) -> None:
+def test_another_package_of_the_same_name_is_named_and_not_run(tmp_path: Path) -> None:
     (tmp_path / "weights.py").write_text("print('it ran')\n")
     options: dict[str, Any] = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
     options |= {"capture_output": True, "text": True, "timeout": 60}

@@ -37,7 +37,7 @@ def live() -> Iterator[Live]:
         yield live
 
 
-def test_what_is_relied_on_is_as_it_was_in_this_minor_version_of_uvicorn() -> None:
+def test_uvicorn_still_has_what_the_connection_relies_on() -> None:
     """Each is overridden or read by `Connection`. Where this fails, read uvicorn's changes before pinning another minor version."""
     assert uvicorn.__version__.startswith("0.54.")
     overridden = {
@@ -142,7 +142,7 @@ def test_a_half_closed_caller_is_answered_however_long_it_takes() -> None:
 
 @pytest.mark.parametrize("how", ["closed", "reset"])
 @pytest.mark.parametrize("stage", ["queue", "forward"])
-def test_the_request_of_a_caller_that_goes_away_is_dropped_and_counted(how: str, stage: str) -> None:
+def test_the_request_of_a_departed_caller_is_dropped_and_counted(how: str, stage: str) -> None:
     gate = Gate()
     engine = FakeEngine(before=gate)
     with listening(engine) as live:
@@ -249,7 +249,7 @@ WHOLE = b"\r\n" + head() + BODY
     [(0, 5.0), (2, 5.0), (40, 5.0), (len(WHOLE) - len(BODY) + 1, 30.0)],
     ids=["nothing", "an empty line", "headers", "body"],
 )
-def test_slow_senders_are_cut_off_and_not_before_their_time_is_over(sent: int, seconds: float) -> None:
+def test_slow_senders_are_cut_off_when_their_time_is_over(sent: int, seconds: float) -> None:
     """From the connect the headers have 5 s, then the body has 30 s."""
     loop = Ahead()
     with listening(loop=lambda: loop) as live, live.connect() as slow, live.connect() as late:
@@ -264,7 +264,7 @@ def test_slow_senders_are_cut_off_and_not_before_their_time_is_over(sent: int, s
         assert is_cut(slow)
 
 
-def test_an_empty_line_behind_a_reply_does_not_keep_a_connection_for_ever() -> None:
+def test_an_empty_line_after_a_reply_keeps_no_connection_open() -> None:
     loop = Ahead()
     with listening(loop=lambda: loop) as live, live.connect() as client:
         client.sendall(head() + BODY)

@@ -15,7 +15,7 @@ from app.errors import (
     NotFound,
     Overloaded,
     ServiceError,
-    told,
+    service_error_of,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -56,5 +56,5 @@ def test_a_retry_is_told_in_whole_seconds_that_are_not_absurd(seconds: float | N
     ],
 )
 def test_whatever_is_raised_is_told_without_what_it_says(error: Exception, code: str) -> None:
-    assert told(error).code == code
-    assert "secret" not in str(told(error).problem())
+    assert service_error_of(error).code == code
+    assert "secret" not in str(service_error_of(error).problem())

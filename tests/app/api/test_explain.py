@@ -233,7 +233,7 @@ def test_texts_are_echoed() -> None:
     assert named.status_code == 412, "the texts of its events are not kept"
 
 
-def test_a_call_whose_time_ends_in_its_midst_was_not_refused_on_arrival() -> None:
+def test_a_deadline_during_an_explanation_is_no_refusal() -> None:
     events = [{"post_id": number, "author_id": 1} for number in range(1, 17)]
     with served(FakeEngine(before=lambda items: time.sleep(0.1))) as (client, _):
         reply = client.post("/explain", json=question(history=events), headers={"x-request-timeout-ms": "250"})
@@ -242,7 +242,7 @@ def test_a_call_whose_time_ends_in_its_midst_was_not_refused_on_arrival() -> Non
         assert figure(client, 'ranker_rejected_total{reason="deadline"}') == 0
 
 
-def test_an_explanation_leaves_the_engine_to_others_for_twice_as_long_as_it_takes_it() -> None:
+def test_an_explanation_rests_twice_as_long_as_it_computes() -> None:
     """It ranks six contexts one by one and rests five times."""
     with served(FakeEngine(before=lambda items: time.sleep(0.02))) as (client, _):
         began = time.monotonic()
@@ -250,7 +250,7 @@ def test_an_explanation_leaves_the_engine_to_others_for_twice_as_long_as_it_take
         assert time.monotonic() - began >= 0.02 * 6 + 0.04 * 5
 
 
-def test_an_explanation_rests_until_half_of_its_time_is_over_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_explanation_rests_until_half_of_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     def seem_slow(items: object) -> None:
         nonlocal ahead
         ahead += 1e3

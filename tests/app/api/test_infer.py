@@ -190,7 +190,7 @@ def test_a_version_may_be_in_the_path(http: httpx.Client) -> None:
     assert statuses == [200, 404]
 
 
-def test_a_body_without_a_type_is_not_taken_from_a_page_elsewhere(http: httpx.Client) -> None:
+def test_a_body_without_a_type_is_refused_from_another_origin(http: httpx.Client) -> None:
     """A browser names the page's origin in each such request, and asks first before it sends one of these types."""
     body, _ = ASKED.body(binary=False)
     page = {"origin": "http://evil.example"}

@@ -43,9 +43,7 @@ def said(lines: io.StringIO) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("worker", [None, 3])
-def test_a_line_is_one_json_object_with_its_time_in_utc_and_the_number_of_its_worker(
-    lines: io.StringIO, worker: int | None
-) -> None:
+def test_a_line_is_one_json_object_with_utc_time_and_worker(lines: io.StringIO, worker: int | None) -> None:
     configure(Logs(format="json"), lines, worker=worker)
     structlog.get_logger("app").info("planted", number=5)
     logging.getLogger("library").warning("a warning")
@@ -77,7 +75,7 @@ def test_a_long_value_is_cut(lines: io.StringIO) -> None:
     assert len(lines.getvalue()) < 1000
 
 
-def test_a_value_that_cannot_be_printed_costs_its_line_and_nothing_else(lines: io.StringIO) -> None:
+def test_a_value_that_cannot_be_printed_costs_only_its_line(lines: io.StringIO) -> None:
     class Odd:
         def __str__(self) -> str:
             raise ValueError
@@ -103,7 +101,7 @@ def test_lines_come_in_order_and_whole_to_the_end_of_the_process() -> None:
     assert ended.returncode == 0
 
 
-def test_a_reader_that_stalls_stops_nobody_and_its_lines_are_dropped_and_counted() -> None:
+def test_a_stalled_reader_stops_nobody_and_drops_are_counted() -> None:
     code = """if True:
         import time
         dropped = []
@@ -138,7 +136,7 @@ def test_without_a_reader_the_process_goes_on() -> None:
 @pytest.mark.parametrize(
     ("environment", "has_colours"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
 )
-def test_a_file_has_no_colours_and_a_terminal_has_unless_it_is_told_otherwise(
+def test_terminals_get_colours_and_files_do_not(
     lines: io.StringIO, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], has_colours: bool
 ) -> None:
     for name, value in ({"TERM": "xterm", "NO_COLOR": ""} | environment).items():

@@ -89,7 +89,7 @@ def test_the_mean_over_candidates_is_counted_once_a_reply() -> None:
     assert np.isclose(found["like", "sum"], 0.4)
 
 
-def test_a_bucket_holds_its_upper_bound_and_the_last_holds_the_rest() -> None:
+def test_a_bucket_holds_its_upper_bound_and_the_last_the_rest() -> None:
     found = samples((("a",), [[0.5]]), (("a",), [[np.nextafter(np.float32(0.5), np.float32(1))]]), (("a",), [[0.99]]))
     assert [found["a", bound] for bound in ("0.3", "0.5", "0.7", "0.9", "+Inf")] == [0, 1, 2, 2, 3]
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from app.main import create_app
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from app.settings import Auth, Logs, Settings, Tracing
 from app.telemetry import logs
 from model.inputs import Context
@@ -62,7 +62,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str], dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, LocalRanker]]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, LocalService]]:
     auth = Auth(keys={"feed": hashlib.sha256(KEY.encode()).hexdigest()})  # type: ignore[dict-item]
     with served(auth=auth, retrieval=corpora.setting(tmp_path_factory.mktemp("retrieval"))) as both:
         both[0].headers["x-api-key"] = KEY
@@ -81,13 +81,13 @@ def live() -> Iterator[Live]:
         yield live
 
 
-def samples(ranker: LocalRanker) -> dict[str, float]:
+def samples(ranker: LocalService) -> dict[str, float]:
     text = ranker.metrics.render().decode()
     lines = [line.rsplit(" ", 1) for line in text.splitlines() if line and line[0] != "#"]
     return {name: float(value) for name, value in lines}
 
 
-Running = tuple[TestClient, LocalRanker]
+Running = tuple[TestClient, LocalService]
 
 
 def asked(running: Running, path: str, body: dict[str, Any]) -> tuple[Any, dict[str, float], dict[str, Any]]:
@@ -161,7 +161,7 @@ ODD: list[tuple[dict[str, str], int, str]] = [
 
 @pytest.mark.parametrize(("headers", "status", "code"), ODD, ids=[code for _, _, code in ODD])
 @pytest.mark.parametrize("path", CALLS)
-def test_a_request_with_odd_headers_is_refused_counted_and_holds_nothing(
+def test_odd_headers_are_refused_counted_and_hold_nothing(
     running: Running, path: str, headers: dict[str, str], status: int, code: str
 ) -> None:
     client, ranker = running
@@ -186,7 +186,7 @@ def test_a_request_with_odd_headers_is_refused_counted_and_holds_nothing(
 
 @pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize("path", ["/rank", "/rank/batch", "/explain"])
-def test_neither_an_answer_nor_a_client_that_leaves_keeps_a_task_or_a_place(path: str, leaves: bool) -> None:
+def test_neither_answers_nor_lost_clients_keep_tasks_or_places(path: str, leaves: bool) -> None:
     async def scenario() -> None:
         gate = Gate()
         if not leaves:
@@ -301,7 +301,7 @@ def test_paths_make_no_series(running: Running) -> None:
 
 
 @pytest.mark.one_process("the engine process does not know the id of the request")
-def test_a_fault_of_ours_is_a_500_that_says_nothing_and_a_line_that_says_where() -> None:
+def test_our_own_fault_is_a_bare_500_and_a_line_with_its_place() -> None:
     class Faulty(FakeEngine):
         def context_of(self, handle: str, caller: str) -> Context | None:
             raise KeyError("what the caller sent")
@@ -352,9 +352,7 @@ def lines() -> io.StringIO:
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(request_id=text, name=text)
-def test_every_request_is_one_line_of_ascii_with_nothing_of_its_body(
-    lines: io.StringIO, request_id: str, name: str
-) -> None:
+def test_every_request_is_one_ascii_line_without_its_body(lines: io.StringIO, request_id: str, name: str) -> None:
     async def scenario() -> list[dict[str, Any]]:
         async with rankers.running() as ranker:
             app = create_app(Settings(), ranker)

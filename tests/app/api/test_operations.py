@@ -73,9 +73,7 @@ def test_info_tells_of_the_corpus_but_neither_paths_nor_secrets(tmp_path: Path) 
         ("/docs", "text/html"),
     ],
 )
-def test_a_get_route_says_what_it_is_and_answers_head_with_the_same_headers_and_no_body(
-    client: TestClient, path: str, media_type: str
-) -> None:
+def test_head_has_the_headers_of_get_and_no_body(client: TestClient, path: str, media_type: str) -> None:
     def headers(reply: httpx.Response) -> dict[str, str]:
         changing = {"x-request-id"} | ({"content-length"} if path == "/metrics" else set())
         return {name: value for name, value in reply.headers.items() if name not in changing}
@@ -165,7 +163,7 @@ def test_info_leaves_out_paths_that_compilers_and_drivers_name() -> None:
     }
 
 
-def test_what_a_library_says_of_a_lost_engine_is_for_the_log_alone() -> None:
+def test_what_a_library_says_of_a_lost_engine_is_only_logged() -> None:
     said = "CUDA error at 10.1.2.3, see /home/anna/secret"
 
     def lose(items: object) -> None:
@@ -188,7 +186,7 @@ def test_until_it_is_loaded_only_probes_answer() -> None:
     assert client.post("/rank", json={}).json()["code"] == "not_ready"
 
 
-async def test_one_scrape_at_a_time_which_those_who_asked_before_it_share() -> None:
+async def test_one_scrape_runs_at_a_time_and_waiting_callers_share_it() -> None:
     begun, running = 0, 0
 
     async def make() -> bytes:
@@ -222,7 +220,7 @@ async def test_one_scrape_at_a_time_which_those_who_asked_before_it_share() -> N
     assert await stays == b"5"
 
 
-def test_who_scrapes_as_fast_as_it_goes_takes_a_small_share_of_the_loop() -> None:
+def test_constant_scrapes_take_a_small_share_of_the_loop() -> None:
     with served() as (client, ranker):
 
         def seconds_of_one() -> float:

@@ -15,7 +15,7 @@ import pytest
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from app.api.pages import MOST_CARRIED_BYTES, POLICY, WHAT_THERE_IS, Kept, carried
+from app.api.pages import MOST_CARRIED_BYTES, POLICY, WHAT_THERE_IS, CachedReply, carried
 from app.settings import Explore
 from tests.support.asgi import served
 from tests.support.fakes import FakeEngine, fake_loader
@@ -37,7 +37,7 @@ def without() -> Iterator[TestClient]:
 
 
 @pytest.mark.parametrize("path", ["/explore", "/docs"])
-def test_a_page_names_files_of_the_package_alone_and_each_is_there(client: TestClient, path: str) -> None:
+def test_a_page_names_only_files_of_the_package_and_all_exist(client: TestClient, path: str) -> None:
     reply = client.get(path)
     assert (reply.status_code, reply.headers["content-security-policy"]) == (200, POLICY)
     named = re.findall(r'(?:src|href)="([^"#]+)"', reply.text)
@@ -77,7 +77,7 @@ def test_without_the_page_the_root_lists_what_there_is(without: TestClient) -> N
         {"actions": ("reply", "favorite", "bookmark"), "ids": "text"},
     ],
 )
-def test_every_example_of_the_document_works_on_the_checkpoint_that_serves(words: dict[str, Any]) -> None:
+def test_every_example_of_the_document_works_on_the_checkpoint(words: dict[str, Any]) -> None:
     with served(load=fake_loader(FakeEngine(), **words)) as (client, _):
         asked = 0
         for path, operations in client.get("/openapi.json").json()["paths"].items():
@@ -138,7 +138,7 @@ def test_only_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
     assert carried(tmp_path, digest) == {"example": json.loads((DEMO / "example.json").read_text()), "names": None}
 
 
-def test_who_has_what_a_checkpoint_carries_and_what_describes_it_is_told_so(client: TestClient) -> None:
+def test_an_etag_of_the_document_or_checkpoint_gets_304(client: TestClient) -> None:
     for path in ("/explore/checkpoint.json", "/openapi.json"):
         reply = client.get(path)
         again = client.get(path, headers={"if-none-match": f'"other", W/{reply.headers["etag"]}'})
@@ -146,7 +146,7 @@ def test_who_has_what_a_checkpoint_carries_and_what_describes_it_is_told_so(clie
         assert again.headers["etag"] == reply.headers["etag"]
 
 
-async def test_what_could_not_be_made_is_made_again_and_of_another_key_anew() -> None:
+async def test_a_failed_reply_is_made_again_and_another_key_anew() -> None:
     made: list[str] = []
 
     def make(key: str) -> bytes:
@@ -155,7 +155,7 @@ async def test_what_could_not_be_made_is_made_again_and_of_another_key_anew() ->
             raise OSError("planted")
         return key.encode()
 
-    kept, request = Kept(make, "text/plain"), Request({"type": "http", "headers": []})
+    kept, request = CachedReply(make, "text/plain"), Request({"type": "http", "headers": []})
 
     with pytest.raises(OSError, match="planted"):
         await kept.reply(request, "a")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from app.settings import Deadline, Limits, Queue, Settings
 from model.inputs import CLOCK_SKEW_SECONDS, Context
 from model.retrieval.inputs import PostChange, PostRows
@@ -28,14 +28,14 @@ BOTH = pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, LocalRanker]]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, LocalService]]:
     retrieval = corpora.setting(tmp_path_factory.mktemp("retrieval"))
     with served(retrieval=retrieval, limits=Limits(max_retrieved=400, max_history=20)) as both:
         yield both
 
 
 @pytest.fixture
-def client(running: tuple[TestClient, LocalRanker]) -> TestClient:
+def client(running: tuple[TestClient, LocalService]) -> TestClient:
     return running[0]
 
 
@@ -136,9 +136,7 @@ def test_filters(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize("before", [0, 24 * 3600])
-def test_a_post_passes_an_age_limit_where_it_is_neither_too_old_nor_of_the_future(
-    client: TestClient, before: int
-) -> None:
+def test_an_age_limit_leaves_out_old_and_future_posts(client: TestClient, before: int) -> None:
     day, now = 24 * 3600, NOW - before
     posts = posts_of(client, k=400, exclude_history=False, max_age_seconds=day, impression_ts=now)
     everything = posts_of(client, k=400, exclude_history=False)
@@ -155,7 +153,7 @@ def test_the_whole_history_is_excluded(client: TestClient) -> None:
     assert len(posts_of(client, k=400, history=viewer, exclude_history=False)) == 299
 
 
-def test_what_is_visible_does_not_depend_on_the_least_score_as_docs_say(client: TestClient) -> None:
+def test_visible_does_not_depend_on_min_score_as_documented(client: TestClient) -> None:
     content = client.post("/retrieve", json=asked(k=400, exclude_history=False, min_score=0.1)).json()
     assert 0 < len(content["posts"]) < content["visible"] == 299
     schemas = client.get("/openapi.json").json()["components"]["schemas"]
@@ -276,7 +274,7 @@ def test_without_a_corpus_the_others_serve_on(path: str) -> None:
         assert client.get("/info").json()["retrieval"] is None
 
 
-def test_info_and_metrics_say_what_is_served(running: tuple[TestClient, LocalRanker]) -> None:
+def test_info_and_metrics_say_what_is_served(running: tuple[TestClient, LocalService]) -> None:
     client, ranker = running
     posts_of(client)
     info = client.get("/info").json()["retrieval"]
@@ -290,7 +288,7 @@ def test_info_and_metrics_say_what_is_served(running: tuple[TestClient, LocalRan
     assert scored == visible > 0
 
 
-def test_a_search_that_hangs_costs_readiness_and_then_the_process(tmp_path: Path) -> None:
+def test_a_search_that_hangs_ends_readiness_then_the_process(tmp_path: Path) -> None:
     """As a forward that hangs does: who waits gets 504 at the deadline, new ones 503, and the process ends."""
     retrieval, gate = corpora.setting(tmp_path), Gate()
     load, _ = watched(Settings(retrieval=retrieval), retrieve=gate)

@@ -165,7 +165,7 @@ def unchanged_file_limit() -> Iterator[int]:
 
 
 @pytest.mark.parametrize(("fault", "code"), [("engine", 70), ("load", 1)])
-def test_the_loss_of_the_engine_and_a_failed_first_load_have_their_exit_codes(fault: str, code: int) -> None:
+def test_engine_loss_and_failed_first_load_have_exit_codes(fault: str, code: int) -> None:
     def lose(items: object) -> None:
         raise EngineError("planted", sticky=True)
 
@@ -187,7 +187,7 @@ def test_the_loss_of_the_engine_and_a_failed_first_load_have_their_exit_codes(fa
     assert asyncio.run(scenario()) == code
 
 
-def test_what_was_begun_is_answered_before_the_end_and_nothing_new_is_accepted() -> None:
+def test_a_begun_request_is_answered_and_no_new_one_accepted() -> None:
     gate = Gate()
     with listening(FakeEngine(before=gate)) as live:
         idle, busy = live.connect(), live.connect()
@@ -213,7 +213,7 @@ def is_listening(port: int) -> bool:
     return True
 
 
-def test_requests_that_outlast_the_drain_are_told_to_ask_elsewhere_and_the_exit_code_says_so() -> None:
+def test_requests_that_outlast_the_drain_get_503_and_exit_code() -> None:
     gate = Gate()
     with listening(FakeEngine(before=gate), drain={"timeout_seconds": 0.2}) as live:
         waiting, sending = live.connect(), live.connect()
@@ -305,7 +305,7 @@ def test_the_images_health_check_asks_where_the_service_listens(host: str) -> No
     assert check(live.port) == 1
 
 
-def test_a_host_that_is_not_there_is_an_error_that_leaves_nothing_open() -> None:
+def test_a_host_that_cannot_be_bound_leaves_nothing_open() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken, pytest.raises(OSError, match="in use"):
         server.bind("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(OSError, match="known"):
@@ -320,7 +320,7 @@ def test_a_host_that_is_not_there_is_an_error_that_leaves_nothing_open() -> None
             other.listen()
 
 
-def test_without_ipv6_in_the_kernel_every_address_is_every_ipv4_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ipv6_every_address_is_every_ipv4_address(monkeypatch: pytest.MonkeyPatch) -> None:
     class Ipv4Alone(socket.socket):
         def __init__(self, family: int = socket.AF_INET, *rest: Any, **named: Any) -> None:
             if family == socket.AF_INET6:
@@ -335,7 +335,7 @@ def test_without_ipv6_in_the_kernel_every_address_is_every_ipv4_address(monkeypa
         server.bind("::1", 0)
 
 
-def test_the_process_may_hold_more_connections_than_the_shell_allows() -> None:
+def test_the_process_may_hold_more_files_than_the_shell_allows() -> None:
     with unchanged_file_limit() as most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
         server.raise_file_limit()

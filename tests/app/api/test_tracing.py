@@ -32,7 +32,7 @@ def traced(headers: dict[bytes, bytes], services: set[str] | None = None) -> tup
     return trace, spans
 
 
-def test_without_a_parent_a_new_trace_begins_and_the_ratio_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_parent_a_trace_begins_and_the_ratio_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     trace, spans = traced({})
     assert int(trace, 16)
     assert spans["POST /rank"].trace_id.hex() == trace

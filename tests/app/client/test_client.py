@@ -475,7 +475,7 @@ def test_an_asyncio_call_costs_at_most_a_few_of_aiohttps(listener: str) -> None:
     assert asyncio.run(ratio()) < 5  # measured: 2.2; over httpx, 15 to 25
 
 
-def test_one_async_client_serves_the_event_loops_of_several_threads(listener: str) -> None:
+def test_one_async_client_serves_event_loops_of_many_threads(listener: str) -> None:
     ranker = AsyncRankerClient(listener)
     found: list[float] = []
     threads = [

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from app.corpus.changes import CorpusLoader, LoadedCorpus, corpus_loader
+from app.corpus.loading import CorpusLoader, LoadedCorpus, corpus_loader
 from app.corpus.searches import Searches
-from app.interface import Found, ServedCorpus
-from app.service.ranker import LocalRanker
+from app.interface import SearchResult, ServedCorpus
+from app.service.local import LocalService
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
 from model.inputs import Context
@@ -43,10 +43,10 @@ def settings_of(
 
 def create(
     settings: Settings, load: CorpusLoader | None = None, clock: Callable[[], float] = time.monotonic
-) -> LocalRanker:
+) -> LocalService:
     """A ranker that has not begun to load; its ranking side is a fake."""
     load = load or corpus_loader(settings)
-    return LocalRanker(settings, Metrics(), load=fake_loader(), load_corpus=load, clock=clock)
+    return LocalService(settings, Metrics(), load=fake_loader(), load_corpus=load, clock=clock)
 
 
 class Watched:
@@ -74,7 +74,7 @@ class Watched:
         self.scans.append([query.context.user_id for query in queries])
         self.threads.append(threading.current_thread().name.partition("_")[0])
         self._before.get("retrieve", id)(queries)
-        encode_seconds = self.encode_seconds if users.unknown else 0.0
+        encode_seconds = self.encode_seconds if users.uncached else 0.0
         answers: Answers = self._engine.retrieve(queries, users)
         return replace(answers, encode_seconds=encode_seconds, search_seconds=self.search_seconds)
 
@@ -117,13 +117,13 @@ def query(user: int = 1, k: int = 500, at_least: str = "") -> Query:
     return Query(context, k, Filters(NO_IDS), at_least=at_least)
 
 
-async def found(searches: Searches, asked: Query) -> Found:
+async def found(searches: Searches, asked: Query) -> SearchResult:
     return await searches.search(searches.served, asked, FAR, None)
 
 
 def begun(
     searches: Searches, user: int, deadline: float = FAR, served: ServedCorpus | None = None, key: str | None = None
-) -> asyncio.Task[Found]:
+) -> asyncio.Task[SearchResult]:
     """A search of five posts that is under way."""
     return asyncio.ensure_future(searches.search(served or searches.served, query(user, 5), deadline, key))
 

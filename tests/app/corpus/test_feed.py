@@ -296,9 +296,7 @@ async def test_a_post_that_is_deleted_in_the_stream_is_found_nowhere(tmp_path: P
 
 
 @needs_redis
-async def test_what_cannot_be_read_is_counted_said_and_kept_and_stops_nobody(
-    tmp_path: Path, redis: RedisServer
-) -> None:
+async def test_an_unreadable_entry_is_counted_saved_and_stops_nobody(tmp_path: Path, redis: RedisServer) -> None:
     bad = {
         "{": "truncated",
         "": "empty|truncated",
@@ -343,9 +341,7 @@ async def test_who_is_behind_serves_on_and_says_so(tmp_path: Path, redis: RedisS
 
 
 @needs_redis
-async def test_an_older_copy_of_the_corpus_makes_a_process_unready_until_it_has_caught_up(
-    tmp_path: Path, redis: RedisServer
-) -> None:
+async def test_an_older_copy_of_the_corpus_is_unready_until_caught_up(tmp_path: Path, redis: RedisServer) -> None:
     async with running(settings_of(tmp_path, feed=redis.address())) as searches:
         shutil.copytree(tmp_path / "corpus-v1", tmp_path / "older")
         last = write(redis, {"delete": [1]}, {"delete": [2]})
@@ -440,7 +436,7 @@ async def follow(stream: Entries, corpus: Corpus, seconds: float = 0.5, until_: 
     return reader
 
 
-async def test_what_cannot_be_read_is_said_once_however_often_it_is_tried() -> None:
+async def test_an_unreadable_entry_is_logged_once_however_often_tried() -> None:
     """Also where it cannot be kept: the entry itself stays in the stream."""
     stream = Entries(entry(1, b"{"), entry(2), entry(3, b"[]"))
     with structlog.testing.capture_logs() as logs:
@@ -459,7 +455,7 @@ async def test_what_cannot_be_read_is_said_once_however_often_it_is_tried() -> N
         (RuntimeError("/srv/corpus"), "A change of the feed cannot be applied: RuntimeError."),
     ],
 )
-async def test_a_change_that_cannot_be_made_is_tried_again_and_named_without_paths(error: Exception, said: str) -> None:
+async def test_a_failed_change_is_retried_and_named_without_paths(error: Exception, said: str) -> None:
     corpus, stream = Corpus(error), Entries(entry(1, seconds=time.time() + 1e6))
     with structlog.testing.capture_logs() as logs:
         reader = FeedReader(stream, Metrics(), 300.0)
@@ -484,9 +480,7 @@ async def test_a_stream_that_fails_is_not_asked_as_fast_as_it_can() -> None:
 
 
 @pytest.mark.parametrize("hours", [-2, 2])
-async def test_a_clock_that_is_set_makes_no_replica_look_newer_or_older(
-    monkeypatch: pytest.MonkeyPatch, hours: int
-) -> None:
+async def test_setting_the_clock_makes_no_replica_newer_or_older(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
     reader = await follow(Entries(), Corpus(), until_=lambda reader: reader.lag_seconds is not None)
     real, ticks = time.time, time.monotonic
     monkeypatch.setattr(time, "time", lambda: real() + 3600 * hours)
@@ -495,7 +489,7 @@ async def test_a_clock_that_is_set_makes_no_replica_look_newer_or_older(
     assert reader.problem == "The posts are 301 s behind their feed." or "302 s" in reader.problem
 
 
-async def test_a_backlog_is_as_old_as_its_oldest_entry_that_is_not_made() -> None:
+async def test_a_backlog_is_as_old_as_its_oldest_pending_entry() -> None:
     """From before the machine started, too."""
     backlog = Entries(entry(1, seconds=time.time() - 1e9))
     reader = await follow(backlog, Corpus(NotStored("planted")), until_=lambda reader: bool(reader.reason))

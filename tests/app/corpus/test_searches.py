@@ -17,7 +17,7 @@ import pytest
 import structlog
 import torch
 
-from app.corpus.changes import LoadedCorpus, corpus_loader
+from app.corpus.loading import LoadedCorpus, corpus_loader
 from app.corpus.posts import read_change
 from app.errors import CorpusNotLoaded, DeadlineExceeded, EngineDown, NoCorpus, Overloaded
 from app.interface import ReloadInProgress
@@ -58,7 +58,7 @@ async def reached(gate: Gate) -> None:
 # searches
 
 
-async def test_those_who_wait_share_the_next_scan_and_get_what_they_would_get_alone(tmp_path: Path) -> None:
+async def test_waiting_searches_share_a_scan_and_get_their_own_result(tmp_path: Path) -> None:
     settings, gate = settings_of(tmp_path), Gate()
     load, engines = watched(settings, retrieve=gate)
     async with running(settings, load) as searches:
@@ -103,7 +103,7 @@ async def test_a_short_search_is_computed_at_once(tmp_path: Path, seconds: float
     assert engines[0].threads == [RETRIEVAL_THREAD, thread, thread], "the first is not foreseen"
 
 
-async def test_a_long_encoding_is_no_reason_to_hand_over_the_search_of_a_known_user(tmp_path: Path) -> None:
+async def test_a_cached_user_is_searched_in_the_loop_despite_encodings(tmp_path: Path) -> None:
     settings = settings_of(tmp_path)
     load, engines = watched(settings)
     async with running(settings, load) as searches:
@@ -127,9 +127,7 @@ def fail_for_user_3(queries: Sequence[Query]) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "thread"), [(1e-4, "MainThread"), (1.0, RETRIEVAL_THREAD)])
-async def test_a_search_that_raises_fails_alone_wherever_it_is_computed(
-    tmp_path: Path, seconds: float, thread: str
-) -> None:
+async def test_a_search_that_raises_fails_alone_wherever_computed(tmp_path: Path, seconds: float, thread: str) -> None:
     settings = settings_of(tmp_path)
     load, engines = watched(settings, retrieve=fail_for_user_3)
     async with running(settings, load) as searches:
@@ -162,7 +160,7 @@ async def test_what_waits_after_a_split_batch_is_answered_at_the_end(tmp_path: P
         gate.opened.set()
 
 
-async def test_a_full_queue_and_a_deadline_that_cannot_be_met_are_refused(tmp_path: Path) -> None:
+async def test_a_full_queue_and_an_impossible_deadline_are_refused(tmp_path: Path) -> None:
     settings, gate, clock = (
         settings_of(tmp_path, queue=Queue(max_requests=4, max_wait_seconds=3.0)),
         Gate(),
@@ -192,7 +190,7 @@ async def test_a_full_queue_and_a_deadline_that_cannot_be_met_are_refused(tmp_pa
         await asyncio.gather(first, *others)
 
 
-async def test_searches_after_the_loss_of_their_engine_are_refused_until_another_corpus_is_loaded(
+async def test_after_engine_loss_searches_wait_for_another_corpus(
     tmp_path: Path,
 ) -> None:
     def lose(queries: Sequence[Query]) -> None:
@@ -279,7 +277,7 @@ async def test_a_swap_changes_towers_and_corpus_between_two_searches(tmp_path: P
         assert refused.value.retry_after_seconds == 0, "another corpus serves"
 
 
-async def test_a_swap_that_fails_changes_nothing_and_two_do_not_run_at_once(tmp_path: Path) -> None:
+async def test_a_failed_swap_changes_nothing_and_two_never_overlap(tmp_path: Path) -> None:
     async with running(settings_of(tmp_path)) as searches:
         served, paths = searches.served, (tmp_path / "towers-v1", tmp_path / "corpus-v1")
         await searches.change(change([1], []))
@@ -308,7 +306,7 @@ async def test_a_corpus_may_come_later(tmp_path: Path) -> None:
 # changes
 
 
-async def test_a_change_is_on_the_disk_and_seen_whole_by_the_next_search(tmp_path: Path) -> None:
+async def test_a_change_is_on_disk_and_whole_for_the_next_search(tmp_path: Path) -> None:
     settings = settings_of(tmp_path)
     async with running(settings) as searches:
         state = await searches.change(change([1, 2, 9999], [900, 901]))
@@ -319,7 +317,7 @@ async def test_a_change_is_on_the_disk_and_seen_whole_by_the_next_search(tmp_pat
         assert state == await searches.state() or state.deleted != 0
 
 
-async def test_however_it_was_changed_a_restart_finds_the_same_posts_in_the_same_order(tmp_path: Path) -> None:
+async def test_a_restart_has_the_same_posts_in_the_same_order(tmp_path: Path) -> None:
     settings = settings_of(tmp_path)
     async with running(settings) as searches:
         for step in range(120):
@@ -385,7 +383,7 @@ async def test_a_snapshot_holds_as_many_topics_as_changes_bring(tmp_path: Path) 
         assert (await found(copy, asked)).posts.post_ids.tolist() == [11_000]
 
 
-async def test_changes_of_a_feed_are_made_once_together_and_only_behind_their_position(tmp_path: Path) -> None:
+async def test_feed_changes_are_made_once_and_after_their_position(tmp_path: Path) -> None:
     """Another corpus may have taken the place of the one that they were read for."""
     async with running(settings_of(tmp_path, feed="redis://127.0.0.1:1/posts")) as searches:
         state = await searches.follow([change([1], [900]), change([2], [901])], "", "5-0")
@@ -455,7 +453,7 @@ async def test_a_change_that_cannot_be_indexed_changes_nothing(tmp_path: Path) -
         assert 1 in await ids_of(searches)
 
 
-async def test_a_change_on_the_disk_that_the_engine_lacks_is_read_again_by_itself(tmp_path: Path) -> None:
+async def test_a_stored_change_that_the_engine_lacks_is_read_again(tmp_path: Path) -> None:
     def fail(arguments: Any) -> None:
         if 1 in arguments[0].delete:
             raise MemoryError
@@ -498,7 +496,7 @@ async def test_a_process_that_can_be_sent_no_change_shares_a_directory(tmp_path:
         changes.close()
 
 
-async def test_changes_whose_file_was_removed_are_refused_until_the_corpus_is_read_again(tmp_path: Path) -> None:
+async def test_changes_without_their_file_are_refused_until_a_reload(tmp_path: Path) -> None:
     async with running(settings_of(tmp_path)) as searches:
         await searches.change(change([1], []))
         (file,) = (tmp_path / "corpus-v1").glob("changes-*.sqlite")
@@ -512,7 +510,7 @@ async def test_changes_whose_file_was_removed_are_refused_until_the_corpus_is_re
         assert {1, 2} & await ids_of(searches) == {1}
 
 
-async def test_a_corpus_that_was_replaced_on_the_disk_takes_no_change_until_it_is_read(tmp_path: Path) -> None:
+async def test_a_replaced_corpus_takes_no_change_until_it_is_read(tmp_path: Path) -> None:
     async with running(settings_of(tmp_path)) as searches:
         await searches.change(change([1], []))
         (tmp_path / "new").mkdir()

@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -181,9 +181,7 @@ def more(replies: Replies) -> None:
     wait_until(lambda: len(replies.of(200)) >= enough)
 
 
-def test_however_often_posts_are_loaded_again_the_checkpoint_that_serves_ranks(
-    several: Server, admin_port: int
-) -> None:
+def test_the_serving_checkpoint_ranks_after_many_corpus_loads(several: Server, admin_port: int) -> None:
     """And the other way round: a worker forgets what was replaced, never what serves."""
     url, headers = f"http://127.0.0.1:{admin_port}/admin/reload", {"authorization": f"Bearer {TOKEN}"}
     search = {name: value for name, value in example().items() if name != "candidates"} | {"k": 9}
@@ -196,7 +194,7 @@ def test_however_often_posts_are_loaded_again_the_checkpoint_that_serves_ranks(
             assert several.post("/retrieve", search).status_code == 200
 
 
-def test_a_killed_worker_is_started_again_and_the_others_serve_on(several: Server) -> None:
+def test_a_killed_worker_is_restarted_while_the_others_serve(several: Server) -> None:
     with asking(several) as replies:
         before = children(several)["worker"]
         os.kill(before[0], signal.SIGKILL)
@@ -207,7 +205,7 @@ def test_a_killed_worker_is_started_again_and_the_others_serve_on(several: Serve
     assert several.post("/rank", example()).status_code == 200
 
 
-def test_a_killed_engine_process_is_started_again_with_what_it_served(several: Server, admin_port: int) -> None:
+def test_a_killed_engine_process_restarts_with_what_it_served(several: Server, admin_port: int) -> None:
     version = reloaded(admin_port, "two")
     wait_until(lambda: versions(several) == {version})
     right = several.post("/rank", example()).json()["candidates"]
@@ -222,9 +220,7 @@ def test_a_killed_engine_process_is_started_again_with_what_it_served(several: S
     assert versions(several) == {version}
 
 
-def test_damage_to_what_was_reloaded_brings_back_what_the_settings_name(
-    several: Server, admin_port: int, root: Path
-) -> None:
+def test_a_damaged_reload_brings_back_what_the_settings_name(several: Server, admin_port: int, root: Path) -> None:
     first, second = reloaded(admin_port, "one"), reloaded(admin_port, "two")
     (root / "one").rename(
         root / "away"
@@ -320,6 +316,21 @@ def test_a_taken_address_ends_several_processes_with_3() -> None:
         port = taken.getsockname()[1]
         with serving(workers=2, port=port, wait_ready=False) as server:
             assert server.wait(60) == 3
+
+
+def test_stalled_uploads_of_one_key_leave_room_in_each_worker() -> None:
+    keys = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("greedy", "modest")}
+    size, body = 99_000, json.dumps(example()).encode().ljust(70_000)
+    with (
+        serving(workers=2, auth__keys=json.dumps(keys), limits__max_body_bytes=100_000) as server,
+        ExitStack() as stack,
+    ):
+        for _ in range(300):
+            client = stack.enter_context(server.connect())
+            client.sendall(head(headers={"x-api-key": "greedy"}, length=size) + (size - 1) * b" ")
+        refused = [server.post("/rank", body, x_api_key="greedy").status_code for _ in range(20)]
+        assert refused == [429] * 20
+        assert [server.post("/rank", body, x_api_key="modest").status_code for _ in range(40)] == [200] * 40
 
 
 def test_settings_that_only_a_worker_reads_end_all_with_2() -> None:

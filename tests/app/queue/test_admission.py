@@ -92,9 +92,7 @@ def test_who_joins_the_next_forward_does_not_wait_for_it_to_fill() -> None:
 
 
 @pytest.mark.parametrize(("per_second", "joins_next"), [(40, True), (80, True), (400, False)])
-def test_a_limit_shorter_than_a_forward_lets_in_whom_the_next_forward_would_miss(
-    per_second: int, joins_next: bool
-) -> None:
+def test_a_limit_below_a_forward_admits_what_the_next_would_miss(per_second: int, joins_next: bool) -> None:
     """An engine that can do 80 a second in forwards of four, one of which has just begun."""
     clock, running = FakeClock(), Running(4, 40, 0, 0.0)
     queue = Admission(Queue(max_wait_seconds=0.04), Batching(max_candidates=40), clock)
@@ -147,7 +145,7 @@ def test_a_job_that_turns_out_smaller_makes_room_and_none_grows() -> None:
     assert queue.requests == queue.cost == 0
 
 
-def test_a_deadline_is_held_against_the_predicted_wait_and_all_chunks() -> None:
+def test_a_deadline_is_held_against_the_wait_and_all_chunks() -> None:
     queue = admission(Batching(max_candidates=100))
     clock = queue.clock
     linear(queue, 0.001)
@@ -196,7 +194,7 @@ def test_a_light_key_does_not_wait_for_a_heavy_one() -> None:
     assert queue.wait(job(200, key="light"), IDLE).forwards == 2  # the heavy key is served as much meanwhile
 
 
-def test_a_key_waits_for_its_own_work_once_and_for_as_much_of_each_other() -> None:
+def test_a_key_waits_for_its_own_work_and_as_much_of_each_other() -> None:
     queue = admission(Batching(max_candidates=100))
     queue.add(job(100, key="own"))
     queue.add(job(300, key="other"))

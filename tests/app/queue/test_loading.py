@@ -40,13 +40,13 @@ def test_a_load_that_was_read_warms_up_and_describes_itself() -> None:
     model.engine.close()
 
 
-def test_a_directory_without_a_checkpoint_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_a_directory_without_a_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         checkpoint_loader(CPU)(tmp_path, Steps())
 
 
 @pytest.mark.parametrize("threads", [3, 5])
-def test_without_a_compiler_a_machine_of_any_number_of_cores_starts_in_fp32(threads: int) -> None:
+def test_without_a_compiler_any_number_of_threads_starts_in_fp32(threads: int) -> None:
     """The warm-up checks that no bit depends on the batch; numbers that do not divide the work evenly showed that some did."""
     settings = Settings(device="cpu", backend="torch", dtype="float32", threads=threads)
     checkpoint_loader(settings)(DEMO, Steps()).engine.close()

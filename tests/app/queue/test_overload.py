@@ -66,7 +66,7 @@ def offer(multiple: float, seconds: float = 50.0, seed: int = 1, wait_forwards: 
 
 @pytest.mark.parametrize("multiple", [0.5, 1, 2, 10])
 @pytest.mark.parametrize("seconds", [6.0, 50.0])
-def test_the_admitted_wait_for_one_forward_at_most_and_the_engine_is_kept_busy(multiple: float, seconds: float) -> None:
+def test_the_admitted_wait_little_and_the_engine_stays_busy(multiple: float, seconds: float) -> None:
     found = offer(multiple, seconds)
     assert found.p99 <= 2.0
     assert multiple < 10 or seconds < 50 or found.p99 <= 1.8  # room for what a simulation does not have

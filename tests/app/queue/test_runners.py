@@ -13,7 +13,7 @@ import pytest
 from app.errors import EngineDown
 from app.queue.loading import LoadedModel, checkpoint_loader
 from app.queue.runners import EARLY_CANDIDATES, HAND_OVER_SECONDS, Steps
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from app.settings import Settings
 from model.engine import EngineError, Item, Outcome
 from model.inputs import Scores
@@ -77,7 +77,7 @@ def clock() -> FakeClock:
         (HAND_OVER_SECONDS * 2, ["native threads"] * 3),
     ],
 )
-async def test_a_forward_that_is_shorter_than_handing_it_over_runs_in_the_loop(
+async def test_a_forward_shorter_than_its_handover_runs_in_the_loop(
     clock: FakeClock, seconds: float, ways: list[str]
 ) -> None:
     engine = Overlapping(clock, seconds)
@@ -88,7 +88,7 @@ async def test_a_forward_that_is_shorter_than_handing_it_over_runs_in_the_loop(
 
 
 @pytest.mark.parametrize(("candidates", "forwards"), [(EARLY_CANDIDATES // 2, [[1, 2], [3, 4]]), (4, [[1, 2, 3, 4]])])
-async def test_a_forward_that_is_worth_it_begins_before_the_turn_of_the_loop_ends(
+async def test_a_worthwhile_forward_begins_before_the_turn_ends(
     clock: FakeClock, candidates: int, forwards: list[list[int]]
 ) -> None:
     """Four requests in one turn of the loop."""
@@ -114,7 +114,7 @@ async def test_an_error_of_either_way_is_the_requests_own(clock: FakeClock, seco
         assert [10 + place for place, found in enumerate(results) if isinstance(found, EngineDown)] == [13]
 
 
-async def test_a_sticky_error_is_fatal_and_the_descriptor_is_let_go_once(clock: FakeClock) -> None:
+async def test_a_sticky_error_is_fatal_and_frees_the_descriptor_once(clock: FakeClock) -> None:
     """The process ends after it; the number of the descriptor may be a connection's by then."""
     engine, told = Overlapping(clock, 1.0), list[str]()
 
@@ -194,7 +194,7 @@ async def test_the_native_engine_gives_the_same_bits_either_way(native: LoadedMo
     assert all(same_bits(alone, among) for alone, among in zip(kept[:4], kept[4:8], strict=True))
 
 
-async def native_rank(ranker: LocalRanker, user: int, count: int = 4) -> Scores:
+async def native_rank(ranker: LocalService, user: int, count: int = 4) -> Scores:
     context, candidates = random_request(ranker.model().manifest.config, 9, count, seed=user)
     with ranker.admit(ranker.model(), candidates=count, history=9, deadline=None, key=None) as job:
         return (await ranker.rank(job, context, candidates)).scores

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from app.settings import Served
 from loadtest.generate.tensors import inference_of, masked
 from model.engine import Item
@@ -61,7 +61,7 @@ def logging(
     load: Any = None,
     log: dict[str, Any] | None = None,
     **groups: Any,
-) -> Iterator[tuple[TestClient, LocalRanker]]:
+) -> Iterator[tuple[TestClient, LocalService]]:
     """A client of an application that logs into this directory; the log is whole after the block."""
     engine = None if recorder is None else recorder.engine
     with served(engine, load=load, served=Served(directory=directory, **(log or {})), **groups) as both:
@@ -262,7 +262,7 @@ def test_nothing_is_removed_where_days_are_kept_for_ever(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("place", ["missing/log", "file/log", "file"])
-def test_a_directory_that_cannot_be_made_costs_rankings_not_requests(tmp_path: Path, place: str) -> None:
+def test_an_unwritable_directory_costs_rankings_not_requests(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_bytes(b"")
     with logging(tmp_path / place) as (client, ranker):
         for number in range(5):

@@ -33,7 +33,7 @@ def test_what_a_request_costs_is_learnt_anew() -> None:
     assert time.wait_seconds(10) == pytest.approx(0.04, rel=0.01)
 
 
-def test_few_requests_say_nothing_of_a_loop_that_does_something_else() -> None:
+def test_few_requests_do_not_blame_a_loop_busy_with_other_work() -> None:
     """As the collector does, or a scrape: else a handful of requests would be refused after it."""
     assert LEAST_REQUESTS > 25
     assert busy(0.001, answered=1, background=0.02).wait_seconds(10_000) == 0.0

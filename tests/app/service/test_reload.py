@@ -20,7 +20,7 @@ from app.errors import Draining, NotReady
 from app.interface import CheckpointNotFound, ReloadInProgress
 from app.queue.loading import LoadedModel, checkpoint_loader
 from app.queue.runners import Steps
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from app.service.reload import resumed
 from app.settings import Admin, Reload, Settings
 from model.engine import EngineError
@@ -46,7 +46,7 @@ def settings_of(root: Path, **groups: Any) -> dict[str, Any]:
     return {"checkpoint": root / "v1", "admin": Admin(root=root), **groups}
 
 
-def reloads(ranker: LocalRanker) -> dict[str, float]:
+def reloads(ranker: LocalService) -> dict[str, float]:
     counts = {
         result: figure(ranker, f'ranker_reloads_total{{result="{result}"}}')
         for result in ("success", "unchanged", "failure")
@@ -57,7 +57,7 @@ def reloads(ranker: LocalRanker) -> dict[str, float]:
 # what serves. Under load: tests/reliability/test_endings.py
 
 
-async def test_the_old_engine_is_freed_when_its_last_request_is_answered(root: Path) -> None:
+async def test_the_old_engine_is_freed_after_its_last_request(root: Path) -> None:
     gate = Gate()
     old = FakeEngine(1, before=gate)
     made = [fake_model(FakeEngine(2), "v2"), fake_model(old)]
@@ -80,7 +80,7 @@ async def test_the_old_engine_is_freed_when_its_last_request_is_answered(root: P
         assert figure(ranker, 'ranker_context_cache_lookups_total{result="miss"}') == 5  # no count runs backwards
 
 
-async def test_a_native_engine_that_was_replaced_goes_without_the_garbage_collector() -> None:
+async def test_a_replaced_native_engine_is_freed_without_the_collector() -> None:
     settings = Settings(checkpoint=DEMO, device="cpu", backend="native")
     engines: list[weakref.ref[Any]] = []
     load = checkpoint_loader(settings)
@@ -134,7 +134,7 @@ async def test_a_reload_during_a_drain_is_refused(root: Path) -> None:
 # names
 
 
-async def test_a_link_is_followed_anew_when_the_present_one_is_read_again(root: Path) -> None:
+async def test_reading_the_present_checkpoint_again_follows_its_link(root: Path) -> None:
     """As SIGHUP does; unless it leads out of the root now."""
 
     def point(target: Path) -> None:
@@ -161,13 +161,11 @@ async def test_a_link_is_followed_anew_when_the_present_one_is_read_again(root: 
         ("/weights", Admin(root=Path("/a")), "/a"),
     ],
 )
-def test_by_default_names_lie_beside_the_first_checkpoint_and_never_at_the_very_top(
-    checkpoint: str, admin: Admin, root: str
-) -> None:
+def test_by_default_names_lie_beside_the_first_checkpoint(checkpoint: str, admin: Admin, root: str) -> None:
     assert create(load=load_by_name, checkpoint=Path(checkpoint), admin=admin).reloads.root == Path(root)
 
 
-async def test_what_was_loaded_last_is_kept_for_the_next_engine_process(root: Path, tmp_path: Path) -> None:
+async def test_what_was_loaded_last_is_saved_for_the_next_process(root: Path, tmp_path: Path) -> None:
     async with running(load=load_by_name, **settings_of(root)) as ranker:
         ranker.reloads.paths_file = tmp_path / "engine.json"
         await ranker.reloads.reload("nested/v2")
@@ -180,7 +178,7 @@ async def test_what_was_loaded_last_is_kept_for_the_next_engine_process(root: Pa
         assert [line["reason"] for line in kept] == ["No such file or directory"]
 
 
-def test_the_next_engine_process_begins_with_what_was_kept_if_it_is_still_there(root: Path, tmp_path: Path) -> None:
+def test_the_next_process_resumes_what_was_saved_if_it_exists(root: Path, tmp_path: Path) -> None:
     settings, file = Settings(**settings_of(root)), tmp_path / "engine.json"
     assert resumed(settings, file) == settings
     file.write_text(json.dumps([str(DEMO), "towers", "posts"]))
@@ -212,7 +210,7 @@ def slow_second_load(second: Callable[[Steps], LoadedModel]) -> Callable[[Path, 
     return load
 
 
-async def test_a_load_that_takes_too_long_is_given_up_and_lets_others_load_once_it_has_ended(root: Path) -> None:
+async def test_a_load_that_takes_too_long_is_given_up_before_the_next(root: Path) -> None:
     """It stops at its next step; only then may another one begin, so that two never take memory together."""
     goes_on, ended = threading.Event(), list[str]()
 
@@ -238,7 +236,7 @@ async def test_a_load_that_takes_too_long_is_given_up_and_lets_others_load_once_
     assert ended == ["the load was cancelled"]
 
 
-async def test_a_load_that_hangs_for_good_does_not_lock_others_out_for_ever(root: Path) -> None:
+async def test_a_load_that_hangs_does_not_lock_others_out_for_ever(root: Path) -> None:
     hangs, threads = threading.Event(), list[threading.Thread]()
 
     def hanging(steps: Steps) -> LoadedModel:
@@ -281,7 +279,7 @@ async def test_a_cancelled_load_frees_its_engine_when_it_is_there(root: Path) ->
         assert is_right((await rank(ranker, 1)).scores, 1)
 
 
-async def test_a_reload_without_a_thread_is_refused_and_the_next_one_loads(
+async def test_a_reload_without_a_thread_is_refused_and_the_next_loads(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -296,7 +294,7 @@ async def test_a_reload_without_a_thread_is_refused_and_the_next_one_loads(
         await ranker.reloads.reload("nested/v2")
 
 
-async def test_a_reload_before_the_first_load_has_ended_does_not_end_the_process(root: Path) -> None:
+async def test_a_reload_during_the_first_load_does_not_end_the_process(root: Path) -> None:
     gate = threading.Event()
 
     def load(path: Path, steps: Steps) -> LoadedModel:
@@ -313,7 +311,7 @@ async def test_a_reload_before_the_first_load_has_ended_does_not_end_the_process
     await ranker.stop(1.0)
 
 
-async def _reload_once_possible(ranker: LocalRanker, name: str) -> None:
+async def _reload_once_possible(ranker: LocalService, name: str) -> None:
     async with asyncio.timeout(10):
         while True:
             with suppress(ReloadInProgress):
@@ -346,7 +344,7 @@ class Place:
         return load_by_name(path, steps)
 
 
-async def test_the_watch_loads_a_new_manifest_once_and_does_not_retry_a_refused_one(tmp_path: Path) -> None:
+async def test_the_watch_loads_a_manifest_once_and_retries_no_refusal(tmp_path: Path) -> None:
     place = Place(tmp_path)
     async with running(load=place.load, checkpoint=place.path) as ranker:
         ranker.reloads.watch(0.01)
@@ -391,7 +389,7 @@ async def test_the_watch_does_not_load_again_what_serves(tmp_path: Path) -> None
         await until(lambda: ranker.model().manifest.version == "v2")
 
 
-async def test_the_watch_sees_a_manifest_of_the_same_inode_size_and_time(tmp_path: Path) -> None:
+async def test_the_watch_sees_a_manifest_of_equal_inode_size_and_time(tmp_path: Path) -> None:
     """As after a switch to another volume, where a copy may have all three."""
     manifest = tmp_path / "manifest.json"
 

@@ -43,7 +43,7 @@ async def test_a_process_that_was_stopped_for_a_while_is_not_stuck() -> None:
         assert now.ranker.health().ready
 
 
-async def test_no_request_begins_a_collection_and_cycles_are_collected_all_the_same() -> None:
+async def test_no_request_begins_a_collection_and_cycles_are_collected() -> None:
     class Cycle:
         def __init__(self) -> None:
             self.itself = self
@@ -64,7 +64,7 @@ async def test_no_request_begins_a_collection_and_cycles_are_collected_all_the_s
     ("counts", "collected"),
     [((0, 0, 0), []), ((1, 11, 11), [2]), ((1, 10, 11), [2]), ((1, 11, 10), [1]), ((1, 10, 10), [0])],
 )
-async def test_an_older_generation_is_collected_after_every_tenth_of_the_one_before(
+async def test_each_tenth_collection_takes_an_older_generation(
     counts: tuple[int, int, int], collected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[int] = []

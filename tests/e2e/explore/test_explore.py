@@ -130,7 +130,7 @@ def test_candidates_are_edited_by_hand(tab: Explorer, client: httpx.Client) -> N
     assert len(tab.shown()) == len(EXAMPLE["candidates"])
 
 
-def test_the_order_of_the_posts_changes_no_score_and_the_page_says_so(tab: Explorer) -> None:
+def test_the_posts_order_changes_no_score_and_the_page_says_so(tab: Explorer) -> None:
     before = {post: score for post, _, score in tab.open().shown()}
     tab.page.locator("#posts > summary").click()
     rows = tab.page.locator("#candidates li")
@@ -146,7 +146,7 @@ def test_the_order_of_the_posts_changes_no_score_and_the_page_says_so(tab: Explo
         assert "every score has the same bits" in tab.page.locator("#caption").inner_text()
 
 
-def test_a_request_of_ones_own_may_be_in_any_form_that_rank_reads(tab: Explorer, client: httpx.Client) -> None:
+def test_an_own_request_may_be_in_any_form_that_rank_reads(tab: Explorer, client: httpx.Client) -> None:
     columns = {
         "user_id": int(EXAMPLE["user_id"]),
         "history": {"post_id": [9223372036854775809], "author_id": [int(ACTOR)], "actions": [["0", "dwell"]]},
@@ -317,7 +317,7 @@ def test_the_page_says_that_the_service_is_busy_and_recovers(browser: Any, statu
             tab.refusals(status)
 
 
-def test_a_checkpoint_without_an_example_begins_with_its_own_weights(browser: Any) -> None:
+def test_without_an_example_the_page_uses_the_models_weights(browser: Any) -> None:
     with listening() as live, Explorer(browser, f"http://127.0.0.1:{live.port}") as tab:
         info = httpx.get(f"{tab.open().url}/info").json()
         assert "weights" not in tab.sent()
@@ -328,7 +328,7 @@ def test_a_checkpoint_without_an_example_begins_with_its_own_weights(browser: An
         assert tab.complaints == []
 
 
-def test_behind_a_key_the_page_asks_for_it_and_keeps_it_out_of_its_address(browser: Any) -> None:
+def test_the_page_asks_for_a_key_and_keeps_it_out_of_its_address(browser: Any) -> None:
     auth = Auth(keys={"me": SecretStr(hashlib.sha256(b"open sesame").hexdigest())})
     with listening(auth=auth) as live, Explorer(browser, f"http://127.0.0.1:{live.port}") as tab:
         tab.page.goto(f"{tab.url}/explore")

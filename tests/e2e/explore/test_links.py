@@ -48,7 +48,7 @@ def test_the_first_story_is_an_event_to_remove(tab: Explorer, client: httpx.Clie
 
 
 @pytest.mark.parametrize("story", ["taste", "unknown"])
-def test_each_other_story_is_a_link_with_one_thing_to_try_that_moves_the_list(
+def test_each_story_is_a_link_with_one_step_that_moves_the_list(
     tab: Explorer, client: httpx.Client, story: str
 ) -> None:
     before = tab.open(f"story={story}").shown()

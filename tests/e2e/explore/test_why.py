@@ -36,7 +36,7 @@ def explained(client: httpx.Client) -> dict[str, Json]:
     return dict(zip(POSTS, reply["candidates"], strict=True))
 
 
-def test_the_terms_of_a_score_add_up_to_it_and_to_its_lead_over_the_next(why: Explorer) -> None:
+def test_terms_add_up_to_the_score_and_to_its_lead_over_the_next(why: Explorer) -> None:
     (_, _, first), (_, _, second), *_ = why.shown()
     terms = numbers(why.page.locator(".detail:visible .terms tbody tr td:nth-child(4)").all_inner_texts())
     assert len(terms) == 8
@@ -161,7 +161,7 @@ def test_a_sweep_shows_the_ranks_that_rank_gives(tab: Explorer, client: httpx.Cl
             assert order[round(rank)] == post, weight
 
 
-def test_reasons_that_come_while_a_comparison_begins_find_their_list(tab: Explorer) -> None:
+def test_reasons_that_come_during_a_comparison_reach_their_list(tab: Explorer) -> None:
     reasons: list[Any] = []
     rankings: list[Any] = []
     tab.open().page.route("**/explain", lambda route: reasons.append(route))

@@ -38,7 +38,7 @@ def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_phase_runs_in_a_process_of_its_own_and_leaves_figures_behind(bench: Bench) -> None:
+def test_a_phase_runs_in_its_own_process_and_leaves_figures(bench: Bench) -> None:
     code, report = bench("--geometries", "seed", "--phases", "peers")
     assert (code, report["problems"]) == (0, [])
     assert report["phases"] == {"peers seed": "ok"}
@@ -48,7 +48,7 @@ def test_a_phase_runs_in_a_process_of_its_own_and_leaves_figures_behind(bench: B
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_phase_that_hangs_is_ended_and_what_has_no_time_left_is_left_out(bench: Bench) -> None:
+def test_a_hanging_phase_is_ended_and_late_ones_are_left_out(bench: Bench) -> None:
     """After a problem a search for it follows; 20 of the seconds are kept for the results."""
     code, report = bench("--fault", "hang", "--phases", "bits", "--seconds", "28", "--phase-seconds", "7.5")
     assert code == 1
@@ -63,7 +63,7 @@ def phase(name: str, log: Path, fault: str = "") -> tuple[int, list[dict[str, An
     return main(["--device", "cpu", "--tiny", "--run", name, "--log", str(log), *planted]), read(log)
 
 
-def test_the_machine_is_measured_and_a_sound_engine_differs_nowhere_and_is_timed(tmp_path: Path) -> None:
+def test_a_sound_engine_differs_nowhere_and_is_timed(tmp_path: Path) -> None:
     code, (record,) = phase("environment", tmp_path / "environment.jsonl")
     assert code == 0
     assert record["bf16_tflops"] > 0 < record["copy_gb_per_s"]

@@ -24,7 +24,7 @@ from model.presets import with_preset
 from model.retrieval.corpus import KEPT_TOPICS, Corpus
 from model.retrieval.engine import SEGMENT_ROWS, DeviceIndex, RetrievalEngine, RetrievalOptions, TorchTower
 from model.retrieval.inputs import Change, Filters, Mark, NewPosts, Query, Retrieved
-from model.retrieval.search import Found, Index, TorchIndex, Wish
+from model.retrieval.search import Hits, Index, TorchIndex, Wish
 from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
@@ -89,9 +89,7 @@ def test_the_corpus_is_searched_by_as_many_threads_as_wanted(encoder: Encoder, c
     assert running[1] == running[0] + 3
 
 
-def test_a_user_tower_with_a_trunk_that_the_kernel_refuses_is_served_by_torch(
-    corpus: Corpus, contexts: list[Context]
-) -> None:
+def test_torch_serves_a_user_tower_that_the_kernel_refuses(corpus: Corpus, contexts: list[Context]) -> None:
     """Batched with others and alone, a user has one vector."""
     sizes = {
         "width": corpus.width,
@@ -177,7 +175,7 @@ def test_the_tokens_of_users_that_are_to_be_encoded_are_counted(
     known, *others = contexts[:3]
     engine.retrieve([wanted(known)])
     users = engine.look_up([wanted(one) for one in (known, *others, *others)])
-    assert users.unknown_tokens == sum(1 + len(one.post_ids) for one in others)
+    assert users.uncached_tokens == sum(1 + len(one.post_ids) for one in others)
 
 
 def test_filters_come_before_the_best(engine: RetrievalEngine, contexts: list[Context], corpus: Corpus) -> None:
@@ -260,7 +258,7 @@ def test_without_a_compiler_torch_encodes_and_searches(
 class OffByABit(TorchIndex):
     """On a device whose scores differ from the definition's in their last bit."""
 
-    def search(self, wishes: Sequence[Wish]) -> list[Found]:
+    def search(self, wishes: Sequence[Wish]) -> list[Hits]:
         return [replace(one, scores=np.nextafter(one.scores, np.float32(2))) for one in super().search(wishes)]
 
 
@@ -276,7 +274,7 @@ def no_cuda(vectors: Any, device: str) -> Index:
         (no_cuda, "cpu:0: AssertionError"),
     ],
 )
-def test_a_device_that_fails_or_gives_other_bits_searches_nothing(
+def test_a_device_that_fails_or_differs_in_bits_is_not_used(
     encoder: Encoder, corpus: Corpus, contexts: list[Context], broken: DeviceIndex, said: str
 ) -> None:
     options = RetrievalOptions(device="cpu:0")

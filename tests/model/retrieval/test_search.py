@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from model.native.search import NativeIndex
 from model.retrieval.corpus import ROWS_PER_STEP, worst_norm
-from model.retrieval.search import BLOCK_ROWS, Found, Index, TorchIndex, Wish, bits_of
+from model.retrieval.search import BLOCK_ROWS, Hits, Index, TorchIndex, Wish, bits_of
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
 from tests.goldens import GOLDEN
@@ -123,7 +123,7 @@ def odd(rng: np.random.Generator, count: int, width: int) -> Rows:
 CORPORA: list[Callable[[np.random.Generator, int, int], Rows]] = [isotropic, clustered, crowded, with_duplicates, odd]
 
 
-def same(ours: Found, theirs: Found) -> bool:
+def same(ours: Hits, theirs: Hits) -> bool:
     """Rows, bits and what could be seen."""
     return (
         ours.rows.tolist() == theirs.rows.tolist()

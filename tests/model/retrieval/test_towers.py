@@ -82,7 +82,7 @@ def test_nobody_and_no_post_are_zero(golden: Golden) -> None:
 
 
 @pytest.mark.parametrize("functions", [1, 3])
-def test_events_without_a_post_are_absent_whatever_the_number_of_hash_functions(functions: int) -> None:
+def test_events_without_a_post_are_absent_for_any_hash_count(functions: int) -> None:
     hashes = replace(random_config().post_hashes, scales=(3, 5, 7)[:functions], biases=(1, 2, 3)[:functions])
     shape = random_config(post_hashes=hashes, author_hashes=hashes, user_hashes=hashes)
     towers = random_model(retrieval_config(shape), 3)

@@ -138,7 +138,7 @@ def test_what_is_no_corpus_is_refused(encoder: Encoder, tmp_path: Path, changes:
         ("post_ids", 0, r"row 6: post_ids must not be 0, which is padding\."),
     ],
 )
-def test_what_is_no_time_and_no_post_is_refused_with_its_file_and_row(
+def test_an_invalid_time_or_post_is_refused_with_file_and_row(
     encoder: Encoder, tmp_path: Path, column: str, value: int, sentence: str
 ) -> None:
     values = np.arange(1, 255) if column == "post_ids" else np.full(254, 1_780_000_000)

@@ -148,7 +148,7 @@ def test_half_vectors_may_be_less_exact(encoder: Encoder, tmp_path: Path) -> Non
         (CorpusLabels("posts", position="1-2-3"), "not two numbers and a dash"),
     ],
 )
-def test_labels_that_no_corpus_may_have_are_refused_before_a_post_is_encoded(
+def test_impossible_labels_are_refused_before_any_encoding(
     encoder: Encoder, tmp_path: Path, labels: CorpusLabels, sentence: str
 ) -> None:
     asked: list[str] = []
@@ -158,9 +158,7 @@ def test_labels_that_no_corpus_may_have_are_refused_before_a_post_is_encoded(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_corpus_whose_posts_were_changed_is_replaced_only_by_one_that_says_up_to_where_it_has_them(
-    encoder: Encoder, tmp_path: Path
-) -> None:
+def test_a_changed_corpus_is_replaced_only_with_a_feed_position(encoder: Encoder, tmp_path: Path) -> None:
     path, values = tmp_path / "corpus", arrays()
     write(path, encoder, values)
     _, changes, _ = load_changed(path, encoder.manifest)

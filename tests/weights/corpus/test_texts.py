@@ -180,7 +180,7 @@ def test_topics_may_be_numbers_and_0_is_one(tmp_path: Path) -> None:
     assert [names[row] if row >= 0 else None for row in rows] == ["0", "1", None, str(10**18)] * 10
 
 
-def test_files_without_rows_add_nothing_to_a_corpus_and_make_none(tmp_path: Path, towers: Path) -> None:
+def test_files_without_rows_add_nothing_and_make_no_corpus(tmp_path: Path, towers: Path) -> None:
     empty, full = tmp_path / "empty", tmp_path / "full"
     for folder, names in ((empty, "a"), (full, "abc")):
         folder.mkdir()

@@ -29,7 +29,7 @@ def write(path: Path, seed: int = 0, **options: object) -> str:
     return write_checkpoint(path, CONFIG, random_chunks(CONFIG, seed), LABELS, **options).digest  # type: ignore[arg-type]
 
 
-def test_an_empty_directory_is_taken_parents_are_made_and_other_users_may_read(tmp_path: Path) -> None:
+def test_an_empty_directory_is_used_and_others_may_read_it(tmp_path: Path) -> None:
     os.umask(0o022)
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty")
@@ -150,7 +150,7 @@ def test_what_another_process_has_written_meanwhile_stays(tmp_path: Path) -> Non
     assert load_checkpoint(tmp_path / "c").manifest.digest == asked.digest
 
 
-def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
+def test_leavings_of_a_dead_process_go_and_of_a_living_one_stay(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:

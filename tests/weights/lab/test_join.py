@@ -118,7 +118,7 @@ def test_without_shown_events_what_was_returned_was_shown(tmp_path: Path) -> Non
     assert log.position.tolist() == [1, 2]
 
 
-def test_the_absence_of_an_action_is_a_no_only_where_it_is_observed(served: Path) -> None:
+def test_an_absent_action_is_a_no_only_where_it_is_observed(served: Path) -> None:
     events = [event(1, 0, "favorite"), event(2, 1, "report")]
     for name, settings, unknown in (
         ("default", {}, {"reply"}),

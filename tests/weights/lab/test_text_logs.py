@@ -18,9 +18,15 @@ from weights.actions import SCORE_WEIGHT_SETS
 from weights.checkpoint import load_manifest
 from weights.lab.training.log import COLUMNS, ID_COLUMNS, Log, read_log, write_log
 from weights.lab.world.simulate import World
+from weights.tables import LogError
 from weights.text_ids import text_id
 
 ROWS = 400
+COLLIDING = (
+    "posts-aa------------------------posts-bb------------------------",
+    "v3ad13qg------------------------q:XMZU2y------------------------",
+)
+"""Two texts of one hash: the second stripe of XXH64 undoes what the first one changed."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +67,43 @@ def test_both_files_give_one_log_with_its_texts(logs: Path, tmp_path: Path) -> N
     assert are_equal(read_log(tmp_path / "again.parquet", "text"), log)
 
 
-def test_training_makes_a_checkpoint_of_texts_with_the_weights_that_were_asked_for(logs: Path, tmp_path: Path) -> None:
+def test_the_sorted_copy_of_texts_has_them_too(logs: Path, tmp_path: Path) -> None:
+    log = read_log(logs / "texts.parquet", "text")
+    for _ in range(2):  # made, and found again
+        copy = read_log(logs / "texts.parquet", "text", cache=tmp_path / "cache")
+        assert are_equal(copy, log)
+        for name in ID_COLUMNS:
+            assert copy.ids(name, np.arange(ROWS)) == log.ids(name, np.arange(ROWS))
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_user_without_a_text_is_nobody(logs: Path, tmp_path: Path, is_cached: bool) -> None:
+    table = pq.read_table(logs / "texts.parquet")
+    users = table["user_id"].to_pylist()
+    requests = table["request_id"].to_pylist()
+    nobody = {requests[0]: "", requests[-1]: None}
+    users = [nobody.get(request, user) for request, user in zip(requests, users, strict=True)]
+    pq.write_table(
+        table.set_column(table.column_names.index("user_id"), "user_id", pa.array(users)), tmp_path / "log.parquet"
+    )
+    log = read_log(tmp_path / "log.parquet", "text", cache=tmp_path / "cache" if is_cached else None)
+    assert set(log.request_id[log.user_id == 0].tolist()) == set(nobody)
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_two_texts_of_one_hash_are_refused(logs: Path, tmp_path: Path, is_cached: bool) -> None:
+    first, second = COLLIDING
+    assert text_id(first) == text_id(second)
+    table = pq.read_table(logs / "texts.parquet")
+    posts = [first, second, *table["post_id"].to_pylist()[2:]]
+    pq.write_table(
+        table.set_column(table.column_names.index("post_id"), "post_id", pa.array(posts)), tmp_path / "log.parquet"
+    )
+    with pytest.raises(LogError, match=r"log\.parquet: '.*' and '.*' have one hash"):
+        read_log(tmp_path / "log.parquet", "text", cache=tmp_path / "cache" if is_cached else None)
+
+
+def test_training_on_texts_keeps_the_requested_score_weights(logs: Path, tmp_path: Path) -> None:
     settings = [w for one in ("epochs=0.3", "batch_contexts=8", "validation_requests=4") for w in ("--set", one)]
     args = ("--log", logs / "texts.jsonl", "--out", tmp_path / "out", "--score-weights", "x-2026-09", *settings)
     code, said = run("train", *args)

@@ -168,7 +168,7 @@ def test_a_config_that_is_no_json_object_is_refused(january: Path, tmp_path: Pat
         brought_in(january, tmp_path / "out")
 
 
-def test_an_unknown_array_is_named_and_may_be_left_out_on_purpose(january: Path, tmp_path: Path) -> None:
+def test_an_unknown_array_is_named_and_may_be_ignored(january: Path, tmp_path: Path) -> None:
     edit_params(january, **{"phoenix_model/surprise": np.ones(3, np.float32)})
     edit_params(january, "embedding_tables.npz", topic_embeddings=np.ones((3, 3), np.float32))
     with pytest.raises(CheckpointError, match="no place: phoenix_model/surprise"):

@@ -52,20 +52,26 @@ FROM (
         earlier AS (PARTITION BY part, context_id ORDER BY ranking ROWS UNBOUNDED PRECEDING)
 )
 """
+BY_NAME = """
+CREATE TABLE by_name AS
+SELECT request_id, any_value(ranking) AS ranking, any_value(served_ts) AS served_ts, max(state) AS state
+FROM rankings JOIN states USING (ranking)
+WHERE state <> 'repeated'
+GROUP BY request_id
+"""
+DISTINCT_EVENTS = """
+CREATE TABLE distinct_events AS
+SELECT *, count(*) AS copies FROM events GROUP BY ALL
+"""
+NAMED = """
+CREATE TABLE named AS
+SELECT event.*, by_name.ranking, by_name.served_ts, by_name.state, names.action_index, names.is_dwell
+FROM distinct_events event LEFT JOIN by_name USING (request_id) LEFT JOIN names USING (action)
+"""
 MATCHED = """
 CREATE TABLE matched AS
-SELECT event.request_id, event.post_id, event.action, event.event_ts, event.value, event.copies,
-    ranking.ranking, ranking.served_ts, ranking.state, candidate.place, names.action_index, names.is_dwell,
-    coalesce(candidate.is_first, true) AS is_first
-FROM (SELECT *, count(*) AS copies FROM events GROUP BY ALL) event
-LEFT JOIN (
-    SELECT any_value(ranking) AS ranking, request_id, any_value(served_ts) AS served_ts, max(state) AS state
-    FROM (
-        SELECT ranking, request_id, served_ts, state FROM rankings JOIN states USING (ranking) WHERE state <> 'repeated'
-    ) GROUP BY request_id
-) ranking USING (request_id)
-LEFT JOIN candidates candidate ON candidate.ranking = ranking.ranking AND candidate.post_id = event.post_id
-LEFT JOIN names ON names.action = event.action
+SELECT named.*, candidate.place, coalesce(candidate.is_first, true) AS is_first
+FROM named LEFT JOIN candidates candidate ON candidate.ranking = named.ranking AND candidate.post_id = named.post_id
 """
 SEEN = """
 CREATE TABLE seen AS
@@ -86,6 +92,16 @@ SELECT matched.* EXCLUDE (state), CASE
     WHEN getvariable('has_shown') AND seen_ts IS NULL THEN 'unseen'
     ELSE 'joined' END AS reason
 FROM matched LEFT JOIN seen ON seen.ranking = matched.ranking AND seen.place = matched.place
+"""
+SHOWN_BY_EVENTS = """
+CREATE TABLE shown AS
+SELECT candidates.* EXCLUDE (is_first) FROM candidates SEMI JOIN seen USING (ranking, place)
+"""
+SHOWN_BY_REPLIES = """
+CREATE TABLE shown AS
+SELECT candidates.* EXCLUDE (is_first)
+FROM candidates JOIN (SELECT ranking, returned FROM rankings JOIN states USING (ranking) WHERE state = 'joined') USING (ranking)
+WHERE position <= returned
 """
 LABELS = """
 CREATE TABLE labels AS
@@ -174,6 +190,7 @@ def _database(work: Path, settings: JoinSettings) -> duckdb.DuckDBPyConnection:
     database.execute(f"SET temp_directory = '{str(work / 'spilled').replace(chr(39), chr(39) * 2)}'")
     database.execute(f"SET threads = {int(settings.threads)}")
     database.execute("SET preserve_insertion_order = false")
+    database.execute("SET enable_progress_bar = false")
     try:
         database.execute(f"SET memory_limit = '{settings.memory.replace(chr(39), '')}'")
     except duckdb.Error as error:
@@ -225,6 +242,9 @@ def _steps(settings: JoinSettings, counts: JoinCounts, actions: int) -> list[tup
             STATES,
             {**window, "until": counts.until_ts, "since": NEVER if settings.since_ts is None else settings.since_ts},
         ),
+        (BY_NAME, {}),
+        (DISTINCT_EVENTS, {}),
+        (NAMED, {}),
         (MATCHED, {}),
         (SEEN, {**skew, "shown": SHOWN}),
         (REASONS, {**skew}),
@@ -244,14 +264,8 @@ def _name_actions(database: duckdb.DuckDBPyConnection, names: tuple[str, ...]) -
 def _make_shown(database: duckdb.DuckDBPyConnection) -> None:
     """The candidates that were shown, and whether events say so."""
     database.execute("SET VARIABLE has_shown = (SELECT count(*) > 0 FROM events WHERE action = ?)", [SHOWN])
-    database.execute(
-        """
-        CREATE TABLE shown AS
-        SELECT candidates.* EXCLUDE (ranking, is_first), ranking
-        FROM candidates JOIN states USING (ranking) JOIN rankings USING (ranking) LEFT JOIN seen USING (ranking, place)
-        WHERE state = 'joined' AND CASE WHEN getvariable('has_shown') THEN seen_ts IS NOT NULL ELSE position <= returned END
-        """
-    )
+    has_shown = number_of(database, "SELECT CAST(getvariable('has_shown') AS BIGINT)")
+    database.execute(SHOWN_BY_EVENTS if has_shown else SHOWN_BY_REPLIES)
 
 
 def _observed(database: duckdb.DuckDBPyConnection, names: tuple[str, ...], settings: JoinSettings) -> list[str]:

@@ -142,6 +142,8 @@ def read_parts(
             database.execute(READ_RANKINGS, values | {"part": len(read)})
             codes = "candidates.codes" if has_codes else "CAST([] AS BIGINT[])"
             database.execute(READ_CANDIDATES.format(codes=codes), values)
+        except duckdb.OutOfMemoryException:
+            raise
         except duckdb.Error as error:
             raise LogError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
         read.append(path)

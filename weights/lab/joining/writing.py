@@ -23,12 +23,15 @@ PART_ROWS = 1_000_000
 BATCH_ROWS = 16_384
 CONTEXT_ROWS = 256
 
-JOIN_ROWS = """
-CREATE TABLE rows AS
-SELECT ranking, place, request_id, served_us, log_ts, user_id, context_id, post_id, author_id, product_surface, created_at, position,
-    propensity, codes, labels.* EXCLUDE (ranking, place)
-FROM shown JOIN rankings USING (ranking) LEFT JOIN labels USING (ranking, place)
+LABELLED = """
+CREATE TABLE labelled AS
+SELECT shown.*, labels.* EXCLUDE (ranking, place) FROM shown LEFT JOIN labels USING (ranking, place)
 """
+ROWS = """
+CREATE TABLE rows AS
+SELECT labelled.*, request_id, served_us, log_ts, user_id, context_id FROM labelled JOIN rankings USING (ranking)
+"""
+"""Of two large tables at a time: the hash tables of several joins in one statement share the memory and do not make room for each other."""
 SORTED_ROWS = "SELECT * FROM rows ORDER BY log_ts, ranking, place"
 """A statement of its own, so that the sort has the memory of the join."""
 CONTEXT_PLACES = """
@@ -90,7 +93,8 @@ def write_impressions(
     as `JoinSettings` has it. Return the number of rows."""
     metadata = {IDS_KEY: HASHES} if ids == "text" else None
     rows = number_of(database, "SELECT count(*) FROM shown")
-    database.execute(JOIN_ROWS)
+    for statement in (LABELLED, ROWS):
+        database.execute(statement)
     has_codes = code_levels(database) > 0
     with Parts(out / IMPRESSIONS) as parts:
         for batch in database.sql(SORTED_ROWS).to_arrow_reader(BATCH_ROWS):

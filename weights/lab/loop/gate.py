@@ -8,6 +8,7 @@ from typing import Annotated, get_args, get_type_hints
 
 import numpy as np
 
+from weights.lab.evaluate.metrics import CHANCE
 from weights.lab.loop.judge import Judgement
 from weights.lab.loop.night import Night
 
@@ -36,7 +37,8 @@ class GateSettings:
         "events: actions per impression, as a share of the usual ones or of what the serving model expects, at least",
     ] = 0.7
     min_order: Annotated[
-        float, "labels: lead over chance of the better of the two models, as a share of the usual lead, at least"
+        float,
+        "labels: how far the AUC within users of one of the two models is from 0.5, as a share of what is usual, at least",
     ] = 0.3
     max_entropy_loss: Annotated[
         float, "quality: how much worse the normalised cross-entropy of an action may become"
@@ -67,7 +69,8 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """What nights that passed their checks were like, the newest last: actions per impression, and the better model's lead over chance."""
+    """What nights that passed their checks were like, the newest last: actions per impression, and how far the AUC within
+    users of one of the models was from 0.5."""
 
     activities: Sequence[float] = field(default_factory=tuple)
     orders: Sequence[float] = field(default_factory=tuple)
@@ -132,15 +135,23 @@ def _events(night: Night, usual: Usual, bounds: GateSettings) -> Check:
 
 
 def check_labels(judged: Judgement, usual: Usual, bounds: GateSettings) -> Check:
-    """Whether what users did depends on what they were shown: if not, no model can order it, not even one trained on that night."""
-    best = max(judged.order, key=lambda figure: figure.value)
-    if usual.order is not None:
-        passed = best.value - 0.5 >= bounds.min_order * usual.order
-        bound = f"their usual lead over chance is {usual.order:.3f}, at least {bounds.min_order:.0%} of it is asked for"
-    else:
-        passed = best.low > 0.5 or bounds.min_order <= 0
-        bound = "on a first night it must be surely above 0.5"
-    return Check(LABELS, bool(passed), f"the better of the two models has an AUC within users of {best}; {bound}")
+    """Whether what users did depends on what they were shown: if not, no model's order differs from chance, not even that of the one
+    trained on this night. An order that is surely worse than chance counts: tastes have turned, and nothing was shuffled."""
+    clearest = max(judged.order, key=lambda figure: distance_from_chance(figure.value))
+    is_sure = clearest.low > CHANCE or clearest.high < CHANCE
+    least = bounds.min_order * (usual.order or 0.0)
+    passed = bounds.min_order <= 0 or (is_sure and distance_from_chance(clearest.value) >= least)
+    return Check(
+        LABELS,
+        passed,
+        f"of the two models, the one whose order differs more from chance has an AUC within users of {clearest}; it must surely "
+        f"differ from 0.5, by {least:.3f} or more",
+    )
+
+
+def distance_from_chance(auc: float) -> float:
+    """How far an AUC is from that of a random order; below 0 if there is none."""
+    return -1.0 if np.isnan(auc) else abs(auc - CHANCE)
 
 
 def check_model(judged: Judgement, bounds: GateSettings) -> list[Check]:

@@ -29,7 +29,8 @@ T = TypeVar("T", bound=Struct)
 
 
 class NightRecord(Struct, frozen=True, forbid_unknown_fields=True):
-    """A night that passed its checks: the turn's name, its impressions, actions per impression, and the better model's lead over chance."""
+    """A night that passed its checks: the turn's name, its impressions, actions per impression, and how far the AUC within users of one of
+    the models was from 0.5."""
 
     name: str
     impressions: int

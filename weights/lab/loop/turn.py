@@ -37,6 +37,7 @@ from weights.lab.loop.gate import (
     check_labels,
     check_model,
     check_night,
+    distance_from_chance,
 )
 from weights.lab.loop.judge import Judgement, judge
 from weights.lab.loop.night import Night, facts_of, requests_of, without_log
@@ -380,8 +381,8 @@ class _Turn:
         failed = tuple(check.name for check in checks if not check.passed)
         record, publish = None, None
         if judged and not {*failed} & {*ABOUT_THE_NIGHT}:
-            best = max(figure.value for figure in judged.order)
-            record = NightRecord(self.name, counts.impressions, night.activity, best - 0.5)
+            distance = max(distance_from_chance(figure.value) for figure in judged.order)
+            record = NightRecord(self.name, counts.impressions, night.activity, distance)
         if not failed:
             parent = self.places.link.parent.resolve()
             version = load_manifest(self.checkpoint).version

@@ -45,7 +45,7 @@ COUNTED_IMPRESSIONS = 1_000_000  # more need no help of counts
 HIDDEN_USERS = 0.5
 HIDDEN_CODED_POSTS = 0.5
 """Posts with content codes are hidden at least this often: a model that sees their ids learns the posts and not the codes."""
-LEARNABLE_POSITIVES = 100  # with fewer, expect no more than popularity
+LEARNABLE_POSITIVES = 200  # the ranker was no better than chance with 117, and learned something with 260
 LEARNABLE_USERS = 20
 LIKENESS = {
     "right_anchored": True, "shared_events": 16, "batch_contexts": 8, "hidden_event_share": 0.2, "attention_rate": 0.3,

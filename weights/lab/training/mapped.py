@@ -85,6 +85,7 @@ def _write(
         settings = {"memory_limit": SORT_MEMORY, "threads": SORT_THREADS, "temp_directory": str(sorting / "spilled")}
         for name, value in settings.items():
             database.execute(f"SET {name} = '{value}'")
+        database.execute("SET enable_progress_bar = false")
         texts, has_unknown = list[pa.Array](), False
         for number, (columns, more) in enumerate(_pieces(source, where, ids, surfaces, rows, progress)):
             has_unknown = has_unknown or bool(columns["unknown"].any())

@@ -228,7 +228,7 @@ def test_score_weights_are_proposed_given_or_asked_for(log: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_ranker_of_every_preset_trains_saves_verifies_serves_and_isolates(
+def test_every_preset_trains_verifies_serves_and_isolates(
     name: str, log: Path, examples: Examples, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -286,7 +286,7 @@ def test_the_dwell_is_learned_by_the_output_of_that_name(log: Path, trained: tup
 
 
 @pytest.mark.parametrize("odd", ["name", "place"])
-def test_what_no_checkpoint_may_say_is_refused_before_the_training(odd: str, log: Path, tmp_path: Path) -> None:
+def test_an_impossible_checkpoint_is_refused_before_training(odd: str, log: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (tmp_path / "log.txt").write_text("not a checkpoint's")
     place = ("--out", tmp_path if odd == "place" else out, "--replace", "--state", tmp_path / "state")
@@ -320,7 +320,7 @@ def test_what_no_checkpoint_may_say_is_refused_before_the_training(odd: str, log
         ("product_surfaces=0", "product_surfaces must be positive and at most 65536, got 0"),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused_by_name_before_the_log_is_read(
+def test_a_bad_setting_is_refused_by_name_before_the_log_is_read(
     value: str, reason: str, log: Path, tmp_path: Path
 ) -> None:
     for file in (log, tmp_path / "absent.parquet"):
@@ -365,7 +365,7 @@ def test_the_ends_of_the_bounds_train(log: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
-def test_a_training_whose_validation_loss_never_was_finite_leaves_no_checkpoint(log: Path, tmp_path: Path) -> None:
+def test_a_training_without_a_finite_loss_leaves_no_checkpoint(log: Path, tmp_path: Path) -> None:
     wild = ["learning_rate=1", "weight_decay=100", "table_decay=100", "warmup_steps=1", "epochs=3", "batch_contexts=8"]
     options = ("--config", log.with_name("config.json"), "--out", tmp_path / "out")
     result = call("train", "--log", log, *options, *settings([*wild, "evaluate_every=1000", "validation_requests=10"]))
@@ -377,9 +377,7 @@ def test_a_training_whose_validation_loss_never_was_finite_leaves_no_checkpoint(
 
 @pytest.mark.parametrize("name", ["add-to-cart", "a b", "", "1st", "é", "a" * 65])
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-def test_an_action_that_no_checkpoint_may_name_is_refused_when_the_log_is_read(
-    name: str, suffix: str, log: Path, tmp_path: Path
-) -> None:
+def test_an_impossible_action_name_is_refused_in_the_log(name: str, suffix: str, log: Path, tmp_path: Path) -> None:
     changed = {"action.report": f"action.{name}"}
     table, path = pq.read_table(log).slice(0, 200), tmp_path / f"log.{suffix}"
     table = table.rename_columns([changed.get(column, column) for column in table.column_names])
@@ -393,7 +391,7 @@ def test_an_action_that_no_checkpoint_may_name_is_refused_when_the_log_is_read(
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-def test_a_surface_beyond_the_architectures_is_refused_with_its_file_and_row(
+def test_a_surface_out_of_range_is_refused_with_file_and_row(
     suffix: str, log: Path, trained: tuple[Path, str], tmp_path: Path
 ) -> None:
     table, path = pq.read_table(log), tmp_path / f"log.{suffix}"
@@ -435,7 +433,7 @@ def commands_that_read(log: Path, directory: Path) -> tuple[tuple[object, ...], 
     return ("log", log), ("train", "--log", log, "--out", directory / "no", *few)
 
 
-def test_posts_that_are_all_newer_than_their_impressions_are_said_to_be(log: Path, tmp_path: Path) -> None:
+def test_posts_newer_than_all_impressions_are_pointed_out(log: Path, tmp_path: Path) -> None:
     table = pq.read_table(log)
     later = pa.array([time + 60 for time in table["impression_ts"].to_pylist()])
     place = table.column_names.index("created_at")

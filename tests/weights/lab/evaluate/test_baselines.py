@@ -56,7 +56,7 @@ def test_no_feature_knows_what_happened_later(world: World, examples: Examples) 
     assert np.isfinite(first[:, FEATURES.index("likeness to what was liked")]).mean() > 0.2
 
 
-def test_boosted_trees_find_what_the_world_put_there_and_popularity_does_not(world: World, examples: Examples) -> None:
+def test_boosted_trees_learn_the_world_and_popularity_does_not(world: World, examples: Examples) -> None:
     split = int(np.searchsorted(examples.times, WORLD.test_ts))
     found = baselines(examples, split, [FAVORITE])
     assert list(found) == list(BASELINES)

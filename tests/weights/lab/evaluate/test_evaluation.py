@@ -48,7 +48,7 @@ def test_every_ablation_changes_predictions_and_none_does_not(world: World, rank
         assert np.array_equal(changed, whole) == (name == "none"), name
 
 
-def test_the_optimum_is_the_best_and_the_model_of_random_weights_is_told_off(evaluation: Evaluation) -> None:
+def test_the_optimum_is_best_and_random_weights_lose(evaluation: Evaluation) -> None:
     assert evaluation.headline == ("favorite",)
     sources = evaluation.figures["favorite"]
     assert {MODEL, OPTIMUM, *BASELINES} <= set(sources)
@@ -102,7 +102,7 @@ def test_actions_that_are_rare_or_never_happen_have_a_report(world: World, ranke
     assert "nan" not in (tmp_path / "report.md").read_text()
 
 
-def test_the_verdict_names_the_closest_baseline_or_says_that_the_model_loses(evaluation: Evaluation) -> None:
+def test_the_verdict_names_the_closest_baseline_or_the_loss(evaluation: Evaluation) -> None:
     def told(*gains: Figure) -> str:
         made = [Comparison("favorite", METRICS[i], "popularity", gain) for i, gain in enumerate(gains)]
         return replace(evaluation, comparisons=made).verdict()

@@ -75,6 +75,8 @@ def test_labels_that_nobody_can_order_fail() -> None:
     changed = replace(JUDGED, order=(Figure(0.50, 0.48, 0.52), Figure(0.57, 0.55, 0.59)))
     assert not check_labels(shuffled, usual, bounds).passed
     assert check_labels(changed, usual, bounds).passed
+    turned = replace(JUDGED, order=(Figure(0.42, 0.39, 0.45), Figure(0.51, 0.48, 0.54)))
+    assert check_labels(turned, usual, bounds).passed, "an order that is surely wrong says something too"
     assert check_labels(JUDGED, Usual(), bounds).passed
     by_chance = replace(JUDGED, order=(Figure(0.55, 0.49, 0.61), Figure(0.54, 0.48, 0.60)))
     assert not check_labels(by_chance, Usual(), bounds).passed

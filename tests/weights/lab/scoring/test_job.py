@@ -125,7 +125,7 @@ def test_a_job_killed_as_it_described_itself_is_taken_up(
     assert written(tmp_path / "killed") == written(finished)
 
 
-def test_a_second_job_in_the_same_place_is_refused_while_the_first_runs(
+def test_a_second_job_in_one_place_is_refused_meanwhile(
     scorer: Scorer, log: Path, finished: Path, tmp_path: Path
 ) -> None:
     said: list[str] = []

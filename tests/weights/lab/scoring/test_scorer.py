@@ -44,7 +44,7 @@ def by_key(scored: Any) -> Any:
     return scored.sort_by([("request_id", "ascending"), ("post_id", "ascending")])
 
 
-def test_requests_may_come_in_any_order_and_forwards_may_be_of_any_size(scorer: Scorer, table: Any) -> None:
+def test_scores_depend_on_no_request_order_or_forward_size(scorer: Scorer, table: Any) -> None:
     whole = by_key(scorer.score_table(table))
     small = Scorer(load_checkpoint(DEMO), OPTIONS, batch_tokens=7)  # less than one request has
     _, request = np.unique(table["request_id"].to_numpy(), return_inverse=True)
@@ -93,7 +93,7 @@ def test_a_request_continues_the_context_of_its_users_last_one(table: Any) -> No
     assert stats.prefixes + stats.hits > 0.75 * prepared.is_kept.sum()
 
 
-def test_the_cache_keeps_the_contexts_of_a_few_forwards_and_none_where_it_is_turned_off(table: Any) -> None:
+def test_the_cache_holds_a_few_forwards_or_nothing_if_off(table: Any) -> None:
     config = load_checkpoint(DEMO).manifest.config
     few_forwards = 4 * 300 * 2 * 4 * config.layers * config.kv_heads * config.head_width
     for allowed, most in ((None, few_forwards), (0, 0)):

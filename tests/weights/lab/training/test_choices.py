@@ -39,7 +39,7 @@ def with_actions(log: Log, **shares: float) -> Log:
     return replace(log, actions=actions, action_names=tuple(shares))
 
 
-def test_every_choice_is_printed_with_its_reason_and_kept_for_the_manifest(log: Log) -> None:
+def test_every_choice_is_printed_with_its_reason_and_recorded(log: Log) -> None:
     made = plan(log)
     assert made.lines()[0].startswith(f"{len(log):,} impressions, ")
     assert made.lines()[0].endswith("2026-06-01 … 2026-06-10")
@@ -142,8 +142,9 @@ def test_counts_alone_teach_where_nothing_stays_popular(log: Log) -> None:
 
 def test_a_log_of_too_few_positives_or_users_is_warned_of(log: Log) -> None:
     assert not any("TOO FEW" in line for line in plan(log).lines())
-    rare = plan(with_actions(log, like=0.005))
-    assert re.search(r"only \d+ times like to train on +→ TOO FEW", decided(rare, "TOO FEW"))
+    for positives, is_warned in ((150, True), (260, False)):
+        lines = plan(with_actions(log, like=positives / (0.8 * len(log)))).lines()
+        assert any(re.search(r"only 1\d\d times like to train on +→ TOO FEW", line) for line in lines) == is_warned
     four = log.take(np.isin(log.user_id, np.unique(log.user_id)[:4]))
     assert "only 4 users to train on" in decided(plan(four), "TOO FEW")
 
@@ -228,7 +229,7 @@ def test_a_log_that_teaches_nothing_is_refused_with_its_range(reason: str, log: 
         plan(USELESS[reason](log))
 
 
-def test_a_training_period_that_teaches_nothing_is_refused_with_its_range(log: Log) -> None:
+def test_a_useless_training_period_is_refused_with_its_range(log: Log) -> None:
     """The log as a whole would do."""
     times = np.unique(log.impression_ts)
     with pytest.raises(LogError, match=r"^the training period \(2026-06-01, Unix seconds .*\) holds only one "):

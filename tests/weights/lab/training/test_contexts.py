@@ -171,6 +171,27 @@ REFUSED: dict[str, Callable[[pa.Table], pa.Table]] = {
     r"part-0\.parquet, row 1: context_id must not be 0": replaced("context_id", lambda ids: [0, *ids[1:]]),
     r"two contexts have the context_id": replaced("context_id", lambda ids: [ids[1], *ids[1:]]),
     r"lacks the column action\.click": lambda table: table.drop_columns(["action.click"]),
+    r"has the column extra, which the impressions do not have": lambda table: table.append_column(
+        "extra", table["post_ids"]
+    ),
+    r"part-0\.parquet, row 4: author_ids is null; write an empty list": replaced(
+        "author_ids", lambda lists: [*lists[:3], None, *lists[4:]]
+    ),
+    r"part-0\.parquet, row 1 or below: author_ids has a null within a list": replaced(
+        "author_ids", lambda lists: [*lists[:3], [None] * len(lists[3]), *lists[4:]]
+    ),
+    r"part-0\.parquet, row 1 or below: author_ids must be a list of uint64": lambda table: table.set_column(
+        table.column_names.index("author_ids"), "author_ids", pa.array([7] * len(table))
+    ),
+    r"part-0\.parquet, row 1 or below: codes is not as long as post_ids": lambda table: table.append_column(
+        "codes", pa.array([[[1]]] * len(table))
+    ),
+    r"part-0\.parquet: codes must be a list of lists": lambda table: table.append_column(
+        "codes", pa.array([1] * len(table))
+    ),
+    r"part-0\.parquet: codes must be": lambda table: table.append_column(
+        "codes", pa.array([[[-1]] * len(posts) for posts in table["post_ids"].to_pylist()])
+    ),
 }
 
 
@@ -180,6 +201,16 @@ def test_contexts_that_cannot_be_used_are_refused(reason: str, world: World, tmp
     path = tmp_path / "contexts/part-0.parquet"
     pq.write_table(REFUSED[reason](pq.read_table(path)), path)
     with pytest.raises(LogError, match=reason):
+        read_log(tmp_path)
+
+
+def test_contexts_that_no_impression_can_name_are_refused(world: World, tmp_path: Path) -> None:
+    write_pair(world, tmp_path)
+    path = tmp_path / "impressions/part-0.parquet"
+    pq.write_table(pq.read_table(path).drop_columns(["context_id"]), path)
+    with pytest.raises(
+        LogError, match="has contexts, but its impressions lack the column context_id, which names them"
+    ):
         read_log(tmp_path)
 
 

@@ -21,7 +21,7 @@ TOWERS = TowerSettings(steps=20, batch_requests=16, warmup_steps=5)
 
 
 @pytest.mark.slow
-def test_one_call_makes_checkpoint_report_example_towers_and_posts(tmp_path: Path) -> None:
+def test_one_call_makes_the_whole_demo(tmp_path: Path) -> None:
     told: set[str] = set()
     manifest, summary = make_demo(
         tmp_path / "demo", tmp_path / "work", replace(TRAINING, epochs=0.2),

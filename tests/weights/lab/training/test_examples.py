@@ -16,7 +16,7 @@ from weights.lab.training.trainer import forward_shared
 from weights.tables import LogError
 
 
-def test_a_history_is_what_the_user_engaged_with_before_and_nothing_else(examples: Examples) -> None:
+def test_a_history_is_exactly_the_users_earlier_engagements(examples: Examples) -> None:
     log, checked = examples.log, 0
     for index in range(0, len(examples), 37):
         first = examples.starts[index]
@@ -54,7 +54,7 @@ def test_hidden_ids_replace_the_stated_share_and_nothing_else(examples: Examples
     )
 
 
-def test_groups_are_successive_requests_of_one_user_within_the_limits(examples: Examples) -> None:
+def test_groups_are_successive_requests_of_one_user_in_limits(examples: Examples) -> None:
     groups = examples.groups(np.arange(len(examples)), max_candidates=36, max_events=15)
     assert sorted(np.concatenate(groups).tolist()) == list(range(len(examples)))
     sizes = examples.stops - examples.starts

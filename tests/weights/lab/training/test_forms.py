@@ -205,12 +205,53 @@ def test_two_formats_in_a_directory_are_refused(table: pa.Table, tmp_path: Path)
         read_log(tmp_path)
 
 
-def test_a_value_that_is_no_number_in_csv_names_file_and_row(table: pa.Table, tmp_path: Path) -> None:
-    text = csv(table).decode().splitlines()
-    text[4] = text[4].replace(text[4].split(",")[3], "abc", 1)
+BAD_CSV: dict[str, tuple[int, str, str]] = {
+    "a float": (300, "post_id", "5417.5"),
+    "a large number": (300, "post_id", "5417" * 6),
+    "an action that is 2": (300, "action.click", "5417"),
+}
+
+
+@pytest.mark.parametrize("mistake", BAD_CSV)
+def test_a_value_that_does_not_fit_in_csv_names_file_and_row(mistake: str, table: pa.Table, tmp_path: Path) -> None:
+    row, name, value = BAD_CSV[mistake]
+    flags = {name: table[name].cast(pa.int8()) for name in table.column_names if name.startswith("action.")}
+    text = (
+        csv(pa.table({column: flags.get(column, table[column]) for column in table.column_names})).decode().splitlines()
+    )
+    cells = text[row].split(",")
+    cells[table.column_names.index(name)] = value
+    text[row] = ",".join(cells)
     (tmp_path / "log.csv").write_text("\n".join(text))
-    with pytest.raises(LogError, match=r"log\.csv"):
+    with pytest.raises(LogError, match=rf"log\.csv, row {row}: column {name}") as told:
         read_log(tmp_path / "log.csv")
+    assert "5417" not in str(told.value)
+
+
+@pytest.mark.parametrize("rows", [ROWS, 40 * ROWS])
+def test_a_cut_row_of_csv_is_named_without_its_values(rows: int, table: pa.Table, tmp_path: Path) -> None:
+    many = pa.concat_tables([table] * (rows // ROWS))
+    text = csv(many).decode().splitlines()
+    cut = text[rows - 1].split(",")[:5]
+    (tmp_path / "log.csv").write_text("\n".join([*text[: rows - 1], ",".join(cut), text[rows]]))
+    with pytest.raises(
+        LogError, match=rf"log\.csv, row {rows - 1}: has 5 values for \d+ columns; it may be cut off"
+    ) as told:
+        read_log(tmp_path / "log.csv")
+    assert cut[3] not in str(told.value)
+
+
+def test_a_column_of_csv_that_a_log_has_not_is_named(table: pa.Table, tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_bytes(csv(table.append_column("extra", table["post_id"])))
+    with pytest.raises(LogError, match=r"log\.csv has unknown columns: extra"):
+        read_log(tmp_path / "log.csv")
+
+
+def test_a_cut_parquet_file_says_that_it_may_be_cut(table: pa.Table, tmp_path: Path) -> None:
+    pq.write_table(table, path := tmp_path / "log.parquet")
+    os.truncate(path, path.stat().st_size - 9)
+    with pytest.raises(LogError, match=r"log\.parquet cannot be read as Parquet: .*it may be cut off$"):
+        read_log(path)
 
 
 def test_a_cut_gzip_file_is_named(table: pa.Table, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def small_log() -> Log:
     )
 
 
-def test_a_log_reads_back_in_time_order_whatever_the_order_of_its_rows(tmp_path: Path) -> None:
+def test_a_log_reads_back_in_time_order_from_any_row_order(tmp_path: Path) -> None:
     log = small_log()
     write_log(tmp_path / "log.parquet", log.take(np.array([2, 0, 1])))
     again = read_log(tmp_path / "log.parquet")

@@ -84,7 +84,7 @@ def test_no_request_shows_a_film_twice(made: Path) -> None:
     assert len(np.unique(shown, axis=0)) == len(shown)
 
 
-def test_the_log_has_each_rating_and_four_films_that_its_user_never_rated(made: Path) -> None:
+def test_the_log_has_each_rating_and_four_unrated_films(made: Path) -> None:
     log = read_log(made / "log.parquet")
     rated = log.actions[:, log.action_names.index("click")]
     assert (len(log), rated.sum()) == (5 * RATINGS, RATINGS)
@@ -105,7 +105,7 @@ def test_what_was_decided_is_what_such_a_log_needs(made: Path) -> None:
     assert manifest.training["settings"]["hidden_post_share"] == 0.02
 
 
-def test_the_table_compares_with_baselines_on_all_and_on_rated_films(made: Path) -> None:
+def test_the_table_has_baselines_on_all_and_on_rated_films(made: Path) -> None:
     lines = run("table", made / "log.parquet", made / "ranker").splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines]
     assert [row[0] for row in rows[2:]] == [
@@ -118,7 +118,7 @@ def test_the_table_compares_with_baselines_on_all_and_on_rated_films(made: Path)
 
 
 @pytest.mark.slow
-def test_the_page_shows_film_titles_after_a_reload_and_keeps_them_in_their_column(made: Path) -> None:
+def test_film_titles_survive_a_reload_and_fit_their_column(made: Path) -> None:
     explorer = pytest.importorskip("tests.e2e.explorer")
     if explorer.CHROMIUM is None:
         pytest.skip("needs Debian's chromium: .ci/debian chromium-headless-shell")

@@ -122,7 +122,7 @@ def test_smoothed_labels_know_nothing_of_later_rows(world: World) -> None:
     assert np.array_equal(smoothed_labels(examples, rows, 200.0), smoothed_labels(other, rows, 200.0))
 
 
-def test_a_run_learns_from_smoothed_labels_and_validates_on_hard_ones(world: World) -> None:
+def test_a_run_learns_smoothed_labels_and_validates_on_hard_ones(world: World) -> None:
     def run(counts_strength: float) -> list[Status]:
         seen: list[Status] = []
         settings = replace(SHORT, counts_strength=counts_strength)

@@ -9,7 +9,7 @@ from weights.lab.training.settings import settings_table
 PAGE = Path(__file__).parents[4] / "docs/training.md"
 
 
-def test_the_page_lists_every_setting_with_its_default_and_meaning() -> None:
+def test_the_page_lists_every_setting_with_default_and_meaning() -> None:
     wanted = [f"| `{name}` | {default} | {values} | {meaning} |" for name, default, values, meaning in settings_table()]
     lines = PAGE.read_text().splitlines()
     first = lines.index("| setting | default | what it may be | meaning |") + 2

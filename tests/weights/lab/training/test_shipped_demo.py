@@ -62,9 +62,7 @@ def reported_of(body: dict[str, Any]) -> str:
     return str(last["author_id"])
 
 
-def test_the_example_ranks_its_users_topic_first_and_the_reported_author_last(
-    client: TestClient, example: dict[str, Any]
-) -> None:
+def test_the_example_ranks_the_liked_topic_first_reported_last(client: TestClient, example: dict[str, Any]) -> None:
     """Two authors of the liked topic stand first, then the four of other topics, and the reported one of the liked topic last."""
     liked, ranked = NAMES["example"]["likes"], best_first(example, scores(client, example))
     assert topic(example["history"][-1]) == liked
@@ -111,7 +109,7 @@ def test_the_figures_of_retrieval_are_promised_ones() -> None:
     assert found["users"] == 100
 
 
-def test_the_directories_are_small_and_the_report_is_of_this_checkpoint() -> None:
+def test_the_demo_is_small_and_its_report_is_of_its_checkpoint() -> None:
     size = sum(file.stat().st_size for folder in (DEMO, TOWERS, POSTS) for file in folder.rglob("*") if file.is_file())
     assert size < MOST_BYTES
     manifest = load_manifest(DEMO)

@@ -47,7 +47,7 @@ def test_it_learns_and_gives_the_same_bits(world: World) -> None:
     assert np.mean(losses[-20:]) < np.mean(losses[:20]) - 0.3
 
 
-def test_fifteen_steps_of_the_default_settings_lead_where_they_always_led(world: World) -> None:
+def test_fifteen_default_steps_lead_where_they_always_led(world: World) -> None:
     settings = TowerSettings(steps=15)
     before = initial_towers(towers_config(small_config()), torch.Generator().manual_seed(settings.seed))
     towers, losses = trained(world, settings)

@@ -45,7 +45,7 @@ def test_a_run_tells_every_evaluation_and_why_it_ended(examples: Examples) -> No
     assert last[-1].ended == "all steps were done"
 
 
-def test_thirty_steps_of_the_default_settings_lead_where_they_always_led(examples: Examples) -> None:
+def test_thirty_default_steps_lead_where_they_always_led(examples: Examples) -> None:
     with reproducible(1):
         run = Trainer(examples, *split(len(examples), 20), TrainSettings(), dwell_output=0)
         before = {name: value.clone() for name, value in run.ranker.state_dict().items()}

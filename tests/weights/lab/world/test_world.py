@@ -73,7 +73,7 @@ def test_people_of_the_default_world_do_what_they_always_did(world: World) -> No
     assert_unchanged("world", {name: float(value) for name, value in (shares | stated | surfaces | others).items()})
 
 
-def test_the_log_is_in_time_order_and_no_post_is_shown_before_it_was_written(world: World) -> None:
+def test_the_log_is_in_time_order_and_shows_no_unwritten_post(world: World) -> None:
     log = world.log
     assert (np.diff(log.impression_ts) >= 0).all()
     assert (log.impression_ts >= log.created_at).all()

@@ -16,7 +16,7 @@ from model.retrieval.inputs import Query
 from weights.format.manifest import Manifest
 
 
-class Contexts:
+class Handles:
     """Used by the event loop only; engines insert and evict in their own threads meanwhile. Each method raises ContextUnknown."""
 
     def __init__(self, versions: Versions[RankJob], metrics: Metrics) -> None:
@@ -30,14 +30,14 @@ class Contexts:
     def query(self, query: Query, towers: Manifest, key: str | None) -> Query:
         """Fill in a query that names its context by a handle: with what the user tower would read of the whole request."""
         current = self._versions.current
-        kept: Context | None = None if current is None else current.model.engine.context_of(query.handle, key or "")
-        if current is None or kept is None:
+        cached: Context | None = None if current is None else current.model.engine.context_of(query.handle, key or "")
+        if current is None or cached is None:
             self._lookups.labels("unknown").inc()
             raise ContextUnknown
-        context = self._counted(_as_read(kept, current.model.served.manifest, towers, query.excludes_history))
+        context = self._counted(_as_read(cached, current.model.served.manifest, towers, query.excludes_history))
         excluded = query.filters.exclude
         if query.excludes_history:
-            excluded = np.concatenate((excluded, kept.post_ids))
+            excluded = np.concatenate((excluded, cached.post_ids))
         return replace(query, context=context, filters=replace(query.filters, exclude=excluded), handle="")
 
     def _counted(self, context: Context | None) -> Context:

@@ -24,7 +24,7 @@ from app.errors import (
 from app.interface import Health
 from app.queue.loading import LoadedModel
 from app.queue.runners import Steps
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from app.settings import Batching, Deadline, Queue
 from model.engine import EngineError, Item, Outcome
 from tests.support.fakes import FakeClock, FakeEngine, Gate, fake_model, fake_request, is_right
@@ -47,7 +47,7 @@ async def test_every_caller_gets_its_own_scores() -> None:
         assert figure(ranker, "ranker_queue_requests") == figure(ranker, "ranker_queue_candidates") == 0
 
 
-async def test_a_long_list_is_cut_and_joined_in_order_with_the_state_passed_on() -> None:
+async def test_a_long_list_is_cut_and_joined_in_order_with_one_state() -> None:
     clock, states = FakeClock(), list[Any]()
 
     def before(items: Sequence[Item]) -> None:
@@ -70,7 +70,7 @@ async def test_a_long_list_is_cut_and_joined_in_order_with_the_state_passed_on()
 # failures
 
 
-async def test_a_batch_that_fails_is_split_once_and_the_innocent_get_their_scores() -> None:
+async def test_a_failing_batch_is_split_once_and_the_rest_get_scores() -> None:
     def fault(items: Sequence[Item]) -> None:
         if any(item.context.user_id == 13 for item in items):
             raise MemoryError("planted")
@@ -88,7 +88,7 @@ async def test_a_batch_that_fails_is_split_once_and_the_innocent_get_their_score
 
 
 @pytest.mark.parametrize("fault", ["an outcome too few", "a candidate too few"])
-async def test_an_engine_that_answers_for_others_than_it_was_asked_is_asked_for_each_alone(fault: str) -> None:
+async def test_wrong_outcomes_of_a_batch_are_computed_again_one_by_one(fault: str) -> None:
     class Short(FakeEngine):
         def forward(self, items: Sequence[Item]) -> list[Outcome]:
             outcomes = super().forward(items)
@@ -107,7 +107,7 @@ async def test_an_engine_that_answers_for_others_than_it_was_asked_is_asked_for_
     [EngineError("device lost", sticky=True), SystemExit("a thread's end")],
     ids=repr,
 )
-async def test_an_engine_that_is_lost_answers_everyone_and_is_fatal_once(error: BaseException) -> None:
+async def test_a_lost_engine_answers_everyone_and_is_fatal_once(error: BaseException) -> None:
     """An error after which it can compute nothing, or one that ends its thread."""
     told: list[str] = []
 
@@ -151,7 +151,7 @@ async def test_an_engine_that_cannot_be_closed_keeps_no_end_waiting() -> None:
 # callers who go, deadlines
 
 
-async def test_a_caller_that_goes_away_between_two_chunks_is_computed_no_further() -> None:
+async def test_a_caller_gone_between_chunks_is_computed_no_further() -> None:
     async with busy(candidates=8, batching=Batching(chunk_candidates=4)) as now:
         now.first.cancel()
         await asyncio.wait([now.first])
@@ -160,7 +160,7 @@ async def test_a_caller_that_goes_away_between_two_chunks_is_computed_no_further
         assert now.engine.chunks == [[4], [4]]
 
 
-async def test_a_caller_that_goes_away_after_its_batch_was_split_is_not_computed() -> None:
+async def test_a_caller_gone_after_a_split_is_not_computed() -> None:
     gate = Gate()
 
     def together_or_held(items: Sequence[Item]) -> None:
@@ -180,7 +180,7 @@ async def test_a_caller_that_goes_away_after_its_batch_was_split_is_not_computed
         assert engine.forwards == [[1], [3]]
 
 
-async def test_each_is_told_when_its_own_deadline_has_passed_in_whatever_order_they_came() -> None:
+async def test_each_request_ends_at_its_own_deadline_in_any_order() -> None:
     """Also one that is being computed. What has expired in the queue is never computed."""
     async with busy(deadline=Deadline(default_seconds=0.3)) as now:
         begun = now.ranker.clock()
@@ -205,7 +205,7 @@ async def test_each_is_told_when_its_own_deadline_has_passed_in_whatever_order_t
 # admission
 
 
-async def test_nothing_is_admitted_before_loading_nor_after_draining_and_each_says_when_to_come_back() -> None:
+async def test_nothing_is_admitted_before_loading_or_while_draining() -> None:
     ranker = create()
     with pytest.raises(NotReady) as early:
         ranker.check_open(None)
@@ -253,7 +253,7 @@ async def test_refusals_are_counted_by_their_reason() -> None:
         now.ranker.check_open("light")
 
 
-async def test_a_loop_that_cannot_keep_up_refuses_before_reading_and_recovers() -> None:
+async def test_a_loop_that_falls_behind_refuses_early_and_recovers() -> None:
     """The engine has time; the turns of the loop are long, as where many callers send to a small model."""
     async with running(queue=Queue(max_wait_seconds=0.02)) as ranker:
         stop, waits = asyncio.Event(), list[float]()
@@ -305,7 +305,7 @@ async def test_readiness_says_what_the_loader_does() -> None:
     assert ranker.health().reason == "The process has stopped."
 
 
-async def test_a_checkpoint_that_cannot_be_loaded_is_fatal_and_says_why() -> None:
+async def test_a_checkpoint_that_fails_to_load_is_fatal_and_says_why() -> None:
     told: list[str] = []
 
     def load(path: Path, steps: Steps) -> LoadedModel:
@@ -335,7 +335,7 @@ async def test_the_end_tells_those_who_wait_when_its_time_is_over() -> None:
         assert not await stopped
 
 
-def is_refused(ranker: LocalRanker) -> bool:
+def is_refused(ranker: LocalService) -> bool:
     """Whether a request is told before it is read that the engine is down."""
     try:
         ranker.check_open(None)
@@ -369,7 +369,7 @@ async def test_a_hang_answers_who_waits_and_is_fatal() -> None:
         assert now.engine.forwards == []
 
 
-async def test_after_a_failure_the_end_waits_a_second_for_the_engine_and_no_longer() -> None:
+async def test_after_a_failure_the_end_waits_a_second_for_the_engine() -> None:
     hold = threading.Event()
 
     class Hanging(FakeEngine):

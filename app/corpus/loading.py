@@ -13,7 +13,7 @@ from model.create import find_device
 from model.retrieval.engine import Added, RetrievalEngine, RetrievalOptions
 from model.retrieval.inputs import Change, NewPosts, PostChange
 from weights.checkpoint import Encoder, load_encoder
-from weights.corpus.changes import Changes, load_changed, mark_after, no_posts
+from weights.corpus.changes import ChangeLog, load_changed, mark_after, no_posts
 from weights.corpus.importer import encode
 from weights.corpus.store import StoredCorpus
 from weights.errors import NotStored
@@ -29,7 +29,7 @@ class LoadedCorpus:
     served: ServedCorpus
     encoder: Encoder
     stored: StoredCorpus
-    changes: Changes
+    changes: ChangeLog
 
     def state(self, deleted: int = 0) -> CorpusState:
         """Return the present state of the corpus. `deleted` is how many posts the last change deleted by name."""
@@ -85,7 +85,7 @@ def corpus_loader(settings: Settings) -> CorpusLoader:
     def load(checkpoint: Path, corpus: Path, before: LoadedCorpus | None) -> LoadedCorpus:
         encoder = load_encoder(checkpoint)
         held = None if before is None else before.changes
-        stored, changes, made = load_changed(corpus, encoder.manifest, may_change=may_change, before=held)
+        stored, changes, stored_change = load_changed(corpus, encoder.manifest, may_change=may_change, before=held)
         try:
             search = RetrievalOptions(
                 backend="torch" if options.backend == "dense" else options.backend,
@@ -97,7 +97,7 @@ def corpus_loader(settings: Settings) -> CorpusLoader:
             engine = RetrievalEngine(encoder.towers, stored.corpus, search)
             engine.warm_up()
             engine.mark = stored.manifest.first_mark
-            engine.change(made)
+            engine.change(stored_change)
         except BaseException:
             changes.close()
             raise
