@@ -340,7 +340,7 @@ def runs_of(name: str, folder: Path, seeds: int) -> list[dict[str, Any]]:
     for seed in range(1, seeds + 1):
         planned = plan(log, seed)
         key = {"log": name, "settings": asdict(planned.settings)}
-        run = next((run for run in earlier if run["log"] == name and run["settings"] == key["settings"]), None)
+        run = next((run for run in earlier if run["log"] == name and run.get("settings") == key["settings"]), None)
         if run is None:
             run = key | measured(log, planned)
             with path.open("a") as lines:

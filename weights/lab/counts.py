@@ -197,18 +197,15 @@ def _log_odds(rate: Floats) -> NDArray[np.float64]:
     return np.asarray(np.log(inside / (1 - inside)))
 
 
-def smoothed_labels(examples: Examples, rows: int, strength: float) -> Floats:
-    """Labels of the first `rows` rows to learn from, float32 `[rows, A]`: in part what happened, in part what counts expect of that row.
+def smoothed_labels(examples: Examples, rows: int, share: float) -> Floats:
+    """Labels of the first `rows` rows to learn from, float32 `[rows, A]`: each action as it happened, less `share`, plus `share` of the
+    probability that counts give it. A model that learns from them does not learn single rows by heart.
 
-    The expectation has the share `strength / (strength + positives)` of an action's labels, where `positives` is how often it was taken.
-    A model that learns from such labels does not learn single rows by heart. This is distillation (Hinton et al., 2015,
-    https://arxiv.org/abs/1503.02531) with models on counts as the teacher.
+    This is distillation (Hinton et al., 2015, https://arxiv.org/abs/1503.02531) with models on counts as the teacher.
     """
     happened = examples.log.actions[:rows].astype(np.float32)
-    share = np.float32(strength) / np.maximum(np.float32(strength) + happened.sum(0), 1)
     expected = [count_expectations(examples, rows, action) for action in range(happened.shape[1])]
-    labels: Floats = (1 - share) * happened + share * np.stack(expected, 1)
-    return labels
+    return (1 - np.float32(share)) * happened + np.float32(share) * np.stack(expected, 1)
 
 
 def pair_key(left: NDArray[np.uint64], right: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -40,7 +40,6 @@ VALIDATION_COST = 0.05  # of the requests that training passes over: at most so 
 COUNTS_STRENGTH = 2000.0
 """What counts expect is worth so many positives: with so many, half of each label is that. With more, it is less."""
 PASSING_STRENGTH = 100_000.0  # where no post or author stays popular, learning theirs by heart only harms
-LEAST_COUNTS_SHARE = 0.05  # a smaller part of the labels is not worth the time
 COUNTED_IMPRESSIONS = 1_000_000  # more need no help of counts
 HIDDEN_USERS = 0.5
 HIDDEN_CODED_POSTS = 0.5
@@ -297,15 +296,13 @@ def _schedule(log: Log, name: str, positives: int) -> Choice:
     is_passing = are_counted and rates_pass(log, newest, log.action_names.index(name))
     passing = ", and no post or author stays popular" if is_passing else ""
     strength = PASSING_STRENGTH if is_passing else COUNTS_STRENGTH
-    counts = strength / (strength + positives)
-    if not are_counted or counts < LEAST_COUNTS_SHARE:
-        strength = 0.0
-    smoothed = f"; {counts:.0%} of its labels is what counts expect" if strength else ""
+    counts = round(strength / (strength + positives), 1) if are_counted else 0.0
+    smoothed = f"; {counts:.0%} of each label is what counts expect" if counts else ""
     return Choice(
         f"{positives:,} times {name} in {requests:,} requests{passing}",
         f"validate on {validated:,} of the newest requests, about {positives * validated // requests:,} times {name}{smoothed}",
         {
-            "warmup_share": WARMUP_SHARE, "evaluations": EVALUATIONS, "patience": PATIENCE, "counts_strength": strength,
+            "warmup_share": WARMUP_SHARE, "evaluations": EVALUATIONS, "patience": PATIENCE, "counts_share": counts,
             "validation_share": round(share, 3), "validation_requests": max(FEWEST_VALIDATION_REQUESTS, validated),
         },
     )  # fmt: skip

@@ -52,8 +52,8 @@ def train(
     examples = Examples(log, config)
     requests = len(examples) if until_ts is None else int(np.searchsorted(examples.times, until_ts))
     parts = split(requests, settings.validation_requests, settings.validation_share)
-    if settings.counts_strength:
-        examples.smoothed = smoothed_labels(examples, int(examples.stops[parts[0][-1]]), settings.counts_strength)
+    if settings.counts_share:
+        examples.smoothed = smoothed_labels(examples, int(examples.stops[parts[0][-1]]), settings.counts_share)
     with alone_in(state) if state else nullcontext(), reproducible(settings.threads):
         trainer = Trainer(examples, *parts, settings, start, dwell_output)
         if resume and state:

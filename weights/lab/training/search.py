@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from weights.lab.training.settings import TrainSettings
 
 CHOICES = {
-    "hidden_user_share": (0.1, 0.5, 0.9), "hidden_event_share": (0.0, 0.2, 0.4), "counts_strength": (0.0, 2e3, 2e4, 1e9),
+    "hidden_user_share": (0.1, 0.5, 0.9), "hidden_event_share": (0.0, 0.2, 0.4), "counts_share": (0.0, 0.5, 0.8, 1.0),
 }  # fmt: skip
 FACTORS = {"epochs": (0.5, 1.0, 2.0), "learning_rate": (0.25, 0.5, 1.0, 2.0), "weight_decay": (0.3, 1.0, 3.0)}
 """What the chosen value is multiplied by."""

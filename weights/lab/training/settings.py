@@ -72,11 +72,10 @@ class TrainSettings:
     hidden_event_share: Annotated[
         float, "share of events left out of the histories, so that no single event decides", SHARE
     ] = 0.0
-    counts_strength: Annotated[
+    counts_share: Annotated[
         float,
-        "how many positives the expectation of models on counts is worth: of an action taken so often, each label is half what "
-        "happened and half what counts expect, so that small logs are not learned by heart",
-        Within(0, 1_000_000_000),
+        "how much of a label is what models on counts expect, rather than what happened: small logs are then not learned by heart",
+        SHARE,
     ] = 0.0
     learning_rate: Annotated[
         float, "highest learning rate of AdamW; after the warm-up it falls as half a cosine", Within(0, 1, excluded=0)

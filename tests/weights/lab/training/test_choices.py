@@ -123,9 +123,9 @@ def test_counts_help_where_the_log_has_few_positives(log: Log) -> None:
     popular = log.author_id % np.uint64(2) == 0
     few = with_actions(log, like=0.1)
     few = replace(few, actions=few.actions & popular[:, None])
-    assert plan(few).settings.counts_strength == 2000
+    assert plan(few).settings.counts_share == 0.8
     many = few.take(np.sort(np.arange(1_000_000) % len(log)))
-    assert plan(many).settings.counts_strength == 0
+    assert plan(many).settings.counts_share == 0
 
 
 def test_counts_alone_teach_where_nothing_stays_popular(log: Log) -> None:
@@ -133,7 +133,7 @@ def test_counts_alone_teach_where_nothing_stays_popular(log: Log) -> None:
     large = log.take(np.sort(np.arange(60_000) % len(log)))
     in_fashion = (large.author_id + large.impression_ts.astype(np.uint64) // np.uint64(DAY)) % np.uint64(5) == 0
     made = plan(replace(large, actions=in_fashion[:, None], action_names=("like",)))
-    assert made.settings.counts_strength == 100_000
+    assert made.settings.counts_share == 0.9
     assert "no post or author stays popular" in decided(made, "times like")
     always = large.author_id % np.uint64(5) == 0
     lasting = plan(replace(large, actions=always[:, None], action_names=("like",)))
