@@ -28,6 +28,7 @@ class LoopSettings:
     shown: int = 8
     temperature: float = 0.06  # of the exploration, in units of the reward
     nights: int = 1  # that each turn trains on: with more, tastes that are gone are learned again
+    held_out: float = 0.2  # of a night's requests: both models are judged on them
     window_seconds: int = 5
 
     @property
