@@ -1,6 +1,6 @@
 """The interface between HTTP and ranking: everything that the HTTP side knows of the service. Imports neither torch nor HTTP.
 
-`app.service.ranker.LocalRanker` computes in this process, `app.processes.remote.RemoteRanker` asks the engine process.
+`app.service.local.LocalService` computes in this process, `app.processes.remote.RemoteService` asks the engine process.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class ReloadInProgress(RuntimeError):
 
 
 class Job(Protocol):
-    """One admitted request and its place in the queue, from `Ranker.admit`. Give it to `Ranker.rank` once."""
+    """One admitted request and its place in the queue, from `RankingService.admit`. Give it to `RankingService.rank` once."""
 
     @property
     def candidates(self) -> int:
@@ -125,7 +125,7 @@ class Job(Protocol):
         ...
 
 
-class Corpus(Protocol):
+class CorpusService(Protocol):
     """Finds posts for a user. Used by the event loop only; deadlines are in seconds of the ranker's clock."""
 
     @property
@@ -143,8 +143,8 @@ class Corpus(Protocol):
         leaves_at: float = math.inf,
         is_admitted: bool = False,
     ) -> SearchResult:
-        """Return the best posts of `served` for a request of this API key. Cancelling it drops the work. `leaves_at`: see `Ranker.admit`.
-        `is_admitted`: the request has a reserved job, so the load of the ranking queue does not refuse it again.
+        """Return the best posts of `served` for a request of this API key. Cancelling it drops the work. `leaves_at`: see
+        `RankingService.admit`. `is_admitted`: the request has a reserved job, so the load of the ranking queue does not refuse it again.
 
         Raises Overloaded, DeadlineExceeded, EngineDown, CorpusBehind, CorpusNotLoaded if `served` is gone, and ContextUnknown, also if the
         cache keeps less of the context than the user tower reads.
@@ -186,7 +186,7 @@ class Reloads(Protocol):
         ...
 
 
-class Ranker(Protocol):
+class RankingService(Protocol):
     """Ranks requests. Used by the event loop only; deadlines are in seconds of `clock`.
 
     `on_fatal(reason)` is called once, when only a new process can help and every waiting request has its error.
@@ -197,7 +197,7 @@ class Ranker(Protocol):
     on_fatal: Callable[[str], None]
 
     @property
-    def corpus(self) -> Corpus:
+    def corpus(self) -> CorpusService:
         """The search side; it may serve no corpus."""
         ...
 
@@ -288,7 +288,7 @@ class Ranker(Protocol):
         ...
 
 
-class ReloadableRanker(Ranker, Protocol):
+class ReloadableService(RankingService, Protocol):
     """A ranker whose engine is in this process, so that its checkpoint can be changed here."""
 
     @property

@@ -24,8 +24,8 @@ from app.api.middleware import HostMiddleware, RequestMiddleware
 from app.api.pages import pages
 from app.api.patience import Leavers
 from app.api.read_queue import ReadQueue
-from app.api.state import State
-from app.interface import Ranker, ReloadableRanker
+from app.api.state import AppState
+from app.interface import RankingService, ReloadableService
 from app.served.log import ServedLog, create_served_log
 from app.settings import ADMIN_HOST, Settings, SettingsProblem, load_settings, problem_of
 from app.shares import Shares
@@ -66,7 +66,7 @@ def operation_id(route: APIRoute) -> str:
     return "_".join(part for part in route.path.split("/") if part and "{" not in part)
 
 
-def create_app(settings: Settings | None = None, ranker: Ranker | None = None) -> FastAPI:
+def create_app(settings: Settings | None = None, ranker: RankingService | None = None) -> FastAPI:
     """The application with every endpoint of the main port. Its lifespan loads the ranker, warms it up and drains it.
 
     Without `settings`, they are read from the environment, and another server than ours runs the application: then an error that only a
@@ -79,7 +79,7 @@ def create_app(settings: Settings | None = None, ranker: Ranker | None = None) -
         if problem := problem_of(settings.checkpoint):
             raise SettingsProblem(f"{settings.checkpoint.absolute()} {problem}")
     if ranker is None:
-        from app.service.ranker import create_ranker  # the only import that needs torch
+        from app.service.local import create_ranker  # the only import that needs torch
 
         ranker = create_ranker(settings, Metrics())
         if not has_settings:
@@ -117,14 +117,14 @@ def end_process(reason: str) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def create_probe_app(settings: Settings, ranker: Ranker) -> FastAPI:
+def create_probe_app(settings: Settings, ranker: RankingService) -> FastAPI:
     """Only probes, metrics and /info, for a port that is not open to the outside."""
     app = _application(settings, ranker, settings.allowed_hosts(settings.probes.host, is_main=False))
     _include(app, [operations.probes, operations.metrics, operations.info])
     return app
 
 
-def create_admin_app(settings: Settings, ranker: ReloadableRanker) -> FastAPI:
+def create_admin_app(settings: Settings, ranker: ReloadableService) -> FastAPI:
     """Reloads and changes of posts, for the admin port on loopback."""
     hosts = settings.allowed_hosts(ADMIN_HOST, is_main=False)
     app = _application(settings, ranker, hosts, operator=admin.Operator(settings.admin))
@@ -134,7 +134,7 @@ def create_admin_app(settings: Settings, ranker: ReloadableRanker) -> FastAPI:
 
 def _application(
     settings: Settings,
-    ranker: Ranker,
+    ranker: RankingService,
     hosts: list[str],
     *,
     tracer: RequestTracer | None = None,
@@ -153,7 +153,7 @@ def _application(
     )
     bodies = Bodies(settings.limits.buffered_bytes, settings.queue.max_share_per_key)
     leavers = Leavers()
-    app.state = State(  # type: ignore[assignment]
+    app.state = AppState(  # type: ignore[assignment]
         ranker=ranker,
         settings=settings,
         keys=KeyRing(settings.auth),

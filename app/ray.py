@@ -12,7 +12,7 @@ from typing import Any
 from ray import serve
 
 from app.main import create_app
-from app.service.ranker import create_ranker
+from app.service.local import create_ranker
 from app.settings import Settings, load_settings
 from app.telemetry import logs
 from app.telemetry.metrics import Metrics

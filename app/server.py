@@ -37,7 +37,7 @@ from app.api.caller import CUT_OFF, KeyRing
 from app.api.connection import Connection, PortState, sweep
 from app.api.operations import Scrapes
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START, SAME_SIGNAL_SECONDS
-from app.interface import Ranker, ReloadableRanker
+from app.interface import RankingService, ReloadableService
 from app.main import create_admin_app, create_app, create_probe_app
 from app.settings import ADMIN_HOST, ANY_ADDRESS, Settings, listen_hosts
 from app.telemetry import logs
@@ -102,7 +102,9 @@ class Port(uvicorn.Server):
 class Server(Port):
     """The service's port. To stop, it loses readiness, waits the delay, closes its listeners and finishes open requests."""
 
-    def __init__(self, app: FastAPI, sockets: Sequence[socket.socket], ranker: Ranker, settings: Settings) -> None:
+    def __init__(
+        self, app: FastAPI, sockets: Sequence[socket.socket], ranker: RankingService, settings: Settings
+    ) -> None:
         super().__init__(app, sockets, settings, lifespan=True)
         self.ranker = ranker
         self.settings = settings
@@ -220,7 +222,7 @@ class Server(Port):
 
 def run(
     settings: Settings,
-    ranker: Ranker | None = None,
+    ranker: RankingService | None = None,
     sockets: Sequence[socket.socket] | None = None,
     *,
     announces: bool = True,
@@ -229,9 +231,9 @@ def run(
 
     A worker of several is given its ranker and its sockets, which it shares with the others; one of them `announces` what people can try.
     """
-    local: ReloadableRanker | None = None
+    local: ReloadableService | None = None
     if ranker is None:
-        from app.service.ranker import create_ranker
+        from app.service.local import create_ranker
         from app.telemetry.metrics import Metrics
 
         ranker = local = create_ranker(settings, Metrics())
@@ -281,7 +283,7 @@ async def serve_engine(engine: EngineProcess, path: str, sides: Sequence[Port]) 
 
 
 def side_ports(
-    settings: Settings, ranker: ReloadableRanker, exposition: Callable[[], Awaitable[bytes]] | None = None
+    settings: Settings, ranker: ReloadableService, exposition: Callable[[], Awaitable[bytes]] | None = None
 ) -> list[Port]:
     """The ports for probes and for the admin interface, where they are set. Raises OSError, which is logged, where one is taken.
     `exposition`: the metrics of all processes."""

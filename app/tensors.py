@@ -148,7 +148,7 @@ class TensorRequest:
         return None if self.parameters.timeout is None else self.parameters.timeout / 1e6
 
 
-def read(body: bytes, length: str | None, limits: schema.Limits) -> TensorRequest:
+def read(body: bytes, length: str | None, limits: schema.RequestLimits) -> TensorRequest:
     """Decode and check what holds for every checkpoint. `length`: the value of `LENGTH_HEADER`, where the caller sent it.
 
     Raises MalformedJson, TooLarge or InvalidRequest.

@@ -21,7 +21,7 @@ from app.api.route import Route
 from app.api.state import state_of
 from app.corpus.posts import read_change
 from app.errors import InvalidRequest, NotFound, ReloadBusy, ReloadRefused, Unauthorized, UnsupportedMediaType
-from app.interface import CheckpointNotFound, ReloadableRanker, ReloadInProgress
+from app.interface import CheckpointNotFound, ReloadableService, ReloadInProgress
 from app.settings import Admin
 from model.engine import EngineError
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
@@ -81,7 +81,7 @@ Body = Annotated[bytes, Depends(read_operator)]
 @router.post("/admin/reload", response_class=Response)
 async def reload(request: Request, body: Body) -> Response:
     """Serve another checkpoint, or read the current one again. Or do so for the retrieval checkpoint and the corpus, both in one step."""
-    ranker = cast(ReloadableRanker, state_of(request).ranker)  # `create_admin_app` is given one
+    ranker = cast(ReloadableService, state_of(request).ranker)  # `create_admin_app` is given one
     reload_request = schema.decode(RELOAD, body or b"{}")
     names = [
         None if name is UNSET else name
@@ -102,13 +102,13 @@ async def reload(request: Request, body: Body) -> Response:
             raise ReloadRefused("The current checkpoint is no longer below the configured root.") from None
 
 
-async def _reload_checkpoint(ranker: ReloadableRanker, name: str | None) -> dict[str, Any]:
+async def _reload_checkpoint(ranker: ReloadableService, name: str | None) -> dict[str, Any]:
     before = ranker.model().manifest.digest if ranker.health().started else None
     manifest = (await ranker.reloads.reload(name)).manifest
     return {"model": _named(manifest), "result": _result(before == manifest.digest)}
 
 
-async def _reload_corpus(ranker: ReloadableRanker, retrieval: str | None, corpus: str | None) -> dict[str, Any]:
+async def _reload_corpus(ranker: ReloadableService, retrieval: str | None, corpus: str | None) -> dict[str, Any]:
     async def identity() -> object:
         state = await ranker.corpus.state()
         if state is None:

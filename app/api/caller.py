@@ -187,7 +187,7 @@ def leaves_at(request: Request, exchange: Exchange) -> float:
 
 
 def check_room(request: Request, exchange: Exchange, size: int) -> None:
-    """Raise what `Ranker.check_open` does, and Overloaded where a body of so many bytes would wait too long to be read."""
+    """Raise what `RankingService.check_open` does, and Overloaded where a body of so many bytes would wait too long to be read."""
     state, leaves = state_of(request), leaves_at(request, exchange)
     if size <= COSTLY_BODY_BYTES:
         state.ranker.check_open(exchange.key, leaves)

@@ -20,10 +20,10 @@ from starlette.responses import Response
 
 from app import replies, schema
 from app.api.caller import Caller, CallerInfo, cancelled_with
+from app.api.in_flight import InFlight
 from app.api.rank import JSON, admitted, note
 from app.api.route import Route
-from app.api.state import State, state_of
-from app.api.window import Window
+from app.api.state import AppState, state_of
 from app.errors import DeadlineExceeded, Overloaded, TooLarge
 from app.explanation import MAX_EXPLAINED, Question, render
 from app.interface import Job, Ranked, ServedModel
@@ -113,9 +113,9 @@ async def explain(request: Request, caller: Caller) -> Response:
     return Response(b"".join(written), media_type=JSON, headers=replies.headers_of(model, ranked, exchange))
 
 
-async def _question(state: State, caller: CallerInfo, model: ServedModel) -> Question:
+async def _question(state: AppState, caller: CallerInfo, model: ServedModel) -> Question:
     """Read and check a request of a caller whose deadline is set. Raises MalformedJson, TooLarge, InvalidRequest, or what
-    `Ranker.context` raises."""
+    `RankingService.context` raises."""
     vocabulary = state.vocabularies.of(model.manifest)
     request = schema.read(EXPLAIN, caller.body, state.settings.limits, vocabulary.index)
     if len(request.explain) > MAX_EXPLAINED:
@@ -136,7 +136,7 @@ class Explaining:
     """One explanation on one model version. Each of its contexts is a request of its own to the ranker, with a place in the queue like
     any other. The caller's deadline is set."""
 
-    state: State
+    state: AppState
     caller: CallerInfo
     model: ServedModel
     question: Question
@@ -178,18 +178,18 @@ class Explaining:
 
     async def _turn(self, turn: Iterable[tuple[Context, Candidates]]) -> list[Ranked]:
         """Rank several contexts at once."""
-        window, lock = Window(self.state.ranker, self.state.settings.batching), asyncio.Lock()
+        in_flight, lock = InFlight(self.state.ranker, self.state.settings.batching), asyncio.Lock()
         begun: list[asyncio.Task[Ranked]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
                 for context, candidates in turn:
-                    begun.append(tasks.create_task(self._one(window, lock, context, candidates)))
+                    begun.append(tasks.create_task(self._one(in_flight, lock, context, candidates)))
                     await asyncio.sleep(0)  # let other requests in
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in begun]
 
-    async def _one(self, window: Window, lock: asyncio.Lock, context: Context, candidates: Candidates) -> Ranked:
+    async def _one(self, in_flight: InFlight, lock: asyncio.Lock, context: Context, candidates: Candidates) -> Ranked:
         sizes = {"candidates": len(candidates), "history": len(context)}
         clock, deadline = self.state.ranker.clock, self.caller.deadline
 
@@ -200,7 +200,7 @@ class Explaining:
 
         with ExitStack() as places:
             async with lock:
-                job = await window.enter(places, admit, sizes["candidates"], 1 + sizes["history"])
+                job = await in_flight.enter(places, admit, sizes["candidates"], 1 + sizes["history"])
                 self.has_begun = True
             ranked: Ranked = await self.state.ranker.rank(job, context, candidates)
             return ranked

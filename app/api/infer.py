@@ -15,9 +15,9 @@ from app.api.caller import CallerInfo, TensorCaller, cancelled_with
 from app.api.operations import DISTRIBUTION, NOT_NOW, Described, answers, check_ready, json_reply
 from app.api.rank import JSON, admitted, note_checked, timings_of
 from app.api.route import Route
-from app.api.state import State, state_of
+from app.api.state import AppState, state_of
 from app.errors import InvalidRequest, ModelNotFound
-from app.interface import Ranker, ServedModel
+from app.interface import RankingService, ServedModel
 from app.schema import PROBLEMS, InferReply, InferRequest
 from app.tensors import LENGTH_HEADER
 
@@ -132,7 +132,7 @@ async def version_ready(request: Request, name: str, version: str) -> Response:
     return _model_ready(state_of(request).ranker, name, version)
 
 
-def _model_ready(ranker: Ranker, name: str, version: str) -> Response:
+def _model_ready(ranker: RankingService, name: str, version: str) -> Response:
     check_ready(ranker)
     return json_reply({"name": _model(ranker, name, version).manifest.name, "ready": True})
 
@@ -186,12 +186,12 @@ async def _infer(request: Request, caller: CallerInfo, name: str, version: str) 
     return Response(text + binary, media_type=BINARY, headers=fields | {LENGTH_HEADER: str(len(text))})
 
 
-def _model(ranker: Ranker, name: str, version: str) -> ServedModel:
+def _model(ranker: RankingService, name: str, version: str) -> ServedModel:
     """The model of this name and version, any version where it is empty. Raises NotReady or ModelNotFound."""
     return ranker.model(f"{name}@{version}" if version else name)
 
 
-def _in_time(state: State, caller: CallerInfo, timeout_seconds: float | None) -> CallerInfo:
+def _in_time(state: AppState, caller: CallerInfo, timeout_seconds: float | None) -> CallerInfo:
     """The caller, who waits no longer than the body says."""
     if timeout_seconds is None:
         return caller

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from app.api.route import Route
 from app.api.state import state_of
 from app.errors import Draining, EngineDown, NotReady, ServiceError
-from app.interface import CorpusState, Health, Ranker
+from app.interface import CorpusState, Health, RankingService
 from app.schema import problems_of
 from app.settings import Settings
 from app.telemetry.metrics import CONTENT_TYPE
@@ -158,7 +158,7 @@ async def what_runs(request: Request) -> Response:
     return json_reply(describe(ranker, await ranker.corpus.state()) | state_of(request).about)
 
 
-def check_ready(ranker: Ranker) -> Health:
+def check_ready(ranker: RankingService) -> Health:
     """Return what the probes say, or raise why no requests should be sent here: NotReady, Draining or EngineDown."""
     health = ranker.health()
     if not health.ready:
@@ -167,7 +167,7 @@ def check_ready(ranker: Ranker) -> Health:
     return health
 
 
-def describe(ranker: Ranker, corpus: CorpusState | None) -> dict[str, Any]:
+def describe(ranker: RankingService, corpus: CorpusState | None) -> dict[str, Any]:
     """Plain JSON values. Raises NotReady while nothing is loaded."""
     model = ranker.model()
     manifest, engine = model.manifest, model.engine
@@ -211,7 +211,7 @@ def of_settings(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _retrieval(ranker: Ranker, state: CorpusState) -> dict[str, Any]:
+def _retrieval(ranker: RankingService, state: CorpusState) -> dict[str, Any]:
     """The retrieval model and its corpus."""
     served, corpus = ranker.corpus.served, state.corpus
     return {

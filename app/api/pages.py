@@ -21,7 +21,7 @@ from app import schema
 from app.api.route import Route
 from app.api.state import state_of
 from app.errors import NotFound, ServiceError
-from app.interface import Ranker
+from app.interface import RankingService
 from app.settings import Settings
 from weights.format.manifest import MANIFEST_NAME
 
@@ -112,7 +112,7 @@ def pages(settings: Settings, document: Callable[[], dict[str, Any]]) -> APIRout
     return router
 
 
-def _example_key(ranker: Ranker) -> str:
+def _example_key(ranker: RankingService) -> str:
     """The actions of the checkpoint that serves and its kind of ids, with blanks between; X's before one does."""
     try:
         manifest = ranker.model().manifest

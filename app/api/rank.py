@@ -18,9 +18,9 @@ from starlette.responses import Response
 
 from app import features, replies, schema
 from app.api.caller import Caller, CallerInfo, cancelled_with
+from app.api.in_flight import InFlight
 from app.api.route import Route
-from app.api.state import State, state_of
-from app.api.window import Window
+from app.api.state import AppState, state_of
 from app.errors import MalformedJson, Overloaded, ServiceError, TooLarge, service_error_of
 from app.features import CheckedRequest, ReplyOptions
 from app.interface import Job, Ranked, ServedModel
@@ -60,7 +60,7 @@ async def rank_batch(request: Request, caller: Caller) -> Response:
     with exchange.measured("parse"):
         items, is_bare = schema.split_batch(caller.body, state.settings.limits.max_batch_requests)
     exchange.requests = len(items)
-    with Batch(state, caller) as batch:
+    with BatchCall(state, caller) as batch:
         results = await cancelled_with(request, batch.results(items))
     ranked = [result for result in results if isinstance(result, Result)]
     model = ranked[-1].model if ranked else state.ranker.model()
@@ -128,7 +128,7 @@ async def _rank(request: Request, caller: CallerInfo, name: str = "") -> Respons
 # --- The steps of a ranking, which one request and those of a batch share --------------------------------------------------------------
 
 
-def _read(state: State, exchange: Exchange, model: ServedModel, body: bytes) -> RankRequest:
+def _read(state: AppState, exchange: Exchange, model: ServedModel, body: bytes) -> RankRequest:
     """Decode a request and note its size."""
     with exchange.measured("parse"):
         rank_request = schema.read(RANK, body, state.settings.limits, state.vocabularies.of(model.manifest).index)
@@ -138,7 +138,7 @@ def _read(state: State, exchange: Exchange, model: ServedModel, body: bytes) -> 
     return rank_request
 
 
-def _check(state: State, exchange: Exchange, model: ServedModel, rank_request: RankRequest) -> CheckedRequest:
+def _check(state: AppState, exchange: Exchange, model: ServedModel, rank_request: RankRequest) -> CheckedRequest:
     """Check a request against this checkpoint."""
     with exchange.measured("parse"):
         vocabulary = state.vocabularies.of(model.manifest)
@@ -147,7 +147,7 @@ def _check(state: State, exchange: Exchange, model: ServedModel, rank_request: R
     return checked
 
 
-def note_checked(state: State, exchange: Exchange, checked: CheckedRequest) -> None:
+def note_checked(state: AppState, exchange: Exchange, checked: CheckedRequest) -> None:
     """Name the ranking, and tell metrics and log what is odd about the request."""
     options = checked.options
     note(state, exchange, checked.context, options.request_id)
@@ -156,7 +156,7 @@ def note_checked(state: State, exchange: Exchange, checked: CheckedRequest) -> N
         state.vocabularies.log_once(checked.vocabulary, options.warnings)
 
 
-def note(state: State, exchange: Exchange, context: Context | str, request_id: str | None) -> None:
+def note(state: AppState, exchange: Exchange, context: Context | str, request_id: str | None) -> None:
     """Take the name that a request gives itself, and count a history that did not fit."""
     if request_id is not None and not exchange.is_named_by_caller:
         exchange.request_id = request_id
@@ -164,7 +164,7 @@ def note(state: State, exchange: Exchange, context: Context | str, request_id: s
         state.ranker.metrics.history_truncated.inc()
 
 
-def _reply(state: State, exchange: Exchange, checked: CheckedRequest, ranked: Ranked, parse_seconds: float) -> bytes:
+def _reply(state: AppState, exchange: Exchange, checked: CheckedRequest, ranked: Ranked, parse_seconds: float) -> bytes:
     """Write the reply, and have the log of what was served take it."""
     timings = timings_of(exchange, parse_seconds, ranked)
     exchange.scored.append((checked.vocabulary.action_names, ranked.scores.probabilities))
@@ -184,9 +184,9 @@ def timings_of(exchange: Exchange, parse_seconds: float, ranked: Ranked) -> dict
 
 
 def admitted(
-    state: State, caller: CallerInfo, model: ServedModel, *, candidates: int, history: int
+    state: AppState, caller: CallerInfo, model: ServedModel, *, candidates: int, history: int
 ) -> AbstractContextManager[Job]:
-    """Return `Ranker.admit` for a request of this size and this caller."""
+    """Return `RankingService.admit` for a request of this size and this caller."""
     return state.ranker.admit(
         model,
         candidates=candidates,
@@ -209,17 +209,17 @@ class Result(NamedTuple):
     handle: str
 
 
-class Batch:
+class BatchCall:
     """The requests of one call. Leaving it gives back its share of what all such calls together may hold."""
 
-    def __init__(self, state: State, caller: CallerInfo) -> None:
+    def __init__(self, state: AppState, caller: CallerInfo) -> None:
         self._state = state
         self._limits = state.settings.limits
         self._caller = caller
         if caller.deadline is None:  # one for all requests, from the start
             deadline = state.ranker.clock() + state.settings.deadline.default_seconds
             self._caller = replace(caller, deadline=deadline)
-        self._window = Window(state.ranker, state.settings.batching)
+        self._in_flight = InFlight(state.ranker, state.settings.batching)
         self._turn = asyncio.Lock()
         self._candidates = 0
         self._names: set[str] = set()
@@ -263,7 +263,7 @@ class Batch:
         def admit() -> AbstractContextManager[Job]:
             return admitted(state, self._caller, state.ranker.model(), **sizes)
 
-        job = await self._window.enter(places, admit, sizes["candidates"], 1 + sizes["history"])
+        job = await self._in_flight.enter(places, admit, sizes["candidates"], 1 + sizes["history"])
         checked = _check(state, exchange, job.model, rank_request)  # another model may serve by now
         checked.endpoint = "/rank/batch"
         self._name(checked.options, place)

@@ -18,7 +18,7 @@ from app import features, replies, schema
 from app.api.caller import Caller, CallerInfo, cancelled_with
 from app.api.rank import JSON, NO_CANDIDATES, admitted, note, note_checked
 from app.api.route import Route
-from app.api.state import State, state_of
+from app.api.state import AppState, state_of
 from app.errors import (
     CorpusBehind,
     CorpusNotLoaded,
@@ -114,7 +114,7 @@ async def recommend(request: Request, caller: Caller) -> Response:
 
 
 def _check(
-    state: State, caller: CallerInfo, request: RecommendRequest, model: ServedModel, served: ServedCorpus
+    state: AppState, caller: CallerInfo, request: RecommendRequest, model: ServedModel, served: ServedCorpus
 ) -> tuple[Query, CheckedRequest]:
     """Check a request against both checkpoints. What is to be ranked has no candidates yet. Raises InvalidRequest."""
     ranker, towers = model.manifest, served.manifest
@@ -145,7 +145,7 @@ def _reading(manifest: Manifest) -> tuple[object, ...]:
 
 
 async def _search_and_rank(
-    state: State, caller: CallerInfo, job: Job, served: ServedCorpus, query: Query, checked: CheckedRequest
+    state: AppState, caller: CallerInfo, job: Job, served: ServedCorpus, query: Query, checked: CheckedRequest
 ) -> tuple[SearchResult, Ranked]:
     """Find posts, make them the candidates of the checked request, and rank them, best first."""
     assert caller.deadline is not None
@@ -232,7 +232,7 @@ def _at_least(caller: CallerInfo) -> str:
     return sent
 
 
-def _deadline(state: State, caller: CallerInfo) -> float:
+def _deadline(state: AppState, caller: CallerInfo) -> float:
     settings, now = state.settings.deadline, state.ranker.clock()
     return min(
         now + settings.default_seconds if caller.deadline is None else caller.deadline, now + settings.max_seconds

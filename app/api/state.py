@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # the endpoints' modules import this one
     from app.api.operations import Scrapes
     from app.api.patience import Leavers
     from app.api.read_queue import ReadQueue
-    from app.interface import Ranker
+    from app.interface import RankingService
     from app.served.log import ServedLog
     from app.settings import Settings
     from app.shares import Shares
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # the endpoints' modules import this one
 
 
 @dataclass(slots=True)
-class State:
+class AppState:
     """The `app.state` of our applications.
 
     `bodies`: bytes of the bodies that are being read. `batches`: candidates of the batches that are being ranked. `about`: what of /info
@@ -30,7 +30,7 @@ class State:
     `leavers`: when callers leave. `read_queue`: bodies that have come and are not read yet.
     """
 
-    ranker: Ranker
+    ranker: RankingService
     settings: Settings
     keys: KeyRing
     bodies: Bodies
@@ -45,7 +45,7 @@ class State:
     operator: Operator | None = None
 
 
-def state_of(request: Request) -> State:
+def state_of(request: Request) -> AppState:
     """Return what the endpoints of the port share that got this request."""
-    state: State = request.app.state
+    state: AppState = request.app.state
     return state

@@ -1,4 +1,4 @@
-"""The `interface.Corpus` of one process: runs searches, swaps towers and corpus together, and changes the corpus meanwhile."""
+"""The `interface.CorpusService` of one process: runs searches, swaps towers and corpus together, and changes the corpus meanwhile."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 import structlog
 
-from app.corpus.changes import CorpusLoader, LoadedCorpus
 from app.corpus.feed import MILESTONE, FeedReader
+from app.corpus.loading import CorpusLoader, LoadedCorpus
 from app.corpus.stream import open_feed
 from app.errors import ChangedByFeed, CorpusBehind, CorpusNotLoaded, EngineDown, NoCorpus, Overloaded, ServiceError
 from app.interface import CorpusState, ReloadInProgress, SearchResult, ServedCorpus
 from app.queue.admission import Admission
-from app.queue.contexts import Contexts
 from app.queue.forecast import Clock
+from app.queue.handles import Handles
 from app.queue.job import SearchJob
 from app.queue.places import Places
 from app.queue.runners import RETRIEVAL_THREAD, EngineThread, Runner, SearchForwards
@@ -42,9 +42,9 @@ class Searches:
     """Serves searches over one corpus. Used by the event loop only; engines search in threads."""
 
     def __init__(
-        self, load: CorpusLoader | None, settings: Settings, metrics: Metrics, clock: Clock, contexts: Contexts
+        self, load: CorpusLoader | None, settings: Settings, metrics: Metrics, clock: Clock, handles: Handles
     ) -> None:
-        """`load` is None where no corpus can be served; `contexts` are for queries that name their context by a handle."""
+        """`load` is None where no corpus can be served; `handles` look up the contexts that queries name by a handle."""
         batching = Batching(max_candidates=SCAN_REQUESTS)  # each search counts as one
         most = max(1, settings.queue.max_requests // 4) + SCAN_REQUESTS
         limits = {"max_requests": most, "max_candidates": most, "key_candidates_per_second": 0.0}
@@ -63,7 +63,7 @@ class Searches:
         """The mark after the last change whose number is a multiple of `MILESTONE`."""
         self._load = load
         self._paths = settings.retrieval.checkpoint, settings.retrieval.corpus
-        self._contexts = contexts
+        self._handles = handles
         self._is_loading = False
         self._changing = asyncio.Lock()  # held by a swap, too: no change may fall between a load and its installation
         self._changes: set[asyncio.Task[Any]] = set()  # under way
@@ -73,7 +73,7 @@ class Searches:
 
     @property
     def served(self) -> ServedCorpus:
-        """See `interface.Corpus.served`."""
+        """See `interface.CorpusService.served`."""
         return self._loaded.served
 
     @property
@@ -87,7 +87,7 @@ class Searches:
         return "" if self.feed is None else self.feed.problem
 
     async def state(self) -> CorpusState | None:
-        """See `interface.Corpus.state`."""
+        """See `interface.CorpusService.state`."""
         return self.present()
 
     def present(self) -> CorpusState | None:
@@ -181,7 +181,7 @@ class Searches:
     # changes
 
     async def change(self, change: PostChange) -> CorpusState:
-        """See `interface.Corpus.change`. A change that has begun is finished even if the caller has gone."""
+        """See `interface.CorpusService.change`. A change that has begun is finished even if the caller has gone."""
         if self.feed is not None:
             raise ChangedByFeed
         if len(self._changes) >= MOST_CHANGES:
@@ -254,14 +254,14 @@ class Searches:
         leaves_at: float = math.inf,
         is_admitted: bool = False,
     ) -> SearchResult:
-        """See `interface.Corpus.search`."""
+        """See `interface.CorpusService.search`."""
         scheduler = self.versions.find(served)
         if scheduler is None:
             raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)
         if query.at_least and not scheduler.model.engine.mark.reaches(query.at_least):
             raise CorpusBehind(retry_after_seconds=1.0)
         if query.handle:
-            query = self._contexts.query(query, served.manifest, key)
+            query = self._handles.query(query, served.manifest, key)
         future: asyncio.Future[SearchResult] = asyncio.get_running_loop().create_future()
         job = SearchJob(
             candidates=1,

@@ -28,17 +28,17 @@ from app.processes.messages import (
     Answer,
     Call,
     Cancel,
+    EngineState,
     Failed,
     FromWorker,
     Rank,
     Search,
     Served,
-    State,
     decoder,
     encode,
 )
 from app.queue.scheduler import Scheduler
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from app.settings import Settings
 from app.telemetry.logs import of_exception
 
@@ -83,7 +83,7 @@ class Peer:
 class EngineProcess:
     """Serves workers until a signal or the loss of the engine. Used by the event loop only."""
 
-    def __init__(self, ranker: LocalRanker, settings: Settings) -> None:
+    def __init__(self, ranker: LocalService, settings: Settings) -> None:
         self.ranker = ranker
         self.settings = settings
         self.exit_code = 0
@@ -92,7 +92,7 @@ class EngineProcess:
         self._numbers = itertools.count(1)
         self._named: dict[Any, int] = {}  # numbers of what serves, or was replaced just now
         self._schedulers: dict[int, Scheduler[Any]] = {}  # held, by number
-        self._state = State(ranker.health())
+        self._state = EngineState(ranker.health())
         self._sent_at = 0.0
         self._fault_logged_at = float("-inf")
         self._ended = asyncio.Event()
@@ -214,7 +214,7 @@ class EngineProcess:
     def _place(
         self, model: Any, candidates: int, history: int, deadline: float | None, key: str | None, leaves_at: float
     ) -> Place:
-        """Admit a request. Raises what `interface.Ranker.admit` describes."""
+        """Admit a request. Raises what `interface.RankingService.admit` describes."""
         self.ranker.check_open(key, leaves_at)
         with ExitStack() as held:
             admit = self.ranker.admit(
@@ -277,7 +277,7 @@ class EngineProcess:
         ranker = self.ranker
         refusal = ranker.admission.closed(ranker.versions.running())
         model, corpus = self._described(ranker.versions.current), self._described(ranker.corpus.versions.current)
-        state = State(
+        state = EngineState(
             ranker.health(),
             model,
             corpus,
@@ -355,5 +355,5 @@ class Merged(Collector):
         yield from families.values()
 
 
-def _without_time(state: State) -> State:
+def _without_time(state: EngineState) -> EngineState:
     return msgspec.structs.replace(state, retry_after_seconds=0.0)

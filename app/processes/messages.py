@@ -1,7 +1,7 @@
 """The eight messages between a worker and the engine process, as msgpack with its length before it.
 
     worker → engine    Admit, Rank, Search, Cancel, Call
-    engine → worker    Answer, Failed, State; and Call, for the worker's metrics, which it answers like the engine, and Cancel of that
+    engine → worker    Answer, Failed, EngineState; and Call, for the worker's metrics, which it answers like the engine, and Cancel of that
 
 A new question is a new method of `Call`, not a new message. Both ends are the same build on one machine.
 """
@@ -140,7 +140,7 @@ class Served(msgspec.Struct):
         return ServedCorpus(Manifest.from_json(self.manifest), corpus, self.hidden, self.duplicates, self.notes)
 
 
-class State(msgspec.Struct, tag=True):
+class EngineState(msgspec.Struct, tag=True):
     """The engine process as it is now: sent when it changes, and as a sign of life. `closed`: why every request would be refused."""
 
     health: Health
@@ -151,7 +151,7 @@ class State(msgspec.Struct, tag=True):
 
 
 FromWorker = Admit | Rank | Search | Cancel | Call | Answer | Failed
-FromEngine = Answer | Failed | State | Call | Cancel
+FromEngine = Answer | Failed | EngineState | Call | Cancel
 
 METHODS: dict[str, tuple[tuple[Any, ...], Any]] = {  # name: types of the arguments, type of the result
     "exposition": ((), bytes),

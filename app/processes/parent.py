@@ -79,13 +79,13 @@ def play(role: Role, settings: Settings) -> int:
 
     gc.freeze()
     if role.worker:
-        from app.processes.remote import RemoteRanker
+        from app.processes.remote import RemoteService
 
-        ranker = RemoteRanker(settings, role.path, Metrics())
+        ranker = RemoteService(settings, role.path, Metrics())
         sockets = [socket.socket(fileno=descriptor) for descriptor in role.sockets]
         return server.run(settings, ranker, sockets, announces=role.worker == 1)
     from app.processes.engine_process import EngineProcess
-    from app.service.ranker import create_ranker
+    from app.service.local import create_ranker
     from app.service.reload import resumed
 
     paths_file = Path(role.path).with_name(PATHS_FILE)

@@ -1,4 +1,4 @@
-"""The ranker as a worker sees it: `app.interface.Ranker` over a link to the engine process, which decides who is admitted."""
+"""The ranker as a worker sees it: `app.interface.RankingService` over a link to the engine process, which decides who is admitted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from app.errors import (
 )
 from app.interface import CorpusState, Health, Job, Ranked, SearchResult, ServedCorpus, ServedModel
 from app.processes.link import Link
-from app.processes.messages import Admit, Answer, Call, Cancel, Failed, FromEngine, Rank, Search, State, encode
+from app.processes.messages import Admit, Answer, Call, Cancel, EngineState, Failed, FromEngine, Rank, Search, encode
 from app.settings import Settings
 from app.telemetry.logs import of_exception
 from app.telemetry.metrics import Metrics
@@ -41,8 +41,8 @@ GRACE_SECONDS = 0.25  # after a deadline, for the engine process to answer first
 SILENT_SECONDS = 4.0  # the longest time without a sign of life, which comes once a second
 CROWDED_SECONDS = 0.1  # for this long after a refusal, check for room before reading a request
 REPLACED_KEPT = 4  # models and corpora that no longer serve, for requests under way
-STARTING = State(Health(False, False, False, False, "The engine process is starting."))
-ENDED = State(Health(False, False, True, False, "The engine process has ended."))
+STARTING = EngineState(Health(False, False, False, False, "The engine process is starting."))
+ENDED = EngineState(Health(False, False, True, False, "The engine process has ended."))
 
 log = structlog.get_logger("app.processes.remote")
 
@@ -69,8 +69,8 @@ class NumberedModel(NamedTuple):
     served: Any
 
 
-class RemoteRanker:
-    """`interface.Ranker` of one worker. Used by the event loop only."""
+class RemoteService:
+    """`interface.RankingService` of one worker. Used by the event loop only."""
 
     def __init__(self, settings: Settings, path: str, metrics: Metrics) -> None:
         """`path` is that of the engine process's socket."""
@@ -152,7 +152,7 @@ class RemoteRanker:
         if not self._refuses:
             log.error("engine_process_lost")
 
-    def _take(self, link: Link, message: State | Call | Cancel) -> None:
+    def _take(self, link: Link, message: EngineState | Call | Cancel) -> None:
         self._heard = self.clock()
         if isinstance(message, Cancel):
             return  # calls are answered at once: this one has been
@@ -187,7 +187,7 @@ class RemoteRanker:
     # admission
 
     def model(self, name: str = "") -> ServedModel:
-        """See `interface.Ranker.model`."""
+        """See `interface.RankingService.model`."""
         if self._model is None:
             raise NotReady(self.health().reason, retry_after_seconds=RETRY_AFTER_SECONDS)
         served: ServedModel = self._model.served
@@ -306,13 +306,13 @@ class RemoteRanker:
         return self.clock() + self.settings.deadline.default_seconds if job.deadline is None else job.deadline
 
     async def context(self, model: ServedModel, handle: str, key: str | None, deadline: float) -> Context:
-        """See `interface.Ranker.context`."""
+        """See `interface.RankingService.context`."""
         return cast(Context, await self.call("context", self.number_of(model), handle, key, deadline=deadline))
 
     async def attention(
         self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
     ) -> NDArray[np.float32]:
-        """See `interface.Ranker.attention`."""
+        """See `interface.RankingService.attention`."""
         attention = await self.call(
             "attention", self.number_of(model), context, candidates, deadline, deadline=deadline
         )
@@ -347,14 +347,14 @@ class RemoteRanker:
 
 
 class RemoteCorpus:
-    """`interface.Corpus` of one worker. Used by the event loop only."""
+    """`interface.CorpusService` of one worker. Used by the event loop only."""
 
-    def __init__(self, ranker: RemoteRanker) -> None:
+    def __init__(self, ranker: RemoteService) -> None:
         self._ranker = ranker
 
     @property
     def served(self) -> ServedCorpus:
-        """See `interface.Corpus.served`."""
+        """See `interface.CorpusService.served`."""
         served = self._ranker.towers
         if served is None:
             if self._ranker.settings.retrieval.checkpoint is None:
@@ -372,7 +372,7 @@ class RemoteCorpus:
         leaves_at: float = math.inf,
         is_admitted: bool = False,
     ) -> SearchResult:
-        """See `interface.Corpus.search`."""
+        """See `interface.CorpusService.search`."""
         number = self._ranker.number_of(served)
 
         def search(id: int) -> Search:
@@ -382,11 +382,11 @@ class RemoteCorpus:
         return cast(SearchResult, result)
 
     async def change(self, change: PostChange) -> CorpusState:
-        """See `interface.Corpus.change`."""
+        """See `interface.CorpusService.change`."""
         return cast(CorpusState, await self._ranker.call("change", change))
 
     async def state(self) -> CorpusState | None:
-        """See `interface.Corpus.state`."""
+        """See `interface.CorpusService.state`."""
         return cast(
             CorpusState | None, await self._ranker.call("corpus_state", deadline=self._ranker.clock() + SILENT_SECONDS)
         )

@@ -24,7 +24,7 @@ T = TypeVar("T")
 R = TypeVar("R", bound=Request)
 
 
-class Limits(Protocol):
+class RequestLimits(Protocol):
     """The settings that bound one request."""
 
     @property
@@ -47,7 +47,9 @@ class Limits(Protocol):
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 
 
-def read(decoder: msgspec.json.Decoder[R], body: bytes | bytearray, limits: Limits, actions: Collection[str] = ()) -> R:
+def read(
+    decoder: msgspec.json.Decoder[R], body: bytes | bytearray, limits: RequestLimits, actions: Collection[str] = ()
+) -> R:
     """Decode and check a request of bounded size; `actions` as in `decode`.
 
     Raises TooLarge before it decodes a body that would be slow to read, and for more items than the limits allow; MalformedJson;

@@ -36,7 +36,7 @@ RANK = Decoder(schema.RankRequest)
 ASKED = inference_of(GOOD, ACTIONS)
 
 
-def read(asked: Inference, *, binary: bool = True, limits: schema.Limits = LIMITS) -> CheckedRequest:
+def read(asked: Inference, *, binary: bool = True, limits: schema.RequestLimits = LIMITS) -> CheckedRequest:
     body, headers = asked.body(binary=binary)
     given = tensors.read(body, next(iter(headers.values()), None), limits)
     return tensors.check(given, WORDS, CONFIG, "")

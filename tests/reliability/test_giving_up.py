@@ -72,7 +72,7 @@ def test_callers_who_give_up_keep_others_from_nothing() -> None:
 
 
 CANDIDATES, DEMO_PATIENCE_SECONDS, ROUND_SECONDS, ROUNDS = 512, 0.25, 3.0, 4
-LEAST_SHARE = 0.6  # other work of the machine takes from the crowd first: alone, it gets 0.7 and more
+LEAST_SHARES = {16: 0.6, 64: 0.6, 256: 0.4}  # by callers; on a machine without other work 0.7 and more
 
 
 class Call(asyncio.Protocol):
@@ -128,6 +128,13 @@ async def ends_of(port: int, request: bytes, callers: int, *, pauses: bool) -> C
     return ends
 
 
+async def calm(port: int, request: bytes) -> None:
+    """Return once the server has done with an earlier crowd: a caller gets its reply some times in a row."""
+    answered = 0
+    while answered < 5:
+        answered = answered + 1 if await status_of(port, request) == "200" else 0
+
+
 @contextmanager
 def apart() -> Iterator[Sequence[str]]:
     """A command that serves on another processor than this one: callers and server do not take each other's time."""
@@ -154,9 +161,10 @@ def test_a_crowd_that_gives_up_gets_as_much_as_eight(demo: Server, callers: int,
     request = head(length=len(body)) + body
     rounds = []
     for _ in range(ROUNDS):  # other work of the machine spoils some
+        uvloop.run(calm(demo.port, request))
         few = uvloop.run(ends_of(demo.port, request, 8, pauses=pauses))
         many = uvloop.run(ends_of(demo.port, request, callers, pauses=pauses))
         rounds.append((few, many))
-        if many["200"] >= LEAST_SHARE * few["200"] > 0:
+        if many["200"] >= LEAST_SHARES[callers] * few["200"] > 0:
             return
     raise AssertionError(rounds)

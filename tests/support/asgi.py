@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from app.corpus.changes import CorpusLoader
+from app.corpus.loading import CorpusLoader
 from app.main import create_app
 from app.queue.loading import Loader
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from loadtest.server import wait_until
 from tests.support import rankers
 from tests.support.processes import fronting
@@ -21,7 +21,7 @@ ADDRESS = "http://127.0.0.1"
 @contextmanager
 def served(
     engine: Any = None, *, load: Loader | None = None, load_corpus: CorpusLoader | None = None, **groups: Any
-) -> Iterator[tuple[CheckedClient, LocalRanker]]:
+) -> Iterator[tuple[CheckedClient, LocalService]]:
     """A client of the application around this engine, by default a `FakeEngine`, once it is ready. `groups` are of its settings."""
     ranker = rankers.create(engine, load=load, load_corpus=load_corpus, **groups)
     with client_of(ranker) as client:
@@ -29,7 +29,7 @@ def served(
 
 
 @contextmanager
-def client_of(ranker: LocalRanker) -> Iterator[CheckedClient]:
+def client_of(ranker: LocalService) -> Iterator[CheckedClient]:
     """A client of the application around this ranker once it is ready, in one process or several: see `tests.support.processes`."""
     with (
         fronting(ranker) as front,

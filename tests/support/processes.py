@@ -12,17 +12,17 @@ from contextlib import asynccontextmanager, contextmanager
 import uvloop
 
 from app import server
-from app.interface import Ranker
+from app.interface import RankingService
 from app.processes.engine_process import EngineProcess
-from app.processes.remote import RemoteRanker
-from app.service.ranker import LocalRanker
+from app.processes.remote import RemoteService
+from app.service.local import LocalService
 
 has_several = False
 """Whether `tests.support.asgi` and `tests.app.api.live` put an engine process behind their services: the fixture `processes` sets it."""
 
 
 @contextmanager
-def fronting(ranker: LocalRanker) -> Iterator[Ranker]:
+def fronting(ranker: LocalService) -> Iterator[RankingService]:
     """What the HTTP side is given for this ranker, which has not begun to load: itself, or a worker's link to an engine process with it.
 
     Both ends count into one `Metrics`, so that a figure is the sum over the processes.
@@ -45,7 +45,7 @@ def fronting(ranker: LocalRanker) -> Iterator[Ranker]:
         thread = threading.Thread(target=run)
         thread.start()
         try:
-            yield RemoteRanker(ranker.settings, path, ranker.metrics)
+            yield RemoteService(ranker.settings, path, ranker.metrics)
         finally:
             if loops and not loops[0].is_closed():
                 loops[0].call_soon_threadsafe(engine.end)
@@ -53,7 +53,7 @@ def fronting(ranker: LocalRanker) -> Iterator[Ranker]:
 
 
 @asynccontextmanager
-async def fronting_here(ranker: LocalRanker) -> AsyncIterator[Ranker]:
+async def fronting_here(ranker: LocalService) -> AsyncIterator[RankingService]:
     """The same for a ranker that serves in this event loop already. It is stopped at the end."""
     if not has_several:
         yield ranker
@@ -61,7 +61,7 @@ async def fronting_here(ranker: LocalRanker) -> AsyncIterator[Ranker]:
     with tempfile.TemporaryDirectory() as folder:
         engine = EngineProcess(ranker, ranker.settings)
         serving = asyncio.create_task(engine.serve(f"{folder}/engine"))
-        front = RemoteRanker(ranker.settings, f"{folder}/engine", ranker.metrics)
+        front = RemoteService(ranker.settings, f"{folder}/engine", ranker.metrics)
         front.start()
         await front.linked.wait()
         try:

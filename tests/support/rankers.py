@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from app.corpus.changes import CorpusLoader, corpus_loader
+from app.corpus.loading import CorpusLoader, corpus_loader
 from app.interface import Ranked
 from app.queue.loading import Loader
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
 from model.engine import Item
@@ -26,20 +26,20 @@ def create(
     load: Loader | None = None,
     load_corpus: CorpusLoader | None = None,
     **groups: Any,
-) -> LocalRanker:
+) -> LocalService:
     """A ranker that has not begun to load this engine, by default a `FakeEngine`. `groups` are of its settings; with `retrieval` it loads
     that corpus."""
     settings = Settings(**groups)
     if load_corpus is None and settings.retrieval.corpus is not None:
         load_corpus = corpus_loader(settings)
     load = load or fake_loader(engine or FakeEngine())
-    return LocalRanker(settings, Metrics(), load=load, load_corpus=load_corpus, clock=clock)
+    return LocalService(settings, Metrics(), load=load, load_corpus=load_corpus, clock=clock)
 
 
 @asynccontextmanager
 async def running(
     engine: Any = None, clock: Callable[[], float] = time.monotonic, *, load: Loader | None = None, **groups: Any
-) -> AsyncIterator[LocalRanker]:
+) -> AsyncIterator[LocalService]:
     """The same when it is ready; it is stopped at the end."""
     ranker = create(engine, clock, load=load, **groups)
     ranker.start()
@@ -54,7 +54,7 @@ async def running(
 class Busy:
     """A ranker whose engine is in the forward of user 1's request until the gate is opened."""
 
-    ranker: LocalRanker
+    ranker: LocalService
     engine: FakeEngine
     gate: Gate
     first: asyncio.Task[Ranked]
@@ -78,7 +78,7 @@ async def busy(
 
 
 async def rank(
-    ranker: LocalRanker,
+    ranker: LocalService,
     user: int,
     candidates: int = 4,
     history: int = 2,
@@ -93,7 +93,7 @@ async def rank(
         return await ranker.rank(job, context, posts)
 
 
-def figure(ranker: LocalRanker, series: str) -> float:
+def figure(ranker: LocalService, series: str) -> float:
     """One sample of the metrics, such as `ranker_queue_requests` or `ranker_rejected_total{reason="deadline"}`; 0 where it is missing."""
     lines = [line for line in ranker.metrics.render().decode().splitlines() if line.startswith(series + " ")]
     return float(lines[0].rsplit(" ", 1)[1]) if lines else 0.0

@@ -74,7 +74,7 @@ _REASONS = {
 _NO_PLACE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
 
 
-class State(NamedTuple):
+class StateRow(NamedTuple):
     """The row of the table `state`, less its own digest."""
 
     corpus: str
@@ -89,13 +89,13 @@ class State(NamedTuple):
         return Mark(self.sequence, self.digest, self.position)
 
 
-class Changes:
+class ChangeLog:
     """The changes of one corpus directory, from `load_changed`. Used by one thread at a time.
 
     Raises CheckpointError for a file that cannot be read, NotStored while another process uses the directory.
     """
 
-    def __init__(self, stored: StoredCorpus, *, may_change: bool = True, before: Changes | None = None) -> None:
+    def __init__(self, stored: StoredCorpus, *, may_change: bool = True, before: ChangeLog | None = None) -> None:
         """`may_change`: this process alone uses the directory until `close`; without, it shares it with others that do not change it.
         `before`: of the same process, which holds the directory already and is closed later."""
         self.mark = stored.manifest.first_mark
@@ -163,7 +163,7 @@ class Changes:
         self._disconnect()
         self._lock.close()
 
-    def _put(self, database: sqlite3.Connection, state: State, change: Change) -> State:
+    def _put(self, database: sqlite3.Connection, state: StateRow, change: Change) -> StateRow:
         """Write one change. A deleted post keeps a row only if the corpus as it was built has the post."""
         corpus, rows = self._stored.corpus, state.rows
         built = set(corpus.post_ids[corpus.rows_of(change.delete)].view(np.int64).tolist())
@@ -178,7 +178,7 @@ class Changes:
             digest = _digest(row)
             rows ^= digest
             database.execute(PUT_ROW, (*row, digest))
-        return State(state.corpus, *change.mark, rows)
+        return StateRow(state.corpus, *change.mark, rows)
 
     def _opened(self) -> sqlite3.Connection:
         if self._database is None:
@@ -208,11 +208,11 @@ class Changes:
 
 
 def load_changed(
-    path: Path, encoder: Manifest, *, may_change: bool = True, before: Changes | None = None
-) -> tuple[StoredCorpus, Changes, Change]:
-    """Load a corpus, lock its directory (see `Changes`) and read its changes as one. Raises CheckpointError."""
+    path: Path, encoder: Manifest, *, may_change: bool = True, before: ChangeLog | None = None
+) -> tuple[StoredCorpus, ChangeLog, Change]:
+    """Load a corpus, lock its directory (see `ChangeLog`) and read its changes as one. Raises CheckpointError."""
     stored = load_corpus(path, encoder)
-    changes = Changes(stored, may_change=may_change, before=before)
+    changes = ChangeLog(stored, may_change=may_change, before=before)
     try:
         return stored, changes, changes.read()
     except BaseException:
@@ -221,7 +221,7 @@ def load_changed(
 
 
 def read_changes(directory: Path, manifest: CorpusManifest) -> Change:
-    """All changes as one, as `Changes.read`, without a lock: also beside the process that makes them. Raises CheckpointError."""
+    """All changes as one, as `ChangeLog.read`, without a lock: also beside the process that makes them. Raises CheckpointError."""
     return _read(directory, manifest)
 
 
@@ -266,7 +266,7 @@ def _read(directory: Path, manifest: CorpusManifest) -> Change:
         ) from error
 
 
-def _change_of(database: sqlite3.Connection, state: State, manifest: CorpusManifest) -> Change:
+def _change_of(database: sqlite3.Connection, state: StateRow, manifest: CorpusManifest) -> Change:
     """Every row of the table as one change. Raises ValueError for rows that are not what was written."""
     gone, new, vectors, combined = list[int](), list[list[Any]](), bytearray(), 0
     codes: list[list[int]] = []
@@ -308,11 +308,11 @@ def _columns_of(posts: NewPosts) -> Iterator[tuple[int, tuple[Any, ...]]]:
         yield post, (author, created, topic, post_text, author_text, blob)
 
 
-def _state_of(database: sqlite3.Connection, manifest: CorpusManifest) -> State:
+def _state_of(database: sqlite3.Connection, manifest: CorpusManifest) -> StateRow:
     """Raises ValueError for a state that is not what was written, or of another corpus."""
     (form,) = database.execute("PRAGMA user_version").fetchone()
     ((*columns, own),) = database.execute("SELECT * FROM state").fetchall()
-    state = State(*columns)
+    state = StateRow(*columns)
     if form != FORM or own != _digest(state) or state.corpus != manifest.digest:
         raise ValueError("the state is not what was written")
     return state
@@ -324,7 +324,7 @@ def _create(path: Path, manifest: CorpusManifest) -> None:
     new.unlink(missing_ok=True)
     try:
         with closing(_connected(new, "rwc")) as database:
-            state = State(manifest.digest, *manifest.first_mark, 0)
+            state = StateRow(manifest.digest, *manifest.first_mark, 0)
             database.executescript(f"{TABLES} PRAGMA user_version = {FORM}")
             database.execute(SAVE_STATE, (*state, _digest(state)))
         Path(f"{path}-journal").unlink(missing_ok=True)  # of a file that somebody removed

@@ -17,9 +17,9 @@ from typing import Any
 import uvloop
 
 from app import server
-from app.corpus.changes import CorpusLoader
+from app.corpus.loading import CorpusLoader
 from app.main import create_app
-from app.service.ranker import LocalRanker, create_ranker
+from app.service.local import LocalService, create_ranker
 from app.settings import Logs, Retrieval, Settings
 from app.telemetry.metrics import Metrics
 from loadtest.server import DEMO, POSTS, TOWERS
@@ -38,7 +38,7 @@ class Live:
     """A server that listens on `port`, and its ranker."""
 
     port: int
-    ranker: LocalRanker
+    ranker: LocalService
     server: server.Server
 
     @property
@@ -79,7 +79,7 @@ def demo(directory: Path, **groups: Any) -> Iterator[Live]:
 
 @contextmanager
 def ready(
-    settings: Settings, ranker: LocalRanker | None = None, loop: LoopFactory = uvloop.new_event_loop
+    settings: Settings, ranker: LocalService | None = None, loop: LoopFactory = uvloop.new_event_loop
 ) -> Iterator[Live]:
     """A ready server of these settings, by default around the ranker that they describe."""
     ranker = ranker or create_ranker(settings, Metrics())

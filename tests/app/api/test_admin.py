@@ -21,7 +21,7 @@ from starlette.testclient import TestClient
 from app.main import create_admin_app
 from app.queue.loading import LoadedModel
 from app.queue.runners import Steps
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from app.settings import Admin, Retrieval
 from tests.support import corpora, rankers
 from tests.support.fakes import Gate, load_by_name
@@ -32,7 +32,7 @@ TOKEN = "correct horse"
 GOOD = {"host": "localhost:9000", "authorization": f"Bearer {TOKEN}"}
 ADMIN: dict[str, Any] = {"port": 0, "token_sha256": hashlib.sha256(TOKEN.encode()).hexdigest()}
 
-Running = tuple[TestClient, LocalRanker]
+Running = tuple[TestClient, LocalService]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_a_named_checkpoint_is_reloaded_or_said_to_be_unchanged(running: Running
     assert rankers.figure(ranker, 'ranker_reloads_total{result="unchanged"}') == 2
 
 
-def named(ranker: LocalRanker) -> Any:
+def named(ranker: LocalService) -> Any:
     class Later:
         """Equal to what names the model that serves when this is compared."""
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from app.main import create_app
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from app.settings import Auth, Logs, Settings, Tracing
 from app.telemetry import logs
 from model.inputs import Context
@@ -62,7 +62,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str], dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, LocalRanker]]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, LocalService]]:
     auth = Auth(keys={"feed": hashlib.sha256(KEY.encode()).hexdigest()})  # type: ignore[dict-item]
     with served(auth=auth, retrieval=corpora.setting(tmp_path_factory.mktemp("retrieval"))) as both:
         both[0].headers["x-api-key"] = KEY
@@ -81,13 +81,13 @@ def live() -> Iterator[Live]:
         yield live
 
 
-def samples(ranker: LocalRanker) -> dict[str, float]:
+def samples(ranker: LocalService) -> dict[str, float]:
     text = ranker.metrics.render().decode()
     lines = [line.rsplit(" ", 1) for line in text.splitlines() if line and line[0] != "#"]
     return {name: float(value) for name, value in lines}
 
 
-Running = tuple[TestClient, LocalRanker]
+Running = tuple[TestClient, LocalService]
 
 
 def asked(running: Running, path: str, body: dict[str, Any]) -> tuple[Any, dict[str, float], dict[str, Any]]:

@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 from app import features, schema
 from app.queue.loading import LoadedModel
 from app.queue.runners import Steps
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from app.settings import Limits
 from app.vocabulary import NO_WEIGHTS, Vocabulary
 from tests.support import strategies
@@ -36,13 +36,13 @@ PLAIN = good(actions_wanted=..., top_k=..., weights=...)
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[tuple[TestClient, LocalRanker]]:
+def running() -> Iterator[tuple[TestClient, LocalService]]:
     with served(limits=Limits(max_body_bytes=200_000, max_candidates=3000, max_history=200)) as both:
         yield both
 
 
 @pytest.fixture(scope="module")
-def client(running: tuple[TestClient, LocalRanker]) -> TestClient:
+def client(running: tuple[TestClient, LocalService]) -> TestClient:
     return running[0]
 
 
@@ -228,7 +228,7 @@ CASES = (
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_refusal_has_status_and_code_and_echoes_nothing(running: tuple[TestClient, LocalRanker], name: str) -> None:
+def test_a_refusal_has_status_and_code_and_echoes_nothing(running: tuple[TestClient, LocalService], name: str) -> None:
     client, ranker = running
     body, status, code = CASES[name]
     with structlog.testing.capture_logs() as lines:

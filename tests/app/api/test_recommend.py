@@ -12,7 +12,7 @@ from pydantic import SecretStr
 from starlette.testclient import TestClient
 
 from app.errors import EngineDown
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from app.settings import Auth, Limits, Queue
 from tests.support import corpora
 from tests.support.asgi import served
@@ -23,18 +23,18 @@ from weights.text_ids import IdKind
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, LocalRanker]]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, LocalService]]:
     retrieval = corpora.setting(tmp_path_factory.mktemp("retrieval"))
     with served(retrieval=retrieval, limits=Limits(max_retrieved=400, max_history=20)) as both:
         yield both
 
 
 @pytest.fixture
-def client(running: tuple[TestClient, LocalRanker]) -> TestClient:
+def client(running: tuple[TestClient, LocalService]) -> TestClient:
     return running[0]
 
 
-def test_fewer_posts_than_were_asked_for_are_ranked(running: tuple[TestClient, LocalRanker]) -> None:
+def test_fewer_posts_than_were_asked_for_are_ranked(running: tuple[TestClient, LocalService]) -> None:
     client, ranker = running
     counted = figure(ranker, 'ranker_reply_probability_count{action="favorite"}')
     reply = client.post("/recommend", json=asked(k=400))
@@ -69,7 +69,7 @@ def test_it_is_as_strict_as_rank(client: TestClient, changes: dict[str, Any], fi
         assert (reply.status_code, reply.json()["errors"][0]["field"]) == (422, field)
 
 
-def test_a_refused_or_answered_request_leaves_no_place_taken(running: tuple[TestClient, LocalRanker]) -> None:
+def test_a_refused_or_answered_request_leaves_no_place_taken(running: tuple[TestClient, LocalService]) -> None:
     client, ranker = running
     some: list[dict[str, Any]] = [{}, {"topics": []}, {"user_id": 0, "history": []}, {"k": 0}, {"exclude": [-1]}]
     for changes in some:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from app.settings import Deadline, Limits, Queue, Settings
 from model.inputs import CLOCK_SKEW_SECONDS, Context
 from model.retrieval.inputs import PostChange, PostRows
@@ -28,14 +28,14 @@ BOTH = pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, LocalRanker]]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, LocalService]]:
     retrieval = corpora.setting(tmp_path_factory.mktemp("retrieval"))
     with served(retrieval=retrieval, limits=Limits(max_retrieved=400, max_history=20)) as both:
         yield both
 
 
 @pytest.fixture
-def client(running: tuple[TestClient, LocalRanker]) -> TestClient:
+def client(running: tuple[TestClient, LocalService]) -> TestClient:
     return running[0]
 
 
@@ -274,7 +274,7 @@ def test_without_a_corpus_the_others_serve_on(path: str) -> None:
         assert client.get("/info").json()["retrieval"] is None
 
 
-def test_info_and_metrics_say_what_is_served(running: tuple[TestClient, LocalRanker]) -> None:
+def test_info_and_metrics_say_what_is_served(running: tuple[TestClient, LocalService]) -> None:
     client, ranker = running
     posts_of(client)
     info = client.get("/info").json()["retrieval"]

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from app.corpus.changes import CorpusLoader, LoadedCorpus, corpus_loader
+from app.corpus.loading import CorpusLoader, LoadedCorpus, corpus_loader
 from app.corpus.searches import Searches
 from app.interface import SearchResult, ServedCorpus
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
 from model.inputs import Context
@@ -43,10 +43,10 @@ def settings_of(
 
 def create(
     settings: Settings, load: CorpusLoader | None = None, clock: Callable[[], float] = time.monotonic
-) -> LocalRanker:
+) -> LocalService:
     """A ranker that has not begun to load; its ranking side is a fake."""
     load = load or corpus_loader(settings)
-    return LocalRanker(settings, Metrics(), load=fake_loader(), load_corpus=load, clock=clock)
+    return LocalService(settings, Metrics(), load=fake_loader(), load_corpus=load, clock=clock)
 
 
 class Watched:

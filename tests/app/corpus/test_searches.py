@@ -17,7 +17,7 @@ import pytest
 import structlog
 import torch
 
-from app.corpus.changes import LoadedCorpus, corpus_loader
+from app.corpus.loading import LoadedCorpus, corpus_loader
 from app.corpus.posts import read_change
 from app.errors import CorpusNotLoaded, DeadlineExceeded, EngineDown, NoCorpus, Overloaded
 from app.interface import ReloadInProgress

@@ -18,8 +18,8 @@ from app.errors import DeadlineExceeded, InternalError, NotReady, Overloaded
 from app.interface import Health
 from app.processes.engine_process import EngineProcess
 from app.processes.link import Link
-from app.processes.messages import METHODS, Answer, Call, Cancel, FromEngine, FromWorker, Served, State
-from app.processes.remote import RemoteRanker
+from app.processes.messages import METHODS, Answer, Call, Cancel, EngineState, FromEngine, FromWorker, Served
+from app.processes.remote import RemoteService
 from app.settings import Queue, Settings
 from app.telemetry.metrics import Metrics
 from tests.support import rankers
@@ -50,9 +50,9 @@ async def linked(path: Path, take: Callable[[Link, Any], None] = lambda link, me
 
 
 @asynccontextmanager
-async def worker(path: Path, **groups: Any) -> AsyncIterator[RemoteRanker]:
+async def worker(path: Path, **groups: Any) -> AsyncIterator[RemoteService]:
     """A worker's ranker, once it knows that its engine process is ready."""
-    ranker = RemoteRanker(Settings(**groups), str(path / "engine"), Metrics())
+    ranker = RemoteService(Settings(**groups), str(path / "engine"), Metrics())
     ranker.start()
     await ranker.linked.wait()
     await rankers.until(lambda: ranker.health().ready)
@@ -122,7 +122,7 @@ async def test_a_worker_too_slow_with_its_metrics_keeps_its_link(tmp_path: Path)
 
 async def test_a_worker_takes_what_the_engine_process_takes_back(tmp_path: Path) -> None:
     def greet(link: Link) -> None:
-        for message in (Cancel(1), State(Health(True, True, False, False, ""))):
+        for message in (Cancel(1), EngineState(Health(True, True, False, False, ""))):
             link.send(message)
 
     server = await asyncio.get_running_loop().create_unix_server(
@@ -155,7 +155,7 @@ async def test_a_fault_in_sending_the_state_does_not_end_it(tmp_path: Path) -> N
 
 async def test_a_handle_is_not_waited_for_beyond_the_deadline(tmp_path: Path) -> None:
     """The engine process says that it is well, and answers nothing."""
-    state = State(Health(True, True, False, False, ""), Served.of(1, fake_model(FakeEngine()).served))
+    state = EngineState(Health(True, True, False, False, ""), Served.of(1, fake_model(FakeEngine()).served))
     server = await asyncio.get_running_loop().create_unix_server(
         lambda: Link(FromWorker, lambda link, message: None, lambda link: link.send(state), lambda link: None),
         str(tmp_path / "engine"),

@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -316,6 +316,21 @@ def test_a_taken_address_ends_several_processes_with_3() -> None:
         port = taken.getsockname()[1]
         with serving(workers=2, port=port, wait_ready=False) as server:
             assert server.wait(60) == 3
+
+
+def test_stalled_uploads_of_one_key_leave_room_in_each_worker() -> None:
+    keys = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("greedy", "modest")}
+    size, body = 99_000, json.dumps(example()).encode().ljust(70_000)
+    with (
+        serving(workers=2, auth__keys=json.dumps(keys), limits__max_body_bytes=100_000) as server,
+        ExitStack() as stack,
+    ):
+        for _ in range(300):
+            client = stack.enter_context(server.connect())
+            client.sendall(head(headers={"x-api-key": "greedy"}, length=size) + (size - 1) * b" ")
+        refused = [server.post("/rank", body, x_api_key="greedy").status_code for _ in range(20)]
+        assert refused == [429] * 20
+        assert [server.post("/rank", body, x_api_key="modest").status_code for _ in range(40)] == [200] * 40
 
 
 def test_settings_that_only_a_worker_reads_end_all_with_2() -> None:

@@ -13,7 +13,7 @@ import pytest
 from app.errors import EngineDown
 from app.queue.loading import LoadedModel, checkpoint_loader
 from app.queue.runners import EARLY_CANDIDATES, HAND_OVER_SECONDS, Steps
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from app.settings import Settings
 from model.engine import EngineError, Item, Outcome
 from model.inputs import Scores
@@ -194,7 +194,7 @@ async def test_the_native_engine_gives_the_same_bits_either_way(native: LoadedMo
     assert all(same_bits(alone, among) for alone, among in zip(kept[:4], kept[4:8], strict=True))
 
 
-async def native_rank(ranker: LocalRanker, user: int, count: int = 4) -> Scores:
+async def native_rank(ranker: LocalService, user: int, count: int = 4) -> Scores:
     context, candidates = random_request(ranker.model().manifest.config, 9, count, seed=user)
     with ranker.admit(ranker.model(), candidates=count, history=9, deadline=None, key=None) as job:
         return (await ranker.rank(job, context, candidates)).scores

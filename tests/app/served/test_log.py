@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from app.settings import Served
 from loadtest.generate.tensors import inference_of, masked
 from model.engine import Item
@@ -61,7 +61,7 @@ def logging(
     load: Any = None,
     log: dict[str, Any] | None = None,
     **groups: Any,
-) -> Iterator[tuple[TestClient, LocalRanker]]:
+) -> Iterator[tuple[TestClient, LocalService]]:
     """A client of an application that logs into this directory; the log is whole after the block."""
     engine = None if recorder is None else recorder.engine
     with served(engine, load=load, served=Served(directory=directory, **(log or {})), **groups) as both:

@@ -20,7 +20,7 @@ from app.errors import Draining, NotReady
 from app.interface import CheckpointNotFound, ReloadInProgress
 from app.queue.loading import LoadedModel, checkpoint_loader
 from app.queue.runners import Steps
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from app.service.reload import resumed
 from app.settings import Admin, Reload, Settings
 from model.engine import EngineError
@@ -46,7 +46,7 @@ def settings_of(root: Path, **groups: Any) -> dict[str, Any]:
     return {"checkpoint": root / "v1", "admin": Admin(root=root), **groups}
 
 
-def reloads(ranker: LocalRanker) -> dict[str, float]:
+def reloads(ranker: LocalService) -> dict[str, float]:
     counts = {
         result: figure(ranker, f'ranker_reloads_total{{result="{result}"}}')
         for result in ("success", "unchanged", "failure")
@@ -311,7 +311,7 @@ async def test_a_reload_during_the_first_load_does_not_end_the_process(root: Pat
     await ranker.stop(1.0)
 
 
-async def _reload_once_possible(ranker: LocalRanker, name: str) -> None:
+async def _reload_once_possible(ranker: LocalService, name: str) -> None:
     async with asyncio.timeout(10):
         while True:
             with suppress(ReloadInProgress):

@@ -24,7 +24,7 @@ from tests.support import corpora
 from tests.weights.call import run
 from tests.weights.corpus import changing
 from weights.checkpoint import load_manifest
-from weights.corpus.changes import Changes, load_changed, mark_after, no_posts, read_changes
+from weights.corpus.changes import ChangeLog, load_changed, mark_after, no_posts, read_changes
 from weights.corpus.store import changes_file, load_corpus_manifest
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 
@@ -54,7 +54,7 @@ def test_changes_that_differ_only_in_codes_have_different_marks() -> None:
     assert len({none, three, four}) == 3
 
 
-def opened(corpus: Path, *, may_change: bool = True, before: Changes | None = None) -> tuple[Changes, Change]:
+def opened(corpus: Path, *, may_change: bool = True, before: ChangeLog | None = None) -> tuple[ChangeLog, Change]:
     encoder = load_manifest(corpus.with_name("towers-v1"))
     _, changes, read = load_changed(corpus, encoder, may_change=may_change, before=before)
     return changes, read

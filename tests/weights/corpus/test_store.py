@@ -50,7 +50,9 @@ def write(
     def chunks(name: str) -> Iterable[Tensor]:
         return torch.split(values[name], 33)
 
-    columns = [name for name in ("post_ids", "author_ids", "created_at", "topics") if name in values]
+    columns = [name for name in ("post_ids", "author_ids", "created_at", "topics", "codes") if name in values]
+    if "codes" in values:
+        options |= {"code_levels": values["codes"].shape[1]}
     labels = CorpusLabels("posts", position=position)
     return write_corpus(path, labels, encoder, POSTS, columns, chunks, lambda: ("a", "b", "c"), **options)
 
@@ -105,9 +107,15 @@ def in_milliseconds(values: dict[str, Tensor]) -> None:
     values["created_at"][3] = 1_780_000_000_000
 
 
+def with_a_negative_code(values: dict[str, Tensor]) -> None:
+    values["codes"] = torch.ones(POSTS, 2, dtype=torch.int32)
+    values["codes"][5, 1] = -1
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
+        (with_a_negative_code, "row 6: codes must be a list of at most 64 content codes"),
         (longer, "a vector of length 1.002 in row 40, not 1"),
         (unnamed, "a topic that the manifest does not name"),
         (in_milliseconds, r"row 4: created_at must be Unix seconds.*milliseconds"),

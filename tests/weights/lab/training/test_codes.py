@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from model.ranker import Ranker, code_embeddings
 from tests.weights.call import call
 from tests.weights.lab.training.small_run import WORLD, small_config, small_trainer
+from tests.weights.lab.training.test_contexts import write_pair
 from weights.checkpoint import load_manifest
 from weights.lab.evaluate.metrics import auc_within
 from weights.lab.evaluate.predict import predict
@@ -154,3 +155,30 @@ def test_short_lists_and_nulls_are_zeros(suffix: str, is_cached: bool, world: Wo
     by_post = dict(zip(log.post_id.tolist(), log.codes.tolist(), strict=True))
     expected = [[5, 0, 0], [0, 0, 0], [1, 0, 7], [0, 0, 0]]
     assert [by_post[post] for post in table["post_id"].to_pylist()] == expected
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize(
+    ("code", "levels", "reason"),
+    [(-1, 2, "at most 64 content codes"), (2**20 + 1, 2, "at most 64 content codes"), (1, 65, "a list of 65 codes")],
+)
+def test_codes_of_served_contexts_are_checked(
+    code: int, levels: int, reason: str, is_cached: bool, world: World, tmp_path: Path
+) -> None:
+    write_pair(world, tmp_path / "log")
+    path = tmp_path / "log/contexts/part-0.parquet"
+    table = pq.read_table(path)
+    lists = [[[code] * levels for _ in posts] for posts in table["post_ids"].to_pylist()]
+    pq.write_table(table.append_column("codes", pa.array(lists, pa.list_(pa.list_(pa.int64())))), path)
+    with pytest.raises(LogError, match=f"part-0.parquet.*{reason}"):
+        read_log(tmp_path / "log", cache=tmp_path / "cache" if is_cached else None)
+
+
+def test_codes_of_served_contexts_are_as_long_as_their_posts(world: World, tmp_path: Path) -> None:
+    write_pair(world, tmp_path)
+    path = tmp_path / "contexts/part-0.parquet"
+    table = pq.read_table(path)
+    lists = [[[1]] * (len(posts) + 1) for posts in table["post_ids"].to_pylist()]
+    pq.write_table(table.append_column("codes", pa.array(lists, pa.list_(pa.list_(pa.int64())))), path)
+    with pytest.raises(LogError, match="codes is not as long as post_ids"):
+        read_log(tmp_path)

@@ -18,14 +18,14 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from app.corpus.changes import CorpusLoader, corpus_loader
+from app.corpus.loading import CorpusLoader, corpus_loader
 from app.corpus.searches import Searches
 from app.errors import Draining, EngineDown, ModelNotFound, NotReady, ServiceError
 from app.interface import Health, Job, Ranked, ServedModel
 from app.queue.admission import Admission, Refusal
 from app.queue.batching import chunk_count
-from app.queue.contexts import Contexts
 from app.queue.forecast import Clock
+from app.queue.handles import Handles
 from app.queue.job import RankJob
 from app.queue.loading import Loader, checkpoint_loader
 from app.queue.places import Places
@@ -45,11 +45,11 @@ CROWDED_SECONDS = 0.1  # for this long after a refusal, check for room before re
 TICK_SECONDS, TICKING_SECONDS = 0.02, 1.0  # between two looks while requests come, and how long after the last one
 
 
-log = structlog.get_logger("app.service.ranker")
+log = structlog.get_logger("app.service.local")
 
 
-class LocalRanker:
-    """An `interface.Ranker` that computes in this process. Used by the event loop only; engines compute elsewhere.
+class LocalService:
+    """An `interface.RankingService` that computes in this process. Used by the event loop only; engines compute elsewhere.
 
     `on_fatal(reason)` is called once, when only a new process can help and every waiting request has its error.
     """
@@ -73,7 +73,7 @@ class LocalRanker:
         self.versions: Versions[RankJob] = Versions(
             settings.batching, self.places.batch_done, clock, settings.reload.timeout_seconds
         )
-        self.contexts = Contexts(self.versions, metrics)
+        self.contexts = Handles(self.versions, metrics)
         self.corpus = Searches(load_corpus, settings, metrics, clock, self.contexts)
         self.watchdog = Watchdog(settings.queue, self.versions, self.corpus.versions)
         self.reloads = Reloader(settings, metrics, self.versions, self.corpus, self.serve)
@@ -349,6 +349,6 @@ def _draining() -> ServiceError:
     return Draining(retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
 
 
-def create_ranker(settings: Settings, metrics: Metrics) -> LocalRanker:
+def create_ranker(settings: Settings, metrics: Metrics) -> LocalService:
     """Return the ranker that the settings describe. It does not load yet: call its `start` in a running loop."""
-    return LocalRanker(settings, metrics, load=checkpoint_loader(settings), load_corpus=corpus_loader(settings))
+    return LocalService(settings, metrics, load=checkpoint_loader(settings), load_corpus=corpus_loader(settings))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from app.errors import ContextUnknown
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from model.inputs import Context
 from model.retrieval.inputs import Filters, Query
 from tests.support.fakes import CONFIG, FakeEngine, fake_model, fake_request
@@ -32,7 +32,7 @@ def query(handle: str, *, excludes_history: bool = False) -> Query:
     return Query(NOBODY, 5, Filters(np.array([9], np.uint64)), handle=handle, excludes_history=excludes_history)
 
 
-async def kept(ranker: LocalRanker, context: Context) -> str:
+async def kept(ranker: LocalService, context: Context) -> str:
     """The handle of this context, once it has been ranked."""
     _, posts = fake_request(1, 1)
     with ranker.admit(ranker.model(), candidates=1, history=len(context), deadline=None, key="feed") as job:

@@ -16,7 +16,7 @@ from model.retrieval.inputs import Query
 from weights.format.manifest import Manifest
 
 
-class Contexts:
+class Handles:
     """Used by the event loop only; engines insert and evict in their own threads meanwhile. Each method raises ContextUnknown."""
 
     def __init__(self, versions: Versions[RankJob], metrics: Metrics) -> None:

@@ -24,7 +24,7 @@ from app.errors import (
 from app.interface import Health
 from app.queue.loading import LoadedModel
 from app.queue.runners import Steps
-from app.service.ranker import LocalRanker
+from app.service.local import LocalService
 from app.settings import Batching, Deadline, Queue
 from model.engine import EngineError, Item, Outcome
 from tests.support.fakes import FakeClock, FakeEngine, Gate, fake_model, fake_request, is_right
@@ -335,7 +335,7 @@ async def test_the_end_tells_those_who_wait_when_its_time_is_over() -> None:
         assert not await stopped
 
 
-def is_refused(ranker: LocalRanker) -> bool:
+def is_refused(ranker: LocalService) -> bool:
     """Whether a request is told before it is read that the engine is down."""
     try:
         ranker.check_open(None)

@@ -13,7 +13,7 @@ from model.create import find_device
 from model.retrieval.engine import Added, RetrievalEngine, RetrievalOptions
 from model.retrieval.inputs import Change, NewPosts, PostChange
 from weights.checkpoint import Encoder, load_encoder
-from weights.corpus.changes import Changes, load_changed, mark_after, no_posts
+from weights.corpus.changes import ChangeLog, load_changed, mark_after, no_posts
 from weights.corpus.importer import encode
 from weights.corpus.store import StoredCorpus
 from weights.errors import NotStored
@@ -29,7 +29,7 @@ class LoadedCorpus:
     served: ServedCorpus
     encoder: Encoder
     stored: StoredCorpus
-    changes: Changes
+    changes: ChangeLog
 
     def state(self, deleted: int = 0) -> CorpusState:
         """Return the present state of the corpus. `deleted` is how many posts the last change deleted by name."""

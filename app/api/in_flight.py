@@ -8,14 +8,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 
 from app.errors import Overloaded
-from app.interface import Job, Ranker
+from app.interface import Job, RankingService
 from app.settings import Batching
 
 
-class Window:
+class InFlight:
     """Of one call. Used by the event loop only, and entered by one task at a time."""
 
-    def __init__(self, ranker: Ranker, batching: Batching) -> None:
+    def __init__(self, ranker: RankingService, batching: Batching) -> None:
         self._ranker = ranker
         self._batching = batching
         self._jobs = self._candidates = self._tokens = 0
@@ -27,7 +27,7 @@ class Window:
     ) -> Job:
         """Admit one request with `admit` once there is room; closing `places` frees its place. `tokens`: of its context.
 
-        Raises what `Ranker.admit` describes, but Overloaded only if no request of this call is in the queue.
+        Raises what `RankingService.admit` describes, but Overloaded only if no request of this call is in the queue.
         """
         while True:
             while (
