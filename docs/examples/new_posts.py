@@ -1,8 +1,8 @@
 """What content codes are worth where every post is new: draws a world of such posts, and compares rankers with and without codes.
 
     python docs/examples/new_posts.py world build/new/world --seed 1
-    phoenix-ranker train --log build/new/world/log.parquet --until 2026-06-12 --out build/new/with --set epochs=0.6
-    phoenix-ranker train --log build/new/world/log.parquet --until 2026-06-12 --out build/new/without --set epochs=0.6 \\
+    phoenix-ranker train --log build/new/world/log.parquet --until 2026-06-12 --out build/new/with
+    phoenix-ranker train --log build/new/world/log.parquet --until 2026-06-12 --out build/new/without \\
         --set code_levels=0 --set code_values=0
     python docs/examples/new_posts.py table build/new/world build/new/with build/new/without
 

@@ -220,7 +220,7 @@ class Demo:
         options: list[object] = [
             "--served", self.root / "served", "--events", self.root / "events", "--checkpoint", self.link,
             "--out", self.root / "loop", "--window", f"{settings.window_seconds}s", "--until", until_ts,
-            "--nights", settings.nights, "--seed", settings.seed,
+            "--nights", settings.nights, "--held-out", settings.held_out, "--seed", settings.seed,
         ]  # fmt: skip
         for name, value in NIGHTLY_TRAINING.items():
             options += ["--set", f"{name}={value:g}"]

@@ -16,13 +16,13 @@ from tests.weights.lab.loop.nights import OPTIONS, make_nights
 from weights.checkpoint import load_manifest
 from weights.lab.training.example import request_body
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 class Callers:
     """Threads that rank without a break, and what they were answered: the status and the model's version."""
 
-    def __init__(self, server: Server, body: object, threads: int = 3) -> None:
+    def __init__(self, server: Server, body: object, threads: int = 2) -> None:
         self.answers: list[tuple[int, str]] = []
         self._server, self._body, self._ends = server, body, threading.Event()
         self._threads = [threading.Thread(target=self._call) for _ in range(threads)]
@@ -42,6 +42,7 @@ class Callers:
             while not self._ends.is_set():
                 reply = client.post("/rank", json=self._body)
                 said = reply.json()
+                self._ends.wait(0.005)  # leaves the processor to the turn
                 self.answers.append((reply.status_code, said["model"]["version"] if reply.is_success else str(said)))
 
     def newest(self) -> str:

@@ -13,7 +13,7 @@ from loadtest.loop.picture import draw_picture, table_of
 from loadtest.loop.run import run
 from loadtest.loop.settings import LoopSettings
 
-SHORT = LoopSettings(days=3, drift_day=1, poisoned_day=0, warm_up_days=4, users=90, authors=16)
+SHORT = LoopSettings(days=3, drift_day=1, poisoned_day=0, warm_up_days=3, users=140, authors=16, held_out=0.35)
 
 
 @pytest.mark.slow

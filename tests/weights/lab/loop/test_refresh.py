@@ -21,6 +21,7 @@ from tests.weights.call import run
 from tests.weights.lab.loop.nights import OPTIONS, Nights, printing_into
 from weights.checkpoint import load_checkpoint
 from weights.fetch import point
+from weights.lab.loop.turn import CONTINUED
 from weights.lab.training.log import read_log
 
 STEPS = ("Joining.", "Training.", "Judging.", "Decided.")
@@ -84,6 +85,7 @@ def test_a_night_is_published_once(loop: Loop) -> None:
     assert published != first
     manifest = load_checkpoint(loop.link).manifest
     assert (manifest.name, manifest.training["turn"]) == ("small", "00001")
+    assert {name: manifest.training["settings"][name] for name in CONTINUED} == {**CONTINUED, "epochs": 1.0}
     figures = loop.figures(1)
     assert [check["name"] for check in figures["checks"] if check["passed"]] == [
         "clock", "histories", "events", "enough", "labels", "quality", "order",
