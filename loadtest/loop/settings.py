@@ -52,7 +52,7 @@ WORLD: Mapping[str, Any] = {
 ARCHITECTURE: Mapping[str, Any] = {
     "width": 32, "query_heads": 2, "kv_heads": 1, "head_width": 16, "history_length": 31,
 }  # fmt: skip
-FIRST_TRAINING: Mapping[str, Any] = {"epochs": 8.0, "batch_contexts": 8, "counts_strength": 0.0}
+FIRST_TRAINING: Mapping[str, Any] = {"epochs": 8.0, "batch_contexts": 8, "counts_share": 0.0}
 NIGHTLY_TRAINING: Mapping[str, Any] = {"epochs": 16.0, "batch_contexts": 8, "learning_rate": 4e-3}
 """Many passes over a night of a few thousand impressions: the larger a night, the fewer it needs."""
 KINDS = ("optimum", "loop", "frozen", "chance")

@@ -68,7 +68,7 @@ from weights.lab.training.run import train
 from weights.lab.training.state import STATE_NAME as TRAINING_STATE
 from weights.lab.training.trainer import Status
 
-CONTINUED: Mapping[str, Any] = {"epochs": 2.0, "learning_rate": 1e-3, "counts_strength": 0.0, "evaluations": 8}
+CONTINUED: Mapping[str, Any] = {"epochs": 2.0, "learning_rate": 1e-3, "counts_share": 0.0, "evaluations": 8}
 """What differs from training from scratch: the serving checkpoint already knows most of it."""
 JUDGED_REQUESTS = 20_000
 """Most held-out requests that are judged, an even sample."""

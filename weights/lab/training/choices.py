@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -113,8 +113,11 @@ def plan(
     and of the tables (`user_rows`, `post_rows`, `author_rows`).
 
     Raises LogError, in one sentence that names the log's range, for a log from which nothing can be learned, and ConfigError or
-    ValueError for given values that cannot be.
+    ValueError for given names and values that cannot be.
     """
+    names = {one.name for kind in (TrainSettings, ModelConfig) for one in fields(kind)}
+    if unknown := (given or {}).keys() - names - {f"{kind}_rows" for kind in SALTS}:
+        raise ValueError(f"there is no setting {sorted(unknown)[0]!r}")
     _check_learnable(log, "the log")
     until, split = _split(log, until_ts, hold_out)
     known = log if until is None else log.before(until)

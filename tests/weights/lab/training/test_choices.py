@@ -234,3 +234,8 @@ def test_a_useless_training_period_is_refused_with_its_range(log: Log) -> None:
     times = np.unique(log.impression_ts)
     with pytest.raises(LogError, match=r"^the training period \(2026-06-01, Unix seconds .*\) holds only one "):
         plan(log, until_ts=int(times[1]))
+
+
+def test_a_setting_that_does_not_exist_is_refused(log: Log) -> None:
+    with pytest.raises(ValueError, match="there is no setting 'passes'"):
+        plan(log, given={"passes": 3})
