@@ -44,7 +44,7 @@ MOST_TYPE_BYTES = 256  # of Content-Type, and of Content-Encoding: no caller nee
 CANCELS = "ranker.cancels"  # extension of a server that cancels a request's task when its client has gone
 LONG_BODY_BYTES = 65_536
 """While a longer body came, others were admitted: asking again whether there is room costs less than decoding it for nothing."""
-COSTLY_BODY_BYTES = 16_384
+COSTLY_BODY_BYTES = 32_768
 """A longer body waits for its turn to be read, and is not read if nobody waits for the reply any more. A shorter one takes less time
 than these steps save."""
 PROBE_WAIT_SECONDS = 0.02
