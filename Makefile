@@ -60,7 +60,7 @@ check: $(VENV)/.installed ## lint and check types, then build the wheel, and the
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(PYTEST) tests/builds
+	$(PYTEST) tests/builds $(ARGS)
 
 bench: $(VENV)/.installed ## measure the engines and HTTP here: ARGS="--before DIR" takes turns with another checkout
 	@.ci/debian wrk

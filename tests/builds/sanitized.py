@@ -64,7 +64,7 @@ def build_sanitized(directory: Path, source: Path, sanitizers: str, plants: Mapp
     # not -O0: it inlines nothing, so the memory orders that functions pass on would not be constants
     level = "-O1" if sanitizers == "thread" else "-Og"
     flags = (*FLAGS, MARCH["auto"], level, "-g1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined")
-    subprocess.run(["g++", *flags, sources / source.name, "-o", library], check=True, timeout=110)
+    subprocess.run(["g++", *flags, sources / source.name, "-o", library], check=True, timeout=280)
     return library
 
 
@@ -80,7 +80,7 @@ def run_on(module: str, sanitizers: str, library: Path, plants: int) -> subproce
         "TSAN_OPTIONS": "exitcode=66 halt_on_error=1",
     }  # fmt: skip
     command = [sys.executable, "-m", "tests.builds.sanitized", module, str(library), str(plants)]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | options, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, cwd=ROOT, env=os.environ | options, capture_output=True, text=True, timeout=280)
 
 
 def told_in(library: Path, number: int) -> Path:

@@ -41,6 +41,7 @@ from model.selftest import same_bits
 from model.tolerances import PARITY
 from tests.model.builders import random_config, random_ranker, random_request
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a compiler on a busy machine, then an emulated run
 SOURCES = Path(__file__).resolve().parents[2] / "model/native"
 DRIVER = Path(__file__).with_name("emulated.cpp")
 QEMU = ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", "-cpu", "max")
@@ -174,7 +175,7 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     built: Path = tmp_path_factory.mktemp("aarch64") / "driver"
     flags = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC", "-O3")]
     command = [compiler, *target, *flags, "-Og", f"-I{SOURCES}", str(DRIVER), "-o", str(built)]
-    subprocess.run(command, check=True, timeout=110)
+    subprocess.run(command, check=True, timeout=280)
     return built
 
 
@@ -188,7 +189,7 @@ def test_on_aarch64(driver: Path, dtype: torch.dtype, tmp_path: Path) -> None:
     image, run = image_of(ranker, dtype, forwards)
     image.write(tmp_path / "image", run)
     command = [*QEMU, str(driver), str(tmp_path / "image"), str(tmp_path / "scores")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert (done.returncode, done.stdout) == (0, "neon\n"), done.stderr
     (first, second), turned, again, *each = scores_of((tmp_path / "scores").read_bytes(), ranker, forwards)
     together = [(first, second)[which].rows(slice(i, i + 1)) for which, i in places]
@@ -209,7 +210,7 @@ def test_clang_builds_the_same(tmp_path: Path) -> None:
         pytest.skip("there is no clang++ here: make test installs it on Debian")
     library = tmp_path / "kernel.so"
     command = ["clang++", *FLAGS, "-O1", "-march=x86-64-v3", str(SOURCES / "kernel.cpp"), "-o", str(library)]
-    subprocess.run(command, check=True, timeout=110)
+    subprocess.run(command, check=True, timeout=280)
     ranker = random_ranker(random_config())
     items = [Item(*random_request(ranker.config, 37, 33))]
     for dtype in (torch.float32, torch.bfloat16):

@@ -29,7 +29,7 @@ GROWTH = (143, 0, 1, 62, 63)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here"),
-    pytest.mark.timeout(300),  # the first test of each process waits for all its libraries
+    pytest.mark.timeout(600),  # a busy machine; the first test of each process waits for all its libraries
 ]
 PLANTS: dict[str, dict[str, Plant]] = {  # by the sanitizers that must see them
     "address,undefined": {
