@@ -171,14 +171,12 @@ class EngineProcess:
         if not self._peers:
             self._without_workers.set()
 
-    def _take(self, link: Link, message: Any) -> None:
+    def _take(self, link: Link, message: Admit | Rank | Search | Call | Cancel) -> None:
         """Begin to answer. Raises ValueError for what breaks the protocol; whatever else is wrong with a question is its own answer."""
         peer = self._peers[link]
         if isinstance(message, Cancel):
             peer.forget(message.id)
             return
-        if not isinstance(message, Admit | Rank | Search | Call):
-            raise ValueError("no question of ours")
         if message.id in peer.tasks or message.id in peer.places:
             raise ValueError("a question with an id in use")
         peer.tasks[message.id] = asyncio.get_running_loop().create_task(self._answer(peer, message))

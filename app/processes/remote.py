@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ class RemoteService:
         self._towers: NumberedModel | None = None
         self._served: dict[int, Any] = {}  # models and corpora that serve or did lately, by number
         self._heard = 0.0
+        self._questions: Counter[str | None] = Counter()  # without an answer, by API key
         self._refused_at = float("-inf")  # clock seconds when the engine process last refused a request of this worker
         self._is_draining = self._refuses = self._has_started = False
         self._task: asyncio.Task[None] | None = None
@@ -209,7 +211,7 @@ class RemoteService:
             self.metrics.rejected.labels("not_ready").inc()
             raise NotReady(health.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
         is_crowded = self.clock() < self._refused_at + CROWDED_SECONDS
-        is_full = bool(self.state.closed) or self._link.questions >= self.settings.queue.max_requests
+        is_full = bool(self.state.closed) or self._has_too_many_questions(key)
         if self._link.is_congested or (is_crowded and is_full):
             self.metrics.rejected.labels("queue_full").inc()
             detail = self.state.closed or "the queue is full"
@@ -236,6 +238,13 @@ class RemoteService:
             if job.link is not None and job.place:  # reserved, and not ranked to the end
                 job.link.send(Cancel(job.place))
 
+    def _has_too_many_questions(self, key: str | None) -> bool:
+        """Whether as many questions of this key have no answer yet as it may have requests in the queue. The questions of other keys do not
+        count: most of them will be refused."""
+        queue = self.settings.queue
+        share = 1.0 if key is None else queue.max_share_per_key
+        return self._questions[key] >= share * queue.max_requests
+
     def _down(self) -> ServiceError:
         reason = self.health().reason
         kind: type[ServiceError] = EngineDown if self.state.health.failed or self._link is not None else NotReady
@@ -248,9 +257,18 @@ class RemoteService:
                 return number
         raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
 
-    async def ask(self, make: Callable[[int], Any], result: Any, deadline: float | None = None) -> Any:
-        """Ask the engine process. Raises EngineDown where it ends, and DeadlineExceeded where it does not answer in time."""
-        return await self._answer(lambda link: link.ask(make, result), deadline)
+    async def ask(
+        self, make: Callable[[int], Any], result: Any, deadline: float | None = None, key: str | None = None
+    ) -> Any:
+        """Ask the engine process on behalf of this key. Raises EngineDown where it ends, and DeadlineExceeded where it does not answer in
+        time."""
+        self._questions[key] += 1
+        try:
+            return await self._answer(lambda link: link.ask(make, result), deadline)
+        finally:
+            self._questions[key] -= 1
+            if not self._questions[key]:
+                del self._questions[key]
 
     async def call(self, method: str, *arguments: Any, deadline: float | None = None) -> Any:
         """Call a method of the engine process. Raises as `ask` does."""
@@ -284,7 +302,7 @@ class RemoteService:
             place = id
             return Admit(id, number, job.candidates, job.history, deadline, job.key, job.leaves_at)
 
-        await self.ask(admit, None, deadline)
+        await self.ask(admit, None, deadline, job.key)
         job.link, job.place = link, place
 
     async def rank(self, job: Job, context: Context | str, candidates: Candidates) -> Ranked:
@@ -297,6 +315,7 @@ class RemoteService:
             lambda id: Rank(id, number, context, candidates, deadline, job.key, job.leaves_at, job.place),
             Ranked,
             deadline,
+            job.key,
         )
         job.place = 0
         return cast(Ranked, ranked)
@@ -378,7 +397,7 @@ class RemoteCorpus:
         def search(id: int) -> Search:
             return Search(id, number, query, deadline, key, leaves_at, is_admitted)
 
-        result = await self._ranker.ask(search, SearchResult, deadline)
+        result = await self._ranker.ask(search, SearchResult, deadline, key)
         return cast(SearchResult, result)
 
     async def change(self, change: PostChange) -> CorpusState:

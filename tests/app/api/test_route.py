@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
 import pytest
-from fastapi import APIRouter, BackgroundTasks, Cookie, Depends, Header, Query, Response
-from starlette.requests import Request
+from fastapi import APIRouter, BackgroundTasks, Cookie, Depends, Header, Query, Response, WebSocket
+from fastapi.security import SecurityScopes
+from starlette.requests import HTTPConnection, Request
 from starlette.testclient import TestClient
 
 from app.api.route import Route
@@ -22,6 +23,10 @@ async def nested(told: Annotated[str, Depends(told)]) -> str:
     return told
 
 
+async def part(place: str) -> str:
+    return place
+
+
 async def generated(request: Request) -> AsyncIterator[str]:
     yield "text"
 
@@ -33,6 +38,10 @@ async def with_cookie(name: Annotated[str, Cookie()]) -> Response: ...
 async def with_body(item: dict[str, int]) -> Response: ...
 async def with_tasks(tasks: BackgroundTasks) -> Response: ...
 async def with_response(response: Response) -> Response: ...
+async def with_connection(connection: HTTPConnection) -> Response: ...
+async def with_websocket(websocket: WebSocket) -> Response: ...
+async def with_scopes(scopes: SecurityScopes) -> Response: ...
+async def with_dependency_on_path(text: Annotated[str, Depends(part)]) -> Response: ...
 async def with_nested(text: Annotated[str, Depends(nested)]) -> Response: ...
 async def with_generator(text: Annotated[str, Depends(generated)]) -> Response: ...
 async def with_dictionary() -> dict[str, int]: ...
@@ -40,8 +49,9 @@ async def with_number(place: int) -> Response: ...
 def with_thread() -> Response: ...
 
 
-REFUSED = [with_query, with_query_of_a_name, with_header, with_cookie, with_body, with_tasks, with_response, with_nested,
-           with_generator, with_dictionary, with_number, with_thread]  # fmt: skip
+REFUSED = [with_query, with_query_of_a_name, with_header, with_cookie, with_body, with_tasks, with_response, with_connection,
+           with_websocket, with_scopes, with_dependency_on_path, with_nested, with_generator, with_dictionary, with_number,
+           with_thread]  # fmt: skip
 
 
 @pytest.mark.parametrize("endpoint", REFUSED, ids=lambda endpoint: endpoint.__name__)

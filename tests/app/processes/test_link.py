@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import tempfile
 import time
 import warnings
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -18,7 +21,19 @@ from app.errors import DeadlineExceeded, InternalError, NotReady, Overloaded
 from app.interface import Health
 from app.processes.engine_process import EngineProcess
 from app.processes.link import Link
-from app.processes.messages import METHODS, Answer, Call, Cancel, EngineState, FromEngine, FromWorker, Served
+from app.processes.messages import (
+    LENGTH,
+    MAX_BYTES,
+    METHODS,
+    Answer,
+    Call,
+    Cancel,
+    EngineState,
+    FromEngine,
+    FromWorker,
+    Served,
+    frame,
+)
 from app.processes.remote import RemoteService
 from app.settings import Queue, Settings
 from app.telemetry.metrics import Metrics
@@ -98,6 +113,73 @@ async def test_a_fault_in_a_message_handler_ends_one_link_with_a_line(tmp_path: 
             await rankers.until(lambda: bool(lines))
         assert [(line["event"], line["error"]) for line in lines] == [("link_broken", "ZeroDivisionError")]
         assert other.health().ready
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [LENGTH.pack(MAX_BYTES + 1), LENGTH.pack(1) + b"\xc1", 2 * frame(Call(7, "exposition", []))],
+    ids=["too long", "no message", "an id in use"],
+)
+async def test_bytes_that_break_the_protocol_end_one_link(tmp_path: Path, sent: bytes) -> None:
+    async with engine_process(tmp_path), worker(tmp_path) as other, asyncio.timeout(10):
+        with structlog.testing.capture_logs() as lines:
+            reader, writer = await asyncio.open_unix_connection(tmp_path / "engine")
+            writer.write(sent)
+            await reader.read()  # to its end
+            writer.close()
+        assert [line["event"] for line in lines] == ["link_broken"]
+        assert other.health().ready
+
+
+async def test_a_peer_that_stops_reading_is_cut_off(tmp_path: Path) -> None:
+    """Otherwise what it is sent would fill the memory."""
+    links: list[Link] = []
+    closed = asyncio.Event()
+    server = await asyncio.get_running_loop().create_unix_server(
+        lambda: Link(FromWorker, lambda link, message: None, links.append, lambda link: closed.set()),
+        str(tmp_path / "engine"),
+    )
+    answer = Answer(1, bytes(2**22))
+    async with server, asyncio.timeout(20):
+        _, writer = await asyncio.open_unix_connection(tmp_path / "engine")
+        with closing(writer), structlog.testing.capture_logs() as lines:
+            await rankers.until(lambda: bool(links))
+            for _ in range(MAX_BYTES // 2**22 - 4):
+                links[0].send(answer)
+                await asyncio.sleep(0)
+            assert lines == []
+            for _ in range(8):
+                links[0].send(answer)
+                await asyncio.sleep(0)
+            await closed.wait()
+    assert [(line["event"], line["reason"]) for line in lines] == [("link_broken", "has stopped reading")]
+
+
+async def test_questions_under_way_end_with_their_link(tmp_path: Path) -> None:
+    links: list[Link] = []
+    server = await asyncio.get_running_loop().create_unix_server(
+        lambda: Link(FromWorker, lambda link, message: link.close(), links.append, lambda link: None),
+        str(tmp_path / "engine"),
+    )
+    async with server, asyncio.timeout(10):
+        with closing(await linked(tmp_path)) as link, pytest.raises(ConnectionError):
+            await link.call("corpus_state")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+async def test_a_process_of_another_user_is_cut_off() -> None:
+    connect = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); print(s.recv(1))"
+    with tempfile.TemporaryDirectory() as name, structlog.testing.capture_logs() as lines:
+        folder = Path(name)
+        async with engine_process(folder):
+            for path, mode in ((name, 0o755), (f"{name}/engine", 0o777)):
+                os.chmod(path, mode)
+            process = await asyncio.create_subprocess_exec(
+                "/usr/bin/env", "python3", "-c", connect, str(folder / "engine"), user=65534, stdout=PIPE
+            )
+            output, _ = await asyncio.wait_for(process.communicate(), 20)
+    assert output in (b"b''\n", b"")  # the end, or a reset
+    assert [(line["event"], line["user"]) for line in lines if line["event"] == "stranger"] == [("stranger", 65534)]
 
 
 async def test_a_question_cancelled_in_its_turn_warns_of_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -318,19 +318,100 @@ def test_a_taken_address_ends_several_processes_with_3() -> None:
             assert server.wait(60) == 3
 
 
+GREEDY, MODEST = {"x_api_key": "greedy"}, {"x_api_key": "modest"}
+KEYS = json.dumps({name: hashlib.sha256(name.encode()).hexdigest() for name in ("greedy", "modest")})
+
+
+def replies_by_worker(
+    server: Server, path: str, body: bytes, headers: dict[str, str], least: int = 10
+) -> dict[int, list[httpx.Response]]:
+    """The replies of two workers to one request after another, until each has given so many."""
+    replies: dict[str, httpx.Response] = {}
+    workers: dict[int, list[httpx.Response]] = {1: [], 2: []}
+    until = time.monotonic() + 60
+    while min(map(len, workers.values())) < least:
+        assert time.monotonic() < until, {worker: len(answers) for worker, answers in workers.items()}
+        for _ in range(least):
+            name = os.urandom(8).hex()
+            replies[name] = server.post(path, body, x_request_id=name, **headers)
+        wait_until(lambda: replies.keys() <= {line.get("request_id") for line in server.log_lines})
+        workers = {1: [], 2: []}
+        for line in server.log_lines:
+            if line.get("request_id") in replies:
+                workers[line["worker"]].append(replies[line["request_id"]])
+    return workers
+
+
+def statuses_by_worker(
+    server: Server, path: str, body: bytes, headers: dict[str, str], least: int = 10
+) -> dict[int, set[int]]:
+    """The statuses among those replies."""
+    by_worker = replies_by_worker(server, path, body, headers, least)
+    return {worker: {reply.status_code for reply in replies} for worker, replies in by_worker.items()}
+
+
+REFUSED_BY_BOTH, SCORED_BY_BOTH = {1: {429}, 2: {429}}, {1: {200}, 2: {200}}
+
+
 def test_stalled_uploads_of_one_key_leave_room_in_each_worker() -> None:
-    keys = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("greedy", "modest")}
     size, body = 99_000, json.dumps(example()).encode().ljust(70_000)
-    with (
-        serving(workers=2, auth__keys=json.dumps(keys), limits__max_body_bytes=100_000) as server,
-        ExitStack() as stack,
-    ):
-        for _ in range(300):
-            client = stack.enter_context(server.connect())
-            client.sendall(head(headers={"x-api-key": "greedy"}, length=size) + (size - 1) * b" ")
-        refused = [server.post("/rank", body, x_api_key="greedy").status_code for _ in range(20)]
-        assert refused == [429] * 20
-        assert [server.post("/rank", body, x_api_key="modest").status_code for _ in range(40)] == [200] * 40
+    with serving(workers=2, auth__keys=KEYS, limits__max_body_bytes=100_000) as server, ExitStack() as stack:
+
+        def is_full() -> bool:
+            for _ in range(60):  # the kernel says which worker gets them, and each reads them when it can
+                client = stack.enter_context(server.connect())
+                client.sendall(head(headers={"x-api-key": "greedy"}, length=size) + (size - 1) * b" ")
+            return statuses_by_worker(server, "/rank", body, GREEDY) == REFUSED_BY_BOTH
+
+        wait_until(is_full, 30)
+        assert statuses_by_worker(server, "/rank", body, MODEST) == SCORED_BY_BOTH
+        assert statuses_by_worker(server, "/rank", body, GREEDY) == REFUSED_BY_BOTH
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Server]:
+    """Two workers that have little room: for 1024 candidates of batches each, and for 16 requests together."""
+    with serving(
+        workers=2,
+        threads=1,
+        auth__keys=KEYS,
+        limits__max_candidates=64,
+        queue__max_requests=16,
+        queue__max_wait_seconds=0,
+    ) as server:
+        yield server
+
+
+def busy_with(server: Server, path: str, body: bytes, count: int) -> AbstractContextManager[Replies]:
+    """So many callers of the greedy key, who ask again at once."""
+    return callers(server, lambda turn: body, count, path=path, impatient=True, headers={"x-api-key": "greedy"})
+
+
+def test_requests_of_one_key_leave_room_to_another(small: Server) -> None:
+    body = json.dumps(example(64)).encode()
+    with busy_with(small, "/rank", body, 40) as greedy:
+        wait_until(lambda: greedy.of(429))
+        assert statuses_by_worker(small, "/rank", body, MODEST) == SCORED_BY_BOTH
+    assert greedy.statuses == {200, 429}
+
+
+def test_batches_of_one_key_leave_room_in_each_worker(small: Server) -> None:
+    one = example(64)
+    with busy_with(small, "/rank/batch", json.dumps({"requests": [one] * 4}).encode(), 40) as greedy:
+        wait_until(lambda: any(b"overloaded" in reply.content for reply in greedy.all))
+        modest = replies_by_worker(small, "/rank/batch", json.dumps({"requests": [one] * 2}).encode(), MODEST)
+    assert any(b'"rank"' in reply.content for reply in greedy.all)
+    for replies in modest.values():
+        assert {reply.status_code for reply in replies} == {200}
+        assert not any(b"overloaded" in reply.content for reply in replies)
+
+
+def test_explanations_of_one_key_leave_turns_in_each_worker(small: Server) -> None:
+    body = json.dumps(example(history=4) | {"explain": [example()["candidates"][0]["post_id"]]}).encode()
+    with busy_with(small, "/explain", body, 8) as greedy:
+        wait_until(lambda: greedy.of(429))
+        assert statuses_by_worker(small, "/explain", body, MODEST, least=2) == SCORED_BY_BOTH
+    assert greedy.statuses == {200, 429}
 
 
 def test_settings_that_only_a_worker_reads_end_all_with_2() -> None:
