@@ -174,7 +174,7 @@ def test_a_caller_that_goes_away_within_its_body_is_counted(live: Live) -> None:
     before = live.figure('ranker_cancelled_total{stage="body"}')
     with live.connect() as client:
         client.sendall(head() + BODY[:10])
-        time.sleep(0.1)
+        ask(live)  # by now that has been read
     until(lambda: live.figure('ranker_cancelled_total{stage="body"}') == before + 1)
 
 

@@ -216,10 +216,12 @@ def is_listening(port: int) -> bool:
 def test_requests_that_outlast_the_drain_get_503_and_exit_code() -> None:
     gate = Gate()
     with listening(FakeEngine(before=gate), drain={"timeout_seconds": 0.2}) as live:
-        waiting, sending = live.connect(), live.connect()
-        waiting.sendall(head() + BODY)
+        sending, waiting, probing = live.connect(), live.connect(), live.connect()
         sending.sendall(head() + BODY[:-1])
+        waiting.sendall(head() + BODY)
         assert gate.entered.wait(10)
+        probing.sendall(head("GET", "/livez", length=None))
+        assert read_reply(probing)[0] == 200  # by now the head of the other one has been read
         live.server.should_exit = True
         until(lambda: live.server.exit_code == 1)
         for client in (waiting, sending):
@@ -255,16 +257,15 @@ def test_requests_under_way_at_the_end_are_not_lost() -> None:
                 if status != 200 or headers.get("connection") == "close":
                     return
 
-    for _ in range(3):
+    for stops in range(3):
         with listening() as live:
             threads = [threading.Thread(target=ask, args=(live.port,)) for _ in range(8)]
             for thread in threads:
                 thread.start()
-            time.sleep(0.3)
+            until(lambda stops=stops: asked[0] > 50 * (stops + 1))  # type: ignore[misc]
             live.server.should_exit = True
             for thread in threads:
                 thread.join(30)
-    assert asked[0] > 50
     assert lost == []
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
@@ -81,10 +80,9 @@ def test_batches_of_one_key_leave_room_to_another() -> None:
         try:
             for thread in greedy:
                 thread.start()
-            assert gate.entered.wait(10)
-            time.sleep(0.5)  # by now all of them have taken what they could get
+            until(lambda: live.figure("ranker_queue_candidates") >= 64)  # half of the room is what one key may hold
             modest.start()
-            time.sleep(0.5)
+            until(lambda: live.figure("ranker_queue_candidates") >= 64 + 32)
         finally:
             gate.opened.set()
         for thread in (*greedy, modest):
