@@ -334,7 +334,7 @@ def replies_by_worker(
         for _ in range(least):
             name = os.urandom(8).hex()
             replies[name] = server.post(path, body, x_request_id=name, **headers)
-        wait_until(lambda: replies.keys() <= {line.get("request_id") for line in server.log_lines})
+        wait_until(lambda: replies.keys() <= {line.get("request_id") for line in server.log_lines}, 60, server)
         workers = {1: [], 2: []}
         for line in server.log_lines:
             if line.get("request_id") in replies:
