@@ -208,12 +208,13 @@ def shell_blocks() -> list[str]:
 def run(script: str, **environment: str) -> str:
     """What bash prints in a clone whose environment is made. Fails where a command does."""
     command = ["bash", "-euo", "pipefail", "-c", script.replace("make serve", "make --silent -o .venv/.serving serve")]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_the_first_commands_of_the_readme_rank_as_it_says() -> None:
     port, text = str(free_port()), (ROOT / "README.md").read_text()
     said = re.search(r'"post_id":"(\d+)","score":(-?[\d.]+),"rank":(\d+)', text)
@@ -227,6 +228,7 @@ def test_the_first_commands_of_the_readme_rank_as_it_says() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_the_first_commands_of_the_readme_end_with_the_server() -> None:
     script = (
         shell_blocks()[0]
@@ -235,12 +237,13 @@ def test_the_first_commands_of_the_readme_end_with_the_server() -> None:
     )
     environment = os.environ | {"RANKER_CHECKPOINT": "/nowhere"}
     command = ["bash", "-c", script]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode != 0
     assert "/nowhere is not a checkpoint" in done.stderr
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_the_commands_of_the_readme_serve_a_published_checkpoint(tmp_path: Path) -> None:
     """A small one of the same form lies where the README says that the artifacts are. The compiled kernel of this machine is at hand."""
     shutil.copytree(ROOT / "tests/golden/phoenix-mini/ranker", tmp_path / "oss-phoenix-artifacts/ranker")
