@@ -92,7 +92,7 @@ def test_batches_of_one_key_leave_room_to_another() -> None:
 
 
 def test_explanations_of_one_key_leave_turns_to_another() -> None:
-    body = json.dumps(good(explain=[90])).encode()
+    body = json.dumps(good(explain=[90], history=good()["history"][:1])).encode()
     with listening(auth=AUTH, explore={"enabled": True}) as live:
         stop = threading.Event()
         statuses: dict[str, list[int]] = {name: [] for name in NAMES}
@@ -106,7 +106,7 @@ def test_explanations_of_one_key_leave_turns_to_another() -> None:
             thread.start()
         try:
             until(lambda: 429 in statuses["greedy"])
-            statuses["modest"] = [send(live, "/explain", body, of("modest"))[0] for _ in range(10)]
+            statuses["modest"] = [send(live, "/explain", body, of("modest"))[0] for _ in range(5)]
         finally:
             stop.set()
             for thread in threads:

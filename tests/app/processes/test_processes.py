@@ -353,33 +353,34 @@ def statuses_by_worker(
 REFUSED_BY_BOTH, SCORED_BY_BOTH = {1: {429}, 2: {429}}, {1: {200}, 2: {200}}
 
 
-def test_stalled_uploads_of_one_key_leave_room_in_each_worker() -> None:
-    size, body = 99_000, json.dumps(example()).encode().ljust(70_000)
-    with serving(workers=2, auth__keys=KEYS, limits__max_body_bytes=100_000) as server, ExitStack() as stack:
-
-        def is_full() -> bool:
-            for _ in range(60):  # the kernel says which worker gets them, and each reads them when it can
-                client = stack.enter_context(server.connect())
-                client.sendall(head(headers={"x-api-key": "greedy"}, length=size) + (size - 1) * b" ")
-            return statuses_by_worker(server, "/rank", body, GREEDY) == REFUSED_BY_BOTH
-
-        wait_until(is_full, 30)
-        assert statuses_by_worker(server, "/rank", body, MODEST) == SCORED_BY_BOTH
-        assert statuses_by_worker(server, "/rank", body, GREEDY) == REFUSED_BY_BOTH
-
-
 @pytest.fixture(scope="module")
 def small() -> Iterator[Server]:
-    """Two workers that have little room: for 1024 candidates of batches each, and for 16 requests together."""
+    """Two workers that have little room: each for 6.4 MB of bodies and 1024 candidates of batches, and together for 16 requests."""
     with serving(
         workers=2,
         threads=1,
         auth__keys=KEYS,
+        limits__max_body_bytes=100_000,
         limits__max_candidates=64,
         queue__max_requests=16,
         queue__max_wait_seconds=0,
     ) as server:
         yield server
+
+
+def test_stalled_uploads_of_one_key_leave_room_in_each_worker(small: Server) -> None:
+    size, body = 99_000, json.dumps(example()).encode().ljust(70_000)
+    with ExitStack() as stack:
+
+        def is_full() -> bool:
+            for _ in range(60):  # the kernel says which worker gets them, and each reads them when it can
+                client = stack.enter_context(small.connect())
+                client.sendall(head(headers={"x-api-key": "greedy"}, length=size) + (size - 1) * b" ")
+            return statuses_by_worker(small, "/rank", body, GREEDY) == REFUSED_BY_BOTH
+
+        wait_until(is_full, 30)
+        assert statuses_by_worker(small, "/rank", body, MODEST) == SCORED_BY_BOTH
+        assert statuses_by_worker(small, "/rank", body, GREEDY) == REFUSED_BY_BOTH
 
 
 def busy_with(server: Server, path: str, body: bytes, count: int) -> AbstractContextManager[Replies]:
@@ -421,19 +422,18 @@ def test_settings_that_only_a_worker_reads_end_all_with_2() -> None:
 
 
 def test_workers_that_all_fail_at_their_start_end_all(tmp_path: Path) -> None:
-    """All processes but the first two, the parent and the engine process, end at once."""
     (tmp_path / "sitecustomize.py").write_text(
-        f"""
-import os
-with open({str(tmp_path / "started")!r}, "a") as started:
-    started.write("x")
-    started.flush()
-    if started.tell() > 2:
-        os._exit(1)
+        """
+import json, os
+if json.loads(os.environ.get("_RANKER_ROLE", "{}")).get("worker"):
+    os._exit(1)
 """
     )
     with serving(workers=2, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, wait_ready=False) as server:
         assert server.wait(60) == 1
+        ended = [line["worker"] for line in server.log_lines if line["event"] == "process_ended"]
+    assert {*ended} == {1, 2}, "the engine process runs to the end"
+    assert len(ended) >= 2 * 3
 
 
 def test_a_checkpoint_that_cannot_be_loaded_ends_all(tmp_path: Path) -> None:
