@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from weights.served import OPEN_SUFFIX, PARTS, SUFFIX, PartEncoder, ServedRanking
+from weights.served import OPEN_SUFFIX, PARTS, SUFFIX, ContextName, RowBatch
 
 GROUP_BYTES = 8 * 2**20
 """A part's rows are written when they take this much memory."""
@@ -28,8 +27,8 @@ DAY_SECONDS = 86_400
 class Part:
     """A part that is being written, and the rows that it will hold. Each method raises OSError where the disk does not take it."""
 
-    def __init__(self, directory: Path, day: int, first: ServedRanking, now: float) -> None:
-        """Open a file of the directory for rows of this UTC day, counted since 1970, and of the model of `first`. `now`: Unix seconds."""
+    def __init__(self, directory: Path, day: int, kind: pa.Schema, now: float) -> None:
+        """Open a file of the directory for rows of this UTC day, counted since 1970, with this schema. `now`: Unix seconds."""
         self.opened = now
         self.rows = 0
         folder = directory / _folder_of(day * DAY_SECONDS)
@@ -38,7 +37,8 @@ class Part:
         stamp = datetime.fromtimestamp(now, UTC).strftime("%Y%m%dT%H%M%SZ")
         self.path = folder / f"{stamp}-{secrets.token_hex(8)}{SUFFIX}"
         self.open_path = self.path.with_name(self.path.name.removesuffix(SUFFIX) + OPEN_SUFFIX)
-        self._encoder = PartEncoder(first)
+        self._kind = kind
+        self._contexts: set[ContextName] = set()  # that the part holds
         self._waiting: list[pa.RecordBatch] = []
         self._waiting_bytes = 0
         self._descriptor = os.open(self.open_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -46,7 +46,7 @@ class Part:
         # Without dictionaries and statistics, which take more time than all the rest.
         self._writer = pq.ParquetWriter(
             self._file,
-            self._encoder.schema,
+            kind,
             compression=COMPRESSION,
             use_dictionary=False,
             write_statistics=False,
@@ -58,9 +58,9 @@ class Part:
         written: int = self._file.tell()
         return written + self._waiting_bytes
 
-    def encode(self, rows: Sequence[ServedRanking], give_way: Callable[[], None]) -> pa.RecordBatch:
-        """These rows for `add`, as `PartEncoder.encode` makes them. The disk has no part in this."""
-        return self._encoder.encode(rows, give_way)
+    def encode(self, batch: RowBatch) -> pa.RecordBatch:
+        """These rows for `add`. The disk has no part in this. Raises whatever is wrong with a value; the part is then as it was."""
+        return batch.encode(self._kind, self._contexts)
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Take the rows that were encoded last."""
