@@ -207,6 +207,13 @@ class RowBatch:
 
     def __init__(self, first: ServedRanking) -> None:
         """`first`: any row of the batch, which tells its model and the sizes of its arrays. It is not added."""
+        self._history, self._candidates, self._lists = (
+            [_ListColumn() for _ in names] for names in (_HISTORY, _CANDIDATES, _LISTS)
+        )
+        self.begin(first)
+
+    def begin(self, first: ServedRanking) -> None:
+        """Become empty, for other rows. The memory is kept and used again, so nothing that `encode` returned may be alive."""
         self.model = first.model_name, first.model_version, first.model_digest
         self._outputs = {"action_names": first.action_names, "continuous_names": first.continuous_names}
         self._axes = _axes_of(first)
@@ -214,10 +221,9 @@ class RowBatch:
         self._contexts: dict[ContextName, int] = {}  # the contexts of the batch in the order of their first rows
         self._of_contexts: list[
             tuple[int, str, int, int, int | None]
-        ] = []  # `_OF_THE_CONTEXT`, and which is to be stored with the row
-        self._history, self._candidates, self._lists = (
-            [_ListColumn() for _ in names] for names in (_HISTORY, _CANDIDATES, _LISTS)
-        )
+        ] = []  # the last: the context to store with the row
+        for column in (*self._history, *self._candidates, *self._lists):
+            column.clear()
 
     @property
     def rows(self) -> int:
@@ -282,6 +288,11 @@ class _ListColumn:
         self._bytes = BytesIO()
         self.write: Callable[[Any], int] = self._bytes.write
         self.sizes: list[int] = []
+
+    def clear(self) -> None:
+        """Forget the arrays and keep the memory. Raises BufferError while something that `encode` returned is alive."""
+        self._bytes.seek(0)
+        self.sizes.clear()
 
     def encode(self, kind: pa.ListType) -> pa.ListArray:
         """One list for each array, which is flattened. The arrays have the dtype of the lists' elements."""

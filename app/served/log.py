@@ -118,7 +118,7 @@ class ServedLog:
         day = row.served_us // DAY_US
         if self._batch is None or day != self._day or not self._batch.is_of_model(row):
             self._hand_over()
-            self._batch, self._day = RowBatch(row), day
+            self._batch, self._day = self._writer.new_batch(row), day
             self._timer = asyncio.get_running_loop().call_later(BATCH_SECONDS, self._hand_over)
         try:
             self._batch.add(row)

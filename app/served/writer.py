@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -13,13 +14,14 @@ from app.served.parts import Part, make_directory, remove_old
 from app.settings import Served
 from app.telemetry.logs import of_exception
 from app.telemetry.metrics import Metrics
-from weights.served import RowBatch
+from weights.served import RowBatch, ServedRanking
 
 THREAD = "served"
 LOOK_SECONDS = 1.0  # while a part is open
 CLEAN_SECONDS = 3600.0  # between two removals of old parts
 COMPLAIN_SECONDS = 60.0  # between two lines about a disk that does not take parts
 MOST_OPEN = 4  # parts at once: of two models while one replaces the other, and of two days at midnight
+MOST_SPARE = 4  # batches whose memory is kept for others
 
 Key = tuple[int, tuple[str, str, str]]
 """What all rows of a part share: the day since 1970, and the model."""
@@ -28,7 +30,7 @@ log = structlog.get_logger("app.served")
 
 
 class Writer:
-    """`start`, `put`, `waiting_bytes` and `close` are for the event loop; everything else runs in the thread."""
+    """`start`, `new_batch`, `put`, `waiting_bytes` and `close` are for the event loop; everything else runs in the thread."""
 
     def __init__(self, settings: Served, directory: Path, metrics: Metrics) -> None:
         self._settings = settings
@@ -38,6 +40,9 @@ class Writer:
             SimpleQueue()
         )  # with day and bytes; None is the end
         self._put_bytes = self._written_bytes = 0  # since the start; each is written to by one thread only
+        self._spare: deque[RowBatch] = deque(
+            maxlen=MOST_SPARE
+        )  # written batches: fresh memory would cost the event loop more
         self._open: dict[Key, Part] = {}  # the oldest first
         self._complained = self._cleaned = float("-inf")  # seconds of the monotonic clock
         self._thread = threading.Thread(target=self._main, name=THREAD, daemon=True)
@@ -50,6 +55,15 @@ class Writer:
         """Have a batch written that takes this much memory. `day`: the UTC day of its rows, counted since 1970."""
         self._put_bytes += size_bytes
         self._batches.put((batch, day, size_bytes))
+
+    def new_batch(self, first: ServedRanking) -> RowBatch:
+        """An empty batch for rows of the model of `first`, in memory that was used before if there is some."""
+        try:
+            batch = self._spare.pop()
+        except IndexError:
+            return RowBatch(first)
+        batch.begin(first)
+        return batch
 
     @property
     def waiting_bytes(self) -> int:
@@ -84,18 +98,18 @@ class Writer:
         part = self._open.get(key)
         try:
             if part is None:
-                part = self._open[key] = Part(self._directory, key[0], batch.schema(), time.time())
+                part = self._open[key] = Part(self._directory, key[0], batch.schema(), time.time(), self._spare.append)
         except Exception as error:
             self._lose(key, batch.rows, error)
             return
         try:
-            rows = part.encode(batch)
+            part.add(batch)
         except Exception as error:  # a fault of ours: the part is as it was
             self._metrics.served_dropped.labels("fault").inc(batch.rows)
             log.error("fault", **of_exception(error))
             return
         try:
-            part.add(rows)
+            part.flush()
         except Exception as error:
             self._lose(key, part.rows, error)
             return

@@ -148,6 +148,20 @@ def test_rows_that_cannot_be_encoded_leave_the_part_as_it_was(tmp_path: Path) ->
     assert bits(next(read_part(tmp_path / "part.parquet")).context) == bits(good.context)
 
 
+def test_a_batch_that_begins_again_holds_only_new_rows(tmp_path: Path) -> None:
+    long, short = ranking(1, candidates=40, history=30), ranking(2, candidates=3, history=2)
+    batch, kind = batch_of([long]), RowBatch(long).schema()
+    pq.write_table(pa.Table.from_batches([batch.encode(kind, set())]), tmp_path / "long.parquet")
+    batch.begin(short)
+    assert batch.rows == 0
+    batch.add(short)
+    pq.write_table(pa.Table.from_batches([batch.encode(kind, set())]), tmp_path / "short.parquet")
+    for name, row in (("long", long), ("short", short)):
+        (back,) = read_part(tmp_path / f"{name}.parquet")
+        for field in row.__struct_fields__:
+            assert bits(getattr(back, field)) == bits(getattr(row, field)), field
+
+
 def test_equal_histories_of_two_users_are_two_contexts(tmp_path: Path) -> None:
     rows = [ranking(1, user=1), ranking(1, user=2)]
     write(tmp_path / "part.parquet", rows)
