@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from app.corpus.loading import CorpusLoader, corpus_loader
 from app.corpus.searches import Searches
 from app.errors import Draining, EngineDown, ModelNotFound, NotReady, ServiceError
-from app.interface import Health, Job, Ranked, ServedModel
+from app.interface import Health, Job, PlaceRequest, Ranked, ServedModel
 from app.queue.admission import Admission, Refusal
 from app.queue.batching import chunk_count
 from app.queue.forecast import Clock
@@ -204,29 +204,21 @@ class LocalService:
             if refusal is not None:
                 raise self.places.error(refusal)
 
-    def admit(
-        self,
-        model: ServedModel,
-        *,
-        candidates: int,
-        history: int,
-        deadline: float | None,
-        key: str | None,
-        leaves_at: float = math.inf,
-    ) -> AbstractContextManager[RankJob]:
+    def admit(self, model: ServedModel, request: PlaceRequest) -> AbstractContextManager[RankJob]:
         """Return a block that holds a place for one request on `model`, which `self.model()` has returned for it.
 
         Entering raises Overloaded or DeadlineExceeded; the call itself NotReady, Draining or EngineDown.
         """
         self._check_able()
         scheduler, now, limits = self._scheduler(model), self.clock(), self.settings.deadline
+        deadline = now + limits.default_seconds if request.deadline is None else request.deadline
         job = RankJob(
-            candidates=candidates,
-            context_tokens=1 + min(history, model.manifest.config.history_length),
-            chunks=chunk_count(candidates, self.settings.batching),
-            deadline=min(now + limits.default_seconds if deadline is None else deadline, now + limits.max_seconds),
-            key=key,
-            leaves_at=leaves_at,
+            candidates=request.candidates,
+            context_tokens=1 + min(request.history, model.manifest.config.history_length),
+            chunks=chunk_count(request.candidates, self.settings.batching),
+            deadline=min(deadline, now + limits.max_seconds),
+            key=request.key,
+            leaves_at=request.leaves_at,
             future=asyncio.get_running_loop().create_future(),
             model=model,
         )
