@@ -28,10 +28,12 @@ from app.errors import (
     UnsupportedCoding,
     UnsupportedMediaType,
 )
+from app.features import CheckedRequest
 from app.interface import PlaceRequest
 from app.settings import Auth, SettingsProblem
 from app.shares import Shares
 from app.telemetry.exchange import Exchange
+from model.inputs import Context
 
 T = TypeVar("T")
 Headers = Mapping[bytes, bytes]
@@ -145,6 +147,21 @@ class CallerInfo:
     def place_request(self, *, candidates: int, history: int) -> PlaceRequest:
         """Return this caller's request for a place in the queue, for so many candidates and history events."""
         return PlaceRequest(candidates, history, self.deadline, self.key, self.leaves_at)
+
+    def note_checked(self, checked: CheckedRequest) -> None:
+        """Name the ranking, and note what `note` does and what is odd about the weights."""
+        options = checked.options
+        self.note(checked.context, options.request_id)
+        options.name = options.request_id or self.exchange.request_id
+        if options.warnings:
+            self.state.vocabularies.log_once(checked.vocabulary, options.warnings)
+
+    def note(self, context: Context | str, request_id: str | None) -> None:
+        """Take the name that the body gives the request, and count a history that did not fit."""
+        if request_id is not None and not self.exchange.is_named_by_caller:
+            self.exchange.request_id = request_id
+        if not isinstance(context, str) and context.dropped:
+            self.state.ranker.metrics.history_truncated.inc()
 
 
 def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo]]:

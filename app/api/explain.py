@@ -21,7 +21,7 @@ from starlette.responses import Response
 from app import replies, schema
 from app.api.caller import Caller, CallerInfo, cancelled_with
 from app.api.in_flight import InFlight
-from app.api.rank import JSON, note
+from app.api.rank import JSON
 from app.api.route import Route
 from app.api.state import state_of
 from app.errors import DeadlineExceeded, Overloaded, TooLarge
@@ -128,7 +128,7 @@ async def _question(caller: CallerInfo, model: ServedModel) -> Question:
         assert caller.deadline is not None
         cached = await state.ranker.context(model, request.context, caller.key, caller.deadline)
     question = Question.of(request, cached, vocabulary, model.manifest.config)
-    note(caller, question.context, question.checked.options.request_id)
+    caller.note(question.context, question.checked.options.request_id)
     return question
 
 
@@ -158,7 +158,7 @@ class Explaining:
             attention = [await ranker.attention(self.model, question.context, group, deadline) for group in groups]
         ranker.metrics.stage["attention"].observe(exchange.stages["attention"])
         scores, size = [other.scores for other in others], len(groups)
-        joined = [Scores.concatenate(scores[start : start + size]) for start in range(0, len(scores), size)]
+        joined = [Scores.of_chunks(scores[start : start + size]) for start in range(0, len(scores), size)]
         return own, joined, np.concatenate(attention, 2)
 
     async def _ranked(self, work: Iterable[tuple[Context, Candidates]]) -> list[Ranked]:

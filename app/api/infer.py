@@ -13,7 +13,7 @@ from starlette.responses import Response
 from app import replies, schema, tensors
 from app.api.caller import CallerInfo, TensorCaller, cancelled_with
 from app.api.operations import DISTRIBUTION, NOT_NOW, Described, answers, check_ready, json_reply
-from app.api.rank import JSON, note_checked, timings_of
+from app.api.rank import JSON, timings_of
 from app.api.route import Route
 from app.api.state import state_of
 from app.errors import InvalidRequest, ModelNotFound
@@ -172,7 +172,7 @@ async def _infer(request: Request, caller: CallerInfo, name: str, version: str) 
         with exchange.measured("parse"):
             vocabulary = state.vocabularies.of(model.manifest)
             checked = tensors.check(tensor_request, vocabulary, model.manifest.config, f"/v2{MODEL}/infer")
-            note_checked(caller, checked)
+            caller.note_checked(checked)
         ranked = await cancelled_with(request, state.ranker.rank(job, checked.context, checked.candidates))
     timings = timings_of(exchange, exchange.stages["parse"], ranked)
     exchange.scored.append((vocabulary.action_names, ranked.scores.probabilities))

@@ -26,7 +26,7 @@ from app.interface import Job, Ranked, ServedModel
 from app.schema import PROBLEMS, BatchReply, BatchRequest, ContextReply, ContextRequest, RankReply, RankRequest
 from app.telemetry.exchange import Exchange
 from model.engine import CacheResult
-from model.inputs import Candidates, Context
+from model.inputs import Candidates
 
 JSON = "application/json"
 RANK, CONTEXT = Decoder(RankRequest), Decoder(ContextRequest)
@@ -103,7 +103,7 @@ async def context(request: Request, caller: Caller) -> Response:
         with exchange.measured("parse"):
             user = features.context_of(context_request, vocabulary, model.manifest.config)
             request_id = None if context_request.request_id is UNSET else context_request.request_id
-            note(caller, user, request_id)
+            caller.note(user, request_id)
         del context_request  # as in `_rank`
         ranked = await cancelled_with(request, state.ranker.rank(job, user, NO_CANDIDATES))
     timings = timings_of(exchange, exchange.stages["parse"], ranked)
@@ -143,26 +143,8 @@ def _check(caller: CallerInfo, model: ServedModel, rank_request: RankRequest) ->
     with caller.exchange.measured("parse"):
         vocabulary = caller.state.vocabularies.of(model.manifest)
         checked = features.check(rank_request, vocabulary, model.manifest.config)
-        note_checked(caller, checked)
+        caller.note_checked(checked)
     return checked
-
-
-def note_checked(caller: CallerInfo, checked: CheckedRequest) -> None:
-    """Name the ranking, and tell metrics and log what is odd about the request."""
-    options = checked.options
-    note(caller, checked.context, options.request_id)
-    options.name = options.request_id or caller.exchange.request_id
-    if options.warnings:
-        caller.state.vocabularies.log_once(checked.vocabulary, options.warnings)
-
-
-def note(caller: CallerInfo, context: Context | str, request_id: str | None) -> None:
-    """Take the name that a request gives itself, and count a history that did not fit."""
-    exchange = caller.exchange
-    if request_id is not None and not exchange.is_named_by_caller:
-        exchange.request_id = request_id
-    if not isinstance(context, str) and context.dropped:
-        caller.state.ranker.metrics.history_truncated.inc()
 
 
 def _reply(caller: CallerInfo, checked: CheckedRequest, ranked: Ranked, parse_seconds: float) -> bytes:

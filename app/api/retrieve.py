@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from app import features, replies, schema
 from app.api.caller import Caller, CallerInfo, cancelled_with
-from app.api.rank import JSON, NO_CANDIDATES, note, note_checked
+from app.api.rank import JSON, NO_CANDIDATES
 from app.api.route import Route
 from app.errors import (
     CorpusBehind,
@@ -65,7 +65,7 @@ async def retrieve(request: Request, caller: Caller) -> Response:
     with exchange.measured("parse"):
         retrieve_request = schema.read(RETRIEVE, caller.body, state.settings.limits, vocabulary.index)
         query = _query(retrieve_request, _at_least(caller), vocabulary, served.manifest.config, state.settings.limits)
-        note(caller, query.context, _request_id(retrieve_request))
+        caller.note(query.context, _request_id(retrieve_request))
     exchange.candidates, exchange.history = query.k, retrieve_request.sizes()["history"]
     search = SearchRequest(query, _deadline(caller), caller.key, caller.leaves_at)
     search_result = await cancelled_with(request, corpus.search(served, search))
@@ -128,7 +128,7 @@ def _check(
     checked = CheckedRequest(
         vocabulary, context, NO_CANDIDATES, (), NO_CANDIDATES.surfaces, impression_ts, options, endpoint="/recommend"
     )
-    note_checked(caller, checked)
+    caller.note_checked(checked)
     return query, checked
 
 

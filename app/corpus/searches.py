@@ -245,7 +245,7 @@ class Searches:
 
     async def search(self, served: ServedCorpus, request: SearchRequest) -> SearchResult:
         """See `interface.CorpusService.search`."""
-        query, scheduler = request.query, self.versions.find(served)
+        query, scheduler = request.query, self.versions.schedulers.get(served)
         if scheduler is None:
             raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)
         if query.at_least and not scheduler.model.engine.mark.reaches(query.at_least):

@@ -24,7 +24,7 @@ from app.errors import Draining, EngineDown, ModelNotFound, NotReady, ServiceErr
 from app.interface import Health, Job, PlaceRequest, Ranked, ServedModel
 from app.queue.admission import Admission, Refusal
 from app.queue.batching import chunk_count
-from app.queue.forecast import Clock
+from app.queue.forecast import Clock, LoopTime, LoopWork
 from app.queue.handles import Handles
 from app.queue.job import RankJob
 from app.queue.loading import Loader, checkpoint_loader
@@ -33,7 +33,6 @@ from app.queue.runners import ENGINE_THREAD, RETRIEVAL_THREAD
 from app.queue.scheduler import Scheduler
 from app.queue.versions import Versions
 from app.service.attention import ATTENTION_THREAD, AttentionThread
-from app.service.loop_time import LoopTime, LoopWork
 from app.service.reload import Reloader
 from app.service.watchdog import Watchdog
 from app.settings import Settings
@@ -238,7 +237,7 @@ class LocalService:
 
     def _scheduler(self, model: ServedModel) -> Scheduler[RankJob]:
         """Return the scheduler that serves exactly this model. Raises NotReady if it was replaced."""
-        scheduler = self.versions.find(model)
+        scheduler = self.versions.schedulers.get(model)
         if scheduler is None:
             raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
         return scheduler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.service.loop_time import LEAST_REQUESTS, REFUSAL_SHARE, LoopTime, LoopWork
+from app.queue.forecast import LEAST_REQUESTS, REFUSAL_SHARE, LoopTime, LoopWork
 
 
 def busy(each_seconds: float, *, answered: int, refused: int = 0, background: float = 0.0) -> LoopTime:
