@@ -16,12 +16,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
+from io import BytesIO
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -153,8 +154,7 @@ def schema(sizes: Mapping[str, tuple[int, ...]] | None = None) -> pa.Schema:
     return pa.schema(fields, {FORMAT_KEY: FORMAT})
 
 
-@dataclass(slots=True, eq=False)
-class ServedRanking:
+class ServedRanking(msgspec.Struct, eq=False, kw_only=True):
     """One row. The fields have the names, units and shapes of `COLUMNS`; `context` and `candidates` are as the engine was given them."""
 
     request_id: str
@@ -181,72 +181,160 @@ class ServedRanking:
     continuous: NDArray[np.float32] | None = None
 
 
-class PartEncoder:
-    """Turns the rows of one part into Arrow. It remembers which contexts the part holds, so that each is stored once: what `encode` returns
-    must become the part in that order."""
+ContextName = tuple[int, str]
+"""A user, and the `context_id` of a context of that user."""
+_MODEL = ("model_name", "model_version", "model_digest")
+_OF_THE_MODEL = (*_MODEL, "action_names", "continuous_names")
+_OF_THE_CONTEXT = ("user_id", "context_id", "history_length", "history_dropped")
+_SCALARS = tuple(
+    name
+    for name, column in COLUMNS.items()
+    if not column.is_list and name not in (*INPUTS, *_OF_THE_MODEL, *_OF_THE_CONTEXT)
+)
+_LISTS = tuple(name for name, column in COLUMNS.items() if column.is_list and name not in _OF_THE_MODEL)
+_HISTORY, _CANDIDATES = tuple(arrays_of(Context)), tuple(arrays_of(Candidates))
+_scalars_of, _lists_of = attrgetter(*_SCALARS), attrgetter(*_LISTS)
+_history_of, _candidates_of = attrgetter(*_HISTORY), attrgetter(*_CANDIDATES)
+
+
+class RowBatch:
+    """Some next rows of a part, all of one model, column by column.
+
+    `add` copies the numbers of a row to the ends of its columns. So nothing else of a request stays in memory, and whoever encodes the
+    batch has no work for each row. Objects that live for a second would cost the event loop far more than copying them does.
+    A batch in which `add` failed is not whole and must be thrown away.
+    """
 
     def __init__(self, first: ServedRanking) -> None:
-        """`first`: any row of the part, which tells its model and the sizes of its arrays."""
+        """`first`: any row of the batch, which tells its model and the sizes of its arrays. It is not added."""
+        self._history, self._candidates, self._lists = (
+            [_ListColumn() for _ in names] for names in (_HISTORY, _CANDIDATES, _LISTS)
+        )
+        self.begin(first)
+
+    def begin(self, first: ServedRanking) -> None:
+        """Become empty, for other rows. The memory is kept and used again, so nothing that `encode` returned may be alive."""
+        self.model = first.model_name, first.model_version, first.model_digest
+        self._outputs = {"action_names": first.action_names, "continuous_names": first.continuous_names}
+        self._axes = _axes_of(first)
+        self._scalars: list[tuple[Any, ...]] = []
+        self._contexts: dict[ContextName, int] = {}  # the contexts of the batch in the order of their first rows
+        self._of_contexts: list[
+            tuple[int, str, int, int, int | None]
+        ] = []  # the last: the context to store with the row
+        for column in (*self._history, *self._candidates, *self._lists):
+            column.clear()
+
+    @property
+    def rows(self) -> int:
+        """How many rows were added."""
+        return len(self._scalars)
+
+    def is_of_model(self, row: ServedRanking) -> bool:
+        """Whether a row is of the model of this batch."""
+        return self.model == (row.model_name, row.model_version, row.model_digest)
+
+    def add(self, row: ServedRanking) -> None:
+        """Copy a row to the end of the batch."""
+        context = row.context
+        arrays = _history_of(context)
+        name = context.user_id, _hash_of(context.user_id, arrays)
+        stored = None
+        if name not in self._contexts:
+            stored = self._contexts[name] = len(self._contexts)
+            _append(self._history, arrays)
+        self._of_contexts.append((*name, len(context), context.dropped, stored))
+        _append(self._candidates, _candidates_of(row.candidates))
+        _append(self._lists, _lists_of(row))
+        self._scalars.append(_scalars_of(row))
+
+    def schema(self) -> pa.Schema:
+        """The schema of a part that begins with this batch."""
+        return schema(self._axes)
+
+    def encode(self, kind: pa.Schema, stored: set[ContextName]) -> pa.RecordBatch:
+        """The rows in Arrow, by the schema of their part. `stored`: the contexts that the part holds already; those of the batch are added
+        to it. Call it once: the columns are not copied. Raises if a value does not fit its column; then `stored` is as it was."""
         import pyarrow as pa
 
-        self.schema = schema(_sizes_of(first))
-        self._contexts: set[tuple[int, str]] = set()  # user and id of each context that the part holds
-        self._names = {
-            name: pa.array(getattr(first, name), pa.string()) for name in ("action_names", "continuous_names")
-        }
-
-    def encode(self, rows: Sequence[ServedRanking], give_way: Callable[[], None] = lambda: None) -> pa.RecordBatch:
-        """These rows as the next ones of the part. `give_way` is called after each column: a few hundred rows hold the interpreter for
-        milliseconds, and whoever answers requests beside this thread must not wait so long."""
-        import pyarrow as pa
-
-        contexts = [row.context for row in rows]
-        ids = [*map(_id_of, contexts)]
-        fresh: dict[tuple[int, str], None] = {}
-        shown: list[Context | None] = []  # None where the part, or a row before it, has the context already
-        for context, name in zip(contexts, ids, strict=True):
-            key = context.user_id, name
-            shown.append(None if key in self._contexts or key in fresh else context)
-            fresh[key] = None
-        give_way()
-        values: dict[str, Sequence[Any]] = {
-            "user_id": [context.user_id for context in contexts],
-            "context_id": ids,
-            "history_length": [*map(len, contexts)],
-            "history_dropped": [context.dropped for context in contexts],
-            "history": shown,
-        }
-        columns: list[pa.Array] = []
-        for field in self.schema:
-            columns.append(self._column(field, values.get(field.name) or [*map(attrgetter(field.name), rows)]))
-            give_way()
-        batch = pa.RecordBatch.from_arrays(columns, schema=self.schema)
-        self._contexts |= fresh.keys()  # only now: where a row cannot be encoded, the part stays as it was
+        names = [*self._contexts]
+        *of_contexts, places = zip(*self._of_contexts, strict=True)
+        fresh = [None if place is None or names[place] in stored else place for place in places]
+        values = dict(zip(_SCALARS, zip(*self._scalars, strict=True), strict=True))
+        values |= dict(zip(_OF_THE_CONTEXT, of_contexts, strict=True))
+        columns: dict[str, pa.Array] = {}
+        for name, text in zip(_MODEL, self.model, strict=True):
+            columns[name] = pa.repeat(text, self.rows)
+        for name, texts in self._outputs.items():
+            columns[name] = _repeated(texts, kind.field(name).type, self.rows)
+        for name, cells in values.items():
+            columns[name] = pa.array(cells, kind.field(name).type)
+        for name, column in zip(_LISTS, self._lists, strict=True):
+            columns[name] = column.encode(kind.field(name).type)
+        columns["candidates"] = _structs(self._candidates, kind.field("candidates").type)
+        histories = _structs(self._history, kind.field("history").type)
+        columns["history"] = histories.take(pa.array(fresh, pa.int32()))
+        batch = pa.RecordBatch.from_arrays([columns[name] for name in kind.names], schema=kind)
+        stored.update(names)
         return batch
 
-    def _column(self, field: pa.Field, values: Sequence[Any]) -> pa.Array:
-        """One column that holds these values."""
+
+class _ListColumn:
+    """Arrays, one after the other. `write` takes the next one and returns its size in bytes, which belongs into `sizes`; -1 is null."""
+
+    __slots__ = ("_bytes", "sizes", "write")
+
+    def __init__(self) -> None:
+        self._bytes = BytesIO()
+        self.write: Callable[[Any], int] = self._bytes.write
+        self.sizes: list[int] = []
+
+    def clear(self) -> None:
+        """Forget the arrays and keep the memory. Raises BufferError while something that `encode` returned is alive."""
+        self._bytes.seek(0)
+        self.sizes.clear()
+
+    def encode(self, kind: pa.ListType) -> pa.ListArray:
+        """One list for each array, which is flattened. The arrays have the dtype of the lists' elements."""
         import pyarrow as pa
 
-        if field.name in self._names:
-            return _repeated(self._names[field.name], len(values))
-        if field.name in INPUTS:
-            return _structs(values, field.type)
-        return _lists(values, field.type) if COLUMNS[field.name].is_list else pa.array(values, field.type)
+        sizes = np.array(self.sizes, np.int64)
+        is_null = sizes < 0
+        offsets = np.zeros(len(sizes) + 1, np.int32)
+        np.cumsum(np.where(is_null, 0, sizes) // (kind.value_type.bit_width // 8), out=offsets[1:])
+        values = pa.Array.from_buffers(kind.value_type, int(offsets[-1]), [None, pa.py_buffer(self._bytes.getbuffer())])
+        return pa.ListArray.from_arrays(
+            pa.array(offsets), values, kind, mask=pa.array(is_null) if is_null.any() else None
+        )
+
+
+def _append(columns: Sequence[_ListColumn], arrays: Sequence[NDArray[Any] | None]) -> None:
+    """Add one array to each column."""
+    for column, array in zip(columns, arrays, strict=True):
+        if array is None:
+            column.sizes.append(-1)
+            continue
+        try:
+            column.sizes.append(column.write(array))
+        except (BufferError, ValueError):  # a view with gaps
+            column.sizes.append(column.write(array.tobytes()))
 
 
 _SEED = int.from_bytes(os.urandom(8), "little")
 """Of the ids of contexts: nobody who sends requests can find two contexts with one id."""
-_arrays_of_context = attrgetter(*arrays_of(Context))
 
 
-def _id_of(context: Context) -> str:
+def _hash_of(user_id: int, arrays: Sequence[NDArray[Any] | None]) -> str:
     """32 hex digits from the user and every array of the history."""
-    arrays = [array for array in _arrays_of_context(context) if array is not None]
-    return xxhash.xxh3_128_hexdigest(_joined([context.user_id.to_bytes(8, "little"), *arrays]), _SEED)
+    pieces: list[Any] = [user_id.to_bytes(8, "little"), *[array for array in arrays if array is not None]]
+    try:
+        joined = b"".join(pieces)
+    except (BufferError, TypeError):  # one is a view with gaps
+        joined = b"".join([piece if isinstance(piece, bytes) else piece.tobytes() for piece in pieces])
+    return xxhash.xxh3_128_hexdigest(joined, _SEED)
 
 
-def _sizes_of(row: ServedRanking) -> dict[str, tuple[int, ...]]:
+def _axes_of(row: ServedRanking) -> dict[str, tuple[int, ...]]:
     """The sizes of the axes after the first, of each array of the row that has such axes."""
     arrays = {"probabilities": row.probabilities, "continuous": row.continuous}
     for column, inputs in (("history", row.context), ("candidates", row.candidates)):
@@ -254,44 +342,21 @@ def _sizes_of(row: ServedRanking) -> dict[str, tuple[int, ...]]:
     return {name: array.shape[1:] for name, array in arrays.items() if array is not None and array.ndim > 1}
 
 
-def _structs(inputs: Sequence[Any], kind: pa.StructType) -> pa.StructArray:
-    """One struct of lists for each of the model's inputs; None is null."""
+def _structs(columns: Sequence[_ListColumn], kind: pa.StructType) -> pa.StructArray:
+    """One struct of lists for each of the model's inputs."""
     import pyarrow as pa
 
-    is_null = np.array([value is None for value in inputs])
-    children = [
-        _lists([None if value is None else getattr(value, child.name) for value in inputs], child.type)
-        for child in kind
-    ]
-    return pa.StructArray.from_arrays(children, fields=list(kind), mask=pa.array(is_null) if is_null.any() else None)
+    children = [column.encode(child.type) for column, child in zip(columns, kind, strict=True)]
+    return pa.StructArray.from_arrays(children, fields=list(kind))
 
 
-def _lists(arrays: Sequence[NDArray[Any] | None], kind: pa.ListType) -> pa.ListArray:
-    """One list for each array, which is flattened; None is null. The arrays have the dtype of the lists' elements."""
-    import pyarrow as pa
-
-    present = [array for array in arrays if array is not None]
-    offsets = np.zeros(len(arrays) + 1, np.int32)
-    np.cumsum([0 if array is None else array.size for array in arrays], out=offsets[1:])
-    values = pa.Array.from_buffers(kind.value_type, int(offsets[-1]), [None, pa.py_buffer(_joined(present))])
-    mask = pa.array([array is None for array in arrays]) if len(present) < len(arrays) else None
-    return pa.ListArray.from_arrays(pa.array(offsets), values, kind, mask=mask)
-
-
-def _joined(arrays: Sequence[Any]) -> bytes:
-    """The bytes of all arrays, row by row: several times as fast as numpy joins small ones."""
-    try:
-        return b"".join(arrays)
-    except (BufferError, TypeError):  # one is a view with gaps
-        return b"".join([array if isinstance(array, bytes) else array.tobytes() for array in arrays])
-
-
-def _repeated(names: pa.StringArray, count: int) -> pa.ListArray:
+def _repeated(texts: Sequence[str], kind: pa.ListType, count: int) -> pa.ListArray:
     """The same list of texts `count` times."""
     import pyarrow as pa
 
-    offsets = np.arange(count + 1, dtype=np.int32) * len(names)
-    return pa.ListArray.from_arrays(pa.array(offsets), names.take(pa.array(np.tile(np.arange(len(names)), count))))
+    offsets = np.arange(count + 1, dtype=np.int32) * len(texts)
+    values = pa.array(texts, kind.value_type).take(pa.array(np.tile(np.arange(len(texts)), count)))
+    return pa.ListArray.from_arrays(pa.array(offsets), values, kind)
 
 
 def read_part(path: Path) -> Iterator[ServedRanking]:
@@ -356,7 +421,7 @@ def _ranking(row: Mapping[str, pa.Scalar], sizes: Mapping[str, tuple[int, ...]])
         dropped=row["history_dropped"].as_py(),
     )
     fields: dict[str, Any] = {"context": context, "candidates": Candidates(**inputs("candidates", count))}
-    for name in ServedRanking.__dataclass_fields__.keys() - fields.keys():
+    for name in {*ServedRanking.__struct_fields__} - fields.keys():
         cell, column = row[name], COLUMNS[name]
         if not column.is_list:
             fields[name] = cell.as_py()

@@ -3,6 +3,7 @@ and counted."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING
 
@@ -12,19 +13,21 @@ import xxhash
 from app.features import CheckedRequest
 from app.interface import Ranked
 from app.replies import Placement
-from app.served.buffer import Queue
 from app.settings import Served
 from app.telemetry.logs import of_exception
 from app.telemetry.metrics import Metrics
 from model.inputs import Context
-from weights.served import ServedRanking
+from weights.served import RowBatch, ServedRanking
 
 if TYPE_CHECKING:
     from app.served.writer import Writer
 
+BATCH_SECONDS = 1.0  # a batch is handed to the thread when it is so old
+BATCH_BYTES = 4 * 2**20  # or takes this much memory
 MOST_WAITING_BYTES = 64 * 2**20
 """Memory of the rankings that wait for the thread. Beyond it, new ones are dropped."""
-ROW_BYTES = 3072  # of a ranking besides its numbers: objects, texts, headers of arrays
+ROW_BYTES = 1024  # of a ranking besides its numbers: texts, and where its lists begin
+DAY_US = 86_400_000_000
 CLOSE_SECONDS = 5.0  # at the end, for a disk that is slow or hangs
 
 log = structlog.get_logger("app.served")
@@ -36,20 +39,22 @@ def create_served_log(settings: Served, metrics: Metrics) -> ServedLog | None:
         return None
     from app.served.writer import Writer  # the only import that needs pyarrow
 
-    queue = Queue(MOST_WAITING_BYTES)
-    return ServedLog(settings, metrics, queue, Writer(settings, settings.directory, metrics, queue))
+    return ServedLog(settings, metrics, Writer(settings, settings.directory, metrics))
 
 
 class ServedLog:
-    """Used by the event loop only."""
+    """Used by the event loop only. It copies each ranking into a batch of one model and one day, and hands the batch to the thread."""
 
-    def __init__(self, settings: Served, metrics: Metrics, queue: Queue, writer: Writer) -> None:
+    def __init__(self, settings: Served, metrics: Metrics, writer: Writer) -> None:
         self.settings = settings
         self._dropped = metrics.served_dropped.labels("queue_full")
         self._faults = metrics.served_dropped.labels("fault")
         self._threshold = int(settings.share * 2**64)
-        self._queue = queue
         self._writer = writer
+        self._batch: RowBatch | None = None
+        self._day = 0  # the UTC day of its rows, counted since 1970
+        self._batch_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Begin to write."""
@@ -57,8 +62,10 @@ class ServedLog:
 
     def wants(self, user_id: int, request_id: str) -> bool:
         """Whether rankings of this user are logged: always or never, by a hash of the id. Anonymous rankings are drawn one by one."""
+        if self.settings.share >= 1:
+            return True
         drawn = user_id.to_bytes(8, "little") if user_id else request_id.encode()
-        return self.settings.share >= 1 or xxhash.xxh64_intdigest(drawn) < self._threshold
+        return xxhash.xxh64_intdigest(drawn) < self._threshold
 
     def record(self, checked: CheckedRequest, ranked: Ranked, placement: Placement, key: str | None) -> None:
         """Have a ranking of this API key written, if its user is among those who are logged. Never raises."""
@@ -105,11 +112,35 @@ class ServedLog:
     def _add(self, row: ServedRanking) -> None:
         actions, events = len(row.action_names), len(row.context)
         size_bytes = ROW_BYTES + len(row.scores) * (96 + 4 * actions) + events * (32 + 4 * actions)
-        if not self._queue.put(row, size_bytes):
+        if self._writer.waiting_bytes + self._batch_bytes + size_bytes > MOST_WAITING_BYTES:
             self._dropped.inc()
+            return
+        day = row.served_us // DAY_US
+        if self._batch is None or day != self._day or not self._batch.is_of_model(row):
+            self._hand_over()
+            self._batch, self._day = self._writer.new_batch(row), day
+            self._timer = asyncio.get_running_loop().call_later(BATCH_SECONDS, self._hand_over)
+        try:
+            self._batch.add(row)
+        except Exception:  # the batch is not whole
+            self._faults.inc(self._batch.rows)
+            self._batch = None
+            self._hand_over()
+            raise
+        self._batch_bytes += size_bytes
+        if self._batch_bytes >= BATCH_BYTES:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Give the batch, if there is one, to the thread."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._batch is not None:
+            self._writer.put(self._batch, self._day, self._batch_bytes)
+        self._batch, self._timer, self._batch_bytes = None, None, 0
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Write what waits and close the open parts, for at most this long."""
-        self._queue.close()
-        if not self._writer.join(seconds):
-            log.error("served_not_closed", waiting=len(self._queue))
+        """Write what waits and close the open parts, for at most this long. Nothing is recorded after it."""
+        self._hand_over()
+        if not self._writer.close(seconds):
+            log.error("served_not_closed", waiting_bytes=self._writer.waiting_bytes)

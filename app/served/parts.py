@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from weights.served import OPEN_SUFFIX, PARTS, SUFFIX, PartEncoder, ServedRanking
+from weights.served import OPEN_SUFFIX, PARTS, SUFFIX, ContextName, RowBatch
 
 GROUP_BYTES = 8 * 2**20
 """A part's rows are written when they take this much memory."""
@@ -28,8 +28,11 @@ DAY_SECONDS = 86_400
 class Part:
     """A part that is being written, and the rows that it will hold. Each method raises OSError where the disk does not take it."""
 
-    def __init__(self, directory: Path, day: int, first: ServedRanking, now: float) -> None:
-        """Open a file of the directory for rows of this UTC day, counted since 1970, and of the model of `first`. `now`: Unix seconds."""
+    def __init__(
+        self, directory: Path, day: int, kind: pa.Schema, now: float, release: Callable[[RowBatch], None]
+    ) -> None:
+        """Open a file of the directory for rows of this UTC day, counted since 1970, with this schema. `now`: Unix seconds. `release` gets
+        each batch whose rows are in the file."""
         self.opened = now
         self.rows = 0
         folder = directory / _folder_of(day * DAY_SECONDS)
@@ -38,15 +41,18 @@ class Part:
         stamp = datetime.fromtimestamp(now, UTC).strftime("%Y%m%dT%H%M%SZ")
         self.path = folder / f"{stamp}-{secrets.token_hex(8)}{SUFFIX}"
         self.open_path = self.path.with_name(self.path.name.removesuffix(SUFFIX) + OPEN_SUFFIX)
-        self._encoder = PartEncoder(first)
+        self._kind = kind
+        self._contexts: set[ContextName] = set()  # that the part holds
+        self._release = release
         self._waiting: list[pa.RecordBatch] = []
+        self._batches: list[RowBatch] = []  # that hold the memory of the rows that wait
         self._waiting_bytes = 0
         self._descriptor = os.open(self.open_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._file = pa.OSFile(str(self.open_path), "wb")
         # Without dictionaries and statistics, which take more time than all the rest.
         self._writer = pq.ParquetWriter(
             self._file,
-            self._encoder.schema,
+            kind,
             compression=COMPRESSION,
             use_dictionary=False,
             write_statistics=False,
@@ -58,15 +64,16 @@ class Part:
         written: int = self._file.tell()
         return written + self._waiting_bytes
 
-    def encode(self, rows: Sequence[ServedRanking], give_way: Callable[[], None]) -> pa.RecordBatch:
-        """These rows for `add`, as `PartEncoder.encode` makes them. The disk has no part in this."""
-        return self._encoder.encode(rows, give_way)
+    def add(self, batch: RowBatch) -> None:
+        """Take rows into memory. The disk has no part in this. Raises whatever is wrong with a value; the part is then as it was."""
+        rows = batch.encode(self._kind, self._contexts)
+        self.rows += len(rows)
+        self._waiting.append(rows)
+        self._batches.append(batch)
+        self._waiting_bytes += rows.nbytes
 
-    def add(self, batch: pa.RecordBatch) -> None:
-        """Take the rows that were encoded last."""
-        self.rows += len(batch)
-        self._waiting.append(batch)
-        self._waiting_bytes += batch.nbytes
+    def flush(self) -> None:
+        """Write the rows that wait, if they are many."""
         if self._waiting_bytes >= GROUP_BYTES:
             self._write()
 
@@ -100,6 +107,9 @@ class Part:
         if self._waiting:
             self._writer.write_table(pa.Table.from_batches(self._waiting), row_group_size=self.rows)
             self._waiting, self._waiting_bytes = [], 0
+            for batch in self._batches:
+                self._release(batch)
+            self._batches = []
 
 
 def make_directory(path: Path) -> None:

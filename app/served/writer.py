@@ -1,95 +1,115 @@
-"""The thread that writes the log of what was served: takes rows from the queue, fills parts, closes them, and removes old ones."""
+"""The thread that writes the log of what was served: takes batches of rows, fills parts, closes them, and removes old ones."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from itertools import groupby
+from collections import deque
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import structlog
 
-from app.served.buffer import Queue
-from app.served.parts import DAY_SECONDS, Part, make_directory, remove_old
+from app.served.parts import Part, make_directory, remove_old
 from app.settings import Served
 from app.telemetry.logs import of_exception
 from app.telemetry.metrics import Metrics
-from weights.served import ServedRanking
+from weights.served import RowBatch, ServedRanking
 
 THREAD = "served"
-GATHER_SECONDS = 1.0
-"""Rows of this time are encoded together: of a few at once, each takes several times as long."""
-ROWS_AT_ONCE = 1024
-TURN_SECONDS, GIVE_WAY_SECONDS = (
-    0.5e-3,
-    50e-6,
-)  # how long the thread may keep the interpreter, and how long it then leaves it to others
 LOOK_SECONDS = 1.0  # while a part is open
 CLEAN_SECONDS = 3600.0  # between two removals of old parts
 COMPLAIN_SECONDS = 60.0  # between two lines about a disk that does not take parts
 MOST_OPEN = 4  # parts at once: of two models while one replaces the other, and of two days at midnight
+MOST_SPARE = 4  # batches whose memory is kept for others
 
-Key = tuple[int, str, str, str]
-"""What all rows of a part share: the day since 1970, and the model's name, version and digest."""
+Key = tuple[int, tuple[str, str, str]]
+"""What all rows of a part share: the day since 1970, and the model."""
 
 log = structlog.get_logger("app.served")
 
 
 class Writer:
-    """Everything but `start` and `join` runs in its thread."""
+    """`start`, `new_batch`, `put`, `waiting_bytes` and `close` are for the event loop; everything else runs in the thread."""
 
-    def __init__(self, settings: Served, directory: Path, metrics: Metrics, queue: Queue) -> None:
+    def __init__(self, settings: Served, directory: Path, metrics: Metrics) -> None:
         self._settings = settings
         self._directory = directory
         self._metrics = metrics
-        self._queue = queue
+        self._batches: SimpleQueue[tuple[RowBatch, int, int] | None] = (
+            SimpleQueue()
+        )  # with day and bytes; None is the end
+        self._put_bytes = self._written_bytes = 0  # since the start; each is written to by one thread only
+        self._spare: deque[RowBatch] = deque(
+            maxlen=MOST_SPARE
+        )  # written batches: fresh memory would cost the event loop more
         self._open: dict[Key, Part] = {}  # the oldest first
         self._complained = self._cleaned = float("-inf")  # seconds of the monotonic clock
-        self._gave_way = 0.0  # seconds of the performance counter
         self._thread = threading.Thread(target=self._main, name=THREAD, daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def join(self, seconds: float) -> bool:
-        """Wait until the thread has written everything, once its queue is closed. Return False if it takes longer."""
+    def put(self, batch: RowBatch, day: int, size_bytes: int) -> None:
+        """Have a batch written that takes this much memory. `day`: the UTC day of its rows, counted since 1970."""
+        self._put_bytes += size_bytes
+        self._batches.put((batch, day, size_bytes))
+
+    def new_batch(self, first: ServedRanking) -> RowBatch:
+        """An empty batch for rows of the model of `first`, in memory that was used before if there is some."""
+        try:
+            batch = self._spare.pop()
+        except IndexError:
+            return RowBatch(first)
+        batch.begin(first)
+        return batch
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Memory of the batches that were put and are not written yet."""
+        return self._put_bytes - self._written_bytes
+
+    def close(self, seconds: float) -> bool:
+        """Write everything that was put, close the open parts and end the thread. Return False if it takes longer than this."""
+        self._batches.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _main(self) -> None:
-        while not self._queue.is_closed:
+        while True:
             self._clean()
-            self._write_waiting()
+            try:
+                taken = self._batches.get(timeout=LOOK_SECONDS if self._open else CLEAN_SECONDS)
+            except Empty:
+                self._close_old()
+                continue
+            if taken is None:
+                break
+            batch, day, size_bytes = taken
+            self._write((day, batch.model), batch)
+            self._written_bytes += size_bytes
             self._close_old()
-            self._queue.wait(LOOK_SECONDS if self._open else CLEAN_SECONDS, GATHER_SECONDS)
-        self._write_waiting()
         for key in list(self._open):
             self._close(key)
 
-    def _write_waiting(self) -> None:
-        while rows := self._queue.take(ROWS_AT_ONCE):
-            for key, same in groupby(rows, _key_of):
-                self._write(key, [*same])
-
-    def _write(self, key: Key, rows: Sequence[ServedRanking]) -> None:
+    def _write(self, key: Key, batch: RowBatch) -> None:
         """Add rows to the open part of their day and model. They are dropped where that cannot be done."""
         part = self._open.get(key)
         try:
             if part is None:
-                part = self._open[key] = Part(self._directory, key[0], rows[0], time.time())
+                part = self._open[key] = Part(self._directory, key[0], batch.schema(), time.time(), self._spare.append)
         except Exception as error:
-            self._lose(key, len(rows), error)
-            return
-        try:
-            batch = part.encode(rows, self._give_way)
-        except Exception as error:  # a fault of ours: the part is as it was
-            self._metrics.served_dropped.labels("fault").inc(len(rows))
-            log.error("fault", **of_exception(error))
+            self._lose(key, batch.rows, error)
             return
         try:
             part.add(batch)
+        except Exception as error:  # a fault of ours: the part is as it was
+            self._metrics.served_dropped.labels("fault").inc(batch.rows)
+            log.error("fault", **of_exception(error))
+            return
+        try:
+            part.flush()
         except Exception as error:
             self._lose(key, part.rows, error)
             return
@@ -122,12 +142,6 @@ class Writer:
         self._metrics.served_dropped.labels("not_written").inc(rows)
         self._complain("served_not_written", error, rankings=rows)
 
-    def _give_way(self) -> None:
-        """Let the event loop run if this thread has had its turn."""
-        if time.perf_counter() - self._gave_way > TURN_SECONDS:
-            time.sleep(GIVE_WAY_SECONDS)
-            self._gave_way = time.perf_counter()
-
     def _clean(self) -> None:
         """Remove what is too old, once in a while."""
         now = time.monotonic()
@@ -148,7 +162,3 @@ class Writer:
         if now >= self._complained + COMPLAIN_SECONDS:
             self._complained = now
             log.error(event, error=type(error).__name__, reason=str(error), **fields)
-
-
-def _key_of(row: ServedRanking) -> Key:
-    return row.served_us // (DAY_SECONDS * 1_000_000), row.model_name, row.model_version, row.model_digest

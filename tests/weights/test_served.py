@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from model.inputs import Candidates, Context
-from weights.served import COLUMNS, PartEncoder, ServedRanking, read_part, schema
+from weights.served import COLUMNS, ContextName, RowBatch, ServedRanking, read_part, schema
 
 ACTIONS, OUTPUTS = ("favorite", "reply", "report"), ("dwell_time",)
 
@@ -61,10 +61,18 @@ def ranking(number: int, candidates: int = 5, history: int = 4, user: int | None
     )
 
 
+def batch_of(rows: list[ServedRanking]) -> RowBatch:
+    """A batch of these rows."""
+    batch = RowBatch(rows[0])
+    for row in rows:
+        batch.add(row)
+    return batch
+
+
 def write(path: Path, rows: list[ServedRanking], at_once: int = 3) -> None:
     """Write the rows as one part, in several pieces."""
-    encoder = PartEncoder(rows[0])
-    pieces = [encoder.encode(rows[start : start + at_once]) for start in range(0, len(rows), at_once)]
+    kind, stored = RowBatch(rows[0]).schema(), set[ContextName]()
+    pieces = [batch_of(rows[start : start + at_once]).encode(kind, stored) for start in range(0, len(rows), at_once)]
     pq.write_table(pa.Table.from_batches(pieces), path)
 
 
@@ -83,8 +91,8 @@ def test_a_part_reads_back_bit_for_bit(tmp_path: Path) -> None:
     back = list(read_part(tmp_path / "part.parquet"))
     assert len(back) == len(rows)
     for row, found in zip(rows, back, strict=True):
-        for field in fields(row):
-            assert bits(getattr(found, field.name)) == bits(getattr(row, field.name)), field.name
+        for name in row.__struct_fields__:
+            assert bits(getattr(found, name)) == bits(getattr(row, name)), name
 
 
 def test_a_context_is_stored_once_in_a_part(tmp_path: Path) -> None:
@@ -132,11 +140,26 @@ def test_rows_that_cannot_be_encoded_leave_the_part_as_it_was(tmp_path: Path) ->
     bad, good = ranking(1), ranking(2)
     bad.context = good.context
     bad.returned = 2**70
-    encoder = PartEncoder(good)
+    kind, stored = RowBatch(good).schema(), set[ContextName]()
     with pytest.raises((OverflowError, pa.ArrowException)):
-        encoder.encode([bad])
-    pq.write_table(pa.Table.from_batches([encoder.encode([good])]), tmp_path / "part.parquet")
+        batch_of([bad]).encode(kind, stored)
+    assert not stored
+    pq.write_table(pa.Table.from_batches([batch_of([good]).encode(kind, stored)]), tmp_path / "part.parquet")
     assert bits(next(read_part(tmp_path / "part.parquet")).context) == bits(good.context)
+
+
+def test_a_batch_that_begins_again_holds_only_new_rows(tmp_path: Path) -> None:
+    long, short = ranking(1, candidates=40, history=30), ranking(2, candidates=3, history=2)
+    batch, kind = batch_of([long]), RowBatch(long).schema()
+    pq.write_table(pa.Table.from_batches([batch.encode(kind, set())]), tmp_path / "long.parquet")
+    batch.begin(short)
+    assert batch.rows == 0
+    batch.add(short)
+    pq.write_table(pa.Table.from_batches([batch.encode(kind, set())]), tmp_path / "short.parquet")
+    for name, row in (("long", long), ("short", short)):
+        (back,) = read_part(tmp_path / f"{name}.parquet")
+        for field in row.__struct_fields__:
+            assert bits(getattr(back, field)) == bits(getattr(row, field)), field
 
 
 def test_equal_histories_of_two_users_are_two_contexts(tmp_path: Path) -> None:
