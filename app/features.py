@@ -88,22 +88,12 @@ def check(request: RankRequest, vocabulary: Vocabulary, config: ModelConfig) -> 
     context = context_of(request, vocabulary, config) if request.context is UNSET else request.context
     posts = _Posts("candidates", request.candidates)
     created_at = posts.times("created_at")
-    candidates = Candidates(
-        post_ids=posts.ids("post_id", vocabulary.ids),
-        author_ids=posts.ids("author_id", vocabulary.ids),
-        surfaces=posts.surfaces(vocabulary),
-        age_buckets=age_bucket(request.impression_ts, created_at, config),
-        codes=posts.codes(vocabulary),
-    )
-    return CheckedRequest(
-        vocabulary,
-        context,
-        candidates,
-        posts.column("post_id"),
-        created_at,
-        request.impression_ts,
-        options_of(request, vocabulary),
-    )
+    post_ids, author_ids = posts.ids("post_id", vocabulary.ids), posts.ids("author_id", vocabulary.ids)
+    surfaces, codes, sent_ids = posts.surfaces(vocabulary), posts.codes(vocabulary), posts.column("post_id")
+    options = options_of(request, vocabulary)
+    ages = age_bucket(request.impression_ts, created_at, config)
+    candidates = Candidates(post_ids, author_ids, surfaces, ages, codes=codes)
+    return CheckedRequest(vocabulary, context, candidates, sent_ids, created_at, request.impression_ts, options)
 
 
 def context_of(request: UserRequest | ContextRequest, vocabulary: Vocabulary, config: ModelConfig) -> Context:

@@ -103,6 +103,36 @@ class Health:
     feed: str = ""
 
 
+class PlaceRequest(msgspec.Struct, frozen=True):
+    """What a request for a place in the queue says of itself.
+
+    `candidates`, `history`: how many posts it will score, and how many events its history has; both are counts of at least 0.
+    `deadline`: seconds of the ranker's clock, None for the default one. `key`: the name of the API key, None where no keys are set.
+    `leaves_at`: when the caller will likely have left, in seconds of the same clock, so that a reply that would come later is refused now;
+    infinite where that is not known.
+    """
+
+    candidates: int
+    history: int
+    deadline: float | None = None
+    key: str | None = None
+    leaves_at: float = math.inf
+
+
+class SearchRequest(msgspec.Struct, frozen=True, eq=False):
+    """What a search is for, and who waits for it.
+
+    `deadline`: seconds of the ranker's clock. `key`, `leaves_at`: see `PlaceRequest`. `has_place`: the request holds a reserved place in
+    the ranking queue, whose load does not refuse it again.
+    """
+
+    query: Query
+    deadline: float
+    key: str | None = None
+    leaves_at: float = math.inf
+    has_place: bool = False
+
+
 class CheckpointNotFound(LookupError):
     """There is no checkpoint of that name below the root. Says nothing about what else may be there."""
 
@@ -113,11 +143,6 @@ class ReloadInProgress(RuntimeError):
 
 class Job(Protocol):
     """One admitted request and its place in the queue, from `RankingService.admit`. Give it to `RankingService.rank` once."""
-
-    @property
-    def candidates(self) -> int:
-        """How many candidates it was admitted for."""
-        ...
 
     @property
     def model(self) -> ServedModel:
@@ -133,18 +158,8 @@ class CorpusService(Protocol):
         """What serves new searches. Raises CorpusNotLoaded, or NoCorpus if the settings name none."""
         ...
 
-    async def search(
-        self,
-        served: ServedCorpus,
-        query: Query,
-        deadline: float,
-        key: str | None,
-        *,
-        leaves_at: float = math.inf,
-        is_admitted: bool = False,
-    ) -> SearchResult:
-        """Return the best posts of `served` for a request of this API key. Cancelling it drops the work. `leaves_at`: see
-        `RankingService.admit`. `is_admitted`: the request has a reserved job, so the load of the ranking queue does not refuse it again.
+    async def search(self, served: ServedCorpus, request: SearchRequest) -> SearchResult:
+        """Return the best posts of `served`. Cancelling it drops the work.
 
         Raises Overloaded, DeadlineExceeded, EngineDown, CorpusBehind, CorpusNotLoaded if `served` is gone, and ContextUnknown, also if the
         cache keeps less of the context than the user tower reads.
@@ -230,23 +245,12 @@ class RankingService(Protocol):
 
     def check_open(self, key: str | None, leaves_at: float = math.inf) -> None:
         """Raise the error that any request of this API key would get now, before it is read: NotReady, Draining, EngineDown, Overloaded.
-        `leaves_at`: see `admit`."""
+        `leaves_at`: see `PlaceRequest`."""
         ...
 
-    def admit(
-        self,
-        model: ServedModel,
-        *,
-        candidates: int,
-        history: int,
-        deadline: float | None,
-        key: str | None,
-        leaves_at: float = math.inf,
-    ) -> AbstractContextManager[Job]:
-        """Reserve a place in the queue of `model` for one request of this many candidates and history events.
+    def admit(self, model: ServedModel, request: PlaceRequest) -> AbstractContextManager[Job]:
+        """Take a place in the queue of `model` for one request. Leaving the block frees it and drops what is not computed.
 
-        Leaving the block frees the place and drops what is not computed. `deadline`: None for the default. `leaves_at`: when the caller
-        will likely have left, so that a reply that would come later is refused now; infinite where that is not known.
         A refusal (NotReady, Draining, EngineDown, Overloaded, DeadlineExceeded) comes from entering the block, or from the first call of
         `reserve` or `rank` with its job; a job that `reserve` has returned for is never refused for lack of room again.
         """

@@ -196,7 +196,7 @@ class Scores:
         return self.finite or bool(np.isfinite(self.logits).all() and np.isfinite(self.continuous).all())
 
     @staticmethod
-    def concatenate(chunks: list[Scores]) -> Scores:
+    def of_chunks(chunks: list[Scores]) -> Scores:
         """The chunks of one request, in order."""
         if len(chunks) == 1:
             return chunks[0]

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope
 
 from app.api.patience import HASTE
-from app.api.state import state_of
+from app.api.state import AppState, state_of
 from app.errors import (
     BadRequest,
     InvalidRequest,
@@ -28,9 +28,12 @@ from app.errors import (
     UnsupportedCoding,
     UnsupportedMediaType,
 )
+from app.features import CheckedRequest
+from app.interface import PlaceRequest
 from app.settings import Auth, SettingsProblem
 from app.shares import Shares
 from app.telemetry.exchange import Exchange
+from model.inputs import Context
 
 T = TypeVar("T")
 Headers = Mapping[bytes, bytes]
@@ -126,8 +129,12 @@ class Bodies:
 
 @dataclass(slots=True)
 class CallerInfo:
-    """`key`: the name of the API key, None where none are set. `deadline` in seconds of the ranker's clock, None where the caller sets
-    none. `leaves_at`: when the caller will likely have left, in seconds of that clock. `body`: whole and inflated."""
+    """Who calls a ranking endpoint, and with what.
+
+    `key`: the name of the API key, None where none are set. `deadline` in seconds of the ranker's clock, None where the caller sets none.
+    `leaves_at`: when the caller will likely have left, in seconds of that clock. `body`: whole and inflated. `exchange`: notes of the call
+    for its log line and the metrics. `state`: what the endpoints of the port share.
+    """
 
     key: str | None
     deadline: float | None
@@ -135,6 +142,26 @@ class CallerInfo:
     body: bytes
     exchange: Exchange
     headers: Headers
+    state: AppState
+
+    def place_request(self, *, candidates: int, history: int) -> PlaceRequest:
+        """Return this caller's request for a place in the queue, for so many candidates and history events."""
+        return PlaceRequest(candidates, history, self.deadline, self.key, self.leaves_at)
+
+    def note_checked(self, checked: CheckedRequest) -> None:
+        """Name the ranking, and note what `note` does and what is odd about the weights."""
+        options = checked.options
+        self.note(checked.context, options.request_id)
+        options.name = options.request_id or self.exchange.request_id
+        if options.warnings:
+            self.state.vocabularies.log_once(checked.vocabulary, options.warnings)
+
+    def note(self, context: Context | str, request_id: str | None) -> None:
+        """Take the name that the body gives the request, and count a history that did not fit."""
+        if request_id is not None and not self.exchange.is_named_by_caller:
+            self.exchange.request_id = request_id
+        if not isinstance(context, str) and context.dropped:
+            self.state.ranker.metrics.history_truncated.inc()
 
 
 def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo]]:
@@ -148,7 +175,7 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
         exchange: Exchange = scope["exchange"]
         key = exchange.key = state.keys.caller(headers)
         length = _length_of(headers)
-        check_room(request, exchange, length or 0)
+        check_room(request, state, exchange, length or 0)
         check_type(headers, types)
         is_gzip = is_compressed(scope["headers"], headers)
         limit = state.settings.limits.max_body_bytes
@@ -164,11 +191,11 @@ def reader(types: Collection[bytes]) -> Callable[[Request], Awaitable[CallerInfo
             await check_waits(scope)
         exchange.turn_at = time.perf_counter()
         if has_waited or len(body) > LONG_BODY_BYTES:
-            state.ranker.check_open(key, leaves_at(request, exchange))
+            state.ranker.check_open(key, leaves_at(request, state, exchange))
         if is_gzip:
             packed, body = len(body), inflate(body, limit)
             state.bodies.hold(exchange, max(0, len(body) - packed), len(body), is_whole=True)
-        return CallerInfo(key, deadline, leaves_at(request, exchange), body, exchange, headers)
+        return CallerInfo(key, deadline, leaves_at(request, state, exchange), body, exchange, headers, state)
 
     return read_caller
 
@@ -177,18 +204,18 @@ Caller = Annotated[CallerInfo, Depends(reader(JSON_ALONE), use_cache=False)]
 TensorCaller = Annotated[CallerInfo, Depends(reader(TENSORS), use_cache=False)]
 
 
-def leaves_at(request: Request, exchange: Exchange) -> float:
+def leaves_at(request: Request, state: AppState, exchange: Exchange) -> float:
     """When the caller will likely have left, in seconds of the ranker's clock; infinite where that is not known."""
-    state, now = state_of(request), time.perf_counter()
+    now = time.perf_counter()
     patience_seconds = state.leavers.of(exchange.key, request.scope["route"].path).seconds(now)
     if patience_seconds == math.inf:
         return math.inf
     return state.ranker.clock() - (now - exchange.came) + HASTE * patience_seconds
 
 
-def check_room(request: Request, exchange: Exchange, size: int) -> None:
+def check_room(request: Request, state: AppState, exchange: Exchange, size: int) -> None:
     """Raise what `RankingService.check_open` does, and Overloaded where a body of so many bytes would wait too long to be read."""
-    state, leaves = state_of(request), leaves_at(request, exchange)
+    leaves = leaves_at(request, state, exchange)
     if size <= COSTLY_BODY_BYTES:
         state.ranker.check_open(exchange.key, leaves)
         return

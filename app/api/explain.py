@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Iterable
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
@@ -21,12 +21,12 @@ from starlette.responses import Response
 from app import replies, schema
 from app.api.caller import Caller, CallerInfo, cancelled_with
 from app.api.in_flight import InFlight
-from app.api.rank import JSON, admitted, note
+from app.api.rank import JSON
 from app.api.route import Route
-from app.api.state import AppState, state_of
+from app.api.state import state_of
 from app.errors import DeadlineExceeded, Overloaded, TooLarge
 from app.explanation import MAX_EXPLAINED, Question, render
-from app.interface import Job, Ranked, ServedModel
+from app.interface import Ranked, ServedModel
 from app.schema import PROBLEMS, ExplainReply, ExplainRequest
 from model.inputs import Candidates, Context, Scores
 
@@ -93,7 +93,7 @@ async def explain(request: Request, caller: Caller) -> Response:
     Each item costs a ranking of its own, so this can take hundreds of times as long as `/rank`. Only one call runs at a time. Each API key
     may have one that runs or waits for its turn.
     """
-    state, exchange = state_of(request), caller.exchange
+    state, exchange = caller.state, caller.exchange
     ranker = state.ranker
     latest = ranker.clock() + state.settings.deadline.default_seconds
     deadline = latest if caller.deadline is None else min(latest, caller.deadline)
@@ -101,8 +101,8 @@ async def explain(request: Request, caller: Caller) -> Response:
         model = ranker.model()
         with exchange.measured("parse"):
             caller = replace(caller, deadline=deadline, leaves_at=math.inf)  # what is computed last would be late
-            question = await _question(state, caller, model)
-        explaining = Explaining(state, caller, model, question)
+            question = await _question(caller, model)
+        explaining = Explaining(caller, model, question)
         ranked, without, attention = await cancelled_with(request, explaining.run())
         started, timings = time.perf_counter(), replies.timings_of(exchange.stages)
         written: list[bytes] = []
@@ -113,9 +113,10 @@ async def explain(request: Request, caller: Caller) -> Response:
     return Response(b"".join(written), media_type=JSON, headers=replies.headers_of(model, ranked, exchange))
 
 
-async def _question(state: AppState, caller: CallerInfo, model: ServedModel) -> Question:
+async def _question(caller: CallerInfo, model: ServedModel) -> Question:
     """Read and check a request of a caller whose deadline is set. Raises MalformedJson, TooLarge, InvalidRequest, or what
     `RankingService.context` raises."""
+    state = caller.state
     vocabulary = state.vocabularies.of(model.manifest)
     request = schema.read(EXPLAIN, caller.body, state.settings.limits, vocabulary.index)
     if len(request.explain) > MAX_EXPLAINED:
@@ -127,7 +128,7 @@ async def _question(state: AppState, caller: CallerInfo, model: ServedModel) -> 
         assert caller.deadline is not None
         cached = await state.ranker.context(model, request.context, caller.key, caller.deadline)
     question = Question.of(request, cached, vocabulary, model.manifest.config)
-    note(state, exchange, question.context, question.checked.options.request_id)
+    caller.note(question.context, question.checked.options.request_id)
     return question
 
 
@@ -136,7 +137,6 @@ class Explaining:
     """One explanation on one model version. Each of its contexts is a request of its own to the ranker, with a place in the queue like
     any other. The caller's deadline is set."""
 
-    state: AppState
     caller: CallerInfo
     model: ServedModel
     question: Question
@@ -145,7 +145,7 @@ class Explaining:
 
     async def run(self) -> tuple[Ranked, list[Scores], NDArray[np.float32]]:
         """Return the ranking that is explained, the scores without each of `Question.contexts`, and the attention of `render`."""
-        question, exchange, ranker = self.question, self.caller.exchange, self.state.ranker
+        question, exchange, ranker = self.question, self.caller.exchange, self.caller.state.ranker
         groups = question.groups(slots_matter=self.model.engine.candidate_positions == "sequential")
         without = ((context, group) for context in question.contexts() for group in groups)
         started = time.perf_counter()
@@ -158,12 +158,12 @@ class Explaining:
             attention = [await ranker.attention(self.model, question.context, group, deadline) for group in groups]
         ranker.metrics.stage["attention"].observe(exchange.stages["attention"])
         scores, size = [other.scores for other in others], len(groups)
-        joined = [Scores.concatenate(scores[start : start + size]) for start in range(0, len(scores), size)]
+        joined = [Scores.of_chunks(scores[start : start + size]) for start in range(0, len(scores), size)]
         return own, joined, np.concatenate(attention, 2)
 
     async def _ranked(self, work: Iterable[tuple[Context, Candidates]]) -> list[Ranked]:
         """Rank each context through the queue and the engine, a few at a time, with rests that leave the engine to others."""
-        clock, deadline = self.state.ranker.clock, self.caller.deadline
+        clock, deadline = self.caller.state.ranker.clock, self.caller.deadline
         assert deadline is not None
         ranked: list[Ranked] = []
         rest, rests_until = iter(work), (clock() + deadline) / 2
@@ -178,7 +178,8 @@ class Explaining:
 
     async def _turn(self, turn: Iterable[tuple[Context, Candidates]]) -> list[Ranked]:
         """Rank several contexts at once."""
-        in_flight, lock = InFlight(self.state.ranker, self.state.settings.batching), asyncio.Lock()
+        state, lock = self.caller.state, asyncio.Lock()
+        in_flight = InFlight(state.ranker, state.settings.batching)
         begun: list[asyncio.Task[Ranked]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -190,17 +191,17 @@ class Explaining:
         return [task.result() for task in begun]
 
     async def _one(self, in_flight: InFlight, lock: asyncio.Lock, context: Context, candidates: Candidates) -> Ranked:
-        sizes = {"candidates": len(candidates), "history": len(context)}
-        clock, deadline = self.state.ranker.clock, self.caller.deadline
+        ranker, deadline = self.caller.state.ranker, self.caller.deadline
+        place_request = self.caller.place_request(candidates=len(candidates), history=len(context))
 
-        def admit() -> AbstractContextManager[Job]:
-            if self.has_begun and deadline is not None and clock() >= deadline:
+        def model() -> ServedModel:
+            if self.has_begun and deadline is not None and ranker.clock() >= deadline:
                 raise DeadlineExceeded  # admission would say that it was refused on arrival, but it is under way
-            return admitted(self.state, self.caller, self.model, **sizes)
+            return self.model
 
         with ExitStack() as places:
             async with lock:
-                job = await in_flight.enter(places, admit, sizes["candidates"], 1 + sizes["history"])
+                job = await in_flight.enter(places, model, place_request)
                 self.has_begun = True
-            ranked: Ranked = await self.state.ranker.rank(job, context, candidates)
+            ranked: Ranked = await ranker.rank(job, context, candidates)
             return ranked

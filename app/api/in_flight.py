@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 
 from app.errors import Overloaded
-from app.interface import Job, RankingService
+from app.interface import Job, PlaceRequest, RankingService, ServedModel
 from app.settings import Batching
 
 
@@ -22,10 +22,8 @@ class InFlight:
         self._departures = 0  # requests that have left the queue
         self._left = asyncio.Event()
 
-    async def enter(
-        self, places: ExitStack, admit: Callable[[], AbstractContextManager[Job]], candidates: int, tokens: int
-    ) -> Job:
-        """Admit one request with `admit` once there is room; closing `places` frees its place. `tokens`: of its context.
+    async def enter(self, places: ExitStack, model: Callable[[], ServedModel], request: PlaceRequest) -> Job:
+        """Admit one request once there is room; closing `places` frees its place. `model` returns the model that it is for, at each try.
 
         Raises what `RankingService.admit` describes, but Overloaded only if no request of this call is in the queue.
         """
@@ -37,7 +35,7 @@ class InFlight:
             jobs, departures = self._jobs, self._departures
             try:
                 with ExitStack() as place:
-                    job = place.enter_context(admit())
+                    job = place.enter_context(self._ranker.admit(model(), request))
                     await self._ranker.reserve(job)
                     places.push(place.pop_all())
             except Overloaded:
@@ -48,8 +46,9 @@ class InFlight:
                 ):  # else there is room already: one left while the answer was on its way
                     await self._one_leaves()
                 continue
-            self._count(1, candidates, tokens)
-            places.callback(self._count, -1, -candidates, -tokens)
+            tokens = 1 + request.history
+            self._count(1, request.candidates, tokens)
+            places.callback(self._count, -1, -request.candidates, -tokens)
             return job
 
     def _count(self, jobs: int, candidates: int, tokens: int) -> None:

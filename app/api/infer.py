@@ -13,9 +13,9 @@ from starlette.responses import Response
 from app import replies, schema, tensors
 from app.api.caller import CallerInfo, TensorCaller, cancelled_with
 from app.api.operations import DISTRIBUTION, NOT_NOW, Described, answers, check_ready, json_reply
-from app.api.rank import JSON, admitted, note_checked, timings_of
+from app.api.rank import JSON, timings_of
 from app.api.route import Route
-from app.api.state import AppState, state_of
+from app.api.state import state_of
 from app.errors import InvalidRequest, ModelNotFound
 from app.interface import RankingService, ServedModel
 from app.schema import PROBLEMS, InferReply, InferRequest
@@ -159,19 +159,20 @@ async def version_infer(request: Request, caller: TensorCaller, name: str, versi
 
 
 async def _infer(request: Request, caller: CallerInfo, name: str, version: str) -> Response:
-    state, exchange = state_of(request), caller.exchange
+    state, exchange = caller.state, caller.exchange
     model = _model(state.ranker, name, version)
     with exchange.measured("parse"):
         tensor_request = tensors.read(caller.body, request.headers.get(LENGTH_HEADER), state.settings.limits)
         if tensor_request.model_name not in (None, model.manifest.name):
             raise InvalidRequest("model_name", "must be the name in the path, or left out")
     exchange.candidates, exchange.history = tensor_request.candidates, tensor_request.history
-    caller = _in_time(state, caller, tensor_request.timeout_seconds)
-    with admitted(state, caller, model, candidates=exchange.candidates, history=exchange.history) as job:
+    caller = _in_time(caller, tensor_request.timeout_seconds)
+    place_request = caller.place_request(candidates=exchange.candidates, history=exchange.history)
+    with state.ranker.admit(model, place_request) as job:
         with exchange.measured("parse"):
             vocabulary = state.vocabularies.of(model.manifest)
             checked = tensors.check(tensor_request, vocabulary, model.manifest.config, f"/v2{MODEL}/infer")
-            note_checked(state, exchange, checked)
+            caller.note_checked(checked)
         ranked = await cancelled_with(request, state.ranker.rank(job, checked.context, checked.candidates))
     timings = timings_of(exchange, exchange.stages["parse"], ranked)
     exchange.scored.append((vocabulary.action_names, ranked.scores.probabilities))
@@ -191,9 +192,9 @@ def _model(ranker: RankingService, name: str, version: str) -> ServedModel:
     return ranker.model(f"{name}@{version}" if version else name)
 
 
-def _in_time(state: AppState, caller: CallerInfo, timeout_seconds: float | None) -> CallerInfo:
+def _in_time(caller: CallerInfo, timeout_seconds: float | None) -> CallerInfo:
     """The caller, who waits no longer than the body says."""
     if timeout_seconds is None:
         return caller
-    deadline = state.ranker.clock() + timeout_seconds
+    deadline = caller.state.ranker.clock() + timeout_seconds
     return replace(caller, deadline=deadline if caller.deadline is None else min(deadline, caller.deadline))

@@ -8,7 +8,6 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import orjson
 import structlog
@@ -33,7 +32,7 @@ from app.errors import (
 )
 from app.schema import is_request_id
 from app.telemetry.exchange import Exchange
-from app.telemetry.logs import access, of_exception
+from app.telemetry.logs import AccessLine, access, of_exception
 from app.telemetry.metrics import Metrics
 from app.telemetry.tracing import RequestTracer
 
@@ -188,25 +187,28 @@ class RequestMiddleware:
         succeeded, is_probe = exchange.status < 400, exchange.route in PROBES
         if not is_probe and succeeded and self.success_sample < 1 and self._draw() >= self.success_sample:
             return
-        fields: dict[str, Any] = {
-            "request_id": exchange.request_id,
-            "method": exchange.method,
-            "route": exchange.route,
-            "status": exchange.status,
-            "duration_ms": round(seconds * 1e3, 3),
-        }
-        for name in ("code", "key", "version", "candidates", "history", "requests", "cache"):
-            if value := getattr(exchange, name):
-                fields[name] = value
-        if exchange.stages:
-            fields["stages_ms"] = {stage: round(value * 1e3, 3) for stage, value in exchange.stages.items()}
-        if trace_id is not None:
-            fields["trace_id"] = trace_id
+        line = AccessLine(
+            exchange.request_id,
+            exchange.method,
+            exchange.route,
+            exchange.status,
+            round(seconds * 1e6) / 1e3,  # less than half the time of `round(…, 3)`
+            exchange.code,
+            exchange.key,
+            exchange.version,
+            exchange.candidates,
+            exchange.history,
+            exchange.requests,
+            exchange.cache,
+            {stage: round(value * 1e6) / 1e3 for stage, value in exchange.stages.items()},
+            trace_id,
+            event="probe" if is_probe else "request",
+        )
         if is_probe and (succeeded or exchange.status == NotReady.status):
             level = logging.DEBUG if succeeded else logging.INFO
         else:
             level = logging.INFO if succeeded else logging.WARNING if exchange.status < 500 else logging.ERROR
-        access.write(level, "probe" if is_probe else "request", fields)
+        access.write(level, line)
 
 
 class HostMiddleware(TrustedHostMiddleware):
@@ -244,13 +246,13 @@ def _begin(scope: Scope) -> Exchange:
             length = value
         elif name == b"transfer-encoding":
             is_chunked = True
-    request_id = sent.decode("latin-1")
     came = time.perf_counter()
     if (is_chunked or len(length) > 4) and (about := scope.get("extensions", {}).get(CANCELS)):
         came -= about["lag_seconds"]()  # asking the system takes a tenth of a small request
-    is_named = is_request_id(request_id)
+    own_id = sent.decode("latin-1") if sent else ""
+    is_named = bool(sent) and is_request_id(own_id)
     return Exchange(
-        request_id=request_id if is_named else new_request_id(),
+        request_id=own_id if is_named else new_request_id(),
         started=came,
         came=came,
         method=scope["method"] if scope["method"] in METHODS else OTHER,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple, Self
 
@@ -20,14 +20,13 @@ from app import features, replies, schema
 from app.api.caller import Caller, CallerInfo, cancelled_with
 from app.api.in_flight import InFlight
 from app.api.route import Route
-from app.api.state import AppState, state_of
 from app.errors import MalformedJson, Overloaded, ServiceError, TooLarge, service_error_of
 from app.features import CheckedRequest, ReplyOptions
 from app.interface import Job, Ranked, ServedModel
 from app.schema import PROBLEMS, BatchReply, BatchRequest, ContextReply, ContextRequest, RankReply, RankRequest
 from app.telemetry.exchange import Exchange
 from model.engine import CacheResult
-from model.inputs import Candidates, Context
+from model.inputs import Candidates
 
 JSON = "application/json"
 RANK, CONTEXT = Decoder(RankRequest), Decoder(ContextRequest)
@@ -55,12 +54,12 @@ async def rank(request: Request, caller: Caller) -> Response:
 )
 async def rank_batch(request: Request, caller: Caller) -> Response:
     """Rank several requests in one call. The status is 200 even if some of them fail: those have an `error`, the others their scores."""
-    state, exchange = state_of(request), caller.exchange
+    state, exchange = caller.state, caller.exchange
     exchange.is_named_by_caller = True  # so that no request of the batch names the call
     with exchange.measured("parse"):
         items, is_bare = schema.split_batch(caller.body, state.settings.limits.max_batch_requests)
     exchange.requests = len(items)
-    with BatchCall(state, caller) as batch:
+    with BatchCall(caller) as batch:
         results = await cancelled_with(request, batch.results(items))
     ranked = [result for result in results if isinstance(result, Result)]
     model = ranked[-1].model if ranked else state.ranker.model()
@@ -94,17 +93,17 @@ async def rank_with(request: Request, caller: Caller, name: str) -> Response:
 async def context(request: Request, caller: Caller) -> Response:
     """Compute the context of a user and a history in advance. Later requests can name it by its handle, as long as it stays in the cache
     (see 412)."""
-    state, exchange = state_of(request), caller.exchange
+    state, exchange = caller.state, caller.exchange
     model = state.ranker.model()
     vocabulary = state.vocabularies.of(model.manifest)
     with exchange.measured("parse"):
         context_request = schema.read(CONTEXT, caller.body, state.settings.limits, vocabulary.index)
     exchange.history = schema.count_of(context_request.history)
-    with admitted(state, caller, model, candidates=0, history=exchange.history) as job:
+    with state.ranker.admit(model, caller.place_request(candidates=0, history=exchange.history)) as job:
         with exchange.measured("parse"):
             user = features.context_of(context_request, vocabulary, model.manifest.config)
             request_id = None if context_request.request_id is UNSET else context_request.request_id
-            note(state, exchange, user, request_id)
+            caller.note(user, request_id)
         del context_request  # as in `_rank`
         ranked = await cancelled_with(request, state.ranker.rank(job, user, NO_CANDIDATES))
     timings = timings_of(exchange, exchange.stages["parse"], ranked)
@@ -114,22 +113,23 @@ async def context(request: Request, caller: Caller) -> Response:
 
 
 async def _rank(request: Request, caller: CallerInfo, name: str = "") -> Response:
-    state, exchange = state_of(request), caller.exchange
-    model = state.ranker.model(name)
-    rank_request = _read(state, exchange, model, caller.body)
-    with admitted(state, caller, model, **rank_request.sizes()) as job:
-        checked = _check(state, exchange, model, rank_request)
+    ranker, exchange = caller.state.ranker, caller.exchange
+    model = ranker.model(name)
+    rank_request = _read(caller, model, caller.body)
+    with ranker.admit(model, caller.place_request(**rank_request.sizes())) as job:
+        checked = _check(caller, model, rank_request)
         del rank_request  # its objects take several times the memory of the arrays that wait
-        ranked = await cancelled_with(request, state.ranker.rank(job, checked.context, checked.candidates))
-    body = _reply(state, exchange, checked, ranked, exchange.stages["parse"])
+        ranked = await cancelled_with(request, ranker.rank(job, checked.context, checked.candidates))
+    body = _reply(caller, checked, ranked, exchange.stages["parse"])
     return Response(body, media_type=JSON, headers=replies.headers_of(model, ranked, exchange))
 
 
 # --- The steps of a ranking, which one request and those of a batch share --------------------------------------------------------------
 
 
-def _read(state: AppState, exchange: Exchange, model: ServedModel, body: bytes) -> RankRequest:
-    """Decode a request and note its size."""
+def _read(caller: CallerInfo, model: ServedModel, body: bytes) -> RankRequest:
+    """Decode a request, the caller's body or one of a batch, and note its size."""
+    state, exchange = caller.state, caller.exchange
     with exchange.measured("parse"):
         rank_request = schema.read(RANK, body, state.settings.limits, state.vocabularies.of(model.manifest).index)
     sizes = rank_request.sizes()
@@ -138,40 +138,24 @@ def _read(state: AppState, exchange: Exchange, model: ServedModel, body: bytes) 
     return rank_request
 
 
-def _check(state: AppState, exchange: Exchange, model: ServedModel, rank_request: RankRequest) -> CheckedRequest:
+def _check(caller: CallerInfo, model: ServedModel, rank_request: RankRequest) -> CheckedRequest:
     """Check a request against this checkpoint."""
-    with exchange.measured("parse"):
-        vocabulary = state.vocabularies.of(model.manifest)
+    with caller.exchange.measured("parse"):
+        vocabulary = caller.state.vocabularies.of(model.manifest)
         checked = features.check(rank_request, vocabulary, model.manifest.config)
-        note_checked(state, exchange, checked)
+        caller.note_checked(checked)
     return checked
 
 
-def note_checked(state: AppState, exchange: Exchange, checked: CheckedRequest) -> None:
-    """Name the ranking, and tell metrics and log what is odd about the request."""
-    options = checked.options
-    note(state, exchange, checked.context, options.request_id)
-    options.name = options.request_id or exchange.request_id
-    if options.warnings:
-        state.vocabularies.log_once(checked.vocabulary, options.warnings)
-
-
-def note(state: AppState, exchange: Exchange, context: Context | str, request_id: str | None) -> None:
-    """Take the name that a request gives itself, and count a history that did not fit."""
-    if request_id is not None and not exchange.is_named_by_caller:
-        exchange.request_id = request_id
-    if not isinstance(context, str) and context.dropped:
-        state.ranker.metrics.history_truncated.inc()
-
-
-def _reply(state: AppState, exchange: Exchange, checked: CheckedRequest, ranked: Ranked, parse_seconds: float) -> bytes:
+def _reply(caller: CallerInfo, checked: CheckedRequest, ranked: Ranked, parse_seconds: float) -> bytes:
     """Write the reply, and have the log of what was served take it."""
+    exchange, served = caller.exchange, caller.state.served
     timings = timings_of(exchange, parse_seconds, ranked)
     exchange.scored.append((checked.vocabulary.action_names, ranked.scores.probabilities))
     with exchange.measured("serialize"):
         body, placement = replies.rank_reply(checked, ranked, timings)
-        if state.served is not None:
-            state.served.record(checked, ranked, placement, exchange.key)
+        if served is not None:
+            served.record(checked, ranked, placement, exchange.key)
     return body
 
 
@@ -181,20 +165,6 @@ def timings_of(exchange: Exchange, parse_seconds: float, ranked: Ranked) -> dict
     for stage in ("queue", "forward"):
         exchange.stages[stage] = max(exchange.stages.get(stage, 0.0), seconds[stage])
     return replies.timings_of(seconds)
-
-
-def admitted(
-    state: AppState, caller: CallerInfo, model: ServedModel, *, candidates: int, history: int
-) -> AbstractContextManager[Job]:
-    """Return `RankingService.admit` for a request of this size and this caller."""
-    return state.ranker.admit(
-        model,
-        candidates=candidates,
-        history=history,
-        deadline=caller.deadline,
-        key=caller.key,
-        leaves_at=caller.leaves_at,
-    )
 
 
 # --- A batch ---------------------------------------------------------------------------------------------------------------------------
@@ -212,8 +182,8 @@ class Result(NamedTuple):
 class BatchCall:
     """The requests of one call. Leaving it gives back its share of what all such calls together may hold."""
 
-    def __init__(self, state: AppState, caller: CallerInfo) -> None:
-        self._state = state
+    def __init__(self, caller: CallerInfo) -> None:
+        state = self._state = caller.state
         self._limits = state.settings.limits
         self._caller = caller
         if caller.deadline is None:  # one for all requests, from the start
@@ -247,27 +217,23 @@ class BatchCall:
                     await asyncio.sleep(0)  # lets other callers in
                     checked, job, parse_seconds = await self._begin(place, item, places)
                 ranked = await self._state.ranker.rank(job, checked.context, checked.candidates)
-            body = _reply(self._state, self._caller.exchange, checked, ranked, parse_seconds)
+            body = _reply(self._caller, checked, ranked, parse_seconds)
         except (ServiceError, MemoryError) as error:
             return service_error_of(error)
         return Result(body, job.model, ranked.cache, ranked.handle)
 
     async def _begin(self, place: int, item: bytes, places: ExitStack) -> tuple[CheckedRequest, Job, float]:
         """Read, admit and check a request; the seconds are those that it was read and checked for."""
-        state, exchange = self._state, self._caller.exchange
-        before = exchange.stages["parse"]
-        rank_request = _read(state, exchange, state.ranker.model(), item)
-        sizes = rank_request.sizes()
-        self._take(sizes["candidates"])
-
-        def admit() -> AbstractContextManager[Job]:
-            return admitted(state, self._caller, state.ranker.model(), **sizes)
-
-        job = await self._in_flight.enter(places, admit, sizes["candidates"], 1 + sizes["history"])
-        checked = _check(state, exchange, job.model, rank_request)  # another model may serve by now
+        caller, ranker = self._caller, self._state.ranker
+        before = caller.exchange.stages["parse"]
+        rank_request = _read(caller, ranker.model(), item)
+        place_request = caller.place_request(**rank_request.sizes())
+        self._take(place_request.candidates)
+        job = await self._in_flight.enter(places, ranker.model, place_request)
+        checked = _check(caller, job.model, rank_request)  # another model may serve by now
         checked.endpoint = "/rank/batch"
         self._name(checked.options, place)
-        return checked, job, exchange.stages["parse"] - before
+        return checked, job, caller.exchange.stages["parse"] - before
 
     def _name(self, options: ReplyOptions, place: int) -> None:
         """Give the request at this place a name that no other one of the call has. The reply tells it, unless it has a `request_id` of its

@@ -16,9 +16,8 @@ from starlette.responses import Response
 
 from app import features, replies, schema
 from app.api.caller import Caller, CallerInfo, cancelled_with
-from app.api.rank import JSON, NO_CANDIDATES, admitted, note, note_checked
+from app.api.rank import JSON, NO_CANDIDATES
 from app.api.route import Route
-from app.api.state import AppState, state_of
 from app.errors import (
     CorpusBehind,
     CorpusNotLoaded,
@@ -30,7 +29,7 @@ from app.errors import (
     TooLarge,
 )
 from app.features import CheckedRequest
-from app.interface import Job, Ranked, SearchResult, ServedCorpus, ServedModel
+from app.interface import Job, Ranked, SearchRequest, SearchResult, ServedCorpus, ServedModel
 from app.replies import Placement
 from app.schema import DEFAULT_K, PROBLEMS, RecommendReply, RecommendRequest, RetrieveReply, RetrieveRequest
 from app.settings import Limits
@@ -59,17 +58,17 @@ router = APIRouter(tags=["retrieval"], route_class=Route)
 )
 async def retrieve(request: Request, caller: Caller) -> Response:
     """Find the best posts of the corpus for one user. A post's score depends only on the user, the history and the post."""
-    state, exchange = state_of(request), caller.exchange
+    state, exchange = caller.state, caller.exchange
     corpus = state.ranker.corpus
     served = corpus.served
     vocabulary = state.vocabularies.of(served.manifest)
     with exchange.measured("parse"):
         retrieve_request = schema.read(RETRIEVE, caller.body, state.settings.limits, vocabulary.index)
         query = _query(retrieve_request, _at_least(caller), vocabulary, served.manifest.config, state.settings.limits)
-        note(state, exchange, query.context, _request_id(retrieve_request))
+        caller.note(query.context, _request_id(retrieve_request))
     exchange.candidates, exchange.history = query.k, retrieve_request.sizes()["history"]
-    search = corpus.search(served, query, _deadline(state, caller), caller.key, leaves_at=caller.leaves_at)
-    search_result = await cancelled_with(request, search)
+    search = SearchRequest(query, _deadline(caller), caller.key, caller.leaves_at)
+    search_result = await cancelled_with(request, corpus.search(served, search))
     _count(caller, search_result)
     with exchange.measured("serialize"):
         body = _reply(retrieve_request, search_result, served, replies.timings_of(exchange.stages))
@@ -85,24 +84,23 @@ async def retrieve(request: Request, caller: Caller) -> Response:
 )
 async def recommend(request: Request, caller: Caller) -> Response:
     """Find posts as `/retrieve` does and rank them as `/rank` does, in one call. The scores have the same bits as from the two calls."""
-    state, exchange = state_of(request), caller.exchange
+    state, exchange = caller.state, caller.exchange
     ranker = state.ranker
     model, served = ranker.model(), ranker.corpus.served
     if served.manifest.ids != model.manifest.ids:
         raise NoCorpus("The posts cannot be ranked: the corpus has ids of another kind than the ranking model.")
-    caller = replace(caller, deadline=_deadline(state, caller))  # one for both stages
+    caller = replace(caller, deadline=_deadline(caller))  # one for both stages
     vocabulary = state.vocabularies.of(model.manifest)
     with exchange.measured("parse"):
         recommend_request = schema.read(RECOMMEND, caller.body, state.settings.limits, vocabulary.index)
     exchange.candidates = _k(recommend_request, state.settings.limits)
     exchange.history = recommend_request.sizes()["history"]
     # Before the search: a request that the ranker would refuse costs none, and one that is admitted ends even in a drain.
-    with admitted(state, caller, model, candidates=exchange.candidates, history=exchange.history) as job:
+    place_request = caller.place_request(candidates=exchange.candidates, history=exchange.history)
+    with ranker.admit(model, place_request) as job:
         with exchange.measured("parse"):
-            query, checked = _check(state, caller, recommend_request, model, served)
-        search_result, ranked = await cancelled_with(
-            request, _search_and_rank(state, caller, job, served, query, checked)
-        )
+            query, checked = _check(caller, recommend_request, model, served)
+        search_result, ranked = await cancelled_with(request, _search_and_rank(caller, job, served, query, checked))
     exchange.scored.append((vocabulary.action_names, ranked.scores.probabilities))
     with exchange.measured("serialize"):
         placement = replies.placement_of(checked, ranked.scores)
@@ -114,9 +112,10 @@ async def recommend(request: Request, caller: Caller) -> Response:
 
 
 def _check(
-    state: AppState, caller: CallerInfo, request: RecommendRequest, model: ServedModel, served: ServedCorpus
+    caller: CallerInfo, request: RecommendRequest, model: ServedModel, served: ServedCorpus
 ) -> tuple[Query, CheckedRequest]:
     """Check a request against both checkpoints. What is to be ranked has no candidates yet. Raises InvalidRequest."""
+    state = caller.state
     ranker, towers = model.manifest, served.manifest
     vocabulary = state.vocabularies.of(ranker)
     query = _query(request, _at_least(caller), state.vocabularies.of(towers), towers.config, state.settings.limits)
@@ -129,7 +128,7 @@ def _check(
     checked = CheckedRequest(
         vocabulary, context, NO_CANDIDATES, (), NO_CANDIDATES.surfaces, impression_ts, options, endpoint="/recommend"
     )
-    note_checked(state, caller.exchange, checked)
+    caller.note_checked(checked)
     return query, checked
 
 
@@ -145,13 +144,14 @@ def _reading(manifest: Manifest) -> tuple[object, ...]:
 
 
 async def _search_and_rank(
-    state: AppState, caller: CallerInfo, job: Job, served: ServedCorpus, query: Query, checked: CheckedRequest
+    caller: CallerInfo, job: Job, served: ServedCorpus, query: Query, checked: CheckedRequest
 ) -> tuple[SearchResult, Ranked]:
     """Find posts, make them the candidates of the checked request, and rank them, best first."""
     assert caller.deadline is not None
-    ranker, config = state.ranker, job.model.manifest.config
+    ranker, config = caller.state.ranker, job.model.manifest.config
     await ranker.reserve(job)
-    search_result = await ranker.corpus.search(served, query, caller.deadline, caller.key, is_admitted=True)
+    search = SearchRequest(query, caller.deadline, caller.key, has_place=True)
+    search_result = await ranker.corpus.search(served, search)
     _count(caller, search_result)
     posts, count, stages = search_result.posts, len(search_result.posts), caller.exchange.stages
     ages = age_bucket(checked.impression_ts, posts.created_at, config)
@@ -232,8 +232,8 @@ def _at_least(caller: CallerInfo) -> str:
     return sent
 
 
-def _deadline(state: AppState, caller: CallerInfo) -> float:
-    settings, now = state.settings.deadline, state.ranker.clock()
+def _deadline(caller: CallerInfo) -> float:
+    settings, now = caller.state.settings.deadline, caller.state.ranker.clock()
     return min(
         now + settings.default_seconds if caller.deadline is None else caller.deadline, now + settings.max_seconds
     )

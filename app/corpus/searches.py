@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from app.corpus.feed import MILESTONE, FeedReader
 from app.corpus.loading import CorpusLoader, LoadedCorpus
 from app.corpus.stream import open_feed
 from app.errors import ChangedByFeed, CorpusBehind, CorpusNotLoaded, EngineDown, NoCorpus, Overloaded, ServiceError
-from app.interface import CorpusState, ReloadInProgress, SearchResult, ServedCorpus
+from app.interface import CorpusState, ReloadInProgress, SearchRequest, SearchResult, ServedCorpus
 from app.queue.admission import Admission
 from app.queue.forecast import Clock
 from app.queue.handles import Handles
@@ -27,7 +26,7 @@ from app.queue.versions import Versions
 from app.settings import Batching, Settings
 from app.telemetry.metrics import Metrics
 from model.engine import EngineError
-from model.retrieval.inputs import Mark, PostChange, Query
+from model.retrieval.inputs import Mark, PostChange
 
 SCAN_REQUESTS = 32  # searches that share one scan of the corpus
 MOST_CHANGES = 4  # that wait or are being made; one is made at a time
@@ -244,31 +243,22 @@ class Searches:
 
     # searches
 
-    async def search(
-        self,
-        served: ServedCorpus,
-        query: Query,
-        deadline: float,
-        key: str | None,
-        *,
-        leaves_at: float = math.inf,
-        is_admitted: bool = False,
-    ) -> SearchResult:
+    async def search(self, served: ServedCorpus, request: SearchRequest) -> SearchResult:
         """See `interface.CorpusService.search`."""
-        scheduler = self.versions.find(served)
+        query, scheduler = request.query, self.versions.schedulers.get(served)
         if scheduler is None:
             raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)
         if query.at_least and not scheduler.model.engine.mark.reaches(query.at_least):
             raise CorpusBehind(retry_after_seconds=1.0)
         if query.handle:
-            query = self._handles.query(query, served.manifest, key)
+            query = self._handles.query(query, served.manifest, request.key)
         future: asyncio.Future[SearchResult] = asyncio.get_running_loop().create_future()
         job = SearchJob(
             candidates=1,
             context_tokens=0,
-            deadline=deadline,
-            key=key,
-            leaves_at=leaves_at,
+            deadline=request.deadline,
+            key=request.key,
+            leaves_at=request.leaves_at,
             future=future,
             query=query,
         )

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from app.errors import InternalError, NotReady, ServiceError
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED
-from app.interface import Job
+from app.interface import Job, PlaceRequest, ServedModel
 from app.processes.link import Link
 from app.processes.messages import (
     METHODS,
@@ -205,20 +205,13 @@ class EngineProcess:
 
     def _admit(self, peer: Peer, question: Admit) -> None:
         model = self._served(question.model)
-        peer.places[question.id] = self._place(
-            model, question.candidates, question.history, question.deadline, question.key, question.leaves_at
-        )
+        peer.places[question.id] = self._place(model, question.request)
 
-    def _place(
-        self, model: Any, candidates: int, history: int, deadline: float | None, key: str | None, leaves_at: float
-    ) -> Place:
+    def _place(self, model: ServedModel, request: PlaceRequest) -> Place:
         """Admit a request. Raises what `interface.RankingService.admit` describes."""
-        self.ranker.check_open(key, leaves_at)
+        self.ranker.check_open(request.key, request.leaves_at)
         with ExitStack() as held:
-            admit = self.ranker.admit(
-                model, candidates=candidates, history=history, deadline=deadline, key=key, leaves_at=leaves_at
-            )
-            return Place(held.enter_context(admit), held.pop_all())
+            return Place(held.enter_context(self.ranker.admit(model, request)), held.pop_all())
 
     async def _rank(self, peer: Peer, question: Rank) -> Any:
         place = peer.places.pop(question.place, None)
@@ -229,14 +222,10 @@ class EngineProcess:
                 held.push(place.held)
             model = self._served(question.model) if place is None else place.job.model
             question.candidates.check(model.manifest.config)
-            history = 0
             if not isinstance(question.context, str):
                 question.context.check(model.manifest.config)  # native code trusts it
-                history = len(question.context)
             if place is None:
-                place = self._place(
-                    model, len(question.candidates), history, question.deadline, question.key, question.leaves_at
-                )
+                place = self._place(model, question.request)
                 held.push(place.held)
             ranked = await self.ranker.rank(place.job, question.context, question.candidates)
         is_logged = self.settings.served.directory is not None
@@ -244,12 +233,11 @@ class EngineProcess:
 
     async def _search(self, question: Search) -> Any:
         served = self._served(question.corpus)
-        question.query.check(served.manifest.config)
-        if not question.is_admitted:
-            self.ranker.check_open(question.key, question.leaves_at)
-        return await self.ranker.corpus.search(
-            served, question.query, question.deadline, question.key, leaves_at=question.leaves_at
-        )
+        request = question.request
+        request.query.check(served.manifest.config)
+        if not request.has_place:
+            self.ranker.check_open(request.key, request.leaves_at)
+        return await self.ranker.corpus.search(served, request)
 
     def _served(self, number: int) -> Any:
         scheduler = self._schedulers.get(number)

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.errors import InternalError, InvalidRequest, ServiceError, error_class, service_error_of
-from app.interface import CorpusState, Health, ServedCorpus, ServedModel
+from app.interface import CorpusState, Health, PlaceRequest, SearchRequest, ServedCorpus, ServedModel
 from model.engine import EngineInfo
 from model.inputs import Candidates, Context
-from model.retrieval.inputs import PostChange, Query
+from model.retrieval.inputs import PostChange
 from weights.corpus.manifest import CorpusManifest
 from weights.format.manifest import Manifest
 
@@ -30,15 +30,11 @@ MAX_BYTES = 256 * 2**20
 
 class Admit(msgspec.Struct, tag=True):
     """Reserve a place for a request to the model of this number; answered with None. The place keeps this id until a `Rank` names it or a
-    `Cancel` frees it. `deadline`, and `leaves_at`, when the caller will likely have left: seconds of the machine's monotonic clock."""
+    `Cancel` frees it. Times are seconds of the machine's monotonic clock, which all processes share."""
 
     id: int
     model: int
-    candidates: int
-    history: int
-    deadline: float | None
-    key: str | None
-    leaves_at: float
+    request: PlaceRequest
 
 
 class Rank(msgspec.Struct, tag=True):
@@ -49,22 +45,16 @@ class Rank(msgspec.Struct, tag=True):
     model: int
     context: Context | str
     candidates: Candidates
-    deadline: float | None
-    key: str | None
-    leaves_at: float
+    request: PlaceRequest
     place: int = 0
 
 
 class Search(msgspec.Struct, tag=True):
-    """Search the corpus of this number. `is_admitted`: the request has a place, so the load of the ranking queue is not looked at."""
+    """Search the corpus of this number."""
 
     id: int
     corpus: int
-    query: Query
-    deadline: float
-    key: str | None
-    leaves_at: float
-    is_admitted: bool = False
+    request: SearchRequest
 
 
 class Cancel(msgspec.Struct, tag=True):

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+import msgspec
 import numpy as np
 import structlog
 from numpy.typing import NDArray
@@ -26,14 +27,24 @@ from app.errors import (
     Overloaded,
     ServiceError,
 )
-from app.interface import CorpusState, Health, Job, Ranked, SearchResult, ServedCorpus, ServedModel
+from app.interface import (
+    CorpusState,
+    Health,
+    Job,
+    PlaceRequest,
+    Ranked,
+    SearchRequest,
+    SearchResult,
+    ServedCorpus,
+    ServedModel,
+)
 from app.processes.link import Link
 from app.processes.messages import Admit, Answer, Call, Cancel, EngineState, Failed, FromEngine, Rank, Search, encode
 from app.settings import Settings
 from app.telemetry.logs import of_exception
 from app.telemetry.metrics import Metrics
 from model.inputs import Candidates, Context
-from model.retrieval.inputs import PostChange, Query
+from model.retrieval.inputs import PostChange
 
 CONNECT_SECONDS = 0.02  # between two attempts
 SOON_SECONDS, PAUSE_SECONDS = 1.0, 1.0  # a link that ends so soon is followed by the next one after this pause
@@ -53,12 +64,8 @@ class RemoteJob:
     """A request that the engine process admits or refuses when it is reserved, or else when it is sent. `link` and `place` say where it is
     reserved; the place is 0 without one."""
 
-    candidates: int
-    history: int
     model: ServedModel
-    deadline: float | None
-    key: str | None
-    leaves_at: float
+    request: PlaceRequest
     link: Link | None = None
     place: int = 0
 
@@ -220,18 +227,9 @@ class RemoteService:
             )
 
     @contextmanager
-    def admit(
-        self,
-        model: ServedModel,
-        *,
-        candidates: int,
-        history: int,
-        deadline: float | None,
-        key: str | None,
-        leaves_at: float = math.inf,
-    ) -> Iterator[Job]:
+    def admit(self, model: ServedModel, request: PlaceRequest) -> Iterator[Job]:
         """Prepare a request: the engine process admits or refuses it in `reserve`, or else in `rank`."""
-        job = RemoteJob(candidates, history, model, deadline, key, leaves_at)
+        job = RemoteJob(model, request)
         try:
             yield job
         finally:
@@ -295,14 +293,14 @@ class RemoteService:
         assert isinstance(job, RemoteJob)
         if job.place:
             return
-        number, deadline, link, place = self.number_of(job.model), self._deadline(job), self._link, 0
+        number, request, link, place = self.number_of(job.model), self._with_deadline(job.request), self._link, 0
 
         def admit(id: int) -> Admit:
             nonlocal place
             place = id
-            return Admit(id, number, job.candidates, job.history, deadline, job.key, job.leaves_at)
+            return Admit(id, number, request)
 
-        await self.ask(admit, None, deadline, job.key)
+        await self.ask(admit, None, request.deadline, request.key)
         job.link, job.place = link, place
 
     async def rank(self, job: Job, context: Context | str, candidates: Candidates) -> Ranked:
@@ -310,19 +308,19 @@ class RemoteService:
         assert isinstance(job, RemoteJob)
         if job.link is not self._link and job.place:
             raise EngineDown(ENDED.health.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
-        number, deadline = self.number_of(job.model), self._deadline(job)
+        number, request = self.number_of(job.model), self._with_deadline(job.request)
         ranked = await self.ask(
-            lambda id: Rank(id, number, context, candidates, deadline, job.key, job.leaves_at, job.place),
-            Ranked,
-            deadline,
-            job.key,
+            lambda id: Rank(id, number, context, candidates, request, job.place), Ranked, request.deadline, request.key
         )
         job.place = 0
         return cast(Ranked, ranked)
 
-    def _deadline(self, job: RemoteJob) -> float:
-        """Its own, or the default one from now."""
-        return self.clock() + self.settings.deadline.default_seconds if job.deadline is None else job.deadline
+    def _with_deadline(self, request: PlaceRequest) -> PlaceRequest:
+        """The request with its own deadline, or else the default one from now."""
+        if request.deadline is not None:
+            return request
+        deadline = self.clock() + self.settings.deadline.default_seconds
+        return msgspec.structs.replace(request, deadline=deadline)
 
     async def context(self, model: ServedModel, handle: str, key: str | None, deadline: float) -> Context:
         """See `interface.RankingService.context`."""
@@ -381,23 +379,12 @@ class RemoteCorpus:
             raise CorpusNotLoaded(retry_after_seconds=RETRY_AFTER_SECONDS)
         return served
 
-    async def search(
-        self,
-        served: ServedCorpus,
-        query: Query,
-        deadline: float,
-        key: str | None,
-        *,
-        leaves_at: float = math.inf,
-        is_admitted: bool = False,
-    ) -> SearchResult:
+    async def search(self, served: ServedCorpus, request: SearchRequest) -> SearchResult:
         """See `interface.CorpusService.search`."""
         number = self._ranker.number_of(served)
-
-        def search(id: int) -> Search:
-            return Search(id, number, query, deadline, key, leaves_at, is_admitted)
-
-        result = await self._ranker.ask(search, SearchResult, deadline, key)
+        result = await self._ranker.ask(
+            lambda id: Search(id, number, request), SearchResult, request.deadline, request.key
+        )
         return cast(SearchResult, result)
 
     async def change(self, change: PostChange) -> CorpusState:

@@ -1,4 +1,4 @@
-"""Estimates from the recent past how long forwards take and how much work is offered. Pure arithmetic; `admission` decides."""
+"""Estimates from the recent past: how long forwards take, how much work is offered, and how long the event loop takes. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 Clock = Callable[[], float]  # seconds that never run backwards
 
-MEMORY_SECONDS = 0.5  # of `Offered`
+MEMORY_SECONDS = 0.5  # of `Offered` and `LoopTime`
+LEAST_REQUESTS = 50.0  # within that memory of `LoopTime`; with fewer, what else the loop does would count as theirs
+REFUSAL_SHARE = 0.3  # of what a request costs that is answered: an estimate
 
 
 class ForwardTime:
@@ -84,3 +86,39 @@ class Offered:
 
     def _remembered(self, now: float) -> float:
         return self._forwards * math.exp(-max(0.0, now - self._at) / MEMORY_SECONDS)
+
+
+class LoopWork(NamedTuple):
+    """What the loop has done since the start: processor seconds, answered and refused requests."""
+
+    cpu_seconds: float
+    answered: int
+    refused: int
+
+
+class LoopTime:
+    """A moving average of the processor time that one request takes of the event loop.
+
+    With a small model the Python around the engine is the bottleneck: requests wait for the loop. `Admission`, which predicts the wait for
+    the engine alone, would admit far too many.
+    """
+
+    def __init__(self) -> None:
+        self._at = 0.0
+        self._last: LoopWork | None = None
+        self._cpu_seconds = self._requests = 0.0  # of the recent past
+
+    def observe(self, now: float, work: LoopWork) -> None:
+        """Record what has been done by now, in seconds of any clock. To be called every few hundredths of a second while requests come."""
+        if self._last is not None:
+            keep = math.exp(-(now - self._at) / MEMORY_SECONDS)
+            requests = work.answered - self._last.answered + REFUSAL_SHARE * (work.refused - self._last.refused)
+            self._requests = self._requests * keep + requests
+            self._cpu_seconds = self._cpu_seconds * keep + work.cpu_seconds - self._last.cpu_seconds
+        self._at, self._last = now, work
+
+    def wait_seconds(self, unanswered: int) -> float:
+        """Predicted processor seconds until this many requests are answered; 0 where too few came lately to tell."""
+        if self._requests < LEAST_REQUESTS:
+            return 0.0
+        return unanswered * self._cpu_seconds / self._requests

@@ -100,7 +100,7 @@ class RankJob(Job):
 
     def result(self) -> Ranked:
         """Return the scores of all chunks, in the order of the candidates, with the checkpoint's calibration."""
-        scores = self.scores[0] if len(self.scores) == 1 else Scores.concatenate(self.scores)
+        scores = self.scores[0] if len(self.scores) == 1 else Scores.of_chunks(self.scores)
         if (corrections := self.model.manifest.corrections) is not None:
             scores = Scores(scores.logits, corrections.probabilities(scores.logits), scores.continuous)
         assert self.context is not None

@@ -32,13 +32,12 @@ class LoadedModel:
     checkpoint: Checkpoint
     engine: Engine
     served: ServedModel = field(init=False)
+    changed_file: Callable[[], str] = field(init=False)
+    """See `runners.Loaded.changed_file`. It is called after every forward."""
 
     def __post_init__(self) -> None:
         self.served = ServedModel(self.checkpoint.manifest, self.engine.info)
-
-    def changed_file(self) -> str:
-        """A sentence if a file that is served from was written to since it was read, else empty."""
-        return self.checkpoint.mapped.changed()
+        self.changed_file = self.checkpoint.mapped.changed
 
     def labels(self) -> dict[str, str]:
         """The labels of `model_info`."""

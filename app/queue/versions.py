@@ -39,7 +39,8 @@ class Versions(Generic[J]):
         self._load_seconds = load_seconds
         self._make_runner = make_runner
         self._thread_name = thread_name
-        self._held: dict[Any, Scheduler[J]] = {}  # by the model they serve
+        self.schedulers: dict[Any, Scheduler[J]] = {}
+        """By what they serve: the one that serves new requests, and those that finish theirs. The oldest comes first."""
         self._loading: EngineThread | None = None  # also one that was given up, while others wait for its end
         self._waited_for_until = float("inf")
         self._lost: asyncio.Queue[str] = asyncio.Queue()
@@ -73,25 +74,13 @@ class Versions(Generic[J]):
     def install(self, scheduler: Scheduler[J]) -> None:
         """Serve new requests with this scheduler. The previous one is freed when its last request is answered."""
         old, self.current = self.current, scheduler
-        self._held[scheduler.model.served] = scheduler
+        self.schedulers[scheduler.model.served] = scheduler
         if old is not None:
             old.retire(self._free)
-
-    def find(self, served: Any) -> Scheduler[J] | None:
-        """Return the scheduler that serves exactly this model, or None if it is gone."""
-        current = self.current
-        if current is not None and current.model.served is served:
-            return current  # nearly always
-        return self._held.get(served)
 
     async def lost(self) -> str:
         """Wait until an engine is lost for good, and return why. Its jobs have their errors then."""
         return await self._lost.get()
-
-    @property
-    def held(self) -> list[Scheduler[J]]:
-        """All schedulers not yet freed, the oldest first."""
-        return list(self._held.values())
 
     @property
     def is_warming(self) -> bool:
@@ -101,7 +90,7 @@ class Versions(Generic[J]):
     @property
     def waiting(self) -> int:
         """Number of jobs that wait to be computed."""
-        return sum(scheduler.waiting for scheduler in self._held.values())
+        return sum(scheduler.waiting for scheduler in self.schedulers.values())
 
     def running(self) -> Running:
         """Return what the current engine is computing."""
@@ -109,36 +98,36 @@ class Versions(Generic[J]):
 
     def silent_seconds(self) -> float:
         """The longest time that work has waited while no forward finished."""
-        return max((scheduler.silent_seconds() for scheduler in self._held.values()), default=0.0)
+        return max((scheduler.silent_seconds() for scheduler in self.schedulers.values()), default=0.0)
 
     def cache_stats(self) -> CacheStats:
         """Cache counts of all engines since the start; bytes and entries only of those still held."""
         stats = self._gone
-        for scheduler in self._held.values():
+        for scheduler in self.schedulers.values():
             stats = _sum(stats, scheduler.model.engine.cache_stats())
         return stats
 
     def fail_all(self, error: Callable[[], ServiceError]) -> None:
         """Empty all queues, and fail every job that waits or is being computed, each with an error of its own."""
-        for scheduler in self._held.values():
+        for scheduler in self.schedulers.values():
             scheduler.fail_all(error)
 
     def drop(self) -> None:
         """Stop serving without waiting for an engine that may hang. Fail its jobs before."""
         self.current = None
-        for scheduler in self.held:
+        for scheduler in list(self.schedulers.values()):
             self._free(scheduler)
 
     async def close(self, timeout_seconds: float) -> None:
         """Free each engine after its present forward; one that hangs is left behind."""
-        schedulers = self.held
+        schedulers = list(self.schedulers.values())
         for scheduler in schedulers:
             scheduler.close()
         if schedulers:
             await asyncio.wait([scheduler.closed for scheduler in schedulers], timeout=timeout_seconds)
 
     def _free(self, scheduler: Scheduler[J]) -> None:
-        if self._held.pop(scheduler.model.served, None) is not None:
+        if self.schedulers.pop(scheduler.model.served, None) is not None:
             # Its counters stay in the sum, so that none runs backwards.
             counted = replace(scheduler.model.engine.cache_stats(), bytes=0, entries=0)
             self._gone = _sum(self._gone, counted)

@@ -1,4 +1,7 @@
-"""Bodies of the endpoints that rank and retrieve, and of changes of posts. `app.features` checks what depends on the checkpoint."""
+"""Bodies of the endpoints that rank and retrieve, and of changes of posts. `app.features` checks what depends on the checkpoint.
+
+The bounds of an optional field stand on the type inside: `Annotated[str, Meta(max_length=128)] | UnsetType`.
+"""
 
 from __future__ import annotations
 

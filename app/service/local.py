@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from app.corpus.loading import CorpusLoader, corpus_loader
 from app.corpus.searches import Searches
 from app.errors import Draining, EngineDown, ModelNotFound, NotReady, ServiceError
-from app.interface import Health, Job, Ranked, ServedModel
+from app.interface import Health, Job, PlaceRequest, Ranked, ServedModel
 from app.queue.admission import Admission, Refusal
 from app.queue.batching import chunk_count
-from app.queue.forecast import Clock
+from app.queue.forecast import Clock, LoopTime, LoopWork
 from app.queue.handles import Handles
 from app.queue.job import RankJob
 from app.queue.loading import Loader, checkpoint_loader
@@ -33,7 +33,6 @@ from app.queue.runners import ENGINE_THREAD, RETRIEVAL_THREAD
 from app.queue.scheduler import Scheduler
 from app.queue.versions import Versions
 from app.service.attention import ATTENTION_THREAD, AttentionThread
-from app.service.loop_time import LoopTime, LoopWork
 from app.service.reload import Reloader
 from app.service.watchdog import Watchdog
 from app.settings import Settings
@@ -204,29 +203,21 @@ class LocalService:
             if refusal is not None:
                 raise self.places.error(refusal)
 
-    def admit(
-        self,
-        model: ServedModel,
-        *,
-        candidates: int,
-        history: int,
-        deadline: float | None,
-        key: str | None,
-        leaves_at: float = math.inf,
-    ) -> AbstractContextManager[RankJob]:
+    def admit(self, model: ServedModel, request: PlaceRequest) -> AbstractContextManager[RankJob]:
         """Return a block that holds a place for one request on `model`, which `self.model()` has returned for it.
 
         Entering raises Overloaded or DeadlineExceeded; the call itself NotReady, Draining or EngineDown.
         """
         self._check_able()
         scheduler, now, limits = self._scheduler(model), self.clock(), self.settings.deadline
+        deadline = now + limits.default_seconds if request.deadline is None else request.deadline
         job = RankJob(
-            candidates=candidates,
-            context_tokens=1 + min(history, model.manifest.config.history_length),
-            chunks=chunk_count(candidates, self.settings.batching),
-            deadline=min(now + limits.default_seconds if deadline is None else deadline, now + limits.max_seconds),
-            key=key,
-            leaves_at=leaves_at,
+            candidates=request.candidates,
+            context_tokens=1 + min(request.history, model.manifest.config.history_length),
+            chunks=chunk_count(request.candidates, self.settings.batching),
+            deadline=min(deadline, now + limits.max_seconds),
+            key=request.key,
+            leaves_at=request.leaves_at,
             future=asyncio.get_running_loop().create_future(),
             model=model,
         )
@@ -246,7 +237,7 @@ class LocalService:
 
     def _scheduler(self, model: ServedModel) -> Scheduler[RankJob]:
         """Return the scheduler that serves exactly this model. Raises NotReady if it was replaced."""
-        scheduler = self.versions.find(model)
+        scheduler = self.versions.schedulers.get(model)
         if scheduler is None:
             raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
         return scheduler

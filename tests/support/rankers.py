@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.corpus.loading import CorpusLoader, corpus_loader
-from app.interface import Ranked
+from app.interface import PlaceRequest, Ranked
 from app.queue.loading import Loader
 from app.service.local import LocalService
 from app.settings import Settings
@@ -88,8 +88,7 @@ async def rank(
 ) -> Ranked:
     """`fake_request(user)` through admission and the engine."""
     context, posts = fake_request(user, candidates, history)
-    place = ranker.admit(ranker.model(), candidates=candidates, history=history, deadline=deadline, key=key)
-    with place as job:
+    with ranker.admit(ranker.model(), PlaceRequest(candidates, history, deadline, key)) as job:
         return await ranker.rank(job, context, posts)
 
 

@@ -27,7 +27,7 @@ class Agreement:
 
 def agreement(left: Floats, right: Floats) -> Agreement:
     """Compare two checkpoints' scores `[n]` for the same n ≥ 2 posts. Posts with equal scores keep their order."""
-    best = [np.argsort(-each, kind="stable")[: TOP[-1]].tolist() for each in (left, right)]
+    best = [np.argsort(-scores, kind="stable")[: TOP[-1]].tolist() for scores in (left, right)]
     shares = {k: len({*best[0][:k]} & {*best[1][:k]}) / k for k in TOP if k < len(left)}
     return Agreement(pearson(left, right), kendall(left, right), shares)
 
@@ -39,14 +39,14 @@ def score_weights(manifest: Manifest) -> NDArray[np.float32]:
 
 def pearson(left: Floats, right: Floats) -> float:
     """Pearson's correlation; NaN if either side does not vary."""
-    one, other = (each - each.mean(dtype=np.float64) for each in (left, right))
+    one, other = (values - values.mean(dtype=np.float64) for values in (left, right))
     scale = np.sqrt((one @ one) * (other @ other))
     return float(one @ other / scale) if scale > 0 else float("nan")
 
 
 def kendall(left: Floats, right: Floats) -> float:
     """Kendall's τ-b of both orders; 1 if all values are tied on both sides, 0 if on one side only."""
-    varies = [bool(np.ptp(each)) for each in (left, right)]
+    varies = [bool(np.ptp(values)) for values in (left, right)]
     if not all(varies):
         return float(varies[0] == varies[1])
     from scipy.stats import kendalltau  # a second to import

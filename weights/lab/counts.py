@@ -101,9 +101,9 @@ def count_features(examples: Examples, frozen: int, action: int) -> NDArray[np.f
     anything, or this action, with the author and with the post; the age; which surface.
     """
     log, request = examples.log, request_of_rows(examples.log)
-    happened, known, did_any = log.actions[:, action], known_rows(log, action), np.asarray(log.actions.any(1))
-    engaged = did_any & (log.user_id != 0) & known
-    post, author, prior = rates(log, frozen, happened, known)
+    happened, is_known, did_any = log.actions[:, action], known_rows(log, action), np.asarray(log.actions.any(1))
+    engaged = did_any & (log.user_id != 0) & is_known
+    post, author, prior = rates(log, frozen, happened, is_known)
     any_post, any_author, any_prior = rates(log, frozen, did_any, np.ones(len(log), bool))
     keys = log.user_id, pair_key(log.user_id, log.author_id), pair_key(log.user_id, log.post_id)
     user, pair, again = (Past.of(key, request, happened, engaged) for key in keys)
@@ -125,11 +125,11 @@ def known_rows(log: Log, action: int) -> NDArray[np.bool_]:
     return np.ones(len(log), bool) if log.unknown is None else ~log.unknown[:, action]
 
 
-def rates(log: Log, frozen: int, happened: NDArray[np.bool_], known: NDArray[np.bool_]) -> tuple[Past, Past, float]:
+def rates(log: Log, frozen: int, happened: NDArray[np.bool_], is_known: NDArray[np.bool_]) -> tuple[Past, Past, float]:
     """What happened to each row's post and author up to row `frozen`, and how often it happened to any, of the rows where it is known."""
-    request, shown = request_of_rows(log), (np.arange(len(log)) < frozen) & known
+    request, shown = request_of_rows(log), (np.arange(len(log)) < frozen) & is_known
     post, author = (Past.of(key, request, happened, shown) for key in (log.post_id, log.author_id))
-    return post, author, float(happened[:frozen].sum() / max(known[:frozen].sum(), 1))
+    return post, author, float(happened[:frozen].sum() / max(is_known[:frozen].sum(), 1))
 
 
 def request_of_rows(log: Log) -> Ints:

@@ -16,7 +16,7 @@ import pytest
 import structlog
 
 from app.settings import Logs
-from app.telemetry.logs import MOST_SUCCESSES, MOST_WAITING, configure
+from app.telemetry.logs import MOST_SUCCESSES, MOST_WAITING, AccessLine, access, configure
 from tests.support.asgi import served
 
 pytestmark = pytest.mark.one_process("it is about the log of one process")
@@ -53,6 +53,26 @@ def test_a_line_is_one_json_object_with_utc_time_and_worker(lines: io.StringIO, 
     for line in (ours, theirs):
         assert str(line["time"])[19] == "."
         assert str(line["time"])[-1] == "Z"
+
+
+@pytest.mark.parametrize("worker", [None, 0, 3])
+def test_the_line_of_a_request_has_its_fields_in_order(lines: io.StringIO, worker: int | None) -> None:
+    configure(Logs(format="json"), lines, worker=worker)
+    line = AccessLine("r1", "POST", "/rank", 200, 1.25, stages_ms={"parse": 0.5}, candidates=7, event="request")
+    access.write(logging.INFO, line)
+    start = '{"request_id":"r1","method":"POST","route":"/rank","status":200,"duration_ms":1.25,"candidates":7,'
+    number = "" if worker is None else f'"worker":{worker},'
+    end = f'"stages_ms":{{"parse":0.5}},{number}"event":"request","level":"info","time":"'
+    assert lines.getvalue().startswith(start + end)
+    assert lines.getvalue().endswith('Z"}\n')
+
+
+@pytest.mark.parametrize("odd", ["\x7f", "é", "\u2028", "\x1b[31m", "\n", '"'])
+def test_a_checkpoint_with_an_odd_version_has_a_safe_line(lines: io.StringIO, odd: str) -> None:
+    access.write(logging.INFO, AccessLine("r1", "POST", "/rank", 200, 1.25, version=f"v{odd}", event="request"))
+    assert lines.getvalue().isascii()
+    assert lines.getvalue()[:-1].isprintable()
+    assert said(lines)[0]["version"] == f"v{odd}"
 
 
 def test_what_a_library_puts_into_its_line_is_left_out(lines: io.StringIO) -> None:

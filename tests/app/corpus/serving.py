@@ -15,7 +15,7 @@ import numpy as np
 
 from app.corpus.loading import CorpusLoader, LoadedCorpus, corpus_loader
 from app.corpus.searches import Searches
-from app.interface import SearchResult, ServedCorpus
+from app.interface import SearchRequest, SearchResult, ServedCorpus
 from app.service.local import LocalService
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
@@ -118,14 +118,15 @@ def query(user: int = 1, k: int = 500, at_least: str = "") -> Query:
 
 
 async def found(searches: Searches, asked: Query) -> SearchResult:
-    return await searches.search(searches.served, asked, FAR, None)
+    return await searches.search(searches.served, SearchRequest(asked, FAR))
 
 
 def begun(
     searches: Searches, user: int, deadline: float = FAR, served: ServedCorpus | None = None, key: str | None = None
 ) -> asyncio.Task[SearchResult]:
     """A search of five posts that is under way."""
-    return asyncio.ensure_future(searches.search(served or searches.served, query(user, 5), deadline, key))
+    request = SearchRequest(query(user, 5), deadline, key)
+    return asyncio.ensure_future(searches.search(served or searches.served, request))
 
 
 async def posts_of(searches: Searches) -> list[tuple[int, float]]:

@@ -18,7 +18,7 @@ import pytest
 import structlog
 
 from app.errors import DeadlineExceeded, InternalError, NotReady, Overloaded
-from app.interface import Health
+from app.interface import Health, PlaceRequest
 from app.processes.engine_process import EngineProcess
 from app.processes.link import Link
 from app.processes.messages import (
@@ -251,19 +251,19 @@ async def test_a_reserved_place_is_never_refused_and_is_freed(tmp_path: Path) ->
     gate, tight = Gate(), Queue(max_candidates=4)
     async with engine_process(tmp_path, FakeEngine(before=gate), queue=tight) as process, worker(tmp_path) as ranker:
         admission, (context, posts) = process.ranker.admission, fake_request(1)
-        sizes: dict[str, Any] = {"candidates": 4, "history": 2, "deadline": None, "key": None}
-        with ranker.admit(ranker.model(), **sizes) as job:
+        request = PlaceRequest(candidates=4, history=2)
+        with ranker.admit(ranker.model(), request) as job:
             await ranker.reserve(job)
             assert admission.candidates == 4
-            with ranker.admit(ranker.model(), **sizes) as late, pytest.raises(Overloaded):
+            with ranker.admit(ranker.model(), request) as late, pytest.raises(Overloaded):
                 await ranker.reserve(late)
             gate.opened.set()
             assert len((await ranker.rank(job, context, posts)).scores) == 4
         assert admission.candidates == 0
-        with ranker.admit(ranker.model(), **sizes) as unused:
+        with ranker.admit(ranker.model(), request) as unused:
             await ranker.reserve(unused)
         await rankers.until(lambda: admission.candidates == 0)
-        with ranker.admit(ranker.model(), **sizes) as cancelled:
+        with ranker.admit(ranker.model(), request) as cancelled:
             await ranker.reserve(cancelled)
             ranking = asyncio.ensure_future(ranker.rank(cancelled, context, posts))
             await asyncio.sleep(0)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from app.errors import ContextUnknown
+from app.interface import PlaceRequest
 from app.service.local import LocalService
 from model.inputs import Context
 from model.retrieval.inputs import Filters, Query
@@ -35,7 +36,7 @@ def query(handle: str, *, excludes_history: bool = False) -> Query:
 async def kept(ranker: LocalService, context: Context) -> str:
     """The handle of this context, once it has been ranked."""
     _, posts = fake_request(1, 1)
-    with ranker.admit(ranker.model(), candidates=1, history=len(context), deadline=None, key="feed") as job:
+    with ranker.admit(ranker.model(), PlaceRequest(candidates=1, history=len(context), key="feed")) as job:
         return (await ranker.rank(job, context, posts)).handle
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from app.errors import EngineDown
+from app.interface import PlaceRequest
 from app.queue.loading import LoadedModel, checkpoint_loader
 from app.queue.runners import EARLY_CANDIDATES, HAND_OVER_SECONDS, Steps
 from app.service.local import LocalService
@@ -196,5 +197,5 @@ async def test_the_native_engine_gives_the_same_bits_either_way(native: LoadedMo
 
 async def native_rank(ranker: LocalService, user: int, count: int = 4) -> Scores:
     context, candidates = random_request(ranker.model().manifest.config, 9, count, seed=user)
-    with ranker.admit(ranker.model(), candidates=count, history=9, deadline=None, key=None) as job:
+    with ranker.admit(ranker.model(), PlaceRequest(candidates=count, history=9)) as job:
         return (await ranker.rank(job, context, candidates)).scores

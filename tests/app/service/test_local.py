@@ -21,7 +21,7 @@ from app.errors import (
     NotReady,
     Overloaded,
 )
-from app.interface import Health
+from app.interface import Health, PlaceRequest
 from app.queue.loading import LoadedModel
 from app.queue.runners import Steps
 from app.service.local import LocalService
@@ -224,7 +224,7 @@ async def test_nothing_is_admitted_before_loading_or_while_draining() -> None:
     assert await ranker.stop(1.0)
     for ask in (
         lambda: ranker.check_open(None),
-        lambda: ranker.admit(model, candidates=1, history=0, deadline=None, key=None),
+        lambda: ranker.admit(model, PlaceRequest(candidates=1, history=0)),
     ):
         with pytest.raises(Draining) as late:
             ask()

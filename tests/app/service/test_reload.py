@@ -17,7 +17,7 @@ import pytest
 import structlog
 
 from app.errors import Draining, NotReady
-from app.interface import CheckpointNotFound, ReloadInProgress
+from app.interface import CheckpointNotFound, PlaceRequest, ReloadInProgress
 from app.queue.loading import LoadedModel, checkpoint_loader
 from app.queue.runners import Steps
 from app.service.local import LocalService
@@ -65,7 +65,7 @@ async def test_the_old_engine_is_freed_after_its_last_request(root: Path) -> Non
         first = ranker.model()
         early = [asyncio.create_task(rank(ranker, user)) for user in (1, 2, 3)]
         await asyncio.to_thread(gate.entered.wait, 10)
-        with ranker.admit(first, candidates=4, history=2, deadline=None, key=None) as job:
+        with ranker.admit(first, PlaceRequest(candidates=4, history=2)) as job:
             await ranker.reloads.reload()
             assert is_right((await rank(ranker, 4)).scores, 4, version=2)
             gate.opened.set()
@@ -76,7 +76,7 @@ async def test_the_old_engine_is_freed_after_its_last_request(root: Path) -> Non
             assert is_right((await ranker.rank(job, *fake_request(5))).scores, 5)
         assert await asyncio.to_thread(old.closed.wait, 2)
         with pytest.raises(NotReady):
-            ranker.admit(first, candidates=1, history=0, deadline=None, key=None)
+            ranker.admit(first, PlaceRequest(candidates=1, history=0))
         assert figure(ranker, 'ranker_context_cache_lookups_total{result="miss"}') == 5  # no count runs backwards
 
 
@@ -94,7 +94,7 @@ async def test_a_replaced_native_engine_is_freed_without_the_collector() -> None
         gc.disable()
         model = ranker.model()
         context, candidates = random_request(model.manifest.config, 5, 64)
-        with ranker.admit(model, candidates=64, history=5, deadline=None, key=None) as job:
+        with ranker.admit(model, PlaceRequest(candidates=64, history=5)) as job:
             assert (await ranker.rank(job, context, candidates)).scores.is_finite()
         del model, job
         assert engines[0]() is not None

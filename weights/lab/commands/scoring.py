@@ -42,8 +42,8 @@ def score(
         from weights.lab.scoring.job import score_log
         from weights.lab.scoring.scorer import Scorer
 
-        wanted = actions.split(",") if actions else None
-        scorer = Scorer(load_checkpoint(checkpoint), EngineOptions(threads=threads), wanted)
+        chosen = actions.split(",") if actions else None
+        scorer = Scorer(load_checkpoint(checkpoint), EngineOptions(threads=threads), chosen)
         with progress_bar() as update:
             written = score_log(log, out, scorer, since, partitions, update)
         scorer.close()

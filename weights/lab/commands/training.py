@@ -122,14 +122,14 @@ def log_(
 ) -> None:
     """Look at a log and print what `train` would decide from it, and why. Trains nothing."""
     with refusals(*REFUSED):
-        given = _given(until, set_)
-        impressions = _read(log, ids, _base(given[2]).product_surfaces, cache)
-        plan = _plan(impressions, 1, given)
+        chosen = _given(until, set_)
+        impressions = _read(log, ids, _base(chosen[2]).product_surfaces, cache)
+        plan = _plan(impressions, 1, chosen)
         _say_plan(plan, impressions, plan.config)
 
 
-def _print_settings(wanted: bool) -> None:
-    if wanted:
+def _print_settings(is_asked_for: bool) -> None:
+    if is_asked_for:
         from rich.table import Table
 
         from weights.lab.training.settings import settings_table
@@ -211,17 +211,17 @@ def train(
             raise CheckpointError(f"{out} exists already; choose another place or give --replace.")
         if start and (config or preset):
             raise CheckpointError("--start comes with its own architecture: give neither --config nor --preset.")
-        given = _given(until, set_)
-        changed = _changed(read_json(config, dict) if config else {}, given[2])
-        if start and (shape := given[2].keys() & {*_names(ModelConfig), *TABLES}):
+        chosen = _given(until, set_)
+        changed = _changed(read_json(config, dict) if config else {}, chosen[2])
+        if start and (shape := chosen[2].keys() & {*_names(ModelConfig), *TABLES}):
             raise CheckpointError(
                 f"--start comes with its own architecture: leave {', '.join(sorted(shape))} out of --set."
             )
         begun = _begun(start, ids) if start else None
-        known = begun.manifest.config if begun else _architecture(_base(given[2]), changed, preset)
-        impressions = _read(log, ids, known.product_surfaces, cache)
+        base = begun.manifest.config if begun else _architecture(_base(chosen[2]), changed, preset)
+        impressions = _read(log, ids, base.product_surfaces, cache)
         impressions = aligned(impressions, begun.manifest.action_names) if begun else impressions
-        plan = _plan(impressions, seed, given)
+        plan = _plan(impressions, seed, chosen)
         architecture = begun.manifest.config if begun else _architecture(plan.config, changed, preset)
         outputs, dwell = _outputs(architecture, begun)
         _say_plan(plan, impressions, architecture)
@@ -245,9 +245,9 @@ def train(
             for number in range(seeds)
         }
         if search > 1:
-            fixed = given[2].keys()
+            fixed = chosen[2].keys()
             candidates = {
-                f"trial-{number}": each for number, each in enumerate(trials(plan.settings, search, fixed), start=1)
+                f"trial-{number}": trial for number, trial in enumerate(trials(plan.settings, search, fixed), start=1)
             }
         for place, settings_of_run in candidates.items():
             directories = [
@@ -262,7 +262,7 @@ def train(
             changed_settings = difference(settings_of_run, plan.settings) if search > 1 else {}
             with_these = ", ".join(f"{name}={value:.3g}" for name, value in changed_settings.items())
             say(f"With {with_these}. {runs[-1].line()}" if with_these else runs[-1].line())
-        best = min(runs, key=lambda each: each.status.best)
+        best = min(runs, key=lambda trained: trained.status.best)
         if seeds > 1:
             say(
                 f"Seed {best.settings.seed} has the best validation loss and is kept. An average is not: that of the weights is no model, "
@@ -274,7 +274,7 @@ def train(
                 "because it was chosen; eval tells how good the ranker is."
             )
             labels["training"] |= {
-                "search": [difference(each.settings, plan.settings) | each.record() for each in runs]
+                "search": [difference(trained.settings, plan.settings) | trained.record() for trained in runs]
             }
         judged = on_own_validation(best.ranker, impressions, best.settings, plan.until_ts, weights)
         for line in judged.lines():
@@ -292,7 +292,7 @@ def train(
             out,
             best.ranker,
             **labels,
-            calibration={action: each.calibration for action, each in fits.items()},
+            calibration={action: fit.calibration for action, fit in fits.items()},
             extras={CURVE_NAME: curve_lines(best.status.curve)},
             replace=replace_existing,
         )
@@ -311,11 +311,11 @@ def _given(until: str, set_: list[str] | None) -> Given:
     return time_of(until) if until and hold_out else None, hold_out, given_values(set_)
 
 
-def _base(given: Mapping[str, Any]) -> ModelConfig:
-    """The architecture as far as it is known before the log is read. Raises ConfigError for given values that cannot be."""
+def _base(values: Mapping[str, Any]) -> ModelConfig:
+    """The architecture as far as it is known before the log is read. Raises ConfigError for values that cannot be."""
     from weights.lab.training.settings import demo_config, replaced
 
-    return replaced(demo_config(1), given)
+    return replaced(demo_config(1), values)
 
 
 def _read(log: Path, ids: IdKind, surfaces: int, cache: Path | None = None) -> Log:
@@ -335,10 +335,10 @@ def _say_plan(plan: Plan, log: Log, config: ModelConfig) -> None:
         say(line)
 
 
-def _plan(log: Log, seed: int, given: Given) -> Plan:
+def _plan(log: Log, seed: int, chosen: Given) -> Plan:
     from weights.lab.training.choices import plan
 
-    return plan(log, seed, *given)
+    return plan(log, seed, *chosen)
 
 
 def time_of(text: str) -> int:
@@ -358,12 +358,12 @@ def _begun(start: Path, ids: IdKind) -> Checkpoint:
     return begun
 
 
-def _changed(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _changed(config: Mapping[str, Any], set_values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `--config`, without those that `--set` gives: it is the closer word. Raises CheckpointError."""
     fields = config.get("architecture", config)
     if not isinstance(fields, dict):
         raise CheckpointError("The architecture in --config must be a JSON object.")
-    decided = given.keys() | {name.replace("_rows", "_hashes") for name in TABLES if name in given}
+    decided = set_values.keys() | {name.replace("_rows", "_hashes") for name in TABLES if name in set_values}
     return {name: value for name, value in fields.items() if name not in decided}
 
 
@@ -429,16 +429,16 @@ def calibrate_(
         requests = np.flatnonzero(examples.times >= start)
         with progress_bar() as bar:
             fits = calibrate(loaded.ranker, examples, requests, share, partial(bar, "scoring"))
-        calibration = {action: each.calibration for action, each in fits.items()}
+        calibration = {action: fit.calibration for action, fit in fits.items()}
         with refused_writing(f"Checkpoint {checkpoint}"):
             manifest = msgspec.structs.replace(manifest, calibration=calibration, version="").versioned()
         replace_manifest(checkpoint, manifest)
     from rich.table import Table
 
     table = Table("action", "positives", "offset", "slope", "predicted ÷ observed before", "after")
-    for action, each in fits.items():
-        figures = (each.calibration.offset, each.calibration.slope, each.before, each.after)
-        table.add_row(action, f"{each.positives:,}", *(f"{figure:.3f}" for figure in figures))
+    for action, fit in fits.items():
+        figures = (fit.calibration.offset, fit.calibration.slope, fit.before, fit.after)
+        table.add_row(action, f"{fit.positives:,}", *(f"{figure:.3f}" for figure in figures))
     show(table)
     say(f"{checkpoint} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
 
@@ -512,8 +512,8 @@ def eval_(
                 dwell_output=dwell_output(manifest.continuous), corrections=manifest.corrections,
                 ablation_requests=ablation_requests, progress=bar,
             )  # fmt: skip
-        given = f"--world {world_directory}" if world_directory else f"--log {log} --since {test_ts}"
-        command = f"phoenix-ranker eval --checkpoint {checkpoint} {given} --out {out}"
+        source_option = f"--world {world_directory}" if world_directory else f"--log {log} --since {test_ts}"
+        command = f"phoenix-ranker eval --checkpoint {checkpoint} {source_option} --out {out}"
         picture = PICTURE_NAME if draw_curve(checkpoint, out) else ""
         title = f"{manifest.name} {manifest.version} on later requests"
         write_evaluation(evaluation, out, title, command, manifest.training.get("run"), picture)
@@ -580,12 +580,12 @@ def compare(
         pair = load_checkpoint(first), load_checkpoint(second)
         if pair[0].manifest.ids != pair[1].manifest.ids:
             raise CheckpointError("The ids of one are integers and those of the other texts: no log has both.")
-        surfaces = min(each.manifest.config.product_surfaces for each in pair)
+        surfaces = min(loaded.manifest.config.product_surfaces for loaded in pair)
         impressions = _read(log, pair[0].manifest.ids, surfaces, cache)
         logs = aligned(impressions, pair[0].manifest.action_names), aligned(impressions, pair[1].manifest.action_names)
         with progress_bar() as bar:
-            found = compared(pair, logs, time_of(since) if since else 0, requests, seed, bar)
-        figures = write_comparison(out, (pair[0].manifest, pair[1].manifest), found, explorer)
+            comparison = compared(pair, logs, time_of(since) if since else 0, requests, seed, bar)
+        figures = write_comparison(out, (pair[0].manifest, pair[1].manifest), comparison, explorer)
     say(json.dumps({name: value for name, value in figures.items() if name not in ("actions", "changed")}))
 
 
@@ -620,9 +620,9 @@ def given_values(assignments: list[str] | None) -> dict[str, Any]:
 
     kinds: dict[str, type] = {name: type(getattr(TrainSettings(), name)) for name in _names(TrainSettings)}
     kinds |= {
-        each.name: PLAIN[str(each.type)]
-        for each in fields(ModelConfig)
-        if str(each.type) in PLAIN and each.name != "actions"
+        field.name: PLAIN[str(field.type)]
+        for field in fields(ModelConfig)
+        if str(field.type) in PLAIN and field.name != "actions"
     }
     values = _parsed(assignments, kinds | dict.fromkeys(TABLES, int))
     replaced(TrainSettings(), values)
@@ -638,7 +638,7 @@ def with_settings(settings: T, assignments: list[str] | None) -> T:
 
 
 def _names(settings: type) -> list[str]:
-    return [each.name for each in fields(settings)]
+    return [field.name for field in fields(settings)]
 
 
 def _parsed(assignments: list[str] | None, kinds: Mapping[str, type]) -> dict[str, Any]:
@@ -660,8 +660,10 @@ def training_report(update: Update) -> Callable[[Status], None]:
     """The function that training calls after every step: it says how far it is and what validation gave."""
 
     def report(status: Status) -> None:
-        told = isfinite(status.validation)
-        words = f"training, validation loss {status.validation:.4f}, best {status.best:.4f}" if told else "training"
+        is_validated = isfinite(status.validation)
+        words = (
+            f"training, validation loss {status.validation:.4f}, best {status.best:.4f}" if is_validated else "training"
+        )
         update(words, status.step, status.steps)
 
     return report

@@ -57,14 +57,14 @@ def baselines(
     """
     frozen = int(examples.starts[split])
     learned = _learned(examples, frozen, actions, seed, progress) if {FACTORS, BOOSTED} & set(names) else {}
-    found = {
+    probabilities = {
         POPULARITY: {action: popularity(examples.log, frozen, action)[frozen:] for action in actions},
         COUNTS: {action: count_probabilities(examples, frozen, action, seed)[frozen:] for action in actions},
         **learned,
     }
     if (examples.log.created_at > 0).any():
-        found[NEWEST] = {action: newest_first(examples, frozen, action) for action in actions}
-    return {name: found[name] for name in BASELINES if name in found and name in names}
+        probabilities[NEWEST] = {action: newest_first(examples, frozen, action) for action in actions}
+    return {name: probabilities[name] for name in BASELINES if name in probabilities and name in names}
 
 
 def newest_first(examples: Examples, frozen: int, action: int) -> Floats:
@@ -96,26 +96,28 @@ def _learned(
     early = max(1, int(frozen * VECTOR_SHARE))
     rows = np.sort(early + rng.permutation(frozen - early)[:MOST_ROWS])
     vectors = [post_vectors(examples.log.take(np.arange(end)), seed) for end in (early, frozen)]
-    found: dict[str, dict[int, Floats]] = {FACTORS: {}, BOOSTED: {}}
+    probabilities: dict[str, dict[int, Floats]] = {FACTORS: {}, BOOSTED: {}}
     likeness = [FEATURES.index(name) for name in FEATURES if "likeness" in name or name == "post rate"]
     for done, action in enumerate(actions):
-        before, features = (history_features(examples, frozen, action, each) for each in vectors)
-        told_rows = rows[known_rows(examples.log, action)[rows]]
-        happened = examples.log.actions[told_rows, action]
+        before, features = (history_features(examples, frozen, action, of_posts) for of_posts in vectors)
+        rows_known = rows[known_rows(examples.log, action)[rows]]
+        happened = examples.log.actions[rows_known, action]
         if happened.all() or not happened.any():
-            found[FACTORS][action] = found[BOOSTED][action] = features[frozen:, FEATURES.index("post rate")]
+            probabilities[FACTORS][action] = probabilities[BOOSTED][action] = features[
+                frozen:, FEATURES.index("post rate")
+            ]
             continue
         linear = make_pipeline(StandardScaler(), LogisticRegression())
-        linear.fit(np.nan_to_num(before[told_rows][:, likeness]), happened)
-        found[FACTORS][action] = _second(linear.predict_proba(np.nan_to_num(features[frozen:, likeness])))
+        linear.fit(np.nan_to_num(before[rows_known][:, likeness]), happened)
+        probabilities[FACTORS][action] = _second(linear.predict_proba(np.nan_to_num(features[frozen:, likeness])))
         progress(3 * done + 1, 3 * len(actions))
-        told = ~np.isnan(before[told_rows]).all(0)  # scikit-learn takes no column without any value
+        has_value = ~np.isnan(before[rows_known]).all(0)  # scikit-learn takes no column without any value
         trees = HistGradientBoostingClassifier(max_iter=150, learning_rate=0.06, early_stopping=False)
         with threadpool_limits(1):  # of several, each waits for the slowest at every leaf
-            trees.fit(before[told_rows][:, told], happened)
-            found[BOOSTED][action] = _second(trees.predict_proba(features[frozen:, told]))
+            trees.fit(before[rows_known][:, has_value], happened)
+            probabilities[BOOSTED][action] = _second(trees.predict_proba(features[frozen:, has_value]))
         progress(3 * done + 3, 3 * len(actions))
-    return found
+    return probabilities
 
 
 def _second(probabilities: NDArray[np.float64]) -> Floats:
@@ -131,9 +133,9 @@ def history_features(
     have it, to the end. `vectors`: as `post_vectors` gives them.
     """
     log, request = examples.log, request_of_rows(examples.log)
-    happened, told = log.actions[:, action], known_rows(log, action)
-    engaged = log.actions.any(1) & (log.user_id != 0) & told
-    post, author, prior = rates(log, frozen, happened, told)
+    happened, is_known = log.actions[:, action], known_rows(log, action)
+    engaged = log.actions.any(1) & (log.user_id != 0) & is_known
+    post, author, prior = rates(log, frozen, happened, is_known)
     keys = log.user_id, pair_key(log.user_id, log.author_id), pair_key(log.user_id, log.post_id)
     user, pair, again = (Past.of(key, request, happened, engaged) for key in keys)
     seconds = (log.impression_ts - log.created_at).astype(np.float32)
@@ -182,28 +184,28 @@ def _likeness(
     log, events = examples.log, examples.events
     padded = np.concatenate((vectors, np.zeros((1, vectors.shape[1]), np.float32)))
     mine, theirs = (padded[_place(posts, ids)] for ids in (log.post_id, events.post_id))
-    known = _place(posts, log.post_id) < len(posts)
-    found = []
+    has_vector = _place(posts, log.post_id) < len(posts)
+    cosines = []
     for weights in (np.ones(len(events), np.float32), events.actions[:, action].astype(np.float32)):
         sums = np.concatenate(
             (np.zeros((1, vectors.shape[1]), np.float64), np.cumsum(theirs * weights[:, None], 0, np.float64))
         )
         mean = (sums[examples.last] - sums[examples.first]).astype(np.float32)
-        found.append(_cosine(mine, mean, request, known))
+        cosines.append(_cosine(mine, mean, request, has_vector))
     newest = np.where((examples.last > examples.first)[:, None], theirs[examples.last - 1], np.float32(0))
-    return [*found, _cosine(mine, newest, request, known)]
+    return [*cosines, _cosine(mine, newest, request, has_vector)]
 
 
-def _cosine(mine: Floats, of_request: Floats, request: Ints, known: NDArray[np.bool_]) -> Floats:
+def _cosine(mine: Floats, of_request: Floats, request: Ints, has_vector: NDArray[np.bool_]) -> Floats:
     length = np.linalg.norm(of_request, axis=1)
     unit = of_request / np.maximum(length, 1e-9)[:, None]
-    return np.where(known & (length > 0)[request], np.einsum("nd,nd->n", mine, unit[request]), np.nan).astype(
+    return np.where(has_vector & (length > 0)[request], np.einsum("nd,nd->n", mine, unit[request]), np.nan).astype(
         np.float32
     )
 
 
-def _place(sorted_ids: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> Ints:
+def _place(sorted_ids: NDArray[np.uint64], ids: NDArray[np.uint64]) -> Ints:
     """The place of each id among the sorted ones; their number for an id that is not among them."""
-    place = np.searchsorted(sorted_ids, wanted)
-    found = np.minimum(place, len(sorted_ids) - 1)
-    return np.asarray(np.where(sorted_ids[found] == wanted, found, len(sorted_ids)), np.int64)
+    place = np.searchsorted(sorted_ids, ids)
+    nearest = np.minimum(place, len(sorted_ids) - 1)
+    return np.asarray(np.where(sorted_ids[nearest] == ids, nearest, len(sorted_ids)), np.int64)

@@ -51,9 +51,9 @@ def calibrate(
     shown = examples.log.take(rows_of(examples, requests))
     happened, weights = shown.actions, np.where(shown.actions.any(1), 1.0, 1 / kept)
     return {
-        name: fit(logits[known, i], happened[known, i], weights[known])
+        name: fit(logits[is_known, i], happened[is_known, i], weights[is_known])
         for i, name in enumerate(shown.action_names)
-        for known in [shown.known(i)]
+        for is_known in [shown.known(i)]
     }
 
 

@@ -81,24 +81,24 @@ def compare(
     """
     from scipy.stats import spearmanr  # a second to import
 
-    first, second = (Examples(log, each.manifest.config) for log, each in zip(logs, pair, strict=True))
+    first, second = (Examples(log, checkpoint.manifest.config) for log, checkpoint in zip(logs, pair, strict=True))
     requests = np.flatnonzero(first.times >= since)
     requests = np.sort(np.random.default_rng(seed).permutation(requests)[:most])
     if not len(requests):
         raise ValueError(f"the log has no requests from {since} on")
-    found = [
+    probabilities = [
         predict(
-            each.ranker,
+            checkpoint.ranker,
             examples,
             requests,
             progress=lambda done, total: progress("scoring", done, total),
-            corrections=each.manifest.corrections,
+            corrections=checkpoint.manifest.corrections,
         ).probabilities
-        for each, examples in zip(pair, (first, second), strict=True)
+        for checkpoint, examples in zip(pair, (first, second), strict=True)
     ]
     rows = rows_of(first, requests)
-    weights = [score_weights(each.manifest) for each in pair]
-    scores = found[0] @ weights[0], found[1] @ weights[1]
+    weights = [score_weights(checkpoint.manifest) for checkpoint in pair]
+    scores = probabilities[0] @ weights[0], probabilities[1] @ weights[1]
     shown = [log.take(rows) for log in logs]
     lengths = (first.stops - first.starts)[requests].tolist()
     cuts = np.cumsum(lengths)[:-1]
@@ -113,34 +113,34 @@ def compare(
         impressions=len(rows),
         pearson=pearson(*scores),
         spearman=float(spearmanr(*scores).statistic),
-        correlation=float(np.nanmean([each.correlation for each in alike.values()])),
-        kendall=float(np.mean([each.kendall for each in alike.values()])),
+        correlation=float(np.nanmean([request.correlation for request in alike.values()])),
+        kendall=float(np.mean([request.kendall for request in alike.values()])),
         overlap={
             k: float(np.mean(shares))
             for k in TOP
-            if (shares := [each.overlap[k] for each in alike.values() if k in each.overlap])
+            if (shares := [request.overlap[k] for request in alike.values() if k in request.overlap])
         },
         ndcg=(_ndcg(shown[0], scores[0], weights[0]), _ndcg(shown[1], scores[1], weights[1])),
-        actions=_actions(shown, found),
+        actions=_actions(shown, probabilities),
         changed=[_changed(first, int(requests[place]), alike[place].kendall, lists[place]) for place in changed],
         scores=scores,
     )
 
 
 def _ndcg(log: Log, scores: Floats, weights: NDArray[np.float32]) -> float:
-    known = known_worth(log, weights)
-    return metrics.mean(metrics.ndcg(log.request_id[known], scores[known], (log.actions @ weights)[known])[1])
+    is_known = known_worth(log, weights)
+    return metrics.mean(metrics.ndcg(log.request_id[is_known], scores[is_known], (log.actions @ weights)[is_known])[1])
 
 
-def _actions(logs: list[Log], found: list[NDArray[np.float32]]) -> dict[str, ActionChange]:
+def _actions(logs: list[Log], probabilities: list[NDArray[np.float32]]) -> dict[str, ActionChange]:
     """The changes of the actions that both checkpoints have."""
     changes = {}
     for column, name in enumerate(logs[0].action_names):
         if name not in logs[1].action_names:
             continue
-        known = logs[0].known(column)
-        happened = logs[0].actions[known, column]
-        both = found[0][known, column], found[1][known, logs[1].action_names.index(name)]
+        is_known = logs[0].known(column)
+        happened = logs[0].actions[is_known, column]
+        both = probabilities[0][is_known, column], probabilities[1][is_known, logs[1].action_names.index(name)]
         if not len(happened):
             continue
         changes[name] = ActionChange(
@@ -155,7 +155,7 @@ def _actions(logs: list[Log], found: list[NDArray[np.float32]]) -> dict[str, Act
 
 def _changed(examples: Examples, index: int, tau: float, scores: tuple[Floats, Floats]) -> ChangedRequest:
     log, rows = examples.log, examples.rows(index)
-    best = log.ids("post_id", rows[[int(np.argmax(each)) for each in scores]])
+    best = log.ids("post_id", rows[[int(np.argmax(values)) for values in scores]])
     return ChangedRequest(int(log.request_id[rows[0]]), tau, (best[0], best[1]), request_body(examples, index))
 
 
@@ -183,7 +183,9 @@ def write_comparison(
     out: Path, pair: tuple[Manifest, Manifest], comparison: Comparison, explorer: str
 ) -> dict[str, Any]:
     """Write `report.md` and `figures.json` into `out`, which may exist; return the figures."""
-    values: dict[str, Any] = {"checkpoints": [{"name": each.name, "version": each.version} for each in pair]}
+    values: dict[str, Any] = {
+        "checkpoints": [{"name": manifest.name, "version": manifest.version} for manifest in pair]
+    }
     values |= {name: plain(value) for name, value in asdict(comparison).items() if name != "scores"}
     write_report(out, _page(pair, comparison, explorer), values)
     return values
@@ -212,19 +214,19 @@ def _page(pair: tuple[Manifest, Manifest], comparison: Comparison, explorer: str
     actions = [
         [
             name,
-            f"{each.share:.2%}",
-            f"{each.correlation:.3f}",
-            *(f"{a:.4f} → {b:.4f}" for a, b in (each.means, each.calibration_errors, each.log_losses)),
+            f"{change.share:.2%}",
+            f"{change.correlation:.3f}",
+            *(f"{a:.4f} → {b:.4f}" for a, b in (change.means, change.calibration_errors, change.log_losses)),
         ]
-        for name, each in comparison.actions.items()
+        for name, change in comparison.actions.items()
     ]
     changed = [
         [
-            f"[request {each.request_id}]({explorer_link(explorer, each.body)})",
-            f"{each.kendall:.3f}",
-            f"{each.best[0]} → {each.best[1]}",
+            f"[request {request.request_id}]({explorer_link(explorer, request.body)})",
+            f"{request.kendall:.3f}",
+            f"{request.best[0]} → {request.best[1]}",
         ]
-        for each in comparison.changed
+        for request in comparison.changed
     ]
-    names = [f"{each.name} {each.version}" for each in pair]
+    names = [f"{manifest.name} {manifest.version}" for manifest in pair]
     return rendered(TEMPLATE, names=names, comparison=comparison, rows=rows, actions=actions, changed=changed).lstrip()

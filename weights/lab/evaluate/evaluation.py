@@ -146,7 +146,7 @@ class Evaluation:
     @property
     def losses(self) -> list[Comparison]:
         """Where a baseline is surely better than the model."""
-        return [each for each in self.comparisons if each.is_loss]
+        return [comparison for comparison in self.comparisons if comparison.is_loss]
 
     def beats_chance(self, source: str) -> bool:
         """Whether a source's AUC, pooled or within users, is surely above 0.5 for an action that the score is for."""
@@ -172,14 +172,16 @@ class Evaluation:
                 f"Too few to tell: of {self.impressions:,} impressions in the test period, {counts}. Neither the model nor a baseline is "
                 "surely better than chance. Collect more before you decide."
             )
-        leads, ties = (sum(getattr(each, kind) for each in self.comparisons) for kind in ("is_lead", "is_tie"))
-        closest = min(self.comparisons, key=lambda each: each.gain.value)
+        leads, ties = (
+            sum(getattr(comparison, kind) for comparison in self.comparisons) for kind in ("is_lead", "is_tie")
+        )
+        closest = min(self.comparisons, key=lambda comparison: comparison.gain.value)
         count = len(self.comparisons)
         if self.losses:
-            worst = min(self.losses, key=lambda each: each.gain.value)
-            those = sorted({each.baseline for each in self.losses})
+            worst = min(self.losses, key=lambda comparison: comparison.gain.value)
+            baselines_ahead = sorted({comparison.baseline for comparison in self.losses})
             return (
-                f"The model LOSES to {', '.join(those)}. On {worst.metric} of {worst.action} its lead over {worst.baseline} is "
+                f"The model LOSES to {', '.join(baselines_ahead)}. On {worst.metric} of {worst.action} its lead over {worst.baseline} is "
                 f"{worst.lead}. Of {count} comparisons it loses {len(self.losses)}, ties {ties} and leads {leads}. "
                 "Do not serve it in place of these."
             )
@@ -195,16 +197,16 @@ class Evaluation:
 
     def remarks(self) -> list[str]:
         """What else a reader should know, a sentence each; often nothing."""
-        told = []
+        remarks = []
         whole, without = (self.ablations[name][0] for name in ("none", "no user"))
         if without > whole + REMARKABLE:
-            told.append(
+            remarks.append(
                 f"Without the user's own row the model orders better (AUC {without:.3f}, with it {whole:.3f}): it learned users by heart. "
                 "Train again with --set hidden_user_share=0.9."
             )
         if not self.too_few and not self.beats_chance(MODEL):
-            told.append("The model is not surely better than chance: the interval of its AUC holds 0.5.")
-        return told
+            remarks.append("The model is not surely better than chance: the interval of its AUC holds 0.5.")
+        return remarks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,27 +227,32 @@ class Judge:
         return cls(log, user, request, user[first], draws_of(len(users)))
 
     def measured(
-        self, happened: NDArray[np.bool_], score: metrics.Array, known: NDArray[np.bool_] | slice = slice(None)
+        self, happened: NDArray[np.bool_], score: metrics.Array, is_known: NDArray[np.bool_] | slice = slice(None)
     ) -> dict[str, Sampled]:
-        """Each metric that these rows can have, by its name in METRICS. `known`: the rows of which it is known what happened."""
+        """Each metric that these rows can have, by its name in METRICS. `is_known`: the rows of which it is known what happened."""
         requests = len(self.user_of_request)
-        happened, score, user, request = happened[known], score[known], self.user[known], self.request[known]
+        happened, score, user, request = (
+            happened[is_known],
+            score[is_known],
+            self.user[is_known],
+            self.request[is_known],
+        )
         within = auc_within(user, happened, score), auc_within(request, happened, score)
         lists = ndcg(request, score, happened, K), ndcg(user, score, happened, K)
         users = np.arange(self.draws.shape[1])
-        found: tuple[Means | PooledAuc, ...] = (
+        statistics: tuple[Means | PooledAuc, ...] = (
             PooledAuc.of(happened, score, user),
             self.means(*within[0], users),
             self.means(*within[1], self.user_of_request),
             self.means(*lists[0], self.user_of_request),
             self.means(*lists[1], users),
         )
-        kept = dict(zip(METRICS, found, strict=True))
+        by_metric = dict(zip(METRICS, statistics, strict=True))
         several = len(self.log) > requests
         return {
-            name: Sampled.of(each, self.draws)
-            for name, each in kept.items()
-            if (each.counts.sum() > 0 if isinstance(each, Means) else happened.any() and not happened.all())
+            name: Sampled.of(statistic, self.draws)
+            for name, statistic in by_metric.items()
+            if (statistic.counts.sum() > 0 if isinstance(statistic, Means) else happened.any() and not happened.all())
             and ("requests" not in name or several)
         }
 
@@ -299,16 +306,19 @@ def evaluate(
         positives={name: int(test.actions[:, i].sum()) for i, name in enumerate(names)},
         figures=figures,
         comparisons=comparisons,
-        pooled={source: _pooled(test, each) for source, each in sources.items()},
+        pooled={source: _pooled(test, probabilities) for source, probabilities in sources.items()},
         quality={
-            name: Quality.of(test.actions[known, i], model.probabilities[known, i])
+            name: Quality.of(test.actions[is_known, i], model.probabilities[is_known, i])
             for i, name in enumerate(names)
-            for known in [test.known(i)]
+            for is_known in [test.known(i)]
         },
         score=_score(judge, model.probabilities @ weights, test.actions @ weights, known_worth(test, weights)),
         ablations=_ablations(ranker, examples, sample, headline, progress, corrections),
         groups=_groups(
-            train, test, {source: each for source, each in sources.items() if source != TRUE_AFFINITY}, headline
+            train,
+            test,
+            {source: probabilities for source, probabilities in sources.items() if source != TRUE_AFFINITY},
+            headline,
         ),
         dwell_error_seconds=_dwell_error(train, test, model, dwell_output),
         requests=len(requests),
@@ -334,20 +344,21 @@ class OwnValidation:
 
     def lines(self) -> list[str]:
         """A line for each action that the score is for, then a warning if a baseline is surely better."""
-        told = []
+        lines = []
         for action, sources in self.figures.items():
             beside = ", ".join(f"{source} {figure}" for source, figure in sources.items())
-            told.append(
+            lines.append(
                 f"On its own validation, {self.requests:,} requests with {self.positives[action]:,} times {action}: {beside}"
             )
-        losses = [each for each in self.comparisons if each.is_loss]
+        losses = [comparison for comparison in self.comparisons if comparison.is_loss]
         if losses:
-            worst = min(losses, key=lambda each: each.gain.value)
-            those = ", ".join(sorted({each.baseline for each in losses}))
-            told.append(
-                f"The model LOSES to {those} there: on {worst.metric} of {worst.action} its lead over {worst.baseline} is {worst.lead}."
+            worst = min(losses, key=lambda comparison: comparison.gain.value)
+            baselines_ahead = ", ".join(sorted({comparison.baseline for comparison in losses}))
+            lines.append(
+                f"The model LOSES to {baselines_ahead} there: on {worst.metric} of {worst.action} its lead over {worst.baseline} is "
+                f"{worst.lead}."
             )
-        return told or [
+        return lines or [
             "Its own validation has no action of the score with both outcomes, so nothing can be said about the order."
         ]
 
@@ -370,7 +381,8 @@ def on_own_validation(
     )
     simple = baselines(newest, first - skipped, headline, names=SIMPLE)
     sources = {MODEL: dict(enumerate(model.T))} | {
-        name: {action: values[rows - begin] for action, values in each.items()} for name, each in simple.items()
+        name: {action: values[rows - begin] for action, values in of_action.items()}
+        for name, of_action in simple.items()
     }
     figures, comparisons = _compared(Judge.of(shown), sources, headline, lambda done, total: None)
     ordering = METRICS[:2]
@@ -384,7 +396,7 @@ def on_own_validation(
             }
             for action, kinds_of in figures.items()
         },
-        comparisons=[each for each in comparisons if each.metric in ordering],
+        comparisons=[comparison for comparison in comparisons if comparison.metric in ordering],
     )
 
 
@@ -393,8 +405,8 @@ def headline_actions(test: Log, score_weights: Mapping[str, float]) -> list[int]
     shares = test.shares
     worth = np.array([score_weights.get(name, 0.0) for name in test.action_names])
     worth = worth if (worth > 0).any() else np.ones(len(worth))
-    told = [i for i in np.argsort(-worth * shares, kind="stable").tolist() if worth[i] > 0 and 0 < shares[i] < 1]
-    return ([i for i in told if shares[i] >= FREQUENT_SHARE] or told)[:MOST_HEADLINES]
+    eligible = [i for i in np.argsort(-worth * shares, kind="stable").tolist() if worth[i] > 0 and 0 < shares[i] < 1]
+    return ([i for i in eligible if shares[i] >= FREQUENT_SHARE] or eligible)[:MOST_HEADLINES]
 
 
 def _compared(
@@ -407,16 +419,20 @@ def _compared(
     comparisons = []
     for done, action in enumerate(headline):
         name, happened = judge.log.action_names[action], judge.log.actions[:, action]
-        known = judge.log.known(action)
-        found = {source: judge.measured(happened, each[action], known) for source, each in sources.items()}
+        is_known = judge.log.known(action)
+        measured = {
+            source: judge.measured(happened, probabilities[action], is_known)
+            for source, probabilities in sources.items()
+        }
         figures[name] = {
-            source: {metric: each.figure() for metric, each in kinds.items()} for source, kinds in found.items()
+            source: {metric: sampled.figure() for metric, sampled in kinds.items()}
+            for source, kinds in measured.items()
         }
         comparisons += [
-            Comparison(name, metric, baseline, (ours - found[baseline][metric]).figure())
+            Comparison(name, metric, baseline, (ours - measured[baseline][metric]).figure())
             for baseline in BASELINES
-            if baseline in found
-            for metric, ours in found[MODEL].items()
+            if baseline in measured
+            for metric, ours in measured[MODEL].items()
         ]
         progress(done + 1, len(headline))
     return figures, comparisons
@@ -429,20 +445,20 @@ def known_worth(log: Log, weights: Floats) -> NDArray[np.bool_] | slice:
     return np.asarray(~log.unknown[:, weights != 0].any(1))
 
 
-def _score(judge: Judge, score: Floats, worth: Floats, known: NDArray[np.bool_] | slice) -> dict[str, Figure]:
+def _score(judge: Judge, score: Floats, worth: Floats, is_known: NDArray[np.bool_] | slice) -> dict[str, Figure]:
     """NDCG of the served score by what the actions are worth; empty if there is never anything to order."""
-    score, worth = score[known], worth[known]
-    lists = ndcg(judge.request[known], score, worth, K), ndcg(judge.user[known], score, worth, K)
+    score, worth = score[is_known], worth[is_known]
+    lists = ndcg(judge.request[is_known], score, worth, K), ndcg(judge.user[is_known], score, worth, K)
     users = judge.user_of_request, np.arange(judge.draws.shape[1])
-    found = {METRICS[3 + i]: judge.means(*each, users[i]) for i, each in enumerate(lists)}
-    return {name: Sampled.of(each, judge.draws).figure() for name, each in found.items() if each.counts.any()}
+    means = {METRICS[3 + i]: judge.means(*groups, users[i]) for i, groups in enumerate(lists)}
+    return {name: Sampled.of(groups, judge.draws).figure() for name, groups in means.items() if groups.counts.any()}
 
 
 def _pooled(test: Log, probabilities: Mapping[int, Floats]) -> dict[str, float]:
     return {
-        test.action_names[i]: metrics.auc(test.actions[known, i], each[known])
-        for i, each in probabilities.items()
-        for known in [test.known(i)]
+        test.action_names[i]: metrics.auc(test.actions[is_known, i], probability[is_known])
+        for i, probability in probabilities.items()
+        for is_known in [test.known(i)]
         if 0 < test.shares[i] < 1
     }
 
@@ -462,14 +478,14 @@ def _ablations(
     corrections: Calibration | None,
 ) -> dict[str, tuple[float, float]]:
     rows = examples.log.take(rows_of(examples, sample))
-    known = [rows.known(i) for i in range(len(rows.action_names))]
-    told = [i for i in headline if len(rows.actions[known[i]])]
+    is_known = [rows.known(i) for i in range(len(rows.action_names))]
+    judged = [i for i in headline if len(rows.actions[is_known[i]])]
     result: dict[str, tuple[float, float]] = {}
     for name in ABLATIONS:
         shown = partial(progress, f"ablation: {name}")
         values = predict(ranker, examples, sample, name, progress=shown, corrections=corrections).probabilities
-        losses = [metrics.log_loss(rows.actions[known[i], i], values[known[i], i]) for i in told]
-        aucs = [metrics.auc(rows.actions[known[i], i], values[known[i], i]) for i in told]
+        losses = [metrics.log_loss(rows.actions[is_known[i], i], values[is_known[i], i]) for i in judged]
+        aucs = [metrics.auc(rows.actions[is_known[i], i], values[is_known[i], i]) for i in judged]
         result[name] = (metrics.mean(aucs), metrics.mean(losses))
     return result
 
@@ -480,12 +496,14 @@ def _groups(
     """New and known users, posts and authors apart: the groups that the test period has, where some action has both outcomes."""
     result = {}
     for kind in ("user", "post", "author"):
-        known = np.isin(getattr(test, f"{kind}_id"), getattr(train, f"{kind}_id"))
-        for name, rows in ((f"known {kind}s", known), (f"new {kind}s", ~known)):
-            told = {i: rows if test.unknown is None else rows & ~test.unknown[:, i] for i in headline}
+        is_old = np.isin(getattr(test, f"{kind}_id"), getattr(train, f"{kind}_id"))
+        for name, rows in ((f"known {kind}s", is_old), (f"new {kind}s", ~is_old)):
+            judged_rows = {i: rows if test.unknown is None else rows & ~test.unknown[:, i] for i in headline}
             aucs = {
-                source: metrics.mean(metrics.auc(test.actions[told[i], i], each[i][told[i]]) for i in headline)
-                for source, each in sources.items()
+                source: metrics.mean(
+                    metrics.auc(test.actions[judged_rows[i], i], probabilities[i][judged_rows[i]]) for i in headline
+                )
+                for source, probabilities in sources.items()
                 if rows.any()
             }
             if aucs and not np.isnan(aucs[MODEL]):
@@ -495,10 +513,10 @@ def _groups(
 
 def _dwell_error(train: Log, test: Log, model: Prediction, output: int | None) -> tuple[float, float] | None:
     """Root mean squared errors in seconds of the model and of the training mean, with dwells cut at 30 s."""
-    known, before = test.dwell_seconds > 0, train.dwell_seconds[train.dwell_seconds > 0]
-    if output is None or not model.continuous.shape[1] or not known.any() or not len(before):
+    has_dwell, before = test.dwell_seconds > 0, train.dwell_seconds[train.dwell_seconds > 0]
+    if output is None or not model.continuous.shape[1] or not has_dwell.any() or not len(before):
         return None
-    seconds = np.minimum(test.dwell_seconds[known], MAX_DWELL_SECONDS)
+    seconds = np.minimum(test.dwell_seconds[has_dwell], MAX_DWELL_SECONDS)
     mean = np.minimum(before, MAX_DWELL_SECONDS).mean()
-    errors = (model.continuous[known, output] * MAX_DWELL_SECONDS - seconds, mean - seconds)
+    errors = (model.continuous[has_dwell, output] * MAX_DWELL_SECONDS - seconds, mean - seconds)
     return float(np.sqrt(np.mean(errors[0] ** 2))), float(np.sqrt(np.mean(errors[1] ** 2)))

@@ -64,7 +64,7 @@ class PooledAuc:
 
     def under(self, weights: Array) -> Array:
         """The AUC if each user counts `weights [..., U]` times; NaN without positives or without negatives."""
-        return np.asarray([self._one(each) for each in np.atleast_2d(weights)]).reshape(weights.shape[:-1])
+        return np.asarray([self._one(row) for row in np.atleast_2d(weights)]).reshape(weights.shape[:-1])
 
     def _one(self, weights: Array) -> float:
         row = weights[self.user]
@@ -93,10 +93,10 @@ class Sampled:
 
     def figure(self) -> Figure:
         """The value with its interval; without one where most resamples have no value."""
-        found = self.samples[~np.isnan(self.samples)]
-        if len(found) <= len(self.samples) / 2:
+        numbers = self.samples[~np.isnan(self.samples)]
+        if len(numbers) <= len(self.samples) / 2:
             return Figure(self.value, float("nan"), float("nan"))
-        low, high = np.percentile(found, INTERVAL)
+        low, high = np.percentile(numbers, INTERVAL)
         return Figure(self.value, float(low), float(high))
 
 
@@ -123,13 +123,13 @@ def auc_within(group: Ints, happened: Flags, score: Array) -> tuple[Ints, Array]
     first = np.flatnonzero(starts_tie)
     middle = (first + np.append(first[1:], len(group)) - 1) / 2
     rank = middle[np.cumsum(starts_tie) - 1]  # ties share their mean place
-    found, begin, place = np.unique(group, return_index=True, return_inverse=True)
+    groups, begin, place = np.unique(group, return_index=True, return_inverse=True)
     positives = np.bincount(place, happened).astype(np.float64)
     negatives = np.bincount(place) - positives
     sums = np.bincount(place, (rank - begin[place]) * happened)
     both = (positives > 0) & (negatives > 0)
     pairs = (positives * negatives)[both]
-    return found[both], np.asarray((sums - positives * (positives - 1) / 2)[both] / pairs)
+    return groups[both], np.asarray((sums - positives * (positives - 1) / 2)[both] / pairs)
 
 
 def ndcg(group: Ints, score: Array, gain: Array | Flags, k: int | None = None) -> tuple[Ints, Array]:
@@ -140,7 +140,7 @@ def ndcg(group: Ints, score: Array, gain: Array | Flags, k: int | None = None) -
     """
     order = np.argsort(group, kind="stable")
     group, score, worth = group[order], score[order], np.maximum(gain[order].astype(np.float64), 0)
-    found, begin, place = np.unique(group, return_index=True, return_inverse=True)
+    groups, begin, place = np.unique(group, return_index=True, return_inverse=True)
     rank = np.arange(len(group)) - begin[place]
     discount = np.where(rank < (k or len(group)), 1 / np.log2(2 + rank), 0.0)
 
@@ -153,7 +153,7 @@ def ndcg(group: Ints, score: Array, gain: Array | Flags, k: int | None = None) -
 
     sizes = np.append(begin[1:], len(group)) - begin
     some = np.maximum.reduceat(worth, begin) > np.minimum.reduceat(worth, begin) if len(group) else np.zeros(0, bool)
-    return found[some & (sizes > 1)], np.asarray(total(score)[some] / total(worth)[some])
+    return groups[some & (sizes > 1)], np.asarray(total(score)[some] / total(worth)[some])
 
 
 def mean(figures: Iterable[float]) -> float:

@@ -45,7 +45,7 @@ def predict(
     checkpoint's calibration; without it the probabilities are the model's own."""
     change = _ablation(ablation, examples, requests, np.random.default_rng(seed))
     order = np.argsort(examples.sizes[requests], kind="stable")  # requests of like size are padded least
-    found: list[Prediction] = []
+    predictions: list[Prediction] = []
     for start in range(0, len(order), BATCH_REQUESTS):
         chunk = requests[order[start : start + BATCH_REQUESTS]].tolist()
         rows = [examples.rows(index) for index in chunk]
@@ -56,14 +56,14 @@ def predict(
         shown = torch.arange(logits.shape[1]) < torch.tensor([len(r) for r in rows])[:, None]
         own = logits[shown]
         probabilities = corrections.probabilities(own.numpy()) if corrections else torch.sigmoid(own).numpy()
-        found.append(Prediction(probabilities, continuous[shown].numpy()))
+        predictions.append(Prediction(probabilities, continuous[shown].numpy()))
         progress(min(start + BATCH_REQUESTS, len(order)), len(order))
     computed = rows_of(examples, requests[order])
     back = np.argsort(computed)
     place = back[np.searchsorted(computed[back], rows_of(examples, requests))]
     return Prediction(
-        np.concatenate([each.probabilities for each in found])[place],
-        np.concatenate([each.continuous for each in found])[place],
+        np.concatenate([part.probabilities for part in predictions])[place],
+        np.concatenate([part.continuous for part in predictions])[place],
     )
 
 

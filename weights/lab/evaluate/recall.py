@@ -208,12 +208,12 @@ def popularity_source(log: Log, posts: Posts, frozen: int, worth: NDArray[np.flo
     """How often each post was liked before row `frozen`; a post that was not shown then has the mean of its author's posts."""
     liked = np.flatnonzero(worth[:frozen] > 0)
     counts = np.bincount(posts.places(log.post_id[liked]), minlength=len(posts)).astype(np.float64)
-    known = np.isin(posts.ids, log.post_id[:frozen])
+    was_shown = np.isin(posts.ids, log.post_id[:frozen])
     _, author = np.unique(posts.authors, return_inverse=True)
-    means = np.bincount(author[known], counts[known], author.max() + 1) / np.maximum(
-        np.bincount(author[known], minlength=author.max() + 1), 1
+    means = np.bincount(author[was_shown], counts[was_shown], author.max() + 1) / np.maximum(
+        np.bincount(author[was_shown], minlength=author.max() + 1), 1
     )
-    scores = np.where(known, counts, means[author]).astype(np.float32)
+    scores = np.where(was_shown, counts, means[author]).astype(np.float32)
     return lambda requests: np.broadcast_to(scores, (len(requests), len(posts)))
 
 

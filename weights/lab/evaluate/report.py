@@ -164,13 +164,14 @@ def figures(evaluation: Evaluation) -> dict[str, Any]:
         "frequent_actions": evaluation.frequent,
         "figures": {
             action: {
-                source: {metric: asdict(each) for metric, each in kinds.items()} for source, kinds in sources.items()
+                source: {metric: asdict(figure) for metric, figure in kinds.items()}
+                for source, kinds in sources.items()
             }
             for action, sources in evaluation.figures.items()
         },
-        "score": {metric: asdict(each) for metric, each in evaluation.score.items()},
+        "score": {metric: asdict(figure) for metric, figure in evaluation.score.items()},
         "auc": evaluation.pooled[MODEL],
-        "log_loss": {name: each.log_loss for name, each in evaluation.quality.items()},
+        "log_loss": {name: quality.log_loss for name, quality in evaluation.quality.items()},
         "calibration_error": evaluation.calibration_error(),
         "reliability": {
             name: {"observed": evaluation.quality[name].observed, "predicted": evaluation.quality[name].predicted}

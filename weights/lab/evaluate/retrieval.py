@@ -52,8 +52,8 @@ def evaluate_retrieval(
     candidates = Candidates(
         ids, authors, np.zeros(len(ids), np.int64), age_bucket(settings.end_ts, created, ranker.config)
     )
-    found: dict[str, list[list[float]]] = {name: [] for name in ("towers", "popularity", "recency", "random")}
-    kept: list[list[float]] = []
+    recalls: dict[str, list[list[float]]] = {name: [] for name in ("towers", "popularity", "recency", "random")}
+    shares_of_first: list[list[float]] = []
     for user in held_out.tolist():
         context = history_of(log, int(world.users.ids[user]), ranker.config.history_length)
         if not len(context):
@@ -69,14 +69,14 @@ def evaluate_retrieval(
         }
         orders = {name: _top(np.where(seen, -np.inf, scores), max(DEPTHS)) for name, scores in sources.items()}
         for name, order in orders.items():
-            found[name].append([len(np.intersect1d(best, order[:depth])) / BEST for depth in DEPTHS])
+            recalls[name].append([len(np.intersect1d(best, order[:depth])) / BEST for depth in DEPTHS])
         scores = engine.forward([Item(context, candidates)])[0].scores.probabilities
         first = _top(np.where(seen, -np.inf, scores @ values), FIRST)
-        kept.append([len(np.intersect1d(first, orders["towers"][:depth])) / FIRST for depth in DEPTHS])
+        shares_of_first.append([len(np.intersect1d(first, orders["towers"][:depth])) / FIRST for depth in DEPTHS])
     engine.close()
-    figures: dict[str, Any] = {"users": len(kept), "posts": len(posts), "depths": list(DEPTHS)}
-    figures |= {f"recall of {name}": _means(rows) for name, rows in found.items()}
-    return figures | {"ranker's first 20": _means(kept)}
+    figures: dict[str, Any] = {"users": len(shares_of_first), "posts": len(posts), "depths": list(DEPTHS)}
+    figures |= {f"recall of {name}": _means(rows) for name, rows in recalls.items()}
+    return figures | {"ranker's first 20": _means(shares_of_first)}
 
 
 def as_table(figures: Mapping[str, Any]) -> Table:
@@ -92,8 +92,8 @@ def as_table(figures: Mapping[str, Any]) -> Table:
 def true_values(world: World, user: int, posts: NDArray[np.int64]) -> Floats:
     """The probability of every action, `[n, A]`, if each post were shown to the user on the home surface at the end of the world."""
     shown, now = posts[None], np.array([world.settings.end_ts])
-    _, given = circumstances(world, np.array([user]), shown, np.full(shown.shape, HOME), now)
-    return true_probabilities(given)
+    _, shown_in = circumstances(world, np.array([user]), shown, np.full(shown.shape, HOME), now)
+    return true_probabilities(shown_in)
 
 
 def history_of(log: Log, user_id: int, length: int) -> Context:

@@ -231,8 +231,8 @@ def _post_ids(table: pa.Table, where: str, ids: IdKind, place: Place) -> NDArray
     if not pa.types.is_string(column.type):
         if ids == "text":
             raise LogError(f"{where}: column post_id holds {column.type}, not texts, which its ids are")
-        found: NDArray[np.uint64] = column_of(table, "post_id", pa.uint64(), place)
-        return found
+        integers: NDArray[np.uint64] = column_of(table, "post_id", pa.uint64(), place)
+        return integers
     coded = column.combine_chunks().fill_null("").dictionary_encode()
     texts, places = coded.dictionary.to_pylist(), coded.indices.to_numpy()
     for number, text in enumerate(texts):

@@ -111,26 +111,26 @@ def partition_of(user_ids: NDArray[np.uint64], partitions: int) -> NDArray[np.in
 
 
 def _beyond(progress: Progress, before: int, rows: int) -> Callable[[int], None]:
-    def told(scored: int) -> None:
+    def with_rows_before(scored: int) -> None:
         progress("Scoring", before + scored, rows)
 
-    return told
+    return with_rows_before
 
 
 def _claim(out: Path, job: Job) -> None:
     """Write the job description to `out`, or check that it is already there. Raises JobError."""
-    wanted, stated = json.loads(json.dumps(asdict(job))), out / "job.json"
-    if not stated.exists():
+    description, file = json.loads(json.dumps(asdict(job))), out / "job.json"
+    if not file.exists():
         if {path.name for path in out.iterdir()} - {"job.new"}:  # that of a killed run
             raise JobError(f"{out} holds something else: choose another place")
-        write_whole(stated, lambda new: new.write_text(json.dumps(wanted, indent=1)))
+        write_whole(file, lambda new: new.write_text(json.dumps(description, indent=1)))
     try:
-        found: Any = json.loads(stated.read_bytes())
+        written: Any = json.loads(file.read_bytes())
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        written = None
+    if not isinstance(written, dict):
         raise JobError(f"{out} holds something else: choose another place")
-    if differing := [name for name in wanted if found.get(name) != wanted[name]]:
+    if differing := [name for name in description if written.get(name) != description[name]]:
         raise JobError(f"{out} belongs to another job ({', '.join(differing)} differ): choose another place")
 
 

@@ -55,10 +55,10 @@ class Scorer:
         """
         self.manifest = checkpoint.manifest
         names = self.manifest.action_names
-        wanted = names if actions is None else tuple(actions)
-        if unknown := sorted(set(wanted) - set(names)):
+        chosen = names if actions is None else tuple(actions)
+        if unknown := sorted(set(chosen) - set(names)):
             raise CheckpointError(f"{checkpoint.path} has no action {unknown[0]}: it has {', '.join(names)}.")
-        self._wanted = [names.index(name) for name in wanted]
+        self._chosen = [names.index(name) for name in chosen]
         self._scales = np.array([output.scale for output in self.manifest.continuous], np.float32)
         self._weights = np.array([self.manifest.score_weights.get(name, 0.0) for name in names])
         self._batch_tokens = batch_tokens
@@ -72,7 +72,7 @@ class Scorer:
         names = self.manifest.action_names
         kinds = [("request_id", pa.uint64()), *((name, ID_TYPES[self.manifest.ids]) for name in NAMING[1:])]
         kinds.append(("score", pa.float64()))
-        kinds += [(f"p.{names[column]}", pa.float32()) for column in self._wanted]
+        kinds += [(f"p.{names[column]}", pa.float32()) for column in self._chosen]
         kinds += [(output.name, pa.float32()) for output in self.manifest.continuous]
         return pa.schema(
             [pa.field(name, kind, nullable=False) for name, kind in kinds],
@@ -101,23 +101,23 @@ class Scorer:
 
     def score(self, prepared: Prepared, progress: Callable[[int], None] = lambda rows: None) -> pa.Table:
         """The second half of `score_table`. `progress` is called with the number of rows scored so far."""
-        log, rows, actions, done = prepared.examples.log, prepared.rows, len(self._wanted), 0
+        log, rows, actions, done = prepared.examples.log, prepared.rows, len(self._chosen), 0
         score = np.empty(len(rows), np.float64)
         outputs = np.empty((actions + len(self._scales), len(rows)), np.float32)  # in the order of the forwards
         for items in batches(prepared, self._batch_tokens):
-            found, stop = [outcome.scores for outcome in self.engine.forward(items)], done
-            for scores in found:
+            parts, stop = [outcome.scores for outcome in self.engine.forward(items)], done
+            for scores in parts:
                 if not scores.is_finite():
                     request = log.request_id[rows[stop]]
                     raise EngineError(f"{prepared.where}: request {request} gives scores that are not numbers")
                 stop += len(scores)
             if (corrections := self.manifest.corrections) is None:
-                probabilities = np.concatenate([scores.probabilities for scores in found])
+                probabilities = np.concatenate([scores.probabilities for scores in parts])
             else:
-                probabilities = corrections.probabilities(np.concatenate([scores.logits for scores in found]))
+                probabilities = corrections.probabilities(np.concatenate([scores.logits for scores in parts]))
             score[done:stop] = combine(probabilities, self._weights)
-            outputs[:actions, done:stop] = probabilities.T[self._wanted]
-            outputs[actions:, done:stop] = (np.concatenate([scores.continuous for scores in found]) * self._scales).T
+            outputs[:actions, done:stop] = probabilities.T[self._chosen]
+            outputs[actions:, done:stop] = (np.concatenate([scores.continuous for scores in parts]) * self._scales).T
             done = stop
             progress(done)
         place = np.full(len(log), -1)
@@ -149,9 +149,9 @@ def batches(prepared: Prepared, batch_tokens: int = BATCH_TOKENS) -> Iterator[li
     """Yield the requests in batches, one per forward."""
     examples, items, tokens = prepared.examples, list[Item](), 0
     columns = (examples.starts, examples.stops, examples.history_lengths)
-    each = (column[prepared.requests].tolist() for column in columns)
+    bounds = (column[prepared.requests].tolist() for column in columns)
     for index, is_kept, start, stop, events in zip(
-        prepared.requests.tolist(), prepared.is_kept.tolist(), *each, strict=True
+        prepared.requests.tolist(), prepared.is_kept.tolist(), *bounds, strict=True
     ):
         if items and tokens + stop - start + events > batch_tokens:
             yield items

@@ -106,12 +106,12 @@ def make_towers(
         report=lambda done, all_, loss: progress(f"towers, loss {loss:.3f}", done, all_),
     )
     posts = newest_posts(world, CORPUS_DAYS)
-    found = evaluate_retrieval(world, towers, ranker, posts, manifest.score_weights)
-    extras = {"retrieval.json": (json.dumps(found, indent=1) + "\n").encode()}
+    figures = evaluate_retrieval(world, towers, ranker, posts, manifest.score_weights)
+    extras = {"retrieval.json": (json.dumps(figures, indent=1) + "\n").encode()}
     path = out.absolute().with_name(f"{out.absolute().name}-towers")
     save_checkpoint(path, towers, name="demo-towers", action_names=log.action_names, extras=extras, replace=True)
     write_posts(out.absolute().with_name(f"{out.absolute().name}-posts"), world, load_encoder(path), posts)
-    return found
+    return figures
 
 
 def write_posts(path: Path, world: World, encoder: Encoder, posts: NDArray[np.int64]) -> None:
@@ -138,5 +138,5 @@ def facts_of(world: World) -> Facts:
 
 def _names(world: World, request: dict[str, Any]) -> dict[str, Any]:
     names = world_names(world)
-    kept = [*list(names["users"])[:NAMED_USERS], request["user_id"]]
-    return names | {"users": {user: names["users"][user] for user in dict.fromkeys(kept)}}
+    users = [*list(names["users"])[:NAMED_USERS], request["user_id"]]
+    return names | {"users": {user: names["users"][user] for user in dict.fromkeys(users)}}

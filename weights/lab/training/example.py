@@ -88,7 +88,7 @@ def _request(examples: Examples, user: str | None) -> int:
     return int(np.argmax(np.where(fits, events * 1000 + np.minimum(sizes, 999), -1)))
 
 
-def _names(examples: Examples, request: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _names(examples: Examples, request: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
     """`names.json`: users with what they like most, authors, posts; those of the example, then the most frequent."""
     log, events = examples.log, examples.events
     met = request["history"] + request["candidates"]
@@ -97,28 +97,28 @@ def _names(examples: Examples, request: Mapping[str, Any], given: Mapping[str, A
         "authors": [post["author_id"] for post in met],
         "posts": [post["post_id"] for post in met],
     }
-    kept = {
+    listed = {
         kind: list(dict.fromkeys([*first[kind], *_frequent(log, f"{kind[:-1]}_id", most)]))[:most]
         for kind, most in MOST_NAMED.items()
     }
 
-    def name(kind: str, each: str) -> str:
-        found = given.get(kind, {}).get(each)
-        return str(found.get("name", "") if isinstance(found, dict) else found or "") or f"{kind[:-1]} {each}"
+    def name(kind: str, id: str) -> str:
+        named = names.get(kind, {}).get(id)
+        return str(named.get("name", "") if isinstance(named, dict) else named or "") or f"{kind[:-1]} {id}"
 
-    authors = {each: {"name": name("authors", each)} for each in kept["authors"]}
-    topics = [each["name"] for each in authors.values()] if len(np.unique(log.author_id)) <= MOST_TOPICS else []
-    for each in authors.values():
-        each |= {"topic": each["name"]} if topics else {}
-    likes = _liked_authors(events, set(kept["users"]))
+    authors = {id: {"name": name("authors", id)} for id in listed["authors"]}
+    topics = [author["name"] for author in authors.values()] if len(np.unique(log.author_id)) <= MOST_TOPICS else []
+    for author in authors.values():
+        author |= {"topic": author["name"]} if topics else {}
+    likes = _liked_authors(events, set(listed["users"]))
     return {
         "topics": topics,
         "authors": authors,
         "users": {
-            each: {"name": name("users", each), "likes": [name("authors", author) for author in likes.get(each, [])]}
-            for each in kept["users"]
+            id: {"name": name("users", id), "likes": [name("authors", liked) for liked in likes.get(id, [])]}
+            for id in listed["users"]
         },
-        "posts": {each: {"name": name("posts", each)} for each in kept["posts"]},
+        "posts": {id: {"name": name("posts", id)} for id in listed["posts"]},
     }
 
 
@@ -131,9 +131,9 @@ def _frequent(log: Log, column: str, most: int) -> list[str]:
 def _liked_authors(events: Log, users: set[str]) -> dict[str, list[str]]:
     """The authors whom each of these users engaged with most."""
     rows = np.arange(len(events))
-    found: dict[str, dict[str, int]] = {}
+    engagements: dict[str, dict[str, int]] = {}
     for user, author in zip(events.ids("user_id", rows), events.ids("author_id", rows), strict=True):
         if user in users:
-            counts = found.setdefault(user, {})
+            counts = engagements.setdefault(user, {})
             counts[author] = counts.get(author, 0) + 1
-    return {user: sorted(counts, key=lambda each: -counts[each])[:LIKED] for user, counts in found.items()}
+    return {user: sorted(counts, key=lambda author: -counts[author])[:LIKED] for user, counts in engagements.items()}

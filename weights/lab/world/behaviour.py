@@ -87,31 +87,33 @@ def recency(age_seconds: NDArray[np.int64]) -> Floats:
     return (2.8 * (np.exp(-age_seconds / (16 * 3600)) - 0.43)).astype(np.float32)
 
 
-def log_dwell(given: Circumstances) -> Floats:
+def log_dwell(circumstances: Circumstances) -> Floats:
     """The mean of log(dwell seconds), `[n]`; its standard deviation is `DWELL_SPREAD`."""
-    surface = np.array([DWELL_SURFACE.get(name, 0.0) for name in SURFACES], np.float32)[given.surface]
-    terms = 0.45 * given.appeal + 0.5 * given.recency + 0.25 * given.activity + surface
+    surface = np.array([DWELL_SURFACE.get(name, 0.0) for name in SURFACES], np.float32)[circumstances.surface]
+    terms = 0.45 * circumstances.appeal + 0.5 * circumstances.recency + 0.25 * circumstances.activity + surface
     return np.asarray(np.log(MEDIAN_DWELL_SECONDS) + terms, np.float32)
 
 
-def draw(given: Circumstances, rng: np.random.Generator) -> tuple[NDArray[np.bool_], Floats]:
+def draw(circumstances: Circumstances, rng: np.random.Generator) -> tuple[NDArray[np.bool_], Floats]:
     """Actions bool `[n, A]` and dwell seconds float32 `[n]`."""
-    noise = rng.standard_normal(len(given.appeal), np.float32)
-    seconds = np.exp(log_dwell(given) + DWELL_SPREAD * noise)
-    happens = rng.random((len(given.appeal), len(ACTION_NAMES)), np.float32) < _sigmoid(_logits(given, noise))
+    noise = rng.standard_normal(len(circumstances.appeal), np.float32)
+    seconds = np.exp(log_dwell(circumstances) + DWELL_SPREAD * noise)
+    happens = rng.random((len(circumstances.appeal), len(ACTION_NAMES)), np.float32) < _sigmoid(
+        _logits(circumstances, noise)
+    )
     for name, threshold in DWELL_THRESHOLDS_SECONDS.items():
         happens[:, ACTION_NAMES.index(name)] = seconds >= threshold
     return happens, seconds
 
 
-def true_probabilities(given: Circumstances) -> Floats:
+def true_probabilities(circumstances: Circumstances) -> Floats:
     """The probability of every action before the post is shown, float32 `[n, A]`: the mean over ε."""
     nodes, masses = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
     masses = masses / masses.sum()
-    result = np.zeros((len(given.appeal), len(ACTION_NAMES)), np.float32)
+    result = np.zeros((len(circumstances.appeal), len(ACTION_NAMES)), np.float32)
     for node, mass in zip(nodes, masses, strict=True):
-        result += np.float32(mass) * _sigmoid(_logits(given, np.full(len(result), node, np.float32)))
-    mean = log_dwell(given)
+        result += np.float32(mass) * _sigmoid(_logits(circumstances, np.full(len(result), node, np.float32)))
+    mean = log_dwell(circumstances)
     for name, threshold in DWELL_THRESHOLDS_SECONDS.items():
         z = torch.from_numpy((np.log(threshold) - mean) / DWELL_SPREAD)
         above = 0.5 * torch.erfc(z / 2**0.5)  # P(N(0, 1) ≥ z); numpy has no erfc
@@ -119,13 +121,15 @@ def true_probabilities(given: Circumstances) -> Floats:
     return result
 
 
-def _logits(given: Circumstances, noise: Floats) -> Floats:
+def _logits(circumstances: Circumstances, noise: Floats) -> Floats:
     effects = EFFECTS.values()
-    inputs = np.stack((given.appeal, given.recency, given.activity, given.follow, noise), 1)
+    inputs = np.stack(
+        (circumstances.appeal, circumstances.recency, circumstances.activity, circumstances.follow, noise), 1
+    )
     slopes = np.array([(e.appeal, e.recency, e.activity, e.follow, e.dwell) for e in effects], np.float32)
     surfaces = np.array([[e.surface.get(name, 0.0) for e in effects] for name in SURFACES], np.float32)
     bases = np.array([e.base for e in effects], np.float32)
-    return np.asarray(inputs @ slopes.T + bases + surfaces[given.surface], np.float32)
+    return np.asarray(inputs @ slopes.T + bases + surfaces[circumstances.surface], np.float32)
 
 
 def _sigmoid(logits: Floats) -> Floats:

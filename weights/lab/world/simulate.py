@@ -65,14 +65,14 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class World(Drawn):
-    """A finished world. `truth`, `given` and `interests` line up with the rows of `log` from `settings.test_ts` on.
+    """A finished world. `truth`, `circumstances` and `interests` line up with the rows of `log` from `settings.test_ts` on.
 
-    `given`: the circumstances of each row; `interests` float32 `[n, topics]`: what each topic adds to the appeal for the row's user.
+    `circumstances`: of each row; `interests` float32 `[n, topics]`: what each topic adds to the appeal for the row's user.
     """
 
     log: Log
     truth: Truth
-    given: Circumstances
+    circumstances: Circumstances
     interests: Floats
 
     def probabilities_without_topic(self) -> Floats:
@@ -80,8 +80,10 @@ class World(Drawn):
 
         True if every topic is as frequent with every author (`stray_topic_share` of 1).
         """
-        appeal = self.given.appeal - self.interests[np.arange(len(self.interests)), self.truth.topic]
-        topics = [true_probabilities(replace(self.given, appeal=appeal + column)) for column in self.interests.T]
+        appeal = self.circumstances.appeal - self.interests[np.arange(len(self.interests)), self.truth.topic]
+        topics = [
+            true_probabilities(replace(self.circumstances, appeal=appeal + column)) for column in self.interests.T
+        ]
         return np.asarray(np.mean(topics, 0), np.float32)
 
 
@@ -94,7 +96,7 @@ class Session:
     posts: Ints
     surface: Ints
     affinity: Floats
-    given: Circumstances
+    circumstances: Circumstances
     actions: NDArray[np.bool_]
     seconds: Floats
     interests: Floats
@@ -125,10 +127,10 @@ def _run(drawn: Drawn, who: Ints, now: Ints, rng: np.random.Generator) -> Sessio
     shown = choose_posts(drawn, author, now, rng)
     elsewhere = rng.choice(len(SURFACES), shown.shape, p=OTHER_SURFACES)
     surface = np.where(drawn.users.follows[who[:, None], author], SURFACES.index("following"), elsewhere)
-    affinity, given = circumstances(drawn, who, shown, surface, now)
-    actions, seconds = draw(given, rng)
+    affinity, shown_in = circumstances(drawn, who, shown, surface, now)
+    actions, seconds = draw(shown_in, rng)
     interests = interest(drawn.users.latent[who], drawn.settings)
-    return Session(who, now, shown, surface, affinity, given, actions, seconds, interests)
+    return Session(who, now, shown, surface, affinity, shown_in, actions, seconds, interests)
 
 
 def circumstances(drawn: Drawn, who: Ints, shown: Ints, surface: Ints, now: Ints) -> tuple[Floats, Circumstances]:
@@ -142,10 +144,10 @@ def circumstances(drawn: Drawn, who: Ints, shown: Ints, surface: Ints, now: Ints
     appeal = affinity + users.surface_taste[row, surface] + authors.quality[author] + posts.quality[shown]
     youth = users.freshness[row] * recency(now[:, None] - posts.created_at[shown])
     activity = np.broadcast_to(users.activity[row], shown.shape)
-    given = Circumstances(
+    shown_in = Circumstances(
         appeal.ravel(), youth.ravel(), activity.ravel(), follow.ravel(), surface.ravel().astype(np.int64)
     )
-    return affinity, given
+    return affinity, shown_in
 
 
 def _choose_authors(drawn: Drawn, who: Ints, now: Ints, rng: np.random.Generator) -> Ints:
@@ -179,13 +181,13 @@ def choose_posts(drawn: Drawn, author: Ints, now: Ints, rng: np.random.Generator
     fresh = rng.exponential(settings.fresh_hours, author.shape)
     classic = rng.uniform(80, 400, author.shape)
     age = np.where(rng.random(author.shape) < settings.classic_share, classic, fresh) * HOUR_SECONDS
-    # posts are sorted by author, then time: one search over author · span + time finds the last post before the wanted time
+    # posts are sorted by author, then time: one search over author · span + time finds the last post before that time
     origin = settings.start_ts - settings.archive_days * DAY_SECONDS
     span = 2 * (settings.end_ts - origin)
     keys = posts.author * span + (posts.created_at - origin)
-    wanted = author * span + np.maximum(now[:, None] - age.astype(np.int64) - origin, 0)
-    found = np.searchsorted(keys, wanted, side="right") - 1
-    return np.maximum(found, posts.first[author])
+    latest = author * span + np.maximum(now[:, None] - age.astype(np.int64) - origin, 0)
+    newest = np.searchsorted(keys, latest, side="right") - 1
+    return np.maximum(newest, posts.first[author])
 
 
 def remember(drawn: Drawn, session: Session) -> None:
@@ -238,8 +240,10 @@ def _write(drawn: Drawn, sessions: list[Session]) -> World:
     )
     test = order[now >= settings.test_ts]
     fields = ("appeal", "recency", "activity", "follow", "surface")
-    given = Circumstances(*(np.concatenate([getattr(s.given, name) for s in sessions])[test] for name in fields))
+    tested = Circumstances(
+        *(np.concatenate([getattr(s.circumstances, name) for s in sessions])[test] for name in fields)
+    )
     affinity = np.concatenate([s.affinity.ravel() for s in sessions])[test]
     interests = np.concatenate([np.repeat(s.interests, settings.slots, 0) for s in sessions])[test]
-    truth = Truth(true_probabilities(given), log_dwell(given), affinity, posts.topic[post[now >= settings.test_ts]])
-    return World(settings, authors, posts, users, log, truth, given, interests)
+    truth = Truth(true_probabilities(tested), log_dwell(tested), affinity, posts.topic[post[now >= settings.test_ts]])
+    return World(settings, authors, posts, users, log, truth, tested, interests)
