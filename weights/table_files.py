@@ -266,7 +266,8 @@ def _check_lines(filesystem: pa.fs.FileSystem, path: str, options: pyarrow.json.
                     middle = (good + bad) // 2
                     is_good = not json_error(b"".join(lines[:middle]), options)
                     good, bad = (middle, bad) if is_good else (good, middle)
-                raise LogError(f"{path}, line {number + bad}: {json_problem(lines[bad - 1], options)}")
+                problem = json_problem(lines[good], lines[:good], options)
+                raise LogError(f"{path}, line {number + bad}: {problem}")
             number += len(lines)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,19 +42,25 @@ def json_error(lines: bytes, options: pyarrow.json.ParseOptions) -> str:
     return ""
 
 
-def json_problem(line: bytes, options: pyarrow.json.ParseOptions) -> str:
-    """What is wrong with a line, without its values."""
+def json_problem(line: bytes, before: Sequence[bytes], options: pyarrow.json.ParseOptions) -> str:
+    """What is wrong with a line, without its values. `before`: lines that can be read, and not with this one."""
     try:
-        if not isinstance(json.loads(line), dict):
-            return "holds no JSON object"
+        values = json.loads(line)
     except (ValueError, RecursionError):
         return "is no JSON object; it may be cut off"
-    error = json_error(line, options)
-    if "unexpected field" in error:
+    if not isinstance(values, dict):
+        return "holds no JSON object"
+    if "unexpected field" in json_error(line, options):
         return "has a column that the first rows lack: write every column in every row"
-    name = re.search(r"Column\(/([^)]*)\)", error)
-    where = f"column {name[1]}" if name else "a column"
-    return f"{where} holds another type than in the rows before, or a number that does not fit"
+    rows = [*map(json.loads, before), values]
+    for name in values:  # pyarrow names the column of some errors only
+        column = "\n".join(json.dumps({name: row.get(name)}) for row in rows)
+        if json_error(column.encode(), options):
+            expected = options.explicit_schema
+            is_declared = expected is not None and name in expected.names
+            kind = str(expected.field(name).type) if is_declared else "the type of the rows before"
+            return f"column {name[:64]} holds a value that does not fit {kind}"
+    return "holds a value that does not fit its column"
 
 
 def check_values(

@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 DAYS, SLOTS = 50, 10
 BEGIN = 1_780_272_000  # 2026-06-01
 DAY_SECONDS = 86_400
-USERS, POSTS, AUTHORS = 2_000_000, 1_000_000, 50_000
+POSTS, AUTHORS = 1_000_000, 50_000
+IMPRESSIONS_OF_A_USER = 50
 ACTIONS = {"favorite": 0.05, "reply": 0.01, "click": 0.12, "report": 0.001}
 
 
@@ -27,12 +28,12 @@ def id_of(numbers: np.ndarray) -> np.ndarray:
     return numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
 
-def day_of(day: int, rows: int, rng: np.random.Generator) -> pa.Table:
-    """The impressions of one day, in no order: requests of SLOTS posts."""
+def day_of(day: int, rows: int, users: int, rng: np.random.Generator) -> pa.Table:
+    """The impressions of one day, in no order: requests of SLOTS posts, each of one of `users` users."""
     requests = rows // SLOTS
     request = day * requests + np.arange(requests) + 1
     seconds = BEGIN + day * DAY_SECONDS + rng.integers(0, DAY_SECONDS, requests)
-    user = rng.integers(1, USERS, requests)
+    user = rng.integers(1, users, requests)
     post = (rng.random((requests, SLOTS)) ** 3 * POSTS).astype(np.int64) + 1  # some posts are shown often
     author = post % AUTHORS + 1
     likes = 1 + ((user[:, None] + author) % 7 == 0) * 4.0
@@ -58,10 +59,11 @@ def main() -> None:
     parser.add_argument("impressions", type=int)
     parser.add_argument("out", type=Path)
     options = parser.parse_args()
+    users = max(1000, options.impressions // IMPRESSIONS_OF_A_USER)
     for day in range(DAYS):
         place = options.out / f"date={np.datetime64(BEGIN + day * DAY_SECONDS, 's').astype('datetime64[D]')}"
         place.mkdir(parents=True)
-        table = day_of(day, options.impressions // DAYS, np.random.default_rng(day))
+        table = day_of(day, options.impressions // DAYS, users, np.random.default_rng(day))
         pq.write_table(table, place / "part-0.parquet", compression="zstd")
 
 

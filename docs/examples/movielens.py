@@ -67,19 +67,27 @@ def negatives(users: Ints, items: Ints, films: int, each: int, rng: np.random.Ge
     return drawn
 
 
+def rows_by(keys: Ints) -> dict[int, Ints]:
+    """The rows that have each key, by the key, both rising."""
+    order = np.argsort(keys, kind="stable")
+    distinct, starts = np.unique(keys[order], return_index=True)
+    return dict(zip(distinct.tolist(), np.split(order, starts[1:]), strict=True))
+
+
 def without_repeats(
     drawn: Ints, users: Ints, items: Ints, requests: Ints, films: int, rng: np.random.Generator
 ) -> Ints:
     """The drawn films `[n, each]`, where one that its request has drawn before is replaced by another that the user never rated,
     drawn as often as the films of `drawn` are."""
-    distinct = drawn.copy()
-    for request in np.unique(requests):
-        rows = np.flatnonzero(requests == request)
+    distinct, popularity, choices = drawn.copy(), np.bincount(drawn.ravel(), minlength=films), np.unique(drawn)
+    by_user, by_request = rows_by(users), rows_by(requests)
+    for rows in by_request.values():
         flat = distinct[rows].ravel()
         repeated = np.setdiff1d(np.arange(len(flat)), np.unique(flat, return_index=True)[1])
         if len(repeated):
-            left = np.setdiff1d(drawn, np.concatenate((items[users == users[rows[0]]], flat)))
-            chance = np.bincount(drawn.ravel(), minlength=films)[left]
+            rated = items[by_user[int(users[rows[0]])]]
+            left = np.setdiff1d(choices, np.concatenate((rated, flat)))
+            chance = popularity[left]
             count = min(len(repeated), len(left))
             flat[repeated[:count]] = rng.choice(left, count, replace=False, p=chance / chance.sum())
             distinct[rows] = flat.reshape(len(rows), -1)

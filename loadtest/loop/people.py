@@ -55,7 +55,7 @@ class People:
         self.rng = np.random.default_rng(settings.seed)
         world = WorldSettings(
             seed=settings.seed,
-            users=settings.users,
+            users=settings.all_users,
             new_users=0,
             authors=settings.all_authors,
             days=settings.warm_up_days + settings.days,
@@ -67,7 +67,7 @@ class People:
         users = draw_users(world, authors, self.rng)
         users.latent_ts[:] = world.start_ts
         self.world = Drawn(world, authors, posts, users)
-        self.histories: list[list[dict[str, Any]]] = [[] for _ in range(settings.users)]
+        self.histories: list[list[dict[str, Any]]] = [[] for _ in range(settings.all_users)]
 
     def start_of(self, day: int) -> int:
         """The first second of a day, which is below 0 before the demo begins."""
@@ -86,14 +86,15 @@ class People:
         )
 
     def visits(self, day: int) -> list[Visits]:
-        """The visits of a day: every user comes once in each of them."""
+        """The visits of a day: every user who has arrived comes once in each of them."""
         settings, part = self.settings, DAY_SECONDS // self.settings.visits
         return [self._visits(day, self.start_of(day) + visit * part, part) for visit in range(settings.visits)]
 
     def _visits(self, day: int, start: int, seconds: int) -> Visits:
         settings, world, rng = self.settings, self.world, self.rng
-        now = np.sort(rng.integers(start, start + seconds, settings.users))
-        who = rng.permutation(settings.users)
+        arrived = settings.users + settings.new_users * max(day, 0)
+        now = np.sort(rng.integers(start, start + seconds, arrived))
+        who = rng.permutation(arrived)
         drift(world.users, who, now, world.settings, rng)
         present = settings.authors + settings.new_authors * max(day, 0)
         pull = np.log(world.authors.popularity) + FOLLOWED * world.users.follows[who]

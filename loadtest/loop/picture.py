@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,24 @@ def table_of(days: Sequence[Day]) -> str:
         rewards = [f"{day.rewards[kind]:.3f}" for kind in KINDS]
         rows.append([str(day.day), *rewards, f"{day.recovered:+.2f}", ending_of(day)])
     return markdown(head, rows)
+
+
+def unseen_table(turns: Sequence[Mapping[str, Any]]) -> str:
+    """The AUC within users of the score, of the serving model and of the new one, on held-out impressions whose user, post or author was
+    not trained on that night, and on the others; a row for each night and kind of id that has both. `turns`: their `figures.json`."""
+    head = ["night", "id", "share not trained on", "serving there", "new there", "serving elsewhere", "new elsewhere"]
+    rows = []
+    for night, turn in enumerate(turns):
+        for kind, unseen in (turn["judged"] or {"unseen": {}})["unseen"].items():
+            figures = [*unseen["order"], *unseen["order_of_others"]]
+            if all(figure["low"] is not None for figure in figures):
+                rows.append([str(night), kind, f"{unseen['share']:.1%}", *map(told, figures)])
+    return markdown(head, rows)
+
+
+def told(figure: Mapping[str, float]) -> str:
+    """A figure with its interval."""
+    return f"{figure['value']:.3f} ({figure['low']:.3f} … {figure['high']:.3f})"
 
 
 def ending_of(day: Day) -> str:

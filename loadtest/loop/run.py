@@ -25,7 +25,7 @@ import typer
 from numpy.typing import NDArray
 
 from loadtest.loop.people import WORTH, Acts, Floats, Ints, People, Visits, best
-from loadtest.loop.picture import draw_picture, table_of
+from loadtest.loop.picture import draw_picture, table_of, unseen_table
 from loadtest.loop.settings import ARCHITECTURE, FIRST_TRAINING, KINDS, NIGHTLY_TRAINING, REWARD, LoopSettings
 from loadtest.machine import ROOT
 from loadtest.server import PLAIN, Server, serving, wait_until
@@ -253,21 +253,26 @@ def measure(
     out: Annotated[Path, typer.Option(help="Directory for loop.png, days.json and the table.")] = ROOT
     / "build/demo-loop",
     seed: int = 1,
+    days: Annotated[int, typer.Option(min=2, help="How many days.")] = LoopSettings().days,
+    new_users: Annotated[int, typer.Option(min=0, help="So many users arrive on each day.")] = LoopSettings().new_users,
     keep: Annotated[Path | None, typer.Option(help="Keep what the service and the turns wrote here.")] = None,
 ) -> None:
-    """Run a service for fourteen days of a synthetic world, with a nightly turn each, and draw what it earned by day."""
-    settings = LoopSettings(seed=seed)
+    """Run a service for fourteen days of a synthetic world, with a nightly turn each, and draw what it earned by day. Then print how the
+    models order impressions whose user, post or author was not trained on, by night."""
+    settings = LoopSettings(seed=seed, days=days, new_users=new_users)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         root = keep or Path(folder)
         root.mkdir(parents=True, exist_ok=True)
-        days = run(settings, root, say=True)
+        judged = run(settings, root, say=True)
+        orders = unseen_table([json.loads(path.read_text()) for path in sorted(root.glob("loop/turns/*/figures.json"))])
     out.mkdir(parents=True, exist_ok=True)
-    draw_picture(days, settings, out / "loop.png")
+    draw_picture(judged, settings, out / "loop.png")
     values: dict[str, Any] = {
         "settings": asdict(settings),
-        "days": [asdict(day) | {"recovered": day.recovered} for day in days],
+        "days": [asdict(day) | {"recovered": day.recovered} for day in judged],
     }
     (out / "days.json").write_text(json.dumps(values, indent=1) + "\n")
-    print(table_of(days))
+    print(table_of(judged))
+    print(orders)
     print(f"{time.perf_counter() - began:.0f} s; {out / 'loop.png'} has the picture", flush=True)

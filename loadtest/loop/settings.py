@@ -21,6 +21,7 @@ class LoopSettings:
     poisoned_day: int = 11
     warm_up_days: int = 5  # served in a random order before day 0, to train the first checkpoint
     users: int = 260
+    new_users: int = 0  # each day
     authors: int = 24
     new_authors: int = 1  # each day
     visits: int = 2  # of each user and day
@@ -36,6 +37,11 @@ class LoopSettings:
         """The bounds of the nightly checks. When tastes change, people do much less at first. That is no fault of the night, so it is
         allowed for; half of the events missing would not be noticed here."""
         return {"min_activity": 0.25, "min_rankings": self.users}
+
+    @property
+    def all_users(self) -> int:
+        """Those of the first day, and those who arrive later."""
+        return self.users + self.new_users * (self.days - 1)
 
     @property
     def all_authors(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,32 @@ def test_a_column_that_a_later_file_brings_is_refused(tmp_path: Path, suffix: st
         LogError, match=r"b\.(parquet has columns .* lacks: action.repotr|jsonl, line 1: .*: write every column)"
     ):
         read_log(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"post_id": 7.5}, "uint64"),
+        ({"author_id": 7.0}, "uint64"),
+        ({"user_id": 5e17}, "uint64"),
+        ({"post_id": 2**64}, "uint64"),
+        ({"request_id": -1}, "uint64"),
+        ({"post_id": [5417]}, "uint64"),
+        ({"action.like": 2}, "bool"),
+    ],
+)
+@pytest.mark.parametrize("before", [0, 1, MANY])
+def test_a_line_whose_value_does_not_fit_names_the_column(
+    before: int, change: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    rows = [row()] * before + [row(**change)]
+    with pytest.raises(LogError) as told:
+        read_log(write(tmp_path / "log.jsonl", [*rows, row()]))
+    (name,) = change
+    line = 2 if before == 0 and name == "action.like" else before + 1  # alone, the first line may have any type
+    assert re.search(rf"log\.jsonl, line {line}: column {re.escape(name)} ", str(told.value)), told.value
+    is_declared = before == MANY or not name.startswith("action.")
+    assert f"does not fit {kind if is_declared else 'the type of the rows before'}" in str(told.value)
 
 
 def test_a_field_that_a_later_row_brings_is_refused(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ STRAY: dict[str, tuple[str, Write, str]] = {
     "a changed type": (
         "b.jsonl",
         lambda path: path.write_text(lines_of([*ROWS, {**ROWS[0], "created_at": SECRET}])),
-        ", line 21: column created_at holds another type",
+        ", line 21: column created_at holds a value that does not fit int64",
     ),
     "a new column": (
         "b.jsonl",

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -273,31 +274,36 @@ def test_the_command_says_what_joined_and_what_it_wrote(served: Path) -> None:
     assert wrong.stderr == "--window soon is not a length of time such as 30m, 24h or 7d.\n"
 
 
+def killed_at(command: Sequence[object], directory: Path, count: int) -> bool:
+    """Run a command, and kill it when it has made so many files and directories below `directory`. Whether it was killed."""
+
+    def entries() -> set[str]:
+        return {f"{folder}/{name}" for folder, inner, names in os.walk(directory) for name in (*inner, *names)}
+
+    before = entries()
+    with subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            if len(entries() - before) >= count:
+                process.kill()
+            time.sleep(0.002)
+    return process.returncode == -signal.SIGKILL
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_killed_join_leaves_nothing_half(served: Path) -> None:
-    """Killed at twenty moments; then the whole join runs in the same place."""
+    """Killed each time that it has made another two files; then the whole join runs in the same place."""
     for part in range(40):
         write_part(served, f"more-{part}", [ranking(1000 + 20 * part + row) for row in range(20)])
     events = write_events(served.with_name("events.parquet"), [event(1000 + row, 0, "favorite") for row in range(800)])
     out = served.with_name("log")
-    command = [sys.executable, "-m", "weights", "join", served, "--events", events, "--out", out, "--until", str(UNTIL)]
-    killed = 0
-    for attempt in range(12):
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-            try:
-                process.wait(0.4 + 0.25 * attempt)
-            except subprocess.TimeoutExpired:
-                os.kill(process.pid, signal.SIGKILL)
-                killed += 1
-        if out.exists():
-            break
-        assert {path.name for path in served.parent.iterdir() if not path.name.startswith(".")} == {
-            "events.parquet",
-            "served",
-        }
-    assert killed > 1
-    if not out.exists():
-        subprocess.run(command, check=True, capture_output=True)
+    command = [sys.executable, "-m", "weights", "join", served, "--events", events, "--out", out, "--until", UNTIL]
+    kills = 0
+    while killed_at(command, served.parent, 1 + 2 * kills):
+        visible = {path.name for path in served.parent.iterdir() if not path.name.startswith(".")}
+        assert visible == {"events.parquet", "served"}
+        kills += 1
+    assert kills >= 4
     assert len(np.unique(read_log(out).request_id)) == RANKINGS + 800
     assert not [*served.parent.glob(".log.*")], "what killed runs left is gone"
 

@@ -20,6 +20,7 @@ Floats = NDArray[np.float32]
 MIN_POSITIVES = 50
 """Of an action with fewer positives among the held-out impressions, nothing is said."""
 CHANCE_DEVIATIONS = 2.0
+NO_FIGURE = Figure(math.nan, math.nan, math.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,12 @@ class ActionQuality:
 @dataclass(frozen=True, slots=True)
 class Unseen:
     """The held-out impressions whose user, post or author was in no request that the new model was trained on: their share of all, and
-    the AUC of the new model's score over them and over the others."""
+    the AUC within users of the serving model's score, first, and of the new one's, over them and over the others. The value is NaN
+    where no user has both outcomes."""
 
     share: float
-    auc: float
-    auc_of_others: float
+    order: tuple[Figure, Figure]
+    order_of_others: tuple[Figure, Figure]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +83,17 @@ def judge(
     by_user = Judge.of(shown)
     everybody = np.arange(by_user.draws.shape[1])
 
-    def within(score: Floats) -> Sampled:
-        groups = auc_within(by_user.user[known], worthy[known], score[known])
+    def within(score: Floats, some: NDArray[np.bool_]) -> Sampled:
+        groups = auc_within(by_user.user[some], worthy[some], score[some])
         return Sampled.of(by_user.means(*groups, everybody), by_user.draws)
 
-    serving, new = within(scores[0]), within(scores[1])
+    def order(some: NDArray[np.bool_]) -> tuple[Figure, Figure]:
+        figures = [within(score, some).figure() if some.any() else NO_FIGURE for score in scores]
+        return figures[0], figures[1]
+
+    is_known = np.zeros(len(rows), bool)
+    is_known[known] = True
+    serving, new = (within(score, is_known) for score in scores)
     actions = {}
     for place, name in enumerate(shown.action_names):
         kept = shown.known(place)
@@ -100,11 +108,7 @@ def judge(
     unseen = {}
     for kind in ("user", "post", "author"):
         is_unseen = ~np.isin(getattr(shown, f"{kind}_id"), getattr(trained, f"{kind}_id"))
-        aucs = [
-            metrics.auc(worthy[some], scores[1][some]) if some.any() else float("nan")
-            for some in (is_unseen, ~is_unseen)
-        ]
-        unseen[kind] = Unseen(float(is_unseen.mean()), aucs[0], aucs[1])
+        unseen[kind] = Unseen(float(is_unseen.mean()), order(is_known & is_unseen), order(is_known & ~is_unseen))
     return Judgement(
         len(requests),
         len(rows),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from weights.lab.evaluate.metrics import Figure
 from weights.lab.joining.counts import JoinCounts
 from weights.lab.loop.gate import Check
 from weights.lab.loop.judge import Judgement
@@ -49,9 +51,16 @@ AUC within users of the score: serving {{ judged.order[0] }}, new {{ judged.orde
 
 Actions with fewer than {{ judged.min_positives }} positives are not judged.
 
-{{ table(["impressions by", "share whose id was not trained on this time", "AUC of the new score there", "elsewhere"], unseen) }}
+AUC within users of the score, where the id was not trained on this time and where it was:
+
+{{ table(["id", "share not trained on", "serving there", "new there", "serving elsewhere", "new elsewhere"], unseen) }}
 {% endif %}
 """
+
+
+def told(figure: Figure) -> str:
+    """A figure for a table; a dash for none."""
+    return "–" if math.isnan(figure.value) else str(figure)
 
 
 def write_turn(
@@ -75,7 +84,7 @@ def write_turn(
         for name, each in (judged.actions.items() if judged else ())
     ]
     unseen = [
-        [kind, f"{each.share:.1%}", f"{each.auc:.3f}", f"{each.auc_of_others:.3f}"]
+        [kind, f"{each.share:.1%}", *map(told, (*each.order, *each.order_of_others))]
         for kind, each in (judged.unseen.items() if judged else ())
     ]
     page = rendered(

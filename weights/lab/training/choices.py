@@ -197,7 +197,7 @@ def _hidden(new: Mapping[str, float], *, has_codes: bool) -> Choice:
     shares = {kind: round(float(np.clip(new[kind], *bounds[kind])), 2) for kind in bounds}
     seen = ", ".join(f"{1 - new[kind]:.0%} of {kind}s" for kind in ("post", "author", "user"))
     decided = ", ".join(f"{shares[kind]:.0%} of {kind}s" for kind in ("post", "author", "user"))
-    decided += " (posts so often that the codes are learned)" if shares["post"] > max(new["post"], 0.02) else ""
+    decided += " (posts so often that the codes are learned)" if has_codes and new["post"] < fewest_posts else ""
     values = {f"hidden_{kind}_share": share for kind, share in shares.items()}
     return Choice(f"newest fifth of the training period: {seen} known", f"hide the ids of {decided}", values)
 

@@ -121,10 +121,13 @@ def _ages(
     """
     assert log.contexts is not None
     times: dict[tuple[int, int], list[int]] = {}
+    of_users = event_rows[
+        np.isin(log.user_id[event_rows], log.user_id[starts[requests]])
+    ]  # Python's numbers take memory
     for user, post, time in zip(
-        log.user_id[event_rows].tolist(),
-        log.post_id[event_rows].tolist(),
-        log.impression_ts[event_rows].tolist(),
+        log.user_id[of_users].tolist(),
+        log.post_id[of_users].tolist(),
+        log.impression_ts[of_users].tolist(),
         strict=True,
     ):
         times.setdefault((user, post), []).append(time)

@@ -90,9 +90,15 @@ def test_a_night_is_published_once(loop: Loop) -> None:
     assert [check["name"] for check in figures["checks"] if check["passed"]] == [
         "clock", "histories", "events", "enough", "labels", "quality", "order",
     ]  # fmt: skip
-    assert figures["judged"]["unseen"]["post"]["share"] > 0
+    posts = figures["judged"]["unseen"]["post"]
+    assert posts["share"] > 0
+    for figures_of_both in (posts["order"], posts["order_of_others"]):
+        assert all(figure["low"] < figure["value"] < figure["high"] for figure in figures_of_both)
+    assert posts["order_of_others"][0] != posts["order_of_others"][1], "the serving model and the new one"
     report = (loop.turns / "turns/00001/report.md").read_text()
     assert f"published version {published}" in report
+    (line,) = [line for line in report.splitlines() if line.startswith("| post |")]
+    assert f"{posts['order'][1]['value']:.3f} (" in line
     code, said = loop.refresh()
     assert (code, "Nothing new" in said) == (0, True), said
     assert loop.version() == published

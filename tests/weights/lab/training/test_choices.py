@@ -77,6 +77,13 @@ def test_ids_are_hidden_as_often_as_new_ones_come(log: Log) -> None:
     assert "0% of users known" in decided(plan(strangers), "newest fifth")
 
 
+def test_a_log_without_codes_is_told_nothing_of_them(log: Log) -> None:
+    new_posts = 87  # a share that is rounded up
+    posts = np.append(np.ones(len(log) - new_posts, np.uint64), np.arange(new_posts, dtype=np.uint64) + np.uint64(2))
+    made = plan(replace(log, post_id=posts), hold_out=False)
+    assert "codes" not in decided(made, "hide the ids of")
+
+
 def test_tables_have_room_for_the_ids_that_are_told_apart(log: Log) -> None:
     many = replace(log, author_id=np.arange(len(log), dtype=np.uint64) % np.uint64(2000) + np.uint64(1))
     assert plan(log).config.author_hashes.vocab_size == 2048
