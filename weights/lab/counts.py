@@ -152,6 +152,12 @@ def rates_pass(log: Log, frozen: int, action: int) -> bool:
     return auc(happened, popularity(log, frozen, action)[later]) < LASTING_AUC - 2 * deviation
 
 
+def repeated_share(log: Log, frozen: int) -> float:
+    """The share of the rows from `frozen` on whose user has met their post in a row before it."""
+    pairs = pair_key(log.user_id, log.post_id)
+    return float(np.isin(pairs[frozen:], pairs[:frozen]).mean()) if frozen < len(pairs) else 0.0
+
+
 def _log_odds(rate: Floats) -> NDArray[np.float64]:
     inside = np.clip(rate.astype(np.float64), 1e-6, 1 - 1e-6)
     return np.asarray(np.log(inside / (1 - inside)))

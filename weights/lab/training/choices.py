@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from model.config import ModelConfig
 from weights.actions import default_score_weights
-from weights.lab.counts import rates_pass
+from weights.lab.counts import rates_pass, repeated_share
 from weights.lab.training.log import Log, date_of, distinct
 from weights.lab.training.run import check_split
 from weights.lab.training.settings import TrainSettings, demo_config, hashes, replaced
@@ -39,6 +39,9 @@ FEWEST_VALIDATION_REQUESTS = 600
 VALIDATION_COST = 0.05  # of the requests that training passes over: at most so many are validated on
 COUNTS_STRENGTH = 2000.0
 """What counts expect is worth so many positives: with so many, half of each label is that. With more, it is less."""
+REPEATED_SHARE = 0.5
+"""From here on, users meet the same posts again and again: so many of the newest impressions are of a user and a post met before."""
+REPEATED_STRENGTH, MOST_REPEATED = 30_000.0, 0.9  # counts of a user with a post are then hard to beat
 PASSING_STRENGTH = 100_000.0  # where no post or author stays popular, learning theirs by heart only harms
 COUNTED_IMPRESSIONS = 1_000_000  # more need no help of counts
 HIDDEN_USERS = 0.5
@@ -297,12 +300,21 @@ def _schedule(log: Log, name: str, positives: int) -> Choice:
     newest = int(len(log) * (1 - NEWEST_SHARE))
     are_counted = len(log) <= COUNTED_IMPRESSIONS
     is_passing = are_counted and rates_pass(log, newest, log.action_names.index(name))
-    passing = ", and no post or author stays popular" if is_passing else ""
-    strength = PASSING_STRENGTH if is_passing else COUNTS_STRENGTH
-    counts = round(strength / (strength + positives), 1) if are_counted else 0.0
+    are_repeated = are_counted and not is_passing and repeated_share(log, newest) >= REPEATED_SHARE
+    remark = (
+        ", and no post or author stays popular"
+        if is_passing
+        else ", and users meet the same posts again"
+        if are_repeated
+        else ""
+    )
+    strength = PASSING_STRENGTH if is_passing else REPEATED_STRENGTH if are_repeated else COUNTS_STRENGTH
+    counts = (
+        round(min(strength / (strength + positives), MOST_REPEATED if are_repeated else 1.0), 1) if are_counted else 0.0
+    )
     smoothed = f"; {counts:.0%} of each label is what counts expect" if counts else ""
     return Choice(
-        f"{positives:,} times {name} in {requests:,} requests{passing}",
+        f"{positives:,} times {name} in {requests:,} requests{remark}",
         f"validate on {validated:,} of the newest requests, about {positives * validated // requests:,} times {name}{smoothed}",
         {
             "warmup_share": WARMUP_SHARE, "evaluations": EVALUATIONS, "patience": PATIENCE, "counts_share": counts,
