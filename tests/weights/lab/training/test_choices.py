@@ -135,6 +135,15 @@ def test_counts_help_where_the_log_has_few_positives(log: Log) -> None:
     assert plan(many).settings.counts_share == 0
 
 
+def test_counts_teach_more_where_users_meet_posts_again(log: Log) -> None:
+    large = with_actions(log.take(np.sort(np.arange(60_000) % len(log))), like=0.2)
+    large = replace(large, actions=large.actions & (large.author_id % np.uint64(2) == 0)[:, None])
+    catalogue = plan(replace(large, post_id=large.post_id % np.uint64(3) + np.uint64(1)))
+    assert catalogue.settings.counts_share > plan(large).settings.counts_share + 0.2
+    assert "users meet the same posts again" in "".join(catalogue.lines())
+    assert "users meet the same posts again" not in "".join(plan(large).lines())
+
+
 def test_counts_alone_teach_where_nothing_stays_popular(log: Log) -> None:
     """Every day other authors are liked."""
     large = log.take(np.sort(np.arange(60_000) % len(log)))
