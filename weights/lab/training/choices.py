@@ -41,7 +41,7 @@ COUNTS_STRENGTH = 2000.0
 """What counts expect is worth so many positives: with so many, half of each label is that. With more, it is less."""
 REPEATED_SHARE = 0.5
 """From here on, users meet the same posts again and again: so many of the newest impressions are of a user and a post met before."""
-REPEATED_STRENGTH, MOST_REPEATED = 30_000.0, 0.9  # counts of a user with a post are then hard to beat
+REPEATED_STRENGTH, MOST_REPEATED = 10_000.0, 0.9  # counts of a user with a post are then hard to beat
 PASSING_STRENGTH = 100_000.0  # where no post or author stays popular, learning theirs by heart only harms
 COUNTED_IMPRESSIONS = 1_000_000  # more need no help of counts
 HIDDEN_USERS = 0.5
