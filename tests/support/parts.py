@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from model.inputs import Candidates, Context
-from weights.served import PARTS, ServedRanking, read_part
+from weights.served import PARTS, RowBatch, ServedRanking, read_part
 
 
 def rankings_of(directory: Path) -> list[ServedRanking]:
@@ -32,3 +35,12 @@ def bits(value: Any) -> Any:
     if isinstance(value, Context | Candidates):
         return [(field.name, bits(getattr(value, field.name))) for field in fields(value) if field.name != "is_kept"]
     return value
+
+
+def write_rows(path: Path, rows: Sequence[ServedRanking]) -> None:
+    """Write rows of one model as one part of a log."""
+    batch = RowBatch(rows[0])
+    for row in rows:
+        batch.add(row)
+    kind = batch.schema()
+    pq.write_table(pa.Table.from_batches([batch.encode(kind, set())]), path)

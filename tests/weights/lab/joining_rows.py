@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from model.inputs import Candidates, Context
-from weights.served import PartEncoder, ServedRanking
+from tests.support.parts import write_rows
+from weights.served import ServedRanking
 
 ACTIONS = ("favorite", "reply", "report")
 T0 = 1_780_300_000
@@ -49,7 +50,7 @@ def write_part(served: Path, name: str, rows: list[ServedRanking], day: str = "2
     """Write the rows as a part of a log of what was served."""
     path = served / f"date={day}/{name}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_batches([PartEncoder(rows[0]).encode(rows)]), path)
+    write_rows(path, rows)
     return path
 
 

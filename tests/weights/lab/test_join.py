@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 pa = pytest.importorskip("pyarrow")
 pytest.importorskip("duckdb")
@@ -42,7 +43,7 @@ RANKINGS = 12
 def served(tmp_path: Path) -> Path:
     """Two parts of six rankings each; a context repeats within a part."""
     rows = [ranking(number, T0 + number) for number in range(RANKINGS)]
-    rows[3] = replace(rows[3], context=rows[2].context)
+    rows[3] = structs.replace(rows[3], context=rows[2].context)
     write_part(tmp_path / "served", "a", rows[:6])
     write_part(tmp_path / "served", "b", rows[6:], "2026-06-02")
     return tmp_path / "served"

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from model.inputs import Candidates
+from tests.support.parts import write_rows
 from tests.weights.lab.training.small_run import TRAINING, small_config
 from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import save_checkpoint
@@ -23,7 +24,7 @@ from weights.lab.training.log import Log, date_of
 from weights.lab.training.run import train
 from weights.lab.world.settings import DAY_SECONDS, WorldSettings
 from weights.lab.world.simulate import simulate
-from weights.served import PartEncoder, ServedRanking
+from weights.served import ServedRanking
 
 WORLD = WorldSettings(users=80, new_users=0, authors=24, days=9, test_days=1, slots=12, sessions_per_day=2.2)
 FIRST_DAY = 5
@@ -48,7 +49,7 @@ class Nights:
         rows = [self._ranking(index, is_empty) for index in self._requests(day)]
         folder = root / "served" / f"date={date_of(self._start(day))}"
         folder.mkdir(parents=True)
-        pq.write_table(pa.Table.from_batches([PartEncoder(rows[0]).encode(rows)]), folder / "part.parquet")
+        write_rows(folder / "part.parquet", rows)
 
     def act(
         self, root: Path, day: int, *, share: float = 1.0, is_shuffled: bool = False, late_seconds: int = 0
